@@ -26,6 +26,7 @@ from lora_rocm.supervisor.lock import locked
 from tests.event_lines import read_events
 from tests.program import RECIPE, Program, images, snapshot
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
+from tests.wording import Worded, says, worded
 
 NEW_AT_EACH_START = ("environment", "heartbeat")
 FORMATS = "output.formats=[kohya, peft]"
@@ -217,8 +218,8 @@ def test_a_damaged_cache_is_repaired_and_changes_nothing(program: Program, folde
     assert results(new) == results(RunDir(folder / "runs" / "ok"))
     counted = Counter(event["kind"] for event in read_events(new.events()) if event["type"] == "repaired")
     assert counted == {"image": 4, "text_1": 3}
-    assert "never trained on: 4 of image, 3 of text_1" in new.report.read_text(encoding="utf-8")
-    assert "7 damaged before and replaced" in program("cache", "verify", "--dir", cache).out
+    assert says(new.report.read_text(encoding="utf-8"), "bad_places/never-trained-on-4-of-image-3")
+    assert says(program("cache", "verify", "--dir", cache).out, "bad_places/7-damaged-before-and-replaced")
     assert "6 bad" in program("cache", "prune", "--dir", cache).out
     again = RunDir(new.path.with_name("again"))
     assert program.train(again.path, FORMATS, f"cache.dir={cache}").code == 0
@@ -263,7 +264,7 @@ def test_a_complete_cache_that_may_only_be_read(
 def test_a_directory_that_holds_a_run(program: Program, folder: Path) -> None:
     before = snapshot(folder / "runs" / "ok")
     program.train("runs/ok").refused(2, "already holds a run", "runs/ok", "--resume latest")
-    assert "This run is complete" in program.train("runs/ok", FORMATS, resume="latest").out
+    assert says(program.train("runs/ok", FORMATS, resume="latest").out, "bad_places/this-run-is-complete")
     assert snapshot(folder / "runs" / "ok") == before
 
 
@@ -275,7 +276,7 @@ def test_a_changed_recipe_is_shown_and_can_be_accepted(program: Program, copy: R
     assert "max_train_steps:" not in told and snapshot(copy.path) == before
     options = [word for change in (FORMATS, *changes) for word in ("--set", change)]
     accepted = program("train", "r.yaml", "--run-dir", copy.path, "--resume", "latest", "--accept-changes", *options)
-    assert accepted.code == 0 and "Going on from step 2" in accepted.out
+    assert accepted.code == 0 and says(accepted.out, "bad_places/going-on-from-step-2")
     other_rank = ["--accept-changes", "--set", "lora.rank=4", "--set", "train.max_train_steps=5"]
     said = program("train", "r.yaml", "--run-dir", copy.path, "--resume", "latest", *other_rank)
     said.refused(2, "not those of the adapter", "lora section")
@@ -312,20 +313,20 @@ def test_what_the_worker_refuses_leaves_the_run_as_it_was(
         caption.write_bytes(text)
     after = {name: content for name, content in snapshot(run_dir.path).items() if not name.startswith(LOGS)}
     assert after.keys() == before.keys() and [name for name in before if after[name] != before[name]] == []
-    assert "This run is complete" in program("train", "r.yaml", *options).out
+    assert says(program("train", "r.yaml", *options).out, "bad_places/this-run-is-complete")
 
 
 @pytest.mark.parametrize(
     ("place", "fix"),
     [
-        ("nowhere", "Give a run directory"),
-        ("pics", "Give a run directory"),
-        ("afile", "Give a run directory"),
-        ("runs", "Runs in it: "),
-        ("runs/ok/checkpoints/step-00000009", "Give the run directory that it is in"),
+        ("nowhere", worded("bad_places/give-a-run-directory")),
+        ("pics", worded("bad_places/give-a-run-directory")),
+        ("afile", worded("bad_places/give-a-run-directory")),
+        ("runs", worded("bad_places/runs-in-it")),
+        ("runs/ok/checkpoints/step-00000009", worded("bad_places/give-the-run-directory-that-it-is")),
     ],
 )
-def test_a_resume_of_nothing(program: Program, folder: Path, place: str, fix: str) -> None:
+def test_a_resume_of_nothing(program: Program, folder: Path, place: str, fix: str | Worded) -> None:
     before = sorted(folder.iterdir())
     program("train", "r.yaml", "--resume", place).refused(2, f"--resume {place}", fix)
     assert sorted(folder.iterdir()) == before
@@ -337,7 +338,9 @@ def test_damaged_checkpoints(program: Program, folder: Path, copy: RunDir) -> No
     weights.write_bytes(weights.read_bytes()[:-5])
     program("train", "r.yaml", "--set", FORMATS, "--resume", last).refused(2, last, "damaged", "--resume latest")
     said = program.train(copy.path, FORMATS, resume="latest")
-    assert said.code == 0 and "step-00000002 is damaged" in said.out and "Going on from step 1" in said.out
+    assert (
+        said.code == 0 and "step-00000002 is damaged" in said.out and says(said.out, "bad_places/going-on-from-step-1")
+    )
     assert results(copy) == results(RunDir(folder / "runs" / "ok"))
     for path in copy.path.glob("checkpoints/*/state.json"):
         path.write_bytes(b"{}")

@@ -17,6 +17,7 @@ from lora_rocm.rundir.layout import RunDir
 from tests import command_line
 from tests.hardware.situations import situation
 from tests.supervisor.fake_run import write_whole_run
+from tests.wording import worded
 
 ROOT = Path(__file__).parents[1]
 HEALTHY = "tests/hosts/linux-rx7900xtx.json"
@@ -229,7 +230,7 @@ def test_schema_status_and_report(tmp_path: Path) -> None:
 def test_forget_lists_what_was_remembered_and_deletes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "Zoë K"
     monkeypatch.setenv("LORA_ROCM_HOME", str(folder))
-    assert run("forget") == (0, "Nothing was remembered about this machine.\n", "")
+    assert run("forget") == (0, worded("cli/nothing-was-remembered-about-this-machine"), "")
     keep(replace(situation("linux-rx7900xtx"), app_dir=str(folder)), ["sdma-off"], "hang", pytest.fail)
     (folder / "changes-0.json").write_text("{", encoding="utf-8")
     code, output, _ = run("forget")

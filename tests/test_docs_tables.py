@@ -10,6 +10,7 @@ from lora_rocm.rules.harmful_values import harms as all_harms
 from lora_rocm.rules.rule import When
 from scripts.docs_pages import DOCS, WITH_TABLES
 from scripts.docs_tables import TABLES, filled, hardware, harms, rules, where
+from tests.wording import Worded, says, worded
 
 PAGES = {name: (DOCS / name).read_text(encoding="utf-8") for name in WITH_TABLES}
 
@@ -39,7 +40,7 @@ def test_the_hardware_table_is_honest() -> None:
     assert all(line.endswith("| not yet |") for line in lines.values())
     assert all(arch.reported in lines[arch.gfx] for arch in ARCHS)
     assert "| pytorch 7.2 | amd 7.14? |" in lines["gfx1201"]
-    assert "| no | no |" in lines["gfx906"] and "| CPU instead | CPU instead |" in lines["gfx1036"]
+    assert says(lines["gfx906"], "docs_tables/no-no") and "| CPU instead | CPU instead |" in lines["gfx1036"]
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -52,20 +53,20 @@ def test_tables_are_tables(name: str) -> None:
 @pytest.mark.parametrize(
     ("when", "words"),
     [
-        (When(), "every AMD GPU"),
-        (When(amd=False), "everywhere"),
+        (When(), worded("docs_tables/every-amd-gpu")),
+        (When(amd=False), worded("docs_tables/everywhere")),
         (When(systems=("linux",), wsl=False, generations=("rdna3",), kernel_from="6.18", kernel_below="7.1"),
-         "Linux; not WSL; RDNA 3; kernel from 6.18 below 7.1"),
+         worded("docs_tables/linux-not-wsl-rdna-3-kernel-from")),
         (When(generations=("rdna1", "rdna2", "rdna3", "rdna3.5", "rdna4"), unknown_too=True, safe_profile=True),
-         "RDNA and unknown GPUs; profile safe"),
+         worded("docs_tables/rdna-and-unknown-gpus-profile-safe")),
         (When(gfx=("gfx1031",), torch_below="2.12", lacks_kernels=True, wheel_has="gfx1030"),
-         "gfx1031; torch below 2.12; torch has no kernels for the GPU; torch has kernels for gfx1030"),
-        (When(systems=("linux",), integrated=True), "Linux; integrated GPUs"),
+         worded("docs_tables/gfx1031-torch-below-2-12-torch-has")),
+        (When(systems=("linux",), integrated=True), worded("docs_tables/linux-integrated-gpus")),
         (When(several_gpus=True, several_ranks=False, hip_from="7.0", aotriton_from="0.11"),
-         "HIP from 7.0; AOTriton from 0.11; several AMD GPUs; one process"),
+         worded("docs_tables/hip-from-7-0-aotriton-from-0")),
     ],
 )  # fmt: skip
-def test_conditions_in_words(when: When, words: str) -> None:
+def test_conditions_in_words(when: When, words: Worded) -> None:
     assert where(when) == words
 
 

@@ -20,6 +20,7 @@ import pytest
 from lora_rocm.hardware.facts import Gpu, HostFacts
 from scripts import install, venv_state
 from tests.golden import HOSTS, assert_golden, machines
+from tests.wording import Worded, says, worded
 
 ROOT = Path(__file__).parents[1]
 CPU = "https://download.pytorch.org/whl/cpu"
@@ -157,21 +158,21 @@ def test_a_torch_that_serves_is_kept(stand: Stand, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("state", "gfx", "reason"),
     [
-        (CPU_TORCH, "gfx1100", "built for the CPU alone"),
-        (ROCM_TORCH, "gfx1030", "no kernels for gfx1030, only for gfx90a, gfx1100"),
-        (BROKEN_TORCH, "gfx1100", "libhsa is missing"),
-        ([RUNS, {"release": "2.10.0+rocm7.2"}, ROCM], "gfx1100", "too old: torch>=2.11 is needed"),
-        ([RUNS, {"release": ""}], "gfx1100", "half installed"),
+        (CPU_TORCH, "gfx1100", worded("install/built-for-the-cpu-alone")),
+        (ROCM_TORCH, "gfx1030", worded("install/no-kernels-for-gfx1030-only-for-gfx90a")),
+        (BROKEN_TORCH, "gfx1100", worded("install/libhsa-is-missing")),
+        ([RUNS, {"release": "2.10.0+rocm7.2"}, ROCM], "gfx1100", worded("install/too-old-torch-2-11-is-needed")),
+        ([RUNS, {"release": ""}], "gfx1100", worded("install/half-installed")),
     ],
 )
 def test_a_torch_that_does_not_serve_is_named_and_replaced_only_when_asked(
-    stand: Stand, state: list[Any], gfx: str, reason: str, capsys: pytest.CaptureFixture[str]
+    stand: Stand, state: list[Any], gfx: str, reason: Worded, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_gpu(stand, gfx)
     with_venv(stand, state)
     assert stand.run() == 3
     said = capsys.readouterr().err
-    assert reason in said and "--repair" in said and stand.commands == []
+    assert says(said, reason) and "--repair" in said and stand.commands == []
     archs = {**ROCM, "archs": [gfx]}
     stand.states = [state, [RUNS, {"release": "2.13.0+rocm7.2"}, archs]]
     assert stand.run("--repair") == 0
@@ -185,7 +186,7 @@ def test_a_torch_without_the_devices_code_is_refused_after_its_installation(
     with_gpu(stand, "gfx1031")
     stand.states = [EMPTY, [RUNS, {"release": "2.12.0+rocm7.14.0"}, {**ROCM, "archs": []}]]
     assert stand.run() == 3
-    assert "no kernels for gfx1031, only for no GPU at all" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "install/no-kernels-for-gfx1031-only-for-no")
     assert len(stand.torch_installs()) == 1 and not stand.venv.stamp.exists()
 
 
@@ -256,7 +257,7 @@ def test_a_cpu_torch_from_the_index_of_rocm_is_refused(stand: Stand, capsys: pyt
 def test_pip_that_claims_success_is_not_believed(stand: Stand, capsys: pytest.CaptureFixture[str]) -> None:
     with_gpu(stand)
     assert stand.run() == 3
-    assert "there is none" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "install/there-is-none")
 
 
 def test_a_cpu_torch_that_the_user_chose_is_remembered(
@@ -266,7 +267,7 @@ def test_a_cpu_torch_that_the_user_chose_is_remembered(
     stand.states = [EMPTY, CPU_TORCH]
     monkeypatch.setenv("LORA_ROCM_TORCH_INDEX", "cpu")
     assert stand.run() == 0
-    assert "will not be used: this torch is for the CPU alone" in capsys.readouterr().out
+    assert says(capsys.readouterr().out, "install/will-not-be-used-this-torch-is")
     monkeypatch.delenv("LORA_ROCM_TORCH_INDEX")
     assert stand.run() == 0 and stand.commands == []
     assert stand.run("--dev") == 0 and stand.torch_installs() == []
@@ -296,7 +297,7 @@ def test_no_other_index_has_a_substitute(
         with_gpu(stand)
     stand.failing = "--index-url"
     assert stand.run() == 3
-    assert "could not be installed" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "install/could-not-be-installed")
     assert len(stand.torch_installs()) == 1
 
 
@@ -330,7 +331,7 @@ def test_done_again_after_a_failure(stand: Stand, capsys: pytest.CaptureFixture[
     with_venv(stand, CPU_TORCH)
     stand.failing = "-e"
     assert stand.run() == 3
-    assert "could not be installed" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "install/could-not-be-installed")
     stand.failing = "no command"
     assert stand.run() == 0 and stand.commands != []
 
@@ -345,7 +346,7 @@ def test_another_gpu_is_noticed_and_needs_no_network_where_torch_serves_it(
     assert stand.run() == 0 and stand.commands == []
     with_gpu(stand, "gfx1201")
     assert stand.run() == 3
-    assert "no kernels for gfx1201" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "install/no-kernels-for-gfx1201")
 
 
 @pytest.mark.parametrize(
@@ -448,13 +449,13 @@ def test_a_pip_that_stays_broken_is_said(stand: Stand, capsys: pytest.CaptureFix
     with_venv(stand, CPU_TORCH)
     stand.failing = "pip --version"
     assert stand.run() == 3
-    assert "its pip does not work" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "install/its-pip-does-not-work")
 
 
 def test_no_venv_can_be_made(stand: Stand, capsys: pytest.CaptureFixture[str]) -> None:
     stand.failing = "-m venv"
     assert stand.run() == 3
-    assert "could not be made" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "install/could-not-be-made")
 
 
 def test_a_python_without_the_venv_module(
@@ -471,13 +472,13 @@ def test_the_venv_is_not_made_by_its_own_python(
     with_venv(stand, [{"python": [3, 9]}])
     monkeypatch.setattr(sys, "prefix", str(stand.venv.folder))
     assert stand.run("--repair") == 3 and stand.commands == []
-    assert "installed on the machine" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "install/installed-on-the-machine")
 
 
 def test_a_refused_card_leaves_everything_as_it_is(stand: Stand, capsys: pytest.CaptureFixture[str]) -> None:
     with_gpu(stand, "gfx906")
     assert stand.run() == 3 and not stand.venv.folder.exists()
-    assert "No torch for Radeon (gfx906)" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "install/no-torch-for-radeon-gfx906")
 
 
 def test_a_full_disk_is_a_sentence(
@@ -490,7 +491,7 @@ def test_a_full_disk_is_a_sentence(
 
     monkeypatch.setattr(Path, "write_text", write_text)
     assert stand.run() == 3
-    assert "The disk is full" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "install/the-disk-is-full")
 
 
 def test_stopped_by_the_user(stand: Stand, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -513,7 +514,7 @@ def test_facts_that_are_none(stand: Stand, tmp_path: Path, text: str, capsys: py
 
 def test_facts_that_are_nowhere(stand: Stand, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert stand.run("--dry-run", "--facts", str(tmp_path / "none")) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "install/cannot-be-read")
 
 
 def test_facts_are_for_a_dry_run_only(stand: Stand, capsys: pytest.CaptureFixture[str]) -> None:
@@ -618,21 +619,21 @@ def test_of_a_multi_arch_wheel_the_device_packages_count(
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        ("raise ImportError('libamdhip64.so is missing')", "ImportError: libamdhip64.so is missing"),
-        ("import os\nos._exit(9)", "exit code 9"),
-        ("import os\nos.abort()", "exit code"),
-        ("__version__ = '1'", "has no attribute"),
+        ("raise ImportError('libamdhip64.so is missing')", worded("install/importerror-libamdhip64-so-is-missing")),
+        ("import os\nos._exit(9)", worded("install/exit-code-9")),
+        ("import os\nos.abort()", worded("install/exit-code")),
+        ("__version__ = '1'", worded("install/has-no-attribute")),
     ],
 )
-def test_look_at_a_torch_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, reason: str) -> None:
+def test_look_at_a_torch_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, reason: Worded) -> None:
     found = look(tmp_path, monkeypatch, code)
-    assert found.release == "2.13.0" and found.torch is None and reason in found.broken
+    assert found.release == "2.13.0" and found.torch is None and says(found.broken, reason)
 
 
 def test_look_at_a_torch_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(venv_state, "LOOK_TIMEOUT_S", 1.0)
     found = look(tmp_path, monkeypatch, "import time\ntime.sleep(60)")
-    assert found.broken == "no answer within 1 s" and found.python is not None
+    assert found.broken == worded("install/no-answer-within-1-s") and found.python is not None
 
 
 def test_look_at_a_torch_that_talks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -662,7 +663,7 @@ def test_an_old_python_can_read_it(name: str) -> None:
 def test_an_old_or_small_python_is_told_so(pretended: str) -> None:
     code = f"import runpy, sys; {pretended}; runpy.run_path('scripts/install.py', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, encoding="utf-8")
-    assert done.returncode == 3 and "64-bit Python 3.11 or newer is needed" in done.stderr
+    assert done.returncode == 3 and says(done.stderr, "install/64-bit-python-3-11-or-newer")
     assert "Traceback" not in done.stderr
 
 

@@ -28,6 +28,7 @@ from tests.golden import HOSTS
 from tests.hardware.situations import situation
 from tests.supervisor.fake_run import heard, write_whole_run
 from tests.test_cli import COMMANDS
+from tests.wording import mentions, says
 
 ROOT = Path(__file__).parents[1]
 RECIPE = """\
@@ -203,13 +204,15 @@ def test_a_result_with_an_error_is_the_only_document(there: Path) -> None:
     ended = command_line("plan", "r.yaml", "--card", "1GB", "--json")
     found = json.loads(ended.stdout)
     assert ended.exit_code == 2 and found["error"]["code"] == "does-not-fit" and found["plans"]
-    assert list(faults(found, RESULTS["plan"])) == [] and "does not fit" in ended.stderr
+    assert list(faults(found, RESULTS["plan"])) == [] and says(ended.stderr, "json/does-not-fit")
 
 
 def test_quiet_prints_no_notice(there: Path) -> None:
     said = command_line("tune", "r.yaml"), command_line("tune", "r.yaml", "--quiet")
-    assert "mm (2 in a step)" in said[0].stdout and "mm (2 in a step)" not in said[1].stdout + said[1].stderr
-    assert said[0].stdout.endswith(said[1].stdout) and "1 of 1 products tuned" in said[1].stdout
+    assert says(said[0].stdout, "json/mm-2-in-a-step") and not mentions(
+        said[1].stdout + said[1].stderr, "json/mm-2-in-a-step"
+    )
+    assert said[0].stdout.endswith(said[1].stdout) and says(said[1].stdout, "json/1-of-1-products-tuned")
 
 
 class Some(TypedDict, total=False):

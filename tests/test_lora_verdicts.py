@@ -29,6 +29,7 @@ from lora_rocm.train.usable import require_startable
 from tests.judging import inspect
 from tests.tiny_flux import write_tiny_flux
 from tests.train.runs import start
+from tests.wording import mentions, says
 
 MODULE, SIDE, RANK = "transformer.single_transformer_blocks.0.attn.to_q", 32, 2
 NAN, INF = float("nan"), float("inf")
@@ -115,7 +116,7 @@ def agreed(base: Shared, path: Path, kind: str, *, by_all: bool = False) -> Adap
     if error is None:
         return None
     assert (found["problem"]["code"], found["problem"]["what"]) == (error.code, error.what)
-    assert "can start a run" not in inspect_text(found) and path.name in error.where
+    assert not mentions(inspect_text(found), "commands/can-start-a-run") and path.name in error.where
     if by_all:
         with pytest.raises(AdapterError) as caught:
             start(recipe, path.parent / "run")
@@ -213,7 +214,9 @@ def test_names_from_a_file_cannot_steer_a_terminal(base: Shared, tmp_path: Path,
     recipe = recipe_of(base.folder, path, tmp_path, {})
     require_startable(family_for(recipe), recipe, base.skeletons(), torch.float32, said.append)
     (notice, _) = said
-    assert "alphas of modules that have no weights" in notice and not set(letters) - set("[2J") & set(notice)
+    assert says(notice, "lora_verdicts/alphas-of-modules-that-have-no-weights") and not set(letters) - set("[2J") & set(
+        notice
+    )
     assert notice in inspect(path)["notices"] and "note: " in inspect_text(inspect(path))
 
 

@@ -20,6 +20,7 @@ from lora_rocm.rundir.results import FileDigest, read_result
 from lora_rocm.train import checkpoint
 from tests.crash.lab import TARGETS
 from tests.program import SAMPLE, Program, Said, snapshot, write_inputs
+from tests.wording import phrase, says
 
 SETS = (
     f"lora.targets=['{TARGETS}']",
@@ -154,7 +155,7 @@ def test_a_checkpoint_on_another_disk_is_read_and_only_its_link_is_removed(
     writing.write_bytes(b"half")
     before, inside = snapshot(outside), snapshot(run_dir.path)
     said = train(program, run_dir, *MORE)
-    assert said.code == 0 and "Going on from step 2" in said.out
+    assert said.code == 0 and says(said.out, "run_files/going-on-from-step-2")
     assert [updates for updates, _ in run_dir.list_checkpoints()] == [3]
     assert not os.path.lexists(run_dir.checkpoint(1)) and snapshot(outside) == before
     assert (
@@ -253,8 +254,8 @@ def test_a_finished_run_makes_its_files_again(program: Program, run_dir: RunDir,
         (run_dir.path / name).unlink() if harm == "gone" else flip(run_dir.path / name)
     said = train(program, run_dir)
     words = "is not there" if harm == "gone" else "is not what was written"
-    assert said.code == 0 and said.out.count("made again from the last checkpoint") == 3
-    assert all(f"{name} {words}" in said.out for name in EXPORTS) and "This run is complete" in said.out
+    assert said.code == 0 and said.out.count(phrase("run_files/made-again-from-the-last-checkpoint")) == 3
+    assert all(f"{name} {words}" in said.out for name in EXPORTS) and says(said.out, "run_files/this-run-is-complete")
     assert {name: (run_dir.path / name).read_bytes() for name in EXPORTS} == whole
     before = snapshot(run_dir.path)
     said = train(program, run_dir)  # negative control: nothing is wrong any more
@@ -278,8 +279,8 @@ def test_a_lora_beside_a_checkpoint_that_was_damaged_is_named(program: Program, 
     run_dir.checkpoint_lora(2).unlink()  # the user has thrown it away
     flip(run_dir.checkpoint_lora(1))
     said = train(program, run_dir)
-    assert said.code == 0 and "lora-step00000001.safetensors is not what was written" in said.out
-    assert "lora-step00000002" not in said.out and "Do not use it" in said.out
+    assert said.code == 0 and says(said.out, "run_files/lora-step00000001-safetensors-is-not-what-was")
+    assert "lora-step00000002" not in said.out and says(said.out, "run_files/do-not-use-it")
 
 
 def test_what_the_user_exports_into_a_finished_run_is_its_result(program: Program, run_dir: RunDir) -> None:

@@ -42,6 +42,7 @@ from lora_rocm.rules import (
     tuned_rules,
 )
 from lora_rocm.rules.rule import Harm, Rule
+from tests.wording import saying
 
 PACKAGE = Path(lora_rocm.__file__).parent
 TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
@@ -186,15 +187,15 @@ def test_a_file_of_rows_holds_one_array(tmp_path: Path) -> None:
     path.write_text('[[row]]\nid = "first"\n[[row]]\nid = "second"\n', encoding="utf-8")
     assert [row.id for row in read_rows(path, Row)] == ["first", "second"]
     path.write_text("[[row]]\nid = 1\n", encoding="utf-8")
-    with pytest.raises(MachineError, match="none of the values") as caught:
+    with pytest.raises(MachineError, check=saying("tables/none-of-the-values")) as caught:
         read_rows(path, Row)
     assert caught.value.where == f"{path}, row, 1 (1), id"
     path.write_text('more = 1\n[[row]]\nid = "first"\n', encoding="utf-8")
-    with pytest.raises(MachineError, match="not one array"):
+    with pytest.raises(MachineError, check=saying("tables/not-one-array")):
         read_rows(path, Row)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MachineError, match="No such file") as caught:
+    with pytest.raises(MachineError, check=saying("tables/no-such-file")) as caught:
         read_table(tmp_path / "gone.toml", Small)
     assert caught.value.where == str(tmp_path / "gone.toml")

@@ -18,6 +18,7 @@ from tests.crash.lab import TARGETS, UNET, VAE
 from tests.fake_encoders import make as make  # a fixture
 from tests.program import RECIPE, Program, images
 from tests.tiny_models import write_tiny_sdxl
+from tests.wording import says
 
 BASE = "model: {name_or_path: 'builtin:tiny-sdxl'}\ntrain: {max_train_steps: 1}\ndata: {path: 'builtin:demo'}\n"
 DRAWN = ("--steps", "1", "--width", "32", "--height", "32")
@@ -93,8 +94,8 @@ def test_captions_without_a_word_to_fill_in_are_said(tmp_path: Path, make: Simpl
 
 def test_prompts_without_the_word_are_said(tmp_path: Path) -> None:
     word = "data.trigger_word=zwx"
-    assert notices(tmp_path, word, "sample.prompts=[a cat, a zwxy]")[0].startswith(
-        "--set sample.prompts: no prompt has"
+    assert says(
+        notices(tmp_path, word, "sample.prompts=[a cat, a zwxy]")[0], "trigger/set-sample-prompts-no-prompt-has"
     )
     for prompts in ("[a cat, a ZWX]", "['a [trigger]']", "[{prompt: 'zwx, b'}]", "[]"):
         assert notices(tmp_path, word, f"sample.prompts={prompts}") == [], "the control"
@@ -105,9 +106,9 @@ def test_prompts_without_the_word_are_said(tmp_path: Path) -> None:
 def test_a_placeholder_that_nothing_fills_in_is_said(tmp_path: Path) -> None:
     placeholder = "sample.prompts=['a [trigger]']"
     (said,) = notices(tmp_path, placeholder)
-    assert "is not set" in said
+    assert says(said, "trigger/is-not-set")
     two = "data.sources=[{path: 'builtin:demo', trigger_word: a}, {path: 'builtin:demo', trigger_word: b}]"
     (said,) = notices(tmp_path, placeholder, two)
-    assert "several trigger words (a, b)" in said
+    assert says(said, "trigger/several-trigger-words-a-b")
     of_texts = ["model.family=causal-lm", "model.name_or_path=builtin:tiny-llama"]
     assert notices(tmp_path, placeholder, *of_texts) == [], "a text model has no trigger words"

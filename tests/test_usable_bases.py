@@ -27,6 +27,7 @@ from tests.tiny_flux import write_tiny_flux
 from tests.tiny_llm import write_tiny_gpt_oss
 from tests.tiny_models import read_json
 from tests.tiny_sd import write_tiny_sd
+from tests.wording import mentions, says
 
 SOUND: dict[str, tuple[str, Callable[[Path], object]]] = {
     "sd15": ("sd15", lambda folder: write_tiny_sd(folder, "sd15")),
@@ -157,7 +158,7 @@ def checked(recipe: Recipe) -> UserError | None:
 def test_a_sound_base_is_promised_accepted_and_loaded(sound: Path, name: str) -> None:
     recipe, found = recipe_of(name, sound / name), inspect(sound / name)
     assert checked(recipe) is None
-    assert SOUND[name][0] in found["trainable"] and "can be trained on with" in inspect_text(found)
+    assert SOUND[name][0] in found["trainable"] and says(inspect_text(found), "usable_bases/can-be-trained-on-with")
     assert BASE_JUDGED_BY in inspect_text(found)
     assert family_for(recipe).load(torch.float32, torch.device("cpu")).components
 
@@ -174,7 +175,7 @@ def test_a_broken_base_is_refused_and_not_promised(
         found = inspect(base)
     except UserError:
         return  # it is no model at all
-    assert found["trainable"] == [] and "can be trained" not in inspect_text(found)
+    assert found["trainable"] == [] and not mentions(inspect_text(found), "commands/can-be-trained")
     assert BASE_JUDGED_BY not in inspect_text(found)
     assert found["unusable"]
 

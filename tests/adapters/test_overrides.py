@@ -24,6 +24,7 @@ from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.recipe.adapter_sections import LoraSection
 from tests.lora_files import write_as_forecast
 from tests.tiny_models import SHALLOW_RISING, tiny_recipe, trained, unet_output, write_tiny_sdxl
+from tests.wording import saying
 
 CPU = torch.device("cpu")
 KERNEL, ONE_BY_ONE = "unet.mid_block.resnets.0.conv1", "unet.down_blocks.1.resnets.0.conv_shortcut"
@@ -94,7 +95,7 @@ def test_files_hold_the_rank_and_alpha_of_each_module(folder: Path, tmp_path: Pa
     if form == "kohya":  # diffusers ignores alphas that differ from the others
         tensors = load_file(tmp_path / "lora")
         assert len({float(tensor) for name, tensor in tensors.items() if name.endswith(".alpha")}) == 1
-    with pytest.raises(AdapterError, match="rank 6, the recipe asks for rank 3") as caught:
+    with pytest.raises(AdapterError, check=saying("adapters/rank-6-the-recipe-asks-for-rank")) as caught:
         injected(folder, init_from=str(tmp_path / "lora"), overrides=[{**OVERRIDES[0], "rank": 3}])
     assert "lora.overrides" in caught.value.fix and "to 6" in caught.value.fix
 

@@ -29,6 +29,7 @@ from tests.tiny_anima import write_tiny_anima
 from tests.tiny_flux import write_tiny_flux
 from tests.tiny_models import tiny_recipe
 from tests.tiny_sd import write_tiny_sd
+from tests.wording import worded
 
 FAMILIES = ("sdxl", "sd15", "sd2", "flux", "z-image", "anima", "causal-lm")
 BUILTIN = {"causal-lm": "builtin:tiny-llama", "sdxl": "builtin:tiny-sdxl", "z-image": "builtin:tiny-z-image"}
@@ -398,7 +399,7 @@ def test_a_dora_of_ai_toolkit(tmp_path: Path) -> None:
     weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
     moved = weight + entry.additive().update()
     torch.testing.assert_close(entry.effect(weight), moved * (magnitudes / moved.norm(dim=1)).view(-1, 1) - weight)
-    assert agree("flux", path) and inspect(path)["adapter"]["kind"] == "LoRA and DoRA"
+    assert agree("flux", path) and inspect(path)["adapter"]["kind"] == worded("adapters/lora-and-dora")
     key = "lora_unet_transformer_blocks_0_attn_to_q"
     save_file(pair(key, (32, 32), ENDS["kohya's"]) | {f"{key}.magnitude": magnitudes}, path)
     assert not agree("flux", path) and able("flux", path)[1].startswith("lora-strength")

@@ -23,6 +23,7 @@ from lora_rocm.train.base_seal import seals_of
 from tests.families.flux.test_family import CHANNELS, CPU, base, family_of, random_text
 from tests.lora_files import write_random_lora
 from tests.tiny_models import SHALLOW, tiny_recipe, write_tiny_sdxl
+from tests.wording import saying, says
 
 __all__ = ["base"]
 CHANGED = r"(single_)?transformer_blocks\.\d+\.(attn\.(to_[qv]|to_out\.0)|norm1\.linear|proj_out|ff\.net\.2)"
@@ -178,7 +179,7 @@ def test_other_files_are_refused(base: Path, file: Path, tmp_path: Path) -> None
     whole, path = load_file(file), tmp_path / "bad.safetensors"
     name = "transformer.transformer_blocks.0.attn.to_q"
     dora = refused(base, {**whole, f"{name}.lora_magnitude_vector": torch.ones(32)}, path)
-    assert dora.code == "training-adapter-kind" and "is a DoRA" in dora.what
+    assert dora.code == "training-adapter-kind" and says(dora.what, "adapters/is-a-dora")
     key = "lora_unet_transformer_blocks_0_attn_to_q"
     lokr = refused(base, {f"{key}.lokr_w1": torch.ones(4, 8), f"{key}.lokr_w2": torch.ones(8, 4)}, path)
     assert lokr.code == "training-adapter-kind" and "is a LoKr" in lokr.what
@@ -196,7 +197,7 @@ def test_text_encoders_have_to_be_part_of_training(tmp_path: Path) -> None:
     root = family.skeleton("text_encoder")
     path = write_random_lora(tmp_path / "t.safetensors", "text_encoder", root, r".*q_proj")
     model = family.load(torch.float32, CPU)
-    with pytest.raises(AdapterError, match="adapts the text encoders") as caught:
+    with pytest.raises(AdapterError, check=saying("adapters/adapts-the-text-encoders")) as caught:
         put_training_adapter(family, model, str(path))
     assert caught.value.code == "training-adapter-text" and "train_text_encoder" in caught.value.fix
     tokens = [{"token": "<toy>", "init": "cat"}]

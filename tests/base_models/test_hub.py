@@ -17,6 +17,7 @@ from lora_rocm.base_models import hub
 from lora_rocm.errors import ModelError
 from lora_rocm.families.sdxl.family import Sdxl
 from tests.tiny_models import tiny_recipe
+from tests.wording import says
 
 COMMIT = "0123456789012345678901234567890123456789"
 FILE_OF_THE_HUB = "/{repo_id}/resolve/{revision}/{filename}"
@@ -101,7 +102,9 @@ def test_a_gated_model_without_a_token_says_where_to_consent_and_how_to_log_in()
     with pytest.raises(ModelError) as caught:
         _ = Sdxl(tiny_recipe("someone/gated")).source
     assert (caught.value.code, caught.value.where) == ("hub-gated", "model.name_or_path: someone/gated")
-    assert "https://huggingface.co/someone/gated" in caught.value.fix and "hf auth login" in caught.value.fix
+    assert "https://huggingface.co/someone/gated" in caught.value.fix and says(
+        caught.value.fix, "base_models/hf-auth-login"
+    )
     with pytest.raises(ModelError) as caught:
         _ = Sdxl(tiny_recipe("someone/else")).source
     assert caught.value.code == "hub-unknown", "the control"

@@ -23,6 +23,7 @@ from lora_rocm.kernels.quantised import LEVELS, dynamic_map, quantised
 from lora_rocm.kernels.weight_format import PackedLinear, WeightFormat, dense_weight
 from lora_rocm.model_files.header import read_header
 from tests.tiny_models import read_json, tiny_pipeline, tiny_recipe, write_config_folder, write_single_file
+from tests.wording import Worded, says, worded
 
 CPU = torch.device("cpu")
 UNET = "model.diffusion_model."
@@ -231,20 +232,20 @@ def too_few(tensors: State) -> None:
 
 
 @pytest.mark.parametrize(("edit", "code", "words"), [
-    (turned, "weights-quantised", "rotation"),
-    (of_nvidia, "weights-quantised", "nvfp4"),
-    (in_blocks, "weights-quantised", "blocks"),
-    (no_json, "weights-damaged", "no JSON"),
-    (without_map, "weights-damaged", "quant_map does not fit"),
-    (too_few, "weights-damaged", "absmax does not fit"),
+    (turned, "weights-quantised", worded("base_models/rotation")),
+    (of_nvidia, "weights-quantised", worded("base_models/nvfp4")),
+    (in_blocks, "weights-quantised", worded("base_models/blocks")),
+    (no_json, "weights-damaged", worded("base_models/no-json")),
+    (without_map, "weights-damaged", worded("base_models/quant-map-does-not-fit")),
+    (too_few, "weights-damaged", worded("base_models/absmax-does-not-fit")),
 ])  # fmt: skip
 def test_what_is_not_read_or_does_not_fit_is_refused_by_the_header(
-    checkpoint: tuple[Path, Path], tmp_path: Path, edit: Edit, code: str, words: str
+    checkpoint: tuple[Path, Path], tmp_path: Path, edit: Edit, code: str, words: Worded
 ) -> None:
     family, _ = base(checkpoint, tmp_path, edit)
     with pytest.raises(ModelError) as caught:
         _ = family.source
-    assert caught.value.code == code and words in caught.value.what and "x.safetensors" in caught.value.where
+    assert caught.value.code == code and says(caught.value.what, words) and "x.safetensors" in caught.value.where
 
 
 def test_gguf_is_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from benchmarks.training_step import command
 from benchmarks.training_step.command import OURS, Asked, over_rounds, price_of
 from lora_rocm.errors import MachineError, RecipeError, WorkerDiedError
 from tests.supervisor.fake_run import heard
+from tests.wording import says
 
 Event = dict[str, Any]
 GPU: Event = {
@@ -117,14 +118,14 @@ def test_what_is_not_known_on_a_cpu_has_no_line(child: Any, tmp_path: Path, caps
     child(cpu, begin(OURS), row(busy_s=None, idle_s=None, **nothing), begin("bare, eager"), bare)
     saved = measured(tmp_path)
     text = capsys.readouterr().out
-    assert "GPU" not in text and "GiB" not in text and "of this GPU" not in text
+    assert "GPU" not in text and "GiB" not in text
     assert saved["price"]["bare, eager"]["busy"] is None and saved["price"]["bare, eager"]["peak_bytes"] is None
 
 
 def test_a_gpu_that_the_profiler_does_not_see_is_told(child: Any, tmp_path: Path, capsys: Any) -> None:
     child(GPU, begin(OURS), row(busy_s=None))
     measured(tmp_path)
-    assert "profiler sees nothing of this GPU" in capsys.readouterr().out
+    assert says(capsys.readouterr().out, "benchmarks/profiler-sees-nothing-of-this-gpu")
 
 
 def test_what_the_run_changed_meanwhile_is_told(child: Any, tmp_path: Path, capsys: Any) -> None:
@@ -177,11 +178,11 @@ def test_a_bare_loop_that_cannot_be_captured_is_named(child: Any, tmp_path: Path
 def test_a_child_that_dies_after_ours_leaves_our_figures(child: Any, tmp_path: Path, capsys: Any) -> None:
     child(GPU, begin(OURS), row(), begin("bare, captured"), died())
     saved = measured(tmp_path)
-    assert "bare, captured: ended the process: killed by signal SIGSEGV" in capsys.readouterr().out
+    assert says(capsys.readouterr().out, "benchmarks/bare-captured-ended-the-process-killed-by")
     assert saved["rows"][1]["problem"]
     child(GPU, begin(OURS), row(), begin("bare, captured", limit_s=0.01), lambda: time.sleep(0.02), died())
     measured(tmp_path)
-    assert "bare, captured: did not end in 0.01 s" in capsys.readouterr().out
+    assert says(capsys.readouterr().out, "benchmarks/bare-captured-did-not-end-in-0")
 
 
 def test_a_child_that_dies_before_is_an_error(child: Any, tmp_path: Path) -> None:

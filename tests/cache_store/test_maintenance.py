@@ -22,6 +22,7 @@ from lora_rocm.dataset.entry_spec import TensorSpec
 from lora_rocm.errors import StorageError, UserError
 from lora_rocm.latent_cache.cache import CacheEntryBad, LatentCache, entry_key
 from tests.program import snapshot
+from tests.wording import phrase, saying, says
 
 SPEC = {"mean": TensorSpec("float32", "N")}
 KEYS = [entry_key("text", (f"caption {number}",), "text-1") for number in range(6)]
@@ -68,7 +69,7 @@ def test_entries_of_any_name_are_looked_after(cache: LatentCache) -> None:
             cache.put(name, key, {"mean": torch.zeros(8)}, key)
     flip(next((cache.root / "latents").rglob("*.safetensors")))
     code, said = verified(cache)
-    assert code == 3 and "9 good, 1 bad" in said
+    assert code == 3 and says(said, "cache_store/9-good-1-bad")
     assert "1 bad" in pruned(cache) and verified(cache)[0] == 0
 
 
@@ -94,8 +95,8 @@ def aged(path: Path, seconds: float) -> Path:
 def test_a_healthy_cache(cache: LatentCache) -> None:
     before = snapshot(cache.root)
     code, said = verified(cache)
-    assert code == 0 and "6 good, 0 bad, 0 unreadable" in said and "prune" not in said
-    assert "Freed 0 B: nothing to delete" in pruned(cache)
+    assert code == 0 and says(said, "cache_store/6-good-0-bad-0-unreadable") and "prune" not in said
+    assert says(pruned(cache), "cache_store/freed-0-b-nothing-to-delete")
     assert snapshot(cache.root) == before
 
 
@@ -104,7 +105,11 @@ def test_every_bad_entry_is_named_and_only_those(cache: LatentCache) -> None:
     file_of(cache, KEYS[1]).write_bytes(b"")
     os.replace(file_of(cache, KEYS[2]), file_of(cache, KEYS[3]))
     code, said = verified(cache)
-    assert code == 3 and "2 good, 3 bad, 0 unreadable" in said and "lora-rocm cache prune" in said
+    assert (
+        code == 3
+        and says(said, "cache_store/2-good-3-bad-0-unreadable")
+        and says(said, "cache_store/lora-rocm-cache-prune")
+    )
     for key, why in ((KEYS[0], "mean is not as it was written"), (KEYS[1], "header"), (KEYS[3], "another entry's")):
         assert any(key in line and why in line for line in said.split("\n")), said
     assert KEYS[4] not in said and KEYS[5] not in said
@@ -133,14 +138,14 @@ def test_many_bad_ones_are_counted_not_listed(cache: LatentCache, monkeypatch: p
     for key in KEYS:
         flip(file_of(cache, key))
     _, said = verified(cache)
-    assert said.count("bad: ") == 2 and "... and 4 more" in said and "6 bad" in said
+    assert said.count("bad: ") == 2 and says(said, "cache_store/and-4-more") and "6 bad" in said
 
 
 def test_what_a_run_replaced_is_no_fault_any_more(cache: LatentCache) -> None:
     flip(file_of(cache, KEYS[0]))
     cache.put("text", KEYS[0], {"mean": torch.arange(8.0)}, "x")
     code, said = verified(cache)
-    assert code == 0 and "1 damaged before and replaced" in said
+    assert code == 0 and says(said, "cache_store/1-damaged-before-and-replaced")
     before = file_of(cache, KEYS[0], 1).read_bytes()
     assert "1 bad" in pruned(cache)
     assert file_of(cache, KEYS[0]).read_bytes() == before and not file_of(cache, KEYS[0], 1).exists()
@@ -190,7 +195,11 @@ def test_what_is_not_ours_stays(cache: LatentCache, tmp_path: Path) -> None:
     os.symlink(outside / "text", cache.root / "image")
     before = snapshot(tmp_path)
     said = pruned(cache, older_than_days=10)
-    assert snapshot(tmp_path) == before and "nothing to delete" in said and "is a link" in said
+    assert (
+        snapshot(tmp_path) == before
+        and says(said, "cache_store/nothing-to-delete")
+        and says(said, "cache_store/is-a-link")
+    )
 
 
 def test_folders_and_links_under_an_entrys_name(cache: LatentCache, tmp_path: Path) -> None:
@@ -201,12 +210,12 @@ def test_folders_and_links_under_an_entrys_name(cache: LatentCache, tmp_path: Pa
     target.write_bytes(b"of the user")
     os.symlink(target, file_of(cache, KEYS[1]))
     code, said = verified(cache)
-    assert code == 3 and "4 good, 2 bad" in said and said.count("no plain file: ") == 2
+    assert code == 3 and says(said, "cache_store/4-good-2-bad") and said.count(phrase("cache_store/no-plain-file")) == 2
     assert cache.fault("text", KEYS[0]) and cache.fault("text", KEYS[1])
     for number, key in enumerate(KEYS[:2]):  # as a run does
         cache.put("text", key, {"mean": torch.arange(8.0) + number}, key)
     assert readable(cache) == [0, 1, 2, 3, 4, 5] and verified(cache)[0] == 0
-    assert "2 no plain file" in pruned(cache)
+    assert says(pruned(cache), "cache_store/2-no-plain-file")
     assert readable(cache) == [0, 1, 2, 3, 4, 5] and target.read_bytes() == b"of the user"
     assert file_of(cache, KEYS[0]).is_dir() and file_of(cache, KEYS[1]).is_symlink()
 
@@ -222,7 +231,7 @@ def test_an_entry_that_may_not_be_read(cache: LatentCache, monkeypatch: pytest.M
 
     monkeypatch.setattr(Path, "open", refused)
     code, said = verified(cache)
-    assert code == 3 and "5 good, 0 bad, 1 unreadable" in said and "Input/output error" in said
+    assert code == 3 and says(said, "cache_store/5-good-0-bad-1-unreadable") and "Input/output error" in said
     assert "1 unreadable" in pruned(cache) and file_of(cache, KEYS[0]).is_file()
     assert readable(cache) == [1, 2, 3, 4, 5]
 
@@ -242,7 +251,7 @@ def test_files_of_killed_writers(cache: LatentCache) -> None:
         aged_file(folder / f"{name}.{gone.pid}.tmp", 600),  # as 0.1.0 named them
         aged_file(folder / f".{KEYS[0]}.safetensors.{os.getpid()}.01234567.tmp", 4000),
     ]
-    assert "12 B: 3 left by writers that were killed" in pruned(cache)
+    assert says(pruned(cache), "cache_store/12-b-3-left-by-writers-that")
     assert all(path.exists() for path in stay) and not any(path.exists() for path in go)
     assert readable(cache) == [0, 1, 2, 3, 4, 5]
 
@@ -254,12 +263,14 @@ def aged_file(path: Path, seconds: float) -> Path:
 
 def test_entries_of_older_and_newer_versions(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entry_file, "SPEC_VERSION", 0)
-    assert "6 of newer versions" in verified(cache)[1] and "6 newer" in pruned(cache)
+    assert says(verified(cache)[1], "cache_store/6-of-newer-versions") and "6 newer" in pruned(cache)
     monkeypatch.setattr(entry_file, "SPEC_VERSION", 2)
     fill(cache.root, [entry_key("text", ("a new one",), "text-1")])
     code, said = verified(cache)
-    assert code == 0 and "1 good" in said and "6 of older versions" in said
-    assert "6 of older versions" in pruned(cache) and "1 good, 0 bad" in verified(cache)[1]
+    assert code == 0 and "1 good" in said and says(said, "cache_store/6-of-older-versions")
+    assert says(pruned(cache), "cache_store/6-of-older-versions") and says(
+        verified(cache)[1], "cache_store/1-good-0-bad"
+    )
 
 
 def test_entries_that_no_run_wanted_lately(cache: LatentCache) -> None:
@@ -267,8 +278,8 @@ def test_entries_that_no_run_wanted_lately(cache: LatentCache) -> None:
         aged(file_of(cache, key), 40 * 86400)
     assert not cache.fault("text", KEYS[0])  # a run starts
     aged(file_of(cache, KEYS[1]), 20 * 86400)
-    assert "nothing to delete" in pruned(cache, older_than_days=50)
-    assert "4 not used for 30" in pruned(cache, older_than_days=30)
+    assert says(pruned(cache, older_than_days=50), "cache_store/nothing-to-delete")
+    assert says(pruned(cache, older_than_days=30), "cache_store/4-not-used-for-30")
     assert readable(cache) == [0, 1]
 
 
@@ -294,7 +305,7 @@ def change_meanwhile(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> Ite
 def test_what_a_run_wants_meanwhile_stays(cache: LatentCache, change_meanwhile: None) -> None:
     aged(file_of(cache, KEYS[0]), 40 * 86400)
     flip(file_of(cache, KEYS[1]))
-    assert "2 changed meanwhile" in pruned(cache, older_than_days=30)
+    assert says(pruned(cache, older_than_days=30), "cache_store/2-changed-meanwhile")
     assert file_of(cache, KEYS[0]).exists() and file_of(cache, KEYS[1]).exists()
 
 
@@ -311,7 +322,7 @@ def test_files_that_somebody_has_open(cache: LatentCache, monkeypatch: pytest.Mo
         patch.setattr(Path, "unlink", held)
         patch.setattr(os, "replace", held)
         said = pruned(cache)
-    assert "Freed 0 B: nothing" in said and "2 in use" in said and 0 in readable(cache)
+    assert "Freed 0 B: nothing" in said and says(said, "cache_store/2-in-use") and 0 in readable(cache)
     assert "2 bad" in pruned(cache) and readable(cache) == [0, 2, 3, 4, 5]
 
 
@@ -321,14 +332,14 @@ def test_a_disk_that_may_only_be_read(cache: LatentCache, monkeypatch: pytest.Mo
 
     flip(file_of(cache, KEYS[0]))
     monkeypatch.setattr(Path, "unlink", refused)
-    with pytest.raises(StorageError, match="not permitted here: Read-only"):
+    with pytest.raises(StorageError, check=saying("cache_store/not-permitted-here-read-only")):
         pruned(cache)
     assert verified(cache)[0] == 3 and "1 bad" in pruned(cache, dry_run=True)
 
 
 def test_folders_that_are_no_caches(tmp_path: Path) -> None:
     for command in (lambda: maintenance.stats(tmp_path / "no"), lambda: verified(LatentCache(tmp_path / "no"))):
-        with pytest.raises(UserError, match="no cache folder"):
+        with pytest.raises(UserError, check=saying("cache_store/no-cache-folder")):
             command()
     (tmp_path / "text").write_text("a file", encoding="utf-8")
     (tmp_path / "thesis.safetensors").write_bytes(b"x")

@@ -30,6 +30,7 @@ from tests.event_lines import read_events
 from tests.hardware.situations import situation
 from tests.rules.test_environment import recipe
 from tests.train.runs import run_dir
+from tests.wording import says
 
 __all__ = ["run_dir"]
 
@@ -177,7 +178,7 @@ def test_the_self_test_names_zeros_on_each_route(route: str, monkeypatch: pytest
     spoil(monkeypatch, ("flash", "math") if route == "default" else (route,), zeros)
     checks = [check for check in attention_checks(CPU) if check.name == f"attention.{route}.bf16-d64"]
     ((result, _),) = [run_check(check, CPU) for check in checks]
-    assert result.status == "failed" and "numbers are zero" in result.detail
+    assert result.status == "failed" and says(result.detail, "checks/numbers-are-zero")
 
 
 # In the worker

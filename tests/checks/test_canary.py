@@ -12,6 +12,7 @@ from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import MachineError
 from tests.device.broken import ATTENTION, CONVOLUTIONS, FAULTS, PRODUCTS, Broken, Fault, one_bit, one_nan, stale, zeros
+from tests.wording import says
 
 CPU = torch.device("cpu")
 FORMATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -91,7 +92,7 @@ def test_each_layout_alone_is_noticed_and_named(layout: str, name: str) -> None:
 
     with OneLayout():
         found = canary().failure()
-    assert found is not None and found.where.startswith(f"LoRA products, {layout}")
+    assert found is not None and says(found.where, "checks/lora-products-layout", layout=layout)
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)

@@ -25,6 +25,7 @@ from lora_rocm.checks.kernel_check import (
     trusted,
 )  # fmt: skip
 from lora_rocm.kernels import backend
+from tests.wording import says, worded
 
 pytest.importorskip("triton")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -95,7 +96,9 @@ def test_a_fingerprint_that_is_off_by_one_is_named(output: str) -> None:
 
     sound, wrong = (ExactCase("sums", lambda form, device, by=by: lying(form, device, by)) for by in (0, 1))  # type: ignore[misc]
     assert first_wrong(CPU, torch.bfloat16, [sound]) is None, "the control"
-    assert first_wrong(CPU, torch.bfloat16, [sound, wrong]) == f"sums has wrong numbers ({output})"
+    assert first_wrong(CPU, torch.bfloat16, [sound, wrong]) == worded(
+        "checks/sums-has-wrong-numbers-output", output=output
+    )
 
 
 def test_fingerprints_that_cannot_be_compiled_are_no_end() -> None:
@@ -105,7 +108,7 @@ def test_fingerprints_that_cannot_be_compiled_are_no_end() -> None:
         return {}
 
     said = first_wrong(CPU, torch.bfloat16, [ExactCase("sums", run)])
-    assert said is not None and said.startswith("sums cannot be computed (KeyError")
+    assert said is not None and says(said, "checks/sums-cannot-be-computed-keyerror")
 
 
 def test_numbers_that_are_none_are_wrong() -> None:
@@ -126,7 +129,7 @@ def test_numbers_that_are_none_are_wrong() -> None:
 )
 def test_what_cannot_be_compiled_is_no_end(error: Exception) -> None:
     said = first_wrong(CPU, torch.bfloat16, [with_kernel(SMALL[1], raising(error))])
-    assert said is not None and said.startswith("LayerNorm of 3x5x70 in bfloat16 cannot be computed")
+    assert said is not None and says(said, "checks/layernorm-of-3x5x70-in-bfloat16-cannot-be")
     assert type(error).__name__ in said
 
 
@@ -141,7 +144,11 @@ def test_a_target_that_triton_refuses_is_said_in_words() -> None:
     """Its reason stands in 70 lines on standard error; the error itself says nothing."""
     error = RuntimeError("PassManager::run failed")
     said = first_wrong(CPU, torch.bfloat16, [with_kernel(SMALL[1], raising(error))])
-    assert said is not None and f"Triton {backend.triton_version()}" in said and "does not know this GPU" in said
+    assert (
+        said is not None
+        and f"Triton {backend.triton_version()}" in said
+        and says(said, "checks/does-not-know-this-gpu")
+    )
     assert "PassManager" not in said and "\n" not in said
 
 

@@ -21,6 +21,7 @@ from tests.device.broken import ATTENTION, CONVOLUTIONS, FAULTS, PRODUCTS, Broke
 from tests.device.fake_card import FakeCard
 from tests.hardware.simulated_sysfs import SimulatedCard
 from tests.supervisor.fake_run import as_heard
+from tests.wording import Worded, saying, says, worded
 
 CPU = torch.device("cpu")
 GROUPS = {"copies", "memory", "gemm", "conv", "attention", "training"}
@@ -154,7 +155,9 @@ def test_judge_says_what_is_wrong_and_where(value: float) -> None:
     wanted = torch.full((2, 3), 3.0)
     found = wanted.clone()
     found[1, 2] = value
-    with pytest.raises(WrongAnswerError, match=r"the thing: 1 of 6 numbers are wrong .*the first at \(1, 2\)"):
+    with pytest.raises(
+        WrongAnswerError, check=saying("checks/the-thing-1-of-6-numbers-are", "checks/the-first-at-1-2")
+    ):
         judge(found, wanted, "the thing", 0.05)
 
 
@@ -188,16 +191,24 @@ def raising(error: Exception) -> Check:
 @pytest.mark.parametrize(
     ("error", "status", "words"),
     [
-        (WrongAnswerError("3 of 4 numbers"), "failed", "3 of 4 numbers"),
-        (NotHereError("not built"), "skipped", "not built"),
-        (torch.OutOfMemoryError("HIP out of memory\nmore"), "skipped", "not enough memory on the GPU: HIP out of"),
-        (OSError(28, "No space left on device"), "skipped", "no temporary file"),
-        (RuntimeError("miopenStatusUnknownError\nstack"), "failed", "RuntimeError: miopenStatusUnknownError"),
+        (WrongAnswerError("3 of 4 numbers"), "failed", worded("checks/3-of-4-numbers")),
+        (NotHereError("not built"), "skipped", worded("checks/not-built")),
+        (
+            torch.OutOfMemoryError("HIP out of memory\nmore"),
+            "skipped",
+            worded("checks/not-enough-memory-on-the-gpu-hip"),
+        ),
+        (OSError(28, "No space left on device"), "skipped", worded("checks/no-temporary-file")),
+        (
+            RuntimeError("miopenStatusUnknownError\nstack"),
+            "failed",
+            worded("checks/runtimeerror-miopenstatusunknownerror"),
+        ),
     ],
 )
-def test_how_a_check_ends(error: Exception, status: str, words: str) -> None:
+def test_how_a_check_ends(error: Exception, status: str, words: Worded) -> None:
     result, works = run_check(raising(error), CPU)
-    assert result.status == status and words in result.detail and "\n" not in result.detail and works
+    assert result.status == status and says(result.detail, words) and "\n" not in result.detail and works
 
 
 def test_a_device_that_is_lost_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lora_rocm.checks.selftest import run_check
 from lora_rocm.checks.selftest_copies import METHODS, copy_checks, memory_checks
 from lora_rocm.hardware.selftest_result import Result
+from tests.wording import says
 
 CPU = torch.device("cpu")
 Damage = Callable[[Tensor, Tensor], Tensor]
@@ -147,7 +148,7 @@ def test_memory_that_changes_under_a_living_tensor(harm: Callable[[Tensor], None
     (check,) = memory_checks(CPU)
     with Forgetful(harm, at):
         result, _ = run_check(check, CPU)
-    assert result.status == "failed" and "changed while it lived" in result.detail
+    assert result.status == "failed" and says(result.detail, "checks/changed-while-it-lived")
 
 
 def test_memory_that_keeps_what_it_holds() -> None:

@@ -15,6 +15,7 @@ from lora_rocm.errors import AdapterError, MachineError
 from lora_rocm.processes.jobs import CheckBaseJob
 from lora_rocm.processes.tool import write_job
 from tests.tiny_models import SHALLOW, tiny_recipe, write_hollow_sdxl, write_tiny_sdxl
+from tests.wording import saying, says
 
 MODULE = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
 
@@ -50,7 +51,7 @@ def test_a_start_with_fewer_numbers_than_ranks_is_said(tiny_sdxl: Path) -> None:
         for init, rank in (("pissa", 256), ("pissa", 1), ("default", 256))
     }
     (notice,) = said.pop(("pissa", 256))
-    assert notice.startswith("lora.init: pissa fills only a part of the ranks") and not any(said.values())
+    assert says(notice, "children/lora-init-pissa-fills-only-a-part") and not any(said.values())
 
 
 @pytest.mark.parametrize(("factor", "is_said"), [(2, False), (-1, False), (32, True)])
@@ -108,7 +109,9 @@ def test_damaged_settings_are_told(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_targets_that_match_nothing_are_refused(tiny_sdxl: Path) -> None:
-    with pytest.raises(AdapterError, match=r"(?s)lora.targets: .*no_such_layer.*Module names look like"):
+    with pytest.raises(
+        AdapterError, check=saying("children/lora-targets", "children/no-such-layer", "children/module-names-look-like")
+    ):
         weighed(tiny_recipe(tiny_sdxl, lora={"targets": ".*no_such_layer"}))
     assert weighed(tiny_recipe(tiny_sdxl, lora={"targets": ".*to_q"})).num_bytes == real_bytes(tiny_sdxl)
 

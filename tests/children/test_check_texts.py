@@ -12,6 +12,7 @@ from lora_rocm.children import check_texts
 from lora_rocm.processes.jobs import CheckTextsJob
 from lora_rocm.processes.tool import write_job
 from tests.tiny_llm import write_chats, write_tiny_llm
+from tests.wording import says
 
 
 def test_the_first_samples_are_shown_and_what_cannot_be_used_is_said(
@@ -32,4 +33,4 @@ def test_the_first_samples_are_shown_and_what_cannot_be_used_is_said(
     assert said["shown"] == wanted
     assert (said["looked_at"], said["refused"], said["lengths"]) == (10, {"0": 1}, {"64": 9})
     (problem,) = said["problems"]
-    assert problem["where"] == f"{data}:1" and "begins behind the 100 tokens" in problem["what"]
+    assert problem["where"] == f"{data}:1" and says(problem["what"], "children/begins-behind-the-100-tokens")

@@ -12,6 +12,7 @@ from lora_rocm.children import compare
 from lora_rocm.children.compare import mean_losses
 from lora_rocm.errors import AdapterError
 from lora_rocm.train.held_out import HeldOut
+from tests.wording import worded
 
 
 def test_the_mean_over_samples_is_the_loss_over_all_trained_tokens() -> None:
@@ -34,7 +35,7 @@ def test_files_that_cannot_be_read_are_left_out_unless_all_are(monkeypatch: pyte
     nothing: Any = None
     states = compare._states(nothing, nothing, nothing, [(2, "bad1"), (4, "good"), (6, "bad2")], ())
     assert states == {4: {"weight": 4}}
-    assert said == ["Step 2 is left out: It is damaged. (bad1)", "Step 6 is left out: It is damaged. (bad2)"]
+    assert said == [worded("children/step-2-is-left-out-it-is"), worded("children/step-6-is-left-out-it-is")]
     with pytest.raises(AdapterError, match="damaged") as caught:
         compare._states(nothing, nothing, nothing, [(2, "bad1"), (6, "bad2")], ())
     assert caught.value.where == "bad1"

@@ -19,6 +19,7 @@ from lora_rocm.train.checkpoint import save_checkpoint
 from tests.export.test_gguf import script_of
 from tests.families.causal_lm.adapted import CLOSE, Adapted, batch, off, recipe_of
 from tests.tiny_llm import write_tiny_llm
+from tests.wording import saying, says, worded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 FACTS: dict[str, Any] = dict(
@@ -57,8 +58,12 @@ def test_a_merged_model_is_exported_from_a_checkpoint(tmp_path: Path, monkeypatc
     dense.adapter.load(run.adapted.adapter.state())
     assert off(found, dense.logits(ids_BS)) < CLOSE < off(found, run.adapted.logits(ids_BS))
     damaged, notice, export = run.events
-    assert damaged.text == "step-00000004 is damaged. The export is of step 3."
-    assert "trained on the nf4 form" in notice.text and export.path.endswith("merged") and export.cannot_read == []
+    assert damaged.text == worded("children/step-00000004-is-damaged-the-export-is")
+    assert (
+        says(notice.text, "children/trained-on-the-nf4-form")
+        and export.path.endswith("merged")
+        and export.cannot_read == []
+    )
 
 
 @pytest.mark.slow
@@ -68,7 +73,7 @@ def test_a_gguf_adapter_is_exported_from_a_checkpoint(tmp_path: Path, monkeypatc
     content = (run.dir.path / "lora.gguf").read_bytes()
     assert content.startswith(b"GGUF") and b'"type": "f32", "names": 8' in content
     (export,) = run.events
-    assert export.max_difference is None and "GGUF adapter is for llama.cpp" in export.cannot_read[0]
+    assert export.max_difference is None and says(export.cannot_read[0], "children/gguf-adapter-is-for-llama-cpp")
 
 
 @pytest.mark.slow
@@ -77,6 +82,6 @@ def test_what_cannot_be_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     other = write_tiny_llm(tmp_path / "other", "smollm")
     (other / "model.safetensors").replace(run.base / "model.safetensors")
     (other / "config.json").replace(run.base / "config.json")
-    with pytest.raises(AdapterError, match="not those that this adapter was trained on"):
+    with pytest.raises(AdapterError, check=saying("children/not-those-that-this-adapter-was-trained")):
         run.export("merged")
     assert run.events == [] and not (run.dir.path / "merged").exists()

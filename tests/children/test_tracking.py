@@ -19,6 +19,7 @@ from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from tests.supervisor.fake_run import RECIPE, event, step_fields
 from tests.telemetry.trees import read_as
+from tests.wording import says_if
 
 
 class Fake(GeneralTracker):
@@ -170,4 +171,4 @@ def test_one_that_hangs_is_an_event_and_the_end_of_the_process(
     monkeypatch.setattr(os, "_exit", ended.append)
     tracking.track(run_dir, "fake", "dogs", 0, lambda: True, limit_s=0.05 if hangs else 60.0)
     assert bool(ended) is hangs
-    assert ("did not answer for 0.05 s" in capsys.readouterr().out) is hangs
+    assert says_if(hangs, capsys.readouterr().out, "children/did-not-answer-for-0-05-s")

@@ -25,6 +25,7 @@ from tests.command_line import command_line
 from tests.golden import HOSTS
 from tests.supervisor.fake_run import heard, step_fields
 from tests.tiny_models import RUN_TARGETS
+from tests.wording import Worded, mentions, says, worded
 
 Event = dict[str, Any]
 ROOT = Path(__file__).parents[2]
@@ -109,7 +110,11 @@ def test_table_of_copies_beside_the_bus(child: Any, capsys: Any, tmp_path: Path)
     child([RADEON, {"type": "link", "links": [LINK]}, *rows])
     assert measured(bench.transfer, tmp_path / "t.json") == 0
     text = capsys.readouterr().out
-    assert "PCIe 4.0 x16 (0000:03:00.0): 31.51 GB/s each way" in text and "23.0 GiB for tensors" in text
+    assert (
+        says(text, "commands/pcie-4-0-x16-0000-03-00")
+        and says(text, "commands/of-the-bus")
+        and "23.0 GiB for tensors" in text
+    )
     lines = [line.split() for line in text.splitlines()]
     assert ["host", "to", "device", "pinned", "1.00", "26.0", "83%"] in lines
     assert ["both", "at", "once", "pinned", "40.0", "63%"] in lines
@@ -121,23 +126,25 @@ def test_table_of_copies_beside_the_bus(child: Any, capsys: Any, tmp_path: Path)
 @pytest.mark.parametrize(
     ("machine", "said"),
     [
-        (RADEON, "What the bus allows is not known"),
-        ({**RADEON, "integrated": True}, "shares main memory with the processor"),
-        (CPU, "There is no GPU to measure"),
+        (RADEON, worded("commands/what-the-bus-allows-is-not-known")),
+        ({**RADEON, "integrated": True}, worded("commands/shares-main-memory-with-the-processor")),
+        (CPU, worded("commands/there-is-no-gpu-to-measure")),
     ],
 )
-def test_without_a_bus_it_is_said_and_no_share_is_made_up(machine: Event, said: str, child: Any, capsys: Any) -> None:
+def test_without_a_bus_it_is_said_and_no_share_is_made_up(
+    machine: Event, said: Worded, child: Any, capsys: Any
+) -> None:
     child([machine, {"type": "link", "links": [None]}, row(0, copy(4096))])
     assert measured(bench.transfer, None) == 0
     text = capsys.readouterr().out
-    assert said in text and "%" not in text and "of the bus" not in text
+    assert says(text, said) and "%" not in text and not mentions(text, "commands/of-the-bus")
 
 
 def test_a_bus_that_is_slower_than_its_copies_is_not_believed(child: Any, capsys: Any) -> None:
     child([RADEON, {"type": "link", "links": [{**LINK, "gb_per_s": 0.25}]}, row(0, copy(2**28), 20e9)])
     assert measured(bench.transfer, None) == 0
     text = capsys.readouterr().out
-    assert "0.25 GB/s each way says the system, and more was measured" in text and "%" not in text
+    assert says(text, "commands/0-25-gb-s-each-way-says") and "%" not in text
 
 
 def test_a_row_that_crashes_is_named_and_the_rest_is_measured(child: Any, capsys: Any) -> None:
@@ -147,14 +154,14 @@ def test_a_row_that_crashes_is_named_and_the_rest_is_measured(child: Any, capsys
     assert measured(bench.transfer, None) == 0
     assert [job["start"] for job in fake.jobs] == [0, 2]
     text = capsys.readouterr().out
-    assert "host to device (pinned, 64.0 KiB): ended the process: killed by signal SIGSEGV" in text
+    assert says(text, "commands/host-to-device-pinned-64-0-kib")
     assert ["1.00", "-", "3.00"] == next(line for line in text.splitlines() if line.startswith("host")).split()[-3:]
 
 
 def test_a_row_that_hangs_is_told_from_one_that_crashes(child: Any, capsys: Any) -> None:
     child([CPU, begin(0, copy(4096), limit_s=0.05), lambda: time.sleep(0.06), died("exit code 1")], [CPU])
     assert measured(bench.transfer, None) == 0
-    assert "did not end in 0.05 s" in capsys.readouterr().out
+    assert says(capsys.readouterr().out, "commands/did-not-end-in-0-05-s")
 
 
 def test_a_child_that_leaves_after_a_row_goes_on_behind_it(child: Any) -> None:
@@ -211,7 +218,7 @@ def test_both_for_real_on_the_cpu(tmp_path: Path, capsys: Any) -> None:
     assert measured(bench.transfer, tmp_path / "t.json") == 0
     rows = json.loads((tmp_path / "t.json").read_bytes())["rows"]
     assert len(rows) == 5 and all(found["per_second"] > 0 for found in rows)
-    assert "There is no GPU to measure" in capsys.readouterr().out
+    assert says(capsys.readouterr().out, "commands/there-is-no-gpu-to-measure")
     small = partial(bench.compute, "demo.yaml", ("runtime.device=cpu", "data.resolution=64"))
     assert measured(small, tmp_path / "c.json") == 0
     saved = json.loads((tmp_path / "c.json").read_bytes())
@@ -238,7 +245,9 @@ def test_loader_says_what_is_fastest_and_stable(child: Any, capsys: Any, tmp_pat
     text = capsys.readouterr().out
     lines = [line.split() for line in text.splitlines()]
     assert ["cache", "2", "900.0", "225.0", "1.50", "s"] in lines and ["cache", "4", "-", "-", "-"] in lines
-    assert "fastest and stable here is runtime.workers: 2." in text and f"cache with 4 workers: {stalled}" in text
+    assert (
+        says(text, "commands/fastest-and-stable-here-is-runtime-workers") and f"cache with 4 workers: {stalled}" in text
+    )
     assert fake.jobs[0]["recipe"]["train"]["batch_size"] == 4 and len(saved["rows"]) == 4
 
 
@@ -248,7 +257,9 @@ def test_a_number_of_workers_that_ends_the_child_is_not_recommended(child: Any, 
     child(crashed, [{**CPU, "images": 24}, reads(1, "images", 0, 1000.0)])
     bench_loader(tmp_path)
     text = capsys.readouterr().out
-    assert "cache with 1 worker: ended the process" in text and "Nothing could be read from the cache." in text
+    assert says(text, "commands/cache-with-1-worker-ended-the-process") and says(
+        text, "commands/nothing-could-be-read-from-the-cache"
+    )
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ from tests.command_line import command_line
 from tests.supervisor.fake_run import write_whole_run
 from tests.tiny_llm import tiny_tokenizer
 from tests.tiny_models import tiny_recipe
+from tests.wording import says
 
 BASE = "builtin:tiny-llama"
 ASKED = ("Two red cats play in the barn. How many?", "And which animal?")
@@ -143,20 +144,20 @@ def test_answers_of_both_sides_are_those_of_transformers(run: Path, monkeypatch:
     assert said.exit_code == 0, said.stderr
     first, *rest = re.split(r"\[base model\]\n|\n\n\[with adapter\]\n|\n\n", said.stdout.split("commands.\n", 1)[1])
     assert [first, *rest[:3]] == ["", base[0], adapter[0], base[1]]
-    assert rest[3].startswith("There is no command /nope") and rest[3].endswith(adapter[1]) and rest[4] == adapter[0]
+    assert says(rest[3], "commands/there-is-no-command-nope") and rest[3].endswith(adapter[1]) and rest[4] == adapter[0]
     assert next(lines) == "never"
     alone = command_line(*plain, "--side", "adapter", "--prompt", ASKED[0])
     assert (alone.exit_code, alone.stdout) == (0, adapter[0] + "\n\n")
     refused = command_line(*plain, "--prompt", "a" * 600)
-    assert refused.exit_code == 2 and "and the model reads 512" in refused.stderr
+    assert refused.exit_code == 2 and says(refused.stderr, "commands/and-the-model-reads-512")
 
 
 def test_a_run_of_images_and_what_is_no_run_are_refused(tmp_path: Path, run: Path) -> None:
     ended = command_line("chat", tmp_path)
-    assert ended.exit_code == 2 and "There is no run here" in ended.stderr
+    assert ended.exit_code == 2 and says(ended.stderr, "commands/there-is-no-run-here")
     (tmp_path / "recipe.yaml").write_text(dump_recipe(tiny_recipe(tmp_path)), encoding="utf-8")
     ended = command_line("chat", tmp_path)
-    assert ended.exit_code == 2 and "makes images and does not talk" in ended.stderr
+    assert ended.exit_code == 2 and says(ended.stderr, "commands/makes-images-and-does-not-talk")
     assert command_line("chat", run, "--prompt", "\udcff").exit_code == 2
 
 
@@ -169,7 +170,7 @@ def test_a_damaged_folder_of_a_run_is_said_with_its_remedy(tmp_path: Path, run: 
     shutil.copytree(run, made, dirs_exist_ok=True)
     (made / "peft" / "model" / "adapter_model.safetensors").write_bytes(b"cut")
     ended = command_line("chat", made / "peft" / "model", "--prompt", "x")
-    assert ended.exit_code != 0 and f"lora-rocm export {made} --format peft writes it again" in ended.stderr
+    assert ended.exit_code != 0 and says(ended.stderr, "commands/lora-rocm-export-made-format-peft-writes", made=made)
 
 
 def test_tokens_are_drawn_by_their_share_among_the_likeliest() -> None:

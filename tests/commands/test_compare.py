@@ -17,6 +17,7 @@ from lora_rocm.rundir.layout import RunDir
 from tests.event_lines import read_events
 from tests.program import RECIPE, Program, images
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
+from tests.wording import says
 
 SETS = (
     "train.max_train_steps=4",
@@ -50,8 +51,8 @@ def test_a_run_is_compared_and_its_losses_are_those_of_training(program: Program
     run_dir = RunDir(tmp_path / "run")
     said = program("compare", "run", "--prompt", "a cat", "--strength", "0", "--strength", "30")
     assert said.code == 0, said.text
-    assert "step 4 (3 of 3)" in said.out
-    assert "The held-out loss is lowest after step" in said.out and str(run_dir.comparison) in said.out
+    assert says(said.out, "commands/step-4-3-of-3")
+    assert says(said.out, "commands/the-held-out-loss-is-lowest-after") and str(run_dir.comparison) in said.out
     html = run_dir.comparison.read_text(encoding="utf-8")
     shown = [float(value) for value in re.findall(r"<td>step \d+</td><td>([\d.]+)</td>", html)]
     trained = [event["loss"] for event in read_events(run_dir.events()) if event["type"] == "validation"]
@@ -70,11 +71,15 @@ def test_a_run_is_compared_and_its_losses_are_those_of_training(program: Program
     for path in (tmp_path / "pics").iterdir():
         path.unlink()
     said = program("compare", "run", "--prompt", "a cat")
-    assert said.code == 0 and "No held-out losses" in said.out
-    assert "step 4 (2 of 2)" in said.out
+    assert said.code == 0 and says(said.out, "commands/no-held-out-losses")
+    assert says(said.out, "commands/step-4-2-of-2")
     html = run_dir.comparison.read_text(encoding="utf-8")
-    assert "<p>No held-out losses" in html and "cannot be used any more" in html and html.count("<img") == 2
-    assert "<p>Step 2 is left out: " in html and "<td>step 2" not in html and "<h1>run</h1>" in html
+    assert (
+        says(html, "commands/p-no-held-out-losses")
+        and says(html, "commands/cannot-be-used-any-more")
+        and html.count("<img") == 2
+    )
+    assert says(html, "commands/p-step-2-is-left-out") and "<td>step 2" not in html and "<h1>run</h1>" in html
 
 
 def test_a_run_with_nothing_to_compare_is_refused(program: Program, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from lora_rocm.hardware.facts import HostFacts
 from lora_rocm.hardware.selftest_result import Result, Verdict
 from tests.doctor.injections import BARE, LINUX, STACK, case
 from tests.golden import HOSTS, machines
+from tests.wording import says, worded
 
 ROOT = Path(__file__).parents[2]
 BROKEN = ["broken-no-permission", "windows-krackan", "linux-radeon-vii", "windows-rx9060xt"]
@@ -84,7 +85,7 @@ def test_json_and_report_on_this_very_machine(tmp_path: Path) -> None:
         one["level"] == "note" for one in found["findings"]
     )
     text = path.read_text(encoding="utf-8")
-    assert "# lora-rocm doctor report" in text and str(Path.home()) + "/" not in text
+    assert says(text, "commands/lora-rocm-doctor-report") and str(Path.home()) + "/" not in text
     assert "mein bericht.md" in done.stderr
 
 
@@ -177,7 +178,9 @@ def test_the_day_of_the_test_is_told(live: Callable[..., list[str]], tmp_path: P
 
 def test_cures_name_the_python_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/venv/bin/python")
-    assert command._with_own_python("python -m pip uninstall -y x") == "/venv/bin/python -m pip uninstall -y x"
+    assert command._with_own_python("python -m pip uninstall -y x") == worded(
+        "commands/venv-bin-python-m-pip-uninstall-y"
+    )
     assert command._with_own_python("make install") == "make install"
     monkeypatch.setattr(sys, "executable", "/my venv/bin/python")
-    assert command._with_own_python("python -m pip uninstall -y x") == "python -m pip uninstall -y x"
+    assert command._with_own_python("python -m pip uninstall -y x") == worded("commands/python-m-pip-uninstall-y-x")

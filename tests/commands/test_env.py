@@ -24,6 +24,7 @@ from lora_rocm.rules.environment import EnvPlan, EnvRow, plan
 from lora_rocm.rules.environment_text import described
 from tests.golden import HOSTS, assert_golden, machines
 from tests.hardware.situations import facts_of, fast, situation
+from tests.wording import says, worded
 
 PRINT = "import json, os; print(json.dumps(dict(os.environ)))"
 NASTY = [
@@ -129,14 +130,14 @@ def test_shell_output_holds_commands_only(shell: str, comment: str, monkeypatch:
 def test_the_folder_of_another_machine_is_said_to_stand_for_one() -> None:
     assert "stands for" not in plan_text(None, (), machine("cpu-only"), "cmd", explain=False)
     first = plan_text(None, (), machine("windows-strix-halo"), "cmd", explain=False).splitlines()[0]
-    assert first == r"rem %%LOCALAPPDATA%%\lora-rocm stands for a folder on the machine described: write it out"
+    assert first == worded("commands/rem-localappdata-lora-rocm-stands-for-a")
 
 
 def test_the_table_marks_what_is_the_users() -> None:
     made = situation("linux-strix-halo", {"HSA_OVERRIDE_GFX_VERSION": "11.0.0", "MIOPEN_FIND_MODE": "1"})
     text = described(made, plan(made), None, explain=True)
-    assert "= 11.5.1   <- replaces your 11.0.0" in text
-    assert "= 1   <- set by you; planned: 2" in text
+    assert says(text, "commands/11-5-1-replaces-your-11-0")
+    assert says(text, "commands/1-set-by-you-planned-2")
     assert "harms: MIOPEN_FIND_MODE=1\n" in text and "rule miopen-search; source: ROCm#4729" in text
     assert "rule owner-gfx1151; source: decision of this project; unsloth#8480; TheRock#1719, reviewed 2026-" in text
 
@@ -144,7 +145,7 @@ def test_the_table_marks_what_is_the_users() -> None:
 def test_an_empty_value_that_is_replaced_is_named() -> None:
     made = situation("linux-rx7900xtx", {"HIP_DISABLE_IPC": "", "PYTHONUTF8": "1"})
     text = described(made, plan(made), None, explain=False)
-    assert "<- replaces your empty value" in text and "<- set by you, too" in text
+    assert "<- replaces your empty value" in text and says(text, "commands/set-by-you-too")
 
 
 @pytest.mark.parametrize("name", ["broken-unknown-gpu", "linux-gfx1299"])
@@ -167,16 +168,18 @@ def test_the_profile_is_named() -> None:
     cleared = fast("linux-rx7900xtx")
     assert "Profile: fast\n" in described(cleared, plan(cleared), None, explain=False)
     refused = replace(cleared, verdict=None)
-    assert "Profile: safe (the self-test has not cleared fast" in described(refused, plan(refused), None, explain=False)
+    assert says(described(refused, plan(refused), None, explain=False), "commands/profile-safe-the-self-test-has-not")
 
 
 def test_hidden_and_missing_gpus_are_named() -> None:
     hidden = situation("linux-rx7900xtx", {"HIP_VISIBLE_DEVICES": "-1"})
-    assert described(hidden, plan(hidden), None, explain=False).startswith("GPU: every AMD GPU is hidden")
+    assert says(described(hidden, plan(hidden), None, explain=False), "commands/gpu-every-amd-gpu-is-hidden")
     assert plan_text(None, (), machine("nvidia-rtx4090"), None, explain=False).startswith(
         "GPU: NVIDIA GeForce RTX 4090"
     )
-    assert plan_text(None, (), machine("cpu-only"), None, explain=False).startswith("GPU: none that training can use")
+    assert says(
+        plan_text(None, (), machine("cpu-only"), None, explain=False), "commands/gpu-none-that-training-can-use"
+    )
 
 
 def test_a_recipe_and_what_overrides_it_count() -> None:

@@ -18,6 +18,7 @@ from lora_rocm.model_files.models import model_of
 from lora_rocm.model_files.readers import readers_of
 from tests.command_line import command_line
 from tests.judging import inspect
+from tests.wording import Worded, mentions, phrase, saying, says, worded
 
 ATTENTION = "down_blocks_1_attentions_0_transformer_blocks_{}_attn2_to_k"
 TAGS = {
@@ -43,7 +44,11 @@ def lora(path: Path, metadata: dict[str, str] | None = None) -> Path:
 
 def test_a_lora(tmp_path: Path) -> None:
     found = inspect(lora(tmp_path / "x.safetensors", TAGS))
-    assert (found["title"], found["families"], found["trainable"]) == ("a LoRA for SDXL", ["sdxl"], ["sdxl"])
+    assert (found["title"], found["families"], found["trainable"]) == (
+        worded("commands/a-lora-for-sdxl"),
+        ["sdxl"],
+        ["sdxl"],
+    )
     adapter = found["adapter"]
     assert adapter["modules"] == {"lora_te1": {"mlp_fc1": 1}, "lora_unet": {"attn2_to_k": 2}}
     assert adapter["ranks"] == {"4": 2, "8": 1} and adapter["alpha"] == {"min": 2.0, "max": 4.0, "missing": 0}
@@ -62,19 +67,19 @@ def test_metadata_decide_where_names_do_not(tmp_path: Path) -> None:
     assert inspect(tmp_path / "x.safetensors")["families"] == ["sd15", "sd2", "sdxl"]
     save_file(tensors, tmp_path / "x.safetensors", {"ss_base_model_version": "sd_v2"})
     assert inspect(tmp_path / "x.safetensors")["families"] == ["sd2"]
-    assert inspect(tmp_path / "x.safetensors")["title"] == "a LoRA for Stable Diffusion 2.x"
+    assert inspect(tmp_path / "x.safetensors")["title"] == worded("commands/a-lora-for-stable-diffusion-2-x")
 
 
 def test_a_file_whose_family_is_only_named(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"diffusion_model.joint_blocks.0.x_block.attn.qkv.lora_A.weight": torch.zeros(4, 8)}, path)
     found = inspect(path)
-    assert (found["title"], found["trainable"]) == ("a LoRA for Stable Diffusion 3", [])
-    assert "not trained here" in inspect_text(found)
+    assert (found["title"], found["trainable"]) == (worded("commands/a-lora-for-stable-diffusion-3"), [])
+    assert says(inspect_text(found), "commands/not-trained-here")
     save_file({"a.hada_w1_a": torch.zeros(1), "a.dora_scale": torch.zeros(1)}, path, {"ss_tag_frequency": "[1]"})
-    assert inspect(path)["title"] == "a LoHa and DoRA for a model that is not known"
+    assert inspect(path)["title"] == worded("commands/a-loha-and-dora-for-a-model")
     save_file({"blob": torch.zeros(1)}, path)
-    assert inspect(path)["title"] == "a file that is not known"
+    assert inspect(path)["title"] == worded("commands/a-file-that-is-not-known")
 
 
 def test_a_file_put_together_from_two_families_is_said_to_start_no_run(tmp_path: Path) -> None:
@@ -90,12 +95,12 @@ def test_a_file_put_together_from_two_families_is_said_to_start_no_run(tmp_path:
     path = tmp_path / "x.safetensors"
     for family, half in halves.items():
         save_file(half, path)
-        assert family in inspect(path)["trainable"] and "can start a run" in inspect_text(inspect(path))
+        assert family in inspect(path)["trainable"] and says(inspect_text(inspect(path)), "commands/can-start-a-run")
     save_file(halves["z-image"] | halves["flux"], path)
     found, text = inspect(path), inspect_text(inspect(path))
     assert (found["families"], found["trainable"], found["adapter"]["readers"]) == ([], [], None)
-    assert "FLUX.1 and Z-Image" in found["title"] and "can start a run" not in text
-    assert f"no run starts from a mixture: it names {modules['z-image']}.lora_A.weight, of Z-Image" in text
+    assert "FLUX.1 and Z-Image" in found["title"] and not mentions(text, "commands/can-start-a-run")
+    assert says(text, "commands/no-run-starts-from-a-mixture-it", modules=modules["z-image"])
 
 
 def test_what_a_run_cannot_use_though_its_family_is_trained(tmp_path: Path) -> None:
@@ -104,12 +109,18 @@ def test_what_a_run_cannot_use_though_its_family_is_trained(tmp_path: Path) -> N
         unet = {"down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k.weight": torch.zeros(1, width)}
         save_file(unet, path)
         text = inspect_text(inspect(path))
-        assert "this part alone cannot be used here" in text and "not trained here" not in text
+        assert says(text, "commands/this-part-alone-cannot-be-used-here") and not mentions(
+            text, "commands/not-trained-here"
+        )
     save_file({"lora_te1_text_model_x.a1.weight": torch.zeros(1), "lora_te2_x.b1.weight": torch.zeros(1)}, path)
     text = inspect_text(inspect(path))
-    assert "a GLoRA for SDXL" in text and "no run starts from a GLoRA" in text and "not trained here" not in text
+    assert (
+        "a GLoRA for SDXL" in text
+        and says(text, "commands/no-run-starts-from-a-glora")
+        and not mentions(text, "commands/not-trained-here")
+    )
     save_file({"joint_blocks.0.x_block.attn.qkv.weight": torch.zeros(1)}, path)  # control
-    assert "not trained here" in inspect_text(inspect(path))
+    assert says(inspect_text(inspect(path)), "commands/not-trained-here")
 
 
 @pytest.mark.parametrize("width", [384, 128, 64])
@@ -139,11 +150,14 @@ def test_an_embedding(tmp_path: Path) -> None:
     ):
         save_file(tensors, path)
         found = inspect(path)
-        assert found["title"].startswith("an embedding for S") and (found["families"], found["trainable"]) == ([], [])
+        assert says(found["title"], "commands/an-embedding-for-s") and (found["families"], found["trainable"]) == (
+            [],
+            [],
+        )
         seen = model_of({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         assert seen is not None and seen.family == family
     save_file({"clip_l": torch.zeros(2, 768)}, path)  # control
-    assert inspect(path)["title"] == "a file that is not known"
+    assert inspect(path)["title"] == worded("commands/a-file-that-is-not-known")
 
 
 def test_a_checkpoint_with_several_components(tmp_path: Path) -> None:
@@ -155,7 +169,7 @@ def test_a_checkpoint_with_several_components(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "x.safetensors")
     found = inspect(tmp_path / "x.safetensors")
     assert found["title"] == "a FLUX.1 dev or Kontext model" and found["families"] == ["flux"]
-    assert found["quantised"] == "ComfyUI's scaled fp8"
+    assert found["quantised"] == worded("commands/comfyuis-scaled-fp8")
     assert list(found["components"]) == ["model.diffusion_model.", "vae."]
 
 
@@ -165,8 +179,8 @@ def test_folders(tmp_path: Path) -> None:
     (tmp_path / "model" / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
     found = inspect(tmp_path / "model")
     assert found["title"] == "a FLUX.1 model (FluxPipeline)" and found["components"] == {"vae": "AutoencoderKL"}
-    assert not found["trainable"] and "the weights of its transformer are missing" in inspect_text(found)
-    assert "vae: AutoencoderKL, not in this folder" in inspect_text(found)
+    assert not found["trainable"] and says(inspect_text(found), "commands/the-weights-of-its-transformer-are-missing")
+    assert says(inspect_text(found), "commands/vae-autoencoderkl-not-in-this-folder")
     (tmp_path / "modular").mkdir()
     index = {
         "_class_name": "AnimaModularPipeline",
@@ -182,7 +196,7 @@ def test_folders(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     for name in ("state.json", "adapter.safetensors"):
         (tmp_path / "state" / name).write_bytes(b"")
-    assert inspect(tmp_path / "state")["title"] == "a training state of lora-rocm"
+    assert inspect(tmp_path / "state")["title"] == worded("commands/a-training-state-of-lora-rocm")
     around = tmp_path / "around"
     (around / "model").mkdir(parents=True)
     (around / "model" / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
@@ -210,17 +224,20 @@ def test_a_component_folder_says_what_its_file_says_and_which_key_takes_it(tmp_p
     t5 = {T5: torch.zeros(10240, 1), "encoder.block.0.layer.0.SelfAttention.q.weight": torch.zeros(1)}
     folder = component(tmp_path / "te", {"architectures": ["T5EncoderModel"]}, t5)
     found, of_file = inspect(folder), inspect(folder / "model.safetensors")
-    assert found["title"] == "the text encoder T5-XXL (T5EncoderModel)" and of_file["title"] in found["title"]
+    assert (
+        found["title"] == worded("commands/the-text-encoder-t5-xxl-t5encodermodel")
+        and of_file["title"] in found["title"]
+    )
     assert all(found[name] == of_file[name] for name in ("tensors", "bytes", "dtypes", "quantised", "keys"))
     for each in (found, of_file):
-        assert "can be used as model.text_encoder_2 with model.family: flux" in inspect_text(each)
+        assert says(inspect_text(each), "commands/can-be-used-as-model-text-encoder")
     for config, words in (
         ({"quantization_config": {"quant_method": "gptq"}}, "are quantised (gptq)"),
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "can be used as"),
     ):
         assert words in inspect_text(inspect(component(folder, config, t5)))
     text = inspect_text(inspect(component(folder, {}, {**t5, "encoder.block.0.qweight": torch.zeros(1)})))
-    assert "quantised: GPTQ or AWQ" in text and "can be used" not in text
+    assert says(text, "commands/quantised-gptq-or-awq") and "can be used" not in text
 
 
 def test_a_whole_diffusers_folder_says_what_each_component_is(tmp_path: Path) -> None:
@@ -232,22 +249,22 @@ def test_a_whole_diffusers_folder_says_what_each_component_is(tmp_path: Path) ->
     assert "FluxTransformer2DModel, a FLUX.1 schnell model, 2 tensors, 12 B, BF16" in inspect_text(found)
     without = json.dumps({**index, "vae": ["diffusers", "AutoencoderKL"]})
     (tmp_path / "model_index.json").write_text(without, encoding="utf-8")
-    assert "  vae: not in this folder" in inspect_text(inspect(tmp_path)) and not inspect(tmp_path)["trainable"]
+    assert (
+        says(inspect_text(inspect(tmp_path)), "commands/vae-not-in-this-folder") and not inspect(tmp_path)["trainable"]
+    )
     (tmp_path / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
     alone = inspect(folder)
     assert (alone["families"], alone["trainable"]) == (["flux"], [])
-    assert f"takes the whole diffusers folder: {tmp_path}" in inspect_text(alone)
+    assert says(inspect_text(alone), "commands/takes-the-whole-diffusers-folder-tmp-path", tmp_path=tmp_path)
     component(folder, {}, {"txtfusion.projector.weight": torch.zeros(1)})
     mixed = inspect(tmp_path)
     assert mixed["trainable"] == [] and "mixed: its transformer is a Krea 2 model" in inspect_text(mixed)
     wrong = component(tmp_path / "transformer", {"_class_name": "AutoencoderKL"}, DIT)
     for path in (wrong, tmp_path):
         text = inspect_text(inspect(path))
-        assert "mixed: its config is of AutoencoderKL, its weights of a FLUX.1 schnell" in text and "can be" not in text
+        assert says(text, "commands/mixed-its-config-is-of-autoencoderkl-its") and "can be" not in text
     (folder / "model.safetensors").unlink()
-    assert "transformer: This folder has a config.json of AutoencoderKL, and no weights" in inspect_text(
-        inspect(tmp_path)
-    )
+    assert says(inspect_text(inspect(tmp_path)), "commands/transformer-this-folder-has-a-config-json")
 
 
 def test_the_peft_folder_of_an_image_model_says_as_much_as_its_export(tmp_path: Path) -> None:
@@ -268,8 +285,8 @@ def test_the_peft_folder_of_an_image_model_says_as_much_as_its_export(tmp_path: 
         adapter = found["adapters"][component]
         assert adapter["readers"] == row.told and adapter["ranks"] == {"4": 1} and adapter["alpha"]["min"] == 4
     text = inspect_text(found)
-    assert "text_encoder: a LoRA for the text_encoder of the same model" in text and "not known" not in text
-    assert text.count("ComfyUI: reads nothing of it") == 2 and text.count("rank 4 (1)") == 2
+    assert says(text, "commands/text-encoder-a-lora-for-the-text") and "not known" not in text
+    assert text.count(phrase("commands/comfyui-reads-nothing-of-it")) == 2 and text.count("rank 4 (1)") == 2
 
 
 def test_folders_of_peft_adapters_and_of_transformers(tmp_path: Path) -> None:
@@ -282,80 +299,83 @@ def test_folders_of_peft_adapters_and_of_transformers(tmp_path: Path) -> None:
     (folder / "adapter_config.json").write_text('{"lora_alpha": 8, "r": 4}', encoding="utf-8")
     for path in (folder, folder.parent, folder / "adapter_model.safetensors"):
         found = inspect(path)
-        assert (found["title"], found["trainable"]) == ("a LoRA for language models", ["causal-lm"])
+        assert (found["title"], found["trainable"]) == (worded("commands/a-lora-for-language-models"), ["causal-lm"])
         assert found["adapter"]["alpha"] == {"min": 8, "max": 8, "missing": 0}
     assert found["adapter"]["readers"]["vllm"] == found["adapter"]["readers"]["peft"] == "reads it"
     (folder.parents[1] / "recipe.yaml").touch()
     (folder.parents[1] / "events.jsonl").touch()
-    assert inspect(folder.parents[1])["title"].startswith("a run directory of lora-rocm (peft)")
+    assert says(inspect(folder.parents[1])["title"], "commands/a-run-directory-of-lora-rocm-peft")
     (folder.parent / "unet").mkdir()
     (folder.parent / "unet" / "adapter_config.json").write_text('{"lora_alpha": 8, "r": 4}', encoding="utf-8")
     lora(folder.parent / "unet" / "adapter_model.safetensors")
     found = inspect(folder.parent)
-    assert found["title"] == "PEFT adapters of 2 components" and found["families"] == []
-    assert found["components"] == {"model": "a LoRA for language models", "unet": "a LoRA for SDXL"}
+    assert found["title"] == worded("commands/peft-adapters-of-2-components") and found["families"] == []
+    assert found["components"] == {
+        "model": worded("commands/a-lora-for-language-models"),
+        "unet": worded("commands/a-lora-for-sdxl"),
+    }
     merged = tmp_path / "merged"
     merged.mkdir()
     for number, name in enumerate(("model.layers.0.self_attn.qkv_proj.weight", "model.embed_tokens.weight"), 1):
         save_file({name: torch.zeros(2, 4)}, merged / f"model-0000{number}-of-00002.safetensors")
     (merged / "config.json").write_text('{"architectures": ["Phi3ForCausalLM"]}', encoding="utf-8")
-    with pytest.raises(ModelError, match="no weights that are read with it") as caught:
+    with pytest.raises(ModelError, check=saying("commands/no-weights-that-are-read-with-it")) as caught:
         inspect(merged)
     assert "model-00001-of-00002.safetensors" in caught.value.fix, "nothing says that they belong together"
     parts = {str(number): f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
     index = merged / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": parts}), encoding="utf-8")
     found = inspect(merged)
-    assert (found["title"], found["tensors"]) == ("a language model (Phi3ForCausalLM)", 2)
+    assert (found["title"], found["tensors"]) == (worded("commands/a-language-model-phi3forcausallm"), 2)
     assert (found["families"], found["trainable"]) == (["causal-lm"], []), "its config says nothing of its size"
     text = inspect_text(inspect(merged / parts["1"]))
-    assert "can be trained" not in text
+    assert not mentions(text, "commands/can-be-trained")
     (merged / parts["1"]).write_bytes((merged / parts["2"]).read_bytes())
-    with pytest.raises(ModelError, match="hold the same tensors"):
+    with pytest.raises(ModelError, check=saying("commands/hold-the-same-tensors")):
         inspect(merged)
     (merged / parts["1"]).unlink()
-    with pytest.raises(ModelError, match="This file of weights is missing"):
+    with pytest.raises(ModelError, check=saying("commands/this-file-of-weights-is-missing")):
         inspect(merged)
 
 
 @pytest.mark.parametrize(("name", "content", "words"), [
-    ("x.safetensors", b"\x10\0\0\0\0\0\0\0{}", "ends inside its header"),
-    ("x.gguf", b"GGUF\x03\0\0\0" + bytes(40), "GGUF"),
-    ("x.safetensors", b"PK\x03\x04" + bytes(40), "zip archive"),
-    ("x.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "the pointer of Git LFS"),
-    ("x.ckpt", b"", "pickle"),
-    ("x.safetensors", b"\x02\0\0\0\0\0\0\0xx", "not readable"),
-    ("missing.safetensors", None, "no such file or folder"),
-    ("model/model_index.json", b"[1]", "no object"),
-    ("model/config.json", b'{"_class_name": "X"}', "a config.json of X, and no weights"),
-    ("model/scheduler_config.json", b"{}", "This folder of a scheduler has no model_index.json"),
+    ("x.safetensors", b"\x10\0\0\0\0\0\0\0{}", worded("commands/ends-inside-its-header")),
+    ("x.gguf", b"GGUF\x03\0\0\0" + bytes(40), worded("commands/gguf")),
+    ("x.safetensors", b"PK\x03\x04" + bytes(40), worded("commands/zip-archive")),
+    ("x.safetensors", b"version https://git-lfs.github.com/spec/v1\n", worded("commands/the-pointer-of-git-lfs")),
+    ("x.ckpt", b"", worded("commands/pickle")),
+    ("x.safetensors", b"\x02\0\0\0\0\0\0\0xx", worded("commands/not-readable")),
+    ("missing.safetensors", None, worded("commands/no-such-file-or-folder")),
+    ("model/model_index.json", b"[1]", worded("commands/no-object")),
+    ("model/config.json", b'{"_class_name": "X"}', worded("commands/a-config-json-of-x-and-no")),
+    ("model/scheduler_config.json", b"{}", worded("commands/this-folder-of-a-scheduler-has-no")),
 ])  # fmt: skip
-def test_what_is_no_model(tmp_path: Path, name: str, content: bytes | None, words: str) -> None:
+def test_what_is_no_model(tmp_path: Path, name: str, content: bytes | None, words: Worded) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ModelError) as caught:
         inspect(path.parent if "/" in name else path)
-    assert words in caught.value.what and str(tmp_path) in caught.value.where
+    assert says(caught.value.what, words) and str(tmp_path) in caught.value.where
 
 
 def test_the_command(tmp_path: Path) -> None:
     path = lora(tmp_path / "x.safetensors")
     said = command_line("inspect", path, "--json")
     assert said.exit_code == 0 and json.loads(said.stdout) == inspect(path)
-    assert "a LoRA for SDXL" in command_line("inspect", path).stdout
+    assert says(command_line("inspect", path).stdout, "commands/a-lora-for-sdxl")
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("builtin:tiny-sdxl", "a tiny model that ships with the program"),
-        ("builtin:demo", "data that ships with the program"),
+        ("builtin:tiny-sdxl", worded("commands/a-tiny-model-that-ships-with-the")),
+        ("builtin:demo", worded("commands/data-that-ships-with-the-program")),
     ],
 )
-def test_what_ships_with_the_program_is_known(name: str, words: str) -> None:
-    assert words in inspect(Path(name))["title"]
+def test_what_ships_with_the_program_is_known(name: str, words: Worded) -> None:
+    assert says(inspect(Path(name))["title"], words)
 
 
 def test_what_is_no_model_is_called_what_it_is(tmp_path: Path) -> None:
@@ -365,13 +385,13 @@ def test_what_is_no_model_is_called_what_it_is(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=words) as caught:
             inspect(tmp_path / path)
         assert caught.value.code == "not-a-model"
-    with pytest.raises(ModelError, match="Nothing of this name ships") as unknown:
+    with pytest.raises(ModelError, check=saying("commands/nothing-of-this-name-ships")) as unknown:
         inspect(Path("builtin:tiny"))
     assert "builtin:tiny-sdxl" in unknown.value.fix
     for name in ("recipe.yaml", "events.jsonl", "lora.safetensors"):
         (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "run" / name).touch()
-    assert inspect(tmp_path / "run")["title"].startswith("a run directory of lora-rocm (lora.safetensors)")
+    assert says(inspect(tmp_path / "run")["title"], "commands/a-run-directory-of-lora-rocm-lora")
 
 
 CLAIMS = re.compile(r"reads? it|scale is 1|lora-rocm export says|can start a run|can be (used|trained)")
@@ -409,9 +429,7 @@ def test_nothing_beside_a_refusal_claims_that_the_file_is_of_use(tmp_path: Path,
     text = inspect_text(found)
     assert ("unusable" in found) == (not found["trainable"]) == (damage is not None), text
     second = text.splitlines()[1]
-    assert second.strip() == (
-        found["unusable"] if damage else "can start a run (lora.init_from) with model.family: sdxl"
-    )
+    assert second.strip() == (found["unusable"] if damage else worded("commands/can-start-a-run-with-family"))
     assert bool(CLAIMS.search(text.replace(str(path), ""))) is (damage is None), text
     assert len(text.splitlines()) < 20
     if damage:

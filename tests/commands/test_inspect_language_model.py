@@ -18,6 +18,7 @@ from tests.families.causal_lm.test_published import changed_tensors
 from tests.families.test_tokenizer_rows import BEYOND, edited, piece
 from tests.judging import inspect
 from tests.tiny_llm import MODELS, write_tiny_llm
+from tests.wording import mentions, says
 
 
 def with_config(folder: Path, **values: Any) -> Path:
@@ -59,7 +60,8 @@ def test_every_published_layout_is_promised(name: str, tmp_path: Path) -> None:
     folder = write_tiny_llm(tmp_path, name)
     found = inspect(folder)
     assert not checked(folder) and found["trainable"] == ["causal-lm"] and "unusable" not in found
-    assert "can be trained on with model.family: causal-lm" in inspect_text(found)
+    assert says(inspect_text(found), "commands/can-be-trained-on-with-model-family")
+    assert says(inspect_text(found), "commands/can-be-trained")
 
 
 @pytest.mark.parametrize("change", [*CHANGES])
@@ -67,7 +69,7 @@ def test_what_check_refuses_is_not_promised(change: str, tmp_path: Path) -> None
     folder = CHANGES[change](write_tiny_llm(tmp_path))
     found, said = inspect(folder), checked(folder)
     assert said and found["trainable"] == [] and said in found["unusable"]
-    assert "can be trained" not in inspect_text(found)
+    assert not mentions(inspect_text(found), "commands/can-be-trained")
 
 
 def test_a_child_that_fails_is_no_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.memory_rules import budget_of
 from tests.families.toy_families import TOYS
 from tests.hardware.situations import situation
+from tests.wording import Worded, holds, mentions, saying, says, says_if, worded
 
 GIB = 2**30
 
@@ -98,22 +99,23 @@ def plan(path: str, overrides: Any, *, card: str | None, as_json: bool) -> int:
 
 def test_a_rank_that_is_larger_than_layers_is_told(write: Any, child: Any, capsys: Any) -> None:
     assert plan(write(), (), card="80GB", as_json=False) == 0
-    assert "lora.rank is larger" not in capsys.readouterr().out
+    assert not mentions(capsys.readouterr().out, "commands/lora-rank-is-larger")
     child["footprint"]["narrow_layers"] = 7
     assert plan(write(), (), card="80GB", as_json=False) == 0
-    assert "lora.rank is larger than the inputs or outputs of 7 adapted layers" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert says(output, "commands/lora-rank-is-larger-than-the-inputs") and says(output, "commands/lora-rank-is-larger")
     for count in (0, 5):
         child["footprint"]["unstarted_layers"] = count
         assert plan(write(), ("lora.init=pissa",), card="80GB", as_json=False) == 0
-        assert ("a part of the ranks of 5 adapted layers" in capsys.readouterr().out) == bool(count)
+        assert says_if(bool(count), capsys.readouterr().out, "commands/a-part-of-the-ranks-of-5")
 
 
 def test_the_rounding_of_a_quantised_base_is_named(write: Any, child: Any, capsys: Any) -> None:
     for name, said in (("none", False), ("nf4", True)):
         assert plan(write(), (f"model.quantization={name}",), card="80GB", as_json=False) == 0
         out = capsys.readouterr().out
-        assert ("nf4 rounds the frozen weights: 9.3 % of their size; a tiny model's loss" in out) == said
-        assert ("over full-size image models with random weights" in out) == said
+        assert says_if(said, out, "commands/nf4-rounds-the-frozen-weights-9-3")
+        assert says_if(said, out, "commands/over-full-size-image-models-with-random")
 
 
 @pytest.mark.parametrize(
@@ -123,22 +125,22 @@ def test_the_rounding_of_a_quantised_base_is_named(write: Any, child: Any, capsy
             "linux-rx6800xt",
             "sdxl",
             "fp16",
-            "auto is fp16 (gfx1030 computes bf16 slowly; SDXL: its activations fit fp16)",
+            worded("commands/auto-is-fp16-gfx1030-computes-bf16-slowly"),
         ),
-        ("linux-rx6800xt", "flux", "fp16", "FLUX.1: products in fp16, the residual stream between them in float32"),
-        ("linux-rx6800xt", "anima", "fp16", "Anima: products in fp16, the residual stream between them in float32"),
-        ("linux-rx6800xt", "z-image", "bf16", "auto is bf16 (gfx1030 computes bf16 slowly; Z-Image: factors of its"),
-        ("linux-rx7900xtx", "flux", "bf16", "auto is bf16\nbf16 changes the gradients by up to about 1.8 %"),
+        ("linux-rx6800xt", "flux", "fp16", worded("commands/flux-1-products-in-fp16-the-residual")),
+        ("linux-rx6800xt", "anima", "fp16", worded("commands/anima-products-in-fp16-the-residual-stream")),
+        ("linux-rx6800xt", "z-image", "bf16", worded("commands/auto-is-bf16-gfx1030-computes-bf16-slowly")),
+        ("linux-rx7900xtx", "flux", "bf16", worded("commands/auto-is-bf16-bf16-changes-the-gradients")),
     ],
 )
 def test_the_number_format_is_told_with_its_reason_and_its_rounding(
-    write: Any, child: Any, capsys: Any, monkeypatch: Any, machine: str, family: str, precision: str, said: str
+    write: Any, child: Any, capsys: Any, monkeypatch: Any, machine: str, family: str, precision: str, said: Worded
 ) -> None:
     monkeypatch.setattr(command, "situation_here", lambda recipe: situation(machine))
     child["precision"] = precision
     assert plan(write(model={"family": family}), (), card=None, as_json=False) == 0
     output = capsys.readouterr().out
-    assert said in output and f"{precision} changes the gradients by up to about" in output
+    assert says(output, said) and says(output, "commands/precision-changes-the-gradients-by-up-to", precision=precision)
     assert plan(write(model={"family": family}), (), card="80GB", as_json=False) == 0
     assert "gfx" not in capsys.readouterr().out, "that of another card"
     assert plan(write(model={"family": family}), (), card=None, as_json=False) == 0
@@ -176,7 +178,7 @@ def test_the_table_for_a_card(write: Any, child: dict[str, Any], capsys: pytest.
     assert sum("<- chosen" in row for row in rows) == 1
     assert rows[0].split()[-1] == "no" and "24.0 GiB" in output
     assert "would choose" in output and "relative" in output
-    assert "adapter and optimizer 704.0 MiB (prodigy keeps 300.0 MiB)" in output
+    assert says(output, "commands/adapter-and-optimizer-704-0-mib-prodigy")
 
 
 def test_the_key_that_makes_blocks_recomputed_is_named(write: Any, child: Any, capsys: Any) -> None:
@@ -193,7 +195,9 @@ def test_on_a_gpu_that_was_measured_times_are_seconds(
     plan(write(), (), card=None, as_json=False)
     output = capsys.readouterr().out
     assert " s  yes  <- chosen" in rows_of(output)[0]
-    assert "100 steps: about" in output and "Card, as training sees it" in output and "relative" not in output
+    assert (
+        "100 steps: about" in output and says(output, "commands/card-as-training-sees-it") and "relative" not in output
+    )
 
 
 def test_memory_that_the_gpu_shares_is_not_offloaded_to(
@@ -211,7 +215,7 @@ def test_without_a_gpu_nothing_is_said_to_fit(
     plan(write(), (), card=None, as_json=False)
     assert child["asked"]["for_card"] is child["asked"]["for_gpu"] is False
     output = capsys.readouterr().out
-    assert "auto is no (float32) on the CPU" in output
+    assert says(output, "commands/auto-is-no-float32-on-the-cpu")
     assert "--card" in output and not any(row.endswith(("yes", "no", "chosen")) for row in rows_of(output)[1:])
 
 
@@ -226,7 +230,7 @@ train: {max_train_steps: 1}
     (tmp_path / "chats.yaml").write_text(chats, encoding="utf-8")
     for packing, said in (("false", "rows may be shorter"), ("true", "rows are full")):
         plan(str(tmp_path / "chats.yaml"), [f"data.packing={packing}"], card="24GB", as_json=False)
-        assert f"data.max_length is counted, and {said}" in capsys.readouterr().out
+        assert says(capsys.readouterr().out, "commands/data-max-length-is-counted-and-said", said=said)
     plan(write(), (), card="24GB", as_json=False)
     assert "max_length" not in capsys.readouterr().out
 
@@ -245,7 +249,11 @@ def test_what_cannot_fit_is_an_error_behind_the_table(
 ) -> None:
     assert plan(write(), (), card="2GB", as_json=False) == 2
     said = capsys.readouterr()
-    assert rows_of(said.out) and "does not fit" in said.err and "does not fit" not in said.out
+    assert (
+        rows_of(said.out)
+        and says(said.err, "commands/does-not-fit")
+        and not mentions(said.out, "commands/does-not-fit")
+    )
     assert plan(write(), (), card="2GB", as_json=True) == 2
     found = json.loads(capsys.readouterr().out)
     assert found["error"]["code"] == "does-not-fit" and found["error"]["exit_code"] == 2
@@ -267,10 +275,11 @@ def test_a_model_that_is_not_here_is_counted_all_the_same(
 ) -> None:
     path = write(model={"name_or_path": "somebody/a-fine-tune"})
     assert plan(path, (), card="24GB", as_json=False) == 0
-    assert "is not on this machine" not in capsys.readouterr().out
+    assert not mentions(capsys.readouterr().out, "commands/is-not-on-this-machine")
     child["model_is_here"] = False
     assert plan(path, (), card="24GB", as_json=False) == 0
-    assert "somebody/a-fine-tune is not on this machine: counted by" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert says(output, "commands/somebody-a-fine-tune-is-not-on") and says(output, "commands/is-not-on-this-machine")
 
 
 def test_a_wrong_recipe_is_said(write: Any) -> None:
@@ -285,7 +294,7 @@ def test_memory_of_a_card(text: str, gib: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "-8GB", "0", "24TB", "nan", "1e3", "99999", "RTX 4090", "\udcff"])
 def test_what_is_no_memory_of_a_card(text: str) -> None:
-    with pytest.raises(UserError, match="memory of a card"):
+    with pytest.raises(UserError, check=saying("commands/memory-of-a-card")):
         card_bytes(text)
 
 
@@ -358,17 +367,17 @@ def test_graphs_are_counted_where_there_are_some(on_gpu: bool, sections: dict[st
 @pytest.mark.parametrize(
     ("sections", "limit_gib", "fix"),
     [
-        ({"runtime": {"memory": "keep"}}, 8, "runtime.memory to auto"),
-        ({}, 2.2, "data.resolution to"),
-        ({"runtime": {"memory": "keep"}}, 2.2, "and runtime.memory to auto"),
-        ({}, 0.5, "no rank would fit, at any resolution"),
+        ({"runtime": {"memory": "keep"}}, 8, worded("commands/runtime-memory-to-auto")),
+        ({}, 2.2, worded("commands/data-resolution-to")),
+        ({"runtime": {"memory": "keep"}}, 2.2, worded("commands/and-runtime-memory-to-auto")),
+        ({}, 0.5, worded("commands/no-rank-would-fit-at-any-resolution")),
     ],
 )
-def test_the_nearest_that_would_fit(sections: dict[str, Any], limit_gib: float, fix: str) -> None:
+def test_the_nearest_that_would_fit(sections: dict[str, Any], limit_gib: float, fix: Worded) -> None:
     asked = recipe(**sections)
     job = job_of(asked, Settings(), on_gpu=True, can_offload=True)
     error = does_not_fit(asked, net(), job, Rates(), int(limit_gib * GIB))
-    assert fix in error.fix
+    assert says(error.fix, fix)
     if "data.resolution to" in error.fix:  # it is true, and the next larger one would not do
         side = int(error.fix.split("data.resolution to ")[1].split()[0].rstrip(":"))
         free = Job(4, graphs=True)
@@ -454,7 +463,7 @@ def test_what_is_said_would_fit_does_and_what_is_said_would_not_does_not(
 def test_a_search_with_more_than_auto_has_here_would_be_seen() -> None:
     """The control: memory that the GPU shares, and a search that offloads all the same."""
     told = untrue(recipe(runtime={"memory": "keep"}), net(), False, MODES)
-    assert any("Set runtime.memory to auto: " in fix for fix in told)
+    assert says(told, "commands/set-runtime-memory-to-auto")
 
 
 def test_both_are_named_where_neither_is_enough() -> None:
@@ -462,8 +471,10 @@ def test_both_are_named_where_neither_is_enough() -> None:
         job = job_of(recipe(), Settings(), on_gpu=True, can_offload=True)
         return does_not_fit(recipe(), slim(), job, Rates(), int(gib * GIB)).fix or ""
 
-    assert re.fullmatch(r"Set data.resolution to \d+ and lora.rank to [1-8]: that would fit\.", said(1.0))
-    assert said(0.3).startswith("Free memory of the GPU")  # the control
+    resolution, rank = re.findall(r"\d+", said(1.0))
+    assert 1 <= int(rank) <= 8
+    assert said(1.0) == worded("commands/set-both", resolution=resolution, rank=rank)
+    assert says(said(0.3), "commands/free-memory-of-the-gpu")  # the control
 
 
 def test_a_family_without_a_resolution_is_not_told_to_lower_it() -> None:
@@ -472,7 +483,7 @@ def test_a_family_without_a_resolution_is_not_told_to_lower_it() -> None:
     job = job_of(asked, Settings(), on_gpu=True, can_offload=True)
     errors = [does_not_fit(asked, slim(), job, Rates(), int(gib * GIB)) for gib in (1.0, 0.3)]
     assert all("resolution" not in str(error) for error in errors)
-    assert "lora.rank: 16" in errors[0].where and errors[1].fix.endswith("no rank would fit.")
+    assert "lora.rank: 16" in errors[0].where and says(errors[1].fix, "commands/no-rank-would-fit")
 
 
 def test_what_compiling_forbids_is_named_before_smaller_images() -> None:
@@ -481,11 +492,9 @@ def test_what_compiling_forbids_is_named_before_smaller_images() -> None:
         job = job_of(asked, Settings(), on_gpu=True, can_offload=True)
         return does_not_fit(asked, net(), job, Rates(), int(5.5 * GIB)).fix or ""
 
-    assert said(compile="full") == "Set runtime.compile to off: that would fit."
-    assert (
-        said(compile="full", memory="keep") == "Set runtime.memory to auto and runtime.compile to off: that would fit."
-    )
-    assert said(memory="keep") == "Set runtime.memory to auto: that would fit."  # the control
+    assert said(compile="full") == worded("commands/set-runtime-compile-to-off-that-would")
+    assert said(compile="full", memory="keep") == worded("commands/set-runtime-memory-to-auto-and-runtime")
+    assert said(memory="keep") == worded("commands/set-runtime-memory-to-auto-that-would")  # the control
 
 
 @pytest.mark.parametrize("own", [512, None])  # None: the control
@@ -511,22 +520,22 @@ def test_a_room_says_what_it_is_made_of() -> None:
     room = command._room_of_card(24 * GIB)
     assert isinstance(room, Room) and room.num_bytes == sum(part.num_bytes for part in room.parts)
     assert 21 * GIB < room.num_bytes < 22 * GIB
-    assert room.why.startswith("24.0 GiB memory of the card, 1.0 GiB kept for the desktop, 1.2 GiB for libraries, 512")
+    assert says(room.why, "commands/24-0-gib-memory-of-the-card")
 
 
 @pytest.mark.parametrize(
     ("machine", "held_gib", "said"),
     [
-        ("linux-rx7900xtx", 1.4, "24.0 GiB memory of the card, 1.4 GiB held by other programs, 1.2 GiB for libraries"),
-        ("linux-rx7900xtx", 9.5, "24.0 GiB memory of the card, 9.5 GiB held by other programs, 1.2 GiB for libraries"),
-        ("linux-rx7900xtx", 0.0, "24.0 GiB memory of the card, 1.2 GiB for libraries, 512.0 MiB kept free"),
-        ("wsl-rx7900xtx", 1.0, "24.0 GiB memory of the card, 1.0 GiB kept for the desktop, 1.2 GiB for libraries"),
-        ("linux-strix-halo", 0.0, "62.6 GiB can be mapped (GTT)"),
+        ("linux-rx7900xtx", 1.4, worded("commands/24-0-gib-memory-of-the-card-2")),
+        ("linux-rx7900xtx", 9.5, worded("commands/24-0-gib-memory-of-the-card-3")),
+        ("linux-rx7900xtx", 0.0, worded("commands/24-0-gib-memory-of-the-card-4")),
+        ("wsl-rx7900xtx", 1.0, worded("commands/24-0-gib-memory-of-the-card-5")),
+        ("linux-strix-halo", 0.0, worded("commands/62-6-gib-can-be-mapped-gtt")),
         ("nvidia-rtx4090", 0.0, ""),  # as measured: nothing is subtracted
     ],
 )
 def test_the_room_says_what_was_counted(
-    machine: str, held_gib: float, said: str, write: Any, child: Any, monkeypatch: Any, capsys: Any
+    machine: str, held_gib: float, said: str | Worded, write: Any, child: Any, monkeypatch: Any, capsys: Any
 ) -> None:
     """The child measures what training would have; what is missing to the card's size is held by others."""
     made = situation(machine)
@@ -538,7 +547,9 @@ def test_the_room_says_what_was_counted(
     assert plan(write(), (), card=None, as_json=False) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory for training")]
     assert (
-        "Card, as training sees it" in line and said in line and ("GiB" in line.partition("sees it")[2]) == bool(said)
+        says(line, "commands/card-as-training-sees-it")
+        and holds(line, said)
+        and ("GiB" in line.partition("sees it")[2]) == bool(said)
     )
 
 

@@ -12,6 +12,7 @@ from lora_rocm.supervisor.lock import locked
 from tests.command_line import command_line
 from tests.commands.test_status import END, STEPS, write
 from tests.supervisor.fake_run import save_recipe, write_whole_run
+from tests.wording import says
 
 
 @pytest.fixture
@@ -57,4 +58,4 @@ def test_a_folder_without_runs_and_no_folder(folder: Path) -> None:
     assert json.loads(command_line("runs", folder / "pictures", "--json").stdout) == {"runs": []}
     assert "no runs" in command_line("runs", folder / "pictures").stdout
     said = command_line("runs", folder / "none")
-    assert said.exit_code == 2 and "no such folder" in said.stderr
+    assert said.exit_code == 2 and says(said.stderr, "commands/no-such-folder")

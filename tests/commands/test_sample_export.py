@@ -19,6 +19,7 @@ from lora_rocm.rundir.layout import RunDir
 from tests.command_line import command_line
 from tests.program import Program, write_inputs
 from tests.supervisor.fake_run import heard, write_whole_run
+from tests.wording import Saying, Worded, saying, says, worded
 
 EVENTS = [
     {"type": "notice", "text": "a note"},
@@ -113,11 +114,11 @@ def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     sample_export.sample(Path("lora.safetensors"), output=None, base="some/hub-id", mask=Path("m.png"), **asked)
     assert jobs[2]["inputs"]["mask"] == str(tmp_path / "m.png")
     Image.new("L", (20, 20)).save("m.png")
-    with pytest.raises(UserError, match="20x20, and the image is 30x20") as caught:
+    with pytest.raises(UserError, check=saying("commands/20x20-and-the-image-is-30x20")) as caught:
         sample_export.sample(Path("lora.safetensors"), output=None, base="x", mask=Path("m.png"), **asked)
     assert caught.value.where == "--mask m.png"
     Path("c.png").write_bytes(b"")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, check=saying("commands/cannot-be-read")):
         sample_export.sample(Path("lora.safetensors"), output=None, base="x", **asked)
     assert jobs[1]["base"] == "some/hub-id" and jobs[1]["output"] == str(tmp_path / "samples")
 
@@ -125,24 +126,24 @@ def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"family": "sdlx"}, "Did you mean sdxl?"),
-        ({"family": "chroma"}, "Chroma is not supported yet"),
-        ({"prompt": "\udcff"}, "--prompt '\\udcff'"),
-        ({"negative_prompt": "\udcff"}, "--negative-prompt"),
-        ({"prompt": "a cat --W 512"}, "The prompt has --W in its text"),
-        ({"prompt": "a cat", "negative_prompt": "red --s 3"}, "--negative-prompt 'red --s 3'"),
-        ({"config": Path("c")}, "--config c"),
-        ({"control_image": Path("c.png")}, "--control-image c.png"),
-        ({"mask": Path("m.png")}, "--mask m.png"),
-        ({"mask": Path("lora.safetensors")}, "Give --control-image too."),
-        ({"output": Path("lora.safetensors")}, "--output lora.safetensors"),
+        ({"family": "sdlx"}, worded("commands/did-you-mean-sdxl")),
+        ({"family": "chroma"}, worded("commands/chroma-is-not-supported-yet")),
+        ({"prompt": "\udcff"}, worded("commands/prompt-udcff")),
+        ({"negative_prompt": "\udcff"}, worded("commands/negative-prompt")),
+        ({"prompt": "a cat --W 512"}, worded("commands/the-prompt-has-w-in-its-text")),
+        ({"prompt": "a cat", "negative_prompt": "red --s 3"}, worded("commands/negative-prompt-red-s-3")),
+        ({"config": Path("c")}, worded("commands/config-c")),
+        ({"control_image": Path("c.png")}, worded("commands/control-image-c-png")),
+        ({"mask": Path("m.png")}, worded("commands/mask-m-png")),
+        ({"mask": Path("lora.safetensors")}, worded("commands/give-control-image-too")),
+        ({"output": Path("lora.safetensors")}, worded("commands/output-lora-safetensors")),
     ],
 )
-def test_options_that_cannot_be(jobs: list[dict[str, Any]], options: dict[str, Any], words: str) -> None:
+def test_options_that_cannot_be(jobs: list[dict[str, Any]], options: dict[str, Any], words: Worded) -> None:
     Path("lora.safetensors").touch()
     with pytest.raises(UserError) as caught:
         sample_export.sample(Path("lora.safetensors"), **{"output": None, "base": None, "config": None, **options})
-    assert words in str(caught.value) and caught.value.fix and jobs == []
+    assert says(str(caught.value), words) and caught.value.fix and jobs == []
 
 
 @pytest.mark.parametrize("prompt", ["a cat -- and a dog", "a cat --q 7", "a well--known cat", "a--w 3"])
@@ -155,7 +156,7 @@ def test_a_prompt_with_dashes_that_are_no_option_is_drawn(jobs: list[dict[str, A
 def test_a_child_that_names_no_file_is_an_error(jobs: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     Path("lora.safetensors").touch()
     monkeypatch.setitem(globals(), "EVENTS", [event for event in EVENTS if event["type"] != "drawn"])
-    with pytest.raises(MachineError, match="without naming a file") as caught:
+    with pytest.raises(MachineError, check=saying("commands/without-naming-a-file")) as caught:
         sample_export.sample(Path("lora.safetensors"), output=Path("out"), base=None, config=None, prompt="x")
     assert caught.value.where.endswith("out")
 
@@ -163,7 +164,7 @@ def test_a_child_that_names_no_file_is_an_error(jobs: list[dict[str, Any]], monk
 def test_export(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     write_whole_run(RunDir(tmp_path / "run"))
     found = sample_export.export(Path("run"), "peft", output=None, dtype="bf16")
-    assert "largest difference 1e-06\nNot, or not exactly, by A, B" in sample_export.export_text(found)
+    assert says(sample_export.export_text(found), "commands/largest-difference-1e-06-not-or-not")
     source = str(tmp_path / "run")
     asked = {"source": source, "format": "peft", "output": None, "dtype": "bf16", "updates": None, "converter": None}
     assert jobs == [{"child": "export", **asked}]
@@ -176,7 +177,7 @@ def test_an_earlier_step_is_exported_if_it_has_a_checkpoint(jobs: list[dict[str,
     with pytest.raises(UserError) as caught:
         sample_export.export(Path("run"), "peft", output=Path("old"), dtype=None, step=30)
     assert caught.value.code == "no-such-step" and caught.value.where == "--step 30" and jobs == []
-    assert caught.value.fix == "Give a step that has one: 20, 40."
+    assert caught.value.fix == worded("commands/give-a-step-that-has-one-20")
     sample_export.export(Path("run"), "peft", output=Path("old"), dtype=None, step=20)
     sample_export.export(Path("run"), "peft", output=Path("new"), dtype=None)
     assert [job["updates"] for job in jobs] == [20, None]
@@ -208,13 +209,13 @@ def test_the_converter_of_a_gguf_file_is_found(
 ) -> None:
     text_run(tmp_path / "run")
     monkeypatch.delenv("LLAMA_CPP", raising=False)
-    with pytest.raises(UserError, match="(?s)convert_lora_to_gguf.py, which is not named.*git clone"):
+    with pytest.raises(UserError, check=saying("commands/convert-lora-to-gguf-py-which-is", "commands/git-clone")):
         sample_export.export(Path("run"), "gguf", output=None, dtype=None)
     script = tmp_path / "llama.cpp" / "convert_lora_to_gguf.py"
     script.parent.mkdir()
     option = {"option": script.parent, "option-file": script}.get(there)
     if option is not None:
-        with pytest.raises(UserError, match="which is not here"):
+        with pytest.raises(UserError, check=saying("commands/which-is-not-here")):
             sample_export.export(Path("run"), "gguf", output=None, dtype=None, converter=option)
     script.touch()
     if there in ("variable", "path"):
@@ -226,47 +227,53 @@ def test_the_converter_of_a_gguf_file_is_found(
 @pytest.mark.parametrize(
     ("form", "options", "words"),
     [
-        ("merged", {"dtype": "fp16"}, "Merged weights have the dtype of the base.*Leave it out"),
-        ("peft", {"converter": Path("x")}, "written without a converter.*Leave it out"),
-        ("merged", {"output": Path("run")}, "files in the folder for the merged model.*--output FOLDER"),
+        ("merged", {"dtype": "fp16"}, saying("commands/merged-weights-have-the-dtype-of-the", "commands/leave-it-out")),
+        ("peft", {"converter": Path("x")}, saying("commands/written-without-a-converter", "commands/leave-it-out")),
+        (
+            "merged",
+            {"output": Path("run")},
+            saying("commands/files-in-the-folder-for-the-merged", "commands/output-folder"),
+        ),
     ],
 )
 def test_options_of_another_form(
-    jobs: list[dict[str, Any]], tmp_path: Path, form: str, options: dict[str, Any], words: str
+    jobs: list[dict[str, Any]], tmp_path: Path, form: str, options: dict[str, Any], words: Saying
 ) -> None:
     text_run(tmp_path / "run")
     with pytest.raises(UserError) as caught:
         sample_export.export(Path("run"), form, **{"output": None, "dtype": None, **options})
-    assert caught.match("(?s)" + words) and jobs == []
+    assert words(caught.value) and jobs == []
 
 
 @pytest.mark.parametrize(
     ("more", "form", "forms"),
     [
         (None, "gguf", "Forms of a LoRA of SDXL: kohya, sd-scripts, comfyui, diffusers, peft."),
-        ("lora: {type: oft}", "gguf", "Forms of an OFT of SDXL: kohya."),
-        ("lora: {train_norms: true}", "diffusers", "Forms of a LoRA of SDXL with trained norms: kohya, comfyui."),
-        ("lora: {type: lokr}", "comfyui", "Take kohya. Forms of a LoKr of SDXL: kohya, peft."),
-        ("", "kohya", "Forms of a LoRA of language models: peft, merged, gguf."),
-        ("lora: {use_dora: true}", "gguf", "Forms of a DoRA of language models: peft, merged."),
-        ("lora: {type: lokr}", "gguf", "Forms of a LoKr of language models: peft, merged."),
+        ("lora: {type: oft}", "gguf", worded("commands/forms-of-an-oft-of-sdxl-kohya")),
+        ("lora: {train_norms: true}", "diffusers", worded("commands/forms-of-a-lora-of-sdxl-with")),
+        ("lora: {type: lokr}", "comfyui", worded("commands/take-kohya-forms-of-a-lokr-of")),
+        ("", "kohya", worded("commands/forms-of-a-lora-of-language-models")),
+        ("lora: {use_dora: true}", "gguf", worded("commands/forms-of-a-dora-of-language-models")),
+        ("lora: {type: lokr}", "gguf", worded("commands/forms-of-a-lokr-of-language-models")),
     ],
 )
 def test_a_form_that_nothing_reads_is_refused_with_those_that_something_reads(
-    jobs: list[dict[str, Any]], tmp_path: Path, more: str | None, form: str, forms: str
+    jobs: list[dict[str, Any]], tmp_path: Path, more: str | None, form: str, forms: str | Worded
 ) -> None:
     """No converter is asked for, and no child is started."""
-    if "SDXL" in forms:
+    if "SDXL" in str(forms):
         write_whole_run(RunDir(tmp_path / "run"))
         recipe = RunDir(tmp_path / "run").recipe
         recipe.write_text(TEXTS.replace("causal-lm", "sdxl") + (more or ""), encoding="utf-8")
     else:
         text_run(tmp_path / "run", more)
-    why = "it is a form of language models" if "SDXL" in forms and form == "gguf" else ""
-    with pytest.raises(AdapterError, match=f"is not written in the form {form}: {why}") as caught:
+    why = "it is a form of language models" if "SDXL" in str(forms) and form == "gguf" else ""
+    with pytest.raises(
+        AdapterError, check=saying("commands/is-not-written-in-the-form-form", form=form, why=why)
+    ) as caught:
         sample_export.export(Path("run"), form, output=None, dtype=None)
     assert caught.value.fix == forms and caught.value.where == f"--format {form}" and jobs == []
-    sample_export.export(Path("run"), forms.split(": ")[1].split(",")[0].strip("."), output=None, dtype=None)
+    sample_export.export(Path("run"), str(forms).split(": ")[1].split(",")[0].strip("."), output=None, dtype=None)
     assert len(jobs) == 1
 
 
@@ -276,10 +283,10 @@ def test_what_no_export_can_be_made_from_or_written_to_is_refused_before_the_chi
     run_dir = RunDir(tmp_path / "run")
     write_whole_run(run_dir)
     Path("file").touch()
-    with pytest.raises(UserError, match="file is no folder"):
+    with pytest.raises(UserError, check=saying("commands/file-is-no-folder")):
         sample_export.export(Path("run"), "kohya", output=Path("file/x.safetensors"), dtype=None)
     shutil.rmtree(run_dir.checkpoints)
-    with pytest.raises(UserError, match="no checkpoint yet"):
+    with pytest.raises(UserError, check=saying("commands/no-checkpoint-yet")):
         sample_export.export(Path("run"), "kohya", output=None, dtype=None)
     assert jobs == []
 
@@ -295,9 +302,9 @@ def test_a_peft_folder_is_sampled_from(jobs: list[dict[str, Any]], tmp_path: Pat
 
 @pytest.mark.parametrize("source", ["missing", "missing.safetensors", "."])
 def test_no_such_lora(jobs: list[dict[str, Any]], source: str) -> None:
-    with pytest.raises(UserError, match="no run and no LoRA"):
+    with pytest.raises(UserError, check=saying("commands/no-run-and-no-lora")):
         sample_export.sample(Path(source), output=None, base=None, config=None)
-    with pytest.raises(UserError, match="no run here"):
+    with pytest.raises(UserError, check=saying("commands/no-run-here")):
         sample_export.export(Path(source), "peft", output=None, dtype=None)
     assert jobs == []
 
@@ -307,7 +314,9 @@ def test_an_output_of_the_wrong_kind(jobs: list[dict[str, Any]], tmp_path: Path,
     write_whole_run(RunDir(tmp_path / "run"))
     Path("folder").mkdir()
     Path("file").touch()
-    with pytest.raises(UserError, match=f"There is a {there}, and the {form} form is a") as caught:
+    with pytest.raises(
+        UserError, check=saying("commands/there-is-a-there-and-the-form", there=there, form=form)
+    ) as caught:
         sample_export.export(Path("run"), form, output=Path(there), dtype=None)
     assert caught.value.exit_code == 2 and jobs == []
     right = Path("folder" if form == "peft" else "file.safetensors")
@@ -336,7 +345,7 @@ def test_an_output_whose_name_other_programs_would_not_know(
     Path("script").touch()
     with pytest.raises(UserError) as caught:
         sample_export.export(Path("run"), form, output=Path("out", name), **asked)
-    assert caught.value.fix == f"Give --output {Path('out', right)}." and jobs == []
+    assert caught.value.fix == worded("commands/give-output-value", value=Path("out", right)) and jobs == []
     sample_export.export(Path("run"), form, output=Path("out", right), **asked)
     assert len(jobs) == 1
 
@@ -351,7 +360,7 @@ def test_json_is_one_document_and_notices_stand_apart(jobs: list[dict[str, Any]]
     assert json.loads(ended.stdout)["cannot_read"] == ["A", "B"] and ended.stderr == "a note\n"
     ended = command_line("export", "run", "--format", "gguf", "--json")
     assert ended.exit_code == 2 and json.loads(ended.stdout)["error"]["code"] == "export-form"
-    assert "is not written in the form gguf" in ended.stderr
+    assert says(ended.stderr, "commands/is-not-written-in-the-form-gguf")
     ended = command_line("export", "run", "--json")
     assert ended.exit_code == 2 and json.loads(ended.stdout)["error"]["code"] == "usage" and "--format" in ended.stderr
 
@@ -363,14 +372,17 @@ def test_the_sampler_is_handed_on(jobs: list[dict[str, Any]]) -> None:
     assert [job["sampler"] for job in jobs] == ["ddim", None]
 
 
-@pytest.mark.parametrize(("name", "words"), [("a.yaml", "This is a recipe"), ("a.png", "This is no LoRA file")])
-def test_a_file_that_is_no_lora_is_not_called_one(jobs: list[dict[str, Any]], name: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("a.yaml", worded("commands/this-is-a-recipe")), ("a.png", worded("commands/this-is-no-lora-file"))],
+)
+def test_a_file_that_is_no_lora_is_not_called_one(jobs: list[dict[str, Any]], name: str, words: Worded) -> None:
     Path(name).touch()
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, check=saying(words)):
         sample_export.sample(Path(name), output=None, base=None, config=None, prompt="x")
     assert not jobs
 
 
 def test_a_wrong_format_is_named_without_words_of_a_library() -> None:
     said = command_line("export", "run", "--format", "foo")
-    assert said.exit_code == 2 and "Invalid value for '--format': 'foo' is not one of 'kohya'" in said.stderr
+    assert said.exit_code == 2 and says(said.stderr, "commands/invalid-value-for-format-foo-is-not")

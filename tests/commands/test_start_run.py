@@ -16,6 +16,7 @@ from lora_rocm.rundir.held_locks import is_running
 from lora_rocm.rundir.layout import RunDir
 from tests.command_line import command_line
 from tests.supervisor.fake_run import RECIPE
+from tests.wording import says
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,10 +103,14 @@ def test_train_prints_events_as_json_lines_and_its_result_last(fake: pytest.Monk
     use(fake, "error")
     ended = command_line("train", "r.yaml", "--run-dir", "new", "--json", "--no-supervisor")
     last = json.loads(ended.stdout.splitlines()[-1])
-    assert ended.exit_code == 3 and last["error"]["code"] == "disk-full" and "The disk is full." in ended.stderr
+    assert (
+        ended.exit_code == 3
+        and last["error"]["code"] == "disk-full"
+        and says(ended.stderr, "commands/the-disk-is-full")
+    )
 
 
 def test_quiet_says_the_result_alone(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use(fake, "done")
     ended = command_line("train", "r.yaml", "--run-dir", "run", "--quiet")
-    assert ended.stdout.startswith("Done. The LoRA: ") and len(ended.stdout.splitlines()) == 2 and not ended.stderr
+    assert says(ended.stdout, "commands/done-the-lora") and len(ended.stdout.splitlines()) == 2 and not ended.stderr

@@ -36,6 +36,7 @@ from tests.supervisor.fake_run import (
     write_whole_run,
 )
 from tests.telemetry.trees import read_as
+from tests.wording import mentions, saying, says, says_if, worded
 
 ERROR = {"code": "disk-full", "what": "The disk is full.", "where": "/x", "fix": "Free it.", "exit_code": 3}
 STOP = {**ERROR, "code": "stopped", "exit_code": 130}
@@ -117,27 +118,32 @@ def test_finished(tmp_path: Path) -> None:
     assert found["last_checkpoint"] == str(run_dir.checkpoint(40))
     assert [Path(name).name for name in found["files"]] == ["lora-step00000040.safetensors", "lora.safetensors"]
     files = [line.strip() for line in status_text(found).split("  file: ")[1:]]
-    assert [text.partition("\n")[2].strip() for text in files] == ["", "Not, or not exactly, by reader <x>"]
+    assert [text.partition("\n")[2].strip() for text in files] == [
+        "",
+        worded("commands/not-or-not-exactly-by-reader-x"),
+    ]
     assert 0.05 < found["loss"] < 0.3
-    assert "gone or damaged" not in status_text(found)
+    assert not mentions(status_text(found), "commands/events-are-gone-or-damaged")
     run_dir.events().unlink()
     run_dir.events("supervisor").unlink(missing_ok=True)
-    assert "its events are gone or damaged" in status_text(status(run_dir))
+    assert says(status_text(status(run_dir)), "commands/its-events-are-gone-or-damaged")
 
 
 def test_what_is_gone_or_damaged_is_said(tmp_path: Path, run_dir: RunDir) -> None:
     assert status(run_dir)["remarks"] == []
     run_dir.events().write_bytes(b"\xff" * 300)
-    assert status(run_dir)["state"] == "prepared" and "events are gone or damaged" in status_text(status(run_dir))
+    assert status(run_dir)["state"] == "prepared" and says(
+        status_text(status(run_dir)), "commands/events-are-gone-or-damaged"
+    )
     finished = RunDir(tmp_path / "finished")
     write_whole_run(finished)
     whole = FileDigest.of("lora.safetensors", b"").to_json()
     write_json(finished.result, {"updates": 40, "exports": [{"format": "kohya", "files": [whole]}]})
     assert status(finished)["remarks"] == []
     finished.lora.unlink()
-    assert "lora.safetensors: not there any more. train --resume" in status_text(status(finished))
+    assert says(status_text(status(finished)), "commands/lora-safetensors-not-there-any-more-train")
     finished.result.write_bytes(b"{")
-    assert "result.json cannot be read" in status_text(status(finished))
+    assert says(status_text(status(finished)), "commands/result-json-cannot-be-read")
 
 
 @pytest.mark.parametrize("num_bytes", [0, 7, 1000, 2999, 3001])
@@ -162,7 +168,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, name: str) 
     (newer / name).write_bytes((newer / name).read_bytes()[:20])
     found = status(run_dir)
     assert found["last_checkpoint"] == str(older)
-    assert f"{newer} is damaged and passed over. {name}: This" in status_text(found)
+    assert says(status_text(found), "commands/newer-is-damaged-and-passed-over-name", newer=newer, name=name)
 
 
 @pytest.mark.parametrize("harm", ["bit", "moved"])
@@ -181,7 +187,7 @@ def test_a_checkpoint_that_a_resume_refuses_is_not_the_last_one(tmp_path: Path, 
     assert read_checkpoint(newer) is None and read_checkpoint(older) is not None
     found = status(run_dir)
     assert found["last_checkpoint"] == str(older)
-    assert f"{newer} is damaged and passed over. {file}: " in status_text(found)
+    assert says(status_text(found), "commands/newer-is-damaged-and-passed-over-file", newer=newer, file=file)
 
 
 @pytest.mark.parametrize("there", [(10, 20, 30, 40), (20, 30, 40), (40,), (10, 20, 40), (10, 20, 30), ()])
@@ -198,7 +204,9 @@ def test_a_lost_lora_of_a_checkpoint_is_named(tmp_path: Path, there: tuple[int, 
     lost = {n for n in names if n <= 40 and n >= min([*there, 40]) and n not in there}
     said, page = "".join(status(run_dir)["remarks"]), write_report(run_dir).read_text(encoding="utf-8")
     assert {n for n in names if names[n] in said} == lost
-    assert all((f"{names[n]}: written, and not there" in page) == (n in lost) for n in names if len(lost) < 2)
+    assert all(
+        says_if(n in lost, page, "commands/names-written-and-not-there", names=names[n]) for n in names if len(lost) < 2
+    )
 
 
 def test_a_hole_of_20_gigabytes_in_the_events_is_not_read(run_dir: RunDir) -> None:
@@ -214,8 +222,8 @@ def test_a_hole_of_20_gigabytes_in_the_events_is_not_read(run_dir: RunDir) -> No
     if getattr(run_dir.events().stat(), "st_blocks", 1 << 30) > 1 << 20:
         pytest.skip("this file system has no holes")
     found = status(run_dir)
-    assert found["updates"] == 3 and any("only its last 256.0 MiB were read" in said for said in found["remarks"])
-    assert "only its last 256.0 MiB were read" in write_report(run_dir).read_text(encoding="utf-8")
+    assert found["updates"] == 3 and says(found["remarks"], "commands/only-its-last-256-0-mib-were")
+    assert says(write_report(run_dir).read_text(encoding="utf-8"), "commands/only-its-last-256-0-mib-were")
 
 
 def supervise(run_dir: RunDir, *events: tuple[str, dict[str, object]]) -> None:
@@ -236,7 +244,7 @@ def test_restarts_and_changes_are_counted(run_dir: RunDir) -> None:
     found = status(run_dir)
     assert found["restarts"] == 1 and found["changes"] == ["sdma-off", "micro-batch-halved", "micro-batch-halved"]
     assert "started again once" in status_text(found)
-    assert "changed because of failures: sdma-off, 2 x micro-batch-halved" in status_text(found)
+    assert says(status_text(found), "commands/changed-because-of-failures-sdma-off-2")
     supervise(run_dir, ("restart", restart_fields(number=2)))
     assert "started again 2 times" in status_text(status(run_dir))
     json.dumps(found, allow_nan=False)
@@ -250,7 +258,7 @@ def test_a_worker_that_hung_has_failed_until_it_is_started_again(run_dir: RunDir
     assert found["state"] == "failed" and found["error"] == {
         "code": "worker-hung", "what": "Silent for 312 s.", "where": "", "fix": "",
     }  # fmt: skip
-    assert "error: Silent for 312 s." in status_text(found)
+    assert says(status_text(found), "commands/error-silent-for-312-s")
     write(run_dir, ("start", start_fields(resumed_from=2)))
     assert status(run_dir)["state"] == "died"
 
@@ -279,7 +287,7 @@ def test_open_run(run_dir: RunDir, tmp_path: Path) -> None:
         tmp_path / "nothing" / "here" / "or" / "there": "Give a run directory (runs/...)",
     }
     for path, fix in words.items():
-        with pytest.raises(UserError, match="no run here") as caught:
+        with pytest.raises(UserError, check=saying("commands/no-run-here")) as caught:
             open_run(path)
         assert fix in caught.value.fix
 
@@ -346,6 +354,6 @@ def test_a_run_without_its_recipe(run_dir: RunDir) -> None:
     assert open_recipe(run_dir.path, PRODUCT)[0] == run_dir
     run_dir.recipe.unlink()
     write(run_dir, *STEPS)
-    with pytest.raises(UserError, match="no recipe any more") as caught:
+    with pytest.raises(UserError, check=saying("commands/no-recipe-any-more")) as caught:
         open_recipe(run_dir.path, PRODUCT)
     assert caught.value.where == str(run_dir.recipe) and caught.value.fix

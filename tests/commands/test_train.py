@@ -17,6 +17,7 @@ from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import supervisor
 from tests.supervisor.fake_run import RECIPE, event
+from tests.wording import mentions, saying, says
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,11 +52,13 @@ def test_a_run_leaves_its_files_and_says_where(tmp_path: Path, capsys: pytest.Ca
 def test_default_directory_and_resume_latest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.train("my recipe.yaml", resume="latest") == 0
     said = capsys.readouterr().out
-    assert "--resume latest: there is no run of my recipe in " in said and "so a new one begins in" in said
+    assert says(said, "commands/resume-latest-there-is-no-run-of") and says(said, "commands/so-a-new-one-begins-in")
     (made,) = (tmp_path / "runs").iterdir()
     assert made.name.startswith("my recipe-")
     assert train.train("my recipe.yaml", resume="latest") == 0
-    assert list((tmp_path / "runs").iterdir()) == [made] and "a new one begins" not in capsys.readouterr().out
+    assert list((tmp_path / "runs").iterdir()) == [made] and not mentions(
+        capsys.readouterr().out, "commands/so-a-new-one-begins-in"
+    )
 
 
 def test_a_complete_run_starts_no_worker(
@@ -66,7 +69,7 @@ def test_a_complete_run_starts_no_worker(
     (tmp_path / "run" / "lora.safetensors").touch()
     use(fake, "killed")
     assert train.train("my recipe.yaml", run_dir=Path("run"), resume="latest") == 0
-    assert "This run is complete" in capsys.readouterr().out
+    assert says(capsys.readouterr().out, "commands/this-run-is-complete")
 
 
 def test_a_complete_run_needs_no_images(
@@ -81,7 +84,7 @@ def test_a_complete_run_needs_no_images(
     folder.rmdir()
     assert train.train("my recipe.yaml", **asked, resume="latest") == 0
     assert "complete" in capsys.readouterr().out
-    with pytest.raises(RecipeError, match="there is no folder"):  # control: a run that has not begun
+    with pytest.raises(RecipeError, check=saying("commands/there-is-no-folder")):  # control: a run that has not begun
         train.train("my recipe.yaml", asked["overrides"], run_dir=Path("new"), resume="latest")
     assert not (tmp_path / "new").exists()
 
@@ -94,13 +97,15 @@ def test_a_run_of_texts_says_what_was_written_and_how_to_talk_to_it(
     Path("texts.yaml").write_text(recipe + "train: {max_train_steps: 40}\n", encoding="utf-8")
     run, talk = tmp_path / "run", f"Talk to it:\n  lora-rocm chat {tmp_path / 'run'}\n"
     assert train.train("texts.yaml", run_dir=Path("run")) == 0
-    assert f"Done. The LoRA: {run}\n{talk}" in capsys.readouterr().out
+    assert says(capsys.readouterr().out, "commands/done-the-lora-run-talk", run=run, talk=talk)
     (run / "peft" / "model").mkdir(parents=True)
     for name in (PEFT_CONFIG, PEFT_WEIGHTS):
         (run / "peft" / "model" / name).touch()
     (run / "result.json").write_text('{"updates": 40, "exports": [{"format": "peft"}]}', encoding="utf-8")
     assert train.train("texts.yaml", run_dir=Path("run"), resume="latest") == 0
-    assert f"This run is complete: {run / 'peft' / 'model'}\n{talk}" in capsys.readouterr().out
+    assert says(
+        capsys.readouterr().out, "commands/this-run-is-complete-path-talk", path=run / "peft" / "model", talk=talk
+    )
 
 
 @pytest.mark.parametrize("mode", ["done", "stop-while-caching"])
@@ -114,13 +119,13 @@ def test_a_report_that_cannot_be_written_is_said_and_changes_no_exit_code(
     fake.setattr("lora_rocm.report.report.write_atomic", too_large)
     assert train.train("my recipe.yaml", run_dir=Path("a run")) == {"done": 0, "stop-while-caching": 130}[mode]
     output = capsys.readouterr().out
-    assert ("Done. The LoRA: " if mode == "done" else "Stopped. Go on with") in output
+    assert says(output, "commands/done-the-lora" if mode == "done" else "commands/stopped-go-on-with")
     again = f"later: lora-rocm report '{tmp_path / 'a run'}'"
-    assert f"The report could not be written; {again}" in output and "File too large" in output
+    assert says(output, "commands/the-report-could-not-be-written-again", again=again) and "File too large" in output
     (tmp_path / "a run" / "result.json").write_text('{"updates": 3}', encoding="utf-8")
     (tmp_path / "a run" / "lora.safetensors").touch()
     assert train.train("my recipe.yaml", run_dir=Path("a run"), resume="latest") == 0
-    assert "This run is complete" in capsys.readouterr().out
+    assert says(capsys.readouterr().out, "commands/this-run-is-complete")
 
 
 def test_a_dead_worker_still_gets_a_report(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -143,7 +148,7 @@ def test_a_worker_that_fails_is_started_again_unless_that_is_not_wanted(
 ) -> None:
     use(fake, "first:transfer-failed")
     assert train.train("my recipe.yaml", run_dir=Path("watched")) == 0
-    assert "Restart 1: going on from step 0" in capsys.readouterr().out
+    assert says(capsys.readouterr().out, "commands/restart-1-going-on-from-step-0")
     with pytest.raises(MachineError, match="transfer-failed"):
         train.train("my recipe.yaml", run_dir=Path("alone"), supervised=False)
     assert "Restart" not in capsys.readouterr().out
@@ -168,14 +173,14 @@ def test_what_the_machine_did_can_be_gone_on_from(fake: pytest.MonkeyPatch, caps
     with pytest.raises(MachineError):
         train.train("my recipe.yaml", run_dir=Path("run dir"))
     output = capsys.readouterr().out
-    assert "go on with" in output and "run dir' --resume latest" in output
+    assert says(output, "commands/go-on-with") and says(output, "commands/run-dir-resume-latest")
 
 
 def test_a_stop_says_how_to_go_on(fake: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     use(fake, "stop-while-caching")
     assert train.train("my recipe.yaml", ["lora.rank=4"], run_dir=Path("run dir")) == 130
     output = capsys.readouterr().out
-    assert "Stopped while encoding" in output
+    assert says(output, "commands/stopped-while-encoding")
     assert "lora-rocm train 'my recipe.yaml' --set lora.rank=4 --run-dir" in output and "--resume latest" in output
 
 

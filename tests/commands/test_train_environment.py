@@ -23,6 +23,7 @@ from lora_rocm.supervisor.telemetry import Telemetry
 from lora_rocm.telemetry.cards import Cards
 from tests.golden import HOSTS, few_quick
 from tests.supervisor.fake_run import RECIPE
+from tests.wording import says
 
 IPC, OVERRIDE = "HIP_DISABLE_IPC", "HSA_OVERRIDE_GFX_VERSION"
 SAY_ENVIRONMENT = """
@@ -130,15 +131,15 @@ def test_what_harms_is_said_before_the_start(
 ) -> None:
     seen_by_child("linux-strix-halo", monkeypatch, tmp_path, **{OVERRIDE: "11.0.0", "HIP_LAUNCH_BLOCKING": "1"})
     output = capsys.readouterr().out
-    assert "HSA_OVERRIDE_GFX_VERSION=11.0.0 was set here; training gets 11.5.1 instead" in output
-    assert "Warning: HIP_LAUNCH_BLOCKING=1 is set here and is kept" in output
+    assert says(output, "commands/hsa-override-gfx-version-11-0-0")
+    assert says(output, "commands/warning-hip-launch-blocking-1-is-set")
 
 
 def test_a_torch_for_the_cpu_beside_a_gpu_is_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen_by_child("broken-no-permission", monkeypatch, tmp_path)
-    assert "cannot use the Radeon RX 7900 XT" in capsys.readouterr().out
+    assert says(capsys.readouterr().out, "commands/cannot-use-the-radeon-rx-7900-xt")
 
 
 def test_a_healthy_machine_is_told_nothing(

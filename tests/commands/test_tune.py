@@ -18,6 +18,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.rule import Situation
 from tests.golden import HOSTS
 from tests.hardware.situations import fast, situation
+from tests.wording import mentions, saying, says
 
 CHILD = "tests.supervisor.fake_trials"
 VALIDATORS = [["PT_VERSION", "2.13.0"], ["HIPBLASLT_VERSION", "1-a"]]
@@ -79,7 +80,7 @@ def test_right_solutions_are_kept_and_wrong_ones_named(tuning: Tuning, capsys: A
     assert tuning(done(0), WRONG, done(2)) == 0
     assert tuning.table == FILE + line(0) + line(2)
     said = capsys.readouterr().out
-    assert "mm 1: left out: wrong" in said and "2 of 3 products tuned: 0.12 ms of a step by default, 0.04 ms" in said
+    assert "mm 1: left out: wrong" in said and says(said, "commands/2-of-3-products-tuned-0-12")
 
 
 @pytest.mark.parametrize("outcome", ["hang", "crash"])
@@ -91,7 +92,7 @@ def test_what_was_tuned_before_a_child_hangs_or_crashes_is_kept(tuning: Tuning, 
 def test_a_child_that_keeps_dying_is_given_up(tuning: Tuning, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(row_runner, "MAX_DEATHS", 1)
     assert tuning(done(0), "crash", done(2)) == 0
-    assert tuning.table == FILE + line(0) and "Given up after 1 products" in capsys.readouterr().out
+    assert tuning.table == FILE + line(0) and says(capsys.readouterr().out, "commands/given-up-after-1-products")
 
 
 def test_a_second_attempt_that_fails_keeps_the_table_of_the_first(tuning: Tuning) -> None:
@@ -103,7 +104,7 @@ def test_a_second_attempt_that_fails_keeps_the_table_of_the_first(tuning: Tuning
 
 
 def test_without_a_right_product_there_is_no_table(tuning: Tuning, capsys: Any) -> None:
-    assert tuning(WRONG, WRONG) == 3 and "No product could be tuned" in capsys.readouterr().err
+    assert tuning(WRONG, WRONG) == 3 and says(capsys.readouterr().err, "commands/no-product-could-be-tuned")
     assert tuning.table == ""
     assert tuning(done(0)) == 0
     assert tuning(WRONG) == 3
@@ -118,9 +119,9 @@ def test_a_child_that_never_begins_keeps_nothing(tuning: Tuning) -> None:
 
 def test_a_build_without_other_solutions_is_told(tuning: Tuning, capsys: Any) -> None:
     tuning(done(0, "Default"))
-    assert "knows only its default solutions" in capsys.readouterr().out
+    assert says(capsys.readouterr().out, "commands/knows-only-its-default-solutions")
     tuning(done(0))
-    assert "knows only its default solutions" not in capsys.readouterr().out
+    assert not mentions(capsys.readouterr().out, "commands/knows-only-its-default-solutions")
 
 
 @pytest.mark.parametrize(
@@ -140,5 +141,5 @@ def test_libraries_that_the_profile_avoids_are_not_tuned(tuning: Tuning, machine
 
 def test_without_a_gpu_there_is_nothing_to_tune(tuning: Tuning) -> None:
     tuning.on("cpu-only")
-    with pytest.raises(MachineError, match="nothing to tune"):
+    with pytest.raises(MachineError, check=saying("commands/nothing-to-tune")):
         tuning(done(0))

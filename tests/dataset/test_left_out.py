@@ -18,6 +18,7 @@ from lora_rocm.dataset.sources.file_kinds import companion_match, kinds
 from lora_rocm.dataset.sources.folders import walk
 from lora_rocm.dataset.sources.scan import scan
 from lora_rocm.errors import DataError
+from tests.wording import mentions, phrase, says, worded
 
 HARMLESS = frozenset(kinds().harmless_suffixes)
 
@@ -32,15 +33,12 @@ def test_each_format_that_is_not_read_is_counted_and_named(tmp_path: Path, make:
         (tmp_path / name).touch()
     (tmp_path / "1.txt").write_text("of the raw one", encoding="utf-8")
     notices = walk(tmp_path, ".txt").notices
-    assert notices[0] == (
-        "4 files are left out: raw camera images are not read here (1.CR2, 2.nef, 3.dng and 1 more). Develop them, and "
-        "export PNG or JPEG."
-    )
-    assert [notice.split(" are not read")[0] for notice in notices[1:]] == [
-        "1 file is left out: archives",
-        "1 file is left out: videos",
-        "1 file is left out: drawings and documents",
-        "1 file is left out: images in rare formats",
+    assert notices[0] == worded("dataset/4-files-are-left-out-raw-camera")
+    assert [notice.split(phrase("dataset/are-not-read"))[0] for notice in notices[1:]] == [
+        worded("dataset/1-file-is-left-out-archives"),
+        worded("dataset/1-file-is-left-out-videos"),
+        worded("dataset/1-file-is-left-out-drawings-and"),
+        worded("dataset/1-file-is-left-out-images-in"),
     ]
 
 
@@ -56,7 +54,7 @@ def test_files_whose_names_say_nothing_are_named(tmp_path: Path, make: SimpleNam
     for name in ("photo", "b.jpg_large", "c.png~"):
         (tmp_path / name).touch()
     (notice,) = walk(tmp_path, ".txt").notices
-    assert notice.startswith("3 files are left out, for the name says nothing of an image: b.jpg_large, c.png~, photo.")
+    assert says(notice, "dataset/3-files-are-left-out-for-the")
 
 
 def test_no_suffix_is_of_two_kinds() -> None:
@@ -98,11 +96,11 @@ def test_masks_and_controls_are_counted_and_not_trained_on(tmp_path: Path, make:
     found = scan(make.data(path=str(data)))
     assert [sample.key for sample in found.samples] == ["0.png", "1.jpg", "sub/2.png"]
     first, second = (notice for notice in found.notices if "not used" in notice)
-    assert first.startswith("5 masks are not used: data.mask_path does not name their folder, and is not beside (")
-    assert second.startswith(
-        "3 control images are not used: data.control_path does not name their folder, and is not beside ("
+    assert says(first, "dataset/5-masks-are-not-used-data-mask")
+    assert says(second, "dataset/3-control-images-are-not-used-data")
+    assert says(first, "dataset/rename-them-or-their-folder") and not mentions(
+        found.notices, "dataset/no-image-of-the-same"
     )
-    assert "rename them or their folder" in first and not any("no image of the same" in n for n in found.notices)
 
 
 def test_a_folder_called_masks_is_data_where_it_is_given_or_has_no_partners(
@@ -114,7 +112,11 @@ def test_a_folder_called_masks_is_data_where_it_is_given_or_has_no_partners(
     found = walk(tmp_path, ".txt")
     assert names(found) == ["masks/venice.png", "people.png"]
     (notice,) = found.notices
-    assert "1 image lies in a folder with a name for masks" in notice and "data.exclude" in notice
+    assert (
+        says(notice, "dataset/1-image-lies-in-a-folder-with")
+        and says(notice, "dataset/trained-on-as-usual")
+        and "data.exclude" in notice
+    )
     make.image(tmp_path / "venice.png", seed=2, caption="x")
     assert names(walk(tmp_path, ".txt")) == ["people.png", "venice.png"]
     both = scan(make.data(sources=[{"path": str(tmp_path)}, {"path": str(tmp_path / "masks")}]))
@@ -168,7 +170,7 @@ def test_patterns(tmp_path: Path, make: SimpleNamespace, pattern: str, left: lis
     found = walk(tmp_path, ".txt", exclude=(pattern,))
     assert names(found) == left
     (notice,) = found.notices
-    assert notice.startswith("Left out by data.exclude: ")
+    assert says(notice, "dataset/left-out-by-data-exclude")
 
 
 def test_only_what_is_included_is_used(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -178,18 +180,17 @@ def test_only_what_is_included_is_used(tmp_path: Path, make: SimpleNamespace) ->
     assert names(found) == ["a.png", "sub/c.JPG"] and found.captions.num_of_each() == {".txt": 3}
     data = make.data(path=str(tmp_path), include=["a.*", "sub/*"], exclude=["old"])
     assert [sample.key for sample in scan(data).samples] == ["a.png", "sub/c.JPG"], "as a recipe says it"
-    assert set(found.notices) == {
-        "1 file is left out, for it matches none of data.include: b.png.",
-        "Left out by data.exclude: old/.",
-        "data.include: nothing here is called none.",
-    }
+    assert len(found.notices) == 3
+    assert says(found.notices, "dataset/1-file-is-left-out-for-it")
+    assert says(found.notices, "dataset/left-out-by-data-exclude-old")
+    assert says(found.notices, "dataset/data-include-nothing-here-is-called-none")
     with pytest.raises(DataError) as caught:
         walk(tmp_path, ".txt", include=("none",))
-    assert caught.value.code == "data-folder-empty" and "data.include: nothing here is called none" in caught.value.what
-    assert caught.value.fix == "Correct the patterns of data.include."
+    assert caught.value.code == "data-folder-empty"
+    assert caught.value.fix == worded("dataset/correct-the-patterns-of-data-include")
     with pytest.raises(DataError) as caught:
         walk(tmp_path, ".txt", exclude=("*",))
-    assert caught.value.fix == "Correct the patterns of data.exclude."
+    assert caught.value.fix == worded("dataset/correct-the-patterns-of-data-exclude")
 
 
 @pytest.mark.parametrize("pattern", [{"exclude": ["*"]}, {"include": ["none"]}])
@@ -202,24 +203,26 @@ def test_the_key_is_named_where_it_is_given(
     a, b = ({"path": str(tmp_path / folder)} for folder in ("a", "b"))
     with pytest.raises(DataError) as caught:
         scan(make.data(sources=[a, b | pattern]))
-    assert caught.value.fix == f"Correct the patterns of data.sources[1].{name}."
+    assert caught.value.fix == worded("dataset/correct-the-patterns-of-data-sources-1", name=name)
     assert f"data.sources[1].{name}" in caught.value.what
     with pytest.raises(DataError) as caught:
         scan(make.data(sources=[a, b], **pattern))
-    assert caught.value.fix == f"Correct the patterns of data.{name}.", "the default of all sources"
+    assert caught.value.fix == worded("dataset/correct-the-patterns-of-data-name", name=name), (
+        "the default of all sources"
+    )
 
 
 def test_a_folder_with_the_name_of_a_caption_is_said(tmp_path: Path, make: SimpleNamespace) -> None:
     make.image(tmp_path / "a.png")
     (tmp_path / "a.txt").mkdir()
     (notice,) = walk(tmp_path, ".txt").notices
-    assert "1 folder is named like a caption" in notice and "a.txt/" in notice
+    assert says(notice, "dataset/1-folder-is-named-like-a-caption") and "a.txt/" in notice
 
 
 def test_a_pattern_that_fits_nothing_is_said(tmp_path: Path, make: SimpleNamespace) -> None:
     make.image(tmp_path / "a.png", caption="x")
     assert walk(tmp_path, ".txt", exclude=("olde", "*.gif")).notices == [
-        "data.exclude: nothing here is called olde, *.gif."
+        worded("dataset/data-exclude-nothing-here-is-called-olde")
     ]
 
 
@@ -248,7 +251,7 @@ def test_a_link_that_may_not_be_read_is_left_out(
     monkeypatch.setattr(os, "readlink", refused)
     found = scan(make.data(path=str(tmp_path / "data")))
     assert [sample.key for sample in found.samples] == ["a.png"]
-    assert found.notices == ("1 link leads to a place that may not be read, and so left out: link.png.",)
+    assert found.notices == (worded("dataset/1-link-leads-to-a-place-that"),)
 
 
 def test_captions_with_another_extension_are_pointed_out(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -257,5 +260,5 @@ def test_captions_with_another_extension_are_pointed_out(tmp_path: Path, make: S
         (tmp_path / f"{number}.Caption").write_text("x", encoding="utf-8")
     (tmp_path / "0.txt").write_text("read", encoding="utf-8")
     (notice,) = walk(tmp_path, ".txt").notices
-    assert notice.startswith("2 images have a .caption file beside, which is not read (1.png, 2.png).")
+    assert says(notice, "dataset/2-images-have-a-caption-file-beside")
     assert walk(tmp_path, "caption").notices == [], "0.png has both; the one that is asked for is read"

@@ -14,6 +14,7 @@ from lora_rocm.device.backend_settings import apply
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.rules.environment import plan
 from tests.hardware.situations import fast, situation, with_torch
+from tests.wording import says
 
 CPU = torch.device("cpu")
 CUBLASLT, HIPBLASLT = blas.VARIABLES
@@ -76,7 +77,7 @@ def test_the_self_test_reads_the_preference_back_and_says_it(library: Library, m
     assert status == "failed" and "cublaslt" in detail
     apply(Settings(), CPU)
     status, detail = of_library()
-    assert status == "passed" and "hipBLASLt is off" in detail
+    assert status == "passed" and says(detail, "device/hipblaslt-is-off")
 
 
 def test_a_torch_that_does_not_obey_is_noticed(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:

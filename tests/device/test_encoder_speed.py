@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lora_rocm.device.encoder_speed import Tensors, WatchedEncoder, first_time, watched
 from lora_rocm.errors import MachineError
+from tests.wording import says, worded
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 BIG, SMALL = torch.ones(3, 1280, 1280), torch.ones(3, 512, 512)
@@ -58,9 +59,7 @@ def test_a_slow_encoder_is_switched_for_its_size(said: list[str]) -> None:
     kept = [encode(BIG)["latent_mean"] for _ in range(3)]
     assert gpu.ways == [True, True, False, False, False]
     assert all(torch.equal(tensor, torch.full((4,), 1.0 + 1e-6)) for tensor in kept)
-    assert said == [
-        "Images of 1280x1280 are encoded slowly: 22.0 s each with cuDNN, 0.7 s without. From here on without it."
-    ]
+    assert said == [worded("device/images-of-1280x1280-are-encoded-slowly-22")]
     encode(BIG[:, :640])
     assert gpu.ways[5:] == [True, True, False]  # another size is measured for itself
 
@@ -102,7 +101,7 @@ def test_no_memory_for_the_other_way_is_no_error(said: list[str]) -> None:
 
     watching = WatchedEncoder(encode, CPU, said.append, clock=lambda: gpu.now)
     assert torch.equal(watching(BIG)["latent_mean"], watching(BIG)["latent_mean"])
-    assert gpu.ways == [True, True, True] and "do not fit" in said[0]
+    assert gpu.ways == [True, True, True] and says(said[0], "device/do-not-fit")
 
 
 def test_with_deterministic_nothing_is_chosen_by_a_clock(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +134,7 @@ def wait_for(met: Callable[[], bool]) -> bool:
 def test_a_silence_is_explained_once(said: list[str]) -> None:
     with first_time(GPU, "The first step", said.append, after_s=0.01):
         assert wait_for(lambda: bool(said))
-    assert len(said) == 1 and said[0].startswith("The first step takes a while: ")
+    assert len(said) == 1 and says(said[0], "device/the-first-step-takes-a-while")
 
 
 def test_what_is_quick_or_on_a_cpu_is_not_explained(said: list[str]) -> None:

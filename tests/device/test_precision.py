@@ -10,6 +10,7 @@ import torch
 from lora_rocm.device.precision import choose_device, compute_dtype, describe
 from lora_rocm.errors import MachineError
 from lora_rocm.hardware.settings import Settings
+from tests.wording import saying
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -75,7 +76,7 @@ def test_choosing_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_expected_gpu_is_not_replaced_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(MachineError, match="does not see it"):
+    with pytest.raises(MachineError, check=saying("device/does-not-see-it")):
         choose_device("auto", Settings(expect_gpu=True))
     assert choose_device("cpu", Settings(expect_gpu=True)).type == "cpu"
     assert choose_device("auto", Settings()).type == "cpu"

@@ -18,6 +18,7 @@ from lora_rocm.device.process_group import World, join
 from lora_rocm.errors import MachineError, TransferError, UserError
 from lora_rocm.hardware.ranks import Rank
 from lora_rocm.supervisor.worker_group import environments, free_port
+from tests.wording import worded
 from tests.worlds import in_threads
 
 ROOT = Path(__file__).parents[2]
@@ -140,7 +141,7 @@ def test_differences_are_named_on_every_rank() -> None:
 
     for error in in_threads(3, work):
         assert isinstance(error, UserError) and error.code == "ranks-differ" and "the recipe" in error.what
-        assert error.where == "lora.rank: rank 0 has 16, rank 1 has 8; only: rank 0 has nothing, rank 1 has here"
+        assert error.where == worded("device/lora-rank-rank-0-has-16-rank")
     assert in_threads(2, lambda world: world.require_same("x", {"a": "1"})) == [None, None]
 
 

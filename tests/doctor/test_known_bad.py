@@ -8,6 +8,7 @@ from lora_rocm.doctor.checks import findings
 from lora_rocm.hardware.wheels import indexes
 from lora_rocm.rules.rule import release
 from tests.doctor.injections import APU, LINUX, WINDOWS, Case, facts_of, on
+from tests.wording import Worded, says, worded
 
 
 def told(made: Case) -> set[str]:
@@ -165,17 +166,17 @@ def test_the_search_of_miopen_under_windows(machine: str, torch: dict[str, str |
 @pytest.mark.parametrize(
     ("machine", "name", "command"),
     [
-        ("linux-strix-halo-2604", "rocm-conv", "LORA_ROCM_TORCH_INDEX=amd-next make install ARGS=--upgrade"),
+        ("linux-strix-halo-2604", "rocm-conv", worded("doctor/lora-rocm-torch-index-amd-next-make")),
         (
             "windows-rx9070xt",
             "rocm-batched-windows",
-            r'cmd /c "set LORA_ROCM_TORCH_INDEX=amd-next&& scripts\windows\install.bat --upgrade"',
+            worded("doctor/cmd-c-set-lora-rocm-torch-index"),
         ),
     ],
 )
-def test_the_newest_rocm_is_named_as_a_cure(machine: str, name: str, command: str) -> None:
+def test_the_newest_rocm_is_named_as_a_cure(machine: str, name: str, command: Worded) -> None:
     cure = next(finding.cure for finding in findings(*on(facts_of(machine))) if finding.id == name)
-    assert command in cure and any(f"ROCm {indexes()['amd-next'].rocm}" in line for line in cure)
+    assert says(cure, command) and any(f"ROCm {indexes()['amd-next'].rocm}" in line for line in cure)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from lora_rocm.hardware.probe.sources import Look, Sources
 from lora_rocm.hardware.probe.torch_files import installed
 from lora_rocm.rules.rule import release
 from tests.doctor.injections import APU, LINUX, facts_of, on
+from tests.wording import says
 
 
 @pytest.mark.parametrize("package", sorted({row.package for row in software_table().beside} | {"torchvision"}))
@@ -61,7 +62,7 @@ def test_the_newest_torch_that_was_run_is_the_newest_that_is_installed() -> None
 def test_the_cure_for_a_new_torch_is_one_for_this_gpu() -> None:
     made = on(LINUX, torch={"version": "2.14.0+rocm10.1.0"}, variables={"LORA_ROCM_TORCH_INDEX": "amd-next"})
     cure = next(each.cure for each in findings(*made) if each.id == "torch-new")
-    assert any(line.startswith('python -m pip install "torch==2.13.0" --index-url') for line in cure)
+    assert says(cure, "doctor/python-m-pip-install-torch-2-13")
 
 
 @pytest.mark.parametrize(

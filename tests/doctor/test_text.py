@@ -12,6 +12,7 @@ from lora_rocm.doctor.text import report_text
 from lora_rocm.hardware.selftest_result import Result, Verdict
 from tests.doctor.injections import BARE, HEALTHY, INJECTIONS, LINUX, NVIDIA, STACK, case, facts_of
 from tests.golden import assert_golden, machines
+from tests.wording import says
 
 
 def text_of(*made: object, tested_on: str = "") -> str:
@@ -32,14 +33,14 @@ def test_a_healthy_machine_gets_one_line(machine: str) -> None:
 
 def test_the_line_says_whether_the_gpu_was_tested() -> None:
     passed = Verdict(STACK, (Result("gemm.square-bf16-NN", "passed", 0.1),))
-    assert "not tested yet (lora-rocm doctor does it)" in text_of(*case(LINUX))
+    assert says(text_of(*case(LINUX)), "doctor/not-tested-yet-lora-rocm-doctor-does")
     assert "self-test passed on 2026-11-21" in text_of(*case(LINUX, passed), tested_on="2026-11-21")
 
 
 def test_a_machine_without_amd_is_told_what_it_is_and_not_alarmed() -> None:
     assert "NVIDIA is a second-class citizen" in text_of(*case(NVIDIA))
-    assert "so training runs on the CPU" in text_of(*case(BARE))
-    assert "no GPU to test" in text_of(*case(BARE))
+    assert says(text_of(*case(BARE)), "doctor/so-training-runs-on-the-cpu")
+    assert says(text_of(*case(BARE)), "doctor/no-gpu-to-test")
 
 
 @pytest.mark.parametrize("check", INJECTIONS)

@@ -11,6 +11,7 @@ from lora_rocm.errors import AdapterError, ExportError
 from lora_rocm.export.gguf import require_convertible, write_gguf
 from tests.families.causal_lm.adapted import Adapted, recipe_of
 from tests.tiny_llm import write_tiny_llm
+from tests.wording import Saying, saying
 
 STAND_IN = """
 import argparse, json, struct, sys
@@ -69,18 +70,22 @@ def test_the_converter_gets_folder_base_and_dtype(
 @pytest.mark.parametrize(
     ("tensors", "fault", "words"),
     [
-        (7, "", "7 tensors of 8"),
-        (8, "sys.exit('Model Toy is not supported')", "exit status 1: Model Toy is not supported"),
-        (8, "sys.exit(0)", "wrote no file"),
+        (7, "", saying("export/7-tensors-of-8", "export/requirements-txt")),
+        (
+            8,
+            "sys.exit('Model Toy is not supported')",
+            saying("export/exit-status-1-model-toy-is-not", "export/requirements-txt"),
+        ),
+        (8, "sys.exit(0)", saying("export/wrote-no-file", "export/requirements-txt")),
     ],
 )
 def test_a_converter_that_fails_leaves_nothing(
-    written: tuple[Path, Path], tmp_path: Path, tensors: int, fault: str, words: str
+    written: tuple[Path, Path], tmp_path: Path, tensors: int, fault: str, words: Saying
 ) -> None:
     script, out = script_of(tmp_path / "llama", tensors, fault), tmp_path / "out" / "lora.gguf"
     with pytest.raises(ExportError) as caught:
         write_gguf(out, written[1], written[0], script, "fp16", 4)
-    assert caught.match(f"(?s){words}.*requirements.txt") and list(out.parent.iterdir()) == []
+    assert words(caught.value) and list(out.parent.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -88,5 +93,5 @@ def test_adapters_that_llama_cpp_does_not_know_are_refused(tmp_path: Path) -> No
     base = write_tiny_llm(tmp_path)
     require_convertible(Adapted(recipe_of(base)).adapter)
     for lora in ({"use_dora": True}, {"type": "lokr"}):
-        with pytest.raises(AdapterError, match="(?s)plain LoRAs only.*merged format"):
+        with pytest.raises(AdapterError, check=saying("export/plain-loras-only", "export/merged-format")):
             require_convertible(Adapted(recipe_of(base, lora=lora)).adapter)

@@ -22,6 +22,7 @@ from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from tests.lora_files import cannot_read_by_inspect, without_share
 from tests.tiny_models import MIDDLE_TARGETS, SHALLOW_RISING, trained, write_tiny_sdxl
+from tests.wording import saying, says
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
@@ -137,7 +138,7 @@ def test_comfyui_reads_a_dora_in_its_own_form(folder: Path, tmp_path: Path) -> N
     family, model, adapter, path = written(folder, tmp_path, "comfyui", use_dora=True)
     found = writers.verify("comfyui", path, family, model, adapter)
     comfy, forge = found.can_read
-    assert comfy.startswith("ComfyUI (reads it exactly, until") and forge == "Forge"
+    assert says(comfy, "export/comfyui-reads-it-exactly-until") and forge == "Forge"
     assert not re.search("ComfyUI|Forge|%", " ".join(name.partition(" (")[0] for name in found.cannot_read))
 
 
@@ -171,7 +172,7 @@ def test_a_dora_for_comfyui_has_its_effect_by_comfyui_s_rule(folder: Path, tmp_p
             off[form, rule] = (wrong / whole) ** 0.5
     assert off["kohya", False] < 1e-5 and off["comfyui", True] < 1e-5
     assert off["kohya", True] > 0.01 and off["comfyui", False] > 0.01, "the control"
-    with pytest.raises(AdapterError, match="ComfyUI's rule alone"):
+    with pytest.raises(AdapterError, check=saying("export/comfyuis-rule-alone")):
         read_lora(family, model.components, path)
 
 
@@ -285,7 +286,7 @@ def test_a_missing_text_encoder_is_caught(folder: Path, tmp_path: Path) -> None:
     edit("kohya", path, lambda t: [t.pop(name) for name in list(t) if name.startswith("lora_te2")])
     with pytest.raises(ExportError) as caught:
         writers.verify("kohya", path, family, model, adapter)
-    assert "File and adapter differ in 12 modules" in caught.value.what
+    assert says(caught.value.what, "export/file-and-adapter-differ-in-12-modules")
 
 
 def test_a_stray_key_is_caught(folder: Path, tmp_path: Path) -> None:

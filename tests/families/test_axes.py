@@ -28,6 +28,7 @@ from tests.families.contract import CPU, FRAMES, Its
 from tests.families.toy_families import TOYS
 from tests.families.toys.wan_like import latent_frames
 from tests.train.test_pipeline import start
+from tests.wording import Worded, says, worded
 
 CLIP, STILL = Shape.of(h=64, w=64, frames=FRAMES), Shape.of(h=64, w=64)
 
@@ -125,15 +126,27 @@ def only(request: PreviewRequest, names: list[str]) -> PreviewRequest:
 @pytest.mark.parametrize(
     ("family", "data", "where", "what"),
     [
-        ("toy-video", "path: x, frames: 6", "data.frames", "have 1 and multiples of 4 more frames, and this is 6"),
-        ("toy-video", "path: x, frames: [5, 8]", "data.frames", "and this is 8"),
-        ("sdxl", "path: x, frames: 5", "data.frames", "this key is not read by SDXL"),
-        ("toy-edit", "path: x, control_path: [a, b, c]", "data.control_path", "takes only 2 control images"),
-        ("toy-flow", "path: x, control_path: a", "data.control_path", "takes no control images"),
-        ("toy-edit", "sources: [{path: x, control_path: [a, b]}, {path: y, control_path: a}]", "data.sources", "has 1"),
+        ("toy-video", "path: x, frames: 6", "data.frames", worded("families/have-1-and-multiples-of-4-more")),
+        ("toy-video", "path: x, frames: [5, 8]", "data.frames", worded("families/and-this-is-8")),
+        ("sdxl", "path: x, frames: 5", "data.frames", worded("families/this-key-is-not-read-by-sdxl")),
+        (
+            "toy-edit",
+            "path: x, control_path: [a, b, c]",
+            "data.control_path",
+            worded("families/takes-only-2-control-images"),
+        ),
+        ("toy-flow", "path: x, control_path: a", "data.control_path", worded("families/takes-no-control-images")),
+        (
+            "toy-edit",
+            "sources: [{path: x, control_path: [a, b]}, {path: y, control_path: a}]",
+            "data.sources",
+            worded("families/has-1"),
+        ),
     ],
 )
-def test_what_a_family_does_not_take_is_refused(tmp_path: Path, family: str, data: str, where: str, what: str) -> None:
+def test_what_a_family_does_not_take_is_refused(
+    tmp_path: Path, family: str, data: str, where: str, what: Worded
+) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
         f"model: {{family: {family}, name_or_path: x}}\ndata: {{{data}}}\ntrain: {{max_train_steps: 1}}\n",
@@ -142,7 +155,7 @@ def test_what_a_family_does_not_take_is_refused(tmp_path: Path, family: str, dat
     with pytest.raises(RecipeError) as caught:
         load_recipe(str(recipe), registry=TOYS)
     (problem,) = caught.value.problems
-    assert problem.where.endswith(where) and what in problem.what, problem
+    assert problem.where.endswith(where) and says(problem.what, what), problem
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ from tests.families.toy_families import TOYS
 from tests.memory.test_footprint import Real
 from tests.train.runs import start
 from tests.train.test_graphs import Fake
+from tests.wording import says, worded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
@@ -368,7 +369,7 @@ def test_a_start_from_the_inputs_reads_those_of_each_linear_layer(its: Its, tmp_
     orthonormal = [torch.allclose(down @ down.T, torch.eye(len(down)), atol=1e-4) for down in seen.values()]
     assert seen and all(orthonormal), [name for name, fits in zip(seen, orthonormal, strict=True) if not fits]
     notices = [event["text"] for event in read_events(RunDir(tmp_path / "run").events()) if event["type"] == "notice"]
-    assert any("init: eva read" in text for text in notices)
+    assert says(notices, "families/init-eva-read")
 
 
 @pytest.mark.parametrize("its", ["flux"], indirect=True)
@@ -418,8 +419,8 @@ def test_texts_are_trained_on_without_a_word_of_images(
     events = read_events(run_dir.events())
     data = next(event for event in events if event["type"] == "data")
     assert data["buckets"] == {"16 tokens": 2, "32 tokens": 2, "96 tokens": 1} and data["samples"] == 5
-    assert [problem["what"] for problem in data["set_aside"]] == ["The text is empty."]
-    assert "list.csv" in str(data["notices"]) and "1 text is longer than the model reads" in str(data["notices"])
+    assert [problem["what"] for problem in data["set_aside"]] == [worded("families/the-text-is-empty")]
+    assert "list.csv" in str(data["notices"]) and says(str(data["notices"]), "families/1-text-is-longer-than-the-model")
     written = sorted(run_dir.samples_at(4).glob("*.txt"))
     assert len(written) == 1 and written[0].read_text(encoding="utf-8").startswith("a zibu")
     report = write_report(run_dir, TOYS).read_text(encoding="utf-8")
@@ -438,9 +439,9 @@ def test_check_says_what_texts_there_are(tmp_path: Path, monkeypatch: pytest.Mon
     child = lambda module, *job: said_of_it[module.rpartition(".")[2]]  # noqa: E731
     monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", child)
     said = render(check(str(recipe), registry=TOYS)).replace(str(tmp_path), "")
-    assert "texts: 5 usable, 0 set aside" in said and "a run needs 7 texts there" in said
-    assert "steps per epoch: at most 5" in said and "steps: 4," in said
-    assert "1 text is longer than the model reads, for example 4.txt" in said
+    assert says(said, "families/texts-5-usable-0-set-aside") and says(said, "families/a-run-needs-7-texts-there")
+    assert says(said, "families/steps-per-epoch-at-most-5") and "steps: 4," in said
+    assert says(said, "families/1-text-is-longer-than-the-model-2")
     assert not OF_IMAGES.search(said)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from lora_rocm.errors import DataError, StorageError
 from lora_rocm.foundation.exit_codes import exit_code_of
+from tests.wording import Worded, says, worded
 
 
 def raiser(error: BaseException) -> int:
@@ -18,20 +19,20 @@ def raiser(error: BaseException) -> int:
         (
             DataError("c", "No images.", where="pics", fix="Add some."),
             2,
-            "No images.\n  where: pics\n  fix:   Add some.",
+            worded("foundation/no-images-where-pics-fix-add-some"),
         ),
-        (StorageError("c", "Disk full."), 3, "Disk full."),
-        (KeyboardInterrupt(), 130, "Stopped."),
-        (PermissionError(13, "Permission denied", "/x"), 3, "not permitted here"),
-        (OSError(28, "No space left", "/x"), 3, "The disk is full"),
+        (StorageError("c", "Disk full."), 3, worded("foundation/disk-full")),
+        (KeyboardInterrupt(), 130, worded("foundation/stopped")),
+        (PermissionError(13, "Permission denied", "/x"), 3, worded("foundation/not-permitted-here")),
+        (OSError(28, "No space left", "/x"), 3, worded("foundation/the-disk-is-full")),
     ],
 )
 def test_errors_become_sentences(
-    error: BaseException, code: int, words: str, capsys: pytest.CaptureFixture[str]
+    error: BaseException, code: int, words: Worded, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code_of(lambda: raiser(error)) == code
     told = capsys.readouterr().err
-    assert words in told and "Traceback" not in told
+    assert says(told, words) and "Traceback" not in told
 
 
 def test_success() -> None:
@@ -45,6 +46,7 @@ def test_a_bug_is_kept_in_a_file(
     assert exit_code_of(lambda: raiser(ZeroDivisionError("oops"))) == 3
     told = capsys.readouterr().err
     (file,) = tmp_path.iterdir()
+    assert says(told, "program/this-is-a-bug")
     assert str(file) in told and "Traceback" not in told and "ZeroDivisionError: oops" in told
     assert "Traceback" in file.read_text(encoding="utf-8")
 
@@ -54,4 +56,4 @@ def test_memory_that_is_used_up_is_no_bug(capsys: pytest.CaptureFixture[str]) ->
         raise MemoryError
 
     assert exit_code_of(use_all) == 3
-    assert "main memory is used up" in (said := capsys.readouterr().err) and "bug" not in said
+    assert says(said := capsys.readouterr().err, "foundation/main-memory-is-used-up") and "bug" not in said

@@ -24,6 +24,7 @@ from lora_rocm.foundation.files import (
     write_atomic,
     write_json,
 )
+from tests.wording import saying
 
 SYMLINK, JUNCTION, CLOUD_FILE = 0xA000000C, 0xA0000003, 0x9000001A  # reparse tags of Windows
 
@@ -121,7 +122,7 @@ def test_where_it_cannot_be_written_the_old_one_stays(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, broken, full)
-    with pytest.raises(StorageError, match="disk is full") as caught:
+    with pytest.raises(StorageError, check=saying("foundation/disk-is-full")) as caught:
         write_atomic(file, b"new")
     assert caught.value.code == "disk-full"
     assert file.read_bytes() == b"old" and os.listdir(tmp_path) == ["a.json"]
@@ -135,7 +136,7 @@ def test_nothing_is_made_where_a_drive_has_gone(tmp_path: Path) -> None:
     run.parent.rename(tmp_path / "away")
     run.parent.mkdir()  # an empty place where the drive was mounted
     for path in (run / "d", run / "a" / "b" / "c"):
-        with pytest.raises(StorageError, match="not there any more"):
+        with pytest.raises(StorageError, check=saying("foundation/not-there-any-more")):
             write_atomic(path, b"new", run)
     assert os.listdir(run.parent) == []
     write_atomic(run / "a" / "d", b"new")  # negative control: made wherever it is asked for

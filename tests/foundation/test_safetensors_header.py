@@ -16,6 +16,7 @@ from lora_rocm.foundation.safetensors_header import (
     UnknownDtype,
     parse_header,
 )
+from tests.wording import saying
 
 
 def tensor(begin: int, end: int, shape: list[Any], dtype: Any = "F32") -> dict[str, Any]:
@@ -81,7 +82,7 @@ def test_what_torch_saves_is_named() -> None:
         parsed(b"PK\x03\x04" + bytes(100))
     with pytest.raises(OtherFile, match="Git LFS"):
         parsed(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
-    with pytest.raises(OtherFile, match="a web page"):
+    with pytest.raises(OtherFile, check=saying("foundation/a-web-page")):
         parsed(b"<!DOCTYPE html><html>")
     text = b"{}".ljust(int.from_bytes(b"PK", "little"))  # a header of this length is one
     assert parsed(file_of(text)) == ({}, {})

@@ -12,6 +12,7 @@ import pytest
 import lora_rocm
 from lora_rocm.errors import UserError
 from lora_rocm.hardware.facts import HostFacts, facts_from_json, load_facts
+from tests.wording import Worded, saying, says, worded
 
 LEAST: dict[str, Any] = {"origin": "a test", "system": "linux", "python": "3.12.3 64-bit", "cpu": "x", "cpu_count": 4}
 
@@ -23,31 +24,34 @@ def test_the_least_that_a_machine_is() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"gpu": []}, "Unknown key 'gpu'"),
-        ({"cpu_count": "4"}, "Expected a whole number from 0 to 2^63-1, found '4'"),
-        ({"cpu_count": True}, "Expected a whole number"),
-        ({"cpu_count": None}, "Expected a whole number"),
-        ({"system": "beos"}, "Expected 'linux' or 'windows' or 'macos'"),
-        ({"memory_bytes": 1.5}, "Expected a whole number"),
-        ({"gpus": {}}, "Expected a list"),
-        ({"gpus": [3]}, "Expected a table of Gpu"),
-        ({"gpus": [{"vendor": "amd"}]}, "A key is missing"),
-        ({"gpus": [{"vendor": "amd", "name": "x", "gfx_source": "guess"}]}, "'kfd' or 'hipinfo' or 'pci' or 'name'"),
-        ({"variables": {"A": 1}}, "Expected a table of texts"),
-        ({"libraries": []}, "Expected a table of texts"),
-        ({"linux": {"kernel": "6", "kfd": {"path": "/dev/kfd", "exists": 1}}}, "Expected a truth"),
+        ({"gpu": []}, worded("hardware/unknown-key-gpu")),
+        ({"cpu_count": "4"}, worded("hardware/expected-a-whole-number-from-0-to")),
+        ({"cpu_count": True}, worded("hardware/expected-a-whole-number")),
+        ({"cpu_count": None}, worded("hardware/expected-a-whole-number")),
+        ({"system": "beos"}, worded("hardware/expected-linux-or-windows-or-macos")),
+        ({"memory_bytes": 1.5}, worded("hardware/expected-a-whole-number")),
+        ({"gpus": {}}, worded("hardware/expected-a-list")),
+        ({"gpus": [3]}, worded("hardware/expected-a-table-of-gpu")),
+        ({"gpus": [{"vendor": "amd"}]}, worded("hardware/a-key-is-missing")),
+        (
+            {"gpus": [{"vendor": "amd", "name": "x", "gfx_source": "guess"}]},
+            worded("hardware/kfd-or-hipinfo-or-pci-or-name"),
+        ),
+        ({"variables": {"A": 1}}, worded("hardware/expected-a-table-of-texts")),
+        ({"libraries": []}, worded("hardware/expected-a-table-of-texts")),
+        ({"linux": {"kernel": "6", "kfd": {"path": "/dev/kfd", "exists": 1}}}, worded("hardware/expected-a-truth")),
     ],
 )
-def test_what_is_wrong_is_named(change: dict[str, Any], said: str) -> None:
+def test_what_is_wrong_is_named(change: dict[str, Any], said: Worded) -> None:
     with pytest.raises(UserError) as caught:
         facts_from_json({**LEAST, **change}, "my.json")
-    assert said in str(caught.value)
+    assert says(str(caught.value), said)
     assert "my.json" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", [], [LEAST]])
 def test_something_else_than_a_machine(value: object) -> None:
-    with pytest.raises(UserError, match="Expected a table of HostFacts"):
+    with pytest.raises(UserError, check=saying("hardware/expected-a-table-of-hostfacts")):
         facts_from_json(value, "my.json")
 
 
@@ -60,7 +64,7 @@ def test_a_file_that_is_no_json(content: bytes, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, check=saying("hardware/cannot-be-read")):
         load_facts(tmp_path / "facts.json")
 
 
@@ -87,7 +91,7 @@ def test_a_file_nested_too_deeply_is_no_bug_of_ours(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [-1, 2**63])
 def test_no_machine_has_such_a_number(number: int) -> None:
-    with pytest.raises(UserError, match="from 0 to"):
+    with pytest.raises(UserError, check=saying("hardware/from-0-to")):
         facts_from_json({**LEAST, "memory_bytes": number}, "x")
 
 
@@ -99,7 +103,7 @@ def test_an_empty_text_is_an_unknown_fact() -> None:
 def test_missing_keys_are_named_without_python() -> None:
     with pytest.raises(UserError) as caught:
         facts_from_json({"origin": "x"}, "x")
-    assert caught.value.what == "A key is missing: 'system', 'python', 'cpu', and 'cpu_count'."
+    assert caught.value.what == worded("hardware/a-key-is-missing-system-python-cpu")
 
 
 def test_an_architecture_as_torch_writes_it_is_known() -> None:

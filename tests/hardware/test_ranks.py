@@ -13,6 +13,7 @@ from lora_rocm.hardware.ranks import Rank, rank_of, select_several
 from lora_rocm.rules.environment import plan
 from lora_rocm.supervisor.multi_gpu import with_gpus
 from tests.hardware.situations import facts_of, situation
+from tests.wording import Worded, holds, saying, worded
 
 HIP, CUDA = Torch("2.13.0+rocm7.2", hip="7.2.1", arch_list=("gfx1100", "gfx1201")), Torch("2.13.0+cu130", cuda="13.0")
 CARD = Gpu("amd", "card", 0, "gfx1201", integrated=False, node=1)
@@ -54,7 +55,7 @@ def test_a_variable_that_some_platform_sets_makes_no_rank(missing: str) -> None:
     ],
 )
 def test_variables_that_contradict_each_other_are_refused(wrong: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="make no sense") as caught:
+    with pytest.raises(UserError, check=saying("hardware/make-no-sense")) as caught:
         rank_of(LAUNCHED | wrong)
     assert next(iter(wrong.values())) in caught.value.where
 
@@ -81,28 +82,40 @@ def test_the_variable_reaches_every_process_and_no_single_one() -> None:
 @pytest.mark.parametrize(
     ("facts", "environ", "words"),
     [
-        (machine(CARD, APU), {}, ["asks for 3 GPUs, and 1", "0: card", "apu (integrated, left out)"]),
-        (machine(CARD, TWIN, OLD), {}, ["and 2 can be used", "--gpus 2"]),
-        (machine(CARD, TWIN, APU), {"HIP_VISIBLE_DEVICES": "1"}, ["and 1 can", "HIP_VISIBLE_DEVICES=1 limits"]),
-        (machine(APU), {}, ["and 1 can be used"]),
-        (machine(), {}, ["and none can be used", "can use no GPU", "runtime.device=cpu"]),
-        (machine(CARD, TWIN, torch=Torch("2.13.0+cpu")), {}, ["2.13.0+cpu", "can use no GPU"]),
-        (machine(CARD, torch=None), {}, ["can use no GPU"]),
-        (machine(Gpu("nvidia", "H200", 0), torch=CUDA), {}, ["and 1 can", "0: H200"]),
-        (machine(torch=CUDA), {}, ["and none can be used", "There is no GPU"]),
+        (
+            machine(CARD, APU),
+            {},
+            [worded("hardware/asks-for-3-gpus-and-1"), "0: card", worded("hardware/apu-integrated-left-out")],
+        ),
+        (machine(CARD, TWIN, OLD), {}, [worded("hardware/and-2-can-be-used"), "--gpus 2"]),
+        (
+            machine(CARD, TWIN, APU),
+            {"HIP_VISIBLE_DEVICES": "1"},
+            [worded("hardware/and-1-can"), "HIP_VISIBLE_DEVICES=1 limits"],
+        ),
+        (machine(APU), {}, [worded("hardware/and-1-can-be-used")]),
+        (
+            machine(),
+            {},
+            [worded("hardware/and-none-can-be-used"), worded("hardware/can-use-no-gpu"), "runtime.device=cpu"],
+        ),
+        (machine(CARD, TWIN, torch=Torch("2.13.0+cpu")), {}, ["2.13.0+cpu", worded("hardware/can-use-no-gpu")]),
+        (machine(CARD, torch=None), {}, [worded("hardware/can-use-no-gpu")]),
+        (machine(Gpu("nvidia", "H200", 0), torch=CUDA), {}, [worded("hardware/and-1-can"), "0: H200"]),
+        (machine(torch=CUDA), {}, [worded("hardware/and-none-can-be-used"), worded("hardware/there-is-no-gpu")]),
         (
             machine(*[Gpu("nvidia", "H200", n) for n in range(8)], torch=CUDA),
             {"CUDA_VISIBLE_DEVICES": "2,5"},
-            ["and 2"],
+            [worded("hardware/and-2")],
         ),
     ],
 )
 def test_more_than_there_are_is_refused_with_what_there_is(
-    facts: HostFacts, environ: dict[str, str], words: list[str]
+    facts: HostFacts, environ: dict[str, str], words: list[str | Worded]
 ) -> None:
     with pytest.raises(UserError) as caught:
         select_several(facts, environ, 3)
-    assert caught.value.code == "too-many-gpus" and all(word in str(caught.value) for word in words), caught.value
+    assert caught.value.code == "too-many-gpus" and all(holds(caught.value, word) for word in words)
 
 
 def test_what_the_user_made_visible_counts() -> None:

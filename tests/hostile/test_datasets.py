@@ -19,6 +19,7 @@ from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import DataSection
 from lora_rocm.recipe.source_sections import DataSource
 from tests.hostile import attacks
+from tests.wording import saying, says, worded
 
 KEYS: dict[str, Any] = {"resolution": 8, "bucket_step": 8}
 
@@ -87,7 +88,7 @@ def test_a_list_of_files_is_the_user_s_own_and_what_lies_outside_is_said(tmp_pat
     found = scanned(folder / "x.jsonl")
     assert [sample.key for sample in found.samples] == ["train/0", "train/1"]
     assert [notice for notice in found.notices if "outside" in notice] == [
-        f"1 image lies outside the dataset's folder: train/0 -> {private}."
+        worded("hostile/1-image-lies-outside-the-datasets-folder", private=private)
     ]
     assert {problem.where.rpartition(" ")[2] for problem in found.set_aside} == {"2", "3"}
 
@@ -103,7 +104,7 @@ def test_a_dataset_of_the_hub_names_no_files_of_this_machine(
     monkeypatch.setattr(hf_datasets, "_from_hub", lambda *_: table)
     found = scanned(Path("some/hub"))
     assert [sample.key for sample in found.samples] == ["train/1"]  # the library keeps what it downloads there
-    assert "outside the dataset" in found.set_aside[0].what
+    assert says(found.set_aside[0].what, "hostile/outside-the-dataset")
 
 
 @pytest.mark.parametrize("as_folder", [False, True])
@@ -132,7 +133,7 @@ def test_captions_that_are_none(tmp_path: Path) -> None:
     found = scanned(write(tmp_path / "x.parquet", image=[attacks.image(side=n + 8) for n in range(4)], text=texts))
     assert [sample.key for sample in found.samples] == ["train/0", "train/2", "train/3"]
     assert found.samples[0].caption.isprintable() and found.samples[0].caption.endswith(" b")
-    assert "larger than 64 KiB" in found.set_aside[0].what
+    assert says(found.set_aside[0].what, "hostile/larger-than-64-kib")
 
 
 def test_categories_are_captions(tmp_path: Path) -> None:
@@ -190,10 +191,10 @@ def test_kinds_of_datasets_that_are_not_read(tmp_path: Path, monkeypatch: pytest
     folder.mkdir()
     (folder / "train.pkl").write_bytes(attacks.pickled(tmp_path))
     (folder / "train.csv").write_text("image,text\na,b\n", encoding="utf-8")
-    with pytest.raises(DataError, match="no dataset in this folder"):
+    with pytest.raises(DataError, check=saying("hostile/no-dataset-in-this-folder")):
         scanned(folder)
     monkeypatch.setattr(hf_datasets, "_refuse_silent_hub", lambda *_: None)
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name: type("Builder", (), {"name": "pandas\x1b"}))
-    with pytest.raises(DataError, match="is not read"):
+    with pytest.raises(DataError, check=saying("hostile/is-not-read")):
         scanned(Path("some/hub"))
     assert not (tmp_path / attacks.MARK).exists()

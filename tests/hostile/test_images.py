@@ -16,8 +16,10 @@ from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, UnreadableImage, 
 from lora_rocm.dataset.sources.folders import walk
 from lora_rocm.dataset.sources.sample_image import image_bytes, load_image
 from lora_rocm.dataset.sources.scan import scan
+from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import DataSection
 from tests.hostile import attacks
+from tests.wording import saying, says
 
 KINDS = ("PNG", "JPEG", "WEBP", "TIFF", "GIF", "BMP", "MPO", "TGA", "PPM", "QOI", "ICO")
 QUICK_S = 5.0  # measured: under 0.9 s; without the guard minutes
@@ -32,7 +34,7 @@ def refused(path: Path) -> str:
 @pytest.mark.parametrize("make", [attacks.png_of, attacks.bmp_of, attacks.gif_of, attacks.tiff_of, attacks.jpeg_of])
 def test_giant_dimensions(tmp_path: Path, make: attacks.Any) -> None:
     (tmp_path / "bomb").write_bytes(make(65_535, 65_535))
-    assert "too many pixels" in refused(tmp_path / "bomb")
+    assert says(refused(tmp_path / "bomb"), "hostile/too-many-pixels")
     (tmp_path / "wide").write_bytes(make(60_000, 1))
     assert read_header(tmp_path / "wide").size == (
         60_000,
@@ -65,12 +67,12 @@ def test_headers_without_end(
     path = tmp_path / "x.png"
     path.write_bytes(make(hostile))
     began = time.process_time()
-    assert "its header has no end" in refused(path)
+    assert says(refused(path), "hostile/its-header-has-no-end")
     assert time.process_time() - began < QUICK_S
     path.write_bytes(make(sound))
     assert read_header(path).size == (8, 8)
     monkeypatch.setattr(image_io, "MAX_HEADER_COST", 1000)
-    assert "its header has no end" in refused(path)  # it is the limit that refuses
+    assert says(refused(path), "hostile/its-header-has-no-end")  # it is the limit that refuses
 
 
 def test_a_hundred_thousand_frames(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_formats_for_which_programs_would_run_are_not_read(tmp_path: Path, suffi
     path = tmp_path / f"x{suffix}"
     for content in (attacks.eps(tmp_path), b"\xd7\xcd\xc6\x9a" + bytes(100), b"SIMPLE  =" + bytes(3000)):
         path.write_bytes(content)
-        assert "not an image" in refused(path)
+        assert says(refused(path), "hostile/not-an-image")
     assert not (tmp_path / attacks.MARK).exists()
     assert not {".eps", ".wmf", ".emf", ".fits", ".mpg"} & readable_extensions()
 
@@ -118,8 +120,8 @@ def test_files_of_gigabytes_are_not_read(tmp_path: Path) -> None:
     sample = scan(DataSection(path=str(tmp_path), resolution=8, bucket_step=8)).samples[0]
     assert load_image(sample).size == (8, 8)
     os.truncate(path, MAX_IMAGE_BYTES + 1)  # a hole: it takes no space
-    assert "larger than 512 MiB" in refused(path)
-    with pytest.raises(Exception, match="larger than 512 MiB"):
+    assert says(refused(path), "hostile/larger-than-512-mib")
+    with pytest.raises(DataError, check=saying("hostile/larger-than-512-mib")):
         image_bytes(sample)
 
 
@@ -153,7 +155,7 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path: Path) -> None:
     assert done.stdout.startswith("['good.png']\n")
     said = {line.split()[0].rpartition("/")[2]: line for line in done.stdout.splitlines()[1:]}
     assert set(said) == {"pipe.png", "talk.png", "zero.png", "loop.png"}
-    assert all("no plain file" in said[name] for name in ("pipe.png", "talk.png", "zero.png"))
+    assert all(says(said[name], "hostile/no-plain-file") for name in ("pipe.png", "talk.png", "zero.png"))
 
 
 def test_links_that_lead_out_are_said(tmp_path: Path) -> None:
@@ -169,7 +171,7 @@ def test_links_that_lead_out_are_said(tmp_path: Path) -> None:
     (folder / "own.txt").symlink_to(private / "secret.json")
     (folder / "all").symlink_to(private, target_is_directory=True)
     (notice,) = walk(folder, ".txt").notices
-    assert notice.startswith("4 files are reached through links that lead out of the folder: ")
+    assert says(notice, "hostile/4-files-are-reached-through-links-that")
     assert f"out.png -> {private / 'a.png'}" in notice and f"own.txt -> {private / 'secret'}" in notice
 
 

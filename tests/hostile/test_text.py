@@ -39,6 +39,7 @@ from tests.event_lines import read_events
 from tests.hostile import attacks
 from tests.program import RECIPE
 from tests.supervisor.fake_run import data_fields, step_fields, write_whole_run
+from tests.wording import saying, says
 
 STEERS = ("\x1b", "\x07", "\x9b")
 
@@ -105,7 +106,7 @@ def test_a_caption_of_a_gigabyte(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(attacks.image())
     (tmp_path / "a.txt").write_bytes(b"")
     os.truncate(tmp_path / "a.txt", 1 << 30)  # a hole: it takes no space
-    with pytest.raises(LoraRocmError, match="larger than 64 KiB"):
+    with pytest.raises(LoraRocmError, check=saying("hostile/larger-than-64-kib")):
         scan(DataSection(path=str(tmp_path)))
     os.truncate(tmp_path / "a.txt", 0)
     assert scan(DataSection(path=str(tmp_path))).samples
@@ -137,7 +138,7 @@ def test_names_that_look_the_same_are_not_taken_for_each_other(tmp_path: Path) -
     (tmp_path / "a\x1b.png").write_bytes(attacks.image())
     (tmp_path / "a\\x1b.png").write_bytes(attacks.image(side=16))
     found = scan(DataSection(path=str(tmp_path), resolution=8, bucket_step=8))
-    assert len(found.samples) == 1 and any("looks the same" in notice for notice in found.notices)
+    assert len(found.samples) == 1 and says(found.notices, "hostile/looks-the-same")
 
 
 def steered(run_dir: RunDir) -> dict[str, str]:
@@ -220,7 +221,7 @@ def test_lines_that_no_run_has_written(tmp_path: Path, whole_run: tuple[Path, st
         file.write(LINES[number] + b"\n")
     after = steered(run_dir)
     assert after["lines"].startswith(before.rsplit("\n", 2)[0])
-    assert "step 40 of 40" in after["status"]
+    assert says(after["status"], "hostile/step-40-of-40")
 
 
 def test_every_event_that_is_written_is_read(tmp_path: Path) -> None:
@@ -263,9 +264,9 @@ def test_the_report_opens_nothing_but_png(tmp_path: Path) -> None:
 def test_plain_files(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     assert read_plain(tmp_path / "a", 3) == b"abc"
-    with pytest.raises(OSError, match="larger than 0 KiB"):
+    with pytest.raises(OSError, check=saying("hostile/larger-than-0-kib")):
         read_plain(tmp_path / "a", 2)
-    with pytest.raises(OSError, match="no plain file"):
+    with pytest.raises(OSError, check=saying("hostile/no-plain-file")):
         read_plain(tmp_path, 2)
     with pytest.raises(FileNotFoundError):
         read_plain(tmp_path / "b", 2)
@@ -290,7 +291,7 @@ def test_settings_nested_without_end() -> None:
 
 def test_facts_without_end(tmp_path: Path) -> None:
     (tmp_path / "f.json").write_bytes(b"[" + b"1," * (MAX_FILE_BYTES // 2) + b"1]")
-    with pytest.raises(LoraRocmError, match="larger than 16 MiB"):
+    with pytest.raises(LoraRocmError, check=saying("hostile/larger-than-16-mib")):
         load_facts(tmp_path / "f.json")
 
 

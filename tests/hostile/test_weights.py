@@ -32,6 +32,7 @@ from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.load import load_recipe
 from tests.hostile import attacks
 from tests.tiny_models import without_base
+from tests.wording import Worded, saying, says, worded
 
 MAX_BYTES = 64 << 20
 NAME = "mid_block.attentions.0.proj_in"
@@ -81,7 +82,9 @@ def test_headers_that_lie(tmp_path: Path, read: Callable[[Path], None], name: st
     path = tmp_path / "x.safetensors"
     path.write_bytes(attacks.LYING_WEIGHTS[name])
     said = bounded(read, path)
-    assert any(words in said for words in ("damaged", "bytes, not", "metadata", "format that is not read"))
+    assert any(words in said for words in ("damaged", "bytes, not", "metadata")) or says(
+        said, "hostile/format-that-is-not-read"
+    )
 
 
 def test_a_sound_header_is_read(tmp_path: Path) -> None:
@@ -102,13 +105,13 @@ def test_headers_of_millions_of_tensors(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     one = '"%07d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     path.write_bytes(attacks.safetensors(("{" + ",".join(one % n for n in range(320_000)) + "}").encode()))
-    assert "ends inside its header" in bounded(as_base, path)
+    assert says(bounded(as_base, path), "hostile/ends-inside-its-header")
     path.write_bytes(attacks.safetensors(("{" + ",".join(one % n for n in range(1000)) + "}").encode()))
     assert len(read_header(path).tensors) == 1000
 
 
 def test_a_pipe_is_no_weight_file(tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match="no plain file"):
+    with pytest.raises(AdapterError, check=saying("hostile/no-plain-file")):
         read_header(Path("/dev/zero") if Path("/dev/zero").exists() else tmp_path, AdapterError)
 
 
@@ -122,21 +125,21 @@ def with_metadata(folder: Path, config: str, width: int = 32) -> Path:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ("[" * 100_000, "not a JSON object"),
-        (json.dumps({"unet.lora_alpha": 10**400}), "cannot be understood"),
-        ('{"unet.lora_alpha": 1e999}', "strength"),
-        (json.dumps({"unet.lora_alpha": {"a": 1}}), "strength"),
-        (json.dumps({"unet.alpha_pattern": {"(([a-z_.0-9]+)+)+X": 1}}), "no name of a module"),
-        (json.dumps({"unet.alpha_pattern": {".*.*.*.*.*X": 1}}), "no name of a module"),
-        (json.dumps({"unet.alpha_pattern": {"(": 1}}), "no name of a module"),
-        (json.dumps({"unet.alpha_pattern": {attacks.STEERING: 1}}), "no name of a module"),
+        ("[" * 100_000, worded("hostile/not-a-json-object")),
+        (json.dumps({"unet.lora_alpha": 10**400}), worded("hostile/cannot-be-understood")),
+        ('{"unet.lora_alpha": 1e999}', worded("hostile/strength")),
+        (json.dumps({"unet.lora_alpha": {"a": 1}}), worded("hostile/strength")),
+        (json.dumps({"unet.alpha_pattern": {"(([a-z_.0-9]+)+)+X": 1}}), worded("hostile/no-name-of-a-module")),
+        (json.dumps({"unet.alpha_pattern": {".*.*.*.*.*X": 1}}), worded("hostile/no-name-of-a-module")),
+        (json.dumps({"unet.alpha_pattern": {"(": 1}}), worded("hostile/no-name-of-a-module")),
+        (json.dumps({"unet.alpha_pattern": {attacks.STEERING: 1}}), worded("hostile/no-name-of-a-module")),
     ],
 )
-def test_metadata_of_a_lora(model: tuple[Any, Any], tmp_path: Path, config: str, words: str) -> None:
+def test_metadata_of_a_lora(model: tuple[Any, Any], tmp_path: Path, config: str, words: Worded) -> None:
     family, components = model
     path = with_metadata(tmp_path, config)
     said = bounded(lambda path: read_lora(family, components, path), path)
-    assert words in said and "\x1b" not in said
+    assert says(said, words) and "\x1b" not in said
 
 
 @pytest.mark.parametrize(
@@ -170,7 +173,7 @@ def test_pickles_are_not_opened(model: tuple[Any, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "..", "", "a/b", "a\\b", "C:x", 3, None, ["a"]])
 def test_an_index_names_only_files_beside_it(tmp_path: Path, name: object) -> None:
-    with pytest.raises(ModelError, match="files beside it"):
+    with pytest.raises(ModelError, check=saying("hostile/files-beside-it")):
         indexed({"weight_map": {"a": "good.safetensors", "b": name}}, tmp_path / "index.json")
     assert indexed({"weight_map": {"a": "good.safetensors"}}, tmp_path) == ["good.safetensors"]
 

@@ -19,6 +19,7 @@ from lora_rocm.checks import kernel_check
 from lora_rocm.hardware import archs
 from lora_rocm.kernels import backend
 from lora_rocm.rules.rule import release
+from tests.wording import says
 
 triton = pytest.importorskip("triton")
 from benchmarks.registers import recorded_in  # noqa: E402
@@ -269,8 +270,8 @@ def test_a_triton_that_does_not_take_the_card_is_said_in_one_sentence_and_not_tr
     for device in (torch.device("cuda"), torch.device("meta")):  # what is counted in memory is what will run
         assert backend.form_for(device) == "eager"
     assert not kernel_check.trusted(torch.device("cuda"), torch.float16, said.append)
-    assert len(said) == 1 and said[0].endswith(
-        f"slower: Triton {version} compiles nothing for this GPU ({gfx}); {others}."
+    assert len(said) == 1 and says(
+        said[0], "kernels/slower-triton-version-compiles-nothing-for-this", version=version, gfx=gfx, others=others
     )
 
 

@@ -26,6 +26,7 @@ from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, dense_weight, is_packed, pack
 from lora_rocm.memory.footprint import count, hollow_model
 from tests.tiny_models import FEW_TARGETS, SHALLOW_WIDER, tiny_recipe, write_tiny_sdxl
+from tests.wording import saying
 
 CPU = torch.device("cpu")
 
@@ -179,7 +180,7 @@ def test_the_footprint_is_smaller(folder: Path) -> None:
 
 def test_a_dora_on_a_packed_base_is_refused(folder: Path) -> None:
     """PEFT would take the stored integers for the weight. The recipe refuses it before."""
-    with pytest.raises(ValidationError, match="DoRA needs dense weights, and model.quantization is int8"):
+    with pytest.raises(ValidationError, check=saying("kernels/dora-needs-dense-weights-and-model-quantization")):
         recipe(folder, "int8", use_dora=True)
     family, model, _ = trained(folder, "none", use_dora=True)
     pack(model.components["unet"], quantised("int8", ""))

@@ -25,6 +25,7 @@ from lora_rocm.loader.cached_dataset import together
 from lora_rocm.recipe.process_sections import RuntimeSection
 from tests.fake_encoders import FakeEncoder, FakeFamily, latents_of, spoil_image
 from tests.supervisor.fake_run import listening
+from tests.wording import saying
 
 CPU = torch.device("cpu")
 STATES = TensorSpec("float32", "SD", Pad("S"))
@@ -353,7 +354,7 @@ def test_an_entry_of_no_kind_is_refused(name: str, inputs: tuple[str, ...]) -> N
 
 def test_an_input_that_nothing_provides_is_refused(world: World) -> None:
     sound = FakeEncoder(EntrySpec("words", ("sound",), {"states": STATES}), "words-1", states_of)
-    with pytest.raises(TypeError, match=r"words reads \('sound',\), and its encoder has no companion_of"):
+    with pytest.raises(TypeError, check=saying("latent_cache/words-reads-sound-and-its-encoder-has")):
         world.prepare(Toy(sound))
 
 

@@ -22,6 +22,7 @@ from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.prepare import Prepared
 from lora_rocm.loader.batches import BatchPlan, loader, open_workers
+from tests.wording import says
 
 CPU = torch.device("cpu")
 DAY_S = 86400
@@ -252,7 +253,7 @@ def test_a_folder_that_could_not_be_read_for_now_is_not_kept(starts: Starts, mon
 
     monkeypatch.setattr(folders.os, "scandir", fails)
     monkeypatch.setattr(manifest, "_listed", lambda root, recursive: [b"as before"])
-    assert any("cannot be read" in notice for notice in starts().notices)
+    assert says(starts().notices, "latent_cache/cannot-be-read")
     assert not (starts.root / "cache" / MANIFESTS).exists()
     monkeypatch.setattr(folders.os, "scandir", lambda path: fails(path, 13))  # a permission is no matter of the moment
     starts()

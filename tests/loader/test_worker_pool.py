@@ -27,6 +27,7 @@ from lora_rocm.loader.worker_pool import Group, Workers, WorkersFailed, hand_ove
 from lora_rocm.recipe.process_sections import RuntimeSection
 from lora_rocm.rundir.event_types import ChangeEvent, Event, NoticeEvent
 from lora_rocm.rundir.run_context import RunContext
+from tests.wording import says
 
 COUNT = 9
 FAULTY = 4
@@ -120,7 +121,7 @@ def test_a_worker_that_fails_costs_no_batch(fault: str, orders: Orders, tmp_path
     started = time.monotonic()
     assert read(Source(fault, tmp_path), orders, said, seen, workers=1) == read(Source(), orders, [])
     assert seen == ["loader-hang" if fault in ("hangs", "is stopped") else "died"]
-    assert len(said) == 1 and SAID[fault] in said[0] and "going on without workers" in said[0], said
+    assert len(said) == 1 and SAID[fault] in said[0] and says(said[0], "loader/going-on-without-workers"), said
     assert time.monotonic() - started < 120 and multiprocessing.active_children() == []
     assert len(list(tmp_path.iterdir())) == 1  # the fault did happen
 

@@ -15,6 +15,7 @@ from tests.machine_code.errors import (
 )  # fmt: skip
 from tests.machine_code.machine import decode, launch
 from tests.machine_code.snippets import assembly, run
+from tests.wording import saying
 
 LANE = np.arange(32)
 KERNEL = """	.amdgcn_target "amdgcn-amd-amdhsa--{arch}"
@@ -104,7 +105,7 @@ def test_an_unknown_target_is_named(name: str) -> None:
 def test_hidden_arguments_and_others_than_given_are_named() -> None:
     with pytest.raises(UnknownArgumentError, match="hidden_block_count_x at 24"):
         parse(kernel(kind="hidden_block_count_x"))
-    with pytest.raises(UnknownArgumentError, match="takes 5 arguments, 2 of its own; 2 are given"):
+    with pytest.raises(UnknownArgumentError, check=saying("machine_code/takes-5-arguments-2-of-its-own")):
         launch(kernel(), (1,), 64, 0, [np.zeros(4, np.uint8), 10])
     with pytest.raises(UnknownArgumentError, match="at 0 has 8 bytes and gets 4"):
         launch(kernel(), (1,), 64, 0, [1.0, 10, 10])

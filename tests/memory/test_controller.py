@@ -41,6 +41,7 @@ from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import NOBODY, RunContext
 from tests.supervisor.fake_run import listening
+from tests.wording import mentions, says
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 WIDTH, BLOCKS, BATCH = 64, 6, 4
@@ -176,7 +177,7 @@ def test_graphs_that_there_is_no_room_for_are_not_given_up_in_silence(footprint:
     job = Job(batch_size=BATCH, graphs=graphs)
     memory = choose_from(recipe(), footprint, job, needs(footprint), listening(said))
     assert memory.plan is not None and memory.plan.mode == "keep" and not memory.captures
-    assert [text for text in said if "no room for graphs" in text] == said and len(said) == graphs
+    assert [text for text in said if mentions(text, "memory/no-room-for-graphs")] == said and len(said) == graphs
 
 
 def test_what_cannot_fit_is_refused_before_loading(footprint: Footprint) -> None:
@@ -219,7 +220,7 @@ def test_a_pass_that_runs_out_of_memory_ends_in_a_plan_that_does_not(
     machine.probe()
     assert machine.full >= 1
     assert machine.taken() <= budget
-    assert said and "ran out of memory" in said[0]
+    assert said and says(said[0], "memory/ran-out-of-memory")
     assert machine.passes <= memory_module.TRIES
 
 

@@ -20,6 +20,7 @@ from lora_rocm.train import load_model
 from tests.event_lines import read_events
 from tests.tiny_models import FEW_TARGETS
 from tests.train.runs import bytes_of, make_recipe, material, rewound, start
+from tests.wording import says
 
 __all__ = ["material"]  # the fixture
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -93,5 +94,5 @@ def test_a_first_pass_that_takes_too_much_changes_the_plan_and_no_byte(
     assert start(recipe, tmp_path / "changed")
     assert made[0].plan is not None and made[0].plan.recomputed
     events = read_events(RunDir(tmp_path / "changed").events())
-    assert any("A first pass took" in event["text"] for event in events if event["type"] == "notice")
+    assert says((event["text"] for event in events if event["type"] == "notice"), "memory/a-first-pass-took")
     assert bytes_of(tmp_path / "changed") == bytes_of(tmp_path / "kept")

@@ -45,6 +45,7 @@ from lora_rocm.recipe.sections import MAX_RANK
 from tests.optim.test_base import SECTIONS
 from tests.tiny_llm import write_tiny_llm
 from tests.tiny_models import hollow_builtin
+from tests.wording import saying
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SIDE_PX = 96
@@ -416,7 +417,7 @@ def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(made) == 7, "another adapter takes part, and control images are tokens too"
     del made[4:]
     (tmp_path / "t.safetensors").unlink()
-    with pytest.raises(AdapterError, match="There is no such LoRA file"):
+    with pytest.raises(AdapterError, check=saying("memory/there-is-no-such-lora-file")):
         ask(other)
     kept = json.loads(memory.read_text("utf-8"))
     earlier = {key: {name: part for name, part in kept[key].items() if name != "optimizer_bytes"} for key in kept}

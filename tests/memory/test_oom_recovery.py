@@ -30,6 +30,7 @@ from lora_rocm.train.loop import Work
 from tests.tiny_models import FEW_TARGETS
 from tests.train.runs import bytes_of, make_recipe, material, start
 from tests.train.test_loop import EFFECTIVE_BATCH, WIDTH, Corruptor, NoisyLine, Rig, batches, same
+from tests.wording import saying, says
 
 __all__ = ["material"]
 
@@ -207,7 +208,7 @@ def test_recomputed_activations_give_the_same_bytes() -> None:
         hit = Watched(FullAt(at), parts=EFFECTIVE_BATCH, recomputes=False)
         assert [event["id"] for event in hit.rig.of_type("change")] == ["checkpointing"]
         assert same(hit.rig, plain)
-    with pytest.raises(MachineError, match="not enough memory"):
+    with pytest.raises(MachineError, check=saying("memory/not-enough-memory")):
         Watched(FullAt(40, 240), parts=EFFECTIVE_BATCH, recomputes=False)
 
 
@@ -281,7 +282,7 @@ def test_memory_in_pieces_is_given_back_before_anything_is_halved(monkeypatch: p
     assert gauge.emptied == 1 and hit.rig.of_type("change") == []
     assert same(hit.rig, Rig().fit(STEPS))
     (incident,) = hit.rig.of_type("incident")
-    assert "6.00 GiB in tensors, 8.00 GiB held: in pieces" in incident["action"]
+    assert says(incident["action"], "memory/6-00-gib-in-tensors-8-00")
 
 
 def test_memory_that_is_really_full_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from lora_rocm.model_files.readers import (
     readers_of_file,
     spelling_of,
 )
+from tests.wording import Worded, mentions, says, worded
 
 IMAGE_FAMILIES = {*PRODUCT.names, *RESERVED} - {"causal-lm"}
 NATIVE_FLUX = "double_blocks.0.img_attn.qkv"
@@ -137,7 +138,7 @@ def test_the_share_that_differs_stands_with_the_programs_where_it_does() -> None
     usual = readers_of([f"{KEY}.{ending}" for ending in KINDS["DoRA"]], ["sdxl"])
     assert usual is not None and "%" not in str(usual.told)
     told = usual.differing(0.0734).told
-    assert {name for name, text in told.items() if text.endswith("; 7.3% of the change differs")} == {
+    assert {name for name, text in told.items() if mentions(text, "model_files/7-3-of-the-change-differs")} == {
         "comfyui",
         "forge",
     }
@@ -167,11 +168,16 @@ def test_who_reads_a_peft_folder_is_known_of_every_family() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "told"), [(16, "reads it"), (17, "only if it is started with --max-lora-rank 32"), (513, "up to 512")]
+    ("rank", "told"),
+    [
+        (16, worded("model_files/reads-it")),
+        (17, worded("model_files/only-if-it-is-started-with-max")),
+        (513, worded("model_files/up-to-512")),
+    ],
 )
-def test_ranks_that_vllm_has_to_be_told(rank: int, told: str) -> None:
+def test_ranks_that_vllm_has_to_be_told(rank: int, told: Worded) -> None:
     found = readers_of(names("base_model.model.model.layers.0.self_attn.q_proj"), ["causal-lm"])
-    assert found is not None and told in found.of_rank(rank).vllm
+    assert found is not None and says(found.of_rank(rank).vllm, told)
     assert bool(found.of_rank(rank).cannot_read) == (rank > 16)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from lora_rocm.errors import ModelError
 from lora_rocm.families.sdxl.family import LAYOUT, Sdxl
 from tests.tiny_models import read_json, tiny_pipeline, tiny_recipe, write_config_folder, write_single_file
+from tests.wording import Worded, says, worded
 
 CPU = torch.device("cpu")
 UNET = "model.diffusion_model."
@@ -46,13 +47,13 @@ def eight_bits(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    (int8_plain, "whole numbers (I8)"),
-    (one_bias_of_whole_numbers, "whole numbers (I64)"),
-    (gptq, "GPTQ or AWQ"),
-    (eight_bits, "bitsandbytes in 8 bits"),
+    (int8_plain, worded("model_files/whole-numbers-i8")),
+    (one_bias_of_whole_numbers, worded("model_files/whole-numbers-i64")),
+    (gptq, worded("model_files/gptq-or-awq")),
+    (eight_bits, worded("model_files/bitsandbytes-in-8-bits")),
 ])  # fmt: skip
 def test_forms_that_are_not_read(
-    checkpoint: tuple[Path, Path], tmp_path: Path, change: Callable[[dict[str, Tensor]], None], words: str
+    checkpoint: tuple[Path, Path], tmp_path: Path, change: Callable[[dict[str, Tensor]], None], words: Worded
 ) -> None:
     tensors = load_file(checkpoint[0])
     change(tensors)
@@ -60,7 +61,7 @@ def test_forms_that_are_not_read(
     with pytest.raises(ModelError) as caught:
         _ = Sdxl(tiny_recipe(tmp_path / "x.safetensors", model={"config": str(checkpoint[1])})).source
     assert caught.value.code == "weights-quantised"
-    assert words in caught.value.what and "x.safetensors" in caught.value.where and "float16" in caught.value.fix
+    assert says(caught.value.what, words) and "x.safetensors" in caught.value.where and "float16" in caught.value.fix
 
 
 @pytest.mark.parametrize(("dtype", "words"), [(torch.float8_e4m3fn, "e4m3"), (torch.float8_e5m2, "e5m2")])

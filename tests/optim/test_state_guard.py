@@ -31,6 +31,7 @@ from tests.memory.test_oom_recovery import FullAt
 from tests.optim.test_base import BLOCKED, FREE, everything, set_gradients
 from tests.train.test_loop import CPU, Corruptor, Rig, same
 from tests.train.test_together import Ranks
+from tests.wording import worded
 
 GPU = torch.device("cuda", 0)
 DEVICES = [CPU, pytest.param(GPU, marks=pytest.mark.gpu, id="gpu")]
@@ -84,7 +85,10 @@ def test_a_flipped_bit_is_named_before_the_next_update_and_nothing_moves(part: s
 
     with pytest.raises(StateError) as caught:
         spoilt_after(rig, AT, spoil).fit(AT + 9)
-    assert caught.value.where == f"after {AT} updates: {part}" and seen_of_code(caught.value.code) == "corruption"
+    assert (
+        caught.value.where == worded("optim/after-at-updates-part", at=AT, part=part)
+        and seen_of_code(caught.value.code) == "corruption"
+    )
     assert rig.trainer.position == Position(AT, AT) and not rig.of_type("incident")
     assert all(torch.equal(tensor, held[0][name]) for name, tensor in everything(rig.optimizer).items())
 
@@ -260,7 +264,11 @@ def test_a_replay_that_does_not_happen_gives_no_good_verdict(lost: str) -> None:
     one_update(optimizer)
     recorder.runs = lost == "renew"
     named = is_changed(optimizer)
-    assert named == ["the comparison did not run"] if lost == "check" else {"weights", "exp_avg"} < set(named)
+    assert (
+        named == [worded("optim/the-comparison-did-not-run")]
+        if lost == "check"
+        else {"weights", "exp_avg"} < set(named)
+    )
 
 
 def nothing_replayed(work: Callable[[], None]) -> Callable[[], None]:

@@ -9,6 +9,7 @@ import pytest
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.planning.format_errors import format_errors, loss_text, weights_text, whole_text
 from lora_rocm.recipe.sections import Quantization
+from tests.wording import Worded, says, says_if, worded
 
 
 def test_every_format_has_figures() -> None:
@@ -20,10 +21,10 @@ def test_every_format_has_figures() -> None:
 
 
 @pytest.mark.parametrize(("family", "words"), [
-    ("flux", "over full-size FLUX.1 with random weights"),
-    ("sdxl", "over full-size image models with random weights"),
+    ("flux", worded("planning/over-full-size-flux-1-with-random")),
+    ("sdxl", worded("planning/over-full-size-image-models-with-random")),
 ])  # fmt: skip
-def test_a_family_has_its_own_figures_or_the_range_of_all(family: str, words: str) -> None:
+def test_a_family_has_its_own_figures_or_the_range_of_all(family: str, words: Worded) -> None:
     text = whole_text("int8", family, PRODUCT[family].title)
-    assert words in text and ("by 2 to 3 %" in text) == (family == "sdxl")
-    assert "0.8 %" in weights_text("int8") and "after 200 steps" in loss_text("int8")
+    assert says(text, words) and says_if(family == "sdxl", text, "planning/by-2-to-3")
+    assert "0.8 %" in weights_text("int8") and says(loss_text("int8"), "planning/after-200-steps")

@@ -25,6 +25,7 @@ from lora_rocm.processes.jobs import CHILDREN, ExportJob, RowsJob, TuneAttention
 from lora_rocm.processes.tool import ask, write_job
 from lora_rocm.rundir.event_types import ErrorEvent, Event
 from tests.test_architecture import PACKAGE, Module, imports_of, package_modules
+from tests.wording import saying
 
 TEXTS = st.text(st.characters(exclude_characters="\0"), max_size=8)
 PATHS = st.lists(st.text("ab \u00fc\udce9.", min_size=1, max_size=5), min_size=1, max_size=3).map(
@@ -80,7 +81,9 @@ def test_each_field_is_asked_for_and_no_other_is_taken(kind: type[Any]) -> None:
     value = to_json(_some(kind))
     assert from_json(kind, value) is not None
     for name in value:
-        with pytest.raises(MisfitError, match=f"{kind.__name__}.{name} is missing"):
+        with pytest.raises(
+            MisfitError, check=saying("processes/name-name-2-is-missing", name=kind.__name__, name_2=name)
+        ):
             from_json(kind, {key: each for key, each in value.items() if key != name})
     with pytest.raises(MisfitError, match="more is unknown"):
         from_json(kind, {**value, "more": 1})

@@ -14,6 +14,7 @@ from lora_rocm.processes import row_runner
 from lora_rocm.processes.jobs import TuneProductsJob
 from lora_rocm.processes.row_runner import run_rows
 from tests.golden import HOSTS
+from tests.wording import saying, worded
 
 CHILD = "tests.supervisor.fake_trials"
 DONE = {"seconds": 0.5}
@@ -49,7 +50,7 @@ def test_a_row_that_crashes_and_one_that_hangs_are_ended_and_the_others_kept(run
     found = run([DONE, "crash", DONE, "hang", DONE])
     assert [row["name"] for row in found] == ["0", "1", "2", "3", "4"]
     assert "SIGABRT" in found[1]["problem"] or "exit code" in found[1]["problem"]
-    assert found[3]["problem"] == "did not end in 0.2 s"
+    assert found[3]["problem"] == worded("processes/did-not-end-in-0-2-s")
     assert [row["problem"] for row in (found[0], found[2], found[4])] == [None] * 3
     assert run.starts == [0, 2, 4]
 
@@ -72,5 +73,5 @@ def test_a_child_that_cannot_begin_is_an_error(run: Runner, outcome: str, error:
 
 
 def test_a_child_that_does_not_begin_in_time_is_ended(run: Runner) -> None:
-    with pytest.raises(WorkerDiedError, match="did not answer"):
+    with pytest.raises(WorkerDiedError, check=saying("processes/did-not-answer")):
         run([DONE], start_limit_s=0.0)

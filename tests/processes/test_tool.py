@@ -25,6 +25,7 @@ from lora_rocm.processes.tool import run_for_json, run_tool
 from lora_rocm.rundir.layout import RunDir
 from tests.command_line import command_line
 from tests.supervisor.fake_run import write_whole_run
+from tests.wording import saying, says
 
 
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, imports: str = "import sys") -> str:
@@ -109,8 +110,9 @@ def test_a_package_that_cannot_be_imported_is_one_sentence(
 ) -> None:
     with pytest.raises(MachineError) as caught:
         run_it(module(tmp_path, monkeypatch, body, imports))
-    assert (caught.value.code, caught.value.exit_code) == (code, 3) and caught.value.what.startswith(
-        (words, f"A package that training needs cannot be imported: {words}")
+    assert (caught.value.code, caught.value.exit_code) == (code, 3) and (
+        caught.value.what.startswith(words)
+        or says(caught.value.what, "processes/a-package-that-training-needs-cannot-be", words=words)
     )
     assert "install" in caught.value.fix and "lora-rocm doctor" in caught.value.fix
 
@@ -162,7 +164,9 @@ def test_a_child_on_a_disk_that_is_really_full(tmp_path: Path, monkeypatch: pyte
         write_whole_run(run)
         for command in (("export", run.path, "--format", "comfyui"), ("sample", run.path, "--prompt", "a")):
             ended = command_line(*command)
-            assert ended.exit_code == 3 and "The disk is full" in ended.stderr and str(disk) in ended.stderr
+            assert (
+                ended.exit_code == 3 and says(ended.stderr, "processes/the-disk-is-full") and str(disk) in ended.stderr
+            )
     finally:
         monkeypatch.undo()
         subprocess.run(["umount", str(disk)], check=True)
@@ -184,7 +188,7 @@ def test_temporary_folders_that_cannot_be_made(tmp_path: Path, monkeypatch: pyte
 
 def test_a_child_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = module(tmp_path, monkeypatch, "import time\ntime.sleep(60)")
-    with pytest.raises(WorkerDiedError, match="still at work"):
+    with pytest.raises(WorkerDiedError, check=saying("processes/still-at-work")):
         run_for_json(name, [], os.environ, limit_s=0.5)
 
 

@@ -12,6 +12,7 @@ from lora_rocm.recipe.kinds import kinds_of, recipe_from
 from lora_rocm.recipe.yaml_tree import dotted
 from tests.families.toy_families import TOYS
 from tests.recipe.test_reference import ToyAdapter
+from tests.wording import Worded, holds, mentions, says, worded
 
 GOOD: dict[str, Any] = {
     "model": {"name_or_path": "builtin:tiny-sdxl"},
@@ -32,173 +33,303 @@ def problems_of(registry: Registry = PRODUCT, **changes: Any) -> list[Problem]:
 @pytest.mark.parametrize(
     ("changes", "where", "what", "fix"),
     [
-        ({"lora": {"rank": "sixteen"}}, "lora.rank", "expected a whole number, got 'sixteen'", ""),
-        ({"lora": {"rank": 1.5}}, "lora.rank", "expected a whole number, got 1.5", ""),
-        ({"lora": {"rank": 0}}, "lora.rank", "has to be greater than 0, got 0", "The default is 16."),
+        ({"lora": {"rank": "sixteen"}}, "lora.rank", worded("recipe/expected-a-whole-number-got-sixteen"), ""),
+        ({"lora": {"rank": 1.5}}, "lora.rank", worded("recipe/expected-a-whole-number-got-1-5"), ""),
+        (
+            {"lora": {"rank": 0}},
+            "lora.rank",
+            worded("recipe/has-to-be-greater-than-0-got"),
+            worded("recipe/the-default-is-16"),
+        ),
         (
             {"lora": {"type": "lokr", "rank": 10000}},
             "lora.rank",
-            "has to be at most 2048",
-            "Of a LoKr 2048 means what 10000",
+            worded("recipe/has-to-be-at-most-2048"),
+            worded("recipe/of-a-lokr-2048-means-what-10000"),
         ),
-        ({"lora": {"rank": 10000}}, "lora.rank", "has to be at most 2048, got 10000", "Rank of the update."),
-        ({"lora": {"dropout": 1}}, "lora.dropout", "has to be less than 1.0, got 1", ""),
-        ({"lora": {"use_dora": "maybe"}}, "lora.use_dora", "expected true or false, got 'maybe'", ""),
-        ({"data": {"random_crop": 65}}, "data.random_crop", "has to be at most 64, got 65", "one for each image"),
-        ({"data": {"random_crop": "much"}}, "data.random_crop", "expected true or false or a whole number", ""),
-        ({"data": {"resolution": []}}, "data.resolution", "has too few values: []", "A list, such as"),
-        ({"lora": {"init": "pissa", "dropout": 0.1}}, "lora.dropout", "does not go with init: pissa", "Remove dropout"),
-        ({"lora": {"targets": 3}}, "lora.targets", "expected text or a list, got 3", '"3"'),
-        ({"lora": {"targets": ["a", 3]}}, "lora.targets", "expected text", ""),
-        ({"lora": 3}, "lora", "expected a section with keys, got 3", ""),
-        ({"output": {"name": 7}}, "output.name", "expected text, got 7", 'in quotes: "7"'),
-        ({"output": {"dtype": "fp61"}}, "output.dtype", "expected one of fp16, bf16, fp32; got 'fp61'", "fp16"),
-        ({"optim": {"betas": [0.9]}}, "optim.betas", "has too few values: [0.9]", ""),
-        ({"model": {}}, "model.name_or_path", "is missing", "diffusers folder"),
-        ({"train": {}}, "train", "give exactly one of max_train_steps and epochs", "Add max_train_steps or epochs."),
-        ({"train": {"epochs": 1, "max_train_steps": 2}}, "train.max_train_steps", "give exactly one", "Remove one of"),
-        ({"train": {"max_train_steps": 2, "epochs": 1}}, "train.epochs", "give exactly one", "Remove one of them"),
-        ({"data": {}}, "data", "give exactly one of path and sources", "Add path or sources."),
+        (
+            {"lora": {"rank": 10000}},
+            "lora.rank",
+            worded("recipe/has-to-be-at-most-2048-got"),
+            worded("recipe/rank-of-the-update"),
+        ),
+        ({"lora": {"dropout": 1}}, "lora.dropout", worded("recipe/has-to-be-less-than-1-0"), ""),
+        ({"lora": {"use_dora": "maybe"}}, "lora.use_dora", worded("recipe/expected-true-or-false-got-maybe"), ""),
+        (
+            {"data": {"random_crop": 65}},
+            "data.random_crop",
+            worded("recipe/has-to-be-at-most-64-got"),
+            worded("recipe/one-for-each-image"),
+        ),
+        ({"data": {"random_crop": "much"}}, "data.random_crop", worded("recipe/expected-true-or-false-or-a-whole"), ""),
+        (
+            {"data": {"resolution": []}},
+            "data.resolution",
+            worded("recipe/has-too-few-values"),
+            worded("recipe/a-list-such-as"),
+        ),
+        (
+            {"lora": {"init": "pissa", "dropout": 0.1}},
+            "lora.dropout",
+            worded("recipe/does-not-go-with-init-pissa"),
+            "Remove dropout",
+        ),
+        ({"lora": {"targets": 3}}, "lora.targets", worded("recipe/expected-text-or-a-list-got-3"), '"3"'),
+        ({"lora": {"targets": ["a", 3]}}, "lora.targets", worded("recipe/expected-text"), ""),
+        ({"lora": 3}, "lora", worded("recipe/expected-a-section-with-keys-got-3"), ""),
+        ({"output": {"name": 7}}, "output.name", worded("recipe/expected-text-got-7"), worded("recipe/in-quotes-7")),
+        ({"output": {"dtype": "fp61"}}, "output.dtype", worded("recipe/expected-one-of-fp16-bf16-fp32-got"), "fp16"),
+        ({"optim": {"betas": [0.9]}}, "optim.betas", worded("recipe/has-too-few-values-0-9"), ""),
+        ({"model": {}}, "model.name_or_path", worded("recipe/is-missing"), "diffusers folder"),
+        (
+            {"train": {}},
+            "train",
+            worded("recipe/give-exactly-one-of-max-train-steps"),
+            "Add max_train_steps or epochs.",
+        ),
+        (
+            {"train": {"epochs": 1, "max_train_steps": 2}},
+            "train.max_train_steps",
+            worded("recipe/give-exactly-one"),
+            worded("recipe/remove-one-of"),
+        ),
+        (
+            {"train": {"max_train_steps": 2, "epochs": 1}},
+            "train.epochs",
+            worded("recipe/give-exactly-one"),
+            worded("recipe/remove-one-of-them"),
+        ),
+        ({"data": {}}, "data", worded("recipe/give-exactly-one-of-path-and-sources"), "Add path or sources."),
         (
             {"data": {"path": "a", "sources": [{"path": "b"}]}},
             "data.sources",
-            "exactly one",
-            "Remove one of them: path",
+            worded("recipe/exactly-one"),
+            worded("recipe/remove-one-of-them-path"),
         ),
         (
             {"data": {"sources": [{}]}},
             "data.sources[0]",
-            "give exactly one of path and dataset",
-            "Add path or dataset.",
+            worded("recipe/give-exactly-one-of-path-and-dataset"),
+            worded("recipe/add-path-or-dataset"),
         ),
         (
             {"data": {"path": "a", "mask_path": "b", "alpha_mask": True}},
             "data.mask_path",
-            "a cannot have both mask_path and alpha_mask",
-            "Remove one of them",
+            worded("recipe/a-cannot-have-both-mask-path-and"),
+            worded("recipe/remove-one-of-them"),
         ),
         (
             {"data": {"mask_path": "b", "sources": [{"path": "a"}, {"dataset": "c"}]}},
             "data.mask_path",
-            "c cannot have both mask_path and dataset",
-            "rows of a dataset have no file names",
+            worded("recipe/c-cannot-have-both-mask-path-and"),
+            worded("recipe/rows-of-a-dataset-have-no-file"),
         ),
         (
             {"model": {"name_or_path": "a", "quantization": "nf4"}, "lora": {"use_dora": True}},
             "lora",
-            "DoRA needs dense weights, and model.quantization is nf4",
-            "Train without lora.use_dora",
+            worded("recipe/dora-needs-dense-weights-and-model-quantization"),
+            worded("recipe/train-without-lora-use-dora"),
         ),
-        ({"data": {"dataset": "x"}}, "data.dataset", "no such key", "Write data.sources: [{dataset: 'x'}]"),
+        (
+            {"data": {"dataset": "x"}},
+            "data.dataset",
+            worded("recipe/no-such-key"),
+            "Write data.sources: [{dataset: 'x'}]",
+        ),
         (
             {"optim": {"optimizer": "AdamW8bit"}},
             "optim.optimizer",
-            "one of adamw, adamw_8bit",
+            worded("recipe/one-of-adamw-adamw-8bit"),
             "Write adamw_8bit.",
         ),
-        ({"optim": {"optimizer": "Prodigy"}}, "optim.optimizer", "got 'Prodigy'", "Write prodigy."),
-        ({"optim": {"optimizer": "DAdaptAdam"}}, "optim.optimizer", "got", "Write dadapt_adam, or prodigy"),
-        ({"optim": {"optimizer": "SGD"}}, "optim.optimizer", "got", "adamw with optim.learning_rate: 1.0e-4"),
-        ({"optim": {"optimizer": "bitsandbytes.optim.PagedAdamW8bit"}}, "optim.optimizer", "got", "Write adamw_8bit;"),
-        ({"optim": {"optimizer": "SCHEDULE_FREE_ADAMW"}}, "optim.optimizer", "got", "Write adamw_schedule_free."),
-        ({"optim": {"lr_scheduler": "adafactor"}}, "optim.lr_scheduler", "got", "optim.relative_step: true"),
+        ({"optim": {"optimizer": "Prodigy"}}, "optim.optimizer", worded("recipe/got-prodigy"), "Write prodigy."),
+        (
+            {"optim": {"optimizer": "DAdaptAdam"}},
+            "optim.optimizer",
+            worded("recipe/got"),
+            "Write dadapt_adam, or prodigy",
+        ),
+        (
+            {"optim": {"optimizer": "SGD"}},
+            "optim.optimizer",
+            worded("recipe/got"),
+            worded("recipe/adamw-with-optim-learning-rate-1-0e"),
+        ),
+        (
+            {"optim": {"optimizer": "bitsandbytes.optim.PagedAdamW8bit"}},
+            "optim.optimizer",
+            worded("recipe/got"),
+            "Write adamw_8bit;",
+        ),
+        (
+            {"optim": {"optimizer": "SCHEDULE_FREE_ADAMW"}},
+            "optim.optimizer",
+            worded("recipe/got"),
+            "Write adamw_schedule_free.",
+        ),
+        (
+            {"optim": {"lr_scheduler": "adafactor"}},
+            "optim.lr_scheduler",
+            worded("recipe/got"),
+            "optim.relative_step: true",
+        ),
         (
             {"optim": {"optimizer": "adafactor", "relative_step": True, "learning_rate": 1e-3}},
             "optim.learning_rate",
-            "is not read with relative_step",
+            worded("recipe/is-not-read-with-relative-step"),
             "Remove learning_rate",
         ),
         (
             {"optim": {"optimizer": "adafactor", "warmup_init": True}},
             "optim.warmup_init",
-            "does nothing without relative_step",
-            "Set relative_step: true.",
+            worded("recipe/does-nothing-without-relative-step"),
+            worded("recipe/set-relative-step-true"),
         ),
         (
             {"optim": {"optimizer": "adamw_schedule_free", "lr_scheduler": "cosine"}},
             "optim.lr_scheduler",
-            "averages in place of a schedule",
+            worded("recipe/averages-in-place-of-a-schedule"),
             "Remove lr_scheduler",
         ),
         (
             {"optim": {"optimizer": "adamw_schedule_free"}, "train": {"ema_decay": 0.9, "epochs": 1}},
             "train.ema_decay",
-            "keeps an average of its own",
+            worded("recipe/keeps-an-average-of-its-own"),
             "Remove train.ema_decay.",
         ),
         (
             {"optim": {"optimizer": "adamw_schedule_free"}, "lora": {"weight_dtype": "bf16"}},
             "optim.optimizer",
-            "is not for lora.weight_dtype: bf16",
-            "Set lora.weight_dtype: fp32, or take another optimizer: adamw, ",
+            worded("recipe/is-not-for-lora-weight-dtype-bf16"),
+            worded("recipe/set-lora-weight-dtype-fp32-or-take"),
         ),
         (
             {"optim": {"optimizer": "adamw_bf16"}},
             "optim.optimizer",
-            "is not for lora.weight_dtype: fp32",
+            worded("recipe/is-not-for-lora-weight-dtype-fp32"),
             "Set lora.weight_dtype: bf16",
         ),
         (
             {"lora": {"weight_dtype": "fp16"}},
             "optim.optimizer",
-            "is not for lora.weight_dtype: fp16",
+            worded("recipe/is-not-for-lora-weight-dtype-fp16"),
             "another optimizer: adamw_8bit, adafactor, came.",
         ),
-        ({"optim": {"optimizer": "ADAMW"}}, "optim.optimizer", "got", "Write adamw."),
+        ({"optim": {"optimizer": "ADAMW"}}, "optim.optimizer", worded("recipe/got"), "Write adamw."),
         (
             {"optim": {"lr_scheduler": "constant_with_warmup"}},
             "optim.lr_scheduler",
-            "got",
+            worded("recipe/got"),
             "constant, and optim.lr_warm",
         ),
         (
             {"optim": {"lr_scheduler": "cosine_with_min_lr"}},
             "optim.lr_scheduler",
-            "got",
+            worded("recipe/got"),
             "Write cosine, and optim.lr_min_ratio",
         ),
-        ({"optim": {"lr_warmup_steps": 0.05}}, "optim.lr_warmup_steps", "a whole number", "lr_warmup_ratio: 0.05"),
-        ({"train": {"mixed_precision": "bfloat16"}}, "train.mixed_precision", "got 'bfloat16'", "Write bf16."),
-        ({"output": {"dtype": "float"}}, "output.dtype", "got 'float'", "Write fp32."),
-        ({"runtime": {"device": "cuda:0"}}, "runtime.device", "got 'cuda:0'", "Write gpu"),
-        ({"data": {"path": "a", "resolution": "1024,768"}}, "data.resolution", "a whole number", "same area: 887"),
-        ({"data": {"path": "a", "resolution": [512, 512]}}, "data.resolution", "has 512 twice", "Remove one"),
-        ({"data": {"path": "a", "resolution": [512, "x"]}}, "data.resolution[1]", "a whole number, got 'x'", ""),
-        ({"optim": {"betas": [0.9]}}, "optim.betas", "has too few values: [0.9]", "The default is [0.9, 0.999]."),
-        ({"data": {"path": "a", "resolution": 0}}, "data.resolution", "greater than 0", ""),
-        ({"output": {"formats": ["safetensors"]}}, "output.formats[0]", "expected one of", "Write kohya"),
-        ({"data": {"sources": [{"path": 3}]}}, "data.sources[0].path", "expected text, got 3", ""),
-        ({"data": {"sources": [{"repets": 3, "path": "a"}]}}, "data.sources[0].repets", "no such key", "repeats"),
+        (
+            {"optim": {"lr_warmup_steps": 0.05}},
+            "optim.lr_warmup_steps",
+            worded("recipe/a-whole-number"),
+            "lr_warmup_ratio: 0.05",
+        ),
+        (
+            {"train": {"mixed_precision": "bfloat16"}},
+            "train.mixed_precision",
+            worded("recipe/got-bfloat16"),
+            "Write bf16.",
+        ),
+        ({"output": {"dtype": "float"}}, "output.dtype", worded("recipe/got-float"), "Write fp32."),
+        ({"runtime": {"device": "cuda:0"}}, "runtime.device", worded("recipe/got-cuda-0"), "Write gpu"),
+        (
+            {"data": {"path": "a", "resolution": "1024,768"}},
+            "data.resolution",
+            worded("recipe/a-whole-number"),
+            worded("recipe/same-area-887"),
+        ),
+        (
+            {"data": {"path": "a", "resolution": [512, 512]}},
+            "data.resolution",
+            worded("recipe/has-512-twice"),
+            "Remove one",
+        ),
+        (
+            {"data": {"path": "a", "resolution": [512, "x"]}},
+            "data.resolution[1]",
+            worded("recipe/a-whole-number-got-x"),
+            "",
+        ),
+        (
+            {"optim": {"betas": [0.9]}},
+            "optim.betas",
+            worded("recipe/has-too-few-values-0-9"),
+            worded("recipe/the-default-is-0-9-0-999"),
+        ),
+        ({"data": {"path": "a", "resolution": 0}}, "data.resolution", worded("recipe/greater-than-0"), ""),
+        (
+            {"output": {"formats": ["safetensors"]}},
+            "output.formats[0]",
+            worded("recipe/expected-one-of"),
+            "Write kohya",
+        ),
+        ({"data": {"sources": [{"path": 3}]}}, "data.sources[0].path", worded("recipe/expected-text-got-3"), ""),
+        (
+            {"data": {"sources": [{"repets": 3, "path": "a"}]}},
+            "data.sources[0].repets",
+            worded("recipe/no-such-key"),
+            "repeats",
+        ),
         (
             {"lora": {"new_tokens": [{"token": "a b", "init": "x"}]}},
             "lora.new_tokens[0].token",
-            "cannot be 'a b'",
+            worded("recipe/cannot-be-a-b"),
             "blank",
         ),
-        ({"lora": {"new_tokens": [{"token": "a" * 65, "init": "x"}]}}, "lora.new_tokens[0].token", "is too long", ""),
-        ({"sample": {"prompts": [{"a cat": "big"}]}}, "sample.prompts[0]", "a colon", 'in quotes: "a cat: big"'),
-        ({"sample": {"prompts": ["a"], "width": 100}}, "sample.width", "a multiple of 8", "Take 96 or 104."),
-        ({"runtime": {"device": "cpu", "compile": "full"}}, "runtime.compile", "is for GPUs", "Remove compile"),
+        (
+            {"lora": {"new_tokens": [{"token": "a" * 65, "init": "x"}]}},
+            "lora.new_tokens[0].token",
+            worded("recipe/is-too-long"),
+            "",
+        ),
+        (
+            {"sample": {"prompts": [{"a cat": "big"}]}},
+            "sample.prompts[0]",
+            worded("recipe/a-colon"),
+            'in quotes: "a cat: big"',
+        ),
+        (
+            {"sample": {"prompts": ["a"], "width": 100}},
+            "sample.width",
+            worded("recipe/a-multiple-of-8"),
+            "Take 96 or 104.",
+        ),
+        (
+            {"runtime": {"device": "cpu", "compile": "full"}},
+            "runtime.compile",
+            worded("recipe/is-for-gpus"),
+            "Remove compile",
+        ),
         (
             {"lora": {"rank_dropout": 0.1}, "runtime": {"compile": "full"}},
             "lora.rank_dropout",
-            "does not go with",
+            worded("recipe/does-not-go-with"),
             "or runtime",
         ),
         (
             {"runtime": {"memory": "keep"}, "train": {"epochs": 1, "gradient_checkpointing": True}},
             "runtime.memory",
-            "recomputes all",
+            worded("recipe/recomputes-all"),
             "Remove one",
         ),
-        ({"loraa": {}}, "loraa", "there is no such key", "Did you mean lora?"),
+        ({"loraa": {}}, "loraa", worded("recipe/there-is-no-such-key"), worded("recipe/did-you-mean-lora")),
     ],
 )
-def test_one_problem(changes: dict[str, Any], where: str, what: str, fix: str) -> None:
+def test_one_problem(changes: dict[str, Any], where: str, what: Worded, fix: str | Worded) -> None:
     (problem,) = problems_of(**changes)
     assert problem.where == where
-    assert what in problem.what
-    assert fix in problem.fix
+    assert says(problem.what, what)
+    assert holds(problem.fix, fix)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +345,8 @@ def test_one_problem(changes: dict[str, Any], where: str, what: str, fix: str) -
 def test_another_value_is_not_proposed_for_its_letters(section: str, key: str, value: str) -> None:
     train = {"max_train_steps": 10}
     (problem,) = problems_of(**{"train": train, section: {**(train if section == "train" else {}), key: value}})
-    assert "Did you mean" not in problem.fix and "Write" not in problem.fix
+    assert not mentions(problem.fix, "recipe/did-you-mean") and "Write" not in problem.fix
+    assert says(problems_of(loraa={})[0].fix, "recipe/did-you-mean"), "the control"
 
 
 @pytest.mark.parametrize(
@@ -235,12 +367,16 @@ def test_every_problem_has_a_fix(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
 def test_no_number_of_a_recipe_is_infinite(value: str) -> None:
     (problem,) = problems_of(train={"max_train_steps": 3}, optim={"learning_rate": value})
-    assert problem.what == f"has to be a finite number, got '{value}'" and "The default is 0.0001." in problem.fix
+    assert problem.what == worded("recipe/has-to-be-a-finite-number-got", value=value) and says(
+        problem.fix, "recipe/the-default-is-0-0001"
+    )
 
 
 def test_a_kind_in_capitals_is_recognised() -> None:
     assert problems_of(train={"max_train_steps": 3}, lora={"type": "LoKr"})[0].fix == "Write lokr."
-    assert "Nothing else is trained" in problems_of(train={"max_train_steps": 3}, lora={"type": "glora"})[0].fix
+    assert says(
+        problems_of(train={"max_train_steps": 3}, lora={"type": "glora"})[0].fix, "recipe/nothing-else-is-trained"
+    )
 
 
 @pytest.mark.parametrize(
@@ -272,38 +408,38 @@ def test_shown_is_short_and_printable() -> None:
             "sdxl",
             {"model": {"text_encoder_quantization": "nf4"}},
             "model.text_encoder_quantization",
-            "model.text_encoder_quantization is a key of model.family: z-image or flux or anima.",
+            worded("recipe/model-text-encoder-quantization-is-a-key"),
         ),
-        ("toy-text", {"model": {"vae": "x"}}, "model.vae", "model.vae is a key of model.family: "),
+        ("toy-text", {"model": {"vae": "x"}}, "model.vae", worded("recipe/model-vae-is-a-key-of-model")),
         (
             "toy-text",
             {"objective": {"shift": 1}},
             "objective.shift",
-            "objective.shift is a key of model.family: z-image or flux or anima or toy-video or toy-flow or toy-edit.",
+            worded("recipe/objective-shift-is-a-key-of-model"),
         ),
         (
             "toy-text",
             {"objective": {"label_smothing": 1}},
             "objective.label_smothing",
-            "Did you mean objective.label_smoothing?",
+            worded("recipe/did-you-mean-objective-label-smoothing"),
         ),
-        ("sdxl", {"lora": {"toys": 1}}, "lora.toys", "lora.toys is a key of lora.type: toy."),
+        ("sdxl", {"lora": {"toys": 1}}, "lora.toys", worded("recipe/lora-toys-is-a-key-of-lora")),
         (
             "sdxl",
             {"lora": {"type": "toy", "use_dora": True}},
             "lora.use_dora",
-            "lora.use_dora is a key of lora.type: lora.",
+            worded("recipe/lora-use-dora-is-a-key-of"),
         ),
-        ("sdxl", {"lora": {"type": "toy", "rnk": 1}}, "lora.rnk", "Did you mean lora.rank?"),
+        ("sdxl", {"lora": {"type": "toy", "rnk": 1}}, "lora.rnk", worded("recipe/did-you-mean-lora-rank")),
     ],
 )
 def test_a_key_of_another_kind_is_said_to_be_one(
-    family: str, changes: dict[str, Any], where: str, fix: str, monkeypatch: pytest.MonkeyPatch
+    family: str, changes: dict[str, Any], where: str, fix: Worded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(cast(dict[str, type[AdapterSection]], ADAPTERS), "toy", ToyAdapter)
     model = {"family": family, "name_or_path": "x", **changes.pop("model", {})}
     (problem,) = problems_of(TOYS, **changes, model=model)
-    assert (problem.where, problem.what) == (where, "there is no such key") and problem.fix.startswith(fix)
+    assert (problem.where, problem.what) == (where, worded("recipe/there-is-no-such-key")) and says(problem.fix, fix)
 
 
 @pytest.mark.parametrize(

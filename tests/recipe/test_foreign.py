@@ -12,6 +12,7 @@ from lora_rocm.errors import RecipeError
 from lora_rocm.recipe.foreign import recognised
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, dump_recipe, load_recipe, shipped_recipes
 from tests.command_line import command_line
+from tests.wording import mentions, saying, says
 
 KOHYA_TOML = """
 pretrained_model_name_or_path = "C:\\models\\base.safetensors"
@@ -123,7 +124,7 @@ def test_a_file_of_another_trainer_is_one_problem_that_says_whose_it_is(name: st
     with pytest.raises(RecipeError) as caught:
         load_recipe(path)
     (problem,) = caught.value.problems
-    assert problem.where == str(path) and whose in problem.what and "cannot read it yet" in problem.what
+    assert problem.where == str(path) and whose in problem.what and says(problem.what, "recipe/cannot-read-it-yet")
     start = "flux" if "is_flux" in text else "sdxl"
     assert (
         f"recipes/{start}.yaml" in problem.fix
@@ -143,7 +144,7 @@ def test_a_file_of_another_trainer_is_one_problem_that_says_whose_it_is(name: st
 )
 def test_it_names_the_recipe_for_its_base(named: dict[str, object], start: str) -> None:
     found = recognised("", "x.json", {"network_dim": 4, "model": named})
-    assert found is not None and found.fix.startswith(f"Start from recipes/{start}.yaml.")
+    assert found is not None and says(found.fix, "recipe/start-from-recipes-start-yaml", start=start)
 
 
 @pytest.mark.parametrize("command", ["train", "check", "plan", "env"])
@@ -151,7 +152,7 @@ def test_each_command_says_so(command: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     Path("god.toml").write_text(KOHYA_TOML, encoding="utf-8")
     found = command_line(command, "god.toml")
-    assert found.exit_code == 2 and "god.toml: this is a configuration of kohya's sd-scripts" in found.stderr
+    assert found.exit_code == 2 and says(found.stderr, "recipe/god-toml-this-is-a-configuration-of")
     assert "1 problem." in found.stderr and [path.name for path in tmp_path.iterdir()] == ["god.toml"]
 
 
@@ -175,7 +176,7 @@ def test_a_recipe_with_a_wrong_key_is_a_recipe_with_a_wrong_key(extra: str, tmp_
     if not extra:
         assert load_recipe(path)
         return
-    with pytest.raises(RecipeError, match="there is no such key"):
+    with pytest.raises(RecipeError, check=saying("recipe/there-is-no-such-key")):
         load_recipe(path)
 
 
@@ -193,7 +194,7 @@ def test_what_nobody_knows_is_nobody_s(text: str, tmp_path: Path) -> None:
     path.write_text(text, encoding="utf-8")
     with pytest.raises(RecipeError) as caught:
         load_recipe(path)
-    assert "cannot read it yet" not in str(caught.value)
+    assert not mentions(str(caught.value), "recipe/cannot-read-it-yet")
 
 
 @pytest.mark.parametrize(

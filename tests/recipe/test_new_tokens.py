@@ -13,6 +13,7 @@ from lora_rocm.errors import RecipeError
 from lora_rocm.recipe.adapter_sections import NewToken
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.recipe.source_sections import SourceOptions
+from tests.wording import Worded, saying, says, worded
 
 MINIMAL = "model: {{family: {family}, name_or_path: builtin:tiny-sdxl}}\ndata: {{path: .}}\ntrain: {{epochs: 1}}\n"
 
@@ -26,23 +27,23 @@ def loaded(folder: Path, tokens: str, *overrides: str, family: str = "sdxl") -> 
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
-        ("[{token: <a>}]", "exactly one of init and init_from"),
-        ("[{token: <a>, init: cat, init_from: x.safetensors}]", "exactly one of init and init_from"),
-        ("[{token: 'a b', init: cat}]", "token"),
-        ("[{token: <Con>, init: cat}]", "no file can be named after <Con>"),
-        ("[{token: '<?>', init: cat}]", "no file can be named after <?>"),
-        ("[{token: <a>, init: cat}, {token: A, init: dog}]", "another token has the name A"),
-        ("[{token: <a>, init: cat, vectors: 0}]", "vectors"),
+        ("[{token: <a>}]", worded("recipe/exactly-one-of-init-and-init-from")),
+        ("[{token: <a>, init: cat, init_from: x.safetensors}]", worded("recipe/exactly-one-of-init-and-init-from")),
+        ("[{token: 'a b', init: cat}]", worded("recipe/token")),
+        ("[{token: <Con>, init: cat}]", worded("recipe/no-file-can-be-named-after-con")),
+        ("[{token: '<?>', init: cat}]", worded("recipe/no-file-can-be-named-after")),
+        ("[{token: <a>, init: cat}, {token: A, init: dog}]", worded("recipe/another-token-has-the-name-a")),
+        ("[{token: <a>, init: cat, vectors: 0}]", worded("recipe/vectors")),
     ],
 )
-def test_a_wrong_token_is_refused(tmp_path: Path, tokens: str, words: str) -> None:
+def test_a_wrong_token_is_refused(tmp_path: Path, tokens: str, words: Worded) -> None:
     with pytest.raises(RecipeError) as caught:
         loaded(tmp_path, tokens)
-    assert words in str(caught.value) and "recipe.yaml:5" in str(caught.value)
+    assert says(str(caught.value), words) and "recipe.yaml:5" in str(caught.value)
 
 
 def test_a_family_without_clip_refuses_the_key(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="no text encoder of FLUX.1 can get new tokens"):
+    with pytest.raises(RecipeError, check=saying("recipe/no-text-encoder-of-flux-1-can")):
         loaded(tmp_path, "[{token: <a>, init: cat}]", family="flux")
     loaded(tmp_path, "[]", family="flux")  # control
 
@@ -53,7 +54,7 @@ def test_rates_follow_each_other(tmp_path: Path) -> None:
     assert loaded(tmp_path, tokens, *text).recipe.optim.embedding_rate == 2e-4
     assert loaded(tmp_path, tokens, *text, "optim.embedding_learning_rate=1e-3").recipe.optim.embedding_rate == 1e-3
     (said,) = loaded(tmp_path, "[]", "optim.embedding_learning_rate=1e-3").notices
-    assert "does nothing without lora.new_tokens" in said
+    assert says(said, "recipe/does-nothing-without-lora-new-tokens")
 
 
 def test_a_path_is_made_absolute_and_missed(tmp_path: Path) -> None:
@@ -82,9 +83,9 @@ def test_the_end_of_their_training_is_refused_where_it_means_nothing(tmp_path: P
     tokens, other = "[{token: <a>, init: cat}]", "embedding_until_step=7"
     assert loaded(tmp_path, tokens, f"optim.{key}").recipe.optim.embedding_until(10) == 5
     assert loaded(tmp_path, tokens).recipe.optim.embedding_until(10) is None
-    with pytest.raises(RecipeError, match="has no effect without new tokens"):
+    with pytest.raises(RecipeError, check=saying("recipe/has-no-effect-without-new-tokens")):
         loaded(tmp_path, "[]", f"optim.{key}")
-    with pytest.raises(RecipeError, match="averages the weights"):
+    with pytest.raises(RecipeError, check=saying("recipe/averages-the-weights")):
         loaded(tmp_path, tokens, f"optim.{key}", "optim.optimizer=adamw_schedule_free")
-    with pytest.raises(RecipeError, match="only one of embedding_until_step and embedding_until_ratio"):
+    with pytest.raises(RecipeError, check=saying("recipe/only-one-of-embedding-until-step-and")):
         loaded(tmp_path, tokens, "optim.embedding_until_ratio=0.5", f"optim.{other}")

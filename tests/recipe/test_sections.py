@@ -8,6 +8,7 @@ import pytest
 
 from lora_rocm.errors import Problem, RecipeError
 from lora_rocm.recipe.load import dump_recipe, load_recipe
+from tests.wording import Worded, mentions, says, worded
 
 RECIPE = """\
 model:
@@ -133,7 +134,9 @@ def test_two_units_at_once_are_refused(tmp_path: Path, sections: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(str(path))
     (problem,) = caught.value.problems
-    assert "only one of" in problem.what and "Remove one of them" in problem.fix and f"{path}:" in problem.where
+    assert (
+        "only one of" in problem.what and says(problem.fix, "recipe/remove-one-of-them") and f"{path}:" in problem.where
+    )
 
 
 MASKS = """\
@@ -146,15 +149,19 @@ data:
 @pytest.mark.parametrize(
     ("data", "where", "what"),
     [
-        ("  sources:\n  - {path: a, is_reg: true}\n", ":5 data.sources[0].is_reg", "nothing to learn"),
-        ("  path: a\n  prior_loss_weight: 0.5\n", ":5 data.prior_loss_weight", "without regularisation images"),
-        ("  path: a\n  is_reg: true\n", ":5 data.is_reg", "no such key"),
+        ("  sources:\n  - {path: a, is_reg: true}\n", ":5 data.sources[0].is_reg", worded("recipe/nothing-to-learn")),
+        (
+            "  path: a\n  prior_loss_weight: 0.5\n",
+            ":5 data.prior_loss_weight",
+            worded("recipe/without-regularisation-images"),
+        ),
+        ("  path: a\n  is_reg: true\n", ":5 data.is_reg", worded("recipe/no-such-key")),
     ],
 )
-def test_regularisation_images_need_others(tmp_path: Path, data: str, where: str, what: str) -> None:
+def test_regularisation_images_need_others(tmp_path: Path, data: str, where: str, what: Worded) -> None:
     path = tmp_path / "r.yaml"
     problem = only_problem(path, MASKS + data)
-    assert where in problem.where and what in problem.what and problem.fix
+    assert where in problem.where and says(problem.what, what) and problem.fix
     path.write_text(
         MASKS + "  prior_loss_weight: 0.5\n  sources: [{path: a}, {path: b, is_reg: true}]\n", encoding="utf-8"
     )
@@ -164,41 +171,69 @@ def test_regularisation_images_need_others(tmp_path: Path, data: str, where: str
 @pytest.mark.parametrize(
     ("entry", "key", "what"),
     [
-        ("class_prompt: a cat", "class_prompt", "are regularisation images"),
-        ("class_prompt: a cat, is_reg: true, path: b", "path", "no effect beside class_prompt"),
-        ("class_prompt: a cat, is_reg: true, trigger_word: zibu", "trigger_word", "no effect beside class_prompt"),
-        ("path: b, is_reg: true, num_class_images: 7", "num_class_images", "no effect without class_prompt"),
-        ("class_prompt: a cat, is_reg: true, num_class_images: 0", "num_class_images", "greater than 0"),
+        ("class_prompt: a cat", "class_prompt", worded("recipe/are-regularisation-images")),
+        ("class_prompt: a cat, is_reg: true, path: b", "path", worded("recipe/no-effect-beside-class-prompt")),
+        (
+            "class_prompt: a cat, is_reg: true, trigger_word: zibu",
+            "trigger_word",
+            worded("recipe/no-effect-beside-class-prompt"),
+        ),
+        (
+            "path: b, is_reg: true, num_class_images: 7",
+            "num_class_images",
+            worded("recipe/no-effect-without-class-prompt"),
+        ),
+        ("class_prompt: a cat, is_reg: true, num_class_images: 0", "num_class_images", worded("recipe/greater-than-0")),
     ],
 )
-def test_class_images(tmp_path: Path, entry: str, key: str, what: str) -> None:
+def test_class_images(tmp_path: Path, entry: str, key: str, what: Worded) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(MASKS + f"  sources: [{{path: a}}, {{{entry}}}]\n", encoding="utf-8")
     with pytest.raises(RecipeError) as caught:
         load_recipe(str(path))
     (problem,) = caught.value.problems
-    assert f":4 data.sources[1].{key}" in problem.where and what in problem.what and problem.fix
+    assert f":4 data.sources[1].{key}" in problem.where and says(problem.what, what) and problem.fix
 
 
 @pytest.mark.parametrize(
     ("data", "key", "what"),
     [
-        ("sources: [{dataset: a/b, include: [x]}]", "sources[0].include", "no effect on a dataset"),
-        ("sources: [{path: a}, {dataset: a/b, exclude: [x]}]", "sources[1].exclude", "no effect on a dataset"),
-        ("sources: [{dataset: a/b, recursive: false}]", "sources[0].recursive", "no effect on a dataset"),
-        ("sources: [{dataset: a/b, caption_extension: .md}]", "sources[0].caption_extension", "no effect on a dataset"),
-        ("{sources: [{dataset: a/b}], include: [x]}", "include", "no effect without a folder"),
-        ("{sources: [{dataset: a/b}], caption_extension: .md}", "caption_extension", "no effect without a folder"),
-        ("sources: [{path: a, split: test}]", "sources[0].split", "no effect on a folder"),
-        ("sources: [{path: a, image_column: photo}]", "sources[0].image_column", "no effect on a folder"),
-        ("{path: a, watched: {path: b, split: test}}", "watched.split", "no effect on a folder"),
+        ("sources: [{dataset: a/b, include: [x]}]", "sources[0].include", worded("recipe/no-effect-on-a-dataset")),
+        (
+            "sources: [{path: a}, {dataset: a/b, exclude: [x]}]",
+            "sources[1].exclude",
+            worded("recipe/no-effect-on-a-dataset"),
+        ),
+        (
+            "sources: [{dataset: a/b, recursive: false}]",
+            "sources[0].recursive",
+            worded("recipe/no-effect-on-a-dataset"),
+        ),
+        (
+            "sources: [{dataset: a/b, caption_extension: .md}]",
+            "sources[0].caption_extension",
+            worded("recipe/no-effect-on-a-dataset"),
+        ),
+        ("{sources: [{dataset: a/b}], include: [x]}", "include", worded("recipe/no-effect-without-a-folder")),
+        (
+            "{sources: [{dataset: a/b}], caption_extension: .md}",
+            "caption_extension",
+            worded("recipe/no-effect-without-a-folder"),
+        ),
+        ("sources: [{path: a, split: test}]", "sources[0].split", worded("recipe/no-effect-on-a-folder")),
+        (
+            "sources: [{path: a, image_column: photo}]",
+            "sources[0].image_column",
+            worded("recipe/no-effect-on-a-folder"),
+        ),
+        ("{path: a, watched: {path: b, split: test}}", "watched.split", worded("recipe/no-effect-on-a-folder")),
     ],
 )
-def test_keys_of_folders_and_of_datasets(tmp_path: Path, data: str, key: str, what: str) -> None:
+def test_keys_of_folders_and_of_datasets(tmp_path: Path, data: str, key: str, what: Worded) -> None:
     path = tmp_path / "r.yaml"
     head = MASKS.replace("10}", "10, validation_every_n_steps: 5}") if "watched" in data else MASKS
     problem = only_problem(path, head + f"  {data}\n")
-    assert problem.where.endswith(f":4 data.{key}") and what in problem.what and problem.fix
+    assert problem.where.endswith(f":4 data.{key}") and says(problem.what, what) and problem.fix
     both = "{sources: [{path: a, recursive: false}, {dataset: a/b, split: test, image_column: photo}], include: [x]}"
     path.write_text(MASKS + f"  {both}\n", encoding="utf-8")
     assert load_recipe(str(path)).recipe.data.include == ("x",)
@@ -229,7 +264,9 @@ def test_a_source_has_no_larger_batches(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     text = MASKS.replace("10}", "10, batch_size: 4}") + "  sources: [{path: a}, {path: b, max_batch_size: 5}]\n"
     problem = only_problem(path, text)
-    assert ":4 data.sources[1].max_batch_size" in problem.where and "which is 4" in problem.what and problem.fix
+    assert (
+        ":4 data.sources[1].max_batch_size" in problem.where and says(problem.what, "recipe/which-is-4") and problem.fix
+    )
     path.write_text(text.replace("batch_size: 5", "batch_size: 4"), encoding="utf-8")
     assert load_recipe(str(path)).recipe.data.sources[1].max_batch_size == 4
 
@@ -241,7 +278,7 @@ def test_a_weight_is_above_0(tmp_path: Path) -> None:
         with pytest.raises(RecipeError) as caught:
             load_recipe(str(path))
         (problem,) = caught.value.problems
-        assert ":5 " in problem.where and "loss_weight" in problem.where and "greater than 0" in problem.what
+        assert ":5 " in problem.where and "loss_weight" in problem.where and says(problem.what, "recipe/greater-than-0")
 
 
 @pytest.mark.parametrize(
@@ -256,7 +293,11 @@ def test_a_weight_is_above_0(tmp_path: Path) -> None:
 def test_options_of_masks_without_masks(tmp_path: Path, data: str, where: str) -> None:
     path = tmp_path / "r.yaml"
     problem = only_problem(path, MASKS + data)
-    assert where in problem.where and ("without masks" in problem.what or "at most 1" in problem.what) and problem.fix
+    assert (
+        where in problem.where
+        and ("without masks" in problem.what or mentions(problem.what, "recipe/at-most-1"))
+        and problem.fix
+    )
     one_masked = "  unmasked_weight: 0.1\n  sources: [{path: a}, {path: b, alpha_mask: true}]\n"
     path.write_text(MASKS + one_masked, encoding="utf-8")
     assert load_recipe(str(path)).recipe.data.unmasked_weight == 0.1

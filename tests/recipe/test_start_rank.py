@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 
 from lora_rocm.errors import RecipeError
 from lora_rocm.recipe.load import dump_recipe, load_recipe
+from tests.wording import Worded, says, worded
 
 RECIPE = """model: {{name_or_path: "builtin:tiny-sdxl"}}
 data: {{path: images}}
@@ -60,13 +61,13 @@ def test_a_peft_folder_and_what_a_run_keeps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("more", "words"), [
-    ("", "lora.init_from, which is not set"),
-    ("init_from: none.safetensors", "none.safetensors, which cannot be read"),
-    ("init_from: rotation.safetensors", "rotation.safetensors, whose modules have none"),
-    ("init_from: spoiled.safetensors", "spoiled.safetensors, which cannot be read"),
+    ("", worded("recipe/lora-init-from-which-is-not-set")),
+    ("init_from: none.safetensors", worded("recipe/none-safetensors-which-cannot-be-read")),
+    ("init_from: rotation.safetensors", worded("recipe/rotation-safetensors-whose-modules-have-none")),
+    ("init_from: spoiled.safetensors", worded("recipe/spoiled-safetensors-which-cannot-be-read")),
 ])  # fmt: skip
 def test_a_rank_that_cannot_be_found_is_one_problem_with_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str, words: Worded
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_file({"lora_unet_a.oft_blocks": np.zeros((2, 2, 2))}, "rotation.safetensors")
@@ -74,4 +75,4 @@ def test_a_rank_that_cannot_be_found_is_one_problem_with_its_place(
     with pytest.raises(RecipeError) as caught:
         load_recipe(written(tmp_path, more))
     (problem,) = caught.value.problems
-    assert words in problem.what and problem.where.endswith(":5 lora.rank") and "number" in problem.fix
+    assert says(problem.what, words) and problem.where.endswith(":5 lora.rank") and "number" in problem.fix

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.recipe.yaml_tree import YamlSyntaxError, dotted, is_clean, parse_yaml
+from tests.wording import Worded, says, worded
 
 
 @pytest.mark.parametrize(
@@ -54,24 +55,24 @@ def test_aliases_are_followed() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
-        ("a: 1\nb: 2\na: 3", 3, "given twice, first on line 1"),
-        ("a: !!python/object:os.system x", 1, "not a usable value"),
-        ("a: !foo x", 1, "not a usable value"),
-        ("a: !!int x", 1, "not a usable value"),
-        ("a: .nan", 1, "finite"),
-        ("a: .inf", 1, "finite"),
-        ("a: 1e999", 1, "finite"),
-        ("a: 1\nb: " + "9" * 5000, 2, "not a usable value"),
-        ("? [1]\n: 2", 1, "plain text"),
-        ("b: &x {a: 1}\nc:\n  <<: *x", 3, "merge keys"),
-        ('a: "\\0"', 1, "characters"),
-        ('a: "\\ud800"', 1, "characters"),
+        ("a: 1\nb: 2\na: 3", 3, worded("recipe/given-twice-first-on-line-1")),
+        ("a: !!python/object:os.system x", 1, worded("recipe/not-a-usable-value")),
+        ("a: !foo x", 1, worded("recipe/not-a-usable-value")),
+        ("a: !!int x", 1, worded("recipe/not-a-usable-value")),
+        ("a: .nan", 1, worded("recipe/finite")),
+        ("a: .inf", 1, worded("recipe/finite")),
+        ("a: 1e999", 1, worded("recipe/finite")),
+        ("a: 1\nb: " + "9" * 5000, 2, worded("recipe/not-a-usable-value")),
+        ("? [1]\n: 2", 1, worded("recipe/plain-text")),
+        ("b: &x {a: 1}\nc:\n  <<: *x", 3, worded("recipe/merge-keys")),
+        ('a: "\\0"', 1, worded("recipe/characters")),
+        ('a: "\\ud800"', 1, worded("recipe/characters")),
     ],
 )
-def test_problems(text: str, line: int, words: str) -> None:
+def test_problems(text: str, line: int, words: Worded) -> None:
     problems = parse_yaml(text).problems
     assert len(problems) == 1
-    assert problems[0][1] == line and words in problems[0][2]
+    assert problems[0][1] == line and says(problems[0][2], words)
 
 
 @pytest.mark.parametrize(

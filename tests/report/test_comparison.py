@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from lora_rocm.report.comparison import Compared, comparison_page, verdict
+from tests.wording import Worded, says, worded
 
 
 def compared(updates: int, *losses: float) -> Compared:
@@ -18,31 +19,31 @@ def compared(updates: int, *losses: float) -> Compared:
 @pytest.mark.parametrize(
     ("last", "words"),
     [
-        ((0.5, 0.6, 0.7), "later steps overfit"),
-        ((0.5, 0.1, 0.6), "that may be chance"),
-        ((0.1, 0.1, 0.1), "nothing says that the run overfits"),
+        ((0.5, 0.6, 0.7), worded("report/later-steps-overfit")),
+        ((0.5, 0.1, 0.6), worded("report/that-may-be-chance")),
+        ((0.1, 0.1, 0.1), worded("report/nothing-says-that-the-run-overfits")),
     ],
 )
-def test_later_steps_overfit_only_if_they_are_worse_by_more_than_chance(last: tuple[float, ...], words: str) -> None:
+def test_later_steps_overfit_only_if_they_are_worse_by_more_than_chance(last: tuple[float, ...], words: Worded) -> None:
     """The differences are those of the same samples: their losses differ far more than the steps do."""
     said = verdict([compared(0, 0.9, 0.9, 0.9), compared(10, 0.2, 0.3, 0.4), compared(20, *last)])
-    assert words in said and f"lowest after step {10 if last[2] > 0.4 else 20}" in said
+    assert says(said, words) and says(said, "report/lowest-after-step-value", value=10 if last[2] > 0.4 else 20)
 
 
 def test_what_cannot_be_told_is_not_told() -> None:
-    assert "does not tell" in verdict([compared(10, 0.2), compared(20, 0.3)])
-    assert "no step is better than none" in verdict([compared(0, 0.1), compared(10, 0.2)])
+    assert says(verdict([compared(10, 0.2), compared(20, 0.3)]), "report/does-not-tell")
+    assert says(verdict([compared(0, 0.1), compared(10, 0.2)]), "report/no-step-is-better-than-none")
     assert verdict([compared(0), compared(10)]) == ""
-    assert "after step 20" in verdict([compared(10, math.nan, 0.1), compared(20, 0.3, 0.3)])
+    assert says(verdict([compared(10, math.nan, 0.1), compared(20, 0.3, 0.3)]), "report/after-step-20")
 
 
 def test_losses_stand_there_with_their_standard_errors() -> None:
     """Of the means 0.3 and 0.2: the root of the sum of squared deviations over n (n - 1)."""
     html = comparison_page("zibu", [compared(0, 0.1, 0.2, 0.6), compared(10, 0.1, 0.2, 0.3)], [], [1.0])
-    assert "standard error over 3 samples" in html
+    assert says(html, "report/standard-error-over-3-samples")
     assert "<td>0.3</td><td>0.1528</td>" in html and "<td>0.2</td><td>0.05774</td>" in html
     said = verdict([compared(10, 0.1, 0.2, 0.3), compared(20, 0.2, 0.4, 0.3)])
-    assert "higher by 0.1, with a standard error of 0.05774 over the same 3 samples" in said
+    assert says(said, "report/higher-by-0-1-with-a-standard")
     assert "<td>-</td>" in comparison_page("zibu", [compared(10, 0.5)], [], [1.0]), "one sample has none"
 
 
@@ -58,11 +59,11 @@ def test_the_page_has_an_image_of_each_step_prompt_and_strength(tmp_path: Path) 
     assert "Strength 0.5" in html and "Strength 1" in html and "without LoRA" in html and "zibu &lt;x&gt;" in html
     assert "data.validation_split" in html  # there are no losses, and it says how to get them
     html = comparison_page("zibu", rows, ["a cat", "a dog"], [1.0], holds_out=True)
-    assert "cannot be used any more" in html and "data.validation_split" not in html
+    assert says(html, "report/cannot-be-used-any-more") and "data.validation_split" not in html
     html = comparison_page("zibu", [compared(0, 0.3, 0.2), compared(10, 0.1, 0.2)], [], [1.0])
     assert (
-        "1 LoRA file of one run" in html
+        says(html, "report/1-lora-file-of-one-run")
         and "<svg" in html
-        and "lowest after step 10" in html
+        and says(html, "report/lowest-after-step-10")
         and "data.validation_split" not in html
     )

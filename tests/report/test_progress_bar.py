@@ -28,6 +28,7 @@ from tests.supervisor.fake_run import (
     step_fields,
 )
 from tests.telemetry.trees import read_as
+from tests.wording import says, worded
 
 EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("start", start_fields(resumed_from=7)),
@@ -93,22 +94,22 @@ def test_nothing_is_said_about_who_reads_a_file_that_all_read() -> None:
     assert len(stream.getvalue().splitlines()) == 2 and "by D" not in stream.getvalue()
     display.on_event(heard({"type": "start", "time": 0.0, "session": 2, **start_fields()}))  # of a new attempt
     display.on_event(event("export", format="f", path="b", max_difference=0.0, cannot_read=["D"]))
-    assert stream.getvalue().endswith("Not, or not exactly, by D\n")
+    assert says(stream.getvalue(), "report/not-or-not-exactly-by-d")
 
 
 def test_plain_lines() -> None:
     text = drawn(lambda stream: LineView(stream, every_s=0.0))
-    assert "Going on from step 7" in text
+    assert says(text, "report/going-on-from-step-7")
     assert "Caching images 18/18  1.5/s" in text
     wrote = (
         "(kohya), loaded back, largest difference 0.5\nRead by A; not, or not exactly, by B (c)\nWrote peft (peft), "
     )
     assert wrote in text and "by D" not in text, "who reads them is said of the first file"
-    assert "Compiling the model" in text and "Compiling 2/5  1024x768\nCompiling 5/5\n" in text
+    assert says(text, "report/compiling-the-model") and "Compiling 2/5  1024x768\nCompiling 5/5\n" in text
     assert "set aside: pics/<bad>.png: broken" in text
     assert "Training 1/40  loss 0.5  5.00 it/s  0:08 left  1.0 GiB  checks 5, failed 0" in text
     assert re.search(r"^Training 2/40 .* failed 0  80 °C, 200 W$", text, re.MULTILINE)
-    assert "Warning: The GPU is [b]hot[/b].\n" in text
+    assert says(text, "report/warning-the-gpu-is-b-hot-b")
     assert "Training 2/40  loss 0.5 " in text and "nan" not in text  # the average passes over what is not finite
     assert "[bold]as it is[/bold]" in text and "d[/red]" in text
     assert "\x1b" not in text
@@ -116,13 +117,13 @@ def test_plain_lines() -> None:
 
 def test_lines_are_rare_but_the_last_one_comes() -> None:
     text = drawn(lambda stream: LineView(stream, every_s=3600.0))
-    assert "Caching images 3/18" in text and "Caching images 18/18" in text
+    assert says(text, "report/caching-images-3-18") and says(text, "report/caching-images-18-18")
     assert "Training 1/40" in text and "Training 2/40" not in text
 
 
 def test_bars_on_a_terminal() -> None:
     text = drawn(lambda stream: BarView(Console(file=stream, force_terminal=True, width=160, _environ={})))
-    assert "Training" in text and "3/40" in text and "checks 15, failed 0" in text
+    assert "Training" in text and "3/40" in text and says(text, "report/checks-15-failed-0")
     assert "[bold]as it is[/bold]" in text
 
 
@@ -170,19 +171,18 @@ def test_a_failure_a_change_and_a_restart_are_one_line_each() -> None:
     hang = failure_fields(seen="hang", silent_s=312.4, limit_s=300.0, activity="wait", stacks="stacks-1.txt")
     lines = said(("failure", hang), ("change", change_fields()), ("restart", restart_fields(attempt=0)))
     assert lines == [
-        "The training process was silent for 312 s, of 300 allowed, in the phase step (wait), after step 12, and was "
-        "ended; where it stood is in stacks-1.txt",
-        "Changed because of: hang: copies are made by shaders instead of the copy engines (no number changes)",
-        "Restart 1: going on from step 10; 1 of 10 restarts are spent",
+        worded("report/the-training-process-was-silent-for-312"),
+        worded("report/changed-because-of-hang-copies-are-made"),
+        worded("report/restart-1-going-on-from-step-10"),
     ]
     (line,) = said(("failure", failure_fields(what="It ended without a word.\nThe end of its log:\n    words")))
-    assert line == "The training process failed in the phase step, after step 12: It ended without a word."
+    assert line == worded("report/the-training-process-failed-in-the-phase")
     (stuck,) = said(("failure", failure_fields(code="worker-unkillable", silent_s=9.0)))
-    assert "could not be ended" in stuck and "was ended" not in stuck and "was ended" in lines[0]
+    assert says(stuck, "report/could-not-be-ended") and "was ended" not in stuck and "was ended" in lines[0]
     (other,) = said(("restart", restart_fields(attempt=2)))
-    assert "other noise (attempt 2)" in other
+    assert says(other, "report/other-noise-attempt-2")
     (rounding,) = said(("change", change_fields(effect="rounding", seen="remembered")))
-    assert rounding.startswith("Changed because of an earlier run on this machine: ") and "rounded" in rounding
+    assert says(rounding, "report/changed-because-of-an-earlier-run-on") and "rounded" in rounding
 
 
 def test_measures_of_steps_are_shown_smoothed() -> None:

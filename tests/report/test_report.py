@@ -33,6 +33,7 @@ from tests.supervisor.fake_run import (
     write_whole_run,
 )
 from tests.telemetry.trees import read_as
+from tests.wording import mentions, saying, says, says_if, worded
 
 VOID = {"meta", "img", "line", "circle", "polyline", "br"}
 
@@ -81,15 +82,15 @@ def test_a_whole_run(run_dir: RunDir) -> None:
     write_whole_run(run_dir)
     html, checker = checked(write_report(run_dir))
     assert checker.headings == [
-        "Files and how to use them",
+        worded("report/files-and-how-to-use-them"),
         "Has it learned the concept?",
-        "Before and after",
+        worded("report/before-and-after"),
         "Curves",
-        "Steps that stand out",
-        "Previews over time",
+        worded("report/steps-that-stand-out"),
+        worded("report/previews-over-time"),
         "Guard",
         "Cache",
-        "Exports, loaded back",
+        worded("report/exports-loaded-back"),
         "Data",
         "Timings",
         "Recipe",
@@ -115,7 +116,7 @@ def test_a_program_that_cannot_read_the_file_is_not_recommended(
         file.write(json.dumps({"time": 9e9, "session": 1, **event, "cannot_read": cannot_read}) + "\n")
     html, _ = checked(write_report(run_dir))
     assert ("load_lora_weights" in html) is in_diffusers
-    assert ("not, or not exactly, by diffusers" in html) is not in_diffusers
+    assert says_if(not in_diffusers, html, "report/not-or-not-exactly-by-diffusers")
 
 
 def test_what_an_optimizer_tells_of_itself_is_drawn(run_dir: RunDir) -> None:
@@ -191,7 +192,7 @@ def test_damaged_parts(run_dir: RunDir) -> None:
     with run_dir.events().open("ab") as file:
         file.write(b'{"type": "step", "upda')
     html, _ = checked(write_report(run_dir))
-    assert "Finished: 40 steps" in html and "result.json cannot be read" in html and html.count("<img") == 9
+    assert "Finished: 40 steps" in html and says(html, "report/result-json-cannot-be-read") and html.count("<img") == 9
 
 
 @pytest.mark.timeout(20)
@@ -213,9 +214,9 @@ def test_a_recipe_that_is_no_plain_file_is_neither_waited_for_nor_read_without_e
         except OSError:
             pytest.skip("no links may be made here")
     _, checker = checked(write_report(run_dir))
-    assert ("Recipe" in checker.headings) == (
-        kind == "link to a plain file"
-    ) and "Exports, loaded back" in checker.headings
+    assert ("Recipe" in checker.headings) == (kind == worded("report/link-to-a-plain-file")) and says(
+        checker.headings, "report/exports-loaded-back"
+    )
 
 
 def test_a_report_is_not_replaced_by_one_without_events(run_dir: RunDir) -> None:
@@ -223,7 +224,7 @@ def test_a_report_is_not_replaced_by_one_without_events(run_dir: RunDir) -> None
     before = write_report(run_dir).read_bytes()
     whole = run_dir.events().read_bytes()
     run_dir.events().write_bytes(b"garbage\n")
-    with pytest.raises(StorageError, match="gone or damaged"):
+    with pytest.raises(StorageError, check=saying("report/gone-or-damaged")):
         write_report(run_dir)
     assert run_dir.report.read_bytes() == before
     run_dir.events().write_bytes(whole)
@@ -239,7 +240,7 @@ def test_an_error_is_the_headline(run_dir: RunDir) -> None:
     writer.write(event("error", code="c", what="The disk is full.", where="/x", fix="Free it.", exit_code=3))
     writer.close()
     html, checker = checked(write_report(run_dir))
-    assert "Ended at step 1 of 40: The disk is full." in html and "Free it." in html
+    assert says(html, "report/ended-at-step-1-of-40-the") and "Free it." in html
     assert html.count("<svg") == 1  # the loss was never finite: no plot of it
 
 
@@ -264,7 +265,7 @@ def test_a_canary_that_failed_is_told(run_dir: RunDir) -> None:
     writer.write(event("canary", updates=9, passed=False, checks=["sums"], detail="sums: <3> is wrong", seconds=0.01))
     writer.close()
     html, _ = checked(write_report(run_dir))
-    assert "looked at 2 times, 1 of them with a failure: after step 9: sums: &lt;3&gt; is wrong" in html
+    assert says(html, "report/looked-at-2-times-1-of-them")
 
 
 def test_guard_counts_add_up_over_sessions(run_dir: RunDir) -> None:
@@ -274,8 +275,8 @@ def test_guard_counts_add_up_over_sessions(run_dir: RunDir) -> None:
         writer.write(event("step", **step_fields(session, transfer_checks=checks, transfer_failures=failures)))
         writer.close()
     html, _ = checked(write_report(run_dir))
-    assert "14 transfers were checked, 1 failed and were sent again." in html
-    assert "Started 2 times." in html
+    assert says(html, "report/14-transfers-were-checked-1-failed-and")
+    assert says(html, "report/started-2-times")
 
 
 def failures(run_dir: RunDir, effect: str = "exact", attempt: int = 0) -> None:
@@ -315,9 +316,9 @@ def test_restarts_and_changes_are_told_with_the_promise_that_holds(
 ) -> None:
     failures(run_dir, effect, attempt)
     html, checker = checked(write_report(run_dir))
-    assert "Restarts and changes" in checker.headings
+    assert says(checker.headings, "report/restarts-and-changes")
     assert words in html and not [other for other in others if other in html]
-    assert "was started again once" in html and "&lt;ring&gt; gfx_0.0.0 timeout &amp; reset" in html
+    assert says(html, "report/was-started-again-once") and "&lt;ring&gt; gfx_0.0.0 timeout &amp; reset" in html
     assert "after step 12: Killed.</td>" in html and "&lt;i&gt;last&lt;/i&gt; words</pre>" in html
     assert "&lt;b&gt;stacks&lt;/b&gt;-1.txt" in html and "&lt;i&gt;again&lt;/i&gt;" in html
     rows = re.findall("<td>(failure|change|restart)</td>", html)
@@ -329,7 +330,7 @@ def test_each_event_file_is_told_without_the_other(run_dir: RunDir, missing: str
     failures(run_dir)
     (run_dir.path / missing).unlink()
     html, checker = checked(write_report(run_dir))
-    assert "Restarts and changes" in checker.headings
+    assert says(checker.headings, "report/restarts-and-changes")
     assert ("again</i>" in html.replace("&lt;", "<").replace("&gt;", ">")) is (missing != "events.jsonl")
 
 
@@ -344,13 +345,13 @@ def test_restarts_alone_change_nothing(run_dir: RunDir) -> None:
 def test_a_run_without_trouble_has_no_such_part(run_dir: RunDir) -> None:
     write_whole_run(run_dir)
     _, checker = checked(write_report(run_dir))
-    assert "Restarts and changes" not in checker.headings
+    assert not mentions(checker.headings, "report/restarts-and-changes")
 
 
 def test_a_hang_without_a_last_word_is_the_headline(run_dir: RunDir) -> None:
     failures(run_dir)
     html, _ = checked(write_report(run_dir))
-    assert "Ended at step 0 of ?: The training process was silent for 312 s" in html
+    assert says(html, "report/ended-at-step-0-of-the-training")
     time.sleep(0.005)  # events have milliseconds
     writer = EventWriter(run_dir.events(), session=2)
     writer.write(event("start", **start_fields(resumed_from=2)))
@@ -363,7 +364,7 @@ def test_an_error_that_was_got_over_is_no_headline(run_dir: RunDir) -> None:
     writer = EventWriter(run_dir.events(), session=1)
     writer.write(event("start", **start_fields()))
     writer.write(event("error", code="c", what="The copies failed.", where="", fix="", exit_code=3))
-    assert "Ended at step 0 of ?: The copies failed." in checked(write_report(run_dir))[0]
+    assert says(checked(write_report(run_dir))[0], "report/ended-at-step-0-of-the-copies")
     writer.write(event("start", **start_fields(resumed_from=2)))
     writer.close()
     html, _ = checked(write_report(run_dir))
@@ -387,7 +388,7 @@ def test_memory_that_spilled_is_told(run_dir: RunDir) -> None:
         writer.write(event("step", **step_fields(updates, step_s=0.2 if updates < 30 else 0.9, memory_bytes=2**34)))
     writer.close()
     html, _ = checked(write_report(run_dir))
-    assert "times slower" in html and "memory is full" in html
+    assert "times slower" in html and says(html, "report/memory-is-full")
     write_json(run_dir.environment, {"machine": facts_of("linux-rx7900xtx").to_json()})
     assert "times slower" not in checked(write_report(run_dir))[0]
 
@@ -429,7 +430,7 @@ def test_previews_that_are_not_shown_are_counted(run_dir: RunDir) -> None:
     for number in range(12):
         (folder / f"{number:02d}.txt").write_text(f"answer {number}", encoding="utf-8")
     html, _ = checked(write_report(run_dir))
-    assert "8 of 12 prompts" in html and "answer 7" in html and "answer 8" not in html
+    assert says(html, "report/8-of-12-prompts") and "answer 7" in html and "answer 8" not in html
     run_dir.report.unlink()
     for number in range(8, 12):
         (folder / f"{number:02d}.txt").unlink()
@@ -438,7 +439,7 @@ def test_previews_that_are_not_shown_are_counted(run_dir: RunDir) -> None:
     for updates in range(20):
         run_dir.samples_at(updates).mkdir(parents=True, exist_ok=True)
         (run_dir.samples_at(updates) / "00.txt").write_text("a", encoding="utf-8")
-    assert "12 of 20 rounds" in checked(write_report(run_dir))[0]
+    assert says(checked(write_report(run_dir))[0], "report/12-of-20-rounds")
 
 
 def test_a_run_of_a_language_model_says_how_its_files_are_used(run_dir: RunDir) -> None:
@@ -519,4 +520,4 @@ def test_a_link_out_of_the_run_is_not_read(run_dir: RunDir, tmp_path: Path, what
         (folder / "00.txt").symlink_to(run_dir.path / "kept.txt")
     text, _ = checked(write_report(run_dir))
     assert ("my secret word" in text) is (what == "inside")
-    assert ("outside of the run" in text) is (what in ("text", "folder", "recipe"))
+    assert says_if(what in ("text", "folder", "recipe"), text, "report/outside-of-the-run")

@@ -39,6 +39,7 @@ from lora_rocm.rules.this_machine import situation_here
 from tests.families.toy_families import TOYS
 from tests.hardware.situations import facts_of, situation, with_torch
 from tests.rules.test_environment import recipe
+from tests.wording import mentions, says
 
 XTX = "linux-rx7900xtx"
 MACHINE, OF_SIZE = "sdma-off", "micro-batch-halved"
@@ -313,12 +314,12 @@ def test_a_damaged_file_is_forgotten_with_a_word_and_begun_anew(content: bytes, 
     made = situation_here(of_size())
     assert made.changes == () and made.remembered == Remembered(damaged=True)
     (notice,) = notices(made)
-    assert "cannot be read" in notice and mitigation_store.FORGET in notice
+    assert says(notice, "rules/cannot-be-read") and mitigation_store.FORGET in notice
     said: list[str] = []
     keep(made, [MACHINE], "hang", said.append)
     assert len(said) == 1 and str(path) in said[0]
-    assert situation_here(of_size()).changes == (MACHINE,) and "cannot be read" not in str(
-        notices(situation_here(of_size()))
+    assert situation_here(of_size()).changes == (MACHINE,) and not mentions(
+        str(notices(situation_here(of_size()))), "rules/cannot-be-read"
     )
 
 
@@ -335,7 +336,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_is_no_error(start: Situatio
     blocked.write_text("", encoding="utf-8")
     said: list[str] = []
     keep(replace(start, app_dir=str(blocked)), [MACHINE], "hang", said.append)
-    assert len(said) == 1 and str(blocked) in said[0] and "learn this again" in said[0]
+    assert len(said) == 1 and str(blocked) in said[0] and says(said[0], "rules/learn-this-again")
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(start: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +349,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(start: Situation, m
     monkeypatch.setattr(os, "fsync", full)
     keep(start, ["hipblaslt-off"], "hang", said.append)
     assert file_of(start).read_bytes() == before and os.listdir(file_of(start).parent) == [file_of(start).name]
-    assert "The disk is full" in said[0]
+    assert says(said[0], "rules/the-disk-is-full")
 
 
 def test_without_somebody_to_tell_it_goes_to_standard_error(
@@ -438,7 +439,7 @@ def test_tiles_for_previews_that_do_not_fit_are_for_previews_of_that_size_only(s
     assert again.preview_tiling and not again.image_tiling
     assert plan(situation_here(of_size())).settings == plan(start).settings
     assert plan(situation_here(changed(large, "lora.rank", 8))).settings.preview_tiling, "nothing that previews take"
-    assert "4096 x 1024 px" in notices(situation_here(large))[0]
+    assert says(notices(situation_here(large))[0], "rules/4096-x-1024-px")
 
 
 def test_tiles_for_training_images_are_for_runs_of_that_size_whatever_their_previews(start: Situation) -> None:

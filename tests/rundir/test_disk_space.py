@@ -9,6 +9,7 @@ import pytest
 
 from lora_rocm.errors import StorageError
 from lora_rocm.rundir.disk_space import RESERVE_BYTES, free_bytes, require, shortage
+from tests.wording import says
 
 
 def test_free_bytes_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
@@ -36,4 +37,4 @@ def test_what_does_not_fit_is_refused_with_figures(tmp_path: Path) -> None:
     error = caught.value
     assert error.code == "disk-low" and error.where == str(tmp_path) and error.fix == "Free some."
     assert "2.0 KiB needed, 1.0 MiB free" in error.what
-    assert "two files need about 4.0 KiB, and 1.0 MiB are free" in shortage(tmp_path, 4096, "two files", free)
+    assert says(shortage(tmp_path, 4096, "two files", free), "rundir/two-files-need-about-4-0-kib")

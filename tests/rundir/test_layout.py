@@ -7,6 +7,7 @@ import pytest
 
 from lora_rocm.errors import ResumeError, StorageError
 from lora_rocm.rundir.layout import RunDir
+from tests.wording import saying
 
 
 def test_checkpoints_and_samples_are_listed_in_order(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_each_rank_removes_what_it_left_of_its_recipe_and_nobody_else_does(tmp_p
 
 def test_a_probe_leaves_nothing_and_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = RunDir(tmp_path / "run").create()
-    with pytest.raises(StorageError, match="not there any more"):
+    with pytest.raises(StorageError, check=saying("rundir/not-there-any-more")):
         run_dir.require()
     run_dir.recipe.touch()
     run_dir.require()
@@ -72,7 +73,7 @@ def test_a_probe_leaves_nothing_and_says_what_is_wrong(tmp_path: Path, monkeypat
     assert os.listdir(run_dir.path) == ["recipe.yaml"]
     run_dir.path.rename(tmp_path / "away")
     for look in (run_dir.probe, run_dir.require):
-        with pytest.raises(StorageError, match="not there any more") as caught:
+        with pytest.raises(StorageError) as caught:
             look()
         assert caught.value.code == "storage-gone" and caught.value.exit_code == 3
     assert os.listdir(tmp_path) == ["away"]
@@ -172,7 +173,7 @@ def test_links_where_a_run_writes_in_place_are_refused_and_named(tmp_path: Path,
         run_dir.require_own()
     assert caught.value.code == "link-refused" and str(run_dir.path / name) in caught.value.where
     if name in ("checkpoints", "samples", "tensorboard", "peft"):  # looked at before each write, too
-        with pytest.raises(StorageError, match="A link lies"):
+        with pytest.raises(StorageError, check=saying("rundir/a-link-lies")):
             run_dir.require()
     assert not (tmp_path / "elsewhere").exists()
 

@@ -26,6 +26,7 @@ from lora_rocm.rundir.recipe_file import accept
 from lora_rocm.rundir.results import FORMS, LORA_FORMS, result_files
 from lora_rocm.train.checkpoint import Checkpoint
 from tests.supervisor.fake_run import safetensors_bytes, write_checkpoint, write_whole_run
+from tests.wording import says, says_if
 
 
 @pytest.fixture
@@ -76,7 +77,9 @@ def test_a_file_of_an_earlier_step_is_no_result(run_dir: RunDir, form: str) -> N
     assert told(run_dir, path) == [True] * 3
     (stale,) = stale_exports(run_dir).values()
     assert f"lora-rocm export {run_dir.path} --format {form}" in stale.sentence
-    assert ("remove the folder" in stale.sentence) == (form == "merged"), "an export into a full folder is refused"
+    assert says_if(form == "merged", stale.sentence, "rundir/remove-the-folder"), (
+        "an export into a full folder is refused"
+    )
     record_export(run_dir, form, Made(40))
     assert told(run_dir, path) == [False] * 3, "the control"
     assert str(path) in status_text(status(run_dir)) and str(path) in _shown(run_dir)
@@ -92,7 +95,7 @@ def test_it_is_known_while_the_run_goes_on_and_after_its_end(run_dir: RunDir, fo
     accept(run_dir)
     assert not run_dir.result.exists() and stale_exports(run_dir)[form].made.updates == 40  # type: ignore[union-attr]
     write_json(run_dir.result, {"updates": 60, "exports": []})
-    assert "made at step 40, the run is at 60" in status_text(status(run_dir))
+    assert says(status_text(status(run_dir)), "rundir/made-at-step-40-the-run-is")
     kept = {"updates": 60, "exports": [{"format": "kohya", "path": "lora.safetensors"}]}
     write_json(run_dir.result, kept)
     assert ("kohya" in stale_exports(run_dir)) is False, "the end wrote it again"
@@ -147,7 +150,7 @@ def test_a_lora_of_an_earlier_step_is_not_drawn_with(run_dir: RunDir) -> None:
 def test_a_record_that_this_program_did_not_write_says_nothing(run_dir: RunDir, content: str) -> None:
     path = put(run_dir, "merged")
     run_dir.exports.write_text(content, encoding="utf-8")
-    assert "step that is not known" in stale_exports(run_dir)["merged"].reason
+    assert says(stale_exports(run_dir)["merged"].reason, "rundir/step-that-is-not-known")
     assert path in result_files(run_dir) and "not known" in status_text(status(run_dir))
 
 

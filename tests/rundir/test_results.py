@@ -13,6 +13,7 @@ from lora_rocm.rundir import results
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import Made, record_export
 from lora_rocm.rundir.results import FileDigest
+from tests.wording import says, worded
 
 FORMS = ("kohya", "peft")
 
@@ -44,8 +45,8 @@ def test_what_is_gone_or_changed_is_named(tmp_path: Path) -> None:
     run_dir.lora.write_bytes(b"lora.safetensorS")  # as long as before
     (run_dir.peft_dir / "unet" / "adapter_model.safetensors").unlink()
     wrong = results.wrong_exports(run_dir, FORMS)
-    assert "lora.safetensors is not what was written" in wrong["kohya"]
-    assert wrong["peft"] == "peft/unet/adapter_model.safetensors is not there."
+    assert says(wrong["kohya"], "rundir/lora-safetensors-is-not-what-was-written")
+    assert wrong["peft"] == worded("rundir/peft-unet-adapter-model-safetensors-is-not")
     assert results.wrong_exports(run_dir, ()) == {}  # only what is asked for
 
 

@@ -23,6 +23,7 @@ from lora_rocm.rundir.events import EventReader, EventWriter, current_steps
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_view import RunView
 from tests.supervisor.fake_run import data_fields, event, save_recipe, start_fields, step_fields, write_whole_run
+from tests.wording import says
 
 
 @pytest.fixture(autouse=True)
@@ -226,7 +227,7 @@ def test_what_is_not_known_here_is_counted_and_said(tmp_path: Path) -> None:
         assert aside.kinds == {"dream": 1} and aside.fields == {"step.depth": 2} and aside.lines == 6
         assert view.updates == 2 and len(view.steps) == 2
         said = " ".join(view.remarks)
-        assert "dream, step.depth" in said and "6 lines cannot be read" in said
+        assert "dream, step.depth" in said and says(said, "rundir/6-lines-cannot-be-read")
 
 
 def test_a_torn_line_is_no_remark(tmp_path: Path) -> None:

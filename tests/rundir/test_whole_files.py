@@ -14,6 +14,7 @@ from lora_rocm.rundir import whole_files
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import newest_lora
 from tests.supervisor.fake_run import safetensors_bytes, write_whole_run
+from tests.wording import saying, says, worded
 
 WHOLE = safetensors_bytes(100)
 
@@ -32,7 +33,7 @@ def test_the_newest_lora_is_the_result_only_of_a_finished_run(run_dir: RunDir) -
     run_dir.checkpoint_lora(40).unlink()
     assert newest_lora(run_dir) == run_dir.lora, "of what it was before"
     run_dir.lora.unlink()
-    with pytest.raises(AdapterError, match="not written a LoRA file yet"):
+    with pytest.raises(AdapterError, check=saying("rundir/not-written-a-lora-file-yet")):
         newest_lora(run_dir)
 
 
@@ -45,17 +46,19 @@ def fix_of(run_dir: RunDir, path: Path) -> str:
 
 
 def test_a_damaged_result_is_exported_again(run_dir: RunDir) -> None:
-    assert fix_of(run_dir, run_dir.lora) == f"lora-rocm export {run_dir.path} --format kohya writes it again."
+    assert fix_of(run_dir, run_dir.lora) == worded(
+        "rundir/lora-rocm-export-path-format-kohya-writes", path=run_dir.path
+    )
     write_json(run_dir.result, {"updates": 41})
-    assert "--output FILE writes the LoRA of step 40 elsewhere" in fix_of(run_dir, run_dir.lora), "export would refuse"
+    assert says(fix_of(run_dir, run_dir.lora), "rundir/output-file-writes-the-lora-of-step"), "export would refuse"
     (run_dir.checkpoint(40) / "state.json").unlink()
-    assert "No whole checkpoint is left" in fix_of(run_dir, run_dir.lora)
+    assert says(fix_of(run_dir, run_dir.lora), "rundir/no-whole-checkpoint-is-left")
 
 
 def test_a_damaged_lora_of_a_checkpoint_is_exported_to_its_place(run_dir: RunDir) -> None:
     run_dir.result.unlink()
     lora = run_dir.checkpoint_lora(40)
-    assert f"--format kohya --output {lora} writes it again" in fix_of(run_dir, lora)
+    assert says(fix_of(run_dir, lora), "rundir/format-kohya-output-lora-writes-it-again", lora=lora)
 
 
 def test_a_peft_folder_is_damaged_with_any_of_its_files(run_dir: RunDir) -> None:

@@ -19,6 +19,7 @@ from lora_rocm.rundir.layout import RunDir
 from tests.event_lines import read_events
 from tests.hardware.situations import situation
 from tests.supervisor.fake_run import RECIPE
+from tests.wording import saying
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711"}
@@ -112,9 +113,9 @@ def test_a_run_that_is_complete_is_so_for_all(here: pytest.MonkeyPatch) -> None:
 
 def test_what_torchrun_has_to_be_told(here: pytest.MonkeyPatch) -> None:
     torchrun(here, 0)
-    with pytest.raises(UserError, match="torchrun has started 2"):
+    with pytest.raises(UserError, check=saying("supervisor/torchrun-has-started-2")):
         train(gpus=2)
-    with pytest.raises(UserError, match="one run directory"):
+    with pytest.raises(UserError, check=saying("supervisor/one-run-directory")):
         launch.train("recipe.yaml", resume="latest")
     on(here, "linux-rx7900xtx")
     with pytest.raises(UserError, match="asks for 2 GPUs"):

@@ -35,6 +35,7 @@ from lora_rocm.supervisor.restart_policy import (
 )
 from tests.hardware.situations import situation
 from tests.supervisor.fake_run import change_fields, heard, restart_fields, start_fields
+from tests.wording import says
 
 AMD, WINDOWS, CPU = "linux-rx7900xtx", "windows-rx9070xt", "cpu-only"
 SLOW_GPU = "[gfxhub0] ring gfx_0.0.0 timeout, signaled seq=1"
@@ -328,7 +329,7 @@ def test_a_failure_is_an_event() -> None:
 
 def test_a_hang_says_how_to_allow_more() -> None:
     said = str(hung_error(Hung("cache", "cache", 31.0, 30.0, "cache"), "phase cache"))
-    assert "silent for 31 s in the phase cache" in said and "--set timeouts.cache=60" in said
+    assert says(said, "supervisor/silent-for-31-s-in-the-phase") and "--set timeouts.cache=60" in said
 
 
 def test_changes_and_attempts_are_read_from_what_was_told() -> None:
@@ -354,8 +355,8 @@ def test_the_account_says_what_failed_how_often_and_what_was_tried() -> None:
     for seen in ("hang", "died", "hang"):
         past = past.with_failure(failure(seen), False, 0)  # type: ignore[arg-type]
     said = account(past, "No more.", ("sdma-off", "sdma-off"))
-    assert "2 times: hung (phase step, after step 7)" in said and "once: ended without a word" in said
+    assert "2 times: hung (phase step, after step 7)" in said and says(said, "supervisor/once-ended-without-a-word")
     assert said.count("copies are made by shaders") == 1
     error = gave_up(past, "No more.", (), "runs/x", "lora-rocm train r.yaml --resume latest")
-    assert error.exit_code == 4 and "changed on the way: nothing" in error.what
+    assert error.exit_code == 4 and says(error.what, "supervisor/changed-on-the-way-nothing")
     assert "doctor" in error.fix and "--resume latest" in error.fix and "Do so." not in error.fix

@@ -15,6 +15,7 @@ from lora_rocm.rundir import recipe_file, result_file
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import resume
 from tests.supervisor.fake_run import RECIPE
+from tests.wording import saying
 
 
 @pytest.fixture
@@ -242,7 +243,7 @@ def test_a_result_is_not_read_beyond_what_it_can_be(
 def test_a_damaged_saved_recipe_is_said(loaded: LoadedRecipe, tmp_path: Path) -> None:
     run_dir = trained(made(loaded, tmp_path / "run"))
     run_dir.recipe.write_bytes(b"\xff\xff")
-    with pytest.raises(ResumeError, match="cannot be read"):
+    with pytest.raises(ResumeError, check=saying("supervisor/cannot-be-read")):
         again(loaded, run_dir)
     assert run_dir.recipe.read_bytes() == b"\xff\xff"
 

@@ -28,6 +28,7 @@ from lora_rocm.supervisor import selftest_runner
 from lora_rocm.supervisor.selftest_runner import child_command, ensure, run_checks, self_test, store
 from tests.golden import HOSTS
 from tests.supervisor.faulty_selftest import NAMES
+from tests.wording import saying, says, worded
 
 ROOT = HOSTS.parents[1]
 FAULTY = Path(__file__).with_name("faulty_selftest.py")
@@ -81,7 +82,7 @@ def test_wrong_answers_are_results(tmp_path: Path) -> None:
     assert found["gemm.square-fp16-NN"].status == "failed" and "7 of 9" in found["gemm.square-fp16-NN"].detail
     assert [result.name for result in found.values() if not result.ok] == ["gemm.square-fp16-NN"]
     assert len(faulty.starts) == 1
-    assert "  gemm.square-fp16-NN: failed: 7 of 9 numbers are wrong" in faulty.said
+    assert says(faulty.said, "supervisor/gemm-square-fp16-nn-failed-7-of")
     assert "  gemm: 4 passed, 1 failed" in faulty.said
 
 
@@ -112,8 +113,12 @@ def test_a_hang_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     found = faulty.run()
     assert time.monotonic() - started < 120
     assert found["attention.flash.bf16-d64"].status == found["training.lora-bf16"].status == "timeout"
-    assert found["attention.flash.bf16-d64"].detail == "no answer within 2 s"  # not the first of its group
-    assert found["training.lora-bf16"].detail == "no answer within 3 s"  # kernels may have had to be compiled
+    assert found["attention.flash.bf16-d64"].detail == worded(
+        "supervisor/no-answer-within-2-s"
+    )  # not the first of its group
+    assert found["training.lora-bf16"].detail == worded(
+        "supervisor/no-answer-within-3-s"
+    )  # kernels may have had to be compiled
     assert found["training.lora-fp16"].status == "passed" and len(faulty.starts) == 3
     assert not [process for process in psutil.Process().children() if FAULTY.name in " ".join(process.cmdline())]
 
@@ -123,7 +128,7 @@ def test_a_family_that_crashes_again_and_again_is_left_out(tmp_path: Path) -> No
     found = faulty.run()
     statuses = [found[name].status for name in NAMES if name.startswith("conv.miopen")]
     assert statuses == ["crashed", "crashed", "crashed", "skipped"]
-    assert "left out: 3 checks" in found["conv.miopen.1x1-bf16"].detail
+    assert says(found["conv.miopen.1x1-bf16"].detail, "supervisor/left-out-3-checks")
     assert found["conv.native.3x3-bf16"].status == "passed"  # another library: it still gets its turn
     assert len(faulty.starts) == 4
 
@@ -131,7 +136,7 @@ def test_a_family_that_crashes_again_and_again_is_left_out(tmp_path: Path) -> No
 def test_too_many_crashes_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest_runner, "MAX_STARTS", 2)
     faulty = Child(tmp_path, {"copies.pageable.4KiB": "exit", "gemm.square-fp32-NN": "exit"})
-    with pytest.raises(MachineError, match="2 processes in a row") as caught:
+    with pytest.raises(MachineError, check=saying("supervisor/2-processes-in-a-row")) as caught:
         faulty.run()
     assert caught.value.where == "copies.pageable.4KiB, gemm.square-fp32-NN"
 
@@ -140,7 +145,7 @@ def test_a_child_that_never_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(WorkerDiedError, match="amdhip64_7.dll"):
         Child(tmp_path, {"start": "die"}).run()
     monkeypatch.setattr(selftest_runner, "START_TIMEOUT_S", 1.0)
-    with pytest.raises(MachineError, match="did not start within 1 s"):
+    with pytest.raises(MachineError, check=saying("supervisor/did-not-start-within-1-s")):
         Child(tmp_path, {"start": "hang"}).run()
 
 
@@ -203,7 +208,7 @@ def test_where_safe_fails_fast_is_not_tried(tmp_path: Path) -> None:
     faulty = Child(tmp_path, {"gemm.lora-bf16-TN": "wrong"})
     verdict = verdict_of(machine("linux-rx9070xt", tmp_path), faulty)
     assert verdict.fast == () and not verdict.clears_fast and len(faulty.starts) == 1
-    assert "Training avoids what failed" in faulty.said[-1]
+    assert says(faulty.said[-1], "supervisor/training-avoids-what-failed")
 
 
 def test_an_instinct_has_nothing_to_leave_out(tmp_path: Path) -> None:
@@ -256,11 +261,11 @@ def test_a_verdict_that_cannot_be_kept_is_used_all_the_same(tmp_path: Path) -> N
     (tmp_path / "own").write_text("a file", encoding="utf-8")
     faulty = Child(tmp_path, {})
     assert verdict_of(machine("linux-mi300x", tmp_path), faulty).passed("gemm")
-    assert any("could not be kept" in line for line in faulty.said)
+    assert says(faulty.said, "supervisor/could-not-be-kept")
 
 
 def test_no_gpu_to_test(tmp_path: Path) -> None:
-    with pytest.raises(MachineError, match="no GPU here"):
+    with pytest.raises(MachineError, check=saying("supervisor/no-gpu-here")):
         verdict_of(machine("cpu-only", tmp_path), Child(tmp_path, {}))
 
 
@@ -279,7 +284,7 @@ def test_a_new_amd_gpu_is_tested_once(tmp_path: Path, faulty: Child) -> None:
     situation = machine("linux-mi300x", tmp_path)
     after = ensure(situation, make_recipe(), faulty.said.append)
     assert after.verdict is not None and after.verdict.passed("gemm") and len(faulty.starts) == 1
-    assert faulty.said[0].startswith("Testing this GPU once")
+    assert says(faulty.said[0], "supervisor/testing-this-gpu-once")
     assert ensure(after, make_recipe(), faulty.said.append) is after and len(faulty.starts) == 1
 
 
@@ -307,7 +312,7 @@ def test_a_gpu_that_copies_nothing_right_is_refused_and_asked_again(tmp_path: Pa
     stack = stack_of(situation.facts, situation.selection)
     assert stack is not None
     store(tmp_path / "own", Verdict(stack, ()))  # of a better day
-    with pytest.raises(MachineError, match="no way of copying") as caught:
+    with pytest.raises(MachineError, check=saying("supervisor/no-way-of-copying")) as caught:
         ensure(situation, make_recipe(), faulty.said.append)
     assert caught.value.exit_code == 3 and "lora-rocm doctor" in caught.value.fix
     assert "copies.pageable.4KiB: failed: 7 of 9" in caught.value.where
@@ -322,7 +327,7 @@ def test_a_gpu_that_torch_does_not_see(tmp_path: Path, faulty: Child, monkeypatc
         "__defaults__",
         (lambda arguments: [sys.executable, "-c", f"print('''{json.dumps(event)}'''); raise SystemExit(3)"],),
     )
-    with pytest.raises(MachineError, match="does not see the .*MI300X") as caught:
+    with pytest.raises(MachineError, check=saying("supervisor/does-not-see-the", "supervisor/mi300x")) as caught:
         ensure(machine("linux-mi300x", tmp_path), make_recipe(), faulty.said.append)
     assert caught.value.code == "gpu-not-seen" and "runtime.device=cpu" in caught.value.fix
 

@@ -29,6 +29,7 @@ from lora_rocm.supervisor import supervisor as supervise
 from tests.event_lines import read_events
 from tests.supervisor.fake_run import refused
 from tests.supervisor.supervised import ROOT, supervisor
+from tests.wording import saying, says, worded
 
 SHORT = ("timeouts.first_step=1", "timeouts.step=1")
 WAIT_S = 120.0  # for what comes at once where nothing else runs
@@ -127,7 +128,7 @@ def test_without_a_budget_a_hang_is_an_error(run: Run) -> None:
     with pytest.raises(WorkerHungError) as caught:
         run("start-hang", "timeouts.start=1", "runtime.max_restarts=0")
     assert caught.value.code == "worker-hung" and caught.value.exit_code == 3
-    assert "in the phase start" in str(caught.value) and "timeouts.start=2" in str(caught.value)
+    assert says(str(caught.value), "supervisor/in-the-phase-start") and "timeouts.start=2" in str(caught.value)
     (failure,) = run.written("failure")
     assert failure["stacks"] is None and not run.written("restart")  # it had not come so far
 
@@ -176,7 +177,7 @@ def test_one_that_cannot_be_ended_is_said_so(run: Run, monkeypatch: pytest.Monke
         run("hang", *SHORT)
     said = str(caught.value)
     assert caught.value.code == "worker-unkillable" and f"process {started[0].pid}" in said and "driver" in said
-    assert "Restart the machine" in said and "lora-rocm train r.yaml" in said
+    assert says(said, "supervisor/restart-the-machine") and "lora-rocm train r.yaml" in said
     assert run.written("failure")[0]["code"] == "worker-unkillable" and not run.written("restart")
     kill(started[0].pid)
     started[0]._child.wait()
@@ -194,7 +195,7 @@ def test_a_kill_needs_no_change(run: Run) -> None:
 def test_what_dies_again_and_again_before_its_first_word(run: Run) -> None:
     with pytest.raises(GaveUpError) as caught:
         run("start-die", "runtime.max_restarts=3", machine=AMD)
-    assert caught.value.exit_code == 4 and "3 times: ended without a word (phase start" in str(caught.value)
+    assert caught.value.exit_code == 4 and says(str(caught.value), "supervisor/3-times-ended-without-a-word-phase")
     assert [failure["seen"] for failure in run.written("failure")] == ["died"] * 3
     assert [restart["spent"] for restart in run.written("restart")] == [1, 3]
     assert [start["environ"].get("HSA_ENABLE_SDMA") for start in run.started()] == [None, None, "0"]
@@ -237,8 +238,8 @@ def test_between_starts_that_come_no_further_there_is_a_pause(run: Run) -> None:
     waited_s = [after["time"] - before["time"] for before, after in zip(restarts, starts[1:], strict=True)]
     assert waited_s[1] >= 0.5 and waited_s[2] >= 1.0
     assert [text for text in run.said if "next start" in text] == [
-        "The next start comes in 0.5 s.",
-        "The next start comes in 1 s.",
+        worded("supervisor/the-next-start-comes-in-0-5"),
+        worded("supervisor/the-next-start-comes-in-1-s"),
     ]
 
 
@@ -251,7 +252,7 @@ def test_a_stop_in_that_pause_is_heard_at_once(run: Run) -> None:
                 run.run_dir.stop.touch()
 
     run.said = Stopping()
-    with pytest.raises(StoppedError, match="before one more start"):
+    with pytest.raises(StoppedError, check=saying("supervisor/before-one-more-start")):
         run("killed", pauses_s=(60.0,))
     assert time.monotonic() - began < 20 and len(run.started()) == 1
 
@@ -296,7 +297,7 @@ def test_always_the_same_failure_is_given_up(run: Run) -> None:
     assert caught.value.exit_code == 4 and len(run.started()) == 3
     said = str(caught.value)
     assert (
-        "3 times: data, weights or state had been altered" in said
+        says(said, "supervisor/3-times-data-weights-or-state-had")
         and "Do so." in said
         and "lora-rocm train r.yaml" in said
     )
@@ -391,7 +392,7 @@ def test_ctrl_c_stops_gracefully(run: Run, started: list[subprocess.Popen[str]])
     parent.send_signal(signal.SIGINT)
     output, _ = parent.communicate(timeout=WAIT_S)
     assert parent.returncode == 130, output
-    assert "Finishing the step and saving" in output and len(run.started()) == 1
+    assert says(output, "supervisor/finishing-the-step-and-saving") and len(run.started()) == 1
 
 
 @posix
@@ -400,7 +401,7 @@ def test_ctrl_c_on_a_worker_that_does_not_hear_it(run: Run, started: list[subpro
     parent.send_signal(signal.SIGINT)
     output, _ = parent.communicate(timeout=WAIT_S)
     assert parent.returncode == 130, output
-    assert "It did not stop within 2 s and was ended. There is no checkpoint yet." in output
+    assert says(output, "supervisor/it-did-not-stop-within-2-s")
     assert len(run.started()) == 1 and not run.written("restart")
 
 
@@ -414,7 +415,7 @@ def test_the_second_ctrl_c_ends_it_at_once(run: Run, started: list[subprocess.Po
         time.sleep(0.02)
     parent.send_signal(signal.SIGINT)
     output, _ = parent.communicate(timeout=WAIT_S)
-    assert parent.returncode == 130 and "Ended at once." in output, output
+    assert parent.returncode == 130 and says(output, "supervisor/ended-at-once"), output
     assert len(run.started()) == 1
 
 
@@ -465,7 +466,7 @@ def test_the_cause_is_not_who_only_missed_another(run: Run) -> None:
     assert made.run() == 0
     (failure,) = run.written("failure")
     assert (failure["code"], failure["seen"]) == ("transfer-failed", "corruption")
-    assert failure["where"] == "rank 0: there"
+    assert failure["where"] == worded("supervisor/rank-0-there")
 
 
 def test_a_silent_rank_is_told_from_those_that_wait_for_it(run: Run) -> None:
@@ -481,7 +482,7 @@ def test_what_any_rank_changed_itself_stays(run: Run) -> None:
     assert run("done", "train.batch_size=4", size=2) == 0
     assert run.supervisor.situation.changes == ("micro-batch-halved",), "also for the next command on this run"
     assert status(run.run_dir)["changes"] == ["micro-batch-halved"] and len(run.of("change")) == 1
-    assert "not its bytes" in write_report(run.run_dir).read_text(encoding="utf-8")
+    assert says(write_report(run.run_dir).read_text(encoding="utf-8"), "supervisor/not-its-bytes")
 
 
 def test_what_all_ranks_changed_themselves_counts_once(run: Run) -> None:

@@ -26,6 +26,7 @@ from tests.event_lines import read_events
 from tests.supervisor.fake_run import event, step_fields
 from tests.supervisor.supervised import supervisor
 from tests.telemetry.trees import XTX, read_as, write_tree
+from tests.wording import says
 
 Event = dict[str, Any]
 CARDS = Cards("sysfs", (XTX,), spills="moved")
@@ -110,7 +111,7 @@ def test_readings_are_told_and_written(run: Run, tmp_path: Path) -> None:
     assert len(job.pids) == 1 and job.pids[0] not in (0, os.getpid())
     assert all(event["type"] != "telemetry" for event in read_events(run.run_dir.events()))
     html = write_report(run.run_dir).read_text(encoding="utf-8")
-    assert "<h2>GPU</h2>" in html and "junction 110 °C" in html and "power limit: 339 W" in html
+    assert "<h2>GPU</h2>" in html and "junction 110 °C" in html and says(html, "supervisor/power-limit-339-w")
     found = status(run.run_dir)
     assert found["telemetry"][0]["gpu"] == XTX and found["alarms"] == []
     assert "junction 84 °C, mem 78 °C, 303 of 339 W, memory 17.0 GiB of 24.0 GiB" in found["telemetry"][0]["text"]

@@ -15,6 +15,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import trackers
 from tests.supervisor.fake_run import event
 from tests.supervisor.wire import step_fields
+from tests.wording import saying, worded
 
 ERROR = event("error", **MachineError("tracker-failed", "wandb gets no more numbers.", fix="Look.").to_event())
 ONE = OutputSection(log_with=("wandb",), log_project="dogs")
@@ -53,11 +54,11 @@ def test_one_that_failed_is_named_once_and_the_events_go_on(run_dir: RunDir, mon
     for _ in range(3):
         on_event(event("step", **step_fields(1)))
     found.__exit__(None, None, None)
-    assert said == ["wandb gets no more numbers. Look."] and heard == ["step"] * 3
+    assert said == [worded("supervisor/wandb-gets-no-more-numbers-look")] and heard == ["step"] * 3
     found, child, _ = started(run_dir, "import sys; sys.exit(5)", monkeypatch, said)  # it dies without a word
     child.wait(60)
     found.__exit__(None, None, None)
-    assert said[1:] == ["wandb ended with exit code 5 and gets no more numbers of this run."]
+    assert said[1:] == [worded("supervisor/wandb-ended-with-exit-code-5-and")]
 
 
 def test_nobody_waits_for_one_that_hangs(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +89,12 @@ def test_a_package_that_is_missing_is_refused_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="(?s)wandb is not installed.*output.log_with: wandb.*-m pip install wandb"):
+    with pytest.raises(
+        UserError,
+        check=saying(
+            "supervisor/wandb-is-not-installed", "supervisor/output-log-with-wandb", "supervisor/m-pip-install-wandb"
+        ),
+    ):
         trackers.require_trackers(ONE)
     trackers.require_trackers(OutputSection())
     monkeypatch.setattr(trackers, "find_spec", lambda name: name)

@@ -24,6 +24,7 @@ from lora_rocm.supervisor import tuning_runner
 from lora_rocm.supervisor.tuning_runner import WAYS, ensure, fastest, ways_of, without
 from tests.golden import HOSTS
 from tests.hardware.situations import situation
+from tests.wording import Worded, mentions, saying, says, worded
 
 CHILD = "tests.supervisor.fake_trials"
 XTX = "linux-rx7900xtx"
@@ -134,15 +135,15 @@ def test_a_named_way_is_confirmed_even_in_profile_safe(start: Start) -> None:
 @pytest.mark.parametrize(
     ("outcome", "words"),
     [
-        ({"problem": "not here: No module named 'aiter'", "seconds": None}, "No module named"),
-        ({"problem": "wrong: gradient of k", "seconds": None}, "gradient of k"),
-        ("crash", "ended the process"),
-        ("hang", "did not end"),
+        ({"problem": "not here: No module named 'aiter'", "seconds": None}, worded("supervisor/no-module-named")),
+        ({"problem": "wrong: gradient of k", "seconds": None}, worded("supervisor/gradient-of-k")),
+        ("crash", worded("supervisor/ended-the-process")),
+        ("hang", worded("supervisor/did-not-end")),
     ],
 )
-def test_a_named_way_that_is_not_there_or_wrong_is_refused(start: Start, outcome: Any, words: str) -> None:
+def test_a_named_way_that_is_not_there_or_wrong_is_refused(start: Start, outcome: Any, words: Worded) -> None:
     start.outcomes = {"aiter": outcome}
-    with pytest.raises(UserError, match=words) as caught:
+    with pytest.raises(UserError, check=saying(words)) as caught:
         start(attention="aiter")
     assert caught.value.where == "runtime.attention: aiter" and "auto" in caught.value.fix
     assert not start.run.tuned.exists()
@@ -150,7 +151,7 @@ def test_a_named_way_that_is_not_there_or_wrong_is_refused(start: Start, outcome
 
 @pytest.mark.parametrize("runtime", [{"device": "cpu"}, {"deterministic": True}, {"compile": "full"}])
 def test_a_named_package_without_a_trial_is_refused(start: Start, runtime: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="needs a GPU"):
+    with pytest.raises(UserError, check=saying("supervisor/needs-a-gpu")):
         start(attention="flash", **runtime)
     assert start(attention="sdpa", **runtime).tuned == Tuned()
 
@@ -165,7 +166,7 @@ def test_processes_of_torchrun_measure_nothing(start: Start, monkeypatch: pytest
 
 def test_nothing_is_trained_if_every_way_is_wrong(start: Start) -> None:
     start.outcomes = {way: {"problem": "wrong: output", "seconds": None} for way in WAYS}
-    with pytest.raises(MachineError, match="No way of attention is right"):
+    with pytest.raises(MachineError, check=saying("supervisor/no-way-of-attention-is-right")):
         start()
 
 
@@ -179,7 +180,7 @@ def test_what_failed_the_self_test_is_not_tried(start: Start) -> None:
     held_out = replace(made, changes=("attention-efficient-off",))
     assert set(WAYS) - set(ways_of(held_out)) == {"sdpa-efficient"}
     start.changes["verdict"] = failed
-    with pytest.raises(UserError, match="failed the self-test"):
+    with pytest.raises(UserError, check=saying("supervisor/failed-the-self-test")):
         start(attention="sdpa")
     start.outcomes["math-groups"] = {"seconds": 0.02}
     assert setting(start()) == "math-groups"
@@ -225,7 +226,7 @@ def test_a_resume_on_another_gpu_or_driver_refuses(start: Start) -> None:
     torch = situation(XTX).facts.torch
     assert torch is not None
     start.changes["facts"] = replace(situation(XTX).facts, torch=replace(torch, version="3.0.0"))
-    with pytest.raises(ResumeError, match="another GPU, driver or software") as caught:
+    with pytest.raises(ResumeError, check=saying("supervisor/another-gpu-driver-or-software")) as caught:
         start()
     assert "torch: " in caught.value.where and "3.0.0 now" in caught.value.where
     assert setting(start(accept_changes=True)) == "sdpa-flash" and start.trials == 2
@@ -273,7 +274,7 @@ def test_a_record_of_another_key_is_refused_whatever_it_holds(start: Start) -> N
     record = json.loads(start.run.tuned.read_text(encoding="utf-8"))
     record["attention"]["key"] = {"stack": "x", "versions": ["y"], "shapes": None}
     start.run.tuned.write_text(json.dumps(record), encoding="utf-8")
-    with pytest.raises(ResumeError, match="measured on another GPU"):
+    with pytest.raises(ResumeError, check=saying("supervisor/measured-on-another-gpu")):
         start()
 
 
@@ -294,14 +295,18 @@ def test_a_gpu_that_is_not_seen_takes_no_record_away(start: Start) -> None:
     start()
     start.checkpoint()
     start.changes["facts"] = situation("cpu-only").facts
-    assert start().tuned == Tuned() and start.run.tuned.exists() and "From here on" not in start.said[-1]
+    assert (
+        start().tuned == Tuned()
+        and start.run.tuned.exists()
+        and not mentions(start.said[-1], "supervisor/from-here-on")
+    )
 
 
 def test_a_resume_that_asks_for_no_choice_goes_on_without(start: Start) -> None:
     start()
     start.checkpoint()
     assert setting(start(profile="safe")) == "auto" and not start.run.tuned.exists()
-    assert "From here on" in start.said[-1]
+    assert says(start.said[-1], "supervisor/from-here-on")
 
 
 def test_choices_are_kept_for_one_key_only(tmp_path: Path) -> None:
@@ -324,5 +329,5 @@ def test_the_key_has_what_gives_the_shapes(start: Start, section: str, key: str)
 
 def test_errors_of_the_trial_reach_the_user(start: Start) -> None:
     start.outcomes = {"sdpa": "error"}
-    with pytest.raises(LoraRocmError, match="The model is gone"):
+    with pytest.raises(LoraRocmError, check=saying("supervisor/the-model-is-gone")):
         start()

@@ -22,10 +22,11 @@ from lora_rocm.errors import (
     storage_error,
 )
 from lora_rocm.processes.process import kill_tree, own_group
-from lora_rocm.rundir.exit_status import describe_exit
+from lora_rocm.rundir.exit_status import describe_exit, died
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.worker import Worker, run_worker, with_fitting_fix, worker_command
 from tests.supervisor.fake_run import save_recipe
+from tests.wording import Worded, saying, says, worded
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120.0  # for what comes at once where nothing else runs
@@ -98,7 +99,7 @@ def test_the_traceback_stays_in_the_log(run_dir: RunDir) -> None:
     with pytest.raises(WorkerDiedError) as caught:
         run(run_dir, "traceback")
     text = str(caught.value)
-    assert "exit code 1" in text and "some words" in text and "ValueError: nobody caught me" in text
+    assert says(text, "supervisor/exit-code-1") and "some words" in text and "ValueError: nobody caught me" in text
     assert "Traceback" not in text and "older" not in text and str(run_dir.worker_log) in text
 
 
@@ -106,10 +107,10 @@ def test_a_log_that_is_a_link_is_not_written(run_dir: RunDir, tmp_path: Path) ->
     """Nor is the file that asks to stop."""
     for name in (run_dir.worker_log, run_dir.stop):
         name.symlink_to(tmp_path / f"elsewhere {name.name}")
-    with pytest.raises(StorageError, match="A link lies") as caught:
+    with pytest.raises(StorageError, check=saying("supervisor/a-link-lies")) as caught:
         Worker(run_dir, {}, ["never started"])
     assert str(run_dir.worker_log) in caught.value.where
-    with pytest.raises(StorageError, match="A link lies"):
+    with pytest.raises(StorageError, check=saying("supervisor/a-link-lies")):
         run_dir.ask_to_stop()
     assert not list(tmp_path.glob("elsewhere*"))
 
@@ -164,7 +165,7 @@ def test_the_first_signal_stops_gracefully(run_dir: RunDir, started: list[Any], 
     parent.send_signal(signum)
     output, _ = parent.communicate(timeout=WAIT_S)
     assert parent.returncode == 130, output
-    assert "Finishing the step and saving" in output and "Traceback" not in output
+    assert says(output, "supervisor/finishing-the-step-and-saving") and "Traceback" not in output
 
 
 @posix
@@ -187,7 +188,7 @@ def test_the_second_signal_kills_the_tree(run_dir: RunDir, started: list[Any]) -
     parent.send_signal(signal.SIGINT)
     output, _ = parent.communicate(timeout=WAIT_S)
     assert parent.returncode == 130, output
-    assert "Ended at once. There is no checkpoint yet." in output
+    assert says(output, "supervisor/ended-at-once-there-is-no-checkpoint")
     assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
 
 
@@ -234,16 +235,17 @@ def test_a_grandchild_without_a_parent_is_found_by_its_group(
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (1, "exit code 1"),
-        (-9, "SIGKILL"),
-        (-250, "signal 250"),
-        (0xC0000005, "0xC0000005 (access violation)"),
-        (-1073741819 & 0xFFFFFFFF, "access violation"),
-        (0xC0001234, "crashed with code 0xC0001234"),
+        (1, worded("supervisor/exit-code-1")),
+        (-9, worded("supervisor/sigkill")),
+        (-250, worded("supervisor/signal-250")),
+        (0xC0000005, worded("supervisor/0xc0000005-access-violation")),
+        (-1073741819 & 0xFFFFFFFF, worded("supervisor/access-violation")),
+        (0xC0001234, worded("supervisor/crashed-with-code-0xc0001234")),
     ],
 )
-def test_describe_exit(code: int, words: str) -> None:
-    assert words in describe_exit(code)
+def test_describe_exit(code: int, words: Worded) -> None:
+    assert says(describe_exit(code), words)
+    assert says(died("It", code, b""), "no_torch/without-saying-why")
 
 
 def test_worker_command(run_dir: RunDir) -> None:
@@ -263,6 +265,6 @@ def test_advice_names_resume_only_where_there_is_a_checkpoint(tmp_path: Path) ->
     advice = "Run the same command with --resume latest. If it comes again, run lora-rocm doctor."
     run_dir = RunDir(tmp_path).create()
     without = with_fitting_fix(MachineError("internal", "It failed.", fix=advice), run_dir)
-    assert "--resume" not in without.fix and without.fix.startswith("Run the same command. If")
+    assert "--resume" not in without.fix and says(without.fix, "supervisor/run-the-same-command-if")
     run_dir.checkpoint(5).mkdir(parents=True)
     assert with_fitting_fix(MachineError("internal", "It failed.", fix=advice), run_dir).fix == advice

@@ -10,6 +10,7 @@ from lora_rocm.rundir.event_types import AlarmEvent
 from lora_rocm.telemetry.alarms import HOT_MARGIN_C, MAX_EACH, STEADY, Alarms
 from lora_rocm.telemetry.reader import reading
 from tests.telemetry.trees import GIB, read_as
+from tests.wording import says
 
 FULL = 15.9 * GIB
 
@@ -81,7 +82,7 @@ def test_what_goes_on_and_off_for_ever_is_not_told_for_ever() -> None:
     alarms, found = trained(""), list[AlarmEvent]()
     for _ in range(3 * MAX_EACH):
         found += told(alarms, slowed_by=["heat"]) + told(alarms)
-    assert len(found) == MAX_EACH and found[-1].text.endswith("not said again.")
+    assert len(found) == MAX_EACH and says(found[-1].text, "telemetry/not-said-again")
 
 
 def test_a_card_that_sleeps_gives_no_warning() -> None:

@@ -23,6 +23,7 @@ from lora_rocm.train.checkpoint import latest_valid, save_checkpoint
 from tests.event_lines import read_events
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 from tests.train.runs import DTYPES, make_recipe, start, write_material
+from tests.wording import says
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 
@@ -162,7 +163,7 @@ def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_with_a_word(
     save_checkpoint(run_dir, found.position, parts, {**old, "base": "of samples", "data": "of samples"})
     start(recipe_of(material), tmp_path / "run", stop_at=2)
     notices = [event["text"] for event in read_events(RunDir(tmp_path / "run").events()) if event["type"] == "notice"]
-    assert any("an earlier version" in text for text in notices)
+    assert says(notices, "train/an-earlier-version")
     newest, _ = latest_valid(RunDir(tmp_path / "run"))
     assert newest is not None and newest.facts["base"] != "of samples" and "unet float32" in newest.facts["base_seals"]
     assert (found.facts["by_length"], newest.facts["by_length"]) == (True, False), "the order stays that of the run"

@@ -32,6 +32,7 @@ from tests.device.broken import CONVOLUTIONS, PRODUCTS, Broken, one_bit, zeros
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 from tests.train.runs import CPU
 from tests.train.test_guard import looks, recipe_of
+from tests.wording import saying, says
 
 IMAGES = 2
 
@@ -93,7 +94,7 @@ def test_it_looks_before_and_after_and_not_where_nothing_is_missing(material: Pa
 def test_a_wrong_kernel_makes_no_entry(material: Path, tmp_path: Path, kernels: set[str]) -> None:
     with Broken(kernels, one_bit), pytest.raises(CanaryError) as caught:
         fill(material, tmp_path)
-    assert caught.value.code == "canary-kernel" and "Nothing that was encoded since" in caught.value.what
+    assert caught.value.code == "canary-kernel" and says(caught.value.what, "train/nothing-that-was-encoded-since")
     assert not entries(tmp_path) and looks(tmp_path / "run", ENCODERS) == [(0, False)]
 
 
@@ -185,7 +186,7 @@ def test_a_bus_that_never_works_makes_no_entry(material: Path, tmp_path: Path, m
         return DeviceTransfer(*args, **how, copy=lambda tensor, device, method: torch.zeros_like(tensor))
 
     monkeypatch.setattr(start_facts, "DeviceTransfer", door)
-    with pytest.raises(TransferError, match=r"by every method"):
+    with pytest.raises(TransferError, check=saying("train/by-every-method")):
         fill(material, tmp_path)
     assert not entries(tmp_path)
 

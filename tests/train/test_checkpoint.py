@@ -25,6 +25,7 @@ from lora_rocm.rundir import checkpoint_record
 from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.layout import RunDir, embeddings_of
 from lora_rocm.train import checkpoint as module
+from tests.wording import saying
 
 PARTS = {"adapter": {"unet.a": torch.randn(4, 3)}, "ema": {}, "optimizer": {"unet.a.exp_avg": torch.randn(4, 3)}}
 FACTS = {"recipe": "r", "data": "d", "threads": 2}
@@ -246,10 +247,10 @@ def test_a_part_that_changes_after_the_checks_is_not_used(tmp_path: Path) -> Non
     assert checkpoint is not None
     file = checkpoint.path / "adapter.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-    with pytest.raises(StorageError, match="changed while it was being read"):
+    with pytest.raises(StorageError, check=saying("train/changed-while-it-was-being-read")):
         checkpoint.part_to_resume("adapter")
     file.unlink()
-    with pytest.raises(StorageError, match="not there any more"):
+    with pytest.raises(StorageError, check=saying("train/not-there-any-more")):
         checkpoint.part_to_resume("adapter")
 
 
@@ -311,7 +312,7 @@ def test_a_full_disk_loses_nothing_older(tmp_path: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "write_through", full)
-        with pytest.raises(StorageError, match="disk is full"):
+        with pytest.raises(StorageError, check=saying("train/disk-is-full")):
             write(run_dir, 2)
     checkpoint, _ = module.latest_valid(run_dir)
     assert checkpoint is not None and checkpoint.position.updates == 1

@@ -26,6 +26,7 @@ from tests.event_lines import read_events
 from tests.lora_files import write_random_lora
 from tests.tiny_models import RUN_TARGETS
 from tests.train.runs import bytes_of, make_recipe, material, rewound, start
+from tests.wording import saying
 
 __all__ = ["material"]
 
@@ -88,7 +89,7 @@ def test_the_base_draws_them_once(material: Path, tmp_path: Path, monkeypatch: p
     unet = family_for(recipe_with(material, tmp_path / "cache")).skeleton("unet")
     lora = write_random_lora(tmp_path / "start.safetensors", "unet", unet, RUN_TARGETS, rank=2)
     recipe = recipe_with(material, tmp_path / "cache", lora={"init_from": str(lora)})
-    with pytest.raises(StoppedError, match="what is drawn stays"):
+    with pytest.raises(StoppedError, check=saying("train/what-is-drawn-stays")):
         draw(recipe, tmp_path / "stopped", stopped=True)
     first = drawn(tmp_path / "cache")
     assert list(first) == ["000000.png"]

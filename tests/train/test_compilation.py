@@ -29,6 +29,7 @@ from lora_rocm.train.compilation import Compiler, How, explained, how_asked, req
 from lora_rocm.train.load_model import load_model
 from tests.event_lines import read_events
 from tests.train.runs import make_recipe, material, start
+from tests.wording import says
 
 __all__ = ["material"]  # the fixture
 
@@ -121,7 +122,7 @@ def test_a_part_that_cannot_be_whole_ends_in_words() -> None:
     compiler, model, _ = compiled(then=breaks)
     with pytest.raises(MachineError) as met:
         compiler.warm_up(passes(model))
-    assert met.value.code == "compile-failed" and "runtime.compile to off" in str(met.value.fix)
+    assert met.value.code == "compile-failed" and says(str(met.value.fix), "train/runtime-compile-to-off")
     assert compiler.pieces == 0
 
 

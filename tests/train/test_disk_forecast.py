@@ -17,6 +17,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.disk_forecast import CacheRoom, Room, Sizes
 from tests.supervisor.fake_run import listening
+from tests.wording import says
 
 MIB = 1 << 20
 SIZES = Sizes(checkpoint_bytes=12_000_000, lora_bytes=2_000_000, exports_bytes=2_500_000)
@@ -45,7 +46,7 @@ def test_what_is_to_come_is_counted(tmp_path: Path) -> None:
         there, said = room(tmp_path, free)
         there.look_ahead(0, SIZES)
         assert bool(said) is told
-    assert "5 LoRA files of 1.9 MiB, 3 checkpoints of 11.4 MiB and the previews" in said[0]
+    assert says(said[0], "train/5-lora-files-of-1-9-mib")
     assert str(tmp_path) in said[0]
     there.look_ahead(2, SIZES)
     assert len(said) == 1
@@ -58,7 +59,7 @@ def test_a_large_result_is_counted_with_the_checkpoints_that_are_kept(tmp_path: 
         there, said = room(tmp_path, free, output={"keep_last_loras": 3})
         there.look_ahead(0, large)
         assert bool(said) is told
-    assert "3 LoRA files of 1.9 MiB, 2 checkpoints of 11.4 MiB, the result (38.1 MiB) and the previews" in said[0]
+    assert says(said[0], "train/3-lora-files-of-1-9-mib")
 
 
 def test_what_is_there_already_counts_for_less(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_a_cache_that_will_not_fit_is_told_at_its_first_entries(tmp_path: Path) 
     for number in range(2):
         cache.put("image", f"{number:040x}", {"latents": torch.zeros(25_000)}, "an image")
         report("images", number + 1, 9, 1.0)
-    assert len(said) == 1 and "7 images that are still to be cached need about 68" in said[0]
+    assert len(said) == 1 and says(said[0], "train/7-images-that-are-still-to-be")
     assert str(cache.root) in said[0] and progress == [1, 0, 1, 2]
     cache.put("image", f"{0:040x}", {"latents": torch.zeros(25_000)}, "an image")
     assert cache.written["image"][0] == 2  # it was there

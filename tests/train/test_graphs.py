@@ -16,6 +16,7 @@ from lora_rocm.train import graphs as graphs_module
 from lora_rocm.train.graphs import MAX_GRAPHS, Graphs, Passed
 from tests.supervisor.fake_run import listening
 from tests.train.test_loop import Rig, same
+from tests.wording import says
 
 Replay = tuple[Callable[[], None], Passed]
 
@@ -146,7 +147,7 @@ def test_shapes_without_a_place_stay_eager_and_that_is_said_once(monkeypatch: py
     fake, rig = Fake(), Rig()
     said = fake.into(rig)
     assert same(rig.fit(4), Rig().fit(4)) and fake.replays == 0
-    assert len(said) == 1 and "Steps of 0 sizes are captured" in said[0]
+    assert len(said) == 1 and says(said[0], "train/steps-of-0-sizes-are-captured")
 
 
 class Layer:

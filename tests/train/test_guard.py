@@ -24,6 +24,7 @@ from lora_rocm.train.loop import Trainer
 from tests.device.broken import PRODUCTS, Broken, Fault, one_nan, stale, wrong_tail, zeros
 from tests.event_lines import read_events
 from tests.train.runs import bytes_of, make_recipe, material, start
+from tests.wording import saying
 
 __all__ = ["material"]
 
@@ -207,7 +208,7 @@ def test_a_flipped_bit_in_what_is_trained_is_never_trained_on_or_written(
     recipe, run_dir = recipe_of(material), tmp_path / "run"
     with monkeypatch.context() as patch:
         after_step(patch, 3, lambda trainer: flip(POISONS["exp_avg_sq"](trainer)))
-        with pytest.raises(StateError, match="not what the last update made of it") as caught:
+        with pytest.raises(StateError, check=saying("train/not-what-the-last-update-made-of")) as caught:
             start(recipe, run_dir)
     assert caught.value.where == "after 3 updates: exp_avg_sq" and caught.value.exit_code == 3
     assert written(run_dir) == ([2], ["lora-step00000002.safetensors"])
@@ -223,7 +224,7 @@ def test_a_flipped_bit_in_what_is_trained_is_never_trained_on_or_written(
         trainers: list[Trainer] = []
         patch.setattr(writers, "write", spoiling)
         after_step(patch, 3, trainers.append)
-        with pytest.raises(StateError, match="average of the weights"):
+        with pytest.raises(StateError, check=saying("train/average-of-the-weights")):
             start(recipe, run_dir)
     assert trainers and written(run_dir) == ([2], ["lora-step00000002.safetensors"])
     assert start(recipe, run_dir)

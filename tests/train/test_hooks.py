@@ -24,6 +24,7 @@ from tests.event_lines import read_events
 from tests.supervisor.fake_run import event, listening, step_fields
 from tests.telemetry.trees import read_as
 from tests.train.test_loop import Corruptor, Rig, batches
+from tests.wording import says
 
 NUMBERS = {"loss": 1.0, "learning_rate": 0.1, "grad_norm": 2.0, "step_s": 0.1, "loss_scale": 1.0}
 
@@ -172,7 +173,7 @@ def test_tensorboard_does_without_a_supervisor(tmp_path: Path) -> None:
                 break
             time.sleep(0.1)
         assert b"step/loss" in file.read_bytes()
-    assert len(said) == 1 and "No readings of the GPU for TensorBoard" in said[0]
+    assert len(said) == 1 and says(said[0], "train/no-readings-of-the-gpu-for-tensorboard")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -191,4 +192,4 @@ def test_no_run_ends_for_tensorboard(tmp_path: Path, gone: bool) -> None:
     writer(event("end", reason="done", updates=39, exit_code=0))
     for thread in set(threading.enumerate()) - before:
         thread.join(10)  # it ends with an error, which must not be taken for that of a later test
-    assert len(said) == 1 and str(folder) in said[0] and "Training goes on" in said[0]
+    assert len(said) == 1 and str(folder) in said[0] and says(said[0], "train/training-goes-on")

@@ -22,6 +22,7 @@ from lora_rocm.train import input_start
 from lora_rocm.train.held_out import VALIDATION_POSITIONS
 from tests.event_lines import read_events
 from tests.train.runs import losses_of, make_recipe, start, write_material
+from tests.wording import mentions, saying
 from tests.worlds import in_threads
 
 PROJECTIONS = [r"mid_block.*attn1\.to_[qkv]", r"mid_block.*attn1\.to_out\.0", r"mid_block\.resnets\.0\.conv1"]
@@ -87,7 +88,10 @@ def test_a_holds_the_directions_of_what_the_layers_are_given(
         plain_KD = torch.linalg.qr(others[next(name for name in linear if linear[name] is down)].T).Q.T
         assert (centred_ND @ plain_KD.T).square().sum() < 0.9 * best, "control: the default's are others"
     texts = [event["text"] for event in read_events(RunDir(eva).events()) if event["type"] == "notice"]
-    assert any("init: eva read 3 batches." in text and "; 1 convolutions start as" in text for text in texts), texts
+    assert any(
+        mentions(text, "train/init-eva-read-3-batches") and mentions(text, "train/1-convolutions-start-as")
+        for text in texts
+    ), texts
 
 
 def test_layers_that_do_not_read_vectors_are_refused() -> None:
@@ -96,7 +100,7 @@ def test_layers_that_do_not_read_vectors_are_refused() -> None:
     lora = LoraSection(init="eva")
     how: Any = SimpleNamespace(recipe=SimpleNamespace(lora=lora, train=None), checkpoint=None)
     others = [cast("Any", None)] * 3
-    with pytest.raises(AdapterError, match="none of these is adapted") as caught:
+    with pytest.raises(AdapterError, check=saying("train/none-of-these-is-adapted")) as caught:
         input_start.start_from_inputs(how, *others[:2], convolutions, *others)
     assert caught.value.where == "lora.init: eva"
 

@@ -30,6 +30,7 @@ from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Trainer
 from tests.optim.test_base import SECTIONS
+from tests.wording import saying, says
 
 CPU = torch.device("cpu")
 EFFECTIVE_BATCH, WIDTH = 4, 8
@@ -296,7 +297,7 @@ def test_a_nonfinite_update_is_skipped_and_the_guilty_sample_named(accumulation:
     rig = Rig(accumulation=accumulation, poison=3, scale=scale).fit(6)
     incident = rig.of_type("incident")
     assert [(event["kind"], event["samples"]) for event in incident] == [("nonfinite", ["image-3-1"])]
-    assert "not finite is the loss of image-3-1 (1 of 4 samples)" in incident[0]["detail"]
+    assert says(incident[0]["detail"], "train/not-finite-is-the-loss-of-image")
     assert rig.trainer.position == Position(iteration=7, updates=6)
     assert all(torch.isfinite(weight).all() for weight in rig.weights().values())
 
@@ -311,7 +312,7 @@ def test_where_every_loss_is_finite_all_samples_are_named() -> None:
     assert first["kind"] == "nonfinite" and first["samples"] == [
         f"image-{first['iteration']}-{row}" for row in range(4)
     ]
-    assert "the loss of each sample is finite" in first["detail"]
+    assert says(first["detail"], "train/the-loss-of-each-sample-is-finite")
 
 
 def test_many_nonfinite_updates_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +323,7 @@ def test_many_nonfinite_updates_end_the_run(monkeypatch: pytest.MonkeyPatch) -> 
         return Prediction(made, torch.zeros_like(made), made.new_ones(len(made)))
 
     monkeypatch.setattr(rig.trainer.family, "predict", broken)
-    with pytest.raises(NonFiniteError, match="4 times in a row"):
+    with pytest.raises(NonFiniteError, check=saying("train/4-times-in-a-row")):
         rig.fit(9)
     assert rig.trainer.position == Position(iteration=MAX_NONFINITE_IN_A_ROW, nonfinite_in_a_row=MAX_NONFINITE_IN_A_ROW)
 

@@ -34,6 +34,7 @@ from tests.tiny_llm import write_tiny_gpt_oss
 from tests.train import runs
 from tests.train.runs import CPU, bytes_of, dumped, make_recipe
 from tests.train.test_guard import after_step
+from tests.wording import says
 
 material = runs.material
 STEPS = 8
@@ -167,8 +168,8 @@ def test_samples_and_gradients_that_are_not_finite_are_named_and_the_file_is_fin
     for event, iteration in ((first, 1), (second, 2)):
         victim = of_iteration[iteration][1]
         assert event["iteration"] == iteration and event["samples"] == [victim]
-        assert f"not finite is the loss of {victim} (1 of 2 samples)" in event["detail"]  # what the user reads
-    assert len(third["samples"]) == 2 and "the loss of each sample is finite" in third["detail"]
+        assert says(event["detail"], "train/not-finite-is-the-loss-of-victim", victim=victim)  # what the user reads
+    assert len(third["samples"]) == 2 and says(third["detail"], "train/the-loss-of-each-sample-is-finite")
     assert is_finite(tmp_path / "run") and len(events(tmp_path / "run", "step")) == STEPS
     assert bytes_of(tmp_path / "run") != bytes_of(sound.run_dir)  # three batches were not learnt from
 
@@ -207,7 +208,7 @@ def test_state_or_losses_that_are_not_finite_end_the_worker_and_a_new_start_give
     assert checkpoint is not None and checkpoint.position.nonfinite_in_a_row == 0
     skipped = events(run_dir, "incident")
     assert len(skipped) == 4 and all(len(event["samples"]) == 2 for event in skipped)
-    assert "4 times in a row" in caught.value.what and skipped[-1]["samples"][0] in caught.value.where
+    assert says(caught.value.what, "train/4-times-in-a-row") and skipped[-1]["samples"][0] in caught.value.where
     assert start(recipe, run_dir)
     assert is_finite(run_dir) and bytes_of(run_dir) == bytes_of(sound.run_dir)
 

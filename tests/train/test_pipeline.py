@@ -34,6 +34,7 @@ from lora_rocm.train.loop import Trainer
 from tests.event_lines import read_events
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 from tests.train.runs import CPU, STEPS, bytes_of, losses_of, make_recipe, material, rewound, start, straight
+from tests.wording import saying, says, says_if, worded
 
 __all__ = ["material", "straight"]
 
@@ -180,7 +181,7 @@ def test_a_damaged_newest_checkpoint_costs_steps_but_not_the_result(
     notices = [
         event["text"] for event in read_events(RunDir(tmp_path / "stopped").events()) if event["type"] == "notice"
     ]
-    assert any(f"{last.name} is damaged" in text for text in notices)
+    assert says(notices, "train/name-is-damaged", name=last.name)
 
 
 def test_more_steps_may_be_asked_for_on_resume(material: Path, tmp_path: Path) -> None:
@@ -198,7 +199,7 @@ def test_more_steps_may_be_asked_for_on_resume(material: Path, tmp_path: Path) -
     assert bytes_of(tmp_path / "short") == bytes_of(tmp_path / "long")
     assert not any("schedule" in text for text in said()), "a constant rate has no end"
     assert start(recipe(4, "cosine"), tmp_path / "short", accept_changes=True)
-    assert said()[-1] == "The learning-rate schedule (cosine) now ends at step 4 instead of 3."
+    assert said()[-1] == worded("train/the-learning-rate-schedule-cosine-now-ends")
 
 
 def test_the_state_of_another_optimizer_is_refused_also_with_accept_changes(
@@ -220,7 +221,7 @@ def test_changed_recipe_or_images_are_refused_on_resume(material: Path, straight
     extra = material / "images" / "new.png"
     Image.new("RGB", (64, 64), "red").save(extra)
     try:
-        with pytest.raises(ResumeError, match="training data are not those"):
+        with pytest.raises(ResumeError, check=saying("train/training-data-are-not-those")):
             start(recipe, tmp_path / "run")
         assert start(recipe, tmp_path / "run", accept_changes=True)
     finally:
@@ -261,7 +262,7 @@ def test_images_that_vanish_after_the_last_update_do_not_cost_the_result(
         assert without == with_score
         notices = [event["text"] for event in read_events(RunDir(run).events()) if event["type"] == "notice"]
         assert any("raining is complete" in text for text in notices)
-        assert any("No concept score" in text for text in notices) == (how == "gone")
+        assert says_if(how == "gone", notices, "train/no-concept-score")
         with pytest.raises(DataError if how == "gone" else ResumeError):  # control: where updates are still to be made
             start(longer, run)
 
@@ -298,7 +299,7 @@ def test_a_refused_step_back_deletes_nothing_and_an_accepted_one_what_came_after
     extra = material / "images" / "new.png"
     Image.new("RGB", (64, 64), "red").save(extra)
     try:
-        with pytest.raises(ResumeError, match="training data are not those"):
+        with pytest.raises(ResumeError, check=saying("train/training-data-are-not-those")):
             start(recipe, directory.path, chosen=older)
     finally:
         extra.unlink()
@@ -500,7 +501,7 @@ def test_a_bus_that_never_works_ends_the_run_with_all_kept(
     before = {path.name: path.read_bytes() for path in last.iterdir()}
     bus = Bus(("unpinned", "clone", "chunked"), every=1)
     monkeypatch.setattr(start_facts, "DeviceTransfer", lambda *args, **how: DeviceTransfer(*args, **how, copy=bus))
-    with pytest.raises(TransferError, match="Nothing was trained on it"):
+    with pytest.raises(TransferError, check=saying("train/nothing-was-trained-on-it")):
         start(recipe, tmp_path / "run")
     assert {path.name: path.read_bytes() for path in last.iterdir()} == before
 

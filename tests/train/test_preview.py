@@ -23,6 +23,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import preview
 from lora_rocm.train.outputs import Artifacts
 from tests.supervisor.fake_run import listening
+from tests.wording import Worded, saying, worded
 
 
 def make_recipe(**sample: object) -> Recipe:
@@ -155,9 +156,7 @@ def test_a_control_image_that_is_gone_costs_the_previews_and_not_the_run(
             Artifacts._draw(run, 3)
         return
     Artifacts._draw(run, 3)
-    assert said == [
-        "No previews after step 3: It cannot be read. (test.png) The run goes on without them. Put it back."
-    ]
+    assert said == [worded("train/no-previews-after-step-3-it-cannot")]
 
 
 def test_prompts_have_options_of_their_own() -> None:
@@ -183,30 +182,30 @@ def test_prompts_have_options_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("sample", "words"),
     [
-        ({"prompts": ["a cat --x 3"]}, "there is no option --x"),
-        ({"prompts": ["a cat --cn pose.png"]}, "there is no option --cn"),
-        ({"prompts": ["a cat --w 64 --h 64 --w 128"]}, "--w gives this prompt a second width"),
-        ({"prompts": ["a cat --l 5 --g 3.5"]}, "--g gives this prompt a second guidance_scale"),
-        ({"prompts": ["a cat --s 28.5"]}, "--s cannot be '28.5'"),
-        ({"prompts": ["a cat --am 0.8,0.5"]}, "--am cannot be '0.8,0.5'"),
-        ({"prompts": ["a cat --ss dpmsolver"]}, "--ss cannot be 'dpmsolver'"),
-        ({"prompts": ["a cat --w wide"]}, "--w cannot be 'wide'"),
-        ({"prompts": ["a cat --w"]}, "--w cannot be ''"),
-        ({"prompts": [{"prompt": "a cat", "width": 100}]}, "multiples of 8 pixels"),
-        ({"prompts": [{"prompt": "a cat", "with": 100}]}, "with"),
-        ({"prompts": ["a cat --ss plms"]}, "--ss cannot be 'plms'"),
+        ({"prompts": ["a cat --x 3"]}, worded("train/there-is-no-option-x")),
+        ({"prompts": ["a cat --cn pose.png"]}, worded("train/there-is-no-option-cn")),
+        ({"prompts": ["a cat --w 64 --h 64 --w 128"]}, worded("train/w-gives-this-prompt-a-second-width")),
+        ({"prompts": ["a cat --l 5 --g 3.5"]}, worded("train/g-gives-this-prompt-a-second-guidance")),
+        ({"prompts": ["a cat --s 28.5"]}, worded("train/s-cannot-be-28-5")),
+        ({"prompts": ["a cat --am 0.8,0.5"]}, worded("train/am-cannot-be-0-8-0-5")),
+        ({"prompts": ["a cat --ss dpmsolver"]}, worded("train/ss-cannot-be-dpmsolver")),
+        ({"prompts": ["a cat --w wide"]}, worded("train/w-cannot-be-wide")),
+        ({"prompts": ["a cat --w"]}, worded("train/w-cannot-be")),
+        ({"prompts": [{"prompt": "a cat", "width": 100}]}, worded("train/multiples-of-8-pixels")),
+        ({"prompts": [{"prompt": "a cat", "with": 100}]}, worded("train/with")),
+        ({"prompts": ["a cat --ss plms"]}, worded("train/ss-cannot-be-plms")),
     ],
 )
-def test_options_of_a_prompt_that_cannot_be_are_refused(sample: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValidationError, match=words):
+def test_options_of_a_prompt_that_cannot_be_are_refused(sample: dict[str, Any], words: Worded) -> None:
+    with pytest.raises(ValidationError, check=saying(words)):
         make_recipe(**sample)
 
 
 def test_a_sampler_is_refused_where_the_family_has_none() -> None:
     sections = {"data": {"path": "p"}, "train": {"epochs": 1}, "model": {"family": "flux", "name_or_path": "x"}}
-    with pytest.raises(ValidationError, match="not drawn with the sampler ddim"):
+    with pytest.raises(ValidationError, check=saying("train/not-drawn-with-the-sampler-ddim")):
         recipe_from({**sections, "sample": {"prompts": ["a cat"], "sampler": "ddim"}})
-    with pytest.raises(ValidationError, match="no negative prompt"):
+    with pytest.raises(ValidationError, check=saying("train/no-negative-prompt")):
         recipe_from({**sections, "sample": {"prompts": ["a cat --n dog"]}})
 
 

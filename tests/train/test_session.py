@@ -20,6 +20,7 @@ from lora_rocm.train.disk_forecast import CacheRoom
 from lora_rocm.train.session import Session
 from tests.event_lines import read_events
 from tests.supervisor.fake_run import event, step_fields
+from tests.wording import saying
 
 START: dict[str, Any] = {
     "pid": 1,
@@ -59,7 +60,7 @@ def test_caching_stops_when_asked_and_only_then(tmp_path: Path) -> None:
     progress = CacheRoom(LatentCache(tmp_path), session.context)
     progress("images", 1, 2, 3.0)
     RunDir(tmp_path).stop.touch()
-    with pytest.raises(StoppedError, match="what is encoded stays"):
+    with pytest.raises(StoppedError, check=saying("train/what-is-encoded-stays")):
         progress("images", 2, 2, 3.0)
     session.close()
 

@@ -27,6 +27,7 @@ from lora_rocm.train import pipeline, session, worker
 from lora_rocm.train.context import Data, StartContext
 from tests.event_lines import read_events
 from tests.train.runs import make_recipe, material
+from tests.wording import says
 from tests.worlds import in_threads
 
 __all__ = ["material"]
@@ -88,7 +89,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
 def refusals(ends: list[tuple[int, dict[str, Any]]], what: str) -> list[str]:
     """Where all say that they differ in ``what``."""
     assert [code for code, _ in ends] == [UserError.exit_code] * 2, ends
-    assert all(event["code"] == "ranks-differ" and f"differ in {what}" in event["what"] for _, event in ends), ends
+    assert all(
+        event["code"] == "ranks-differ" and says(event["what"], "train/differ-in-what", what=what) for _, event in ends
+    ), ends
     return [event["where"] for _, event in ends]
 
 
@@ -178,4 +181,4 @@ def test_real_processes_are_refused_too_and_do_not_stand_still(
     said = [child.communicate(timeout=200)[0].decode("utf-8", "replace") for child in children]
     assert [child.returncode for child in children] == codes, said
     if codes[0]:
-        assert all("train.max_train_steps: rank 0 has 2, rank 1 has 3" in each for each in said), said
+        assert all(says(each, "train/train-max-train-steps-rank-0-has") for each in said), said

@@ -18,6 +18,7 @@ from lora_rocm.loader.batch import Batch
 from lora_rocm.memory import oom_recovery
 from tests.memory.test_oom_recovery import FullAt
 from tests.train.test_loop import EFFECTIVE_BATCH, Corruptor, Rig, batches, same
+from tests.wording import says
 from tests.worlds import Spoil, in_threads
 
 STEPS = 6
@@ -160,7 +161,7 @@ def test_a_sample_that_is_not_finite_on_one_rank_is_skipped_by_all(scale: bool) 
     assert ranks.fit() == [True, True]
     assert ranks.incidents() == [["nonfinite"], ["nonfinite"]] and ranks.agree
     named, other = (rig.of_type("incident")[0] for rig in ranks.rigs)
-    assert named["samples"] == ["image-3-1"] and "on another GPU" in other["detail"]
+    assert named["samples"] == ["image-3-1"] and says(other["detail"], "train/on-another-gpu")
     assert EFFECTIVE_BATCH // 2 == len(other["samples"])
 
 

@@ -22,6 +22,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
 from tests.tiny_llm import write_tiny_llm
 from tests.train.runs import make_recipe, start, write_material
+from tests.wording import says
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers
 UNET, TEXT = "unet/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"
@@ -157,7 +158,7 @@ def test_a_base_that_the_user_names_is_a_notice(images: Trained, tmp_path: Path)
     assert images.notices() == [], "the same files elsewhere"
     negated(other / UNET)
     images.sample(other)
-    assert any("not those that this adapter was trained on" in text for text in images.notices())
+    assert says(images.notices(), "train/not-those-that-this-adapter-was-trained")
 
 
 def test_a_lora_file_holds_nothing_of_the_base_so_its_export_is_a_notice(images: Trained, tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_a_lora_file_holds_nothing_of_the_base_so_its_export_is_a_notice(images:
         images.export("peft")
     finally:
         path.write_bytes(content)
-    assert any("not those that this adapter was trained on" in text for text in images.notices())
+    assert says(images.notices(), "train/not-those-that-this-adapter-was-trained")
 
 
 def test_without_a_checkpoint_nothing_is_compared_and_that_is_said(texts: Trained, tmp_path: Path) -> None:
@@ -179,5 +180,5 @@ def test_without_a_checkpoint_nothing_is_compared_and_that_is_said(texts: Traine
         shutil.rmtree(folder)
     alone = Trained(run_dir, texts.base)
     alone.chat()
-    assert any("was not compared" in text for text in alone.notices())
+    assert says(alone.notices(), "train/was-not-compared")
     assert load_recipe(alone.dir.recipe).recipe.model.name_or_path == str(texts.base)

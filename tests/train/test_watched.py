@@ -14,6 +14,7 @@ from lora_rocm.rundir.layout import RunDir
 from tests.event_lines import read_events
 from tests.program import images
 from tests.train.runs import bytes_of, make_recipe, start, write_material
+from tests.wording import saying
 
 VALIDATION = {"max_train_steps": 2, "gradient_accumulation_steps": 1, "validation_every_n_steps": 1}
 
@@ -67,7 +68,7 @@ def test_what_is_trained_on_cannot_be_watched(tmp_path: Path) -> None:
     text = "model: {name_or_path: builtin:tiny-sdxl}\ntrain: {max_train_steps: 1, validation_every_n_steps: 1}\n"
     text += "data: {path: %s, watched: {path: %s}}\n"
     (tmp_path / "r.yaml").write_text(text % ("pics", "./pics"), encoding="utf-8")
-    with pytest.raises(RecipeError, match="is trained on"):
+    with pytest.raises(RecipeError, check=saying("train/is-trained-on")):
         load_recipe(tmp_path / "r.yaml")
     (tmp_path / "r.yaml").write_text(text % ("pics", "others"), encoding="utf-8")
     assert load_recipe(tmp_path / "r.yaml").recipe.data.watched is not None, "the control"

@@ -26,6 +26,7 @@ from lora_rocm.export.comfy_reader import apply_comfy
 from lora_rocm.export.metadata import Facts
 from tests.adapters.lycoris import locon
 from tests.tiny_models import SHALLOW_WIDER, trained, unet_config, write_tiny_sdxl
+from tests.wording import says
 
 FACTS = Facts(steps=2, epochs=1, num_epochs=1)
 ATTENTION = r".*\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
@@ -91,7 +92,7 @@ def test_factors_of_different_ranks_are_named(live: tuple[Any, Any, Any], tmp_pa
     tensors = load_file(path)
     name = next(name for name in sorted(tensors) if name.endswith("lora_down.weight"))
     save_file({**tensors, name: tensors[name][:2].contiguous()}, path)
-    assert "ranks 4 and 2" in refused(path, live).what
+    assert says(refused(path, live).what, "adapters/ranks-4-and-2")
 
 
 def bare_unet() -> Any:
@@ -336,7 +337,7 @@ def test_a_module_that_stands_in_the_file_under_two_names(live: tuple[Any, Any, 
     for key in ("lora_unet_middle_block_1_proj_in", "lora_unet_mid_block_attentions_0_proj_in"):
         tensors |= {f"{key}.lora_down.weight": torch.ones(2, 32), f"{key}.lora_up.weight": torch.ones(32, 2)}
     save_file(tensors, tmp_path / "x.safetensors")
-    assert "are the same module" in refused(tmp_path / "x.safetensors", live).what
+    assert says(refused(tmp_path / "x.safetensors", live).what, "adapters/are-the-same-module")
 
 
 def test_values_that_are_no_numbers(live: tuple[Any, Any, Any], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from lora_rocm.adapters.files.module_names import KeyTable, adaptable, canonical
 from lora_rocm.adapters.kinds.lokr import LokrEntry
 from lora_rocm.adapters.kinds.lora_entry import LoraEntry
+from tests.wording import Worded, saying, worded
 
 HEADS = {"to_q": (0, 6), "to_k": (6, 4), "to_v": (10, 4)}
 WIDTH = 5
@@ -100,7 +101,7 @@ def test_what_was_cut_from_one_is_joined_to_the_same_again() -> None:
 def test_a_dora_of_some_of_the_modules_cannot_be_written_as_one() -> None:
     entries = loras(dora=True)
     del entries["transformer.to_k"]
-    with pytest.raises(ValueError, match="DoRA of some"):
+    with pytest.raises(ValueError, check=saying("adapters/dora-of-some")):
         table().of_keys(entries)
 
 
@@ -113,18 +114,18 @@ def test_a_lokr_of_several_modules_is_cut_between_its_blocks_or_not_at_all() -> 
     entry = lokr(14, 7)  # blocks of two rows
     back = table().of_modules({"k_qkv": entry})
     torch.testing.assert_close(torch.cat([back[f"transformer.{name}"].update() for name in HEADS]), entry.update())
-    with pytest.raises(ValueError, match="between its blocks"):
+    with pytest.raises(ValueError, check=saying("adapters/between-its-blocks")):
         table().of_modules({"k_qkv": lokr(14, 2)})
-    with pytest.raises(ValueError, match="cannot be written as one"):
+    with pytest.raises(ValueError, check=saying("adapters/cannot-be-written-as-one")):
         table().of_keys({f"transformer.{name}": lokr(rows, 2) for name, (_, rows) in HEADS.items()})
 
 
 @pytest.mark.parametrize(("rows", "words"), [
-    (lambda component, module, count: [("one", 0, count)], "that another module has"),
-    (lambda component, module, count: [(module, 0, count - 1)], "its keys name"),
+    (lambda component, module, count: [("one", 0, count)], worded("adapters/that-another-module-has")),
+    (lambda component, module, count: [(module, 0, count - 1)], worded("adapters/its-keys-name")),
 ])  # fmt: skip
-def test_a_family_that_miscounts_is_refused(rows: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_a_family_that_miscounts_is_refused(rows: Any, words: Worded) -> None:
+    with pytest.raises(ValueError, check=saying(words)):
         KeyTable({"transformer": Attention()}, rows)
 
 

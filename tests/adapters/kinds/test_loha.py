@@ -26,6 +26,7 @@ from lora_rocm.families.base import family_for
 from lora_rocm.recipe.adapter_sections import LohaSection
 from tests.lora_files import write_as_forecast
 from tests.tiny_models import SHALLOW_WIDER, tiny_recipe, trained, unet_output, write_tiny_sdxl
+from tests.wording import says
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
@@ -202,7 +203,7 @@ def test_a_run_starts_from_a_file(folder: Path, files: dict[str, Path]) -> None:
         torch.testing.assert_close(larger.entries()[name].update(), entry.update(), rtol=1e-4, atol=1e-5)
     with pytest.raises(AdapterError, match="rank 3") as caught:
         start(rank=2)
-    assert "lora.rank to 3" in caught.value.fix
+    assert says(caught.value.fix, "adapters/lora-rank-to-3")
 
 
 def test_rows_of_a_weight_are_cut_exactly() -> None:

@@ -26,6 +26,7 @@ from lora_rocm.families.base import family_for
 from lora_rocm.recipe.adapter_sections import LokrSection
 from tests.lora_files import write_as_forecast
 from tests.tiny_models import MIDDLE_TARGETS, SHALLOW_WIDER, tiny_recipe, trained, unet_output, write_tiny_sdxl
+from tests.wording import Worded, saying, says, worded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
@@ -273,17 +274,17 @@ def test_a_run_starts_from_a_file(folder: Path, tmp_path: Path, form: str) -> No
 
 
 @pytest.mark.parametrize(("settings", "words"), [
-    ({"rank": 4, "factor": 4}, "lora.factor to 8"),
-    ({"rank": 1, "factor": 8}, "lora.rank to 2"),
-    ({"rank": 2, "factor": 8, "decompose_both": True}, "lora.decompose_both to false"),
+    ({"rank": 4, "factor": 4}, worded("adapters/lora-factor-to-8")),
+    ({"rank": 1, "factor": 8}, worded("adapters/lora-rank-to-2")),
+    ({"rank": 2, "factor": 8, "decompose_both": True}, worded("adapters/lora-decompose-both-to-false")),
 ])  # fmt: skip
-def test_what_a_file_needs_is_said(folder: Path, tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+def test_what_a_file_needs_is_said(folder: Path, tmp_path: Path, settings: dict[str, Any], words: Worded) -> None:
     family, _, adapter = shared(folder, "factor 8")
     path = tmp_path / "x.safetensors"
     writers.write("kohya", path, family, adapter, family.recipe, FACTS)
     with pytest.raises(AdapterError) as caught:
         start(folder, path, **settings)
-    assert caught.value.code == "init-from-unfit" and words in caught.value.fix
+    assert caught.value.code == "init-from-unfit" and says(caught.value.fix, words)
 
 
 def test_a_lora_does_not_start_a_lokr_nor_the_other_way_round(folder: Path, tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ def test_a_lora_does_not_start_a_lokr_nor_the_other_way_round(folder: Path, tmp_
         path = tmp_path / f"{made}.safetensors"
         writers.write("kohya", path, family, adapter, family.recipe, FACTS)
         recipe = tiny_recipe(folder, lora={"type": wanted, "targets": MIDDLE_TARGETS, "init_from": str(path)})
-        with pytest.raises(AdapterError, match=f"lora.type to {made}") as caught:
+        with pytest.raises(AdapterError, check=saying("adapters/lora-type-to-made", made=made)) as caught:
             inject(family_for(recipe), family.load(torch.float32, CPU), recipe.lora, 3)
         assert caught.value.code == "init-from-kind"
 

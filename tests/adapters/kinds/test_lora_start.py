@@ -24,6 +24,7 @@ from lora_rocm.families.base import family_for
 from lora_rocm.recipe.adapter_sections import LoraSection
 from tests.lora_files import write_as_forecast
 from tests.tiny_models import MIDDLE_TARGETS, SHALLOW_RISING, tiny_recipe, unet_output, write_tiny_sdxl
+from tests.wording import saying, says_if
 
 CPU = torch.device("cpu")
 KINDS = ("gaussian", "orthogonal", "pissa", "olora")
@@ -100,7 +101,7 @@ def test_a_resume_has_the_start_of_the_checkpoint(folder: Path, how: str) -> Non
     moved(adapter)
     state = adapter.state()
     _, again, resumed = injected(folder, resumed=True, init=how)
-    with pytest.raises(AdapterError, match="lacks what its LoRA started from"):
+    with pytest.raises(AdapterError, check=saying("adapters/lacks-what-its-lora-started-from")):
         resumed.load_constants({})
     resumed.load_constants(state)
     resumed.load(state)
@@ -167,7 +168,8 @@ def test_layers_with_fewer_numbers_than_ranks_are_counted(init: str, count: int)
     section = LoraSection(rank=4, init=init)  # type: ignore[arg-type]
     assert LoraAdapter.unstarted(adapter, section) == count
     text = section.unstarted_text(count)
-    assert not count or f"lora.init: {init} fills only a part" in text and f"of {count} adapted layer" in text
+    assert says_if(count, text, "adapters/lora-init-init-fills-only-a-part", init=init)
+    assert not count or f"of {count} adapted layer" in text
     assert bool(text) == bool(count)
 
 

@@ -25,6 +25,7 @@ from lora_rocm.families.base import family_for
 from lora_rocm.recipe.adapter_sections import OftSection
 from tests.lora_files import write_as_forecast
 from tests.tiny_models import SHALLOW_WIDER, tiny_recipe, trained, unet_output, write_tiny_sdxl
+from tests.wording import saying, says
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
@@ -178,18 +179,18 @@ def test_a_run_starts_from_a_file(folder: Path, file: Path) -> None:
     assert all(torch.equal(tensor, adapter.state()[name]) for name, tensor in start().state().items())
     with pytest.raises(AdapterError, match="4 rows") as caught:
         start(rank=2)
-    assert "lora.rank to 4" in caught.value.fix
+    assert says(caught.value.fix, "adapters/lora-rank-to-4")
 
 
 def test_an_alpha_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="has no scale"):
+    with pytest.raises(ValueError, check=saying("adapters/has-no-scale")):
         tiny_recipe(folder, lora=oft(alpha=1.0))
 
 
 def test_rows_of_a_weight_are_cut_between_blocks() -> None:
     entry, weight = OftEntry(torch.randn(3, 2, 2), 1.0, (6, 4)), torch.randn(6, 4)
     torch.testing.assert_close(entry.rows(2, 4).effect(weight[2:]), entry.effect(weight)[2:])
-    with pytest.raises(ValueError, match="between its blocks"):
+    with pytest.raises(ValueError, check=saying("adapters/between-its-blocks")):
         entry.rows(1, 2)
 
 

@@ -16,6 +16,7 @@ from lora_rocm.dataset.captions.caption_length import (
     recall_limits,
 )
 from tests.fake_encoders import letter_limit
+from tests.wording import says, worded
 
 
 def test_the_longest_lost_end_is_told() -> None:
@@ -27,11 +28,11 @@ def test_the_longest_lost_end_is_told() -> None:
 def test_many_captions_are_counted_and_the_first_is_named() -> None:
     captions = [(f"{number}.png", "0123456789" + "x" * (number % 2)) for number in range(2 * AT_ONCE + 10)]
     assert cut_notice(captions, [letter_limit(10)]) == (
-        f"{AT_ONCE + 5} captions are longer than the text encoders read, for example 1.png: lost is '9x'.",
+        worded("dataset/value-captions-are-longer-than-the-text", value=AT_ONCE + 5),
     )
     assert cut_notice(captions, [letter_limit(11)]) == ()
     (long,) = cut_notice([("a", "y" * 5000)], [letter_limit(11)])
-    assert long.startswith("1 caption is") and "y' ..." in long and len(long) < 200
+    assert says(long, "dataset/1-caption-is") and "y' ..." in long and len(long) < 200
 
 
 def test_tokenizers_are_kept_once_and_recalled(tmp_path: Path) -> None:

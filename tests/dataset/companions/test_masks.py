@@ -16,6 +16,7 @@ from lora_rocm.dataset.images.image_io import cut, decode
 from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.dataset.sources.scan import Scan, scan
 from lora_rocm.errors import DataError
+from tests.wording import mentions, saying, says, worded
 
 
 def mask(path: Path, size: tuple[int, int] = (96, 64), value: int = 255) -> Path:
@@ -52,9 +53,9 @@ def test_a_mask_belongs_to_the_image_with_its_path(images: Path, make: SimpleNam
     found = scanned(make, images, tmp_path / "masks")
     assert [sample.key for sample in found.samples] == ["a.png", "b.png", "sub/c.png"] and not found.set_aside
     assert [place(sample) for sample in found.samples] == [a, None, c]
-    assert "Images with a mask: 2 of 3" in notices(found)
-    assert "1 image has none and is trained on whole: b.png." in notices(found)
-    assert "1 mask has no image of the same name: c.png." in notices(found)
+    assert says(notices(found), "dataset/images-with-a-mask-2-of-3")
+    assert says(notices(found), "dataset/1-image-has-none-and-is-trained")
+    assert says(notices(found), "dataset/1-mask-has-no-image-of-the")
     assert not found.lasting, "what is kept of a large dataset knows nothing of the files of masks"
 
 
@@ -64,7 +65,9 @@ def test_masks_in_linked_folders_are_found_and_circles_end(images: Path, make: S
     (tmp_path / "masks" / "sub").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     (tmp_path / "elsewhere" / "round").symlink_to(tmp_path / "masks", target_is_directory=True)
     found = scanned(make, images, tmp_path / "masks")
-    assert "Images with a mask: 1 of 3" in notices(found) and "2 images have none" in notices(found)
+    assert says(notices(found), "dataset/images-with-a-mask-1-of-3") and says(
+        notices(found), "dataset/2-images-have-none"
+    )
 
 
 @pytest.mark.parametrize("key", ["mask_path", "control_path"])
@@ -88,9 +91,9 @@ def test_links_out_of_the_folder_are_named_and_followed_only_where_images_are(
     said = notices(scan(make.data(path=str(images), **{key: str(folder)})))
     noun, real = "mask" if key == "mask_path" else "control image", elsewhere.resolve()
     named = f"a.png -> {real / 'private.png'}, sub/c.png -> {real / 'sub' / 'c.png'}"
-    assert f"2 {noun}s are reached through links that lead out of the folder: {named}." in said
-    assert f"no folder at the same place: all -> {real}, sub/deep -> {real / 'sub' / 'deep'}." in said
-    assert f"2 {noun}s have no image of the same name: d.png, inside.png." in said
+    assert says(said, "dataset/2-nouns-are-reached-through-links-that", noun=noun, named=named)
+    assert says(said, "dataset/no-folder-at-the-same-place-all", real=real, path=real / "sub" / "deep")
+    assert says(said, "dataset/2-nouns-have-no-image-of-the", noun=noun)
     assert "private.png" not in said.replace(named, "") and "zz.png" not in said
 
 
@@ -106,7 +109,7 @@ def test_two_masks_of_one_image_are_reported(images: Path, make: SimpleNamespace
     mask(tmp_path / "masks" / "a.png", value=9)
     found = scanned(make, images, tmp_path / "masks")
     assert place(found.samples[0]) == first
-    assert "1 mask has the name of another one and is not used: a.png." in notices(found)
+    assert says(notices(found), "dataset/1-mask-has-the-name-of-another")
 
 
 def test_without_masks_no_word_is_said(images: Path, make: SimpleNamespace) -> None:
@@ -121,16 +124,17 @@ def test_masks_in_the_image_folder_are_not_trained_on(name: str, images: Path, m
         mask(images / name / f"{stem}.png")
     found = scanned(make, images, images / name)
     assert [sample.key for sample in found.samples] == ["a.png", "b.png", "sub/c.png"]
-    assert "Images with a mask: 3 of 3" in notices(found) and "not used" not in notices(found)
-    assert "1 mask has no image of the same name: lonely.png." in notices(found)
-    assert "trained on as usual" not in notices(found)
+    assert says(notices(found), "dataset/images-with-a-mask-3-of-3") and "not used" not in notices(found)
+    assert says(notices(found), "dataset/1-mask-has-no-image-of-the-2")
+    assert says(notices(found), "dataset/no-image-of-the-same")
+    assert not mentions(notices(found), "dataset/trained-on-as-usual")
 
 
 def test_masks_that_are_not_asked_for_are_left_out_and_said(images: Path, make: SimpleNamespace) -> None:
     mask(images / "masks" / "a.png")
     found = scanned(make, images)
     assert len(found.samples) == 3
-    assert "1 mask is not used: data.mask_path does not name their folder" in notices(found)
+    assert says(notices(found), "dataset/1-mask-is-not-used-data-mask")
 
 
 def test_a_mask_of_other_proportions_sets_its_image_aside(images: Path, make: SimpleNamespace, tmp_path: Path) -> None:
@@ -140,7 +144,7 @@ def test_a_mask_of_other_proportions_sets_its_image_aside(images: Path, make: Si
     assert [sample.key for sample in found.samples] == ["a.png", "sub/c.png"]
     (problem,) = found.set_aside
     assert problem.where.endswith("b.png") and "masks" in problem.where
-    assert problem.what == "The mask of b.png has other proportions: it is 64x64, and the image is 96x64."
+    assert problem.what == worded("dataset/the-mask-of-b-png-has-other")
 
 
 def test_an_unreadable_mask_sets_its_image_aside(images: Path, make: SimpleNamespace, tmp_path: Path) -> None:
@@ -148,19 +152,19 @@ def test_an_unreadable_mask_sets_its_image_aside(images: Path, make: SimpleNames
     (tmp_path / "masks" / "b.png").write_bytes(b"no image")
     found = scanned(make, images, tmp_path / "masks")
     (problem,) = found.set_aside
-    assert problem.what.startswith("The mask of b.png cannot be read:") and "take it away" in problem.fix
+    assert says(problem.what, "dataset/the-mask-of-b-png-cannot-be") and says(problem.fix, "dataset/take-it-away")
 
 
 def test_a_folder_that_has_no_mask_of_any_image_is_refused(images: Path, make: SimpleNamespace, tmp_path: Path) -> None:
     mask(tmp_path / "masks" / "other.png")
-    with pytest.raises(DataError, match=r"No image has a mask \(found: 3 images\)") as caught:
+    with pytest.raises(DataError) as caught:
         scanned(make, images, tmp_path / "masks")
     assert caught.value.code == "masks-missing"
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, check=saying("dataset/cannot-be-read")):
         scanned(make, images, tmp_path / "nowhere")
-    with pytest.raises(DataError, match="the folder of the images themselves"):
+    with pytest.raises(DataError, check=saying("dataset/the-folder-of-the-images-themselves")):
         scanned(make, images, images)
-    with pytest.raises(DataError, match=r"No image has a mask \(found: 3 images\)"):
+    with pytest.raises(DataError, check=saying("dataset/no-image-has-a-mask-found-3")):
         scanned(make, images, alpha_mask=True)
 
 
@@ -168,7 +172,9 @@ def test_the_alpha_channel_is_a_mask_where_the_recipe_says_so(images: Path, make
     Image.new("RGBA", (96, 64), (9, 9, 9, 128)).save(images / "a.png")
     assert "mask" not in notices(scanned(make, images)), "alpha is never used silently"
     found = scanned(make, images, alpha_mask=True)
-    assert "Images with a mask: 1 of 3" in notices(found) and "2 images have none" in notices(found)
+    assert says(notices(found), "dataset/images-with-a-mask-1-of-3") and says(
+        notices(found), "dataset/2-images-have-none"
+    )
 
 
 def test_what_a_mask_file_says(tmp_path: Path) -> None:
@@ -253,11 +259,11 @@ def test_masks_beside_the_images_are_used_where_the_recipe_says_so(images: Path,
     found = scanned(make, images, "beside")
     assert [sample.key for sample in found.samples] == ["a.png", "b.png", "sub/c.png"] and found.lasting
     assert [place(sample) for sample in found.samples] == made[:3]
-    assert "Images with a mask: 3 of 3" in notices(found) and "not used" not in notices(found)
-    assert "1 mask has no image of the same name: x-masklabel.png." in notices(found)
+    assert says(notices(found), "dataset/images-with-a-mask-3-of-3") and "not used" not in notices(found)
+    assert says(notices(found), "dataset/1-mask-has-no-image-of-the-3")
     for path in made:
         path.unlink()
     mask(images / "masks" / "venice.png")
-    with pytest.raises(DataError, match=r"No image has a mask \(found: 4 images\)") as caught:
+    with pytest.raises(DataError, check=saying("dataset/no-image-has-a-mask-found-4")) as caught:
         scanned(make, images, "beside")
     assert "NAME-masklabel.png" in caught.value.fix

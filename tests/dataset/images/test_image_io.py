@@ -9,6 +9,7 @@ from PIL import Image, ImageCms, ImageFile, PngImagePlugin
 
 from lora_rocm.dataset.images.buckets import Geometry, choose_bucket
 from lora_rocm.dataset.images.image_io import UnreadableImage, cut, decode, is_dark, read_header, readable_extensions
+from tests.wording import saying
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)
 
@@ -203,7 +204,7 @@ def test_a_decompression_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert decode(content).size == (100, 100)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4000)
     for read in (lambda: decode(content), lambda: read_header(io.BytesIO(content))):
-        with pytest.raises(UnreadableImage, match="too many pixels"):
+        with pytest.raises(UnreadableImage, check=saying("dataset/too-many-pixels")):
             read()
 
 

@@ -20,6 +20,7 @@ from lora_rocm.dataset.images.image_plugins import jxl_size
 from lora_rocm.dataset.sources.sample_image import load_image
 from lora_rocm.dataset.sources.scan import scan
 from lora_rocm.errors import DataError
+from tests.wording import saying, says, worded
 
 KINDS = {"HEIF": ".heic", "JXL": ".jxl"}
 
@@ -99,10 +100,8 @@ def test_without_the_plugin_they_are_counted_and_named(
     found = scan(make.data(path=str(tmp_path)))
     assert [sample.key for sample in found.samples] == ["d.png"]
     assert found.notices == (
-        "2 files are left out: HEIC images are not read here (a.heic, b.HEIC). To read them: pip install pillow-heif. "
-        "Or: save them as PNG or JPEG.",
-        "1 file is left out: JPEG XL images are not read here (c.jxl). To read them: pip install pillow-jxl-plugin. "
-        "Or: save them as PNG or JPEG.",
+        worded("dataset/2-files-are-left-out-heic-images"),
+        worded("dataset/1-file-is-left-out-jpeg-xl"),
     )
     (tmp_path / "d.png").unlink()
     with pytest.raises(DataError) as caught:
@@ -117,7 +116,7 @@ def test_a_plugin_that_is_broken_is_said(
     make.image(tmp_path / "d.png", caption="x")
     without_plugins("libheif.so.1: cannot open shared object file")
     (notice,) = scan(make.data(path=str(tmp_path))).notices
-    assert "pillow-heif is installed, but cannot be used: libheif.so.1" in notice
+    assert says(notice, "dataset/pillow-heif-is-installed-but-cannot-be")
 
 
 def test_a_process_without_them_still_reads_the_rest() -> None:
@@ -169,7 +168,7 @@ def test_a_huge_jpeg_xl_is_refused_before_it_is_decoded(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(pillow_jxl.JpegXLImagePlugin, "Decoder", never)
     for read in (lambda: read_header(io.BytesIO(bomb)), lambda: decode(bomb)):
-        with pytest.raises(UnreadableImage, match="too many pixels"):
+        with pytest.raises(UnreadableImage, check=saying("dataset/too-many-pixels")):
             read()
     with pytest.raises(AssertionError):  # control
         decode(encoded("JXL"))

@@ -27,6 +27,7 @@ from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.dataset.sources.given import Given, UnusableValue, loss_weight, rectangle
 from lora_rocm.dataset.sources.scan import geometry_of
 from lora_rocm.recipe.schema import DataSection
+from tests.wording import saying, says
 
 NOTHING = Given()
 
@@ -49,11 +50,11 @@ def test_the_views_of_a_source() -> None:
     assert views_of(plain) == (PLAIN,) and not price_of(plain)
     (flipped,) = DataSection(path="a", flip_aug=True, random_crop=True).resolved_sources()
     assert views_of(flipped) == (PLAIN, View(flip=True))
-    assert price_of(flipped).startswith("2 versions of each image") and price_of(flipped).endswith(": 2 (flip_aug)")
+    assert says(price_of(flipped), "dataset/2-versions-of-each-image") and price_of(flipped).endswith(": 2 (flip_aug)")
     (many,) = DataSection(path="a", flip_aug=True, random_crop=4, color_aug=2).resolved_sources()
     assert len(set(views_of(many))) == 24 and views_of(many)[0] == PLAIN
     assert [view.flip for view in views_of(many)] == [False] * 12 + [True] * 12
-    assert price_of(many).startswith("24 versions of each image are encoded and stored, 24 times the time and disk")
+    assert says(price_of(many), "dataset/24-versions-of-each-image-are-encoded")
     assert "4 (random_crop) x 3 (color_aug) x 2 (flip_aug)" in price_of(many)
 
 
@@ -125,14 +126,14 @@ def test_a_crop_is_a_list_or_its_text(value: object) -> None:
 
 @pytest.mark.parametrize("value", [[1, 2, 3], [0, 0, 0, 4], [-1, 0, 2, 2], "a", [1.5, 2, 3, 4], [True, 1, 1, 1], None])
 def test_another_value_is_no_crop(value: object) -> None:
-    with pytest.raises(UnusableValue, match="its crop is no"):
+    with pytest.raises(UnusableValue, check=saying("dataset/its-crop-is-no")):
         rectangle(value)
 
 
 def test_weights_are_numbers_in_a_range() -> None:
     assert [loss_weight(value) for value in (2, "0.5", 1000.0)] == [2.0, 0.5, 1000.0]
     for value in (0, -1, "x", True, float("nan"), 1001, [1], "9" * 400, 10**400):
-        with pytest.raises(UnusableValue, match="its weight is no number"):
+        with pytest.raises(UnusableValue, check=saying("dataset/its-weight-is-no-number")):
             loss_weight(value)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lora_rocm.dataset.order.regularisation import evened_repeats, unused_notice
 from lora_rocm.errors import DataError
+from tests.wording import saying, says
 
 counts = st.lists(st.integers(1, 6), min_size=1, max_size=12)
 
@@ -47,10 +48,10 @@ def test_examples() -> None:
 
 
 def test_regularisation_images_alone_are_refused() -> None:
-    with pytest.raises(DataError, match="nothing to learn") as caught:
+    with pytest.raises(DataError, check=saying("dataset/nothing-to-learn")) as caught:
         evened_repeats(np.array([True, True]), np.array([1, 1]))
     assert caught.value.code == "only-regularisation-images" and caught.value.where and caught.value.fix
 
 
 def test_unused_ones_are_said() -> None:
-    assert unused_notice(5, 5) == () and unused_notice(5, 3)[0].startswith("2 of the regularisation images")
+    assert unused_notice(5, 5) == () and says(unused_notice(5, 3)[0], "dataset/2-of-the-regularisation-images")

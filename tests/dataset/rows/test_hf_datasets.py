@@ -21,6 +21,7 @@ from lora_rocm.dataset.sources.scan import scan
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import DataSection, ResolvedSource
 from lora_rocm.recipe.source_sections import DataSource
+from tests.wording import worded
 
 # datasets reads the CSV of an imagefolder by pandas, and leaves closing the file to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:.*metadata.csv:pytest.PytestUnraisableExceptionWarning")
@@ -261,7 +262,10 @@ def test_columns_of_captions_weights_and_crops(tmp_path: Path, content: bytes) -
     named = source(file, loss_weight_column="w", crop_column="c")
     found = list(givens_of(named))
     assert found[:2] == [Given(0.5, (0, 0, 4, 4)), Given()]
-    assert [str(each)[:18] for each in found[2:]] == ["its crop is no [x,", "its weight is no n"]
+    assert [str(each)[:18] for each in found[2:]] == [
+        worded("dataset/its-crop-is-no-x"),
+        worded("dataset/its-weight-is-no-n"),
+    ]
     assert list(givens_of(source(file))) == [Given()] * 4
     with pytest.raises(DataError, match="no column 'weights'"):
         list(givens_of(source(file, loss_weight_column="weights")))

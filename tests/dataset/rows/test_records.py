@@ -22,6 +22,7 @@ from lora_rocm.dataset.sources.text_scan import scan_texts
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import DataSection
 from lora_rocm.recipe.source_sections import DataSource
+from tests.wording import Saying, Worded, saying, says, worded
 
 ASK, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 CHAT = Conversation((ASK, ANSWER))
@@ -62,48 +63,69 @@ def test_a_plain_text_stays_itself_even_if_it_looks_like_a_record() -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"question": "2+2?", "answer": "4"}, "Its columns are question, answer"),
-        ({"messages": [ASK]}, "No message has the role assistant"),
-        ({"messages": [ASK, {**ANSWER, "content": " "}]}, r"Message 2 \(assistant\) is empty"),
-        ({"messages": "hello"}, "The column messages is a text that is no JSON: Expecting value"),
-        ({"messages": '[{"role": "user"'}, "The column messages is a text that is no JSON: .* column 17"),
-        ({"messages": '{"role": "user"}'}, "The column messages is no list of messages"),
-        ({"messages": "[" * 99_999}, "The column messages .* nested too deep"),
-        ({"messages": '[{"role": "user", "content": "a", "content": "b"}]'}, 'messages .* key "content" twice'),
-        ({"messages": [ASK, ANSWER], "tools": ['{"name": "a", "name": "b"}']}, 'key "name" twice'),
-        ({"messages": [ASK, {**ANSWER, "tool_calls": '[{"name": "a", "name": "b"}]'}]}, 'key "name" twice'),
-        ({"prompt": "[{'role': 'user', 'content': 'a'}]", "completion": "b"}, "begins like a list of messages"),
-        ({"prompt": "a", "completion": '[{"role": "assistant", "content": "b"'}, "begins like a list of messages"),
-        ({"prompt": '[{"role": "user", "content": "a"}, {"content": "b"}]', "completion": [ANSWER]}, "has no role"),
-        ({"messages": " "}, "The column messages is empty"),
-        ({"conversations": "[1]"}, "The column conversations is no list of messages"),
-        ({"messages": None}, "The column messages is empty"),
-        ({"conversations": [1]}, "The column conversations is no list of messages"),
-        ({"prompt": "a", "completion": None}, "The completion is empty"),
-        ({"prompt": None, "completion": [ANSWER]}, "The prompt is empty"),
-        ({"messages": [{**ASK, "content": [{"type": "text", "text": 3}]}, ANSWER]}, "a content that is no text"),
-        ({"messages": [{"content": "a"}]}, "has no role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "has the type 'image'"),
-        ({"prompt": "2+2=", "completion": ""}, "The completion is empty"),
-        ({"text": None}, "The text is empty"),
-        ({"messages": [ASK, ANSWER], "tools": "add"}, "The column tools is a text that is no JSON"),
-        ({"messages": [ASK, ANSWER], "tools": '{"name": "add"}'}, "The column tools is no list"),
-        ({"messages": [ASK, ANSWER], "tools": {"name": "add"}}, "The column tools is no list"),
-        ({"messages": [{**ASK, "content": 4}, ANSWER]}, "a content that is no text"),
-        ({"messages": [ASK, {**ANSWER, "content": []}]}, "Message 2 .* is empty"),
-        ({"messages": [{**ASK, "content": [{"type": "text"}]}, ANSWER]}, r"Message 1 \(user\) is empty"),
-        ({"messages": [{"role": "user"}, ANSWER]}, r"Message 1 \(user\) is empty"),
-        ({"messages": [{**ASK, "role": "usr"}, ANSWER]}, "Message 1 has the role 'usr'"),
-        ({"messages": [ASK, {**ANSWER, "tool_calls": 3}]}, "tool_calls of a message is no list"),
-        ({"messages": [ASK, {**ANSWER, "tool_calls": "w"}]}, "tool_calls of a message is a text that is no JSON"),
-        ({"messages": [ASK, ANSWER], "functions": 3}, "The column functions is no list"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a pair of answers"),
-        ({"conversations": [{"from": ["human"], "value": "a"}]}, "has no role"),
-        ({"instruction": ["a"], "output": "b"}, "The instruction is no text"),
+        ({"question": "2+2?", "answer": "4"}, saying("dataset/its-columns-are-question-answer")),
+        ({"messages": [ASK]}, saying("dataset/no-message-has-the-role-assistant")),
+        ({"messages": [ASK, {**ANSWER, "content": " "}]}, saying("dataset/message-2-assistant-is-empty")),
+        ({"messages": "hello"}, saying("dataset/the-column-messages-is-a-text-that-3")),
+        ({"messages": '[{"role": "user"'}, saying("dataset/the-column-messages-is-a-text-that-2", "dataset/column-17")),
+        ({"messages": '{"role": "user"}'}, saying("dataset/the-column-messages-is-no-list-of")),
+        ({"messages": "[" * 99_999}, saying("dataset/the-column-messages", "dataset/nested-too-deep")),
+        (
+            {"messages": '[{"role": "user", "content": "a", "content": "b"}]'},
+            saying("dataset/messages", "dataset/key-content-twice"),
+        ),
+        ({"messages": [ASK, ANSWER], "tools": ['{"name": "a", "name": "b"}']}, saying("dataset/key-name-twice")),
+        (
+            {"messages": [ASK, {**ANSWER, "tool_calls": '[{"name": "a", "name": "b"}]'}]},
+            saying("dataset/key-name-twice"),
+        ),
+        (
+            {"prompt": "[{'role': 'user', 'content': 'a'}]", "completion": "b"},
+            saying("dataset/begins-like-a-list-of-messages"),
+        ),
+        (
+            {"prompt": "a", "completion": '[{"role": "assistant", "content": "b"'},
+            saying("dataset/begins-like-a-list-of-messages"),
+        ),
+        (
+            {"prompt": '[{"role": "user", "content": "a"}, {"content": "b"}]', "completion": [ANSWER]},
+            saying("dataset/has-no-role"),
+        ),
+        ({"messages": " "}, saying("dataset/the-column-messages-is-empty")),
+        ({"conversations": "[1]"}, saying("dataset/the-column-conversations-is-no-list-of")),
+        ({"messages": None}, saying("dataset/the-column-messages-is-empty")),
+        ({"conversations": [1]}, saying("dataset/the-column-conversations-is-no-list-of")),
+        ({"prompt": "a", "completion": None}, saying("dataset/the-completion-is-empty")),
+        ({"prompt": None, "completion": [ANSWER]}, saying("dataset/the-prompt-is-empty")),
+        (
+            {"messages": [{**ASK, "content": [{"type": "text", "text": 3}]}, ANSWER]},
+            saying("dataset/a-content-that-is-no-text"),
+        ),
+        ({"messages": [{"content": "a"}]}, saying("dataset/has-no-role")),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]},
+            saying("dataset/has-the-type-image"),
+        ),
+        ({"prompt": "2+2=", "completion": ""}, saying("dataset/the-completion-is-empty")),
+        ({"text": None}, saying("dataset/the-text-is-empty-2")),
+        ({"messages": [ASK, ANSWER], "tools": "add"}, saying("dataset/the-column-tools-is-a-text-that")),
+        ({"messages": [ASK, ANSWER], "tools": '{"name": "add"}'}, saying("dataset/the-column-tools-is-no-list")),
+        ({"messages": [ASK, ANSWER], "tools": {"name": "add"}}, saying("dataset/the-column-tools-is-no-list")),
+        ({"messages": [{**ASK, "content": 4}, ANSWER]}, saying("dataset/a-content-that-is-no-text")),
+        ({"messages": [ASK, {**ANSWER, "content": []}]}, saying("dataset/message-2", "dataset/is-empty")),
+        ({"messages": [{**ASK, "content": [{"type": "text"}]}, ANSWER]}, saying("dataset/message-1-user-is-empty")),
+        ({"messages": [{"role": "user"}, ANSWER]}, saying("dataset/message-1-user-is-empty")),
+        ({"messages": [{**ASK, "role": "usr"}, ANSWER]}, saying("dataset/message-1-has-the-role-usr")),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": 3}]}, saying("dataset/tool-calls-of-a-message-is-no")),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": "w"}]}, saying("dataset/tool-calls-of-a-message-is-a")),
+        ({"messages": [ASK, ANSWER], "functions": 3}, saying("dataset/the-column-functions-is-no-list")),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, saying("dataset/a-pair-of-answers")),
+        ({"conversations": [{"from": ["human"], "value": "a"}]}, saying("dataset/has-no-role")),
+        ({"instruction": ["a"], "output": "b"}, saying("dataset/the-instruction-is-no-text")),
     ],
 )
-def test_what_cannot_be_learned_from_is_named(row: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UnusableText, match=reason):
+def test_what_cannot_be_learned_from_is_named(row: dict[str, Any], reason: Saying) -> None:
+    with pytest.raises(UnusableText, check=reason):
         record_of(row)
 
 
@@ -217,26 +239,32 @@ OTHER = {"role": "user", "content": "3+3?"}
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": "a", "chosen": "b"}, "has no column rejected; its columns are prompt, chosen"),
-        ({"messages": [ASK, YES]}, "has no column chosen and rejected"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
-        ({"chosen": "ab", "rejected": "ab"}, "are the same"),
-        ({"chosen": [ASK, YES], "rejected": [ASK, YES]}, "are the same"),
-        ({"prompt": "a", "chosen": "b", "rejected": " "}, "The rejected answer is empty"),
-        ({"prompt": "a", "chosen": None, "rejected": None}, "The chosen answer is empty"),
-        ({"prompt": "a", "chosen": "b", "rejected": ["c"]}, "The rejected answer is no list of messages"),
-        ({"prompt": ["a"], "chosen": "b", "rejected": "c"}, "The prompt is no list of messages"),
-        ({"prompt": [ASK], "chosen": [YES], "rejected": []}, "The rejected answer is empty"),
-        ({"prompt": [ASK], "chosen": [{**YES, "content": ""}], "rejected": [NO]}, "The chosen answer is empty"),
-        ({"chosen": "Q: a A: b", "rejected": "Q: a A:"}, "both answers share, the rejected one is empty"),
-        ({"chosen": "yes", "rejected": "no"}, "begin differently"),
-        ({"chosen": [YES], "rejected": [NO]}, "differ, or there is none"),
-        ({"chosen": [ASK, YES], "rejected": [OTHER, NO]}, "prompts of chosen and rejected differ"),
-        ({"prompt": [ASK], "chosen": [YES, ASK, YES], "rejected": [NO, ASK, NO]}, "more than one message"),
+        ({"prompt": "a", "chosen": "b"}, worded("dataset/has-no-column-rejected-its-columns-are")),
+        ({"messages": [ASK, YES]}, worded("dataset/has-no-column-chosen-and-rejected")),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, worded("dataset/are-the-same")),
+        ({"chosen": "ab", "rejected": "ab"}, worded("dataset/are-the-same")),
+        ({"chosen": [ASK, YES], "rejected": [ASK, YES]}, worded("dataset/are-the-same")),
+        ({"prompt": "a", "chosen": "b", "rejected": " "}, worded("dataset/the-rejected-answer-is-empty")),
+        ({"prompt": "a", "chosen": None, "rejected": None}, worded("dataset/the-chosen-answer-is-empty")),
+        ({"prompt": "a", "chosen": "b", "rejected": ["c"]}, worded("dataset/the-rejected-answer-is-no-list-of")),
+        ({"prompt": ["a"], "chosen": "b", "rejected": "c"}, worded("dataset/the-prompt-is-no-list-of-messages")),
+        ({"prompt": [ASK], "chosen": [YES], "rejected": []}, worded("dataset/the-rejected-answer-is-empty")),
+        (
+            {"prompt": [ASK], "chosen": [{**YES, "content": ""}], "rejected": [NO]},
+            worded("dataset/the-chosen-answer-is-empty"),
+        ),
+        ({"chosen": "Q: a A: b", "rejected": "Q: a A:"}, worded("dataset/both-answers-share-the-rejected-one-is")),
+        ({"chosen": "yes", "rejected": "no"}, worded("dataset/begin-differently")),
+        ({"chosen": [YES], "rejected": [NO]}, worded("dataset/differ-or-there-is-none")),
+        ({"chosen": [ASK, YES], "rejected": [OTHER, NO]}, worded("dataset/prompts-of-chosen-and-rejected-differ")),
+        (
+            {"prompt": [ASK], "chosen": [YES, ASK, YES], "rejected": [NO, ASK, NO]},
+            worded("dataset/more-than-one-message"),
+        ),
     ],
 )
-def test_what_is_no_pair_is_named(row: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UnusableText, match=reason):
+def test_what_is_no_pair_is_named(row: dict[str, Any], reason: Worded) -> None:
+    with pytest.raises(UnusableText, check=saying(reason)):
         record_of(row, pairs=True)
 
 
@@ -246,7 +274,9 @@ def test_pairs_are_named_where_texts_are_wanted_and_read_where_pairs_are(tmp_pat
     data = DataSection(sources=(DataSource(dataset=str(path)),))
     found, other = scan_texts(data, pairs=True), scan_texts(data)
     assert [read(sample.caption) for sample in found.samples] == [Pair(Completion("a", "b"), Completion("a", "c"))]
-    assert [(each.where.rpartition(":")[2], each.what[:16]) for each in found.set_aside] == [("2", "It has no column")]
+    assert [(each.where.rpartition(":")[2], each.what[:16]) for each in found.set_aside] == [
+        ("2", worded("dataset/it-has-no-column"))
+    ]
     assert [sample.caption for sample in other.samples] == ["d"]
     assert "objective.loss: dpo" in other.set_aside[0].fix
 
@@ -270,10 +300,10 @@ def test_bad_lines_are_named_by_their_number_and_the_others_are_used(tmp_path: P
     assert texts == ["a", "ä"]
     assert [where.rpartition(":")[2] for where, _ in aside] == ["3", "4", "5", "6"]
     assert [what.split(":")[0] for _, what in aside] == [
-        "It is no JSON",
-        "It is not UTF-8 text.",
-        "It is no JSON object.",
-        "The text is empty.",
+        worded("dataset/it-is-no-json"),
+        worded("dataset/it-is-not-utf-8-text"),
+        worded("dataset/it-is-no-json-object"),
+        worded("dataset/the-text-is-empty"),
     ]
 
 
@@ -336,7 +366,7 @@ def test_cells_of_a_csv_hold_lists_as_json_and_a_wrong_one_is_named(tmp_path: Pa
         Conversation((ASK, ANSWER)),
     ]
     line = 2 + chat.count("\n") + 1
-    assert where == f"{path}:{line}" and what.startswith("The column messages is a text that is no JSON: ")
+    assert where == f"{path}:{line}" and says(what, "dataset/the-column-messages-is-a-text-that")
 
 
 def test_a_json_array_a_csv_and_a_parquet_file_hold_the_same_rows(tmp_path: Path) -> None:
@@ -359,7 +389,7 @@ def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
     (source,) = DataSection(sources=(DataSource(dataset=str(path)),)).resolved_sources()
     rows = list(rows_of(source))
     assert [row for _, row, _ in rows if isinstance(row, dict)] == [{"text": "a"}, {"text": "b"}]
-    assert isinstance(rows[1][1], UnusableText) and "longer than 16 MiB" in rows[1][1].what
+    assert isinstance(rows[1][1], UnusableText) and says(rows[1][1].what, "dataset/longer-than-16-mib")
 
 
 JSON = st.recursive(
@@ -395,7 +425,7 @@ def test_a_table_without_rows_is_named(tmp_path: Path, name: str, content: str) 
     (tmp_path / name).write_text(content, encoding="utf-8")
     (tmp_path / "full.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
     sources = tuple(DataSource(dataset=str(tmp_path / each)) for each in ("full.jsonl", name))
-    with pytest.raises(DataError, match="This table has no rows") as caught:
+    with pytest.raises(DataError, check=saying("dataset/this-table-has-no-rows")) as caught:
         scan_texts(DataSection(sources=sources))
     assert caught.value.code == "dataset-empty" and caught.value.where == str(tmp_path / name)
 
@@ -404,13 +434,16 @@ def test_rows_that_fail_alike_say_their_remedy_once(tmp_path: Path) -> None:
     table = tmp_path / "pairs.jsonl"
     table.write_text('{"chosen": "a", "rejected": "b"}\n' * 2, encoding="utf-8")
     data = DataSection(sources=(DataSource(dataset=str(table)),))
-    with pytest.raises(DataError, match=r"No text can be used \(found: 2 texts\)") as caught:
+    with pytest.raises(DataError, check=saying("dataset/no-text-can-be-used-found-2")) as caught:
         scan_texts(data)
-    assert f"{table}:2: It is a pair of answers" in caught.value.where and "objective.loss: dpo" in caught.value.fix
+    assert (
+        says(caught.value.where, "dataset/table-2-it-is-a-pair-of", table=table)
+        and "objective.loss: dpo" in caught.value.fix
+    )
     table.write_text('{"chosen": "a", "rejected": "b"}\n{"text": ""}\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"No text can be used \(found: 2 texts\)") as caught:
+    with pytest.raises(DataError, check=saying("dataset/no-text-can-be-used-found-2")) as caught:
         scan_texts(data)
-    assert "objective.loss: dpo" in caught.value.fix and caught.value.fix.endswith("Fill it, or take the row away.")
+    assert "objective.loss: dpo" in caught.value.fix and says(caught.value.fix, "dataset/fill-it-or-take-the-row-away")
 
 
 def test_a_lone_surrogate_is_set_aside_with_its_place(tmp_path: Path) -> None:
@@ -418,7 +451,7 @@ def test_a_lone_surrogate_is_set_aside_with_its_place(tmp_path: Path) -> None:
     table.write_text('{"text": "cut \\ud83d"}\n{"text": "whole \\ud83d\\ude00"}\n', encoding="utf-8")
     found = scan_texts(DataSection(sources=(DataSource(dataset=str(table)),)))
     assert len(found.samples) == 1 and [problem.where for problem in found.set_aside] == [f"{table}:1"]
-    assert "a lone surrogate (\\ud83d)" in found.set_aside[0].what
+    assert says(found.set_aside[0].what, "dataset/a-lone-surrogate-ud83d")
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])

@@ -20,6 +20,7 @@ from lora_rocm.dataset.sample_table import Samples
 from lora_rocm.dataset.sources.text_scan import Scan, scan_texts
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import DataSection
+from tests.wording import saying
 
 ROWS: list[dict[str, Any]] = [
     {"text": "ü\n😀 " + "x" * 300},
@@ -86,7 +87,7 @@ def test_rows_of_other_tables_stay_there_too(kind: str, tmp_path: Path) -> None:
     if kind == "csv":
         path.write_bytes(path.read_bytes().replace(b"2 ", b"3 "))
         assert samples[1].caption == wanted[1]
-        with pytest.raises(DataError, match="changed while they were in use"):
+        with pytest.raises(DataError, check=saying("dataset/changed-while-they-were-in-use")):
             samples[2]
 
 
@@ -105,7 +106,7 @@ def test_a_file_that_was_changed_since_is_no_other_text(change: str, tmp_path: P
         path.unlink()
     else:
         write(path, changed)
-    with pytest.raises(DataError, match="changed while they were in use") as caught:
+    with pytest.raises(DataError, check=saying("dataset/changed-while-they-were-in-use")) as caught:
         samples[-1 if change != "other" else 0]
     now = "not there any more" if change == "gone" else f"the file has {path.stat().st_size} bytes, last written 2"
     assert now in caught.value.what

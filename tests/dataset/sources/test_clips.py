@@ -14,6 +14,7 @@ from lora_rocm.dataset.sources.clips import LENGTH_BYTES, frames_in, frames_of, 
 from lora_rocm.dataset.sources.sample_image import image_bytes
 from lora_rocm.dataset.sources.scan import Scan, scan
 from lora_rocm.recipe.schema import DataSection
+from tests.wording import says
 
 
 @pytest.fixture
@@ -91,7 +92,9 @@ def test_a_clip_has_the_most_frames_that_it_can(data: Path, make: SimpleNamespac
 
 def test_a_clip_that_cannot_be_used_is_set_aside(data: Path, make: SimpleNamespace) -> None:
     (problem,) = scanned(make, data, frames=13).set_aside
-    assert problem.where.endswith("walk.v2") and "10 frames" in problem.what and "at least 13" in problem.what
+    assert (
+        problem.where.endswith("walk.v2") and "10 frames" in problem.what and says(problem.what, "dataset/at-least-13")
+    )
     make.image(data / "sub" / "walk.v2" / "frame 5.png", 48, 48)
     (problem,) = scanned(make, data, frames=9).set_aside
     assert "64x48 and 48x48, from frame 5.png on" in problem.what

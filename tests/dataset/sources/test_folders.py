@@ -7,6 +7,7 @@ import pytest
 from lora_rocm.dataset.sources.folders import describes, read_caption, shown, some, source_folder, walk
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.terminal_text import one_line
+from tests.wording import saying, says, worded
 
 
 def test_sub_folders_in_one_order(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -31,7 +32,7 @@ def test_a_caption_without_an_image_is_said(tmp_path: Path, make: SimpleNamespac
     make.image(tmp_path / "a.png", caption="x")
     assert walk(tmp_path, ".txt").notices == []
     (tmp_path / "lonely.txt").touch()
-    assert walk(tmp_path, ".txt").notices == ["1 caption file has no image of the same name: lonely.txt."]
+    assert walk(tmp_path, ".txt").notices == [worded("dataset/1-caption-file-has-no-image-of")]
 
 
 def test_an_image_has_each_caption_file_of_a_list(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -42,15 +43,12 @@ def test_an_image_has_each_caption_file_of_a_list(tmp_path: Path, make: SimpleNa
     assert [file.name for file in found.captions.of(every)] == ["a.txt", "a.TAGS.txt", "a_1.txt", "a.caption"]
     assert [file.name for file in found.captions.of(some_of_them)] == ["b.v2.tags.Txt"]
     assert found.captions.of(none) == []
-    assert found.notices == [
-        "1 image has a .tags file beside, which is not read (c.png). If these are the captions, set "
-        "data.caption_extension: [.txt, .tags.txt, _1.txt, .caption, .tags]."
-    ]
+    assert found.notices == [worded("dataset/1-image-has-a-tags-file-beside")]
     other_order = walk(tmp_path, ("_1.txt", ".txt"))
     assert [file.name for file in other_order.captions.of(every)] == ["a_1.txt", "a.txt"]
     assert [file.name for file in walk(tmp_path, ".tags.txt").captions.of(every)] == ["a.TAGS.txt"]
     (notice, *_) = walk(tmp_path, ".txt").notices
-    assert notice == "3 caption files have no image of the same name: a.TAGS.txt, a_1.txt, b.v2.tags.Txt."
+    assert notice == worded("dataset/3-caption-files-have-no-image-of")
 
 
 def test_a_caption_file_without_an_image_is_said_once_of_a_list(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -59,7 +57,7 @@ def test_a_caption_file_without_an_image_is_said_once_of_a_list(tmp_path: Path, 
         (tmp_path / name).touch()
     make.image(tmp_path / "left.png")
     notices = walk(tmp_path, (".txt", ".tags.txt"), exclude=("left.png",)).notices
-    assert "2 caption files have no image of the same name: b.tags.txt, b.txt." in notices and len(notices) == 2
+    assert says(notices, "dataset/2-caption-files-have-no-image-of") and len(notices) == 2
     with pytest.raises(DataError, match=r"found 2 \.txt, 2 \.tags\.txt"):
         walk(tmp_path, (".txt", ".tags.txt"), exclude=("*.png",))
 
@@ -98,8 +96,8 @@ def test_what_runs_have_drawn_is_no_image_to_train_on(tmp_path: Path, make: Simp
     found = walk(tmp_path, ".txt")
     assert [relative for _, relative in found.images] == ["a.png"]
     (notice,) = found.notices
-    assert notice.startswith("2 run directories were left out") and "runs/one, runs/two" in notice
-    with pytest.raises(DataError, match="2 run directories were left out"):
+    assert says(notice, "dataset/2-run-directories-were-left-out") and "runs/one, runs/two" in notice
+    with pytest.raises(DataError, check=saying("dataset/2-run-directories-were-left-out")):
         walk(tmp_path / "runs", ".txt")
     assert len(walk(tmp_path / "runs" / "one", ".txt").relatives) == 1, "who asks for it gets it"
 
@@ -138,11 +136,10 @@ def test_repeat_folders(tmp_path: Path, make: SimpleNamespace) -> None:
     assert found.repeat_folder("20240131_sea/e.png").repeats == 1
     assert found.repeat_folder("3_x.png").repeats == 1 and found.repeat_folder("plain/5_deep/d.png").repeats == 5
     assert found.notices == [
-        "Folder 0_off: left out (kohya's number_name folders).",
-        "Folder 10_zibu_cat: each image is seen 10 times an epoch (kohya's number_name folders).",
-        "Folder plain/5_deep: each image is seen 5 times an epoch (kohya's number_name folders).",
-        "3 images lie outside the number_name folders and are trained on, too: 20240131_sea/e.png, 3_x.png, "
-        "plain/c.png. If not wanted, name the folder with the number_name folders as path, or the others in exclude.",
+        worded("dataset/folder-0-off-left-out-kohyas-number"),
+        worded("dataset/folder-10-zibu-cat-each-image-is"),
+        worded("dataset/folder-plain-5-deep-each-image-is"),
+        worded("dataset/3-images-lie-outside-the-number-name"),
     ]
 
 
@@ -171,7 +168,7 @@ def test_a_missing_folder_is_named_in_full(tmp_path: Path, monkeypatch: pytest.M
         source_folder("photos/mine", 0)
     assert str(tmp_path / "photos" / "mine") in caught.value.what and "photos/mine" in caught.value.where
     (tmp_path / "a.png").touch()
-    with pytest.raises(DataError, match="is a file"):
+    with pytest.raises(DataError, check=saying("dataset/is-a-file")):
         source_folder("a.png", 0)
 
 

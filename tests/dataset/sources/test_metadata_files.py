@@ -16,6 +16,7 @@ from lora_rocm.dataset.sources.metadata_files import Metadata, names_files
 from lora_rocm.dataset.sources.scan import Scan, scan
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.names import Names
+from tests.wording import Worded, says, worded
 
 
 def captions(found: Scan) -> dict[str, str]:
@@ -44,9 +45,9 @@ def test_a_folder_with_metadata(tmp_path: Path, make: SimpleNamespace) -> None:
         "sub/1 ü.png": "one",
     }
     assert found.notices == (
-        "Columns of metadata that nothing reads: more (1 row).",
-        "1 image has a caption file and a row of metadata: the caption file counts (3.png).",
-        '1 image has no caption; used instead: 4.png "4".',
+        worded("dataset/columns-of-metadata-that-nothing-reads-more"),
+        worded("dataset/1-image-has-a-caption-file-and"),
+        worded("dataset/1-image-has-no-caption-used-instead"),
     )
 
 
@@ -55,7 +56,7 @@ def test_another_column_or_none(tmp_path: Path, make: SimpleNamespace) -> None:
     rows(tmp_path / "metadata.jsonl", {"file_name": "a.png", "prompt": "a cat", "width": 8})
     found = scan(make.data(path=str(tmp_path)))
     assert captions(found) == {"a.png": "a"}
-    assert found.notices[0].startswith("Rows of metadata without the column text: 1 (columns: prompt, width).")
+    assert says(found.notices[0], "dataset/rows-of-metadata-without-the-column-text")
     assert captions(scan(make.data(sources=[{"path": str(tmp_path), "caption_column": "prompt"}]))) == {
         "a.png": "a cat"
     }
@@ -85,28 +86,26 @@ def test_what_the_rows_have_wrong_is_counted_and_named(tmp_path: Path, make: Sim
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes() + b'{"file_name": "2.png", "text": "f\xfcr"}\n')
     found = scan(make.data(path=str(tmp_path)))
     assert captions(found) == {"0.png": "good", "1.png": "1", "2.png": "2"}
-    assert found.notices[0].startswith(
-        f"{len(bad) + 1} rows of metadata are not used: metadata.jsonl, line 1: no JSON, "
-    )
-    assert found.notices[1] == "1 row of metadata names a file that is not among the images: gone.png."
-    assert found.notices[2] == "1 row of metadata names an image again; the first row counts: 0.png."
+    assert says(found.notices[0], "dataset/value-rows-of-metadata-are-not-used", value=len(bad) + 1)
+    assert found.notices[1] == worded("dataset/1-row-of-metadata-names-a-file")
+    assert found.notices[2] == worded("dataset/1-row-of-metadata-names-an-image")
     assert all(len(notice) < 400 for notice in found.notices)
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"file_name,text\n0.png,f\xfcr\n1.png,x\n", "no UTF-8 text; nothing behind it was read"),
-        (b"file_name,text,text\n0.png,a,b\n", "a column stands there twice"),
-        (b"file_name,text\n0.png\n", "another number of columns"),
-        (b'file_name,text\n0.png,"' + b"x" * 200_000 + b"\n", "nothing behind it was read"),
-        (b"\0" * 300_000, "longer than 256 KiB"),
+        (b"file_name,text\n0.png,f\xfcr\n1.png,x\n", worded("dataset/no-utf-8-text-nothing-behind-it")),
+        (b"file_name,text,text\n0.png,a,b\n", worded("dataset/a-column-stands-there-twice")),
+        (b"file_name,text\n0.png\n", worded("dataset/another-number-of-columns")),
+        (b'file_name,text\n0.png,"' + b"x" * 200_000 + b"\n", worded("dataset/nothing-behind-it-was-read")),
+        (b"\0" * 300_000, worded("dataset/longer-than-256-kib")),
     ],
 )
-def test_damaged_tables(tmp_path: Path, make: SimpleNamespace, content: bytes, said: str) -> None:
+def test_damaged_tables(tmp_path: Path, make: SimpleNamespace, content: bytes, said: Worded) -> None:
     make.image(tmp_path / "0.png")
     (tmp_path / "metadata.csv").write_bytes(content)
-    assert said in walk(tmp_path, ".txt").notices[0]
+    assert says(walk(tmp_path, ".txt").notices[0], said)
 
 
 def test_a_file_that_is_none_or_too_large(
@@ -116,15 +115,13 @@ def test_a_file_that_is_none_or_too_large(
     rows(tmp_path / "metadata.jsonl", {"file_name": "0.png", "text": "x"})
     monkeypatch.setattr(metadata_files, "MAX_METADATA_BYTES", 10)
     found = walk(tmp_path, ".txt")
-    assert found.notices == ["metadata.jsonl cannot be read: it is larger than 0 KiB."] and not found.lasting
+    assert found.notices == [worded("dataset/metadata-jsonl-cannot-be-read-it-is")] and not found.lasting
 
 
 def test_parquet_is_for_datasets(tmp_path: Path, make: SimpleNamespace) -> None:
     make.image(tmp_path / "0.png")
     (tmp_path / "metadata.parquet").touch()
-    assert walk(tmp_path, ".txt").notices == [
-        "metadata.parquet is not read here: give its folder as dataset, not as path."
-    ]
+    assert walk(tmp_path, ".txt").notices == [worded("dataset/metadata-parquet-is-not-read-here-give")]
 
 
 @pytest.mark.parametrize("name", metadata_files.READ_NAMES)
@@ -172,8 +169,8 @@ def test_kohya_s_file_gives_captions_and_tags(tmp_path: Path) -> None:
     assert [found.caption(position) for position in range(5)] == ["a cat, red, big", "green", "a dog", None, None]
     assert list(found.unknown) == ["f"] and "train_resolution (1 row)" in found.notices()[-1]
     assert list(found.bad) == [
-        "meta_lat.json, e: its caption is no text",
-        "meta_lat.json, ../a: file_name leads out of the folder: ../a",
+        worded("dataset/meta-lat-json-e-its-caption-is"),
+        worded("dataset/meta-lat-json-a-file-name-leads"),
     ]
 
 

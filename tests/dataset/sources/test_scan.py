@@ -17,6 +17,7 @@ from lora_rocm.dataset.sources.sample_image import image_bytes, load_image
 from lora_rocm.dataset.sources.scan import Scan, geometries, scan
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import DataSection
+from tests.wording import saying, says, worded
 
 PHOTOGRAPHS = Path(__file__).parents[2] / "photographs"
 
@@ -71,7 +72,7 @@ def test_caption_fallbacks(tmp_path: Path, make: SimpleNamespace, keys: dict[str
     make.image(tmp_path / "red_cat.png")
     found = scan(make.data(path=str(tmp_path), **keys))
     assert captions(found) == {"red_cat.png": expected}
-    assert found.notices == (f'1 image has no caption; used instead: red_cat.png "{expected}".',)
+    assert found.notices == (worded("dataset/1-image-has-no-caption-used-instead-2", expected=expected),)
 
 
 def test_an_image_may_have_the_caption_of_its_folder(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -136,7 +137,7 @@ def test_a_wildcard_that_is_not_closed_is_named(tmp_path: Path, make: SimpleName
 def test_an_empty_caption_file_is_an_empty_caption(tmp_path: Path, make: SimpleNamespace) -> None:
     make.image(tmp_path / "a.png", caption=" \n")
     found = scan(make.data(path=str(tmp_path)))
-    assert captions(found) == {"a.png": ""} and found.notices == ("1 image has an empty caption: a.png.",)
+    assert captions(found) == {"a.png": ""} and found.notices == (worded("dataset/1-image-has-an-empty-caption-a"),)
 
 
 def test_what_cannot_be_used_is_set_aside_with_its_reason(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -189,8 +190,8 @@ def test_copies_and_small_images_are_said(tmp_path: Path, make: SimpleNamespace)
     make.image(tmp_path / "one.png", 1, 1, caption="x")
     found = scan(make.data(path=str(tmp_path)))
     assert found.notices == (
-        "2 images have less than 1/4 of the resolution: one.png, tiny.png.",
-        "Images with exactly the same content: a.png = b.png.",
+        worded("dataset/2-images-have-less-than-1-4"),
+        worded("dataset/images-with-exactly-the-same-content-a"),
     )
 
 
@@ -208,7 +209,7 @@ def test_a_dataset(tmp_path: Path, make: SimpleNamespace) -> None:
     found = scan(make.data(sources=[{"dataset": str(file)}], resolution=32))
     assert captions(found) == {"train/0": "one", "train/1": "a"}
     assert [problem.where for problem in found.set_aside] == [f"{file} [train] row 2", f"{file} [train] row 3"]
-    assert "Images with exactly the same content: train/0 = train/1." in found.notices
+    assert says(found.notices, "dataset/images-with-exactly-the-same-content-train")
     for sample in found.samples:
         assert image_bytes(sample) == first and load_image(sample).size == (sample.width, sample.height)
 
@@ -224,7 +225,7 @@ def test_loading_names_the_file_that_went_bad(tmp_path: Path, make: SimpleNamesp
             load_image(sample)
         assert caught.value.code == "image-unreadable" and str(path) in caught.value.where
     path.unlink()
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, check=saying("dataset/cannot-be-read")):
         image_bytes(sample)
 
 
@@ -282,12 +283,12 @@ def test_a_folder_whose_own_name_has_a_number_is_told_what_that_means(tmp_path: 
     found = scan(make.data(path=str(tmp_path / "10_zwx woman")))
     assert [sample.repeats for sample in found.samples] == [1]
     (notice,) = found.notices
-    assert "The number in 10_zwx woman is not applied, nor its name as a caption" in notice and "repeats: 10" in notice
+    assert says(notice, "dataset/the-number-in-10-zwx-woman-is") and "repeats: 10" in notice
     (above,) = scan(make.data(path=str(tmp_path))).notices
-    assert above == "Folder 10_zwx woman: each image is seen 10 times an epoch (kohya's number_name folders)."
+    assert above == worded("dataset/folder-10-zwx-woman-each-image-is")
     make.image(tmp_path / "10_zwx woman" / "b.png", caption=None)
     said = " ".join(scan(make.data(path=str(tmp_path / "10_zwx woman"), caption_fallback="folder")).notices)
-    assert "is not applied" in said and '"zwx woman"' in said
+    assert says(said, "dataset/is-not-applied") and '"zwx woman"' in said
 
 
 def test_frames_that_are_not_used_are_said(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -298,9 +299,7 @@ def test_frames_that_are_not_used_are_said(tmp_path: Path, make: SimpleNamespace
         for stem in (name[0], f"one {name[0]}"):
             (tmp_path / f"{stem}.txt").write_text("x", encoding="utf-8")
     notices = scan(make.data(path=str(tmp_path))).notices
-    assert (
-        notices[0] == "4 images have several frames or pages; only the first is used: a.gif, b.png, c.webp and 1 more."
-    )
+    assert notices[0] == worded("dataset/4-images-have-several-frames-or-pages")
 
 
 def grey16(path: Path, peak: int) -> None:
@@ -315,7 +314,7 @@ def test_twelve_bits_in_sixteen_are_said(tmp_path: Path, make: SimpleNamespace) 
     grey16(tmp_path / "full.png", 65535)
     grey16(tmp_path / "dim.png", 5000)
     (notice,) = scan(make.data(path=str(tmp_path))).notices
-    assert notice.startswith("2 of 4 images with 16-bit grey that were looked at have no value above 1/16 of white")
+    assert says(notice, "dataset/2-of-4-images-with-16-bit")
     assert "dark.png, dark.tif" in notice
     for path in tmp_path.glob("dark*"):
         path.unlink()
@@ -330,7 +329,7 @@ def test_of_very_many_deep_images_a_few_are_decoded(
     asked: list[bytes] = []
     look = samples.is_dark
     monkeypatch.setattr(samples, "is_dark", lambda content: asked.append(content) or look(content))
-    assert "8 of 8 images" in scan(make.data(path=str(tmp_path))).notices[0] and len(asked) == 8
+    assert says(scan(make.data(path=str(tmp_path))).notices[0], "dataset/8-of-8-images") and len(asked) == 8
 
 
 def test_crops_that_cut_off_much_are_said(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -342,8 +341,8 @@ def test_crops_that_cut_off_much_are_said(tmp_path: Path, make: SimpleNamespace)
         return geometries(scan(data).samples, data)[2]
 
     (notice,) = said()
-    assert notice.startswith("2 images lose more than 25% of the area to the crop: tall.png (64x330: ")
-    assert "wide.png (320x64: " in notice and notice.endswith("Raise data.bucket_max_aspect (it is 2.5) to keep more.")
+    assert says(notice, "dataset/2-images-lose-more-than-25-of")
+    assert "wide.png (320x64: " in notice and says(notice, "dataset/raise-data-bucket-max-aspect-it-is")
     assert said(bucket_max_aspect=8) == []
     several = said(resolution=[64, 96])
     assert several[-1].startswith("2 images lose more than 25%") and several[-1].count("tall.png") == 1
@@ -351,7 +350,7 @@ def test_crops_that_cut_off_much_are_said(tmp_path: Path, make: SimpleNamespace)
     for name in ("wide", "tall"):
         (tmp_path / f"{name}.png").unlink()
     make.image(tmp_path / "small.png", 31, 17, caption="x")
-    assert "Lower data.bucket_step (it is 16)" in said()[0] and said(bucket_step=8) == []
+    assert says(said()[0], "dataset/lower-data-bucket-step-it-is-16") and said(bucket_step=8) == []
 
 
 def test_each_image_is_there_at_each_resolution(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -370,9 +369,7 @@ def test_each_image_is_there_at_each_resolution(tmp_path: Path, make: SimpleName
     assert found.notices == one.notices, "each is said once, and the same file is no copy of itself"
     larger = make.data(path=str(tmp_path), resolution=[64, 256, 300])
     (notice,) = geometries(scan(larger).samples, larger)[2]
-    assert notice.startswith(
-        "2 images are too small for a resolution, and seen at the size of a smaller one again: 300 px"
-    )
+    assert says(notice, "dataset/2-images-are-too-small-for-a")
 
 
 def test_resolutions_that_are_too_close_are_named(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -382,8 +379,8 @@ def test_resolutions_that_are_too_close_are_named(tmp_path: Path, make: SimpleNa
         make.image(tmp_path / f"{number}.png", *size, seed=number)
     near = make.data(path=str(tmp_path), resolution=[96, 100], bucket_step=32)
     close, small = geometries(scan(near).samples, near)[2][:2]
-    assert close.startswith("The resolutions 96 and 100 give 3 images the same size (96x96, 128x64). An epoch")
-    assert "bucket_step (32) apart" in close and small.startswith("1 image is too small for a resolution")
+    assert says(close, "dataset/the-resolutions-96-and-100-give-3")
+    assert "bucket_step (32) apart" in close and says(small, "dataset/1-image-is-too-small-for-a")
     same = "The resolutions 96 and 100 give a square image the same size (96x96)."
     assert alike_squares(near) == [same + close[close.index(" An epoch") :]]
     far = make.data(path=str(tmp_path), resolution=[64, 96, 128], bucket_step=32)
@@ -431,13 +428,13 @@ def test_tables_give_weights_and_crops(tmp_path: Path, make: SimpleNamespace) ->
         "5.png": Given(),
     }
     assert [(problem.where[-5:], problem.what[:20]) for problem in found.set_aside] == [
-        ("2.png", "its weight is no num"),
-        ("3.png", "Its crop [40, 0, 64,"),
-        ("4.png", "its crop is no [x, y"),
+        ("2.png", worded("dataset/its-weight-is-no-num")),
+        ("3.png", worded("dataset/its-crop-40-0-64")),
+        ("4.png", worded("dataset/its-crop-is-no-x-y")),
     ]
     said = " ".join(found.notices)
-    assert "2 images have a weight of the loss other than 1 of the column w." in said
-    assert "1 image has a crop of the column c." in said
+    assert says(said, "dataset/2-images-have-a-weight-of-the")
+    assert says(said, "dataset/1-image-has-a-crop-of-the")
     plain = scan(make.data(path=str(tmp_path)))
     assert [sample.given for sample in plain.samples] == [Given()] * 6, "only what the recipe names is read"
 
@@ -461,8 +458,8 @@ def test_an_image_may_have_several_captions(tmp_path: Path, make: SimpleNamespac
     found = scan(make.data(path=str(tmp_path), caption_extension=".json"))
     assert [sample.captions for sample in found.samples] == [("a cat", "a {red} cat"), ("x", "y"), ("one",), ("text",)]
     assert [problem.what for problem in found.set_aside] == [
-        *['Its caption file holds no text, no list of texts, and no object with "captions".'] * 2,
-        "Its caption file is no JSON.",
+        *[worded("dataset/its-caption-file-holds-no-text")] * 2,
+        worded("dataset/its-caption-file-is-no-json"),
     ]
     rows(tmp_path, {"file_name": "0.png", "many": ["p", "q"]}, {"file_name": "1.png", "many": "r"})
     source = {"path": str(tmp_path), "caption_column": "many"}
@@ -507,8 +504,8 @@ def test_a_caption_file_of_a_list_that_cannot_be_used_is_named(tmp_path: Path, m
     (tmp_path / "2.tags.txt").mkdir()
     found = scan(make.data(path=str(tmp_path), caption_extension=[".txt", ".tags.txt", ".json"]))
     assert [problem.what for problem in found.set_aside] == [
-        "Its caption file 0.tags.txt is not UTF-8 text.",
-        "Its caption file 1.json is no JSON.",
+        worded("dataset/its-caption-file-0-tags-txt-is"),
+        worded("dataset/its-caption-file-1-json-is-no"),
     ]
     assert list(captions(found)) == ["2.png", "3.png"]
 
@@ -518,7 +515,7 @@ def test_the_remedy_of_missing_captions_names_each_ending(tmp_path: Path, make: 
     endings = [".txt", ".tags.txt"]
     with pytest.raises(DataError) as caught:
         scan(make.data(path=str(tmp_path), caption_extension=endings, caption_fallback="error"))
-    assert "Write a .txt or .tags.txt file for each" in caught.value.fix
+    assert says(caught.value.fix, "dataset/write-a-txt-or-tags-txt-file")
     (tmp_path / "a.tags.txt").write_text("x", encoding="utf-8")
     assert captions(scan(make.data(path=str(tmp_path), caption_extension=endings, caption_fallback="error")))
 
@@ -535,7 +532,7 @@ def test_a_kohya_project_counts_the_same_from_above(tmp_path: Path, make: Simple
     assert repeats == {**{f"img/{each.key}": each.repeats for each in below.samples}, "plain/b.png": 1}
     assert sorted(repeats.values()) == [1, 10, 10, 10, 20], "the first folder with a number counts"
     assert {sample.caption for sample in above.samples} >= {"zwx woman"}
-    assert any(notice.startswith("Folder img/10_zwx woman: each image is seen 10 times") for notice in above.notices)
+    assert says(above.notices, "dataset/folder-img-10-zwx-woman-each-image")
 
 
 def test_a_kohya_project_s_regularisation_images_are_named(tmp_path: Path, make: SimpleNamespace) -> None:

@@ -14,6 +14,7 @@ from lora_rocm.dataset.sources import text_scan
 from lora_rocm.dataset.sources.text_scan import scan_texts
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import DataSection
+from tests.wording import Worded, holds, saying, says, worded
 
 
 def scanned(folder: Path, **keys: Any) -> text_scan.Scan:
@@ -47,13 +48,13 @@ def test_what_is_no_text_is_set_aside_and_said(tmp_path: Path, monkeypatch: pyte
     found = scanned(tmp_path, exclude=("nothing*",))
     assert [sample.key for sample in found.samples] == ["good.txt"] and not found.lasting
     assert [problem.what for problem in found.set_aside] == [
-        "It is not UTF-8 text.",
-        "The text is empty.",
-        "The text cannot be read: it is larger than 0 KiB.",
+        worded("dataset/it-is-not-utf-8-text"),
+        worded("dataset/the-text-is-empty"),
+        worded("dataset/the-text-cannot-be-read-it-is"),
     ]
     unused, others, table = found.notices
-    assert "nothing*" in unused and others == "1 file is left out, for only .txt files are read: list.csv."
-    assert table.endswith(f"named as dataset in data.sources, not as path: {tmp_path / 'list.csv'}.")
+    assert "nothing*" in unused and others == worded("dataset/1-file-is-left-out-for-only")
+    assert says(table, "dataset/named-as-dataset-in-data-sources-not", path=tmp_path / "list.csv")
 
 
 def test_folders_are_walked_as_the_recipe_says(tmp_path: Path) -> None:
@@ -80,7 +81,7 @@ def test_nothing_to_train_on_is_an_error(tmp_path: Path, content: dict[str, byte
 
 
 def test_a_table_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"There is no .*none\.jsonl"):
+    with pytest.raises(DataError, check=saying("dataset/there-is-no", "dataset/none-jsonl")):
         scan_texts(DataSection(sources=[{"dataset": str(tmp_path / "none.jsonl")}]))
 
 
@@ -89,17 +90,17 @@ def test_a_table_that_is_not_there_is_named(tmp_path: Path) -> None:
     [
         ('prompt,completion\na,b\nc,"d\ne,f\ng,h\n', 1, "t.csv:3", "never closed"),
         ('prompt,completion\na,b\nc,"d\ne"\n', 2, "", ""),
-        ("prompt,completion\na,b\nc,d, and more\n", 1, "t.csv:3", "It has 3 cells, and the table has 2 columns"),
+        ("prompt,completion\na,b\nc,d, and more\n", 1, "t.csv:3", worded("dataset/it-has-3-cells-and-the-table")),
         ("prompt,completion\na,b,\n", 1, "", ""),
     ],
 )
 def test_rows_that_a_table_does_not_hold_are_named(
-    tmp_path: Path, table: str, usable: int, where: str, what: str
+    tmp_path: Path, table: str, usable: int, where: str, what: str | Worded
 ) -> None:
     (tmp_path / "t.csv").write_text(table, encoding="utf-8", newline="")
     found = scan_texts(DataSection(sources=[{"dataset": str(tmp_path / "t.csv")}]))
     assert len(found.samples) == usable
-    told = [(Path(entry.where).name, what in entry.what) for entry in found.set_aside]
+    told = [(Path(entry.where).name, holds(entry.what, what)) for entry in found.set_aside]
     assert told == ([(where, True)] if where else [])
 
 
@@ -147,18 +148,21 @@ def test_a_row_is_named_by_its_first_line(tmp_path: Path) -> None:
     found = scan_texts(DataSection(sources=[{"dataset": str(tmp_path / "t.csv")}]))
     assert [sample.key for sample in found.samples] == ["t.csv:3"]
     (aside,) = found.set_aside
-    assert aside.where.endswith("t.csv:6") and aside.what == "It has 1 cell, and the table has 3 columns."
+    assert aside.where.endswith("t.csv:6") and aside.what == worded("dataset/it-has-1-cell-and-the-table")
 
 
 def test_a_json_array_of_other_values_is_set_aside_by_row(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text('["hi", {"text": "a"}, null]')
     found = scan_texts(DataSection(sources=[{"dataset": str(tmp_path / "t.json")}]))
     assert len(found.samples) == 1
-    assert [aside.what for aside in found.set_aside] == ["It is no JSON object."] * 2
+    assert [aside.what for aside in found.set_aside] == [worded("dataset/it-is-no-json-object")] * 2
 
 
-@pytest.mark.parametrize(("name", "words"), [("t.tsv", r"not read from a \.tsv file"), ("t.parquet", "has no rows")])
-def test_a_file_without_rows_or_of_another_kind_is_named(tmp_path: Path, name: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("t.tsv", worded("dataset/not-read-from-a-tsv-file")), ("t.parquet", worded("dataset/has-no-rows"))],
+)
+def test_a_file_without_rows_or_of_another_kind_is_named(tmp_path: Path, name: str, words: Worded) -> None:
     parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / name)
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError, check=saying(words)):
         scan_texts(DataSection(sources=[{"dataset": str(tmp_path / name)}]))

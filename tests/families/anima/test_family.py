@@ -27,6 +27,7 @@ from tests.families.common.dit.cases import with_configs
 from tests.families.common.dit.original_names import of_anima
 from tests.tiny_anima import CHANNELS, WIDTH, tiny_anima, tiny_transformer, write_tiny_anima
 from tests.tiny_models import tiny_recipe
+from tests.wording import says
 
 CPU = torch.device("cpu")
 CAPTIONS = ("a cat", "", "a dog with " + "a long tail " * 3, "x" * 600)
@@ -143,4 +144,4 @@ def test_bases_that_their_name_tells_from_the_base_are_noticed(base: Path, tmp_p
     named = tmp_path / "Anima-Preview3-Turbo"
     named.symlink_to(base)
     turbo, preview = family_of(named).notices
-    assert "beside the Turbo LoRA" in turbo and "preview" in preview and not family_of(base).notices
+    assert says(turbo, "families/beside-the-turbo-lora") and "preview" in preview and not family_of(base).notices

@@ -22,6 +22,7 @@ from lora_rocm.dataset.rows.row_edge import SharedCause
 from lora_rocm.families.causal_lm.chat import ChatTokenizer
 from lora_rocm.families.causal_lm.special_tokens import BREAKS
 from tests.tiny_llm import CHAT, SPECIAL, STRIPPING, THINK, tiny_tokenizer
+from tests.wording import saying, says, says_if, worded
 
 END, START = SPECIAL
 
@@ -95,7 +96,7 @@ def test_a_template_whose_question_is_no_beginning_of_the_answer_is_refused() ->
 
 def test_without_a_template_only_texts_and_completions_can_be_trained_on() -> None:
     found = reader(None)
-    with pytest.raises(SharedCause, match="no chat template") as caught:
+    with pytest.raises(SharedCause, check=saying("families/no-chat-template")) as caught:
         found.parts(written(TWO))
     assert caught.value.of_all.code == "chat-template-missing"
     assert trained(found, Completion("2+2=", "4")) == [f"4{END}"]
@@ -117,11 +118,11 @@ def test_of_a_pair_both_answers_are_trained_on_and_have_to_differ_within_the_lon
     assert shown.startswith("chosen:\n") and trained(found, record) == [f"Hello{END}", f"What{END}"]
     assert shown.index("\nrejected:\n") > shown.index("Hello")
     long = [Completion("a", "b" * 70 + end) for end in "cd"]
-    with pytest.raises(UnusableText, match="the same 60 tokens"):
+    with pytest.raises(UnusableText, check=saying("families/the-same-60-tokens")):
         found.parts(written(Pair(*long)))
-    with pytest.raises(UnusableText, match="begins behind the 60 tokens"):
+    with pytest.raises(UnusableText, check=saying("families/begins-behind-the-60-tokens")):
         found.parts(written(Pair(Completion("a" * 70, "b"), Completion("a" * 70, "c"))))
-    with pytest.raises(UnusableText, match="no pair of answers"):
+    with pytest.raises(UnusableText, check=saying("families/no-pair-of-answers")):
         found.parts("a plain text")
 
 
@@ -130,8 +131,8 @@ def test_what_is_too_long_is_cut_and_said_and_an_answer_out_of_reach_is_set_asid
     asked = chat(("user", "a"), ("assistant", "b" * 50))
     assert len(found.tokens(asked).ids) == 30 and found.tokens(asked).whole > 60
     found.parts(written(asked))
-    assert found.notices == ("1 text is longer than data.max_length (30 tokens): the end is not trained on.",)
-    with pytest.raises(UnusableText, match="begins behind the 30 tokens"):
+    assert found.notices == (worded("families/1-text-is-longer-than-data-max"),)
+    with pytest.raises(UnusableText, check=saying("families/begins-behind-the-30-tokens")):
         found.parts(written(chat(("user", "a" * 50), ("assistant", "b"))))
     assert not reader().notices
 
@@ -144,11 +145,11 @@ def test_a_call_of_a_tool_that_the_template_leaves_out_is_named(content: str) ->
     calls = {"role": "assistant", "content": content, "tool_calls": [{"function": {"name": "w", "arguments": {}}}]}
     begin, end = chat(("user", "weather?")), chat(("tool", "sun"), ("assistant", "sunny"))
     asked = Conversation((*begin.messages, calls, *end.messages))
-    with pytest.raises(UnusableText, match=r"Message 2 \(assistant\) calls a tool") as caught:
+    with pytest.raises(UnusableText, check=saying("families/message-2-assistant-calls-a-tool")) as caught:
         reader().parts(written(asked))
     assert "model.tokenizer" in caught.value.fix
     pair = Pair(Conversation((*begin.messages, calls), last_only=True), chat(("user", "weather?"), ("assistant", "no")))
-    with pytest.raises(UnusableText, match="calls a tool"):
+    with pytest.raises(UnusableText, check=saying("families/calls-a-tool")):
         ChatTokenizer(tiny_tokenizer(CHAT), 99, "answers", "tiny", pairs=True).parts(written(pair))
     knows = reader(CHAT.replace("{{ m.content }}", CALLS))
     assert knows.parts(written(asked)) == [written(asked)], "the control: this template writes it"
@@ -182,8 +183,8 @@ def test_plain_prompts_and_answers_are_said_if_the_tokenizer_has_a_chat_template
         found = ChatTokenizer(tiny_tokenizer(CHAT), 99, "answers", "tiny", pairs)
         found.parts(written(record))
         (notice,) = found.notices
-        assert notice.startswith("1 row has prompt and answer as plain texts") and "lists of messages" in notice
-        assert ("chosen and rejected" in notice) == pairs
+        assert says(notice, "families/1-row-has-prompt-and-answer-as") and says(notice, "families/lists-of-messages")
+        assert says_if(pairs, notice, "families/chosen-and-rejected")
         bare = ChatTokenizer(tiny_tokenizer(None), 99, "answers", "tiny", pairs)
         bare.parts(written(record))
         assert not bare.notices, "the control: there is no template"

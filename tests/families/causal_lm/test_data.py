@@ -35,6 +35,7 @@ from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
 from tests.tiny_llm import CHAT, STRIPPING, THINK, tiny_tokenizer, write_chats
+from tests.wording import saying, says
 
 CPU = torch.device("cpu")
 COUNT = 12
@@ -61,7 +62,7 @@ def recipe_of(folder: Path, template: str = CHAT, **data: Any) -> Recipe:
 
 def test_pairs_of_answers_are_not_packed(tmp_path: Path) -> None:
     sections = recipe_of(tmp_path, packing=True).model_dump(mode="json", exclude_unset=True)
-    with pytest.raises(ValidationError, match="not put into rows"):
+    with pytest.raises(ValidationError, check=saying("families/not-put-into-rows")):
         recipe_from({**sections, "objective": {"loss": "dpo"}})
 
 
@@ -168,15 +169,17 @@ def test_check_sets_aside_what_training_does_and_names_its_row(
     (aside,) = prepared(recipe).set_aside
     checked(recipe, tmp_path, monkeypatch)
     said = capsys.readouterr().out
-    assert "texts: 2 usable, 1 set aside" in said and "c.jsonl: 2 texts, repeats 1" in said
-    assert f"  set aside: {tmp_path / 'c.jsonl'}:2: Its answer begins behind the 64 tokens" in said
+    assert says(said, "families/texts-2-usable-1-set-aside") and "c.jsonl: 2 texts, repeats 1" in said
+    assert says(said, "families/set-aside-path-2-its-answer-begins", path=tmp_path / "c.jsonl")
     assert f"{aside.where}: {aside.what} {aside.fix}" in said, "the same as of training"
     checked(recipe, tmp_path, monkeypatch, most=2)
     said = capsys.readouterr().out
-    assert "texts: at most 2 usable, at least 1 set aside" in said and "the first 2 texts were looked at" in said
+    assert "texts: at most 2 usable, at least 1 set aside" in said and says(
+        said, "families/the-first-2-texts-were-looked-at"
+    )
     write_chats(tmp_path / "c.jsonl", CHAT_OF_ONE)
     checked(recipe, tmp_path, monkeypatch)
-    assert "texts: 1 usable, 0 set aside" in capsys.readouterr().out, "the control"
+    assert says(capsys.readouterr().out, "families/texts-1-usable-0-set-aside"), "the control"
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -241,8 +244,8 @@ def test_check_and_a_run_name_what_a_table_says_and_nothing_reads(
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     checked(recipe, tmp_path, monkeypatch)
     said = capsys.readouterr().out
-    assert (
-        "c.jsonl that nothing reads: source (1 row)." in said and "w.jsonl that nothing reads: topic (1 row)." in said
+    assert says(said, "families/c-jsonl-that-nothing-reads-source-1") and says(
+        said, "families/w-jsonl-that-nothing-reads-topic-1"
     )
     assert "name (1 row)" in said and f"  set aside: {tmp_path / 'c.jsonl'}:2: Its column history" in said
     found = prepared(recipe)

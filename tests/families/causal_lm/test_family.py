@@ -18,6 +18,7 @@ from lora_rocm.families.common.objectives.loss import LOSS_MASK, losses
 from lora_rocm.rundir.layout import RunDir
 from tests.families.causal_lm.adapted import CLOSE, CPU, TOKENS, Adapted, batch, off, recipe_of, reference
 from tests.tiny_llm import MODELS, write_tiny_gpt_oss, write_tiny_llm
+from tests.wording import saying
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
@@ -80,7 +81,7 @@ def test_an_architecture_whose_samples_see_each_other_is_refused_with_packing(
     CausalLM(recipe).load(torch.float32, CPU)
     see_all = "lora_rocm.families.causal_lm.architecture.samples_apart"
     monkeypatch.setattr(see_all, lambda places_BS, dtype: torch.zeros(1, 1, 8, 8).masked_fill_(torch.ones(8, 8).triu(1).bool(), -torch.inf))  # fmt: skip  # noqa: E501
-    with pytest.raises(ModelError, match="olmo2, samples in one row see each other") as caught:
+    with pytest.raises(ModelError, check=saying("families/olmo2-samples-in-one-row-see-each")) as caught:
         CausalLM(recipe).load(torch.float32, CPU)
     assert caught.value.code == "packing-unequal"
 
@@ -135,7 +136,7 @@ def test_a_tokenizer_with_code_of_its_own_is_not_run(tmp_path: Path) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     own = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
     path.write_text(json.dumps({**config, **own}), encoding="utf-8")
-    with pytest.raises(ModelError, match="code of its own") as caught:
+    with pytest.raises(ModelError, check=saying("families/code-of-its-own")) as caught:
         CausalLM(recipe_of(folder)).texts.prompt_ids([])
     assert caught.value.code == "custom-code" and "tokenizer_config.json" in caught.value.where
 

@@ -23,6 +23,7 @@ from lora_rocm.memory.footprint import count, hollow_model
 from lora_rocm.memory.op_counter import Ledger
 from tests.families.causal_lm.adapted import CLOSE, CPU, TOKENS, Adapted, batch, off, recipe_of
 from tests.tiny_llm import write_tiny_gpt_oss
+from tests.wording import saying
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
@@ -97,7 +98,7 @@ def test_an_edition_with_dense_experts_is_refused(tmp_path: Path) -> None:
     folder = write_tiny_gpt_oss(tmp_path)
     config = folder / "config.json"
     config.write_text(config.read_text(encoding="utf-8").replace("mxfp4", "other"), encoding="utf-8")
-    with pytest.raises(ModelError, match="only the editions with experts in MXFP4"):
+    with pytest.raises(ModelError, check=saying("families/only-the-editions-with-experts-in-mxfp4")):
         CausalLM(recipe_of(folder)).examine()
 
 

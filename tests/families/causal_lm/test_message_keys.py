@@ -18,6 +18,7 @@ from lora_rocm.families.causal_lm.chat import ChatTokenizer
 from lora_rocm.recipe.schema import DataSection
 from lora_rocm.recipe.source_sections import DataSource
 from tests.tiny_llm import CHAT, SPECIAL, STRIPPING, tiny_tokenizer
+from tests.wording import saying
 
 END = SPECIAL[0]
 HEAD, TAIL = "{% for m in messages %}<|start|>{{ m.role }}\n", "<|end|>\n{% endfor %}"
@@ -79,7 +80,7 @@ def test_a_turn_that_its_row_excludes_is_not_trained_on(key: str, template: str)
         assert not reader(template).notices
     assert trained(reader(template), {"messages": [USER, ANSWER, USER, SECOND]}) == [f"4{END}", f"5{END}"], "control"
     sharegpt = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", key: 0}]}
-    with pytest.raises(UnusableText, match="nothing to learn"):
+    with pytest.raises(UnusableText, check=saying("families/nothing-to-learn")):
         record_of(sharegpt)
 
 
@@ -92,11 +93,11 @@ def test_an_excluded_turn_stays_excluded_whatever_else_is_trained_on() -> None:
         trained(reader(STRIPPING, "all"), later)
     last = {"messages": [USER, ANSWER, USER, {**SECOND, "weight": 0}]}
     assert trained(reader(), last) == [f"4{END}"]
-    with pytest.raises(UnusableText, match="last answer is excluded"):
+    with pytest.raises(UnusableText, check=saying("families/last-answer-is-excluded")):
         trained(reader(train_on="last-turn"), last)
-    with pytest.raises(UnusableText, match="nothing to learn"):
+    with pytest.raises(UnusableText, check=saying("families/nothing-to-learn")):
         record_of({"prompt": [USER, ANSWER, USER], "completion": [{**SECOND, "train": False}]})
-    with pytest.raises(UnusableText, match="excludes the chosen answer"):
+    with pytest.raises(UnusableText, check=saying("families/excludes-the-chosen-answer")):
         record_of({"prompt": [USER], "chosen": [{**ANSWER, "weight": 0}], "rejected": [SECOND]}, pairs=True)
 
 
@@ -145,7 +146,9 @@ def test_answers_of_a_completion_that_the_template_rewrites_are_cut_apart_or_ref
     with pytest.raises(UnusableText, match="Message 3 .* completion"):
         trained(reader(STRIPPING), {**row, "completion": [thinks, THIRD, SECOND]})
     for completion in ([THIRD], [{**ANSWER, "weight": 0}], [{**ANSWER, "weight": 0}, THIRD]):
-        with pytest.raises(UnusableText, match="nothing to learn"):  # the answer of the prompt does not stand in for it
+        with pytest.raises(
+            UnusableText, check=saying("families/nothing-to-learn")
+        ):  # the answer of the prompt does not stand in for it
             record_of({"prompt": [USER, ANSWER, USER], "completion": completion})
 
 
@@ -241,7 +244,7 @@ def test_arguments_that_are_no_json_object_set_the_row_aside(arguments: str, fit
     if fits:
         assert reader(STYLES["qwen-2.5"]).parts(text)
         return
-    with pytest.raises(UnusableText, match="no JSON object"):
+    with pytest.raises(UnusableText, check=saying("families/no-json-object")):
         reader(STYLES["qwen-2.5"]).parts(text)
 
 
@@ -265,7 +268,7 @@ def test_a_call_that_is_not_whole_sets_the_row_aside(function: Any, fits: bool) 
     if fits:
         assert len(trained(reader(template), {"messages": messages})) == 2
         return
-    with pytest.raises(UnusableText, match="Message 2 calls"):
+    with pytest.raises(UnusableText, check=saying("families/message-2-calls")):
         trained(reader(template), {"messages": messages})
 
 

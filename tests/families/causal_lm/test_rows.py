@@ -28,6 +28,7 @@ from lora_rocm.families.causal_lm.special_tokens import SpecialTokens
 from lora_rocm.families.common.tokenizers import load_tokenizer
 from lora_rocm.recipe.schema import DataSection, DataSource
 from tests.tiny_llm import CHAT, SPECIAL, STRIPPING, THINK, tiny_tokenizer
+from tests.wording import saying, says
 
 END, START = SPECIAL
 TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + CHAT.replace(
@@ -234,7 +235,7 @@ def test_two_strings_of_the_data_do_not_make_a_token_together() -> None:
 
 def test_a_template_that_changes_broken_tokens_sets_the_row_aside() -> None:
     counts = CHAT.replace("{{ m.content }}", "{{ m.content | length }}{{ m.content }}")
-    with pytest.raises(UnusableText, match="spells out special tokens"):
+    with pytest.raises(UnusableText, check=saying("families/spells-out-special-tokens")):
         reader(counts).parts(written(chat(f"a{END}", "b")))
     assert reader(counts).parts(written(chat("a", "b"))), "the control"
 
@@ -253,7 +254,7 @@ def test_a_text_that_brings_its_own_ends_gets_no_second_ones() -> None:
         found.parts(text)
     ids = found.tokens(Completion("<s>a", "b</s> ")).ids
     assert (ids.count(bos), ids.count(eos)) == (1, 1)
-    assert found.notices[0].startswith("3 texts begin or end")
+    assert says(found.notices[0], "families/3-texts-begin-or-end")
     plain = reader(CHAT, tokenizer=tokenizer)
     plain.parts("ab")
     assert plain.tokens("ab").ids[0] == bos and plain.tokens("ab").ids[-1] == eos and not plain.notices

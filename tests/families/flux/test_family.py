@@ -25,6 +25,7 @@ from lora_rocm.latent_cache.encode_session import plain_door
 from tests.families.common.dit.original_names import of_flux
 from tests.tiny_flux import CHANNELS, CLIP_WIDTH, T5_WIDTH, tiny_transformer, write_tiny_flux
 from tests.tiny_models import tiny_recipe
+from tests.wording import saying
 
 CPU = torch.device("cpu")
 CAPTIONS = ("a cat", "a dog with " + "a long and very long " * 9 + "tail")
@@ -137,7 +138,7 @@ def test_a_file_that_also_adapts_clip_is_refused_by_name(base: Path, tmp_path: P
         if whole:
             assert read_lora(family, {"transformer": family.skeleton("transformer")}, path).keys(), "the control"
             continue
-        with pytest.raises(AdapterError, match=f"of this LoRA, such as {clip}") as caught:
+        with pytest.raises(AdapterError, check=saying("families/of-this-lora-such-as-clip", clip=clip)) as caught:
             read_lora(family, {"transformer": family.skeleton("transformer")}, path)
         assert caught.value.code == "lora-of-another-model"
 
@@ -149,7 +150,7 @@ def test_a_file_that_also_holds_modules_of_another_family_is_named_as_a_mixture(
         tmp_path / "x.safetensors",
     )
     family = family_of(base)
-    with pytest.raises(AdapterError, match=f"mixture: it names {other}, of Z-Image, and {own}, of FLUX.1"):
+    with pytest.raises(AdapterError, check=saying("families/mixture-it-names-other-of-z-image", other=other, own=own)):
         read_lora(family, {"transformer": family.skeleton("transformer")}, tmp_path / "x.safetensors")
 
 

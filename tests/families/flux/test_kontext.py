@@ -27,6 +27,7 @@ from lora_rocm.families.flux.encoders import POOLED, STATES
 from tests.families.common.dit.cases import adapted
 from tests.families.flux.test_family import CPU, base, family_of, random_text
 from tests.tiny_flux import CHANNELS
+from tests.wording import saying
 
 __all__ = ["base"]
 KONTEXT = {"variant": "kontext", "guidance": 2.5}
@@ -131,6 +132,6 @@ def test_a_preview_is_that_of_the_pipeline(base: Path, pipeline: Any, tmp_path: 
     seen, blind = family.preview(model, [request, replace(request, inputs={})], lambda prompt: text)
     assert seen.size == (96, 64) and seen.tobytes() != blind.tobytes(), "the control"
     (tmp_path / "control.png").unlink()
-    with pytest.raises(DataError, match="control image cannot be read") as caught:
+    with pytest.raises(DataError, check=saying("families/control-image-cannot-be-read")) as caught:
         family.preview(model, [request], lambda prompt: text)
     assert caught.value.where.endswith("control.png")

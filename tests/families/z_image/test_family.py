@@ -29,6 +29,7 @@ from lora_rocm.loader.batches import BatchPlan, loader, open_workers, prepare
 from tests.fake_encoders import image
 from tests.tiny_models import tiny_recipe
 from tests.tiny_z_image import CHANNELS, WIDTH, tiny_transformer, write_tiny_z_image
+from tests.wording import says
 
 CPU = torch.device("cpu")
 CAPTIONS = ("a cat", "a dog with " + "a long and very long " * 3 + "tail")
@@ -126,7 +127,7 @@ def test_tensors_that_the_config_does_not_know_are_refused(base: Path, tmp_path:
 def test_turbo_is_advised_against(base: Path) -> None:
     assert family_of(base).notices == () and family_of(base).scheduler_config["shift"] == 6.0
     (shift, notice) = family_of(base, {"variant": "turbo"}).notices
-    assert "is 6.0, that of base" in shift and "distilled" in notice
+    assert says(shift, "families/is-6-0-that-of-base") and "distilled" in notice
 
 
 def test_a_base_of_another_variant_than_the_recipe_s_is_noticed(base: Path, tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_a_base_of_another_variant_than_the_recipe_s_is_noticed(base: Path, tmp_
     config = turbo / "scheduler" / "scheduler_config.json"
     config.write_text(config.read_text(encoding="utf-8").replace('"shift": 6.0', '"shift": 3.0'), encoding="utf-8")
     (name, shift) = family_of(turbo).notices
-    assert "is turbo meant?" in name and "is 3.0, that of turbo" in shift
+    assert "is turbo meant?" in name and says(shift, "families/is-3-0-that-of-turbo")
     (distilled,) = family_of(turbo, {"variant": "turbo"}).notices
     assert "undoes that" in distilled
     turbine = turbo.rename(tmp_path / "turbojet")  # another word

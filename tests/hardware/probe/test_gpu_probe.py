@@ -14,6 +14,7 @@ from lora_rocm.hardware.probe.gpu_probe import KFD_NODES, WSL_POWERSHELL, gfx_of
 from lora_rocm.hardware.probe.sources import Sources
 from tests.golden import HOSTS
 from tests.hardware.fake_machine import Tools, kfd_version, linux_machine, put
+from tests.wording import worded
 
 
 def host(name: str) -> HostFacts:
@@ -130,7 +131,7 @@ def test_a_number_that_is_no_architecture_is_noted_and_the_id_tells(tmp_path: Pa
     path.write_text(text.replace("gfx_target_version 110000", "gfx_target_version 119999"), encoding="utf-8")
     facts = probe(sources=sources)
     assert (facts.gpus[0].gfx, facts.gpus[0].gfx_source) == ("gfx1100", "pci")
-    assert facts.unread[0].why == "no architecture: 119999"
+    assert facts.unread[0].why == worded("hardware/no-architecture-119999")
 
 
 def test_a_product_without_a_name_is_called_by_its_id(tmp_path: Path) -> None:
@@ -163,7 +164,7 @@ def test_nvidia_that_shares_memory_and_one_line_of_noise(tmp_path: Path) -> None
     assert [(gpu.name, gpu.vram_bytes, gpu.pci_address) for gpu in facts.gpus] == [
         ("NVIDIA GB10", None, "000f:01:00.0")
     ]
-    assert [item.why for item in facts.unread] == ["it writes another format"]
+    assert [item.why for item in facts.unread] == [worded("hardware/it-writes-another-format")]
 
 
 def test_an_nvidia_card_beside_an_amd_one(tmp_path: Path) -> None:
@@ -178,7 +179,7 @@ def test_wsl_without_windows_tools_says_so(tmp_path: Path) -> None:
     (tmp_path / WSL_POWERSHELL.lstrip("/")).unlink()
     facts = probe(sources=sources)
     assert facts.gpus == ()
-    assert facts.unread[0].what == "GPUs of the Windows host"
+    assert facts.unread[0].what == worded("hardware/gpus-of-the-windows-host")
 
 
 SYSCTL = (

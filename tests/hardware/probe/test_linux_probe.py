@@ -12,6 +12,7 @@ from lora_rocm.hardware.probe.detection import probe
 from lora_rocm.hardware.probe.sources import Sources
 from tests.golden import HOSTS
 from tests.hardware.fake_machine import Tools, linux_machine, put
+from tests.wording import says
 
 HEALTHY = load_facts(HOSTS / "linux-rx7900xtx.json")
 
@@ -179,7 +180,7 @@ def test_meminfo_without_a_total_is_noted(tmp_path: Path) -> None:
     put(tmp_path, "/proc/meminfo", "MemTotal:  lots kB\n")
     facts = probe(sources=sources)
     assert facts.memory_bytes is None
-    assert "no line MemTotal" in {item.why for item in facts.unread}
+    assert says({item.why for item in facts.unread}, "hardware/no-line-memtotal")
 
 
 def test_shared_memory_that_cannot_be_measured_is_noted(tmp_path: Path) -> None:

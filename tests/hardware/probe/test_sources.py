@@ -24,6 +24,7 @@ from lora_rocm.hardware.probe.sources import (
     run_tool,
 )
 from tests.hardware.fake_machine import Registry, Tools
+from tests.wording import saying
 
 ECHO = [sys.executable, "-c", "print('answer')"]
 ASK = ("tool", ["tool"], 1.0, "driver 1")
@@ -43,7 +44,7 @@ def test_a_tool_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     child = f"import os, time; open({str(pids)!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(60)"
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]); {child}"
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match="no answer within 3 s"):
+    with pytest.raises(TimeoutError, check=saying("hardware/no-answer-within-3-s")):
         run_tool([sys.executable, "-c", parent], 3.0)
     assert time.monotonic() - start < 40
     started = [int(word) for word in pids.read_text(encoding="utf-8").split()]

@@ -11,6 +11,7 @@ from lora_rocm.hardware.facts import Torch
 from lora_rocm.hardware.probe.sources import Look, Sources, run_tool
 from lora_rocm.hardware.probe.torch_files import ASK, installed
 from tests.hardware.fake_machine import Tools, put, put_aotriton, put_torch, signature
+from tests.wording import worded
 
 ROCM = Torch("2.13.0+rocm7.2", hip="7.2.53211")
 
@@ -146,7 +147,7 @@ def test_a_version_file_that_says_nothing(tmp_path: Path) -> None:
     put(tmp_path, "torch/version.py", "raise SystemExit\n")
     look = look_at(tmp_path)
     assert installed(look, False)[0] is None
-    assert look.unread[0].what == "version of torch"
+    assert look.unread[0].what == worded("hardware/version-of-torch")
 
 
 def test_a_version_file_that_cannot_be_read(tmp_path: Path) -> None:

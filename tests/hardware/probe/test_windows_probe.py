@@ -29,6 +29,7 @@ from lora_rocm.hardware.probe.windows_probe import (
 )
 from tests.golden import HOSTS
 from tests.hardware.fake_machine import Registry, Tools, put, windows_machine
+from tests.wording import worded
 
 
 def host(name: str) -> HostFacts:
@@ -92,7 +93,7 @@ def test_a_hip_info_that_hangs_leaves_the_id(tmp_path: Path) -> None:
     assert facts.unread[0].what == "hipInfo"
     tools.answers["hipInfo.exe"] = "something else"
     sources = replace(sources, app_dir=None)
-    assert probe(sources=sources).unread[0].why == "it writes another format"
+    assert probe(sources=sources).unread[0].why == worded("hardware/it-writes-another-format")
 
 
 def test_hips_order_is_kept() -> None:
@@ -182,7 +183,7 @@ def test_events_are_counted_on_request(tmp_path: Path) -> None:
     tools.answers["powershell"] = "Get-WinEvent : Access denied\r\n"
     facts = probe(deep=True, sources=sources)
     assert facts.windows is not None and facts.windows.tdr_events is None
-    assert facts.unread[-1].what == "events of the display driver"
+    assert facts.unread[-1].what == worded("hardware/events-of-the-display-driver")
 
 
 def test_other_vendors_are_seen(tmp_path: Path) -> None:

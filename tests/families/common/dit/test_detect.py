@@ -10,6 +10,7 @@ import pytest
 from lora_rocm.families.common.dit.detect import called_otherwise, names_of
 from lora_rocm.families.flux.spec import SPEC as FLUX
 from lora_rocm.families.z_image.spec import SPEC as Z_IMAGE
+from tests.wording import says
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,9 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_variant_is_read_from_the_model_s_own_folders(path: str, meant: str) -> None:
     names = ("schnell", "kontext", "dev")
     notices = called_otherwise(SimpleNamespace(name=path), FLUX, "dev", names)  # type: ignore[arg-type]
-    assert len(notices) == bool(meant) and all(f"is {meant} meant?" in notice for notice in notices)
+    assert len(notices) == bool(meant) and all(
+        says(notice, "families/is-meant-meant", meant=meant) for notice in notices
+    )
 
 
 def test_the_user_s_home_names_no_model(home: Path) -> None:

@@ -41,6 +41,7 @@ from tests.families.common.dit import cases
 from tests.families.common.dit.cases import CHANNELS, CPU, TEXTS, Anima, Case, Flux, Schnell, ZImage, adapted
 from tests.judging import inspect
 from tests.lora_files import cannot_read_by_inspect, without_share
+from tests.wording import says
 
 FAMILIES = (ZImage, Flux, Anima)
 
@@ -246,7 +247,7 @@ def refused(family: Any) -> ModelError:
 @of(*FAMILIES)
 def test_other_models_are_refused(case: Case, tmp_path: Path, tiny_sdxl: Path) -> None:
     of_another = refused(case.family(folder=tiny_sdxl))
-    assert "an SDXL model" in of_another.what and "set model.family: sdxl" in of_another.fix
+    assert says(of_another.what, "families/an-sdxl-model") and "set model.family: sdxl" in of_another.fix
     assert refused(case.family({"vae": str(tiny_sdxl / "vae")})).where.startswith("model.vae")
     assert refused(case.family({"name_or_path": str(tmp_path)})).code == "not-a-model"
     other = tmp_path / "other.safetensors"
@@ -261,7 +262,9 @@ def test_a_wrong_component_is_an_error_with_its_key_and_what_it_is(case: Case, t
     weights = next(vae.glob("*.safetensors"))
     unfit = refused(case.family({"text_encoder": str(weights)}))
     assert (unfit.code, unfit.where) == ("weights-unfit", f"model.text_encoder: {weights}")
-    assert "This is a VAE" in unfit.what and "text_encoder that belongs to this model" in unfit.fix
+    assert says(unfit.what, "families/this-is-a-vae") and says(
+        unfit.fix, "families/text-encoder-that-belongs-to-this-model"
+    )
     small = shutil.copytree(encoder, tmp_path / "encoder")
     config = json.loads((small / "config.json").read_text(encoding="utf-8"))
     (small / "config.json").write_text(json.dumps({**config, "hidden_size": 2 * config["hidden_size"]}))

@@ -18,6 +18,7 @@ from lora_rocm.families.common.objectives.flow import FlowObjective, shifted
 from lora_rocm.families.common.objectives.loss import reduced
 from lora_rocm.recipe.sections import DdpmSection, FlowSection
 from tests.tiny_models import scheduler_config
+from tests.wording import Worded, saying, worded
 
 SPACE = LatentSpace(torch.tensor([0.25, -0.5]), torch.tensor([2.0, 0.5]))
 ALL_T = torch.arange(1000)
@@ -84,17 +85,17 @@ def test_without_a_weighting_all_levels_weigh_alike() -> None:
 @pytest.mark.parametrize(
     ("settings", "prediction", "zero_snr", "words"),
     [
-        ({"scale_v_pred_loss_like_noise_pred": True}, "epsilon", False, "is for velocity predictions"),
-        ({"v_pred_like_loss": 0.5}, "v_prediction", False, "is for noise predictions"),
-        ({"debiased_estimation_loss": True}, "epsilon", True, "which is 0 at the end"),
-        ({"v_pred_like_loss": 0.5}, "epsilon", True, "which is 0 at the end"),
+        ({"scale_v_pred_loss_like_noise_pred": True}, "epsilon", False, worded("families/is-for-velocity-predictions")),
+        ({"v_pred_like_loss": 0.5}, "v_prediction", False, worded("families/is-for-noise-predictions")),
+        ({"debiased_estimation_loss": True}, "epsilon", True, worded("families/which-is-0-at-the-end")),
+        ({"v_pred_like_loss": 0.5}, "epsilon", True, worded("families/which-is-0-at-the-end")),
     ],
 )
 def test_a_weighting_that_means_nothing_for_the_base_is_refused(
-    settings: dict[str, Any], prediction: str, zero_snr: bool, words: str
+    settings: dict[str, Any], prediction: str, zero_snr: bool, words: Worded
 ) -> None:
     config = {"prediction_type": prediction, "rescale_betas_zero_snr": zero_snr}
-    with pytest.raises(ModelError, match=words) as caught:
+    with pytest.raises(ModelError, check=saying(words)) as caught:
         check_weighting(DdpmSection(**settings), config)
     assert caught.value.where == f"objective.{next(iter(settings))}" and caught.value.fix
     other = {"epsilon": "v_prediction", "v_prediction": "epsilon"}[prediction]

@@ -29,6 +29,7 @@ from lora_rocm.loader.batches import BatchPlan, loader, open_workers
 from lora_rocm.model_files.models import pipeline_of
 from lora_rocm.recipe.sample_section import SampleSection
 from tests.tiny_models import SHALLOW, tiny_recipe, write_tiny_sdxl
+from tests.wording import saying
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of diffusers, about NumPy
 CPU = torch.device("cpu")
@@ -212,10 +213,10 @@ def test_what_is_shown_of_an_own_image(tmp_path: Path) -> None:
     assert not (pixels_CHW * hidden_1HW).any(), "what is hidden is grey"
     assert pixels_CHW[:, 40, 5].tolist() == pytest.approx([v / 127.5 - 1 for v in image.getpixel((23, 60))], abs=0.05)
     mask.resize((128, 64)).save(tmp_path / "mask.png")
-    with pytest.raises(DataError, match="128x64, and the image is 128x96"):
+    with pytest.raises(DataError, check=saying("families/128x64-and-the-image-is-128x96")):
         seen_and_hidden(asked)
     (tmp_path / "mask.png").write_bytes(b"")
-    with pytest.raises(DataError, match="A mask cannot be read"):
+    with pytest.raises(DataError, check=saying("families/a-mask-cannot-be-read")):
         seen_and_hidden(asked)
 
 
@@ -223,7 +224,7 @@ def test_masks_are_refused_for_another_base() -> None:
     sample = SampleSection.model_validate({"prompts": ["a", {"prompt": "b", "control_image": "i", "mask": "m"}]})
     require_masks_read(9, sample)
     require_masks_read(4, sample.only(["a"]))
-    with pytest.raises(ModelError, match="takes 4 channels") as caught:
+    with pytest.raises(ModelError, check=saying("families/takes-4-channels")) as caught:
         require_masks_read(4, sample)
     assert caught.value.where == "sample.prompts[1].mask"
 

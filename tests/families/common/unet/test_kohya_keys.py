@@ -23,6 +23,7 @@ from lora_rocm.families.common.unet import kohya_keys
 from lora_rocm.families.sdxl.family import LAYOUT, Sdxl
 from lora_rocm.model_files.config_file import Config
 from tests.tiny_models import tiny_pipeline, tiny_recipe
+from tests.wording import saying
 
 CONFIG = Config(UNet2DConditionModel.load_config(LAYOUT.configs / "unet"), LAYOUT.configs / "unet")
 PUBLISHED_PARAMETERS = {
@@ -202,7 +203,7 @@ def test_every_weight_of_the_unet_has_its_original_name() -> None:
 
 
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(ValueError, match="not a module"):
+    with pytest.raises(ValueError, check=saying("families/not-a-module")):
         kohya_keys.sgm_name("transformer.blocks.0", CONFIG)
 
 
