@@ -267,7 +267,7 @@ def test_a_numbered_control_image_of_another_image_is_not_taken(images: Path, ma
     make.image(images / "a_0.jpg", caption="another")
     with pytest.raises(DataError) as caught:
         scanned(make, images)
-    assert caught.value.code == "control-missing" and caught.value.what.endswith("no control image: a.png.")
+    assert caught.value.code == "control-missing" and caught.value.what.endswith(": a.png.")
     numbered_masks = images.parent / "masks"
     make.image(numbered_masks / "a_0.png")
     (images / "a_0.jpg").unlink()
