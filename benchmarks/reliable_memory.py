@@ -39,6 +39,7 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from lora_rocm.commands import train
+from lora_rocm.commands.run_request import RunRequest
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.rules import environment
 from lora_rocm.rules.rule import Rule, When
@@ -50,7 +51,7 @@ if int(cap):
     own = Rule("cap", "setting:memory_limit_bytes", cap, "measured under a cap", "-", When(amd=False))
     environment.rules = lambda every=environment.rules: (*every(), own)
 try:
-    sys.exit(train.train(recipe, run_dir=Path(run_dir)))
+    sys.exit(train.train(RunRequest(recipe, run_dir=Path(run_dir))))
 except LoraRocmError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)

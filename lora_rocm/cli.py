@@ -117,8 +117,9 @@ def train(
 ) -> int:
     """Train a LoRA from a recipe."""
     from lora_rocm.commands import train
+    from lora_rocm.commands.run_request import RunRequest
 
-    return train.train(
+    request = RunRequest(
         recipe,
         overrides or (),
         run_dir=run_dir,
@@ -126,8 +127,8 @@ def train(
         accept_changes=accept_changes,
         supervised=not no_supervisor,
         gpus=gpus,
-        output=output,
     )
+    return train.train(request, output)
 
 
 @app.command(cls=Command)
@@ -177,8 +178,9 @@ def tune(output: Output, recipe: RecipePath, overrides: Overrides = None) -> int
 def demo(output: Output, family: Annotated[str | None, typer.Option(help="Family of the tiny model.")] = None) -> int:
     """Teach a new creature to a tiny model that ships with the program (minutes on a CPU)."""
     from lora_rocm.commands import train
+    from lora_rocm.commands.run_request import RunRequest
 
-    return train.train(train.demo_recipe(family), output=output)
+    return train.train(RunRequest(train.demo_recipe(family)), output)
 
 
 @app.command(cls=Command)

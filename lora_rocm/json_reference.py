@@ -21,13 +21,14 @@ from lora_rocm.commands.chat import ChatResult
 from lora_rocm.commands.check import CheckResult
 from lora_rocm.commands.compare import CompareResult
 from lora_rocm.commands.doctor import DoctorResult
-from lora_rocm.commands.documents import InspectDocument, StatusDocument
+from lora_rocm.commands.documents import InspectDocument
 from lora_rocm.commands.env import EnvResult
 from lora_rocm.commands.output import Failed, ForgetResult, ReportResult
 from lora_rocm.commands.plan import PlanResult
 from lora_rocm.commands.runs import RunsResult
 from lora_rocm.commands.sample_export import ExportResult, SampleResult
 from lora_rocm.commands.start_run import RunResult
+from lora_rocm.commands.status import StatusDocument
 from lora_rocm.commands.tune import TuneResult
 
 RESULTS: dict[str, type] = {

@@ -84,7 +84,7 @@ OWN_JSON = {
     for place in (
         "foundation.json_text:parse_json",
         # a job or an answer of another process of the same start, or a record made in this one
-        *("processes.job_file:read_job_file", "processes.tool:_last_object", "children.chat:_read"),
+        *("processes.job_file:read_job_text", "processes.tool:_last_object"),
         *("train.worker:main", "telemetry.cards:from_text", "hardware.settings:settings_from"),
         "dataset.sample_table:_read",
         *("device.process_group:require_same", "rules.environment:settings", "base_models.hollow:new_hollow"),
@@ -617,7 +617,7 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (encoding_faults, "errors", "open('a', 'rb')\npath.open('ab')\nImage.open('a')\nopen('a', encoding='utf-8')"),
         (encoding_faults, "errors", "tempfile.TemporaryFile()\nsubprocess.run(['a'])"),
         (memory_faults, "device.device_memory", "free, total = torch.cuda.mem_get_info(device)"),
-        (json_faults, "processes.job_file", "def read_job_file():\n    return json.loads(sys.argv[1])"),
+        (json_faults, "processes.job_file", "def read_job_text():\n    return json.loads(sys.argv[1])"),
         (json_faults, "dataset.rows.text_rows", "def _parsed(line):\n    return json.dumps(parse_json(line))"),
         (memory_faults, "device.allocator", "torch.cuda.set_per_process_memory_fraction(0.5)"),
         (memory_faults, "train.loop", '"""What mem_get_info says is too much."""\ntorch.cuda.memory_allocated(0)'),

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from lora_rocm import __version__
+from lora_rocm.commands.output import Output
+from lora_rocm.commands.run_request import RunRequest
 from lora_rocm.rules.mitigation_store import keep
 from lora_rocm.rundir.layout import RunDir
 from tests import command_line
@@ -186,22 +188,22 @@ def test_wrong_input_is_exit_2_without_a_traceback(
 
 
 def test_train_hands_on_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Any, ...]] = []
+    seen: list[RunRequest] = []
 
-    def train(*args: Any, **kwargs: Any) -> int:
-        seen.append((*args, kwargs))
+    def train(request: RunRequest, output: Output) -> int:
+        seen.append(request)
         return 130
 
     monkeypatch.setattr("lora_rocm.commands.train.train", train)
     code, _, _ = run("train", "r.yaml", "--set", "a.b=1", "--set", "c.d=2", "--run-dir", "x", "--resume", "latest")
     assert code == 130
-    options = {"run_dir": Path("x"), "resume": "latest", "accept_changes": False, "supervised": True, "gpus": None}
-    assert seen[0][-1].pop("output") is not None
-    assert seen == [("r.yaml", ["a.b=1", "c.d=2"], options)]
-    run("train", "r.yaml", "--no-supervisor")
-    assert seen[1][-1]["supervised"] is False
+    run("train", "r.yaml", "--no-supervisor", "--accept-changes")
     run("train", "r.yaml", "--gpus", "2")
-    assert seen[2][-1]["gpus"] == 2
+    assert seen == [
+        RunRequest("r.yaml", ["a.b=1", "c.d=2"], run_dir=Path("x"), resume="latest"),
+        RunRequest("r.yaml", supervised=False, accept_changes=True),
+        RunRequest("r.yaml", gpus=2),
+    ]
     assert run("train", "r.yaml", "--gpus", "0")[0] == 2
 
 

@@ -1,4 +1,4 @@
-"""The self-test of a GPU: ``python -m lora_rocm.checks.selftest [--device cpu] [--skip NAME ...] [--only GROUP ...]``.
+"""The self-test of a GPU (``jobs.SelfTestJob``).
 
 Writes one JSON event per line to standard output: ``checks`` (the names), then ``check`` before and ``result`` after
 each check, so that a fault, hang or crash can be attributed to a check. ``supervisor.selftest_runner`` drives it. On
@@ -7,7 +7,6 @@ the CPU the same checks run at smaller sizes.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -25,6 +24,7 @@ from lora_rocm.device.precision import choose_device
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.hardware.selftest_result import Result, Status
 from lora_rocm.hardware.settings import settings_from
+from lora_rocm.processes.jobs import SelfTestJob, job_of
 from lora_rocm.rundir.event_types import CheckEvent, ChecksEvent, ErrorEvent, ResultEvent
 from lora_rocm.rundir.events import emit
 
@@ -69,23 +69,19 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")[:MESSAGE_LETTERS]
 
 
-def main(arguments: list[str] | None = None, table: Table = checks) -> int:
+def main(table: Table = checks) -> int:
     """Run the selected checks. Failed checks do not change the exit code; a lost device does (``DEVICE_LOST``)."""
-    parser = argparse.ArgumentParser(prog="lora_rocm.checks.selftest")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--skip", nargs="*", default=[], metavar="NAME", help="checks, families or groups")
-    parser.add_argument("--only", nargs="*", default=[], metavar="GROUP")
-    options = parser.parse_args(arguments)
     try:
-        device = choose_device("gpu" if options.device == "cuda" else "cpu")
+        job = job_of(SelfTestJob)
+        device = choose_device("cpu" if job.on_cpu else "gpu")
         apply(settings_from(os.environ), device)
     except LoraRocmError as error:
         emit(ErrorEvent(**error.to_event()))
         return error.exit_code
-    chosen = [check for check in table(device) if not options.only or _group(check) in options.only]
+    chosen = [check for check in table(device) if not job.only or _group(check) in job.only]
     emit(ChecksEvent(names=[check.name for check in chosen]))
     for check in chosen:
-        if not {check.name, _group(check), check.name.rpartition(".")[0]}.isdisjoint(options.skip):
+        if not {check.name, _group(check), check.name.rpartition(".")[0]}.isdisjoint(job.skip):
             continue
         emit(CheckEvent(name=check.name, timeout_s=check.timeout_s))
         result, works = run_check(check, device)

@@ -1,18 +1,17 @@
 """``lora-rocm chat`` in the heavy child: answers prompts with the base model and with its adapter, token by token.
 
-Requests are JSON lines of standard input: {"ask": prompt, "sides": [...], and the fields of ``Sampling``}, {"reset":
-system prompt}, {"stop": true}. What is written is sent as events. The end of standard input ends the child.
+Requests (``jobs.ChatRequest``) are lines of standard input. What is written is sent as events. The end of standard
+input ends the child.
 """
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -20,10 +19,10 @@ from lora_rocm.adapters.factory import attach_file
 from lora_rocm.dataset.rows.records import ANSWERS, UnusableText
 from lora_rocm.device.allocator import LimitFollower
 from lora_rocm.device.precision import compute_dtype
-from lora_rocm.errors import UserError
+from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.families.base import Answering, Sampling, family_for
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.processes.jobs import ChatJob
+from lora_rocm.processes.jobs import AskRequest, ChatJob, ChatRequest, ResetRequest, StopRequest, chat_request
 from lora_rocm.rundir.event_types import AnsweredEvent, Emit, NoticeEvent, ReadyEvent, WrittenEvent
 from lora_rocm.rundir.events import emit as to_output
 from lora_rocm.rundir.layout import RunDir
@@ -33,14 +32,17 @@ from lora_rocm.train.checkpoint import latest_valid
 from lora_rocm.train.standalone import open_placement, start_device
 
 BASE, ADAPTER = "base", "adapter"
-Request = Mapping[str, Any]
 
 
 class Requests(Protocol):
     """The requests of the parent."""
 
-    def next(self) -> Request | None:
-        """The next request, once there is one; None at their end."""
+    def next(self) -> ChatRequest | None:
+        """The next request, once there is one; None at their end.
+
+        Raises:
+            MachineError: job-unreadable.
+        """
         ...
 
     @property
@@ -53,23 +55,29 @@ class InputRequests:
     """Reads requests from standard input in a thread, so that an answer can be stopped while it is written."""
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[Request | None] = queue.Queue()
+        self._queue: queue.Queue[ChatRequest | LoraRocmError | None] = queue.Queue()
         self._stop = threading.Event()
         threading.Thread(target=self._read, daemon=True, name="requests").start()
 
     def _read(self) -> None:
         with open(0, "rb", buffering=0, closefd=False) as lines:  # a buffer's lock would be held at interpreter exit
             for line in lines:
-                request = json.loads(line)
-                if "stop" in request:
+                try:
+                    request = chat_request(line)
+                except LoraRocmError as error:  # is raised where it is asked for
+                    self._queue.put(error)
+                    break
+                if isinstance(request, StopRequest):
                     self._stop.set()
                 else:
                     self._queue.put(request)
         self._stop.set()
         self._queue.put(None)
 
-    def next(self) -> Request | None:
+    def next(self) -> ChatRequest | None:
         request = self._queue.get()
+        if isinstance(request, LoraRocmError):
+            raise request
         if request is not None:
             self._stop.clear()
         return request
@@ -156,16 +164,17 @@ def chat(
     limit = LimitFollower(device, settings)
     while (request := requests.next()) is not None:
         limit.renew_if_due()
-        if "reset" in request:
-            system = [{"role": "system", "content": request["reset"]}] if request["reset"] else []
-            for side in sides.values():
-                side.messages = [*system]
-            continue
-        sampling = Sampling(**{name: request[name] for name in Sampling.__dataclass_fields__})
-        running = []
-        for side in (sides[name] for name in request["sides"]):
-            side.messages.append({"role": "user", "content": request["ask"]})
-            pieces = family.answer(model, side.messages, sampling)
-            running.append(side.answer(pieces, emit, lambda: requests.stopped))
-        while running:  # one token of each in turn
-            running = [each for each in running if next(each, running) is None]
+        match request:
+            case ResetRequest():
+                system = [{"role": "system", "content": request.system}] if request.system else []
+                for side in sides.values():
+                    side.messages = [*system]
+            case AskRequest():
+                sampling = Sampling(request.temperature, request.top_p, request.max_tokens, request.seed)
+                running = []
+                for side in (sides[name] for name in request.sides):
+                    side.messages.append({"role": "user", "content": request.prompt})
+                    pieces = family.answer(model, side.messages, sampling)
+                    running.append(side.answer(pieces, emit, lambda: requests.stopped))
+                while running:  # one token of each in turn
+                    running = [each for each in running if next(each, running) is None]

@@ -1,4 +1,4 @@
-"""The process of a tracker: ``python -m lora_rocm.children.tracking RUN_DIR NAME PROJECT OFFSET``.
+"""The process of a tracker (``jobs.TrackJob``).
 
 It hands on the numbers of the run's events, so it delays no step, and nothing of the run depends on it. It ends after
 its standard input.
@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from lora_rocm.errors import MachineError
+from lora_rocm.errors import LoraRocmError, MachineError
 from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.processes.jobs import TrackJob, job_of
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.paths import settings_without_paths
 from lora_rocm.rundir.event_types import ErrorEvent, StepEvent, TelemetryEvent, ValidationEvent, WatchedEvent
@@ -60,29 +60,22 @@ def found_again(options: Mapping[str, Any]) -> dict[str, str]:
     return {"run_id": str(runs[0].info.run_id)} if runs else {}
 
 
-def track(
-    run_dir: RunDir,
-    name: str,
-    project: str,
-    offset: int,
-    over: Callable[[], bool],
-    registry: Registry = PRODUCT,
-    limit_s: float = CALL_LIMIT_S,
-) -> None:
-    """Log the numbers of all events from ``offset`` on until ``over()``, which may wait, returns True.
+def track(job: TrackJob, over: Callable[[], bool], registry: Registry = PRODUCT, limit_s: float = CALL_LIMIT_S) -> None:
+    """Log the numbers of all events from ``job.offset`` on until ``over()``, which may wait, returns True.
 
     The process exits if a call of the tracker takes longer than ``limit_s``.
     """
+    run_dir, name = RunDir(job.run_dir), job.tracker
     PartialState(cpu=True)  # the library asks it which process may log
     limited = _Limit(name, limit_s)
     with limited.call():
         options = options_of(name, run_dir)
         earlier = found_again(options) if name == "mlflow" else {}
-        tracker = LOGGER_TYPE_TO_CLASS[name](project, **options, **earlier)
+        tracker = LOGGER_TYPE_TO_CLASS[name](job.project, **options, **earlier)
         tracker.start()
         if not earlier:  # MLflow refuses a parameter that has another value now
             tracker.store_init_configuration(_settings(run_dir, registry))
-    reader = EventReader(run_dir.events(), offset, (StepEvent, ValidationEvent, WatchedEvent))
+    reader = EventReader(run_dir.events(), job.offset, (StepEvent, ValidationEvent, WatchedEvent))
     file = run_dir.events(SUPERVISOR)
     telemetry = EventReader(file, size_of(file), (TelemetryEvent,))
     ended, newest = False, 0
@@ -152,7 +145,11 @@ def _failed(name: str, why: str) -> MachineError:
 
 def main() -> int:
     """Track one run; an error becomes an event on standard output."""
-    folder, name, project, offset = sys.argv[1:]
+    try:
+        job = job_of(TrackJob)
+    except LoraRocmError as error:
+        emit(ErrorEvent(**error.to_event()))
+        return error.exit_code
     closed = threading.Event()
 
     def listen() -> None:
@@ -162,11 +159,11 @@ def main() -> int:
 
     threading.Thread(target=listen, daemon=True).start()
     try:
-        track(RunDir(Path(folder)), name, project, int(offset), lambda: closed.wait(POLL_S))
+        track(job, lambda: closed.wait(POLL_S))
         return 0
     except Exception as error:  # the edge of the process: a tracker may raise anything
         traceback.print_exc()
-        emit(ErrorEvent(**_failed(name, f"{type(error).__name__}: {error}").to_event()))
+        emit(ErrorEvent(**_failed(job.tracker, f"{type(error).__name__}: {error}").to_event()))
         return MachineError.exit_code
 
 

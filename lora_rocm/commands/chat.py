@@ -23,7 +23,7 @@ from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import temporary_folder
 from lora_rocm.foundation.terminal_text import legible, quoted
-from lora_rocm.processes.jobs import CHILDREN, ChatJob
+from lora_rocm.processes.jobs import CHILDREN, AskRequest, ChatJob, ResetRequest, StopRequest
 from lora_rocm.processes.process import Asked, heavy_command, stop_signals
 from lora_rocm.processes.tool import Tool, started, write_job
 from lora_rocm.recipe.yaml_tree import is_clean
@@ -197,7 +197,7 @@ class _Talk:
                 self.output.aside(event.text)
             elif isinstance(event, ReadyEvent) and not quiet:
                 self.output.say(f"{event.base}, with the adapter {event.adapter}. /help lists the commands.")
-        self.child.send({"reset": self.options.system})
+        self.child.send(ResetRequest(self.options.system))
 
     def read_lines(self) -> None:
         """Answer line after line, until the input ends or the user does."""
@@ -229,7 +229,7 @@ class _Talk:
             case "/both" | "/base" | "/adapter":
                 self.options = replace(self.options, side=name[1:])
             case "/reset" | "/clear":
-                self.child.send({"reset": rest or self.options.system})
+                self.child.send(ResetRequest(rest or self.options.system))
             case "/help" | "/?":
                 self.output.say(HELP)
             case _:
@@ -241,12 +241,18 @@ class _Talk:
         sides = SIDES[self.options.side]
         is_shown = self.output.mode == OutputMode.HUMAN
         together = is_shown and len(sides) > 1 and self.console.is_terminal and self.console.width >= MIN_COLUMNS
-        options = {name: getattr(self.options, name) for name in ("temperature", "top_p", "max_tokens")}
-        request = {"ask": prompt, "seed": self.options.seed + self.num_asked, **options}
+        request = AskRequest(
+            prompt=prompt,
+            sides=sides,
+            temperature=self.options.temperature,
+            top_p=self.options.top_p,
+            max_tokens=self.options.max_tokens,
+            seed=self.options.seed + self.num_asked,
+        )
         self.num_asked += 1
         found, texts = list[Answer](), dict.fromkeys(sides, "")
         for group in [sides] if together else [(side,) for side in sides]:
-            self.child.send({**request, "sides": group})
+            self.child.send(replace(request, sides=tuple(group)))
             show = self._beside(group) if together else self._alone(group[0], headed=len(sides) > 1)
             with stop_signals() as asked, show if is_shown else nullcontext(self._only_notices) as add:
                 for event in self.child.heard(AnsweredEvent, len(group), partial(self._stop, asked)):
@@ -266,7 +272,7 @@ class _Talk:
         if asked.closing or asked.count > 1:
             raise KeyboardInterrupt
         if asked.count:
-            self.child.send({"stop": True})
+            self.child.send(StopRequest())
 
     @contextmanager
     def _alone(self, side: str, headed: bool) -> Iterator[Callable[[Event], None]]:

@@ -1,69 +1,8 @@
-"""The JSON documents of ``status`` and ``inspect``, whose values are dictionaries."""
+"""The JSON document of ``inspect``, whose values are dictionaries."""
 
 from __future__ import annotations
 
 from typing import Any, TypedDict
-
-
-class RunError(TypedDict):
-    """The error that ended a run.
-
-    Attributes:
-        code: its stable name.
-        what: what happened.
-        where: file, line and key with the value, or another place.
-        fix: what to do about it.
-    """
-
-    code: str
-    what: str
-    where: str
-    fix: str
-
-
-class StatusDocument(TypedDict):
-    """State and figures of a run.
-
-    Attributes:
-        path: the run directory.
-        state: running, finished, stopped (on request), failed (with an error, or ended because it hung), died (without
-            an error), or prepared.
-        updates: the step that was reached.
-        max_train_steps: steps in all; null: not known yet.
-        loss: smoothed.
-        rate_per_s: steps per second; null unless it is running.
-        eta_s: seconds left; null unless it is running.
-        last_event_s_ago: seconds since the last event.
-        incidents: number of faults that the loop handled.
-        restarts: how often the worker was restarted.
-        changes: the mitigations applied after failures, one entry per application.
-        last_checkpoint: the newest that is intact.
-        telemetry: the last readings of each GPU, as events have them, with a text.
-        alarms: warnings from telemetry, the newest last.
-        error: the error that ended it; null: none.
-        files: intact result files.
-        readers: which programs read a LoRA file, by its path.
-        remarks: about damaged, missing and older files.
-    """
-
-    path: str
-    state: str
-    updates: int
-    max_train_steps: int | None
-    loss: float | None
-    rate_per_s: float | None
-    eta_s: float | None
-    last_event_s_ago: float | None
-    incidents: int
-    restarts: int
-    changes: list[str]
-    last_checkpoint: str | None
-    telemetry: list[dict[str, Any]]
-    alarms: list[str]
-    error: RunError | None
-    files: list[str]
-    readers: dict[str, str]
-    remarks: list[str]
 
 
 class AlphaDocument(TypedDict):

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,9 @@ from typing import Literal
 from lora_rocm import BEGAN_S
 from lora_rocm.commands import sample_export
 from lora_rocm.commands.output import Say, unheard
+from lora_rocm.commands.run_request import RunRequest
 from lora_rocm.dataset.images.preview_images import require_preview_images
 from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, StoppedError, StorageError
-from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.names import name_key
 from lora_rocm.foundation.packages import require_packages
@@ -105,42 +105,22 @@ def render(result: RunResult) -> str:
     return "\n".join(lines)
 
 
-def prepare_run(
-    recipe_path: str,
-    overrides: Sequence[str] = (),
-    *,
-    run_dir: Path | None = None,
-    resume: str | None = None,
-    accept_changes: bool = False,
-    supervised: bool = True,
-    gpus: int | None = None,
-    registry: Registry = PRODUCT,
-    worker: str | None = None,
-    say: Say = unheard,
-) -> PreparedRun:
+def prepare_run(request: RunRequest, say: Say = unheard) -> PreparedRun:
     """Read the recipe and the machine, and refuse what cannot run, before any file is made.
 
     Args:
-        recipe_path: a file, or the name of a recipe that ships.
-        overrides: ``section.key=value``.
-        run_dir: its directory; None: a new one in ``output.dir``.
-        resume: "latest", a run or a checkpoint to go on from; None: a new run.
-        accept_changes: go on although recipe or data have changed.
-        supervised: restart a worker that fails or hangs.
-        gpus: number of GPUs that train together; None: one, or the number given by ``torchrun``.
-        registry: the available model families.
-        worker: see ``worker.worker_command``; it must know the same families.
+        request: the run.
         say: gets notices.
 
     Raises:
         LoraRocmError: any error, in words.
     """
-    loaded = load_recipe(recipe_path, overrides, registry)
+    loaded = load_recipe(request.recipe_path, request.overrides, request.registry)
     for notice in loaded.notices:
         say(notice)
-    chosen = choose(loaded, run_dir, resume)
-    if resume == LATEST and not holds_run(chosen.run_dir):
-        where = f"in {run_dir}" if run_dir else f"of {loaded.name} in {loaded.recipe.output.dir}"
+    chosen = choose(loaded, request.run_dir, request.resume)
+    if request.resume == LATEST and not holds_run(chosen.run_dir):
+        where = f"in {request.run_dir}" if request.run_dir else f"of {loaded.name} in {loaded.recipe.output.dir}"
         say(f"--resume latest: there is no run {where} to go on with, so a new one begins in {chosen.run_dir.path}")
     begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
     loaded.require_files(begun)  # the worker requires them if there are steps left to train
@@ -148,15 +128,13 @@ def prepare_run(
     require_packages()
     require_trackers(loaded.recipe.output)
     me = rank_of(os.environ)
-    here, everywhere = gpus or 1, gpus or 1
+    here, everywhere = request.gpus or 1, request.gpus or 1
     if me.size > 1:
-        multi_gpu.require_place(me, gpus, run_dir, resume)
-        here, everywhere, supervised = me.local_size, me.size, False
+        multi_gpu.require_place(me, request.gpus, request.run_dir, request.resume)
+        here, everywhere = me.local_size, me.size
     situation = multi_gpu.with_gpus(situation_here(loaded.recipe), here, everywhere)
     require_fitting_attention(situation)
-    again = resume_command(recipe_path, overrides, chosen.run_dir) + (f" --gpus {gpus}" if gpus else "")
-    again += " --accept-changes" if accept_changes else ""
-    return PreparedRun(loaded, chosen, situation, me, again, accept_changes, supervised, gpus or 1, worker)
+    return PreparedRun(request, loaded, chosen, situation, me)
 
 
 @dataclass
@@ -164,28 +142,36 @@ class PreparedRun:
     """A run that can be trained; nothing was written yet.
 
     Attributes:
+        request: what was asked for.
         loaded: its recipe.
         chosen: where it is, and what it goes on from.
         situation: the machine.
         me: this process among those of ``torchrun``.
-        again: the command that goes on with it.
-        accept_changes, supervised, worker: see ``prepare_run``.
-        children: number of workers.
     """
 
+    request: RunRequest
     loaded: LoadedRecipe
     chosen: Chosen
     situation: Situation
     me: Rank
-    again: str
-    accept_changes: bool
-    supervised: bool
-    children: int
-    worker: str | None
 
     @property
     def run_dir(self) -> RunDir:
         return self.chosen.run_dir
+
+    @property
+    def again(self) -> str:
+        """The command that goes on with it."""
+        return self.request.resume_command(self.run_dir)
+
+    @property
+    def supervised(self) -> bool:
+        return self.request.supervised and self.me.size == 1
+
+    @property
+    def children(self) -> int:
+        """Number of workers."""
+        return self.request.gpus or 1
 
     @property
     def spill_bytes(self) -> int | None:
@@ -203,16 +189,16 @@ class PreparedRun:
         Raises:
             LoraRocmError: any error, in words.
         """
-        loaded, accept_changes = self.loaded, self.accept_changes
+        loaded, accept_changes = self.loaded, self.request.accept_changes
         if not self.me.is_first:
             how = (self.me, loaded, self.chosen, self.situation, say)
-            code = multi_gpu.train_rank(*how, accept_changes=accept_changes, worker=self.worker)
+            code = multi_gpu.train_rank(*how, accept_changes=accept_changes, worker=self.request.worker)
             return RunResult(self.run_dir.path, "ended", code)
         if not holds_run(self.run_dir):  # refuses an unusable GPU before any file is made
             self.situation = selftest_runner.ensure(self.situation, loaded.recipe, say)
         run = self.run_dir.create()
         with lock.locked(run):
-            lock.end_leftover(run, say, worker=self.worker)
+            lock.end_leftover(run, say, worker=self.request.worker)
             unfinished = settle(self.chosen, loaded, accept_changes)
             asked_name = loaded.recipe.output.name
             if name_key(asked_name) != run.name:
@@ -228,7 +214,7 @@ class PreparedRun:
 
     def _train_in(self, run: RunDir, on_event: OnEvent, say: Say, asked: Asked | None) -> RunResult:
         """Run the worker in a settled and locked run directory, and write the report."""
-        recipe, accept_changes = self.loaded.recipe, self.accept_changes
+        recipe, accept_changes = self.loaded.recipe, self.request.accept_changes
         situation = selftest_runner.ensure(self.situation, recipe, say)
         situation = supervisor.in_force(run, tuning_runner.ensure(run, situation, accept_changes, say), say)
         env_plan = plan(situation)
@@ -238,7 +224,7 @@ class PreparedRun:
         say(f"Run directory: {run.path}")
         # run the worker, supervised or not
         stopped: StoppedError | None = None
-        command = _commands(run, accept_changes, self.worker)
+        command = _commands(run, accept_changes, self.request.worker)
         with Trackers(run, recipe.output, say) as trackers:
             on_event = trackers.passing(on_event)
             try:
@@ -368,36 +354,13 @@ class RunHandle:
         return self._result
 
 
-def start_run(
-    recipe_path: str,
-    overrides: Sequence[str] = (),
-    *,
-    run_dir: Path | None = None,
-    resume: str | None = None,
-    accept_changes: bool = False,
-    supervised: bool = True,
-    gpus: int | None = None,
-    registry: Registry = PRODUCT,
-    worker: str | None = None,
-) -> RunHandle:
-    """Prepare a run and train it in a thread. For the arguments see ``prepare_run``.
+def start_run(request: RunRequest) -> RunHandle:
+    """Prepare a run and train it in a thread.
 
     Raises:
         LoraRocmError: what ``prepare_run`` refuses; what comes later is raised by ``RunHandle.result``.
     """
-    return RunHandle(
-        prepare_run(
-            recipe_path,
-            overrides,
-            run_dir=run_dir,
-            resume=resume,
-            accept_changes=accept_changes,
-            supervised=supervised,
-            gpus=gpus,
-            registry=registry,
-            worker=worker,
-        )
-    )
+    return RunHandle(prepare_run(request))
 
 
 def _telemetry(situation: Situation, recipe: Recipe, count: int) -> Telemetry:
@@ -445,12 +408,3 @@ def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
         newest = ".".join(map(str, NEWEST_TORCH))
         said.append(f"torch {torch.version} is newer than {newest}, the newest that lora-rocm was run with.")
     return said
-
-
-def resume_command(recipe_path: str, overrides: Sequence[str], run: RunDir) -> str:
-    """Return the exact command that resumes a run, quoted for the shell of this system."""
-    words = ["lora-rocm", "train", recipe_path]
-    for override in overrides:
-        words += ["--set", override]
-    words += ["--run-dir", str(run.path), "--resume", "latest"]
-    return quoted(words)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lora_rocm.foundation.units import number_text, rate_text, time_text, times_text
@@ -16,13 +18,71 @@ from lora_rocm.rundir.run_view import RunView
 from lora_rocm.telemetry.numbers import long_text
 
 
-def status(run_dir: RunDir) -> dict[str, Any]:
-    """Return state and figures of a run, ready for JSON.
+@dataclass(frozen=True)
+class RunError:
+    """The error that ended a run.
 
-    state: see ``RunView``. rate_per_s and eta_s are None unless the run is running. restarts: how often the worker was
-    restarted. changes: names of the mitigations applied after failures (``rules.mitigations``), one per application.
-    readers: path of a LoRA file -> which programs read it, if known. files, last_checkpoint: none that is damaged or of
-    an earlier step. remarks: about those and missing files. telemetry: last readings of each GPU. alarms: newest last.
+    Attributes:
+        code: its stable name.
+        what: what happened.
+        where: file, line and key with the value, or another place.
+        fix: what to do about it.
+    """
+
+    code: str
+    what: str
+    where: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class StatusDocument:
+    """State and figures of a run.
+
+    Attributes:
+        path: the run directory.
+        state: running, finished, stopped (on request), failed (with an error, or ended because it hung), died (without
+            an error), or prepared.
+        updates: the step that was reached.
+        max_train_steps: steps in all; null: not known yet.
+        loss: smoothed.
+        rate_per_s: steps per second; null unless it is running.
+        eta_s: seconds left; null unless it is running.
+        last_event_s_ago: seconds since the last event.
+        incidents: number of faults that the loop handled.
+        restarts: how often the worker was restarted.
+        changes: the mitigations applied after failures, one entry per application.
+        last_checkpoint: the newest that is intact.
+        telemetry: the last readings of each GPU, as events have them, with a text.
+        alarms: warnings from telemetry, the newest last.
+        error: the error that ended it; null: none.
+        files: intact result files.
+        readers: which programs read a LoRA file, by its path.
+        remarks: about damaged, missing and older files.
+    """
+
+    path: Path
+    state: str
+    updates: int
+    max_train_steps: int | None
+    loss: float | None
+    rate_per_s: float | None
+    eta_s: float | None
+    last_event_s_ago: float | None
+    incidents: int
+    restarts: int
+    changes: list[str]
+    last_checkpoint: Path | None
+    telemetry: list[dict[str, Any]]
+    alarms: list[str]
+    error: RunError | None
+    files: list[Path]
+    readers: dict[str, str]
+    remarks: list[str]
+
+
+def status(run_dir: RunDir) -> StatusDocument:
+    """Return state and figures of a run. Its ``files`` and ``last_checkpoint`` are none of an earlier step.
 
     Raises:
         ResumeError: an event file cannot be read.
@@ -37,65 +97,65 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     }
     error = None
     if problem is not None and not view.is_running:
-        error = {"code": problem.code, "what": problem.what, "where": problem.where}
-        error["fix"] = problem.fix if isinstance(problem, ErrorEvent) else ""
-    return {
-        "path": str(run_dir.path),
-        "state": view.state,
-        "updates": view.updates,
-        "max_train_steps": total,
-        "loss": Figures.of(view).loss.value,
-        "rate_per_s": 1 / step_s if step_s else None,
-        "eta_s": step_s * (total - view.updates) if step_s and total else None,
-        "last_event_s_ago": round(time.time() - latest_s, 1) if latest_s is not None else None,
-        "incidents": len(view.all(IncidentEvent)),
-        "restarts": sum(isinstance(event, RestartEvent) for event in view.trouble),
-        "changes": [event.id for event in view.trouble if isinstance(event, ChangeEvent)],
-        "last_checkpoint": str(files.checkpoint.path) if files.checkpoint else None,
-        "telemetry": [{**reading.to_json(), "text": long_text(reading)} for reading in view.readings],
-        "alarms": [event.text for event in view.supervisor.all(AlarmEvent)],
-        "error": error,
-        "files": [str(path) for path in files.whole],
-        "readers": {path: text for path, text in readers.items() if text},
-        "remarks": [*([fault] if (fault := recipe_fault(run_dir)) else ()), *view.remarks],
-    }
+        fix = problem.fix if isinstance(problem, ErrorEvent) else ""
+        error = RunError(problem.code, problem.what, problem.where, fix)
+    return StatusDocument(
+        path=run_dir.path,
+        state=view.state,
+        updates=view.updates,
+        max_train_steps=total,
+        loss=Figures.of(view).loss.value,
+        rate_per_s=1 / step_s if step_s else None,
+        eta_s=step_s * (total - view.updates) if step_s and total else None,
+        last_event_s_ago=round(time.time() - latest_s, 1) if latest_s is not None else None,
+        incidents=len(view.all(IncidentEvent)),
+        restarts=sum(isinstance(event, RestartEvent) for event in view.trouble),
+        changes=[event.id for event in view.trouble if isinstance(event, ChangeEvent)],
+        last_checkpoint=files.checkpoint.path if files.checkpoint else None,
+        telemetry=[{**reading.to_json(), "text": long_text(reading)} for reading in view.readings],
+        alarms=[event.text for event in view.supervisor.all(AlarmEvent)],
+        error=error,
+        files=list(files.whole),
+        readers={path: text for path, text in readers.items() if text},
+        remarks=[*([fault] if (fault := recipe_fault(run_dir)) else ()), *view.remarks],
+    )
 
 
-def status_text(found: dict[str, Any]) -> str:
+def status_text(found: StatusDocument) -> str:
     """Return ``status`` as text."""
-    total = found["max_train_steps"]
+    total = found.max_train_steps
     lines = [
-        f"{found['path']}: {found['state']}",
-        f"  step {found['updates']}" + (f" of {total}" if total else ""),
-        f"  loss {number_text(found['loss'])}",
+        f"{found.path}: {found.state}",
+        f"  step {found.updates}" + (f" of {total}" if total else ""),
+        f"  loss {number_text(found.loss)}",
     ]
-    if found["rate_per_s"]:
-        left = f", {time_text(found['eta_s'])} left" if found["eta_s"] is not None else ""
-        lines.append(f"  {rate_text(found['rate_per_s'])}{left}")
-    if found["last_event_s_ago"] is not None:
-        lines.append(f"  last word {time_text(found['last_event_s_ago'])} ago")
+    if found.rate_per_s:
+        left = f", {time_text(found.eta_s)} left" if found.eta_s is not None else ""
+        lines.append(f"  {rate_text(found.rate_per_s)}{left}")
+    if found.last_event_s_ago is not None:
+        lines.append(f"  last word {time_text(found.last_event_s_ago)} ago")
     lines += _watched_lines(found)
-    if found["incidents"]:
-        lines.append(f"  {found['incidents']} incidents, see the report")
-    if found["restarts"]:
-        lines.append(f"  started again {times_text(found['restarts'])}, see the report")
-    if found["changes"]:
-        counts = Counter(found["changes"])
+    if found.incidents:
+        lines.append(f"  {found.incidents} incidents, see the report")
+    if found.restarts:
+        lines.append(f"  started again {times_text(found.restarts)}, see the report")
+    if found.changes:
+        counts = Counter(found.changes)
         names = [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
         lines.append(f"  changed because of failures: {', '.join(names)}")
-    if found["error"]:
-        lines.append(f"  error: {found['error']['what']}")
-    lines.append(f"  last checkpoint: {found['last_checkpoint'] or 'none yet'}")
-    for path in found["files"]:
+    if found.error:
+        lines.append(f"  error: {found.error.what}")
+    lines.append(f"  last checkpoint: {found.last_checkpoint or 'none yet'}")
+    for path in found.files:
         lines.append(f"  file: {path}")
-        if path in found["readers"]:
-            lines.append(f"    {found['readers'][path]}")
-    lines += [f"  {remark}" for remark in found["remarks"]]
+        if reader := found.readers.get(str(path)):
+            lines.append(f"    {reader}")
+    lines += [f"  {remark}" for remark in found.remarks]
     return "\n".join(lines)
 
 
-def _watched_lines(found: dict[str, Any]) -> list[str]:
+def _watched_lines(found: StatusDocument) -> list[str]:
     """Return the readings of a run that is going on, and its last warning."""
-    readings = found["telemetry"] if found["state"] == "running" else []
+    readings = found.telemetry if found.state == "running" else []
     lines = [f"  GPU {reading['gpu']}: {reading['text']}" for reading in readings]
-    return lines + [f"  warning: {text}" for text in found["alarms"][-1:]]
+    return lines + [f"  warning: {text}" for text in found.alarms[-1:]]

@@ -19,7 +19,7 @@ from lora_rocm.errors import MachineError
 from lora_rocm.foundation.files import write_json
 
 CHILD = "child"
-"""The key of a job file that names the child; the other keys are the fields of its job."""
+"""The key of a job that names its child, and of a request its type; the other keys are the fields."""
 T = TypeVar("T")
 
 
@@ -109,20 +109,42 @@ def write_job_file(path: Path, child: str, job: object) -> None:
     write_json(path, {CHILD: child, **to_json(job)})
 
 
+def job_text(name: str, job: object) -> str:
+    """The content of a job file as one line of ASCII, for a child's arguments or its standard input."""
+    return json.dumps({CHILD: name, **to_json(job)})
+
+
 def read_job_file(path: Path, kinds: Mapping[str, type[T]]) -> T:
-    """The job in a file: ``kinds`` are the jobs that the reader takes, by the names of their children.
+    """The job in a file.
 
     Raises:
-        MachineError: job-unreadable: the file is no job, is one of another child, or a field is missing, unknown or of
+        MachineError: job-unreadable: see ``read_job_text``, or the file cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise _unreadable(error, str(path)) from error
+    return read_job_text(text, kinds, str(path))
+
+
+def read_job_text(text: str, kinds: Mapping[str, type[T]], where: str) -> T:
+    """The job in a text: ``kinds`` are the jobs that the reader takes, by the names of their children.
+
+    Raises:
+        MachineError: job-unreadable: the text is no job, is one of another child, or a field is missing, unknown or of
             another type.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(text)
         child = value.pop(CHILD, None) if isinstance(value, dict) else None
         if not isinstance(child, str) or child not in kinds:
             raise MisfitError(f"it is a job of {short(child)}, and this process does {' or '.join(kinds)}")
         return from_json(kinds[child], value)
-    except (OSError, ValueError) as error:
-        what = f"A job that lora-rocm gave its child process cannot be read: {error}."
-        fix = "Install lora-rocm again: its parts seem to be of different versions."
-        raise MachineError("job-unreadable", what, where=str(path), fix=fix) from error
+    except ValueError as error:
+        raise _unreadable(error, where) from error
+
+
+def _unreadable(error: Exception, where: str) -> MachineError:
+    what = f"A job that lora-rocm gave its child process cannot be read: {error}."
+    fix = "Install lora-rocm again: its parts seem to be of different versions."
+    return MachineError("job-unreadable", what, where=where, fix=fix)

@@ -1,7 +1,8 @@
 """The heavy children of the commands: what each is asked to do, and what it answers. ``CHILDREN`` has all of them.
 
 A child gets a file with its job (``processes.tool`` writes it, ``job_of`` reads it there), and answers by events on
-standard output, or by one object. The worker of a run, trackers and the self-test have command lines instead.
+standard output, or by one object. A child that outlives its parent's folder (a tracker) gets the job as its argument.
+The worker of a run has a command line instead.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.errors import UserError
 from lora_rocm.planning.data_plan import Seen
 from lora_rocm.planning.step_cost import Rates
-from lora_rocm.processes.job_file import read_job_file
+from lora_rocm.processes.job_file import job_text, read_job_file, read_job_text
 from lora_rocm.rundir.event_types import (
     AnsweredEvent,
     BeginEvent,
+    CheckEvent,
+    ChecksEvent,
     ComparedEvent,
     DrawnEvent,
     ExportEvent,
@@ -27,6 +30,7 @@ from lora_rocm.rundir.event_types import (
     MachineEvent,
     NoticeEvent,
     ReadyEvent,
+    ResultEvent,
     RowEvent,
     WrittenEvent,
 )
@@ -118,6 +122,34 @@ class ChatJob(RunJob):
 
     adapter: Path
     recipe: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskRequest:
+    """Answer a prompt in the conversations of these sides. For the last four see ``families.base.Sampling``."""
+
+    prompt: str
+    sides: tuple[str, ...]
+    temperature: float
+    top_p: float
+    max_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class ResetRequest:
+    """Begin new conversations. system: their system prompt; empty: none."""
+
+    system: str
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """End the answer that is being written."""
+
+
+ChatRequest = AskRequest | ResetRequest | StopRequest
+"""What the parent sends to a chat while it runs."""
 
 
 @dataclass(frozen=True)
@@ -273,13 +305,53 @@ class TuneProductsJob(RowsJob):
     limit_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class SelfTestJob:
+    """Test the GPU.
+
+    Attributes:
+        on_cpu: make the checks on the CPU, at smaller sizes.
+        only: groups of checks; empty: all.
+        skip: checks, families of checks ("conv.miopen") and groups that are left out.
+    """
+
+    on_cpu: bool = False
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackJob:
+    """Hand the numbers of a run to a tracker until standard input ends.
+
+    Attributes:
+        run_dir: the run.
+        tracker: a name of ``output.log_with``.
+        project: ``output.log_project``.
+        offset: bytes of the run's events that an earlier start has handed on.
+    """
+
+    run_dir: Path
+    tracker: str
+    project: str
+    offset: int
+
+
 @dataclass(frozen=True)
 class Child:
-    """A heavy child. answers: its events besides ``ErrorEvent``, or the one object that it prints."""
+    """A heavy child.
+
+    Attributes:
+        module: its ``main`` is called.
+        job: what it is asked to do.
+        answers: its events besides ``ErrorEvent``, or the one object that it prints.
+        requests: what it is sent on standard input while it runs.
+    """
 
     module: str
     job: type[Any]
     answers: tuple[type[Any], ...]
+    requests: tuple[type[Any], ...] = ()
 
 
 _MODEL, _MEASURED = "lora_rocm.children.model_child", (BeginEvent, RowEvent)
@@ -288,7 +360,9 @@ CHILDREN: Mapping[str, Child] = {
     "sample": Child(_MODEL, SampleJob, (DrawnEvent, NoticeEvent)),
     "export": Child(_MODEL, ExportJob, (ExportEvent, NoticeEvent)),
     "compare": Child(_MODEL, CompareJob, (ComparedEvent, NoticeEvent)),
-    "chat": Child(_MODEL, ChatJob, (ReadyEvent, WrittenEvent, AnsweredEvent, NoticeEvent)),
+    "chat": Child(
+        _MODEL, ChatJob, (ReadyEvent, WrittenEvent, AnsweredEvent, NoticeEvent), (AskRequest, ResetRequest, StopRequest)
+    ),
     "check-base": Child("lora_rocm.children.check_base", CheckBaseJob, (Weighed,)),
     "check-texts": Child("lora_rocm.children.check_texts", CheckTextsJob, (Seen,)),
     "inspect": Child("lora_rocm.children.inspect_base", InspectJob, (Judgements,)),
@@ -298,6 +372,8 @@ CHILDREN: Mapping[str, Child] = {
     "bench-loader": Child("lora_rocm.children.bench.loader_child", LoaderJob, (MachineEvent, *_MEASURED)),
     "tune-attention": Child("lora_rocm.children.tune.attention", TuneAttentionJob, _MEASURED),
     "tune-products": Child("lora_rocm.children.tune.products", TuneProductsJob, _MEASURED),
+    "self-test": Child("lora_rocm.checks.selftest", SelfTestJob, (ChecksEvent, CheckEvent, ResultEvent)),
+    "track": Child("lora_rocm.children.tracking", TrackJob, ()),
 }
 """Name -> child."""
 J = TypeVar("J")
@@ -308,11 +384,35 @@ def name_of(job: object) -> str:
     return next(name for name, child in CHILDREN.items() if child.job is type(job))
 
 
+def argument_of(job: object) -> str:
+    """The job itself as a child's last argument, for a child that may start after its parent has ended."""
+    return job_text(name_of(job), job)
+
+
 def job_of(*kinds: type[J]) -> J:
-    """In a child: its job, which is of one of these types. The last argument names its file.
+    """In a child: its job, which is of one of these types. The last argument names its file, or is ``argument_of``.
 
     Raises:
-        MachineError: see ``read_job_file``.
+        MachineError: job-unreadable.
     """
     known = {name: child.job for name, child in CHILDREN.items() if child.job in kinds}
-    return read_job_file(Path(sys.argv[-1]), known)
+    last = sys.argv[-1]
+    if last.startswith("{"):  # ``write_job`` gives whole paths
+        return read_job_text(last, known, "the arguments of the process")
+    return read_job_file(Path(last), known)
+
+
+def request_line(request: object) -> bytes:
+    """A request as a line of the child's standard input."""
+    return job_text(type(request).__name__, request).encode("ascii") + b"\n"
+
+
+def chat_request(line: bytes) -> ChatRequest:
+    """In the chat's child: the request in a line.
+
+    Raises:
+        MachineError: job-unreadable.
+    """
+    kinds = {kind.__name__: kind for kind in CHILDREN["chat"].requests}
+    request: ChatRequest = read_job_text(line.decode("utf-8", "replace"), kinds, "standard input")
+    return request

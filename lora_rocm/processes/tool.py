@@ -20,7 +20,7 @@ from lora_rocm.foundation.files import require_room, temporary_folder
 from lora_rocm.foundation.safe_path import python_environment
 from lora_rocm.processes import process
 from lora_rocm.processes.job_file import MisfitError, from_json, write_job_file
-from lora_rocm.processes.jobs import CHILDREN, RunJob, name_of
+from lora_rocm.processes.jobs import CHILDREN, RunJob, name_of, request_line
 from lora_rocm.rundir.event_types import ErrorEvent, Event
 from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import died, tail_bytes
@@ -148,11 +148,11 @@ class Tool:
         ended = self.child.poll() is not None
         return ended, self.reader.poll()
 
-    def send(self, request: Mapping[str, Any]) -> None:
-        """Write a request to its standard input, as a JSON line. If it has ended, ``heard`` says so."""
+    def send(self, request: object) -> None:
+        """Write a request (``Child.requests``) to its standard input. If it has ended, ``heard`` says so."""
         assert self.child.stdin is not None
         with contextlib.suppress(BrokenPipeError, OSError):  # Windows has OSError for a closed pipe
-            self.child.stdin.write(json.dumps(request).encode("ascii") + b"\n")
+            self.child.stdin.write(request_line(request))
             self.child.stdin.flush()
 
     def heard(

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lora_rocm.errors import MachineError, RestartError, StorageError, storage_error
-from lora_rocm.foundation.files import write_json
+from lora_rocm.foundation.files import temporary_folder, write_json
 from lora_rocm.hardware.selftest_result import Result, Verdict, path_of
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.hardware.tuned_choice import Tuned
+from lora_rocm.processes.jobs import CHILDREN, SelfTestJob
 from lora_rocm.processes.process import heavy_command
-from lora_rocm.processes.tool import follow_tool
+from lora_rocm.processes.tool import follow_tool, write_job
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.rule import Situation
@@ -22,7 +23,6 @@ from lora_rocm.rules.selftest_rules import Remedy, selftest_table
 from lora_rocm.rundir.event_types import CheckEvent, ChecksEvent, Event, ResultEvent
 from lora_rocm.rundir.exit_status import describe_exit, died
 
-MODULE = "lora_rocm.checks.selftest"
 FAST_GROUPS = ("gemm", "attention", "training")
 """The groups that the variables of the profile "safe" protect, so they are also tested without these variables."""
 START_TIMEOUT_S = 240.0  # torch may be read from a cold disk, and the GPU wakes up
@@ -34,12 +34,12 @@ MAX_CRASHES = 3
 MAX_STARTS = 12
 
 Say = Callable[[str], None]
-Command = Callable[[Sequence[str]], list[str]]
+Command = Callable[[Path], list[str]]
 
 
-def child_command(arguments: Sequence[str]) -> list[str]:
-    """The command of the testing child."""
-    return heavy_command(MODULE, *arguments)
+def child_command(job: Path) -> list[str]:
+    """The command of the testing child. job: its file."""
+    return heavy_command(CHILDREN["self-test"].module, str(job))
 
 
 def ensure(situation: Situation, recipe: Recipe, say: Say) -> Situation:
@@ -121,9 +121,8 @@ def _environment(situation: Situation) -> dict[str, str]:
 
 
 def _tested(situation: Situation, say: Say, command: Command, only: Sequence[str] = ()) -> tuple[Result, ...]:
-    arguments = ["--device", "cuda", *(["--only", *only] if only else [])]
     try:
-        return run_checks(arguments, _environment(situation), say, command)
+        return run_checks(SelfTestJob(only=tuple(only)), _environment(situation), say, command)
     except MachineError as error:
         if error.code != "no-gpu":
             raise
@@ -161,20 +160,21 @@ def _fast(plain: Situation, verdict: Verdict, say: Say, command: Command) -> tup
 
 
 def run_checks(
-    arguments: Sequence[str], env: Mapping[str, str], say: Say, command: Command = child_command
+    job: SelfTestJob, env: Mapping[str, str], say: Say, command: Command = child_command
 ) -> tuple[Result, ...]:
-    """Run all checks. If a child hangs or crashes, another one continues after the failed check.
+    """Run all checks of a job. If a child hangs or crashes, another one continues after the failed check.
 
     Raises:
         MachineError: a child ended before its first check, or too many ended.
     """
     progress = _Progress(say)
-    for _ in range(MAX_STARTS):
-        progress.start()
-        skip = ["--skip", *progress.left_out] if progress.left_out else []
-        code, log = follow_tool(command([*arguments, *skip]), env, progress.on_event, progress.is_late)
-        if progress.ended(code, log):
-            return progress.all_results()
+    with temporary_folder() as folder:
+        for _ in range(MAX_STARTS):
+            progress.start()
+            path = write_job(folder, replace(job, skip=tuple(progress.left_out)))
+            code, log = follow_tool(command(path), env, progress.on_event, progress.is_late)
+            if progress.ended(code, log):
+                return progress.all_results()
     raise MachineError(
         "self-test-gave-up",
         f"{MAX_STARTS} processes in a row crashed or hung while they tested this GPU. Nothing can be trained on it.",

@@ -13,6 +13,7 @@ from lora_rocm.errors import UserError
 from lora_rocm.foundation.files import open_in_place
 from lora_rocm.foundation.safe_path import python_environment
 from lora_rocm.hardware.ranks import LOCAL_RANK, NEEDED
+from lora_rocm.processes.jobs import CHILDREN, TrackJob, argument_of
 from lora_rocm.processes.process import OnEvent, heavy_command, own_group
 from lora_rocm.recipe.output_section import OutputSection
 from lora_rocm.rundir.event_types import ErrorEvent, Event
@@ -20,7 +21,6 @@ from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import size_of
 from lora_rocm.rundir.layout import RunDir
 
-MODULE = "lora_rocm.children.tracking"
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 
@@ -60,12 +60,12 @@ class Trackers:
         self._running: dict[str, tuple[subprocess.Popen[bytes], EventReader]] = {}
 
     def __enter__(self) -> Trackers:
-        offset = str(size_of(self._run_dir.events()))
+        offset = size_of(self._run_dir.events())
         for name in self._output.log_with:
             log = self._run_dir.tracker_log(name)
             reader = EventReader(log, size_of(log), (ErrorEvent,))
-            arguments = [str(self._run_dir.path), name, self._output.log_project, offset]
-            command = heavy_command(MODULE, *arguments, reads_input=True)
+            job = TrackJob(run_dir=self._run_dir.path, tracker=name, project=self._output.log_project, offset=offset)
+            command = heavy_command(CHILDREN["track"].module, argument_of(job), reads_input=True)
             with open_in_place(log) as file:
                 child = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=file, stderr=file, env=self._environ, **own_group()

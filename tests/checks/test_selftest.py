@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,8 @@ from lora_rocm.checks.selftest_base import Check, NotHereError, WrongAnswerError
 from lora_rocm.checks.selftest_copies import memory_checks
 from lora_rocm.checks.selftest_maths import conv_checks, gemm_checks
 from lora_rocm.checks.selftest_training import training_checks
+from lora_rocm.processes.jobs import SelfTestJob
+from lora_rocm.processes.tool import write_job
 from tests.device.broken import ATTENTION, CONVOLUTIONS, FAULTS, PRODUCTS, Broken, Fault
 from tests.device.fake_card import FakeCard
 from tests.hardware.simulated_sysfs import SimulatedCard
@@ -230,8 +233,18 @@ def small_table(device: torch.device) -> Iterator[Check]:
     yield Check("b.c.two", lambda: None)
 
 
-def test_the_child_says_before_and_after(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--device", "cpu"], small_table) == 0
+Give = Callable[[SelfTestJob], None]
+
+
+@pytest.fixture
+def give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Give:
+    """Makes a job the one of this process."""
+    return lambda job: monkeypatch.setattr(sys, "argv", ["selftest", str(write_job(tmp_path, job))])
+
+
+def test_the_child_says_before_and_after(give: Give, capsys: pytest.CaptureFixture[str]) -> None:
+    give(SelfTestJob(on_cpu=True))
+    assert main(small_table) == 0
     events = said(capsys)
     assert [(event["type"], event.get("name")) for event in events] == [
         ("checks", None),
@@ -247,40 +260,44 @@ def test_the_child_says_before_and_after(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "begun"),
+    ("job", "begun"),
     [
-        (["--skip", "a.one"], ["group.detail", "b.c.two"]),
-        (["--skip", "a", "b.c"], ["group.detail"]),
-        (["--only", "a"], ["a.one"]),
-        (["--only", "a", "b", "--skip", "a.one"], ["b.c.two"]),
+        (SelfTestJob(on_cpu=True, skip=("a.one",)), ["group.detail", "b.c.two"]),
+        (SelfTestJob(on_cpu=True, skip=("a", "b.c")), ["group.detail"]),
+        (SelfTestJob(on_cpu=True, only=("a",)), ["a.one"]),
+        (SelfTestJob(on_cpu=True, only=("a", "b"), skip=("a.one",)), ["b.c.two"]),
     ],
 )
-def test_what_is_left_out(arguments: list[str], begun: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--device", "cpu", *arguments], small_table) == 0
+def test_what_is_left_out(job: SelfTestJob, begun: list[str], give: Give, capsys: pytest.CaptureFixture[str]) -> None:
+    give(job)
+    assert main(small_table) == 0
     assert [event["name"] for event in said(capsys) if event["type"] == "check"] == begun
 
 
 def test_the_child_ends_when_the_device_is_lost(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    give: Give, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    give(SelfTestJob(on_cpu=True))
     monkeypatch.setattr(selftest, "device_works", lambda device: False)
     table = partial(map, lambda name: Check(name, raising(RuntimeError("fault")).run), ["a.one", "a.two"])
-    assert main(["--device", "cpu"], lambda device: table()) == DEVICE_LOST
+    assert main(lambda device: table()) == DEVICE_LOST
     assert [event["name"] for event in said(capsys) if event["type"] == "result"] == ["a.one"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu_is_an_error_event(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([], small_table) == 3
+def test_no_gpu_is_an_error_event(give: Give, capsys: pytest.CaptureFixture[str]) -> None:
+    give(SelfTestJob())
+    assert main(small_table) == 3
     (event,) = said(capsys)
     assert event["type"] == "error" and event["code"] == "no-gpu"
 
 
 def test_damaged_settings_are_an_error_event(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    give: Give, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    give(SelfTestJob(on_cpu=True))
     monkeypatch.setenv("LORA_ROCM_SETTINGS", "{")
-    assert main(["--device", "cpu"], small_table) == 3
+    assert main(small_table) == 3
     assert said(capsys)[0]["code"] == "settings-damaged"
 
 

@@ -18,6 +18,7 @@ from lora_rocm.checks.selftest_base import Check, poison
 from lora_rocm.checks.selftest_copies import copy_checks
 from lora_rocm.checks.selftest_maths import conv_checks, gemm_checks
 from lora_rocm.checks.selftest_training import training_checks
+from lora_rocm.processes.jobs import SelfTestJob
 from lora_rocm.supervisor.selftest_runner import run_checks
 from tests.device.broken import ATTENTION, CONVOLUTIONS, PRODUCTS, Broken, Fault, one_bit, one_nan, stale, tail_of_zeros
 
@@ -122,10 +123,10 @@ raise SystemExit(selftest.main(table=lambda device: checks))
 
 def test_a_kernel_that_faults_or_hangs_has_a_name_and_the_rest_is_tested() -> None:
     found = run_checks(
-        ["--device", "cuda"],
+        SelfTestJob(),
         os.environ,
         lambda text: None,
-        lambda arguments: [sys.executable, "-c", FAULTY_CHILD, *arguments],
+        lambda job: [sys.executable, "-c", FAULTY_CHILD, str(job)],
     )
     assert {result.name: result.status for result in found} == {
         "a.fault": "crashed",

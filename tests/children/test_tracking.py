@@ -15,6 +15,7 @@ import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
 
 from lora_rocm.children import tracking
+from lora_rocm.processes.jobs import TrackJob, argument_of
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from tests.supervisor.fake_run import RECIPE, event, step_fields
@@ -67,8 +68,12 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]
     del LOGGER_TYPE_TO_CLASS["fake"]
 
 
+def job_on(run_dir: RunDir, tracker: str = "fake", offset: int = 0) -> TrackJob:
+    return TrackJob(run_dir=run_dir.path, tracker=tracker, project="dogs", offset=offset)
+
+
 def test_it_gets_the_recipe_and_the_numbers(run_dir: RunDir) -> None:
-    tracking.track(run_dir, "fake", "dogs", 0, lambda: True)
+    tracking.track(job_on(run_dir), lambda: True)
     project, settings, (step, numbers), held_out, end = Fake.said
     assert project == "dogs" and "lora.rank" in settings and end == "finished"
     assert all(isinstance(value, bool | int | float | str) for value in settings.values())
@@ -88,7 +93,7 @@ def test_it_gets_no_path_of_this_machine(run_dir: RunDir, tmp_path: Path) -> Non
         "sample: {prompts: [a cat, /imagine a dog]}\n",
         encoding="utf-8",
     )
-    tracking.track(run_dir, "fake", "dogs", 0, lambda: True)
+    tracking.track(job_on(run_dir), lambda: True)
     settings = Fake.said[1]
     assert "alice" not in str(settings) and "someone/pictures" in settings["data.sources"]
     assert settings["model.name_or_path"] == "someone/base" and "/imagine a dog" in settings["sample.prompts"]
@@ -104,7 +109,7 @@ def test_readings_of_the_gpu_go_with_steps_that_never_go_back(run_dir: RunDir) -
         supervisor.write(read_as(updates=look, power_w=200.0 + look))
         return look == 2
 
-    tracking.track(run_dir, "fake", "dogs", 0, over)
+    tracking.track(job_on(run_dir), over)
     supervisor.close()
     found = [said for said in Fake.said if isinstance(said, tuple)]
     steps = [step for step, values in found]
@@ -114,7 +119,7 @@ def test_readings_of_the_gpu_go_with_steps_that_never_go_back(run_dir: RunDir) -
 
 
 def test_a_resumed_run_sends_only_what_is_new(run_dir: RunDir) -> None:
-    tracking.track(run_dir, "fake", "dogs", run_dir.events().stat().st_size, lambda: True)
+    tracking.track(job_on(run_dir, offset=run_dir.events().stat().st_size), lambda: True)
     assert Fake.said[2:] == ["finished"]
     places = (run_dir.path, run_dir.path, run_dir.path.parent)
     first, again, other = (tracking.options_of("wandb", RunDir(path))["id"] for path in places)
@@ -139,7 +144,7 @@ def test_a_resumed_run_is_the_same_one_in_mlflow(
 
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(search_runs=search_runs))  # type: ignore[arg-type]
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", Mlflow)
-    tracking.track(run_dir, "mlflow", "dogs", 0, lambda: True)
+    tracking.track(job_on(run_dir, "mlflow"), lambda: True)
     options, *settings = [said for said in Fake.said if isinstance(said, dict)]
     (tag,) = options["tags"].values()
     assert asked == [f"tags.`{tracking.TAG}` = '{tag}'"] and options.get("run_id") == next(iter(runs), None)
@@ -151,7 +156,7 @@ def test_one_that_raises_is_an_event_and_an_exit_code(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: bool
 ) -> None:
     monkeypatch.setattr(Fake, "fails", fails)
-    monkeypatch.setattr(sys, "argv", ["tracking", str(run_dir.path), "fake", "dogs", "0"])
+    monkeypatch.setattr(sys, "argv", ["tracking", argument_of(job_on(run_dir))])
     read, write = os.pipe()
     os.close(write)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(fileno=lambda: read))
@@ -169,6 +174,6 @@ def test_one_that_hangs_is_an_event_and_the_end_of_the_process(
     ended: list[int] = []
     monkeypatch.setattr(Fake, "slow_s", 0.3 if hangs else 0.0)
     monkeypatch.setattr(os, "_exit", ended.append)
-    tracking.track(run_dir, "fake", "dogs", 0, lambda: True, limit_s=0.05 if hangs else 60.0)
+    tracking.track(job_on(run_dir), lambda: True, limit_s=0.05 if hangs else 60.0)
     assert bool(ended) is hangs
     assert says_if(hangs, capsys.readouterr().out, "children/did-not-answer-for-0-05-s")

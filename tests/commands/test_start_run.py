@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.commands import start_run
+from lora_rocm.commands.run_request import RunRequest
 from lora_rocm.commands.start_run import RunHandle
 from lora_rocm.errors import RecipeError, StoppedError, WorkerDiedError
 from lora_rocm.rundir.event_types import EndEvent, Event, NoticeEvent, StepEvent
@@ -38,7 +39,7 @@ def use(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
 
 def started(monkeypatch: pytest.MonkeyPatch, mode: str, *, supervised: bool = True) -> RunHandle:
     use(monkeypatch, mode)
-    return start_run.start_run("r.yaml", run_dir=Path("run"), supervised=supervised)
+    return start_run.start_run(RunRequest("r.yaml", run_dir=Path("run"), supervised=supervised))
 
 
 @pytest.mark.parametrize("supervised", [True, False])
@@ -88,7 +89,7 @@ def test_an_error_is_raised_where_the_result_is_asked_for(fake: pytest.MonkeyPat
         handle.result()
     assert (tmp_path / "run" / "report.html").exists() and not is_running(handle.run_dir)
     with pytest.raises(RecipeError):
-        start_run.start_run("r.yaml", ["lora.rank=x"], run_dir=Path("other"))
+        start_run.start_run(RunRequest("r.yaml", ["lora.rank=x"], run_dir=Path("other")))
     assert not (tmp_path / "other").exists()
 
 

@@ -4,13 +4,14 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from lora_rocm.commands.status import status, status_text
+from lora_rocm.commands.status import RunError, status, status_text
 from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.foundation.files import write_json
@@ -75,18 +76,18 @@ STEPS = [("start", start_fields()), ("data", data_fields()), *(("step", step_fie
 def test_states(run_dir: RunDir, events: list[tuple[str, dict[str, object]]], state: str) -> None:
     write(run_dir, *events)
     found = status(run_dir)
-    assert found["state"] == state
-    assert (found["error"] is not None) == (state == "failed")
+    assert found.state == state
+    assert (found.error is not None) == (state == "failed")
     assert state in status_text(found)
-    json.dumps(found, allow_nan=False)
+    json.dumps(asdict(found), allow_nan=False, default=str)
 
 
 def test_running(run_dir: RunDir) -> None:
     write(run_dir, *STEPS, ("end", END), ("start", start_fields(resumed_from=3)), ("step", step_fields(4)))
     with locked(run_dir):
         found = status(run_dir)
-    assert found["state"] == "running" and found["updates"] == 4 and found["max_train_steps"] == 40
-    assert found["rate_per_s"] == pytest.approx(5.0) and found["eta_s"] == pytest.approx(7.2)
+    assert found.state == "running" and found.updates == 4 and found.max_train_steps == 40
+    assert found.rate_per_s == pytest.approx(5.0) and found.eta_s == pytest.approx(7.2)
     assert "5.00 it/s, 0:07 left" in status_text(found)
 
 
@@ -100,46 +101,46 @@ def test_readings_are_no_word_of_the_worker(run_dir: RunDir, monkeypatch: pytest
     supervisor.write(read_as(power_w=200.0))
     supervisor.close()
     found = status(run_dir)
-    assert found["last_event_s_ago"] >= 999.0 and found["state"] == "died" and found["restarts"] == 0
-    assert [event["power_w"] for event in found["telemetry"]] == [200.0]
-    json.dumps(found, allow_nan=False)
+    assert found.last_event_s_ago >= 999.0 and found.state == "died" and found.restarts == 0
+    assert [event["power_w"] for event in found.telemetry] == [200.0]
+    json.dumps(asdict(found), allow_nan=False, default=str)
 
 
 def test_a_resumed_run_counts_from_its_checkpoint(run_dir: RunDir) -> None:
     write(run_dir, *STEPS, ("start", start_fields(resumed_from=2)))
-    assert status(run_dir)["updates"] == 2
+    assert status(run_dir).updates == 2
 
 
 def test_finished(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     write_whole_run(run_dir)
     found = status(run_dir)
-    assert found["state"] == "finished" and found["updates"] == 40 and found["incidents"] == 1
-    assert found["last_checkpoint"] == str(run_dir.checkpoint(40))
-    assert [Path(name).name for name in found["files"]] == ["lora-step00000040.safetensors", "lora.safetensors"]
+    assert found.state == "finished" and found.updates == 40 and found.incidents == 1
+    assert found.last_checkpoint == run_dir.checkpoint(40)
+    assert [Path(name).name for name in found.files] == ["lora-step00000040.safetensors", "lora.safetensors"]
     files = [line.strip() for line in status_text(found).split("  file: ")[1:]]
     assert [text.partition("\n")[2].strip() for text in files] == [
         "",
         worded("commands/not-or-not-exactly-by-reader-x"),
     ]
-    assert 0.05 < found["loss"] < 0.3
-    assert not mentions(status_text(found), "commands/events-are-gone-or-damaged")
+    assert 0.05 < found.loss < 0.3
+    assert not mentions(status_text(found), "report/gone-or-damaged")
     run_dir.events().unlink()
     run_dir.events("supervisor").unlink(missing_ok=True)
     assert says(status_text(status(run_dir)), "commands/its-events-are-gone-or-damaged")
 
 
 def test_what_is_gone_or_damaged_is_said(tmp_path: Path, run_dir: RunDir) -> None:
-    assert status(run_dir)["remarks"] == []
+    assert status(run_dir).remarks == []
     run_dir.events().write_bytes(b"\xff" * 300)
-    assert status(run_dir)["state"] == "prepared" and says(
+    assert status(run_dir).state == "prepared" and says(
         status_text(status(run_dir)), "commands/events-are-gone-or-damaged"
     )
     finished = RunDir(tmp_path / "finished")
     write_whole_run(finished)
     whole = FileDigest.of("lora.safetensors", b"").to_json()
     write_json(finished.result, {"updates": 40, "exports": [{"format": "kohya", "files": [whole]}]})
-    assert status(finished)["remarks"] == []
+    assert status(finished).remarks == []
     finished.lora.unlink()
     assert says(status_text(status(finished)), "commands/lora-safetensors-not-there-any-more-train")
     finished.result.write_bytes(b"{")
@@ -150,11 +151,11 @@ def test_what_is_gone_or_damaged_is_said(tmp_path: Path, run_dir: RunDir) -> Non
 def test_a_damaged_lora_is_no_file_and_its_remedy_is_said(tmp_path: Path, num_bytes: int) -> None:
     run_dir = RunDir(tmp_path / "run")
     write_whole_run(run_dir)
-    assert str(run_dir.lora) in status(run_dir)["files"] and status(run_dir)["remarks"] == [], "the control"
+    assert run_dir.lora in status(run_dir).files and status(run_dir).remarks == [], "the control"
     run_dir.lora.write_bytes(safetensors_bytes(3000).ljust(num_bytes)[:num_bytes])
     found = status(run_dir)
-    assert str(run_dir.lora) not in found["files"]
-    (said,) = found["remarks"]
+    assert run_dir.lora not in found.files
+    (said,) = found.remarks
     assert said in status_text(found) and said.startswith(f"{run_dir.lora}: ")
     assert "damaged" in said and f"lora-rocm export {run_dir.path} --format kohya" in said
 
@@ -164,10 +165,10 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, name: str) 
     run_dir = RunDir(tmp_path / "run")
     write_whole_run(run_dir)
     older, newer = write_checkpoint(run_dir, 20), run_dir.checkpoint(40)
-    assert status(run_dir)["last_checkpoint"] == str(newer), "the control"
+    assert status(run_dir).last_checkpoint == newer, "the control"
     (newer / name).write_bytes((newer / name).read_bytes()[:20])
     found = status(run_dir)
-    assert found["last_checkpoint"] == str(older)
+    assert found.last_checkpoint == older
     assert says(status_text(found), "commands/newer-is-damaged-and-passed-over-name", newer=newer, name=name)
 
 
@@ -186,7 +187,7 @@ def test_a_checkpoint_that_a_resume_refuses_is_not_the_last_one(tmp_path: Path, 
         newer, file = newer.rename(run_dir.checkpoint(41)), "state.json"
     assert read_checkpoint(newer) is None and read_checkpoint(older) is not None
     found = status(run_dir)
-    assert found["last_checkpoint"] == str(older)
+    assert found.last_checkpoint == older
     assert says(status_text(found), "commands/newer-is-damaged-and-passed-over-file", newer=newer, file=file)
 
 
@@ -202,7 +203,7 @@ def test_a_lost_lora_of_a_checkpoint_is_named(tmp_path: Path, there: tuple[int, 
     for updates in there:
         run_dir.checkpoint_lora(updates).write_bytes(safetensors_bytes(1000))
     lost = {n for n in names if n <= 40 and n >= min([*there, 40]) and n not in there}
-    said, page = "".join(status(run_dir)["remarks"]), write_report(run_dir).read_text(encoding="utf-8")
+    said, page = "".join(status(run_dir).remarks), write_report(run_dir).read_text(encoding="utf-8")
     assert {n for n in names if names[n] in said} == lost
     assert all(
         says_if(n in lost, page, "commands/names-written-and-not-there", names=names[n]) for n in names if len(lost) < 2
@@ -222,7 +223,7 @@ def test_a_hole_of_20_gigabytes_in_the_events_is_not_read(run_dir: RunDir) -> No
     if getattr(run_dir.events().stat(), "st_blocks", 1 << 30) > 1 << 20:
         pytest.skip("this file system has no holes")
     found = status(run_dir)
-    assert found["updates"] == 3 and says(found["remarks"], "commands/only-its-last-256-0-mib-were")
+    assert found.updates == 3 and says(found.remarks, "commands/only-its-last-256-0-mib-were")
     assert says(write_report(run_dir).read_text(encoding="utf-8"), "commands/only-its-last-256-0-mib-were")
 
 
@@ -236,46 +237,45 @@ def supervise(run_dir: RunDir, *events: tuple[str, dict[str, object]]) -> None:
 
 def test_restarts_and_changes_are_counted(run_dir: RunDir) -> None:
     write(run_dir, *STEPS)
-    assert status(run_dir)["restarts"] == 0 and status(run_dir)["changes"] == []
+    assert status(run_dir).restarts == 0 and status(run_dir).changes == []
     assert "started again" not in status_text(status(run_dir)) and "changed" not in status_text(status(run_dir))
     supervise(run_dir, ("failure", failure_fields()), ("change", change_fields()), ("restart", restart_fields()))
     halved = ("change", change_fields(id="micro-batch-halved", effect="rounding"))
     write(run_dir, ("start", start_fields(resumed_from=2)), halved, halved)
     found = status(run_dir)
-    assert found["restarts"] == 1 and found["changes"] == ["sdma-off", "micro-batch-halved", "micro-batch-halved"]
+    assert found.restarts == 1 and found.changes == ["sdma-off", "micro-batch-halved", "micro-batch-halved"]
     assert "started again once" in status_text(found)
     assert says(status_text(found), "commands/changed-because-of-failures-sdma-off-2")
     supervise(run_dir, ("restart", restart_fields(number=2)))
     assert "started again 2 times" in status_text(status(run_dir))
-    json.dumps(found, allow_nan=False)
+    json.dumps(asdict(found), allow_nan=False, default=str)
 
 
 def test_a_worker_that_hung_has_failed_until_it_is_started_again(run_dir: RunDir) -> None:
     write(run_dir, *STEPS)
-    assert status(run_dir)["state"] == "died", "the control: without the supervisor's word"
+    assert status(run_dir).state == "died", "the control: without the supervisor's word"
     supervise(run_dir, ("failure", failure_fields(code="worker-hung", what="Silent for 312 s.", silent_s=312.0)))
     found = status(run_dir)
-    assert found["state"] == "failed" and found["error"] == {
-        "code": "worker-hung", "what": "Silent for 312 s.", "where": "", "fix": "",
-    }  # fmt: skip
+    assert found.state == "failed" and found.error == RunError("worker-hung", "Silent for 312 s.", "", "")
     assert says(status_text(found), "commands/error-silent-for-312-s")
     write(run_dir, ("start", start_fields(resumed_from=2)))
-    assert status(run_dir)["state"] == "died"
+    assert status(run_dir).state == "died"
 
 
 def test_what_the_worker_said_itself_comes_before_the_supervisor_s_word(run_dir: RunDir) -> None:
     write(run_dir, *STEPS, ("error", ERROR))
     supervise(run_dir, ("failure", failure_fields(what="Exit code 3.")))
-    assert status(run_dir)["error"]["fix"] == "Free it."
+    found = status(run_dir)
+    assert found.error is not None and found.error.fix == "Free it."
 
 
 def test_the_last_word_may_be_the_supervisor_s(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     write(run_dir, *STEPS)
     late = time.time() + 500
     monkeypatch.setattr(time, "time", lambda: late)
-    assert status(run_dir)["last_event_s_ago"] >= 499
+    assert status(run_dir).last_event_s_ago >= 499
     supervise(run_dir, ("restart", restart_fields()))
-    assert status(run_dir)["last_event_s_ago"] == 0
+    assert status(run_dir).last_event_s_ago == 0
 
 
 def test_open_run(run_dir: RunDir, tmp_path: Path) -> None:
@@ -314,9 +314,9 @@ RECIPE_FAULTS: dict[str, Callable[[Path], object]] = {
 def test_a_recipe_that_cannot_be_used_is_said(tmp_path: Path, fault: str) -> None:
     run_dir = RunDir(tmp_path / "run")
     write_whole_run(run_dir)
-    assert status(run_dir)["remarks"] == []
+    assert status(run_dir).remarks == []
     RECIPE_FAULTS[fault](run_dir.recipe)
-    (said,) = status(run_dir)["remarks"]
+    (said,) = status(run_dir).remarks
     assert str(run_dir.recipe) in said
     html = write_report(run_dir).read_text(encoding="utf-8")
     assert said in unescape(html)

@@ -6,12 +6,12 @@ import json
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from lora_rocm.commands import start_run, train
+from lora_rocm.commands.run_request import RunRequest
 from lora_rocm.errors import MachineError
 from lora_rocm.hardware.facts import load_facts
 from lora_rocm.hardware.selftest_result import Verdict
@@ -61,7 +61,7 @@ def seen_by_child(machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 
     monkeypatch.setattr(start_run, "situation_here", situation)
     overrides = ["runtime.self_test=no", "runtime.telemetry=false"]  # a recorded machine's files are not here
-    assert train.train("recipe.yaml", overrides, run_dir=tmp_path / "run") == 0
+    assert train.train(RunRequest("recipe.yaml", overrides, run_dir=tmp_path / "run")) == 0
     seen: dict[str, str] = json.loads((tmp_path / "run" / "seen.json").read_text(encoding="utf-8"))
     saved = json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))
     assert {row["variable"]: row["value"] for row in saved["variables"]}.items() <= seen.items()
@@ -160,7 +160,7 @@ def test_an_amd_gpu_is_tested_before_its_first_run(monkeypatch: pytest.MonkeyPat
     facts = load_facts(HOSTS / "linux-rx7900xtx.json")
     monkeypatch.setattr(start_run, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
     with pytest.raises(MachineError, match="zeros"):
-        train.train("recipe.yaml", run_dir=tmp_path / "run")
+        train.train(RunRequest("recipe.yaml", run_dir=tmp_path / "run"))
     assert asked == ["Radeon RX 7900 XTX"] and not (tmp_path / "run" / "seen.json").exists()
 
 
@@ -168,7 +168,7 @@ def test_an_amd_gpu_is_tested_before_its_first_run(monkeypatch: pytest.MonkeyPat
 def test_other_machines_start_without_a_test(machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     facts = load_facts(HOSTS / f"{machine}.json")
     monkeypatch.setattr(start_run, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
-    assert train.train("recipe.yaml", run_dir=tmp_path / "run") == 0
+    assert train.train(RunRequest("recipe.yaml", run_dir=tmp_path / "run")) == 0
 
 
 @pytest.mark.parametrize(
@@ -185,12 +185,12 @@ def test_a_torch_whose_attention_has_images_of_another_version_trains_nothing(
 ) -> None:
     facts = load_facts(HOSTS / f"{machine}.json")
     monkeypatch.setattr(start_run, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
-    start = partial(train.train, "recipe.yaml", ["runtime.self_test=no", *overrides], run_dir=tmp_path / "run")
+    request = RunRequest("recipe.yaml", ["runtime.self_test=no", *overrides], run_dir=tmp_path / "run")
     if not refused:
-        assert start() == 0
+        assert train.train(request) == 0
         return
     with pytest.raises(MachineError) as caught:
-        start()
+        train.train(request)
     error = caught.value
     assert error.code == "attention-images-differ" and error.exit_code == 3 and not (tmp_path / "run").exists()
     assert "0.12.50" in error.what and "0.13" in error.what and "install.bat --repair" in error.fix
@@ -204,7 +204,7 @@ def test_a_linux_machine_with_such_a_torch_is_refused_too(monkeypatch: pytest.Mo
         machine = replace(facts, torch=torch)
         monkeypatch.setattr(start_run, "situation_here", lambda recipe, m=machine: situation_here(recipe, m, {}))
         with pytest.raises(MachineError) if refused else nullcontext():
-            train.train("recipe.yaml", ["runtime.self_test=no"], run_dir=tmp_path / f"run-{images}")
+            train.train(RunRequest("recipe.yaml", ["runtime.self_test=no"], run_dir=tmp_path / f"run-{images}"))
 
 
 @pytest.mark.parametrize(
@@ -228,5 +228,5 @@ def test_the_gpu_of_the_run_is_watched_unless_the_recipe_forbids_it(
     monkeypatch.setattr(start_run, "Telemetry", telemetry)
     facts = load_facts(HOSTS / f"{machine}.json")
     monkeypatch.setattr(start_run, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
-    assert train.train("recipe.yaml", ["runtime.self_test=no", *overrides], run_dir=tmp_path / "run") == 0
+    assert train.train(RunRequest("recipe.yaml", ["runtime.self_test=no", *overrides], run_dir=tmp_path / "run")) == 0
     assert watched == [cards]

@@ -27,6 +27,7 @@ from lora_rocm.children import plan
 from lora_rocm.children.check_base import weigh
 from lora_rocm.commands import train as command
 from lora_rocm.commands.check import check, render
+from lora_rocm.commands.run_request import RunRequest
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.common.recompute import Recomputing
@@ -398,7 +399,7 @@ def trained(its: Its, folder: Path, **how: Any) -> RunDir:
     recipe.write_text(dump_recipe(its.recipe), encoding="utf-8")
     overrides = ["runtime.device=cpu", "runtime.threads=1"]
     options = {"registry": TOYS, "worker": WORKER, "run_dir": folder / "run", **how}
-    assert command.train(str(recipe), overrides, **options) == 0
+    assert command.train(RunRequest(str(recipe), overrides, **options)) == 0
     return RunDir(folder / "run")
 
 

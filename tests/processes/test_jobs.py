@@ -20,8 +20,19 @@ from hypothesis import strategies as st
 
 from lora_rocm.errors import MachineError
 from lora_rocm.foundation.files import json_bytes
-from lora_rocm.processes.job_file import MisfitError, from_json, read_job_file, to_json, write_job_file
-from lora_rocm.processes.jobs import CHILDREN, ExportJob, RowsJob, TuneAttentionJob, name_of
+from lora_rocm.processes.job_file import MisfitError, from_json, job_text, read_job_file, to_json, write_job_file
+from lora_rocm.processes.jobs import (
+    CHILDREN,
+    ExportJob,
+    RowsJob,
+    StopRequest,
+    TuneAttentionJob,
+    argument_of,
+    chat_request,
+    job_of,
+    name_of,
+    request_line,
+)
 from lora_rocm.processes.tool import ask, write_job
 from lora_rocm.rundir.event_types import ErrorEvent, Event
 from tests.test_architecture import PACKAGE, Module, imports_of, package_modules
@@ -59,7 +70,12 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     return st.builds(kind, **{each.name: values_of(hints[each.name]) for each in fields(kind)})
 
 
-SENT = [kind for child in CHILDREN.values() for kind in (child.job, *child.answers) if not issubclass(kind, Event)]
+SENT = [
+    kind
+    for child in CHILDREN.values()
+    for kind in (child.job, *child.answers, *child.requests)
+    if not issubclass(kind, Event)
+]
 
 
 @pytest.mark.parametrize("kind", SENT, ids=lambda kind: kind.__name__)
@@ -145,6 +161,34 @@ def test_the_folder_for_caches_lies_beside_the_job(tmp_path: Path) -> None:
     assert read == replace(job, spare_cache=tmp_path / "cache")
 
 
+@pytest.mark.parametrize("name", CHILDREN)
+def test_a_job_can_be_an_argument_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = _some(CHILDREN[name].job)
+    text = argument_of(job)
+    assert text.isascii() and "\n" not in text
+    write_job_file(tmp_path / "job.json", name, job)
+    for last in (text, str(tmp_path / "job.json")):
+        monkeypatch.setattr(sys, "argv", ["x", last])
+        assert job_of(type(job)) == job
+        with pytest.raises(MachineError) as caught:
+            job_of(next(child.job for child in CHILDREN.values() if child.job is not type(job)))
+        assert caught.value.code == "job-unreadable"
+
+
+@pytest.mark.parametrize("kind", CHILDREN["chat"].requests, ids=lambda kind: kind.__name__)
+def test_a_request_is_one_line_that_is_read_back(kind: type[Any]) -> None:
+    line = request_line(_some(kind))
+    assert line.endswith(b"\n") and line.count(b"\n") == 1 and line.isascii()
+    assert chat_request(line) == _some(kind) and type(chat_request(line)) is kind
+
+
+@pytest.mark.parametrize("line", [b"\xff\n", b"{}\n", b'{"stop": true}\n', job_text("export", StopRequest()).encode()])
+def test_a_line_that_is_no_request_is_an_error(line: bytes) -> None:
+    with pytest.raises(MachineError) as caught:
+        chat_request(line)
+    assert caught.value.code == "job-unreadable"
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"child": 3}', '{"child": ["export"]}', "\xff"])
 def test_a_file_that_is_no_job_is_an_error(content: str, tmp_path: Path) -> None:
     file = tmp_path / "job.json"
@@ -170,7 +214,7 @@ def test_a_child_refuses_the_job_of_another(name: str, tmp_path: Path, monkeypat
 
 def test_an_answer_of_another_form_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for child in CHILDREN.values():
-        if not issubclass(child.answers[0], Event):
+        if child.answers and not issubclass(child.answers[0], Event):
             monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", lambda *start: {"odd": 1})
             with pytest.raises(MachineError) as caught:
                 ask(_some(child.job), child.answers[0], {})
@@ -189,10 +233,12 @@ def test_each_child_emits_the_events_of_the_table() -> None:
         "tune.attention": ("tune.job", "measuring"),
         "tune.products": ("tune.job", "measuring"),
     }
+    handed_on = {f"{PACKAGE}.children.tracking": {"StepEvent", "TelemetryEvent", "ValidationEvent", "WatchedEvent"}}
     for module in {child.module for child in CHILDREN.values()}:
         own = module.removeprefix(f"{PACKAGE}.children.")
         names = {module, *(f"{PACKAGE}.children.{each}" for each in helpers.get(own, ())), f"{PACKAGE}.checks.timing"}
         emitted = events_of([each for each in package_modules() if each.name in names]) - {"Event", "Emit"}
+        emitted -= handed_on.get(module, set())
         known = {each.__name__ for child in CHILDREN.values() if child.module == module for each in child.answers}
         if "tune" not in own and "loader" not in own and not known & {"BeginEvent"}:
             emitted -= {"BeginEvent", "RowEvent"}

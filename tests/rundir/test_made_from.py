@@ -58,7 +58,7 @@ def told(run_dir: RunDir, path: Path) -> list[bool]:
     """Whether status, report and the end of ``train`` say that a file is of step 20 while the run is at 40."""
     words = "made at step 20, the run is at 40"
     found = status(run_dir)
-    assert (str(path) in found["files"]) == (words not in status_text(found)), "it is a result, or it is explained"
+    assert (path in found.files) == (words not in status_text(found)), "it is a result, or it is explained"
     html = write_report(run_dir).read_text(encoding="utf-8")
     assert path.name in html, "the report names every file"
     return [words in text for text in (status_text(found), html, _shown(run_dir))]
@@ -158,6 +158,6 @@ def test_a_record_that_this_program_did_not_write_says_nothing(run_dir: RunDir, 
 def test_a_damaged_model_is_no_file(run_dir: RunDir, form: str) -> None:
     path = put(run_dir, form)
     record_export(run_dir, form, Made(40))
-    assert str(path) in status(run_dir)["files"], "the control"
+    assert path in status(run_dir).files, "the control"
     (path / "model.safetensors" if form == "merged" else path).write_bytes(safetensors_bytes(99)[:20])
-    assert str(path) not in status(run_dir)["files"]
+    assert path not in status(run_dir).files

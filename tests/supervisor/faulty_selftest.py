@@ -1,12 +1,11 @@
 """Speaks like the self-test's child, without torch, and crashes or hangs where it is told to.
 
-``python faulty_selftest.py LOG FAULTS --device cuda [--only GROUP ...] [--skip NAME ...]``. FAULTS is
-JSON: name of a check -> what happens in it. Each start adds its environment and arguments to LOG.
+``python faulty_selftest.py LOG FAULTS JOB``. FAULTS is JSON: name of a check -> what happens in it. Each start adds
+its environment and job to LOG.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -14,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from lora_rocm.processes.job_file import to_json
+from lora_rocm.processes.jobs import SelfTestJob, job_of
 from tests.supervisor.wire import LineWriter
 
 NAMES = (
@@ -54,28 +55,22 @@ ACTS: dict[str, Callable[[], Outcome]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("log", type=Path)
-    parser.add_argument("faults", type=json.loads)
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--skip", nargs="*", default=[])
-    options = parser.parse_args()
-    with options.log.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"arguments": sys.argv[3:], "environment": dict(os.environ)}) + "\n")
-    if options.faults.get("start") == "die":
+    log, faults, job = Path(sys.argv[1]), json.loads(sys.argv[2]), job_of(SelfTestJob)
+    with log.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"job": to_json(job), "environment": dict(os.environ)}) + "\n")
+    if faults.get("start") == "die":
         sys.exit("cannot load amdhip64_7.dll")
-    if options.faults.get("start") == "hang":
+    if faults.get("start") == "hang":
         asleep()
-    names = [name for name in NAMES if not options.only or name.partition(".")[0] in options.only]
+    names = [name for name in NAMES if not job.only or name.partition(".")[0] in job.only]
     sys.stdout.write("a library talks\n")
     writer = LineWriter()
     writer.write("checks", names=names)
     for name in names:
-        if {name, name.partition(".")[0], name.rpartition(".")[0]} & set(options.skip):
+        if {name, name.partition(".")[0], name.rpartition(".")[0]} & set(job.skip):
             continue
-        writer.write("check", name=name, timeout_s=options.faults.get("timeout_s", 20.0))
-        status, detail = ACTS[options.faults[name]]() if name in options.faults else PASSED
+        writer.write("check", name=name, timeout_s=faults.get("timeout_s", 20.0))
+        status, detail = ACTS[faults[name]]() if name in faults else PASSED
         writer.write("result", name=name, status=status, seconds=0.01, detail=detail)
         if status == "crashed":
             return 70

@@ -12,6 +12,7 @@ import pytest
 
 from lora_rocm.commands import start_run
 from lora_rocm.commands import train as launch
+from lora_rocm.commands.run_request import RunRequest
 from lora_rocm.errors import UserError, WorkerDiedError
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.rule import Situation
@@ -56,7 +57,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
 
 def train(**options: Any) -> int:
     on_cpu = ["runtime.device=cpu", "runtime.self_test=no"]
-    return launch.train("recipe.yaml", options.pop("sets", on_cpu), run_dir=Path("a run"), **options)
+    return launch.train(RunRequest("recipe.yaml", options.pop("sets", on_cpu), run_dir=Path("a run"), **options))
 
 
 def started() -> list[dict[str, Any]]:
@@ -116,7 +117,7 @@ def test_what_torchrun_has_to_be_told(here: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, check=saying("supervisor/torchrun-has-started-2")):
         train(gpus=2)
     with pytest.raises(UserError, check=saying("supervisor/one-run-directory")):
-        launch.train("recipe.yaml", resume="latest")
+        launch.train(RunRequest("recipe.yaml", resume="latest"))
     on(here, "linux-rx7900xtx")
     with pytest.raises(UserError, match="asks for 2 GPUs"):
         train(sets=["runtime.self_test=no"])

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from lora_rocm.errors import MachineError, WorkerDiedError
 from lora_rocm.hardware.facts import load_facts
 from lora_rocm.hardware.selftest_result import Result, Stack, Verdict, stored
 from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.processes.job_file import to_json
+from lora_rocm.processes.jobs import SelfTestJob
+from lora_rocm.processes.tool import write_job
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan
@@ -46,15 +49,15 @@ class Child:
         self.log, self.faults = folder / "starts.jsonl", faults
         self.said: list[str] = []
 
-    def command(self, arguments: Sequence[str]) -> list[str]:
-        return [sys.executable, str(FAULTY), str(self.log), json.dumps(self.faults), *arguments]
+    def command(self, job: Path) -> list[str]:
+        return [sys.executable, str(FAULTY), str(self.log), json.dumps(self.faults), str(job)]
 
     @property
     def starts(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.log.read_text(encoding="utf-8").splitlines()]
 
     def run(self) -> dict[str, Result]:
-        found = run_checks(["--device", "cuda"], os.environ, self.said.append, self.command)
+        found = run_checks(SelfTestJob(), os.environ, self.said.append, self.command)
         assert [result.name for result in found] == list(NAMES)
         return {result.name: result for result in found}
 
@@ -69,8 +72,8 @@ GROUPS = ["copies", "memory", "gemm", "conv", "attention", "training"]
 def test_the_real_table_on_this_cpu(only: str) -> None:
     """A quick one of the same table in this process: tests/checks/test_selftest.py."""
     said: list[str] = []
-    options = ["--device", "cpu", *(["--only", only] if only else [])]
-    found = run_checks(options, {**os.environ, "OMP_NUM_THREADS": "1"}, said.append)
+    job = SelfTestJob(on_cpu=True, only=(only,) if only else ())
+    found = run_checks(job, {**os.environ, "OMP_NUM_THREADS": "1"}, said.append)
     assert found and [result for result in found if not result.ok] == []
     assert sum(result.seconds for result in found) < 60  # three where nothing else runs
     assert [line.split(":")[0].strip() for line in said] == ([only] if only else GROUPS)
@@ -96,8 +99,8 @@ def test_a_crash_has_a_name_and_the_rest_is_verdict_of(act: str, status: str, wo
     assert found["gemm.lora-bf16-TN"].status == status and words in found["gemm.lora-bf16-TN"].detail
     assert [result.name for result in found.values() if result.status != "passed"] == ["gemm.lora-bf16-TN"]
     first, second = faulty.starts
-    assert "--skip" not in first["arguments"]
-    assert second["arguments"][1:] == ["cuda", "--skip", *NAMES[: NAMES.index("gemm.lora-bf16-TN") + 1]]
+    assert first["job"] == to_json(SelfTestJob())
+    assert second["job"] == to_json(SelfTestJob(skip=NAMES[: NAMES.index("gemm.lora-bf16-TN") + 1]))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals have other names there")
@@ -149,9 +152,9 @@ def test_a_child_that_never_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Child(tmp_path, {"start": "hang"}).run()
 
 
-def test_the_child_ends_with_its_parent() -> None:
+def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     """The real one: it is told by the end of its standard input, and says no more."""
-    command = child_command(["--device", "cpu", "--only", "training"])
+    command = child_command(write_job(tmp_path, SelfTestJob(on_cpu=True, only=("training",))))
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ))
     assert child.stdin is not None and child.stdout is not None
     child.stdin.close()  # while it still imports torch
@@ -237,7 +240,7 @@ def test_a_remedy_that_helps_is_kept(name: str, check: str, act: str, variable: 
     verdict = verdict_of(situation, faulty)
     assert len(verdict.remedies) == 1 and not verdict.failed("")
     again = faulty.starts[1]
-    assert again["environment"][variable] == "0" and again["arguments"][-2:] == ["--only", check.partition(".")[0]]
+    assert again["environment"][variable] == "0" and again["job"]["only"] == [check.partition(".")[0]]
     rows = {row.variable: row.value for row in plan(replace(situation, verdict=verdict)).rows}
     assert rows[variable] == "0" and rows.get("setting:pin_memory", "true") == "true"
     assert "setting:miopen" not in rows
@@ -325,7 +328,7 @@ def test_a_gpu_that_torch_does_not_see(tmp_path: Path, faulty: Child, monkeypatc
     monkeypatch.setattr(
         self_test,
         "__defaults__",
-        (lambda arguments: [sys.executable, "-c", f"print('''{json.dumps(event)}'''); raise SystemExit(3)"],),
+        (lambda job: [sys.executable, "-c", f"print('''{json.dumps(event)}'''); raise SystemExit(3)"],),
     )
     with pytest.raises(MachineError, check=saying("supervisor/does-not-see-the", "supervisor/mi300x")) as caught:
         ensure(machine("linux-mi300x", tmp_path), make_recipe(), faulty.said.append)
@@ -333,14 +336,13 @@ def test_a_gpu_that_torch_does_not_see(tmp_path: Path, faulty: Child, monkeypatc
 
 
 def test_the_child_is_told_to_leave_with_its_parent() -> None:
-    assert child_command(["--only", "gemm"])[1:] == [
+    assert child_command(Path("job.json"))[1:] == [
         "-P",
         "-m",
         "lora_rocm.processes.child_main",
         "--leave-with-parent",
         "lora_rocm.checks.selftest",
-        "--only",
-        "gemm",
+        "job.json",
     ]
 
 

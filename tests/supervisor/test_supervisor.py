@@ -481,7 +481,7 @@ def test_what_any_rank_changed_itself_stays(run: Run) -> None:
     assert [settings_from(start["environ"]).micro_batch_parts for start in run.started()] == [1, 1, 2, 2]
     assert run("done", "train.batch_size=4", size=2) == 0
     assert run.supervisor.situation.changes == ("micro-batch-halved",), "also for the next command on this run"
-    assert status(run.run_dir)["changes"] == ["micro-batch-halved"] and len(run.of("change")) == 1
+    assert status(run.run_dir).changes == ["micro-batch-halved"] and len(run.of("change")) == 1
     assert says(write_report(run.run_dir).read_text(encoding="utf-8"), "supervisor/not-its-bytes")
 
 
@@ -492,7 +492,7 @@ def test_what_all_ranks_changed_themselves_counts_once(run: Run) -> None:
     assert run.kept == [("micro-batch-halved", "out-of-memory")]
     assert run("done", "train.batch_size=8", size=3) == 0
     assert run.supervisor.situation.changes == ("micro-batch-halved",), "also for the next command on this run"
-    assert status(run.run_dir)["changes"] == ["micro-batch-halved"]
+    assert status(run.run_dir).changes == ["micro-batch-halved"]
 
 
 def test_a_stop_is_one_for_all(run: Run) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,9 @@ def test_readings_are_told_and_written(run: Run, tmp_path: Path) -> None:
     html = write_report(run.run_dir).read_text(encoding="utf-8")
     assert "<h2>GPU</h2>" in html and "junction 110 °C" in html and says(html, "supervisor/power-limit-339-w")
     found = status(run.run_dir)
-    assert found["telemetry"][0]["gpu"] == XTX and found["alarms"] == []
-    assert "junction 84 °C, mem 78 °C, 303 of 339 W, memory 17.0 GiB of 24.0 GiB" in found["telemetry"][0]["text"]
-    assert XTX not in status_text(found) and XTX in status_text({**found, "state": "running"})
+    assert found.telemetry[0]["gpu"] == XTX and found.alarms == []
+    assert "junction 84 °C, mem 78 °C, 303 of 339 W, memory 17.0 GiB of 24.0 GiB" in found.telemetry[0]["text"]
+    assert XTX not in status_text(found) and XTX in status_text(replace(found, state="running"))
 
 
 def test_a_hot_card_is_an_event_and_a_line_of_status(run: Run, tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_a_hot_card_is_an_event_and_a_line_of_status(run: Run, tmp_path: Path) -
     assert run("until-stopped", Telemetry(CARDS, every_s=0.05, root=str(tmp_path / "root"))) == 130
     (alarm,) = run.written("alarm")
     assert run.of("alarm") == [alarm] and (alarm["kind"], alarm["gpu"]) == ("hot", XTX)
-    assert alarm["text"] in status(run.run_dir)["alarms"] and "warning: The GPU" in status_text(status(run.run_dir))
+    assert alarm["text"] in status(run.run_dir).alarms and "warning: The GPU" in status_text(status(run.run_dir))
     assert "109 °C" in write_report(run.run_dir).read_text(encoding="utf-8")
 
 

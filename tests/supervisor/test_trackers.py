@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.errors import MachineError, UserError
+from lora_rocm.processes.jobs import CHILDREN, TrackJob, job_of
 from lora_rocm.recipe.output_section import OutputSection
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import trackers
@@ -79,7 +80,10 @@ def test_one_that_works_ends_after_the_run_and_knows_no_gpu_and_no_rank(
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "HERE", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"]
     said: list[str] = []
     found, child, command = started(run_dir, script % names, monkeypatch, said)
-    assert command == [trackers.MODULE, str(run_dir.path), "wandb", "dogs", "6"]
+    module, argument = command
+    assert module == CHILDREN["track"].module
+    monkeypatch.setattr(sys, "argv", ["x", argument])
+    assert job_of(TrackJob) == TrackJob(run_dir=run_dir.path, tracker="wandb", project="dogs", offset=6)
     found.__exit__(None, None, None)
     assert child.wait(60) == 0 and said == []
     assert "[None, None, None, 'x', '-1', '-1']" in run_dir.tracker_log("wandb").read_text(encoding="utf-8")
