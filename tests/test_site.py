@@ -117,3 +117,18 @@ def test_links_out_of_the_docs_lead_to_pages() -> None:
     assert moved("docs/start/install.md", "CHANGELOG.md", "project/CHANGELOG.md") == "[text](../start/install.md)"
     assert moved("../../scripts/install.py") == "text"
     assert moved("../../scripts/nowhere.py") == "[text](../../scripts/nowhere.py)"
+
+
+def test_a_section_has_the_order_and_the_groups_of_its_index(tmp_path: Path) -> None:
+    folder = tmp_path / "how-to"
+    (folder / "more").mkdir(parents=True)
+    index = "# How to\n\n## Data\n\n- [Z](z.md) and [A](a.md)\n\n## Nothing\n\n## Machine\n\n- [M](m.md)\n"
+    for name, text in {"index": index, "a": "", "m": "", "z": "", "left": "", "more/x": ""}.items():
+        (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    assert docs_site.section(folder, tmp_path) == [
+        "how-to/index.md",
+        {"Data": ["how-to/z.md", "how-to/a.md"]},
+        {"Machine": ["how-to/m.md"]},
+        "how-to/left.md",
+        {"More": ["how-to/more/x.md"]},
+    ]
