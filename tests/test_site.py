@@ -132,3 +132,8 @@ def test_a_section_has_the_order_and_the_groups_of_its_index(tmp_path: Path) -> 
         "how-to/left.md",
         {"More": ["how-to/more/x.md"]},
     ]
+
+
+def test_pictures_are_small() -> None:
+    sizes = {path.name: path.stat().st_size for path in (ROOT / "docs" / "images").iterdir()}
+    assert {name for name, size in sizes.items() if size > 150_000} == set()
