@@ -22,8 +22,8 @@ SECTIONS = {
     "Explanation": "explanation",
     "Laboratory": "lab",
 }
-FIRST = ("index.md", "install.md", "image-lora.md", "language-model.md")
-"""Pages that come first in their section, in this order; the others follow by name."""
+READ_IN_ORDER = ("index.md", "install.md", "image-lora.md", "language-model.md")
+"""Pages that come first in their section; those of Start are read in this order."""
 PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md")
 LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<target>[^()\s#:]+)(?P<anchor>#[^()\s]*)?\)")
 
@@ -32,26 +32,31 @@ def pages_outside() -> dict[str, str]:
     """Path in the repository -> path of its page in the site."""
     outside = {name: f"project/{name}" for name in PROJECT if (ROOT / name).is_file()}
     outside |= {f"recipes/{path.name}": f"recipes/{path.stem}.md" for path in sorted((ROOT / "recipes").glob("*.yaml"))}
-    return {**outside, "recipes": "recipes/index.md", "README.md": "index.md"}
+    return {"recipes": "recipes/index.md", **outside, "README.md": "index.md"}
 
 
-def order(page: Path) -> tuple[int, str]:
-    """What the pages of a section are sorted by."""
-    return (FIRST.index(page.name) if page.name in FIRST else len(FIRST), page.name)
+def section(folder: Path, docs: Path) -> list[Any]:
+    """The pages of a folder, in the order and the groups (headings of level 2) of its index.md; then the others."""
+    pages = {page.name: page.relative_to(docs).as_posix() for page in sorted(folder.glob("*.md"))}
+    nav: list[Any] = [pages.pop(name) for name in READ_IN_ORDER if name in pages]
+    index, group = folder / "index.md", nav
+    for line in index.read_text(encoding="utf-8").splitlines() if index.is_file() else ():
+        if line.startswith("## "):
+            group = []
+            nav.append({line.removeprefix("## "): group})
+        group.extend(pages.pop(link["target"]) for link in LINK.finditer(line) if link["target"] in pages)
+    nav = [entry for entry in nav if isinstance(entry, str) or any(entry.values())]  # headings above no page
+    below = (sub for sub in sorted(folder.iterdir()) if sub.is_dir() and any(sub.rglob("*.md")))
+    return [*nav, *pages.values(), *({sub.name.capitalize(): section(sub, docs)} for sub in below)]
 
 
 def navigation(docs: Path) -> list[Any]:
     """Every page of docs/, by section, and the pages of the project's own files."""
-    nav: list[Any] = [{"Home": "index.md"}]
-    for title, folder in SECTIONS.items():
-        pages = sorted((docs / folder).rglob("*.md"), key=order)
-        if pages:
-            nav.append({title: [page.relative_to(docs).as_posix() for page in pages]})
+    sections = [{title: section(docs / folder, docs)} for title, folder in SECTIONS.items() if (docs / folder).is_dir()]
     outside = pages_outside()
     recipes = [page for name, page in outside.items() if name.startswith("recipes")]
     project = [page for name, page in outside.items() if name in PROJECT]
-    loose = [page.name for page in sorted(docs.glob("*.md")) if page.name != "index.md"]
-    return [*nav, {"Recipes": sorted(recipes, key=lambda page: order(Path(page)))}, {"Project": [*project, *loose]}]
+    return [{"Home": "index.md"}, *sections, {"Recipes": recipes}, {"Project": project}]
 
 
 def moved_links(text: str, source: str, page: str) -> str:

@@ -75,7 +75,7 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
 
 def readme_commands() -> set[str]:
     text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
-    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return {command for block in blocks for command in re.findall(r"\blora-rocm ([a-z]+)", block)}
 
 
@@ -97,10 +97,14 @@ def test_links_in_the_documentation_lead_somewhere() -> None:
             assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
 
 
-def test_make_targets_of_the_readme_exist() -> None:
+def test_make_targets_of_the_documents_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    used = set(re.findall(r"\bmake ([a-z]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
-    assert {"demo", "test", "check"} <= used
+    used = set(
+        re.findall(
+            r"(?:^|`)make ([a-z]+)", "".join(page.read_text(encoding="utf-8") for page in DOCUMENTS), re.MULTILINE
+        )
+    )
+    assert {"install", "test", "check"} <= used
     assert [target for target in sorted(used) if f"\n{target}:" not in makefile] == []
 
 
@@ -143,7 +147,7 @@ NAME_IN_FILE = re.compile(r"`(\w+)` (?:of |in |\()`([\w./-]+\.(?:py|toml))`")
 NOT_OURS = {
     "convert_lora_to_gguf.py", "convert_z_image_lora_to_comfy.py", "network_norm.py", "torch.py", "docs/building.md",
     "configs/", "checkpoints/step-00000500/", "merged/", "peft/", "runs/<recipe>-<time>/", "samples/", "tensorboard/",
-    "my.yaml", "recipe.yaml", "NAME-embeddings/", "samples/asked/", "recipe.asked.yaml",
+    "my.yaml", "my-chat.yaml", "my-lora.yaml", "recipe.yaml", "NAME-embeddings/", "samples/asked/", "recipe.asked.yaml",
 }  # fmt: skip
 """Files of other projects, of a run, and of the user."""
 

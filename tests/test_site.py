@@ -92,18 +92,18 @@ def test_what_a_page_loads_from_elsewhere_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[gone](nowhere.md)", "[no such heading](index.md#nowhere)", "[out](../nowhere/x.py)"]
+    ("link", "code"),
+    [("index.md#title", 0), ("nowhere.md", 1), ("index.md#nowhere", 1), ("../nowhere/x.py", 1)],
 )
-def test_a_link_to_nothing_fails_the_build(text: str, tmp_path: Path) -> None:
+def test_a_link_to_nothing_fails_the_build(link: str, code: int, tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="part of the dev extra")
     (tmp_path / "docs").mkdir()
-    for content, code in ((f"# Title\n\n{text}\n", 1), ("# Title\n\n[here](index.md#title)\n", 0)):
-        (tmp_path / "docs" / "index.md").write_text(content, encoding="utf-8")
-        settings = (
-            "site_name: x\ntheme: {name: mkdocs}\nplugins: []\nvalidation: {anchors: warn, unrecognized_links: warn}\n"
-        )
-        (tmp_path / "mkdocs.yml").write_text(settings, encoding="utf-8")
-        assert build(tmp_path / "site", tmp_path / "mkdocs.yml").returncode == code
+    (tmp_path / "docs" / "index.md").write_text(f"# Title\n\n[text]({link})\n", encoding="utf-8")
+    settings = (
+        "site_name: x\ntheme: {name: mkdocs}\nplugins: []\nvalidation: {anchors: warn, unrecognized_links: warn}\n"
+    )
+    (tmp_path / "mkdocs.yml").write_text(settings, encoding="utf-8")
+    assert build(tmp_path / "site", tmp_path / "mkdocs.yml").returncode == code
 
 
 def test_links_out_of_the_docs_lead_to_pages() -> None:
@@ -117,3 +117,23 @@ def test_links_out_of_the_docs_lead_to_pages() -> None:
     assert moved("docs/start/install.md", "CHANGELOG.md", "project/CHANGELOG.md") == "[text](../start/install.md)"
     assert moved("../../scripts/install.py") == "text"
     assert moved("../../scripts/nowhere.py") == "[text](../../scripts/nowhere.py)"
+
+
+def test_a_section_has_the_order_and_the_groups_of_its_index(tmp_path: Path) -> None:
+    folder = tmp_path / "how-to"
+    (folder / "more").mkdir(parents=True)
+    index = "# How to\n\n## Data\n\n- [Z](z.md) and [A](a.md)\n\n## Nothing\n\n## Machine\n\n- [M](m.md)\n"
+    for name, text in {"index": index, "a": "", "m": "", "z": "", "left": "", "more/x": ""}.items():
+        (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    assert docs_site.section(folder, tmp_path) == [
+        "how-to/index.md",
+        {"Data": ["how-to/z.md", "how-to/a.md"]},
+        {"Machine": ["how-to/m.md"]},
+        "how-to/left.md",
+        {"More": ["how-to/more/x.md"]},
+    ]
+
+
+def test_pictures_are_small() -> None:
+    sizes = {path.name: path.stat().st_size for path in (ROOT / "docs" / "images").iterdir()}
+    assert {name for name, size in sizes.items() if size > 150_000} == set()

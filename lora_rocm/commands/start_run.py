@@ -399,11 +399,14 @@ def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
     torch, recipe = situation.facts.torch, situation.recipe
     on_cpu = recipe is not None and recipe.runtime.device == "cpu"
     gpus = [gpu for gpu in situation.facts.gpus if gpu.vendor in ("amd", "nvidia")]
-    if gpus and torch is not None and torch.hip is None and torch.cuda is None and not on_cpu:
-        said.append(
-            f"Warning: this PyTorch ({torch.version}) is one for the CPU and cannot use the {gpus[0].name}. "
-            "Training on the CPU. (lora-rocm doctor says how to get the right one)"
-        )
+    if gpus and torch is not None and not on_cpu:
+        made_for = "AMD GPUs" if torch.hip else "NVIDIA GPUs" if torch.cuda else "the CPU"
+        vendor = "amd" if torch.hip else "nvidia" if torch.cuda else None
+        if all(gpu.vendor != vendor for gpu in gpus):
+            said.append(
+                f"Warning: this PyTorch ({torch.version}) is made for {made_for} and cannot use the {gpus[0].name}. "
+                "Training on the CPU. (lora-rocm doctor says how to get the right one)"
+            )
     if torch is not None and is_newer_than_run(torch):
         newest = ".".join(map(str, NEWEST_TORCH))
         said.append(f"torch {torch.version} is newer than {newest}, the newest that lora-rocm was run with.")

@@ -7,7 +7,8 @@ takes the last of two values.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -113,11 +114,18 @@ def torch_of_the_table(situation: Situation) -> tuple[str, ...]:
 
 
 def _by_pip(situation: Situation, choice: wheels.WheelChoice) -> tuple[str, ...]:
+    if (Path(sys.prefix) / "uv-receipt.toml").is_file():  # made by uv tool install: there is no pip in it
+        index = f" --index {choice.url} --index-strategy unsafe-best-match" if choice.url else ""
+        place = f'--python "{sys.prefix}" --reinstall-package torch'
+        return (f'uv pip install {place} "{choice.requirement}"{index}', *_known(choice))
     # Not --force-reinstall: torch's index may lack torch's dependencies.
     remove = uninstall("torch") if situation.facts.torch is not None else ()
     index = f" --index-url {choice.url}" if choice.url else ""
-    known = (f"{KNOWN}{warning.rstrip('.')}." for warning in choice.warnings)
-    return (*remove, f'python -m pip install "{choice.requirement}"{index}', *known)
+    return (*remove, f'python -m pip install "{choice.requirement}"{index}', *_known(choice))
+
+
+def _known(choice: wheels.WheelChoice) -> Iterator[str]:
+    yield from (f"{KNOWN}{warning.rstrip('.')}." for warning in choice.warnings)
 
 
 def install_for_cpu(facts: HostFacts) -> tuple[str, ...]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from lora_rocm.doctor import cures
 from lora_rocm.doctor.checks import CHECKS, as_intended, findings
 from lora_rocm.doctor.finding import LEVELS, Finding, texts
 from lora_rocm.doctor.known_bad import bad_table
-from lora_rocm.hardware.facts import DeviceFile, Unread
+from lora_rocm.hardware.facts import DeviceFile, HostFacts, Unread
 from lora_rocm.hardware.selftest_result import Result, Status, Verdict
 from lora_rocm.rules.environment import rules
 from lora_rocm.rules.harmful_values import harms
@@ -313,6 +315,26 @@ def test_a_wrong_torch_is_removed_before_the_right_one_comes() -> None:
     assert remove == worded("doctor/python-m-pip-uninstall-y-torch")
     assert "torch==" in install and "--index-url https://download.pytorch.org/whl/rocm" in install
     assert not any("uninstall" in line for line in told(*INJECTIONS["torch-none"]())["torch-none"].cure)
+
+
+@pytest.mark.parametrize("version", ["2.14.1+cu130", "2.13.0+cpu", "2.13.0"])
+@pytest.mark.parametrize("machine", [LINUX, WINDOWS], ids=["linux", "windows"])
+def test_a_torch_that_is_not_for_amd_comes_first(version: str, machine: HostFacts) -> None:
+    """As pip and uv install it where no index of ROCm is named; without a run, and without the self-test."""
+    torch = {"version": version, "hip": None, "cuda": "13.0" if "cu" in version else None, "arch_list": None}
+    found = findings(*on(machine, torch=torch))
+    assert found[0].id == "torch-wrong-build" and found[0].level == "breaks"
+    assert "torch-wrong-build" not in told(*case(machine))
+
+
+def test_an_environment_of_uv_is_mended_by_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cures.sys, "prefix", str(tmp_path))
+    plain = told(*INJECTIONS["torch-wrong-build"]())["torch-wrong-build"].cure
+    (tmp_path / "uv-receipt.toml").touch()
+    cure = told(*INJECTIONS["torch-wrong-build"]())["torch-wrong-build"].cure
+    (line,) = (line for line in cure if line.startswith("uv pip install"))
+    assert str(tmp_path) in line and "torch==" in line and "--index https://download.pytorch.org/whl/rocm" in line
+    assert not any("-m pip" in each for each in cure) and any("-m pip" in each for each in plain)
 
 
 def test_a_cure_says_what_is_known_to_be_wrong_with_it() -> None:

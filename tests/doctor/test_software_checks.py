@@ -11,10 +11,11 @@ from lora_rocm.commands.start_run import machine_notices
 from lora_rocm.doctor.checks import findings
 from lora_rocm.doctor.software_checks import software_table
 from lora_rocm.hardware import wheels
+from lora_rocm.hardware.facts import Gpu
 from lora_rocm.hardware.probe.sources import Look, Sources
 from lora_rocm.hardware.probe.torch_files import installed
 from lora_rocm.rules.rule import release
-from tests.doctor.injections import APU, LINUX, facts_of, on
+from tests.doctor.injections import APU, LINUX, NVIDIA, facts_of, on
 from tests.wording import says
 
 
@@ -50,6 +51,24 @@ def test_a_torch_that_nothing_was_run_with_is_said_at_the_start_and_by_the_docto
     said = [text for text in machine_notices(situation, env_plan) if version in text]
     found = [each for each in findings(situation, env_plan) if each.id == "torch-new"]
     assert (len(said), [each.level for each in found]) == ((1, ["note"]) if new else (0, []))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "torch", "said"),
+    [
+        (LINUX.gpus, {"version": "2.13.0+cu130", "hip": None, "cuda": "13.0"}, True),
+        (LINUX.gpus, {"version": "2.13.0+cpu", "hip": None, "cuda": None}, True),
+        (LINUX.gpus, {"version": "2.13.0+rocm7.2"}, False),
+        (NVIDIA.gpus, {"version": "2.13.0+rocm7.2"}, True),
+        ((*LINUX.gpus, *NVIDIA.gpus), {"version": "2.13.0+cu130", "hip": None, "cuda": "13.0"}, False),
+        ((), {"version": "2.13.0+cu130", "hip": None, "cuda": "13.0"}, False),
+    ],
+)
+def test_a_torch_that_no_gpu_here_can_use_is_said_at_the_start(
+    gpus: tuple[Gpu, ...], torch: dict[str, object], said: bool
+) -> None:
+    situation, env_plan = on(LINUX, gpus=gpus, torch=torch)
+    assert any(str(torch["version"]) in text for text in machine_notices(situation, env_plan)) is said
 
 
 def test_the_newest_torch_that_was_run_is_the_newest_that_is_installed() -> None:
