@@ -41,6 +41,8 @@ ENTRIES = {
     "sample.prompts": "PreviewPrompt",
 }
 """Key whose entries have a table of their own -> their section."""
+WIDE = "---\nhide:\n  - toc\n---\n\n"
+"""Before a page of wide tables: the site shows no list of its headings beside it."""
 GENERAL = {
     "model": "The base model.",
     "lora": "The adapter.",
@@ -130,7 +132,8 @@ def pages(registry: Registry = PRODUCT) -> dict[str, str]:
             text = _page_of_kinds(name, named_by[name], registry)
         else:
             section = sections[ref_name(value)]
-            text = f"# {name}\n\n{_plain(section['description'])}\n\n{_table(name, section['properties'], registry)}\n"
+            keys = _table(name, section["properties"], registry)
+            text = f"{WIDE}# Recipe: {name}\n\n{_plain(section['description'])}\n\n{keys}\n"
         entries = [(key, sections[entry]) for key, entry in ENTRIES.items() if key.startswith(f"{name}.")]
         found[f"{name}.md"] = "\n".join([text, *(_entry(key, entry, sections, registry) for key, entry in entries)])
     listed = "\n".join(f"- [{name.removesuffix('.md')}]({name}): {_about(text)}" for name, text in found.items())
@@ -140,7 +143,7 @@ def pages(registry: Registry = PRODUCT) -> dict[str, str]:
 
 def _about(text: str) -> str:
     """The first sentence of a page."""
-    return text.split("\n\n")[1].split("\n")[0]
+    return text.removeprefix(WIDE).split("\n\n")[1].split("\n")[0]
 
 
 def _page_of_kinds(name: str, named_by: tuple[str, str], registry: Registry) -> str:
@@ -167,8 +170,9 @@ def _page_of_kinds(name: str, named_by: tuple[str, str], registry: Registry) -> 
             for row in rows
         ),
     )
-    intro = f"# {name}\n\n{GENERAL[name]}\n\nIts keys depend on `{'.'.join(named_by)}`. The {what}:\n\n{listed}\n"
-    return "\n".join([intro, "## Keys\n", body, ""])
+    head = f"{WIDE}# Recipe: {name}\n\n{GENERAL[name]}\n"
+    intro = f"Its keys depend on `{'.'.join(named_by)}`. The {what}:\n\n{listed}\n"
+    return "\n".join([head, intro, "## Keys\n", body, ""])
 
 
 def _own_words(description: str, section: str) -> str:

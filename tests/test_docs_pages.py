@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from scripts.docs_pages import DOCS, pages
 
 LONG_PAGES = ("reference/", "lab/")
 """Folders whose pages may be of any length, and whose sentences are those of the program or of a journal."""
+CODE_BLOCK = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 MAX_WORDS, MAX_SENTENCE_WORDS = 2000, 30
 GENERATED = tuple(name for name in pages())
 PROSE = sorted(
@@ -45,7 +47,7 @@ def text_of(name: str) -> str:
 def without_code(text: str) -> str:
     """A page without front matter, code blocks and tables; code in a line is one word, a link is its text."""
     text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
-    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = CODE_BLOCK.sub("", text)
     text = re.sub(r"^(    .*|\|.*|<!--.*)$", "", text, flags=re.MULTILINE)
     text = re.sub(r"`[^`]*`", "code", text)
     text = re.sub(r"<https?://[^>]*>", "address", text)
@@ -78,14 +80,14 @@ def test_no_page_is_long(name: str) -> None:
 
 def anchors(path: Path) -> set[str]:
     """The places of a page that a link can name."""
-    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = CODE_BLOCK.sub("", path.read_text(encoding="utf-8"))
     heads = [re.sub(r"[`*]|\[|\]\([^)]*\)", "", head) for head in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
     slugs = [re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower()) for head in heads]
     return {*slugs, *re.findall(r'<a id="(\w+)">', text)}
 
 
 def links(text: str) -> list[str]:
-    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = CODE_BLOCK.sub("", text)
     return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "code", text))
 
 
@@ -186,9 +188,9 @@ def test_a_wrong_command_is_noticed() -> None:
 def snippets() -> list[tuple[str, str]]:
     """(page, text) of every YAML block of a page."""
     return [
-        (name, block)
+        (name, textwrap.dedent(block))
         for name in PROSE
-        for block in re.findall(r"^```yaml\n(.*?)^```$", text_of(name), re.DOTALL | re.MULTILINE)
+        for block in re.findall(r"^ *```yaml\n(.*?)^ *```$", text_of(name), re.DOTALL | re.MULTILINE)
     ]
 
 
