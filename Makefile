@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help install demo test check format bench clean
+.PHONY: help install demo test check format site bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -22,15 +22,19 @@ demo: $(STAMP) ## train a LoRA on the tiny base model that ships with the packag
 test: $(STAMP) ## run the tests (ARGS="-k name" picks some)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
 
-check: $(STAMP) ## formatting, lint, types, architecture
+check: $(STAMP) ## formatting, lint, types, spelling, architecture, the site
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest tests/test_architecture.py tests/test_portability.py
+	$(BIN)/python -m codespell_lib README.md CHANGELOG.md docs recipes
+	$(BIN)/python -m pytest tests/test_architecture.py tests/test_portability.py tests/test_site.py
 
 format: $(STAMP) ## format the code and sort its imports
 	$(BIN)/python -m ruff check --select I --fix .
 	$(BIN)/python -m ruff format .
+
+site: $(STAMP) ## build the documentation into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(STAMP) ## time the command line and the data check
 	$(BIN)/python benchmarks/light.py

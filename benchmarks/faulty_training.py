@@ -28,7 +28,6 @@ from lora_rocm.kernels.adapter_dropout import DropoutDraws
 from lora_rocm.loader.batch import Batch
 from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.optim.base import GatedOptimizer
-from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.optim_sections import AdamwSection
 from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.event_types import Event
@@ -143,7 +142,7 @@ def small_optimizer(device: torch.device, ema_decay: float = 0.9) -> tuple[nn.Mo
     parameters = dict(net.named_parameters())
     groups = [{"names": list(parameters), "lr": 1e-2}]
     how = {"max_train_steps": 10**9, "ema_decay": ema_decay, "use_loss_scale": False}
-    return net, make_optimizer(FlatWeights(parameters), groups, AdamwSection(lr_scheduler="constant"), **how)
+    return net, GatedOptimizer(FlatWeights(parameters), groups, AdamwSection(lr_scheduler="constant"), **how)
 
 
 def state_of(optimizer: GatedOptimizer) -> Tensor:

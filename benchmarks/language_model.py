@@ -43,7 +43,7 @@ from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.kernels.backend import form_for
 from lora_rocm.kernels.weight_format import use_form
-from lora_rocm.optim.factory import make_optimizer
+from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.engine import Engine
@@ -175,7 +175,7 @@ def own_rows(asked: Asked, quantization: str, say: Callable[[str], None]) -> Ite
     weights = adapter.flatten(torch.bfloat16, torch.float32)
     groups = adapter.groups(recipe.optim, recipe.lora)
     how: dict[str, Any] = {"max_train_steps": 1000, "ema_decay": 0.0, "use_loss_scale": False}
-    optimizer = make_optimizer(weights, groups, recipe.optim, **how)
+    optimizer = GatedOptimizer(weights, groups, recipe.optim, **how)
     ids_BS = texts(asked)
     batch = {"input_ids": ids_BS, "labels": ids_BS.roll(-1, 1), "loss_mask": torch.ones_like(ids_BS).float()}
     batch["weight"] = torch.full((ROWS,), 1 / ROWS, device=asked.device)

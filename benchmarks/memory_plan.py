@@ -39,7 +39,6 @@ from lora_rocm.memory.controller import Memory, apply
 from lora_rocm.memory.footprint import count, hollow_model, measured_rates
 from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.optim.base import GatedOptimizer
-from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.planning.step_cost import Footprint, Job, Mode, Plan, Rates, choose, correction, plans_of, resident_bytes
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
@@ -152,7 +151,7 @@ class Setup:
         how: dict[str, Any] = {"max_train_steps": 1000, "ema_decay": 0.0, "use_loss_scale": False}
         self.model, self.optimizer = (
             model,
-            make_optimizer(weights, adapter.groups(optim, self.recipe.lora), optim, **how),
+            GatedOptimizer(weights, adapter.groups(optim, self.recipe.lora), optim, **how),
         )
         empty_pools()
         _say(f"rank {self.rank}: loaded in {time.perf_counter() - started:.1f} s")

@@ -24,7 +24,7 @@ from torch import nn
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.families.base import family_for
 from lora_rocm.memory.footprint import hollow_model
-from lora_rocm.optim.factory import make_optimizer
+from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.optim_sections import OPTIMIZERS
 
@@ -55,7 +55,7 @@ def update_ms(name: str, shapes: list[torch.Size], device: torch.device, repeats
     groups = [{"names": list(leaves), "lr": section.learning_rate}]
     how: dict[str, Any] = {"max_train_steps": 1000, "ema_decay": 0.0, "use_loss_scale": False}
     weights = FlatWeights(leaves, dtype, masters)
-    optimizer = make_optimizer(weights, groups, section, triton=device.type == "cuda", **how)
+    optimizer = GatedOptimizer(weights, groups, section, triton=device.type == "cuda", **how)
     noise_N, blocked = torch.randn(len(weights.masters), device=device), torch.zeros((), device=device)
     times: list[float] = []
     for number in range(WARM_UP + repeats):

@@ -26,7 +26,6 @@ from lora_rocm.families.common.dit.blocks import (
     flux,  # noqa: E402
 )
 from lora_rocm.families.common.unet import fused_unet  # noqa: E402
-from lora_rocm.families.common.unet.fusion_options import Fusion  # noqa: E402
 from lora_rocm.kernels.lora_layer import with_lean_layers  # noqa: E402
 
 HEADS = 3
@@ -85,7 +84,7 @@ def sdxl_model(tokens: int) -> tuple[nn.Module, Pass, Callable[[nn.Module], None
         output: Tensor = model(image.to(dtype), torch.tensor([400]), text.to(dtype)).sample
         return output
 
-    return model, run, lambda model: fused_unet.fuse(model, Fusion())
+    return model, run, lambda model: fused_unet.fuse(model, "eager")
 
 
 MODELS = {"flux": flux_model, "anima": anima_model, "sdxl": sdxl_model}

@@ -46,7 +46,6 @@ from lora_rocm.families.common.dit.blocks import (
     z_image,  # noqa: E402
 )
 from lora_rocm.families.common.unet import fused_unet  # noqa: E402
-from lora_rocm.families.common.unet.fusion_options import Fusion  # noqa: E402
 from lora_rocm.families.sd.family import LAYOUT_SD15  # noqa: E402
 from lora_rocm.families.sdxl.family import LAYOUT as LAYOUT_SDXL  # noqa: E402
 from lora_rocm.hardware.archs import BY_GFX, triton_takes  # noqa: E402
@@ -211,7 +210,7 @@ def train(family: str, dtype: torch.dtype, batch: int, height: int, width: int) 
         x_BCHW = torch.empty(batch, config["in_channels"], height, width, dtype=dtype, requires_grad=True)
         text_BSD = torch.empty(batch, 77, config["cross_attention_dim"], dtype=dtype)
         extra = {"text_embeds": torch.empty(batch, 1280, dtype=dtype), "time_ids": torch.empty(batch, 6)}
-        fused_unet.fuse(unet, Fusion(geglu="triton", norms="triton", channels_last=True))
+        fused_unet.fuse(unet, "triton", channels_last=True)
         with mock.patch.object(backend, "launches", lambda form, x: form == "triton"):
             unet(x_BCHW, torch.empty(batch), text_BSD, added_cond_kwargs=extra)[0].sum().backward()
 

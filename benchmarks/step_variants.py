@@ -39,8 +39,8 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 import lora_rocm  # noqa: E402
 from lora_rocm.families.common.unet.fused_unet import fuse  # noqa: E402
-from lora_rocm.families.common.unet.fusion_options import Fusion  # noqa: E402
 from lora_rocm.families.common.unet.kohya_keys import UNET_TARGETS  # noqa: E402
+from lora_rocm.kernels.backend import Form  # noqa: E402
 from lora_rocm.kernels.lora_layer import with_lean_layers  # noqa: E402
 
 PACKAGE = Path(lora_rocm.__file__).parent
@@ -64,38 +64,36 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute the step. compiled: names of the module classes that are compiled with torch.compile."""
+    """One way to compute the step.
+
+    form: of the fused modules; None: nothing is fused. channels_last: as of ``fuse``.
+    compiled: names of the module classes that are compiled with torch.compile.
+    """
 
     name: str
+    form: Form | None = None
+    channels_last: bool = False
     lean: bool = True
-    fusion: Fusion | None = None
     compiled: tuple[str, ...] = ()
 
 
-PLAIN = Fusion(projections=False, geglu=None, norms=None)
-ALL = Fusion(geglu="triton", norms="triton", channels_last=True)
 BLOCKS = ("BasicTransformerBlock", "FusedBlock")
 RESNETS = ("ResnetBlock2D", "FusedResnet")
 VARIANTS = (
     Variant("bare PEFT", lean=False),
-    Variant("all triton, channels_last", fusion=ALL),
-    Variant("all eager", fusion=Fusion()),
+    Variant("all triton, channels_last", "triton", channels_last=True),
+    Variant("all triton", "triton"),
+    Variant("all eager", "eager"),
+    Variant("all eager, channels_last", "eager", channels_last=True),
     Variant("lean"),
-    Variant("lean + merged", fusion=Fusion(geglu=None, norms=None)),
-    Variant("lean + merged, joined backward", fusion=Fusion(join=True, geglu=None, norms=None)),
-    Variant("lean + GEGLU eager", fusion=Fusion(projections=False, norms=None)),
-    Variant("lean + GEGLU triton", fusion=Fusion(projections=False, geglu="triton", norms=None)),
-    Variant("lean + norms triton", fusion=Fusion(projections=False, geglu=None, norms="triton")),
-    Variant(
-        "lean + norms triton, channels_last",
-        fusion=Fusion(projections=False, geglu=None, norms="triton", channels_last=True),
-    ),
-    Variant("all triton, joined, channels_last", fusion=Fusion(True, True, "triton", "triton", True)),
-    Variant("all eager, channels_last", fusion=Fusion(channels_last=True)),
-    Variant("lean + norms eager", fusion=Fusion(projections=False, geglu=None)),
     Variant("lean, blocks compiled", compiled=BLOCKS),
-    Variant("all triton, channels_last, blocks compiled", fusion=ALL, compiled=BLOCKS),
-    Variant("all triton, channels_last, blocks and resnets compiled", fusion=ALL, compiled=BLOCKS + RESNETS),
+    Variant("all triton, channels_last, blocks compiled", "triton", channels_last=True, compiled=BLOCKS),
+    Variant(
+        "all triton, channels_last, blocks and resnets compiled",
+        "triton",
+        channels_last=True,
+        compiled=BLOCKS + RESNETS,
+    ),
 )
 
 
@@ -190,8 +188,8 @@ def reference(toy: bool) -> tuple[Tensor, Tensor]:
 def build(variant: Variant, toy: bool) -> tuple[UNet2DConditionModel, dict[str, nn.Parameter]]:
     """Return the UNet of a variant, and its adapter."""
     unet, adapter = make_unet(toy, torch.bfloat16, variant.lean)
-    if variant.fusion is not None:
-        fuse(unet, variant.fusion)
+    if variant.form is not None:
+        fuse(unet, variant.form, variant.channels_last)
     for module in unet.modules():
         if type(module).__name__ in variant.compiled:
             module.compile(dynamic=False)
@@ -206,9 +204,9 @@ class Models:
         self._last: tuple[Variant, UNet2DConditionModel, dict[str, nn.Parameter]] | None = None
 
     def get(self, variant: Variant) -> tuple[UNet2DConditionModel, dict[str, nn.Parameter]]:
-        if self._last is not None and follows(self._last[0], variant):
+        if self._last is not None and variant.form is not None and follows(self._last[0], variant):
             _, unet, adapter = self._last
-            fuse(unet, variant.fusion or PLAIN)
+            fuse(unet, variant.form, variant.channels_last)
         else:
             self._last = None
             clean()
@@ -223,9 +221,9 @@ class Models:
 
 def follows(before: Variant, variant: Variant) -> bool:
     """Return whether fusing again turns one variant into the other: nothing compiled, and no layout to undo."""
-    if before.fusion is None or variant.fusion is None or before.compiled or variant.compiled:
+    if before.form is None or variant.form is None or before.compiled or variant.compiled:
         return False
-    return before.lean == variant.lean and (variant.fusion.channels_last or not before.fusion.channels_last)
+    return before.lean == variant.lean and (variant.channels_last or not before.channels_last)
 
 
 def measure(

@@ -2,6 +2,6 @@
 
 import time
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 BEGAN_S = time.time()
 """The first instruction of this program in this process, in seconds since the epoch."""

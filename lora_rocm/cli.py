@@ -73,8 +73,7 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, for example lora.rank=8.")
 ]
 FactsPath = Annotated[
-    Path | None,
-    typer.Option("--facts", metavar="FILE", help="Facts of another machine (output of its env --json)."),
+    Path | None, typer.Option("--facts", metavar="FILE", help="Facts of another machine (output of its env --json).")
 ]
 ConfigPath = Annotated[Path | None, typer.Option(metavar="DIR", help="Configs and tokenizers of a one-file base.")]
 FamilyOfBase = Annotated[str | None, typer.Option(metavar="NAME", help="Model family of --base; default: recognised.")]

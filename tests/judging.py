@@ -11,7 +11,7 @@ from lora_rocm.commands.documents import InspectDocument
 from lora_rocm.commands.output import json_form
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.processes.jobs import Judged
-from lora_rocm.train.usable_base import judged
+from lora_rocm.train.usable import judged
 from tests.documents import faults
 
 

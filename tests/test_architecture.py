@@ -105,8 +105,8 @@ OWN_JSON = {
         # the program's own cache and memory, which it makes again if they are damaged
         "rundir.event_index:_read_index",
         *("cache_store.entry_file:_parsed", "cache_store.hash_memory:_read", "latent_cache.manifest:_read"),
-        *("commands.check_base:_remembered", "memory.footprint:_remembered", "rules.mitigation_store:_read"),
-        *("hardware.tuned_choice:stored", "hardware.selftest_result:stored", "hardware.probe.sources:_entries"),
+        *("memory.footprint:_remembered", "rules.mitigation_store:_read"),
+        *("hardware.tuned_choice:stored", "hardware.selftest_result:stored"),
     )
 }
 """Functions that parse JSON by themselves; text of users and other programs goes through ``parse_json``."""
@@ -171,7 +171,7 @@ class Module:
         parts = self.name.split(".")[1:]
         if parts[:1] == ["families"]:
             return "specs" if parts[-1] in ("spec", "registry") else "families"
-        if parts in (["recipe", "sections"], ["recipe", "rule"]):
+        if parts in (["recipe", "sections"], ["recipe", "source_sections"], ["recipe", "rule"]):
             return "sections"
         return next((room for count in (2, 1) if (room := ".".join(parts[:count])) in ROOMS), parts[0] if parts else "")
 
@@ -580,7 +580,7 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(memory_faults, "train.loop", "free, total = torch.cuda.mem_get_info(device)"),
         bad(memory_faults, "device.allocator", "from torch.cuda import mem_get_info as ask\nfree = mem_get_info()"),
         bad(memory_faults, "memory.controller", "torch.accelerator.get_memory_info(0)"),
-        bad(memory_faults, "children.bench.compute", "getattr(torch.cuda, 'mem_get_info')(0)"),
+        bad(memory_faults, "children.bench.device_child", "getattr(torch.cuda, 'mem_get_info')(0)"),
         bad(memory_faults, "train.guard", "torch.cuda.cudart().cudaMemGetInfo(0)"),
         bad(json_faults, "dataset.rows.text_rows", "def _parsed(line):\n    return json.loads(line)"),
         bad(json_faults, "dataset.rows.records", "def record_of(cell):\n    return list(map(json.loads, cell))"),

@@ -20,7 +20,7 @@ from lora_rocm.families.registry import PRODUCT
 from lora_rocm.model_files.config_file import Config, read_config, require_bounded
 from lora_rocm.processes.jobs import Judged
 from lora_rocm.train import dry_run
-from lora_rocm.train.usable_base import judged, require_usable
+from lora_rocm.train.usable import judged, require_usable
 from tests.config_mutations import VALUES, config_files, mutate, mutations, trial
 from tests.test_usable_bases import SOUND, checked, recipe_of
 from tests.tiny_models import SHALLOW, read_json, write_tiny_sdxl

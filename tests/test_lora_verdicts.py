@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters.files.lora_reader import TensorNumbers, read_lora
 from lora_rocm.children.check_base import weigh
+from lora_rocm.commands.adapter_verdict import StoredNumbers
 from lora_rocm.commands.inspect_file import inspect_text
-from lora_rocm.commands.stored_numbers import StoredNumbers
 from lora_rocm.errors import AdapterError, RecipeError
 from lora_rocm.families.base import family_for
 from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train.usable_start import require_startable
+from lora_rocm.train.usable import require_startable
 from tests.judging import inspect
 from tests.tiny_flux import write_tiny_flux
 from tests.train.runs import start

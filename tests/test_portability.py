@@ -35,7 +35,7 @@ POSIX_NAMES = {
 LINUX_FOLDER = re.compile(r"/(dev|etc|proc|run|sys|tmp|usr|var)(/\S*)?")
 # These look at Linux itself, or compare with what a Linux user wrote; a test of each holds what they do elsewhere.
 KNOWS_LINUX = re.compile(
-    rf"{PACKAGE}\.(hardware\.probe\.\w+|hardware\.card_memory|telemetry\.linux_sysfs|rules\.harmful_values|children\.bench\.pcie)$"
+    rf"{PACKAGE}\.(hardware\.probe\.\w+|hardware\.card_memory|telemetry\.linux_sysfs|rules\.harmful_values|children\.bench\.copies)$"
 )
 
 

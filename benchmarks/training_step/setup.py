@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lora_rocm.base_models.random_weights import PREFIX
-from lora_rocm.dataset.images.buckets import Geometry, square_shape
+from lora_rocm.dataset.images.buckets import Geometry, bucket_sizes, image_shape
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.errors import StorageError
 from lora_rocm.families.base import ModelFamily, Tensors, family_for
@@ -158,7 +158,7 @@ def synthetic(recipe: Recipe, family: ModelFamily, cache: LatentCache, text_chun
         StorageError: the entries cannot be written.
     """
     data, train = recipe.data, recipe.train
-    square = square_shape(data)
+    square = image_shape(max(bucket_sizes(data.largest_resolution, data.bucket_step, max_aspect=1.0)))
     size_hw = square["h"], square["w"]
     example = family.example(square, 2)  # two, so that masks of padding are among them
     count = max(MIN_ITEMS, ROUNDS_OF_ITEMS * train.batch_size * train.gradient_accumulation_steps)

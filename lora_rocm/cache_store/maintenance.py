@@ -322,7 +322,8 @@ def _entries(folder: Path, say: Say) -> Iterator[list[File]]:
     _check_folder(folder)
     for kind in _kinds(folder):
         if is_link(folder / kind):
-            say(f"{_shown(folder / kind)} is a link and is not followed: give its target's folder with --dir")
+            shown = printable(str((folder / kind).absolute()))
+            say(f"{shown} is a link and is not followed: give its target's folder with --dir")
     for place in _places(folder):
         named = [(path, match) for path, match in _matching(place, ENTRY_NAME) if match[1].startswith(place.name)]
         named.sort(key=lambda pair: (pair[1][1], int(pair[1][2] or 0)))
@@ -396,7 +397,3 @@ def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         fix = "Give the folder of cache.dir with --dir."
         raise UserError("no-cache", "There is no cache folder here.", where=str(folder.absolute()), fix=fix)
-
-
-def _shown(path: Path) -> str:
-    return printable(str(path.absolute()))

@@ -1,16 +1,17 @@
 """Compares our Triton kernels with their eager forms, on the run's device and in its dtype.
 
-The kernels run on untested cards and compilers. So before a model is fused for the first time, they are compiled and
-compared here, forward and backward; kernels over whole numbers must match to the bit. If one fails, the run uses the
-eager forms and says so.
+The kernels run on untested cards and compilers. So before a model is fused for the first time, the kernels of its step
+are compiled and compared here, forward and backward; kernels over whole numbers must match to the bit. If one fails,
+the run uses the eager forms and says so. Each case is proven once for its code, the libraries, the driver and the GPU.
 """
 
 from __future__ import annotations
 
+import inspect
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import torch
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 from lora_rocm.checks.kernel_proof import Proof
 from lora_rocm.checks.selftest_base import Check, WrongAnswerError, poison
 from lora_rocm.checks.selftest_base import first_wrong as first_wrong_of
-from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.torch_errors import device_fault, out_of_memory
-from lora_rocm.kernels.backend import Form, refusal, triton_version
+from lora_rocm.foundation.units import count_text
+from lora_rocm.kernels.backend import Form, kernels_seen, refusal, triton_version
 from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew
 from lora_rocm.kernels.fingerprint_weights import TILE
 from lora_rocm.kernels.gated import activated, gated
@@ -73,11 +74,12 @@ class Case:
 class ExactCase:
     """Kernels over whole numbers, whose results must be equal in both forms.
 
-    run: (form, device) -> name -> outputs.
+    run: (form, device) -> name -> outputs. kernel: its name, as ``backend.launches`` has it.
     """
 
     name: str
     run: Callable[[Form, torch.device], dict[str, Tensor]]
+    kernel: str = "fingerprint.add_fingerprints: int32"
 
     def __str__(self) -> str:
         return self.name
@@ -128,6 +130,27 @@ def _sandwich_norm(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor, w
 def _sandwich_of_one_plus(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor, weight: Tensor) -> Outputs:
     rows = RowNorm(1 + weight.float(), None, 1e-5, dtype=weight.dtype)
     return add_norm(x, Branch(y, 1 + gate.float(), 1e-5), rows, form)
+
+
+def _norm_by_rows(form: Form, norm: None, x: Tensor, *rows: Tensor) -> Outputs:
+    scale, shift = rows
+    return add_norm(x, None, RowNorm(1 + scale, shift, 1e-6, centred=True), form)
+
+
+def _norm_by_rows_of_stream(form: Form, norm: None, x: Tensor, *rows: Tensor) -> Outputs:
+    return _norm_by_rows(form, norm, x.float(), *rows)
+
+
+def _rms_norm(form: Form, norm: None, x: Tensor, weight: Tensor) -> Outputs:
+    return add_norm(x, None, RowNorm(weight, None, 1e-5), form)
+
+
+def _sum_and_rms_norm(form: Form, norm: None, x: Tensor, y: Tensor, weight: Tensor) -> Outputs:
+    return add_norm(x, Branch(y), RowNorm(weight, None, 1e-5), form)
+
+
+def _gated_branch_of_stream(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+    return add_branch(x.float(), Branch(y, gate), form)
 
 
 def _gated_branch(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
@@ -188,11 +211,12 @@ def _residual(form: Form, norm: nn.GroupNorm, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _packed_product(name: str, form: Form, norm: None, x: Tensor) -> Tensor:
-    rng = torch.Generator(x.device).manual_seed(SEED)
-    weight_OI = torch.randn(PACKED_OUTPUTS, x.shape[1], generator=rng, device=x.device).bfloat16()
+    home = torch.device("cpu") if x.is_meta else x.device  # numbers cannot be packed without their values
+    rng = torch.Generator(home).manual_seed(SEED)
+    weight_OI = torch.randn(PACKED_OUTPUTS, x.shape[1], generator=rng, device=home).bfloat16()
     layer = nn.Linear(x.shape[1], PACKED_OUTPUTS, bias=False, device="meta")
     layer.weight = nn.Parameter(weight_OI.to(x.dtype), requires_grad=False)
-    packed = quantised(name, "").packed(layer)
+    packed = quantised(name, "").packed(layer).to(x.device)
     packed.form = form
     found: Tensor = packed(x)
     return found
@@ -250,56 +274,70 @@ SMALL: tuple[Case, ...] = (
     Case("loss of tokens with a cap", partial(_token_loss, 2.0), ((2, 70),)),
     Case("GELU", _gelu, ((3, 5, 140),)),
     Case("GELU by tanh", _gelu_by_tanh, ((3, 5, 70),)),
+    Case("modulated LayerNorm", _norm_by_rows, ((2, 3, 70), *[(2, 70)] * 2), mean=1.5),
+    Case("RMSNorm", _rms_norm, ((4, 70), (70,))),
+    Case("RMSNorm with a weight for each sample", _rms_norm, ((2, 3, 70), (2, 70))),
+    Case("sum and RMSNorm", _sum_and_rms_norm, (*[(4, 70)] * 2, (70,))),
+    Case("sum with an RMSNorm with a gate for each sample", _normed_branch, (*[(2, 3, 70)] * 2, (2, 70))),
 )
 """Odd sizes: no row, width or number of pixels fills its last block."""
 LARGE: tuple[Case, ...] = (
-    replace(SMALL[0], shapes=((2, 160, 2560),)),
-    replace(SMALL[1], shapes=((2, 160, 640),), norm=lambda: nn.LayerNorm(640)),
-    replace(SMALL[2], shapes=((320, 1280), (320, 1280)), norm=lambda: nn.LayerNorm(1280)),
+    replace(SMALL[0], shapes=((3, 53, 2560),)),
+    replace(SMALL[1], shapes=((3, 53, 640),), norm=lambda: nn.LayerNorm(640)),
+    replace(SMALL[2], shapes=((159, 1280), (159, 1280)), norm=lambda: nn.LayerNorm(1280)),
     replace(SMALL[3], shapes=((1, 320, 160, 164),), norm=_groups(32, 320)),
-    replace(SMALL[4], shapes=((2, 1280, 16, 16),), norm=_groups(32, 1280)),
-    replace(SMALL[5], shapes=((2, 640, 32, 32), (2, 640)), norm=_groups(32, 640)),
-    replace(SMALL[6], shapes=((2, 640, 32, 32), (2, 640, 32, 32)), norm=_groups(32, 640)),
-    replace(SMALL[7], shapes=((2, 64, 20480),)),
-    replace(SMALL[8], shapes=(*[(2, 64, 3072)] * 2, *[(2, 3072)] * 3)),
-    replace(SMALL[9], shapes=(*[(2, 64, 3840)] * 2, (2, 3840), (3840,))),
-    replace(SMALL[10], shapes=((128, 3840), (128, 3840), (3840,))),
-    replace(SMALL[11], shapes=((1, 64, 24, 128), (1, 64, 24, 128)), norm=_heads(128)),
-    replace(SMALL[12], shapes=((1, 64, 32, 128),), norm=_heads(128)),
-    Case("GEGLU by tanh", _geglu_by_tanh, ((2, 64, 10240), (2, 64, 10240))),
-    Case("heads turned by halves without a norm", _turned_alone, ((1, 64, 64, 128),)),
-    Case(
-        "sum with an RMSNorm and RMSNorm, of 1 + weight", _sandwich_of_one_plus, (*[(128, 2560)] * 2, (2560,), (2560,))
-    ),
-    Case("loss of tokens", partial(_token_loss, None), ((8, 32064),)),
-    Case("loss of tokens with a cap", partial(_token_loss, 30.0), ((8, 32064),)),
-    Case("GELU", _gelu, ((2, 64, 8192),)),
-    Case("GELU by tanh", _gelu_by_tanh, ((1, 64, 12288),)),
-    *(
-        Case(f"product of {name}", run, (shape,))
-        for name, run in PACKED.items()
-        for shape in ((1, 1152), (8, 320), (64, 320), (1024, 320))
-    ),
+    replace(SMALL[4], shapes=((2, 1280, 16, 15),), norm=_groups(32, 1280)),
+    replace(SMALL[5], shapes=((2, 640, 32, 31), (2, 640)), norm=_groups(32, 640)),
+    replace(SMALL[6], shapes=((2, 640, 32, 31), (2, 640, 32, 31)), norm=_groups(32, 640)),
+    replace(SMALL[7], shapes=((3, 21, 20480),)),
+    replace(SMALL[8], shapes=(*[(3, 21, 3072)] * 2, *[(3, 3072)] * 3)),
+    replace(SMALL[9], shapes=(*[(3, 21, 3840)] * 2, (3, 3840), (3840,))),
+    replace(SMALL[10], shapes=((127, 3840), (127, 3840), (3840,))),
+    replace(SMALL[11], shapes=((1, 61, 24, 128), (1, 61, 24, 128)), norm=_heads(128)),
+    replace(SMALL[12], shapes=((1, 61, 32, 128),), norm=_heads(128)),
+    replace(SMALL[16], shapes=(*[(3, 21, 3072)] * 2, (3, 3072))),
+    replace(SMALL[17], shapes=((3, 21, 10240), (3, 21, 10240))),
+    replace(SMALL[18], shapes=((1, 61, 64, 128),)),
+    replace(SMALL[19], shapes=(*[(127, 2560)] * 2, (2560,), (2560,))),
+    replace(SMALL[20], shapes=((7, 32064),)),
+    Case("loss of tokens with a cap", partial(_token_loss, 30.0), ((7, 32064),)),
+    replace(SMALL[22], shapes=((3, 21, 8192),)),
+    replace(SMALL[23], shapes=((1, 61, 12288),)),
+    replace(SMALL[24], shapes=((3, 21, 3072), *[(3, 3072)] * 2)),
+    replace(SMALL[25], shapes=((127, 4096), (4096,))),
+    replace(SMALL[26], shapes=((3, 21, 3840), (3, 3840))),
+    replace(SMALL[27], shapes=(*[(127, 4096)] * 2, (4096,))),
+    replace(SMALL[28], shapes=(*[(3, 21, 3840)] * 2, (3, 3840))),
+    *(Case(f"product of {name}", run, (shape,)) for name, run in PACKED.items() for shape in ((1, 1152), (1024, 320))),
 )
 """Widths of an SDXL UNet and of transformers, which Triton compiles differently; the largest image uses the larger
-chunks.
+chunks. No width but those of a vocabulary's and a head's fills its last block, and no number of rows does.
 """
 WORDS = (16, 3 * TILE + 48, TILE, 64 * TILE)
 FINGERPRINTS = ExactCase("fingerprint of trained state", _fingerprints)
 CASES: tuple[Case | ExactCase, ...] = (*SMALL, *LARGE, FINGERPRINTS)
-IN_FP16 = tuple(
-    Case("gated sum in float32 and modulated LayerNorm", _norm_of_stream, case.shapes, mean=1.5)
-    for case in (SMALL[8], LARGE[8])
+IN_FP16 = (
+    Case("gated sum in float32 and modulated LayerNorm", _norm_of_stream, LARGE[8].shapes, mean=1.5),
+    Case("gated sum in float32", _gated_branch_of_stream, LARGE[13].shapes),
+    Case("modulated LayerNorm of float32", _norm_by_rows_of_stream, LARGE[21].shapes, mean=1.5),
 )
 """Further cases of float16, whose residual stream is float32."""
 
 
-def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> bool:
+def trusted(
+    device: torch.device, dtype: torch.dtype, say: Callable[[str], None], kernels: Collection[str] | None = None
+) -> bool:
     """Return whether the Triton kernels may be used on this device; ``say`` is told if a GPU cannot use them.
 
-    They are compared once for these kernels, libraries, driver and GPU (``kernel_proof``).
+    Each case is compared once for its code, libraries, driver and GPU (``kernel_proof``).
 
     Call this before the device is full: it briefly takes some 400 MB.
+
+    Args:
+        device: of the run.
+        dtype: of the run.
+        say: gets a sentence for the user.
+        kernels: names of the kernels that the run uses (``Footprint.kernels``); None: any.
 
     Raises:
         RuntimeError: the device is full, or reported a fault, after which this process cannot use it any more.
@@ -309,16 +347,57 @@ def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
         if device.type == "cuda":
             say(f"Steps do without this program's Triton kernels, and are slower: {reason}.")
         return False
-    proof = Proof(dtype)
-    if proof.is_known:
-        return True
-    with first_time(device, "Comparing the Triton kernels with plain PyTorch", say):
-        wrong = first_wrong(device, dtype)
-    if wrong is not None:
-        say(f"Steps do without this program's Triton kernels, and are slower: {wrong}")
-    else:
-        proof.keep()
-    return wrong is None
+    proofs = {case: proof_of(case, dtype) for case in cases_for(kernels, dtype)}
+    unproven = [case for case, proof in proofs.items() if not proof.is_known]
+    if unproven:
+        say(f"Compiling and checking {count_text(len(unproven), 'kernel')}, once for this GPU and its driver.")
+    for case in unproven:
+        wrong = first_wrong(device, dtype, [case])
+        if wrong is not None:
+            say(f"Steps do without this program's Triton kernels, and are slower: {wrong}")
+            return False
+        proofs[case].keep()
+    return True
+
+
+def cases_for(kernels: Collection[str] | None, dtype: torch.dtype) -> tuple[Case | ExactCase, ...]:
+    """Return the cases that compare these kernels in a dtype, at the widths of real models. None: all cases.
+
+    A variant that no case has is compared by all cases of its function. The fingerprints are part of each run.
+    """
+    more = IN_FP16 if dtype is torch.float16 else ()
+    if kernels is None:
+        return (*CASES, *more)
+    every = (*LARGE, FINGERPRINTS, *more)
+    covered = {kernel for case in every for kernel in kernels_of(case, dtype)}
+    functions = {kernel.partition(":")[0] for kernel in kernels if kernel not in covered}
+    return tuple(
+        case
+        for case in every
+        if isinstance(case, ExactCase)
+        or any(kernel in kernels or kernel.partition(":")[0] in functions for kernel in kernels_of(case, dtype))
+    )
+
+
+@lru_cache(maxsize=256)
+def kernels_of(case: Case | ExactCase, dtype: torch.dtype) -> frozenset[str]:
+    """Return the names of the kernels that a case launches, found by a pass over tensors without numbers."""
+    if isinstance(case, ExactCase):
+        return frozenset({case.kernel})
+    norm = None if case.norm is None else case.norm().to("meta", dtype)
+    inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape in case.shapes]
+    with kernels_seen() as names, torch.no_grad():
+        case.run("triton", norm, *inputs)
+    return frozenset(names)
+
+
+def proof_of(case: Case | ExactCase, dtype: torch.dtype) -> Proof:
+    """Return the record of a case's comparison. It depends on the code of kernel, plain form and check."""
+    run = case.run.func if isinstance(case.run, partial) else case.run
+    code = [inspect.getsource(part) for part in (run, _near, _exact, _Given, poison)]
+    told = [str(case), *code, repr(TOLERANCE[dtype]), repr(getattr(case, "mean", 0.0))]
+    modules = {kernel.partition(".")[0] for kernel in kernels_of(case, dtype)}
+    return Proof(dtype, "\n".join(told), modules)
 
 
 def first_wrong(
@@ -331,14 +410,12 @@ def first_wrong(
     Raises:
         RuntimeError: as in ``trusted``.
     """
-    if cases is None:
-        cases = (*CASES, *IN_FP16) if dtype is torch.float16 else CASES
     given = f" in {str(dtype).removeprefix('torch.')}"
     checks = (
         Check(str(case), partial(_exact, case, device))
         if isinstance(case, ExactCase)
         else Check(f"{case}{given}", partial(_near, case, device, dtype))
-        for case in cases
+        for case in (cases_for(None, dtype) if cases is None else cases)
     )
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
         wrong = first_wrong_of(checks)

@@ -1,11 +1,13 @@
-"""Remembers that the Triton kernels gave right numbers here, until something changes that this depends on."""
+"""Remembers that a Triton kernel gave correct numbers here, until something changes that this depends on."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -18,20 +20,28 @@ from lora_rocm.hardware.probe.detection import VARIABLES
 from lora_rocm.hardware.software_stack import STACK
 from lora_rocm.kernels.backend import triton_version
 
-SOURCES = (Path(kernels.__file__).parent, Path(__file__).parent)
+KERNELS = Path(kernels.__file__).parent
 
 
 class Proof:
-    """The record that all kernels passed in a dtype, for these kernels, checks, libraries, driver, GPU and variables.
+    """The record that one case passed in a dtype, for its code, these libraries, this driver, GPU and variables.
 
     Args:
         dtype: of the run.
+        case: what is compared: its name, shapes and the code of its check.
+        modules: names of the modules in ``folder`` that hold the kernel and its plain form. Their code and that of the
+            modules of this folder which they import counts; other kernels may change.
         environ: the environment of this process. Without the parent's key of driver and GPU nothing is remembered.
-        sources: folders with the code of the kernels and of their checks.
+        folder: with the code of the kernels.
     """
 
     def __init__(
-        self, dtype: torch.dtype, environ: Mapping[str, str] = os.environ, sources: tuple[Path, ...] = SOURCES
+        self,
+        dtype: torch.dtype,
+        case: str,
+        modules: Iterable[str],
+        environ: Mapping[str, str] = os.environ,
+        folder: Path = KERNELS,
     ) -> None:
         stack = environ.get(STACK)
         self._facts = {
@@ -39,24 +49,42 @@ class Proof:
             "torch": torch.__version__,
             "triton": triton_version(),
             "dtype": str(dtype),
+            "case": case,
             "variables": {name: value for name, value in sorted(environ.items()) if _decides(name)},
         }
         digest = hashlib.sha256(repr(self._facts).encode())
-        for path in (path for folder in sources for path in sorted(folder.glob("*.py"))):
+        for path in sorted({path for module in modules for path in with_imported(folder, module)}):
             digest.update(path.read_bytes())
-        self._path = own_app_dir() / f"kernels-{digest.hexdigest()[:16]}.json" if stack else None
+        self._path = own_app_dir() / "kernels" / f"{digest.hexdigest()[:16]}.json" if stack else None
 
     @property
     def is_known(self) -> bool:
         return self._path is not None and self._path.is_file()
 
     def keep(self) -> None:
-        """Write the record. If it cannot be written, the next start compares the kernels again."""
+        """Write the record. If it cannot be written, the next start compares the kernel again."""
         if self._path is not None:
-            with suppress(StorageError):
+            with suppress(StorageError, OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(self._path, self._facts)
 
 
 def _decides(name: str) -> bool:
     """Whether a variable may change what kernels compute; the choice of a GPU is among them."""
     return name.startswith("TRITON_") or VARIABLES.fullmatch(name) is not None
+
+
+@lru_cache(maxsize=256)
+def with_imported(folder: Path, module: str) -> frozenset[Path]:
+    """The file of a module and those of its folder that it imports, directly or not, at its top or in a function."""
+    found, waiting = set[Path](), [folder / f"{module}.py"]
+    while waiting:
+        path = waiting.pop()
+        if path in found or not path.is_file():
+            continue
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                names = [node.module.rpartition(".")[2], *(alias.name for alias in node.names)]
+                waiting += [folder / f"{name}.py" for name in names]
+    return frozenset(found)

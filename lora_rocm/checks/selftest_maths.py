@@ -15,15 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lora_rocm.checks.selftest_base import (
-    Check,
-    WrongAnswerError,
-    expect,
-    judge,
-    poison,
-    synchronize,
-    whole_numbers,
-)
+from lora_rocm.checks.selftest_base import Check, WrongAnswerError, expect, judge, poison, synchronize, whole_numbers
 from lora_rocm.device import blas
 from lora_rocm.device.precision import FLOATS
 

@@ -21,8 +21,7 @@ from lora_rocm.hardware.settings import settings_from
 from lora_rocm.processes.jobs import CheckBaseJob, Weighed
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train.usable_base import require_usable
-from lora_rocm.train.usable_start import require_startable
+from lora_rocm.train.usable import require_startable, require_usable
 
 
 def weigh(recipe: Recipe) -> Weighed:

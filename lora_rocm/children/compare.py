@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,9 +18,8 @@ from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.files.lora_reader import read_for_model
 from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.device.precision import compute_dtype
-from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError, DataError
-from lora_rocm.families.base import Drawn, LoadedModel, ModelFamily, PreviewRequest, family_for
+from lora_rocm.families.base import Drawn, LoadedModel, ModelFamily, family_for
 from lora_rocm.families.common.objectives.loss import measured
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_atomic
@@ -80,12 +79,16 @@ def compare(job: CompareJob, registry: Registry = PRODUCT) -> None:
     compared = (0, *states)
     for updates in compared:
         if updates:
-            _put(adapter, states.pop(updates), transfer)
+            sent = {name: transfer.send_checked(tensor, name) for name, tensor in states.pop(updates).items()}
+            adapter.load(sent)
         with nullcontext() if updates else adapter.disabled():
             found = mean_losses(held_out.of(_held_out_batches(recipe, family, cache, prepared)))
+            drawn = list[Drawn]()  # all requests at the first strength, then at the next
             with training_adapter.absent():
-                strengths = job.strengths if updates else (1.0,)
-                drawn = _drawn(family, model, adapter, requests, strengths, prepared)
+                for strength in (job.strengths if updates else (1.0,)) if requests else ():
+                    with adapter.scaled(strength):
+                        asked = [replace(request, lora_scale=strength) for request in requests]
+                        drawn += family.preview(model, asked, prepared.text_lookup)
         images = [job.output / f"{updates}-{number}.{ENDINGS[recipe.spec.preview]}" for number in range(len(drawn))]
         for path, preview in zip(images, drawn, strict=True):
             write_atomic(path, content_of(preview))
@@ -139,10 +142,6 @@ def _state(
     return adapter.state()
 
 
-def _put(adapter: Adapter, state: Mapping[str, Tensor], transfer: DeviceTransfer) -> None:
-    adapter.load({name: transfer.send_checked(tensor, name) for name, tensor in state.items()})
-
-
 def _held_out_batches(recipe: Recipe, family: ModelFamily, cache: LatentCache, prepared: Prepared) -> Iterator[Batch]:
     """The held-out samples one by one, which takes the least memory."""
     if prepared.held_out:
@@ -163,20 +162,3 @@ def mean_losses(found: Sequence[HeldOut]) -> dict[str, float | None]:
         shares[each.key] = each.share
     usual = sum(shares.values()) / max(len(shares), 1)
     return {key: sum(values) / len(values) * (shares[key] / usual) for key, values in of_sample.items()}
-
-
-def _drawn(
-    family: ModelFamily,
-    model: LoadedModel,
-    adapter: Adapter,
-    requests: Sequence[PreviewRequest],
-    strengths: Sequence[float],
-    prepared: Prepared,
-) -> list[Drawn]:
-    """The previews of all requests at the first strength, then at the next."""
-    drawn = list[Drawn]()
-    for strength in strengths if requests else ():
-        with adapter.scaled(strength):
-            asked = [replace(request, lora_scale=strength) for request in requests]
-            drawn += family.preview(model, asked, prepared.text_lookup)
-    return drawn

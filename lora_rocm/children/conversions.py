@@ -12,7 +12,7 @@ from lora_rocm.export import writers
 from lora_rocm.export.gguf import require_convertible, write_gguf
 from lora_rocm.export.merged import write_merged
 from lora_rocm.export.metadata import Facts
-from lora_rocm.families.base import LoadedModel, ModelFamily, OwnFiles, WritesWholeModels, family_for
+from lora_rocm.families.base import LoadedModel, OwnFiles, WritesWholeModels, family_for
 from lora_rocm.foundation.files import followed, temporary_folder
 from lora_rocm.processes.jobs import ExportJob
 from lora_rocm.recipe.schema import Recipe
@@ -49,7 +49,12 @@ def convert(job: ExportJob, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpo
         difference = _merge(path, files, adapter, recipe, None if job.output else run_dir.path)
     else:
         assert job.converter is not None, "the command has found it"
-        _to_gguf(path, job.converter, family, files, model, adapter, recipe, checkpoint)
+        require_convertible(adapter)
+        with temporary_folder() as folder:  # by way of PEFT's form, which llama.cpp's script reads
+            writers.write("peft", folder, family, adapter, recipe, Facts(**checkpoint.facts["metadata"]))
+            writers.verify("peft", folder, family, model, adapter)
+            lora, base, dtype = folder / files.component, files.beside[0].parent, recipe.output.dtype
+            write_gguf(path, lora, base, job.converter, dtype, len(adapter.modules))
     emit(
         ExportEvent(
             format=form,
@@ -71,21 +76,3 @@ def _merge(path: Path, files: OwnFiles, adapter: Adapter, recipe: Recipe, root: 
         text = f"Rounding the merged weights to the base's dtype loses {rounding.lost:.0%} of what the adapter changes"
         emit(NoticeEvent(text=f"{text}. The peft format has all of it."))
     return rounding.largest
-
-
-def _to_gguf(
-    path: Path,
-    script: Path,
-    family: ModelFamily,
-    files: OwnFiles,
-    model: LoadedModel,
-    adapter: Adapter,
-    recipe: Recipe,
-    checkpoint: Checkpoint,
-) -> None:
-    require_convertible(adapter)
-    with temporary_folder() as folder:
-        writers.write("peft", folder, family, adapter, recipe, Facts(**checkpoint.facts["metadata"]))
-        writers.verify("peft", folder, family, model, adapter)
-        base = files.beside[0].parent
-        write_gguf(path, folder / files.component, base, script, recipe.output.dtype, len(adapter.modules))

@@ -10,7 +10,7 @@ import sys
 from lora_rocm.children.json_child import answer
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.processes.jobs import InspectJob, Judgements
-from lora_rocm.train.usable_base import judged
+from lora_rocm.train.usable import judged
 
 
 def main(registry: Registry = PRODUCT) -> int:

@@ -36,12 +36,7 @@ ONLY_STEPS = (
     "sample.control_prompts=[]",
     "output.save_every_n_steps=1000000",
 )
-MADE_UP = (
-    "lora.init_from=null",
-    "data.sources=[]",
-    "data.path=builtin:demo",
-    "data.upscale=true",
-)
+MADE_UP = ("lora.init_from=null", "data.sources=[]", "data.path=builtin:demo", "data.upscale=true")
 WITH_HIPBLASLT = {"DISABLE_ADDMM_HIP_LT": "0", "TORCH_BLAS_PREFER_HIPBLASLT": "1", "ROCBLAS_USE_HIPBLASLT": "1"}
 WITHOUT_HIPBLASLT = {"DISABLE_ADDMM_HIP_LT": "1", "TORCH_BLAS_PREFER_HIPBLASLT": "0", "ROCBLAS_USE_HIPBLASLT": "0"}
 VARIANTS = {"Lt": WITH_HIPBLASLT, "no Lt": WITHOUT_HIPBLASLT}

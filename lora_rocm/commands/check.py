@@ -172,11 +172,11 @@ def check(
         return replace(found, error=_failure(loaded, errors))
     # what needs both: the first texts with the model's tokenizer, and captions that it cuts
     if texts is None:
-        notes = (*_cut_captions(recipe, samples, base.token_limits), *_unused_tokens(recipe, samples))
+        notes = (*_cut_captions(recipe, samples, base.tokenizers), *_unused_tokens(recipe, samples))
     else:
         data, plan = texts.looked_at()
         found = replace(found, data=data, plan=plan)
-        notes = _cut_captions(recipe, texts.samples() if base.token_limits else (), base.token_limits)
+        notes = _cut_captions(recipe, texts.samples() if base.tokenizers else (), base.tokenizers)
     return replace(found, weight_bytes=base.num_bytes, notes=(*base.notices, *notes))
 
 

@@ -7,32 +7,19 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lora_rocm import __version__
 from lora_rocm.errors import LoraRocmError, StorageError, storage_error
 from lora_rocm.foundation.bounded_read import FileVersion
+from lora_rocm.foundation.json_text import object_in
 from lora_rocm.processes.jobs import CheckBaseJob, Weighed
 from lora_rocm.recipe.paths import paths_of
 from lora_rocm.recipe.schema import Recipe
 
-if TYPE_CHECKING:
-    from lora_rocm.dataset.captions.caption_length import TokenLimit
-
-KEPT_WEIGHTS = 50
-
-
-@dataclass(frozen=True)
-class BaseFacts:
-    """Facts about the base, found by a child process: see ``processes.jobs.Weighed``."""
-
-    num_bytes: dict[str, int]
-    notices: list[str]
-    files: list[list[Any]]
-    token_limits: Sequence[TokenLimit]
+KEPT_WEIGHTS, MAX_MEMORY_BYTES = 50, 1 << 26
 
 
 class Weighing:
@@ -45,7 +32,7 @@ class Weighing:
         self._memory = self._cache / "weights.json"
         self._plan = plan_here(recipe)
         self._key = _weights_key(recipe, self._plan.settings.precision)
-        self._found = _recalled(self._cache, _remembered(self._memory).get(self._key))
+        self._found = _recalled(self._cache, object_in(self._memory, MAX_MEMORY_BYTES).get(self._key))
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._weigh, daemon=True)
         if self._found is None:
@@ -56,8 +43,7 @@ class Weighing:
 
         env = self._plan.applied_to(os.environ)
         try:
-            found = ask(CheckBaseJob(self._recipe.model_dump(mode="json")), Weighed, env)
-            self._found = BaseFacts(found.num_bytes, found.notices, found.files, found.tokenizers)
+            self._found = ask(CheckBaseJob(self._recipe.model_dump(mode="json")), Weighed, env)
         except LoraRocmError as error:
             self._error = error
         except OSError as error:  # no room for the file, no memory for the process
@@ -65,7 +51,7 @@ class Weighing:
         except BaseException as error:  # of any class: result() raises it in the thread that asks
             self._error = error
 
-    def result(self) -> BaseFacts:
+    def result(self) -> Weighed:
         """Wait for the child process and return the facts."""
         from lora_rocm.dataset.captions.caption_length import keep_limits
         from lora_rocm.foundation.files import write_json
@@ -79,10 +65,10 @@ class Weighing:
             raise self._error
         found = self._found
         assert found is not None
-        kept = list(_remembered(self._memory).items())[-KEPT_WEIGHTS:]
+        kept = list(object_in(self._memory, MAX_MEMORY_BYTES).items())[-KEPT_WEIGHTS:]
         try:
             facts = {"num_bytes": found.num_bytes, "notices": found.notices, "files": found.files}
-            facts["tokenizers"] = keep_limits(self._cache, found.token_limits)
+            facts["tokenizers"] = keep_limits(self._cache, found.tokenizers)
             write_json(self._memory, {**dict(kept), self._key: facts})
         except StorageError:
             pass
@@ -107,7 +93,7 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.suffix in (".json", ".safetensors") and file.is_file())
 
 
-def _recalled(cache: Path, kept: Any) -> BaseFacts | None:
+def _recalled(cache: Path, kept: Any) -> Weighed | None:
     """Return the facts of an earlier check; None if a file of the base has changed, or a kept tokenizer is gone."""
     from lora_rocm.dataset.captions.caption_length import recall_limits
 
@@ -116,14 +102,6 @@ def _recalled(cache: Path, kept: Any) -> BaseFacts | None:
         limits = recall_limits(cache, kept["tokenizers"])
         if not same or limits is None or not kept["num_bytes"]:
             return None
-        return BaseFacts(dict(kept["num_bytes"]), list(kept["notices"]), list(kept["files"]), limits)
+        return Weighed(dict(kept["num_bytes"]), list(kept["notices"]), list(kept["files"]), limits)
     except (OSError, LookupError, TypeError, ValueError):  # a file is gone, or another version wrote it
         return None
-
-
-def _remembered(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

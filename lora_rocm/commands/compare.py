@@ -110,11 +110,7 @@ def compare(
 
     with temporary_folder() as folder:
         job = CompareJob(
-            source=run_dir.path,
-            prompts=tuple(prompts),
-            strengths=tuple(shown),
-            output=folder,
-            files=tuple(files),
+            source=run_dir.path, prompts=tuple(prompts), strengths=tuple(shown), output=folder, files=tuple(files)
         )
         run_model_tool(job, on_event, say)
         texts = sample.image_prompts if sample.prompts else []

@@ -203,17 +203,24 @@ class Samples(Lazy[Sample]):
         return id(self)
 
     def files_of_datasets(self) -> Iterator[str]:
-        """Paths of the image files that dataset sources refer to."""
+        """Paths of the image files that dataset sources refer to, those of companions included."""
         if any(source.path is None for source in self.sources):
             for sample in self.stored:
-                if sample.options.path is None and isinstance(sample.location, Path):
-                    yield str(sample.location)
+                if sample.options.path is None:
+                    places = dict.fromkeys((sample.location, *(each.place for each in sample.companions)))
+                    yield from (str(place) for place in places if isinstance(place, Path))
 
 
 def _written(sample: Sample) -> str:
-    """The companions of a sample as text for ``_read``; empty if there are none. Of a row the column is named."""
-    places = [each.place for each in sample.companions]
-    named = [[str(place), ""] if isinstance(place, Path) else ["", place.column] for place in places]
+    """The companions of a sample as text for ``_read``; empty if there are none.
+
+    Of a cell the column is named, and the row too if the sample itself is a file that the row names.
+    """
+    places, is_file = [each.place for each in sample.companions], isinstance(sample.location, Path)
+    named = [
+        [str(place), ""] if isinstance(place, Path) else [str(place.index) if is_file else "", place.column]
+        for place in places
+    ]
     sizes = [[each.name, each.width, each.height] for each in sample.companions]
     return json.dumps([size + place for size, place in zip(sizes, named, strict=True)]) if places else ""
 
@@ -221,8 +228,8 @@ def _written(sample: Sample) -> str:
 def _read(text: str, options: ResolvedSource, row: int) -> tuple[Companion, ...]:
     found = []
     for name, width, height, path, column in json.loads(text) if text else ():
-        place = DatasetRow(options.dataset or "", options.split, column, row) if column else Path(path)
-        found.append(Companion(name, place, width, height))
+        cell = DatasetRow(options.dataset or "", options.split, column, int(path or row)) if column else None
+        found.append(Companion(name, cell or Path(path), width, height))
     return tuple(found)
 
 

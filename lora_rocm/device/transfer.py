@@ -206,11 +206,6 @@ class DeviceTransfer:
     def method(self) -> str:
         return self.methods[self._rung]
 
-    @property
-    def resending(self) -> bool:
-        """Whether a batch failed and has not yet arrived intact."""
-        return self._rung != self._base_rung
-
     def send(
         self, tensors: Mapping[str, Tensor], fingerprints: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], Clock]:

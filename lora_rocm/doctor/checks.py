@@ -6,11 +6,9 @@ from dataclasses import replace
 
 from lora_rocm.doctor.choices import CHOICE_CHECKS, NOTES
 from lora_rocm.doctor.finding import LEVELS, Check, Finding
-from lora_rocm.doctor.kernel_log_checks import LOG_CHECKS
 from lora_rocm.doctor.known_bad import KNOWN_BAD_CHECKS
 from lora_rocm.doctor.linux_checks import LINUX_CHECKS
 from lora_rocm.doctor.memory_checks import MEMORY_CHECKS
-from lora_rocm.doctor.mitigations_seen import REMEMBERED_CHECKS
 from lora_rocm.doctor.selftest_checks import TESTED_CHECKS
 from lora_rocm.doctor.software_checks import SOFTWARE_CHECKS
 from lora_rocm.doctor.table_age import AGE_CHECKS
@@ -29,9 +27,7 @@ CHECKS: dict[str, Check] = {
     **CHOICE_CHECKS,
     **TESTED_CHECKS,
     **KNOWN_BAD_CHECKS,
-    **LOG_CHECKS,
     **MEMORY_CHECKS,
-    **REMEMBERED_CHECKS,
     **NOTES,
     **AGE_CHECKS,
 }

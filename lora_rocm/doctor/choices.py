@@ -1,4 +1,4 @@
-"""Findings about choices: the GPU among several, the user's variables, and values replaced by the owner's rules."""
+"""Findings about choices: the GPU among several, the user's variables, replaced values, mitigations."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lora_rocm.hardware.wheels import named
 from lora_rocm.rules.amd_rules import PRICE_OF_SAFE
 from lora_rocm.rules.environment import EnvPlan, rules
 from lora_rocm.rules.harmful_values import harms
+from lora_rocm.rules.mitigation_store import FORGET, said
 from lora_rocm.rules.rule import Situation
 
 MOST_UNREAD = 20
@@ -97,9 +98,8 @@ def _replaced(rule: str, situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _ipc(situation: Situation, plan: EnvPlan) -> Finding | None:
-    if not any(row.variable == "HIP_DISABLE_IPC" for row in plan.rows):
-        return None
-    return finding("owner-ipc", situation)
+    is_set = any(row.variable == "HIP_DISABLE_IPC" for row in plan.rows)
+    return finding("owner-ipc", situation) if is_set else None
 
 
 def _override(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -140,12 +140,30 @@ def _unread(situation: Situation, plan: EnvPlan) -> Finding | None:
     )
 
 
+def _remembered(situation: Situation, plan: EnvPlan) -> Finding | None:
+    """The stored mitigations of this machine: a note, because they cost speed or bit-exactness."""
+    remembered = situation.remembered
+    if remembered is None or not (remembered.entries or remembered.damaged):
+        return None
+    if remembered.damaged:
+        title, evidence = "What was remembered about this machine cannot be read", "the file is damaged"
+        effect = "it counts as forgotten: the next run learns it again"
+    else:
+        title = "Runs on this machine are changed because of failures of earlier ones"
+        evidence = "; ".join(said(remembered.entries))
+        effect = (
+            "runs go on where they failed; some of these changes cost speed. A new driver, torch or GPU begins anew"
+        )
+    return finding("remembered", situation, title=title, evidence=evidence, effect=effect, forget=FORGET)
+
+
 CHOICE_CHECKS: dict[str, Check] = {
     **{f"replaced-{rule.id}": partial(_replaced, rule.id) for rule in rules() if rule.over_user},
     **{f"variable-{harm.id}": partial(_variable, harm.id) for harm in harms()},
     "unknown-gpu": _unknown,
 }
 NOTES: dict[str, Check] = {
+    "remembered": _remembered,
     "gpu-chosen": _hides,
     "gpu-by-uuid": _by_uuid,
     "no-rccl": _no_rccl,

@@ -99,9 +99,7 @@ def install_torch(situation: Situation) -> tuple[str, ...]:
     except LoraRocmError:
         return ()
     windows = situation.facts.system == "windows"
-    install = installer(windows)
-    if situation.facts.torch is not None:  # the installer replaces a present torch only if told to
-        install += " --repair" if windows else " ARGS=--repair"
+    install = installer(windows, repair=situation.facts.torch is not None)  # else a torch that is there stays
     return (install, "Or, without a checkout of the sources:", *_by_pip(situation, choice))
 
 

@@ -1,4 +1,4 @@
-"""Known bad drivers, kernels and firmware: ``known_bad.toml``, a table of version ranges, and what reads it."""
+"""Known bad drivers, kernels and firmware: by version (``known_bad.toml``), and by what the kernel log says of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from lora_rocm.doctor.cures import install_torch, newer_firmware, newer_kernel, 
 from lora_rocm.doctor.finding import Check, Finding
 from lora_rocm.foundation.tables import by_name, read_table
 from lora_rocm.hardware.attention_images import attention_fits, attention_misfit
+from lora_rocm.rules.amd_rules import STRIX_HALO
 from lora_rocm.rules.environment import EnvPlan
+from lora_rocm.rules.kernel_log import Pattern, pattern_of, patterns
 from lora_rocm.rules.rule import Level, Situation, When, release
 
 Read = Callable[[Situation], str | None]
@@ -143,4 +145,27 @@ def _evidence(row: Bad, situation: Situation) -> str:
     return f"{text.replace('None', 'unknown').replace(' )', ')')}; {card}"
 
 
-KNOWN_BAD_CHECKS: dict[str, Check] = {row.id: partial(_check, row) for row in bad_table().bad}
+def _logged(pattern: Pattern, situation: Situation, plan: EnvPlan) -> Finding | None:
+    """A pattern of this boot's kernel log about the GPU."""
+    linux = situation.facts.linux
+    lines = linux.kernel_log if linux is not None and situation.gpu is not None else None
+    found = [line for line in lines or () if pattern_of(line) is pattern]
+    if not found:
+        return None
+    times = "1 line" if len(found) == 1 else f"{len(found)} lines, the last"
+    evidence = f"kernel log of this boot, {times}: {found[-1].strip()}"
+    cure = pattern.cure
+    planned = {row.variable: row.value for row in plan.variables}
+    effect = pattern.effect
+    if pattern.id == "log-sdma" and planned.get("HSA_ENABLE_SDMA") == "0":
+        effect += "; lora-rocm sets HSA_ENABLE_SDMA=0 on this machine, so its runs do not use that engine"
+        cure = ("For other programs, as long as this kernel runs: export HSA_ENABLE_SDMA=0",)
+    elif pattern.on_strix_halo and situation.gpu is not None and situation.gpu.gfx == STRIX_HALO:
+        cure = (*cure, pattern.on_strix_halo)
+    return Finding(pattern.id, pattern.level, pattern.title, evidence, effect, cure, pattern.source)
+
+
+KNOWN_BAD_CHECKS: dict[str, Check] = {
+    **{row.id: partial(_check, row) for row in bad_table().bad},
+    **{pattern.id: partial(_logged, pattern) for pattern in patterns()},
+}

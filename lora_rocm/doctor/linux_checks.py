@@ -120,9 +120,8 @@ def _node_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 def _cwsr(situation: Situation, plan: EnvPlan) -> Finding | None:
     linux = _native(situation)
-    if linux is None or linux.boot_parameters.get("amdgpu.cwsr_enable") != "0":
-        return None
-    return finding("cwsr", situation)
+    is_off = linux is not None and linux.boot_parameters.get("amdgpu.cwsr_enable") == "0"
+    return finding("cwsr", situation) if is_off else None
 
 
 def _runtime_power(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -139,9 +138,8 @@ def _runtime_power(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 def _atomics(situation: Situation, plan: EnvPlan) -> Finding | None:
     gpu = situation.gpu
-    if _native(situation) is None or gpu is None or gpu.pcie_atomics is not False:
-        return None
-    return finding("pcie-atomics", situation)
+    lacks_them = _native(situation) is not None and gpu is not None and gpu.pcie_atomics is False
+    return finding("pcie-atomics", situation) if lacks_them else None
 
 
 def _iommu(situation: Situation, plan: EnvPlan) -> Finding | None:

@@ -127,9 +127,8 @@ def _short_tdr(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 def _smart_app_control(situation: Situation, plan: EnvPlan) -> Finding | None:
     windows = _windows(situation)
-    if windows is None or windows.smart_app_control != "on":
-        return None
-    return finding("smart-app-control", situation)
+    is_on = windows is not None and windows.smart_app_control == "on"
+    return finding("smart-app-control", situation) if is_on else None
 
 
 def _vc_runtime(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -144,9 +143,7 @@ def _vc_runtime(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 def _long_paths(situation: Situation, plan: EnvPlan) -> Finding | None:
     windows = situation.facts.windows
-    if windows is None or windows.long_paths is not False:
-        return None
-    return finding("long-paths", situation)
+    return finding("long-paths", situation) if windows is not None and windows.long_paths is False else None
 
 
 WINDOWS_CHECKS: dict[str, Check] = {

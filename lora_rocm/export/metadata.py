@@ -78,7 +78,8 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_seed": train.seed,
         "ss_mixed_precision": train.mixed_precision,
         "ss_resolution": f"({side}, {side})" if (side := _side(recipe)) else None,
-        **_of_objective(recipe, family),
+        **recipe.objective.metadata(),
+        **(family.objective.kohya_fields() if isinstance(family.objective, FlowObjective) else {}),
         "ss_network_dropout": recipe.lora.dropout or None,
         "ss_caption_dropout_rate": recipe.data.caption_dropout_rate,
         "ss_shuffle_caption": recipe.data.shuffle_caption,
@@ -98,11 +99,6 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_training_finished_at": facts.finished_at_s,
     }
     return {name: str(value) for name, value in values.items() if value is not None}
-
-
-def _of_objective(recipe: Recipe, family: ModelFamily) -> dict[str, object]:
-    of_base = family.objective.kohya_fields() if isinstance(family.objective, FlowObjective) else {}
-    return {**recipe.objective.metadata(), **of_base}
 
 
 def modelspec(recipe: Recipe, family: ModelFamily, facts: Facts, model_hash: str) -> dict[str, str]:

@@ -29,32 +29,27 @@ class TensorFile:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """As ``serialise``."""
-        return serialise(self.tensors, self.metadata)
+        """The whole file.
+
+        Raises:
+            ExportError: a value is not finite in its dtype, so no program could use the file.
+        """
+        for name, tensor in self.tensors.items():
+            if not torch.isfinite(tensor).all():
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                raise ExportError(
+                    "weights-not-finite",
+                    f"The trained weights are larger than any {dtype} number: the file was not written.",
+                    where=name,
+                    fix="Lower optim.learning_rate: such weights are of no use. What was saved before is kept.",
+                )
+        return header_of(self.tensors, self.metadata) + _body(self.tensors)
 
     @property
     def size_bytes(self) -> int:
         """Size of the file."""
         body_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
         return len(header_of(self.tensors, self.metadata)) + body_bytes
-
-
-def serialise(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """A whole safetensors file as bytes.
-
-    Raises:
-        ExportError: a value is not finite in its dtype, so no program could use the file.
-    """
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise ExportError(
-                "weights-not-finite",
-                f"The trained weights are larger than any {dtype} number: the file was not written.",
-                where=name,
-                fix="Lower optim.learning_rate: such weights are of no use. What was saved before is kept.",
-            )
-    return header_of(tensors, metadata) + _body(tensors)
 
 
 def kohya_hashes(tensors: Mapping[str, Tensor], ss_metadata: Mapping[str, str]) -> dict[str, str]:

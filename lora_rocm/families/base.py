@@ -51,12 +51,10 @@ class Encoder(Protocol):
     @property
     def entry(self) -> EntrySpec:
         """The inputs and outputs of ``encode``."""
-        ...
 
     @property
     def fingerprint(self) -> str:
         """Identity of weights and settings. It is part of every cache key, and known without loading the weights."""
-        ...
 
     def load(self, door: Placement) -> Encode:
         """Load the weights and return ``encode``, which maps one sample's inputs to CPU tensors.
@@ -65,14 +63,12 @@ class Encoder(Protocol):
         sends the inputs and receives the outputs. The encoder chooses the dtype of its weights. A caption encoder may
         be loaded on the CPU if the GPU is full.
         """
-        ...
 
     def in_tiles(self) -> Encoder | None:
         """The same encoder with tiled encoding, or None if it has no tiled mode.
 
         Tiling takes less memory and rounds differently, so the fingerprint differs.
         """
-        ...
 
 
 @runtime_checkable
@@ -82,14 +78,12 @@ class ComparesWithStart(Protocol):
     @property
     def start_entry(self) -> EntrySpec | None:
         """The entry that ``at_start`` fills. None: the recipe's objective compares nothing."""
-        ...
 
     def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: Placement) -> Tensors:
         """What the model says of one sample before the first step: the tensors of ``start_entry``, on the CPU.
 
         ``model`` gives the model on the door's device; it is loaded when it is first asked for.
         """
-        ...
 
 
 @runtime_checkable
@@ -99,7 +93,6 @@ class EncodesWithComponents(Protocol):
     @property
     def encoders_identity(self) -> str:
         """Covers every byte of these components. Before they are loaded, it has to read their files."""
-        ...
 
 
 class TextReader(Protocol):
@@ -108,7 +101,6 @@ class TextReader(Protocol):
     @property
     def notices(self) -> Sequence[str]:
         """Messages about all texts that ``parts`` has seen."""
-        ...
 
     def parts(self, text: str) -> Sequence[str | None]:
         """The samples that a text is cut into; None: one that is left out, and counted in the notices.
@@ -117,15 +109,12 @@ class TextReader(Protocol):
             UnusableText: it cannot be trained on.
             DataError: no text of this kind can.
         """
-        ...
 
     def num_tokens(self, text: str) -> int:
         """The length of a sample, cut to the longest."""
-        ...
 
     def shown(self, text: str) -> str:
         """A sample as the model reads it, with marks around what is trained on."""
-        ...
 
 
 @dataclass
@@ -236,7 +225,6 @@ class WritesWholeModels(Protocol):
         Raises:
             ModelError: it has none, for example because its weights are random.
         """
-        ...
 
 
 class HasBase(Protocol):
@@ -257,14 +245,12 @@ class HasBase(Protocol):
         Raises:
             ModelError: it cannot be trained on.
         """
-        ...
 
     def base_facts(self) -> Mapping[str, str]:
         """Facts of the base: "hash" (short, of a one-file checkpoint), "prediction_type" and "identity".
 
         The identity covers every byte of the trained components. Before they are loaded, it has to read their files.
         """
-        ...
 
 
 class EncodesSamples(Protocol):
@@ -287,7 +273,6 @@ class EncodesSamples(Protocol):
 
     def encoders(self) -> Sequence[Encoder]:
         """The encoders, one per cache entry. Captions are only tokenised if text encoders run in each step."""
-        ...
 
     def token_limits(self) -> Sequence[TokenLimit]:
         """The tokenizer and the token limit of each text encoder.
@@ -295,13 +280,11 @@ class EncodesSamples(Protocol):
         Raises:
             ModelError: a tokenizer is missing or cannot be read.
         """
-        ...
 
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
     ) -> Tensors:
         """Conditioning tensors computed from the geometry of one sample. All arguments are in pixels."""
-        ...
 
 
 class ComputesLosses(Protocol):
@@ -310,7 +293,6 @@ class ComputesLosses(Protocol):
     @property
     def objective(self) -> Objective:
         """Draws noise and timesteps for a batch, and defines the target."""
-        ...
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
         """The model's prediction for one micro-batch on the device.
@@ -322,7 +304,6 @@ class ComputesLosses(Protocol):
             batch: cached tensors with a batch dimension.
             draws: the tensors that ``objective`` drew for the batch.
         """
-        ...
 
 
 class PlansMemory(ComputesLosses, Protocol):
@@ -330,7 +311,6 @@ class PlansMemory(ComputesLosses, Protocol):
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         """The repeated blocks in forward order, never nested, for recomputation, compilation and offloading."""
-        ...
 
     def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
         """Recompute activations in the backward pass instead of keeping them (arXiv 1604.06174).
@@ -338,11 +318,9 @@ class PlansMemory(ComputesLosses, Protocol):
         ``run(block, *args, **kwargs)`` calls a block (one of ``blocks``) and decides for it; None: each is computed
         again. The block is called as a module, for offloaded weights are fetched by its hooks.
         """
-        ...
 
     def example(self, shape: Shape, rows: int) -> Tensors:
         """A batch of zeros on the CPU with the shapes and dtypes of a cached batch of ``shape``."""
-        ...
 
 
 class LoadsModels(Protocol):
@@ -361,22 +339,18 @@ class LoadsModels(Protocol):
 
     def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
         """Load the components that training needs, frozen and checked against the family."""
-        ...
 
     def skeleton(self, component: str) -> nn.Module:
         """A component built from its config: zero weights of the right shapes that take no memory."""
-        ...
 
     def weight_format(self, component: str) -> WeightFormat:
         """The storage format of a component's frozen layers."""
-        ...
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
         """Replace modules by fused ones with less memory traffic. Names and parameters stay; results agree to rounding.
 
         Call it after LoRA is injected and the weights are on the device. ``triton=False`` uses plain PyTorch only.
         """
-        ...
 
 
 class Previewer(Protocol):
@@ -399,7 +373,6 @@ class Previewer(Protocol):
             text: maps a prompt to its cached tensors (no batch dimension, CPU), because the text encoders may be freed.
             in_tiles: decode images of any size in tiles, which takes less memory.
         """
-        ...
 
 
 class ModelFamily(HasBase, EncodesSamples, LoadsModels, PlansMemory, Previewer, Protocol):
@@ -436,7 +409,6 @@ class Answering(Protocol):
         Raises:
             UnusableText: from the first piece: the conversation cannot be answered.
         """
-        ...
 
 
 def family_for(recipe: Recipe) -> ModelFamily:

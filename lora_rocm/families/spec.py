@@ -12,6 +12,7 @@ from pydantic import Field
 
 from lora_rocm.recipe.rule import Rule
 from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId, Quantization
+from lora_rocm.recipe.source_sections import OF_TEXTS_TOO, OF_VIDEOS, DataSource
 
 
 class LatentSection(ModelSection):
@@ -69,36 +70,20 @@ class TransformerSection(LatentSection):
 
 
 OF_IMAGES = frozenset(
-    [
+    [f"data.{name}" for name in DataSource.model_fields if name not in OF_TEXTS_TOO | OF_VIDEOS]
+    + [
         f"data.{name}"
         for name in (
-            *(
-                "resolution",
-                "flip_aug",
-                "random_crop",
-                "color_aug",
-                "loss_weight_column",
-                "crop_column",
-                "metadata_file",
-                "bucket_step",
-                "bucket_max_aspect",
-                "enable_bucket",
-                "upscale",
-            ),
-            *("image_column", "caption_column", "caption_extension", "caption_fallback", "trigger_word"),
-            *("caption_prefix", "caption_suffix", "enable_wildcard", "caption_tag_dropout_rate"),
-            *("shuffle_caption", "keep_tokens", "caption_variants", "caption_dropout_rate", "mask_path"),
-            *("alpha_mask", "control_path", "unmasked_weight", "normalize_masked_area_loss", "is_reg"),
-            *("class_prompt", "num_class_images", "max_batch_size"),
+            *("bucket_step", "bucket_max_aspect", "enable_bucket", "upscale", "caption_variants"),
+            *("normalize_masked_area_loss", "prior_loss_weight"),
         )
     ]
-    + [f"sample.{name}" for name in ("width", "height", "control_images", "control_images_2", "masks")]
     + [
-        "sample.images_per_prompt",
-        "sample.sampler",
-        "sample.guidance_scale",
-        "sample.negative_prompt",
-        "data.prior_loss_weight",
+        f"sample.{name}"
+        for name in (
+            *("width", "height", "control_images", "control_images_2", "masks", "images_per_prompt", "sampler"),
+            *("guidance_scale", "negative_prompt"),
+        )
     ]
 )
 """Keys of shared sections that are about images: a family whose samples are texts reads none of them."""

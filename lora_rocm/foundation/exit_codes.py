@@ -20,10 +20,7 @@ def tell(error: LoraRocmError) -> None:
 
 
 def exit_code_of(
-    command: Callable[[], int | None],
-    *,
-    outlives_output: bool = False,
-    report: Callable[[LoraRocmError], None] = tell,
+    command: Callable[[], int | None], *, outlives_output: bool = False, report: Callable[[LoraRocmError], None] = tell
 ) -> int:
     """Run a command and return its exit code.
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.terminal_text import legible
 
 MAX_SHOWN_LETTERS = 60
@@ -54,6 +56,15 @@ def parse_json(text: str | bytes, *, repeated_keys: bool = False) -> Any:
         raise BadJson("its lists or objects are nested too deep") from error
     except ValueError as error:  # the only other one: Python's limit of digits (``sys.get_int_max_str_digits``)
         raise BadJson("it has a whole number with too many digits") from error
+
+
+def object_in(path: Path, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file is missing, damaged or too large, or holds something else."""
+    try:
+        value = parse_json(read_plain(path, max_bytes))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _without_repeated_keys(pairs: Pairs) -> dict[str, Any]:

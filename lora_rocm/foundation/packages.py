@@ -5,6 +5,9 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from lora_rocm.errors import MachineError
@@ -21,6 +24,15 @@ def require_packages() -> None:
     for name in HEAVY:
         if find_spec(name) is None:
             raise unusable(ModuleNotFoundError(name=name))
+
+
+def versions_of(names: Iterable[str]) -> dict[str, str]:
+    """Name -> version, of the packages that are installed."""
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def imported() -> None:
@@ -40,24 +52,25 @@ def unusable(error: BaseException) -> MachineError:
     Args:
         error: the exception that the import raised.
     """
-    install = installer(sys.platform == "win32")
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         return MachineError(
             "package-missing",
             f"The package {package} is not installed; training, previews and measurements need it.",
             where=f"{sys.executable} (module {error.name})",
-            fix=f"{install}; lora-rocm doctor says which torch this machine needs.",
+            fix=f"{installer(sys.platform == 'win32')}; lora-rocm doctor says which torch this machine needs.",
         )
     said = next(iter(str(error).splitlines()), "")
     return MachineError(
         "package-broken",
         f"A package that training needs cannot be imported: {type(error).__name__}: {said}",
         where=sys.executable,
-        fix=f"{install} {'' if sys.platform == 'win32' else 'ARGS='}--repair; lora-rocm doctor says more.",
+        fix=f"{installer(sys.platform == 'win32', repair=True)}; lora-rocm doctor says more.",
     )
 
 
-def installer(windows: bool) -> str:
-    """The command that installs everything, run in the folder of the repository."""
-    return r"scripts\windows\install.bat" if windows else "make install"
+def installer(windows: bool, *, repair: bool = False) -> str:
+    """The command that installs everything, run in the folder of the repository. repair: a present torch, too."""
+    if windows:
+        return r"scripts\windows\install.bat" + (" --repair" if repair else "")
+    return "make install" + (" ARGS=--repair" if repair else "")

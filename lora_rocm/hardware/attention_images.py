@@ -42,12 +42,9 @@ def attention_misfit(torch: Torch | None, gfx: str | None) -> Misfit | None:
 
 def attention_fits(torch: Torch | None, gfx: str | None) -> bool:
     """Whether the files say that library and images for an architecture fit."""
-    known = torch is not None and torch.aotriton is not None and _has_images(torch, gfx)
-    return known and attention_misfit(torch, gfx) is None
-
-
-def _has_images(torch: Torch, gfx: str | None) -> bool:
-    return any(_serves(folder, gfx) for folder in torch.aotriton_images)
+    if torch is None or torch.aotriton is None or not any(_serves(folder, gfx) for folder in torch.aotriton_images):
+        return False
+    return attention_misfit(torch, gfx) is None
 
 
 def _serves(folder: str, gfx: str | None) -> bool:

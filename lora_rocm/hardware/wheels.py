@@ -270,7 +270,7 @@ def _no_wheel(gpu: Gpu, why: str) -> MachineError:
 
 def _as_asked(facts: HostFacts, use: _Use, asked: str, place: str) -> WheelChoice:
     """The choice by the user's two variables. They win; objections become warnings."""
-    of_url = (index for index in indexes().values() if index.url and _same(index.url, place))
+    of_url = (each for each in indexes().values() if each.url and each.url.rstrip("/") == place.rstrip("/"))
     known = indexes().get(place) or next(of_url, None)
     if asked and not re.fullmatch(r"torch(?![\w.-])[\w .,:=<>!~+*@/\[\]-]*", asked):
         what = f"{TORCH_VARIABLE} is no requirement of torch."
@@ -289,10 +289,6 @@ def _as_asked(facts: HostFacts, use: _Use, asked: str, place: str) -> WheelChoic
     sure = kind if url is not None or known is not None else None
     made = WheelChoice(requirement, url, why, sure, gfx if kind == "rocm" else None, warnings, by_user=True)
     return _warned(facts, gpu, known, made) if gpu is not None and known is not None and kind == "rocm" else made
-
-
-def _same(one: str, other: str) -> bool:
-    return one.rstrip("/") == other.rstrip("/")
 
 
 def _leads_to(requirement: str, url: str | None, system: System) -> Kind | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -56,9 +58,30 @@ def available(device: torch.device) -> bool:
     return refusal(device) is None
 
 
-def launches(form: Form, x: Tensor) -> bool:
-    """Whether a function of ``x`` launches its Triton kernels. On the meta device its plain form stands in for them."""
+def launches(form: Form, x: Tensor, kernel: str) -> bool:
+    """Whether a function of ``x`` launches its Triton kernels. On the meta device its plain form stands in for them.
+
+    ``kernel``: "module.function: variant", a name for what is compiled. ``kernels_seen`` collects it on the
+    meta device.
+    """
+    if form == "triton" and x.is_meta:
+        for names in _collecting:
+            names.add(kernel)
     return form == "triton" and not x.is_meta
+
+
+_collecting: list[set[str]] = []
+
+
+@contextmanager
+def kernels_seen() -> Iterator[set[str]]:
+    """Collect the names of the kernels that a pass over meta tensors would launch on a GPU."""
+    names = set[str]()
+    _collecting.append(names)
+    try:
+        yield names
+    finally:
+        _collecting.remove(names)
 
 
 def form_for(device: torch.device, triton: bool = True) -> Form:

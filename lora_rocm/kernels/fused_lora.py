@@ -48,7 +48,6 @@ def lora_projections(
     a_RI: Sequence[Tensor],
     b_OR: Sequence[Tensor],
     scale: float,
-    join: bool = False,
     bias_O: Tensor | None = None,
     dense: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
@@ -60,15 +59,13 @@ def lora_projections(
         a_RI: one per projection, in the order of the weights.
         b_OR: one per projection, in the order of the weights.
         scale: alpha / rank, of all projections.
-        join: in the backward pass concatenate the outputs' gradients for one product, instead of accumulating one
-            product per projection.
         bias_O: frozen, as ``weight_OI``.
         dense: see ``lora_linear``.
 
     Returns:
         One view per projection into the same memory; the row stride is the total width of all outputs.
     """
-    outputs: tuple[Tensor, ...] = _LoraProjections.apply(x, weight_OI, bias_O, scale, join, dense, *a_RI, *b_OR)
+    outputs: tuple[Tensor, ...] = _LoraProjections.apply(x, weight_OI, bias_O, scale, dense, *a_RI, *b_OR)
     return outputs
 
 
@@ -113,7 +110,6 @@ class _LoraProjections(Function):
         weight_OI: Tensor | None,
         bias_O: Tensor | None,
         scale: float,
-        join: bool,
         dense: Callable[[], Tensor] | None,
         *leaves: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -126,7 +122,7 @@ class _LoraProjections(Function):
         for y, h, b in zip(outputs, h_MR.split([b.shape[1] for b in b_OR], dim=1), b_OR, strict=True):
             y.addmm_(h, b.t())
         ctx.save_for_backward(x_MI, h_MR, weight_OI, all_a_RI, *b_OR)
-        ctx.scale, ctx.shape, ctx.join, ctx.dense = scale, x.shape, join, dense
+        ctx.scale, ctx.shape, ctx.dense = scale, x.shape, dense
         return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in outputs)
 
     @staticmethod
@@ -140,10 +136,14 @@ class _LoraProjections(Function):
             dh.addmm_(d, b, beta=0, alpha=ctx.scale)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = _input_gradient(dy_MO, _weight(weight_OI, ctx.dense), ctx.join).addmm_(dh_MR, all_a_RI).view(ctx.shape)
+            weights = _weight(weight_OI, ctx.dense).split([d.shape[1] for d in dy_MO])
+            dx = dy_MO[0] @ weights[0]
+            for d, weight in zip(dy_MO[1:], weights[1:], strict=True):
+                dx.addmm_(d, weight)
+            dx = dx.addmm_(dh_MR, all_a_RI).view(ctx.shape)
         da_RI = (dh_MR.t() @ x_MI).split(ranks)
         db_OR = [d.t() @ h for d, h in zip(dy_MO, h_MR.split(ranks, dim=1), strict=True)]
-        return dx, None, None, None, None, None, *da_RI, *db_OR
+        return dx, None, None, None, None, *da_RI, *db_OR
 
 
 def _weight(weight_OI: Tensor | None, dense: Callable[[], Tensor] | None) -> Tensor:
@@ -151,16 +151,6 @@ def _weight(weight_OI: Tensor | None, dense: Callable[[], Tensor] | None) -> Ten
         return dense()
     assert weight_OI is not None
     return weight_OI
-
-
-def _input_gradient(dy_MO: list[Tensor], weight_OI: Tensor, join: bool) -> Tensor:
-    if join:
-        return torch.cat(dy_MO, dim=1) @ weight_OI
-    first, *others = weight_OI.split([d.shape[1] for d in dy_MO])
-    dx_MI: Tensor = dy_MO[0] @ first
-    for d, weight in zip(dy_MO[1:], others, strict=True):
-        dx_MI.addmm_(d, weight)
-    return dx_MI
 
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:

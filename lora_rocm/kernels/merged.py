@@ -37,8 +37,8 @@ class MergedLinears:
         alike = len(bases) == len(layers) and {type(base) for base in bases} in ({nn.Linear}, {PackedLinear})
         return cls(layers) if alike and len({base.bias is None for base in bases}) == 1 else None
 
-    def __call__(self, layers: Sequence[nn.Module], x: Tensor, join: bool = False) -> tuple[Tensor, ...]:
-        """The outputs of the layers, which must be those of the constructor; ``join``: see ``lora_projections``."""
+    def __call__(self, layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of the layers, which must be those of the constructor."""
         found = [plain_lora(layer, x) for layer in layers]
         if None in found or len({plain[2] for plain in found if plain}) != 1:
             return tuple(layer(x) for layer in layers)
@@ -50,7 +50,7 @@ class MergedLinears:
         if bias_O is None and bases[0].bias is not None:
             bias_O = torch.cat([base.get_parameter("bias") for base in bases]).to(x.dtype)
         dense = partial(_stacked, bases, x.dtype) if self.weight_OI is None else None
-        return lora_projections(x, self.weight_OI, a_RI, b_OR, scales[0], join, bias_O, dense)
+        return lora_projections(x, self.weight_OI, a_RI, b_OR, scales[0], bias_O, dense)
 
     def _holds(self, base: nn.Module) -> bool:
         return self.weight_OI is None or self.weight_OI.data_ptr() == base.get_parameter("weight").data_ptr()

@@ -29,7 +29,8 @@ def group_norm(
     In the Triton form both outputs are in channels_last, and the gradient of the second is added where that of the
     first is computed, so a residual path needs no sum of its own in the backward pass.
     """
-    if backend.launches(form, x_BCHW):
+    variant = f"{'one input' if shift_BC is None else 'sum'}, {'SiLU' if silu else 'no SiLU'}"
+    if backend.launches(form, x_BCHW, f"norms.group_norm: {variant}"):
         from lora_rocm.kernels.group_norm_triton import TritonGroupNorm
 
         outputs: tuple[Tensor, Tensor] = TritonGroupNorm.apply(
@@ -96,11 +97,11 @@ def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, form: Form) -> tup
         norm: of the sum.
         form: see ``backend``.
     """
-    if backend.launches(form, x):
+    if backend.launches(form, x, _name("add_norm", x, branch, norm)):
         total, y = _triton(x, branch, norm)
         assert y is not None, "there is a norm"
         return total, y
-    total = x if branch is None else add_branch(x, branch, form)
+    total = x if branch is None else add_branch(x, branch, "eager")
     if norm.centred and norm.weight.ndim == 1 and norm.dtype is None:
         return total, F.layer_norm(total, x.shape[-1:], norm.weight, norm.bias, norm.eps)
     normal = F.layer_norm(total, x.shape[-1:], eps=norm.eps) if norm.centred else rms_normal(total, norm.eps)
@@ -122,7 +123,9 @@ def normal_again(total: Tensor, norm: RowNorm, form: Form) -> Callable[[], Tenso
 
 def add_branch(x: Tensor, branch: Branch, form: Form) -> Tensor:
     """``x`` plus the branch; both are [B, ..., D]."""
-    if (branch.eps is not None or branch.gate is not None) and backend.launches(form, x):
+    if (branch.eps is not None or branch.gate is not None) and backend.launches(
+        form, x, _name("add_branch", x, branch, None)
+    ):
         return _triton(x, branch, None)[0]
     y = branch.y if branch.eps is None else rms_normal(branch.y, branch.eps)
     if branch.gate is None:
@@ -140,6 +143,20 @@ def rms_normal(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     output: Tensor = _RmsNormal.apply(x, eps, weight)
     return output
+
+
+def _name(function: str, x: Tensor, branch: Branch | None, norm: RowNorm | None) -> str:
+    """Name of the kernels of ``_triton`` with such inputs, see ``backend.launches``."""
+    if branch is None:
+        added = "nothing added"
+    else:
+        added = ("" if branch.gate is None else "gated ") + ("sum" if branch.eps is None else "sum with an RMSNorm")
+    normed = "no norm" if norm is None else "LayerNorm" if norm.centred else "RMSNorm"
+    given = branch.y.dtype if branch is not None else norm.result_dtype if norm is not None else x.dtype
+    vectors = (None if branch is None else branch.gate, None if norm is None else norm.weight)
+    rows = ", rows" if any(vector is not None and vector.ndim == 2 for vector in vectors) else ""
+    stream = ", float32 stream" if x.dtype is torch.float32 is not given else ""
+    return f"norms.{function}: {added}, {normed}{rows}{stream}"
 
 
 def _triton(x: Tensor, branch: Branch | None, norm: RowNorm | None) -> tuple[Tensor, Tensor | None]:
@@ -204,7 +221,7 @@ def residual(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor | None, form: Form) 
     """``x + y + bias`` with a frozen bias per channel."""
     if bias_C is None:
         return x_BCHW + y_BCHW
-    if backend.launches(form, x_BCHW):
+    if backend.launches(form, x_BCHW, "norms.residual: bias"):
         from lora_rocm.kernels.group_norm_triton import TritonResidual
 
         output: Tensor = TritonResidual.apply(x_BCHW, y_BCHW, bias_C)

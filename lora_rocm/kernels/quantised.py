@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.kernels import backend
 from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat
 
@@ -114,7 +115,7 @@ class ScaledRows(QuantisedLinears):
     def unpack(self, layer: PackedLinear, form: Form, out_OI: Tensor) -> None:
         scale_O1 = layer.get_buffer("weight_scale")
         if form == "triton":
-            if not out_OI.is_meta:
+            if backend.launches(form, out_OI, f"quantised.unpack: {self.name}"):
                 from lora_rocm.kernels.unpack_triton import launch_rows
 
                 codes_OI = layer.weight if self.stored is torch.int8 else layer.weight.view(torch.uint8)
@@ -164,7 +165,7 @@ class Nf4(QuantisedLinears):
     def unpack(self, layer: PackedLinear, form: Form, out_OI: Tensor) -> None:
         table, pairs = layer.get_buffer("table"), layer.weight.view(torch.uint8)
         if form == "triton":
-            if not out_OI.is_meta:
+            if backend.launches(form, out_OI, f"quantised.unpack: {self.name}"):
                 from lora_rocm.kernels.unpack_triton import launch_nf4
 
                 codes_K, code = layer.get_buffer("nested_codes"), layer.get_buffer("code")

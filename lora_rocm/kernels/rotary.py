@@ -56,7 +56,9 @@ def norm_rotary(streams: Sequence[tuple[Tensor, Tensor | None]], eps: float, rot
     Returns:
         [B, S, H, D], contiguous, in the dtype of the heads; S is the sum over all streams.
     """
-    if backend.launches(form, streams[0][0]):
+    pairs_of = "neighbours" if rotation.interleaved else "halves"
+    norms = "no norm" if streams[0][1] is None else "norm"
+    if backend.launches(form, streams[0][0], f"rotary.norm_rotary: {pairs_of}, {norms}"):
         from lora_rocm.kernels.rotary_triton import TritonNormRotary
 
         turned: Tensor = TritonNormRotary.apply(

@@ -26,11 +26,9 @@ class WeightFormat(Protocol):
 
     def chosen(self, component: nn.Module) -> Mapping[str, nn.Linear]:
         """The layers that this format stores, by their paths in a dense component."""
-        ...
 
     def packed(self, layer: nn.Linear) -> PackedLinear:
         """A chosen layer with its weight in this format. The bytes depend on the dense values only."""
-        ...
 
     def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
         """Bytes of a component's parameters after packing.
@@ -39,11 +37,9 @@ class WeightFormat(Protocol):
             component: dense, not packed; it may have no memory.
             dtype: dtype of everything that the format leaves dense.
         """
-        ...
 
     def unpack(self, layer: PackedLinear, form: Form, out_OI: Tensor) -> None:
         """Write the weight of a packed layer, rounded to the dtype of ``out_OI``, which is contiguous."""
-        ...
 
 
 class DenseFormat:

@@ -162,9 +162,7 @@ class LatentCache:
         for path in reversed(self._names(kind, key)):
             try:
                 return _checked(path, kind, key, spec)
-            except OSError as error:
-                reasons.append(f"{path}: {error}")
-            except CacheEntryBad as error:
+            except (OSError, CacheEntryBad) as error:
                 reasons.append(f"{path}: {error}")
         raise CacheEntryBad("; ".join(reasons) or f"{self._path(kind, key, 0)}: {MISSING}")
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES
-from lora_rocm.dataset.rows.hf_datasets import DatasetRow
+from lora_rocm.dataset.rows.hf_datasets import DatasetRow, UnreadableCell
 from lora_rocm.dataset.sources.folders import shown
+from lora_rocm.dataset.sources.sample_image import bytes_at
 from lora_rocm.errors import DataError
-from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.latent_cache.image_preprocess import Wanted, hash_of
 
 
@@ -47,11 +46,12 @@ class CompanionWanted(Wanted):
             return b""
         if self.place == self.sample.location:
             return Wanted.read(self)
-        assert isinstance(self.place, Path)
         try:
-            return read_plain(self.place, MAX_IMAGE_BYTES)
+            return bytes_at(self.place)
         except OSError as error:
             raise self.unusable(f"cannot be read: {error.strerror or error}") from error
+        except UnreadableCell as error:
+            raise self.unusable(f"cannot be read: {error}") from error
 
     def unusable(self, why: str) -> DataError:
         """The error for a companion that cannot be used. ``why``: a verb and what follows."""

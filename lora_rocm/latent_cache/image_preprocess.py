@@ -138,7 +138,6 @@ class ReadsCompanion(Protocol):
 
     def companion_of(self, image: Wanted) -> Wanted:
         """The companion of an image, to be read in its place."""
-        ...
 
 
 def read_by(encoder: object, images: Sequence[Wanted]) -> Sequence[Wanted]:

@@ -83,6 +83,11 @@ class Memory:
         return len(self.plan.recomputed) == len(self.footprint.blocks)
 
     @property
+    def kernels(self) -> tuple[str, ...] | None:
+        """Names of the Triton kernels that a step launches; None: not known, because nothing was counted."""
+        return None if self.footprint is None else self.footprint.kernels
+
+    @property
     def offload(self) -> Offload | None:
         """Fetches the blocks that main memory keeps; None: it keeps none."""
         return None if self._placement is None else self._placement.offload

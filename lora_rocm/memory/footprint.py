@@ -45,7 +45,7 @@ from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.kernels.backend import available, form_for
+from lora_rocm.kernels.backend import available, form_for, kernels_seen
 from lora_rocm.kernels.weight_format import dense_shape, pack, use_form
 from lora_rocm.memory.op_counter import Ledger, Tally, fused_attention
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
@@ -248,7 +248,7 @@ def count(
     watch = _Watch(family.blocks(model), ledger)
     drops = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]  # counted with the adapter
     try:
-        with fused_attention(not plain_attention), ledger:
+        with fused_attention(not plain_attention), kernels_seen() as kernels, ledger:
             with torch.no_grad():  # as recomputed blocks run
                 losses(family, model, batch, draws)
             # The counted pass, with all activations kept.
@@ -286,6 +286,7 @@ def count(
         unstarted_layers=adapter.unstarted(recipe.lora),
         optimizer_bytes=state,
         smaller=tuple(_smaller(adapter, recipe, model.dtype, state / numbers)),
+        kernels=tuple(sorted(kernels)),
     )
 
 

@@ -56,11 +56,9 @@ class Numbers(Protocol[Asked]):
 
     def array(self, stored: Asked) -> Any:
         """Return the numbers as a float32 array of numpy."""
-        ...
 
     def largest(self, stored: Asked) -> float:
         """Return the largest magnitude; NaN or infinity if one number is; 0 if there are no numbers."""
-        ...
 
 
 OF_KOHYA = "ss_network_module"

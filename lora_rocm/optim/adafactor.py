@@ -6,27 +6,23 @@ matrix of the first axis and all others here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from lora_rocm.optim.stacks import StackedRule, factored, mean_square_root, renew_means
-from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, write
+from lora_rocm.optim.update_rule import Scalars, write
 from lora_rocm.recipe.optim_sections import AdafactorSection
 
 
 class Adafactor(StackedRule[AdafactorSection]):
     """Adafactor on stacks. The means are float32; a first moment has the dtype of the weights."""
 
-    def __init__(
-        self, weights: TrainedWeights, groups: Sequence[Group], section: AdafactorSection, scalars: Scalars
-    ) -> None:
-        super().__init__(weights, groups, section, scalars)
+    def _allocate(self, scalars: Scalars) -> None:
+        super()._allocate(scalars)
         self._rows = self._table("exp_avg_sq_row", lambda stack: (stack.rows,))
         self._columns = self._table("exp_avg_sq_col", lambda stack: (stack.columns,))
-        if section.beta1 is not None:
-            self._first = self._table("exp_avg", lambda stack: (stack.rows, stack.columns), weights.masters.dtype)
+        if self._section.beta1 is not None:
+            self._first = self._table("exp_avg", lambda stack: (stack.rows, stack.columns), self._weights.masters.dtype)
 
     def _update(
         self, number: int, gradients_nrc: Tensor, weights_nrc: Tensor, factor: float, steps: Tensor, hold: Tensor

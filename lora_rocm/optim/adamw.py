@@ -5,12 +5,10 @@ The fused kernel takes a ``found_inf`` tensor: if it is 1, parameters, moments a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, UpdateRule
+from lora_rocm.optim.update_rule import Scalars, UpdateRule
 from lora_rocm.recipe.optim_sections import AdamwSection
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -25,20 +23,17 @@ class AdamW(UpdateRule[AdamwSection]):
         kernel: PyTorch's optimizer, with one parameter per group.
     """
 
-    def __init__(
-        self, weights: TrainedWeights, groups: Sequence[Group], section: AdamwSection, scalars: Scalars
-    ) -> None:
-        super().__init__(weights, groups, section, scalars)
-        self._parts = [nn.Parameter(weights.masters[group.place]) for group in groups]
+    def _allocate(self, scalars: Scalars) -> None:
+        self._parts = [nn.Parameter(self._weights.masters[group.place]) for group in self._groups]
         self.kernel = torch.optim.AdamW(
             [{"params": [part]} for part in self._parts],
-            betas=section.betas,
-            eps=section.epsilon,
-            weight_decay=section.weight_decay,
+            betas=self._section.betas,
+            eps=self._section.epsilon,
+            weight_decay=self._section.weight_decay,
             fused=True,
         )
-        self.buffers = {name: torch.zeros_like(weights.masters) for name in MOMENTS}
-        for number, (part, group) in enumerate(zip(self._parts, groups, strict=True)):
+        self.buffers = {name: torch.zeros_like(self._weights.masters) for name in MOMENTS}
+        for number, (part, group) in enumerate(zip(self._parts, self._groups, strict=True)):
             # allocated here, so that an update cannot run out of memory
             self.kernel.state[part] = {"step": scalars.add(f"group{number}.step")} | {
                 name: moment[group.place] for name, moment in self.buffers.items()

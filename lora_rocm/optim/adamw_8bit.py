@@ -13,21 +13,11 @@ captured graph would repeat the step that it was captured with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from lora_rocm.device.constants import constant
-from lora_rocm.optim.update_rule import (
-    TABLE_MULTIPLE,
-    Group,
-    Scalars,
-    TrainedWeights,
-    UpdateRule,
-    one_minus_power,
-    write,
-)
+from lora_rocm.optim.update_rule import TABLE_MULTIPLE, Scalars, UpdateRule, one_minus_power, write
 from lora_rocm.recipe.optim_sections import Adamw8bitSection
 
 BLOCK, EXPONENTS = 256, 7
@@ -83,11 +73,8 @@ class Moment:
 class Adamw8bit(UpdateRule[Adamw8bitSection]):
     """AdamW with 8-bit moments, computed in float32."""
 
-    def __init__(
-        self, weights: TrainedWeights, groups: Sequence[Group], section: Adamw8bitSection, scalars: Scalars
-    ) -> None:
-        super().__init__(weights, groups, section, scalars)
-        masters = weights.masters
+    def _allocate(self, scalars: Scalars) -> None:
+        masters = self._weights.masters
         blocks = -(-len(masters) // BLOCK)
         width = -(-blocks // TABLE_MULTIPLE) * TABLE_MULTIPLE
         self.buffers = {
@@ -99,7 +86,6 @@ class Adamw8bit(UpdateRule[Adamw8bitSection]):
         self._second = Moment(self.buffers["exp_avg_sq"], second_W, signed=False)
         self._steps = scalars.add("step")
 
-    @torch.no_grad()
     def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:
         section, hold, (beta1, beta2) = self._section, held > 0, self._section.betas
         gradients_N, steps = self._weights.gradients.div_(divisor), self._steps + 1

@@ -7,12 +7,10 @@ summation keeps what rounding left out in a second bf16 number. The moments are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, UpdateRule, one_minus_power, write
+from lora_rocm.optim.update_rule import Scalars, UpdateRule, one_minus_power, write
 from lora_rocm.recipe.optim_sections import AdamwBf16Section
 
 MOMENTS, LEFT_OUT = ("exp_avg", "exp_avg_sq"), "kahan"
@@ -43,15 +41,11 @@ def round_by_chance(new_N: Tensor, dtype: torch.dtype, steps: Tensor, stream: in
 class AdamwBf16(UpdateRule[AdamwBf16Section]):
     """AdamW with moments in the dtype of the weights, computed in float32."""
 
-    def __init__(
-        self, weights: TrainedWeights, groups: Sequence[Group], section: AdamwBf16Section, scalars: Scalars
-    ) -> None:
-        super().__init__(weights, groups, section, scalars)
-        names = (*MOMENTS, LEFT_OUT) if section.rounding == LEFT_OUT else MOMENTS
-        self.buffers = {name: torch.zeros_like(weights.masters) for name in names}
+    def _allocate(self, scalars: Scalars) -> None:
+        names = (*MOMENTS, LEFT_OUT) if self._section.rounding == LEFT_OUT else MOMENTS
+        self.buffers = {name: torch.zeros_like(self._weights.masters) for name in names}
         self._steps = scalars.add("step")
 
-    @torch.no_grad()
     def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:
         section, hold, masters_N = self._section, held > 0, self._weights.masters
         (beta1, beta2), steps, dtype = section.betas, self._steps + 1, masters_N.dtype

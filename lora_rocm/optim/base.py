@@ -15,18 +15,11 @@ from torch import Tensor
 
 from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.backend import form_for
+from lora_rocm.optim.factory import rule_of
 from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.optim.schedule import learning_rate_factor
 from lora_rocm.optim.state_guard import StateGuard
-from lora_rocm.optim.update_rule import (
-    Group,
-    Scalars,
-    TrainedWeights,
-    UpdateRule,
-    other_state,
-    shown_weights,
-    state_name,
-)
+from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, other_state, shown_weights, state_name
 from lora_rocm.recipe.optim_sections import OptimSection
 
 INITIAL_LOSS_SCALE = 2.0**16
@@ -52,11 +45,10 @@ class GatedOptimizer:
     A step does not synchronise.
 
     Args:
-        rule: the class of the update rule.
         weights: all trained weights.
         groups: each has "names" of neighbours in ``weights`` and "lr", their peak learning rate. With "stops" they stay
             as they are after ``OptimSection.embedding_until``.
-        section: the recipe's section of this rule.
+        section: the recipe's section, which names the update rule.
         max_train_steps: length of the schedule in updates.
         ema_decay: 0 for none.
         use_loss_scale: fp16 training.
@@ -71,7 +63,6 @@ class GatedOptimizer:
 
     def __init__(
         self,
-        rule: type[UpdateRule[Any]],
         weights: TrainedWeights,
         groups: Sequence[Mapping[str, Any]],
         section: OptimSection,
@@ -88,7 +79,7 @@ class GatedOptimizer:
         self.loss_scale = self._scalars.add("loss_scale", INITIAL_LOSS_SCALE if use_loss_scale else 1.0)
         self.growth = self._scalars.add("growth")
         placed = [Group(weights.slice_of(group["names"]), float(group["lr"])) for group in groups]
-        self.rule = rule(weights, placed, section, self._scalars)
+        self.rule = rule_of(section)(weights, placed, section, self._scalars)
         self._buffers = {name: weights.views(buffer_N) for name, buffer_N in self.rule.buffers.items()}
         self.use_loss_scale, self._limit = use_loss_scale, limit
         self._stops = [part.place for part, group in zip(placed, groups, strict=True) if group.get("stops")]
@@ -107,11 +98,6 @@ class GatedOptimizer:
     def parameters(self) -> dict[str, Tensor]:
         """Name -> trained weight (the master)."""
         return self.weights.parameters
-
-    @property
-    def logged_names(self) -> tuple[str, ...]:
-        """The keys of ``UpdateStats.logged``."""
-        return tuple(self.rule.logged)
 
     def learning_rate(self, updates: int) -> float:
         """The learning rate after ``updates`` updates, for the log. That of the text encoders is a multiple of it."""

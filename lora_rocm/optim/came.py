@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
 
 from lora_rocm.optim.stacks import StackedRule, factored, mean_square_root, renew_means
-from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, write
+from lora_rocm.optim.update_rule import Scalars, write
 from lora_rocm.recipe.optim_sections import CameSection
 
 
@@ -17,11 +16,9 @@ class Came(StackedRule[CameSection]):
 
     tells_vectors: ClassVar[bool] = True
 
-    def __init__(
-        self, weights: TrainedWeights, groups: Sequence[Group], section: CameSection, scalars: Scalars
-    ) -> None:
-        super().__init__(weights, groups, section, scalars)
-        self._first = self._table("exp_avg", lambda stack: (stack.rows, stack.columns), weights.masters.dtype)
+    def _allocate(self, scalars: Scalars) -> None:
+        super()._allocate(scalars)
+        self._first = self._table("exp_avg", lambda stack: (stack.rows, stack.columns), self._weights.masters.dtype)
         self._rows = self._table("exp_avg_sq_row", lambda stack: (stack.rows,))
         self._columns = self._table("exp_avg_sq_col", lambda stack: (stack.columns,))
         self._unstable = self._table(

@@ -8,12 +8,12 @@ package ``dadaptation`` with decoupled weight decay. That package reads two sums
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, UpdateRule, one_minus_power, write
+from lora_rocm.optim.update_rule import Scalars, UpdateRule, one_minus_power, write
 from lora_rocm.recipe.optim_sections import DAdaptAdamSection
 
 
@@ -26,17 +26,14 @@ class DAdaptAdam(UpdateRule[DAdaptAdamSection]):
         d: 0-d, the estimate; it never decreases.
     """
 
-    def __init__(
-        self, weights: TrainedWeights, groups: Sequence[Group], section: DAdaptAdamSection, scalars: Scalars
-    ) -> None:
-        super().__init__(weights, groups, section, scalars)
-        masters = weights.masters
+    def _allocate(self, scalars: Scalars) -> None:
+        masters = self._weights.masters
         self.buffers = {
             "exp_avg": torch.zeros_like(masters),
             "exp_avg_sq": torch.zeros_like(masters),
             "s": torch.zeros_like(masters, dtype=torch.float32),
         }
-        self.d = scalars.add("d", section.d0)
+        self.d = scalars.add("d", self._section.d0)
         self._numerator, self._steps = scalars.add("d_numerator"), scalars.add("step")
         self._effective_rate = torch.zeros_like(self.d)  # of the last step, for the log
 
@@ -44,7 +41,6 @@ class DAdaptAdam(UpdateRule[DAdaptAdamSection]):
     def logged(self) -> Mapping[str, Tensor]:
         return {"dadapt_d": self.d, "effective_learning_rate": self._effective_rate}
 
-    @torch.no_grad()
     def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:
         section, hold = self._section, held > 0
         (beta1, beta2), root = section.betas, math.sqrt(section.betas[1])

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lora_rocm.optim.adafactor import Adafactor
 from lora_rocm.optim.adamw import AdamW
 from lora_rocm.optim.adamw_8bit import Adamw8bit
 from lora_rocm.optim.adamw_bf16 import AdamwBf16
-from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.came import Came
 from lora_rocm.optim.dadapt_adam import DAdaptAdam
 from lora_rocm.optim.lion import Lion
 from lora_rocm.optim.muon import Muon
-from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.optim.prodigy import Prodigy
 from lora_rocm.optim.prodigy_schedule_free import ProdigyScheduleFree
 from lora_rocm.optim.schedule_free import ScheduleFree
-from lora_rocm.optim.update_rule import TrainedWeights, UpdateRule
+from lora_rocm.optim.update_rule import UpdateRule
 from lora_rocm.recipe.optim_sections import OptimSection
 
 RULES: Mapping[str, type[UpdateRule[Any]]] = {
@@ -40,28 +38,3 @@ RULES: Mapping[str, type[UpdateRule[Any]]] = {
 def rule_of(section: OptimSection) -> type[UpdateRule[Any]]:
     """The update rule of a recipe's optimizer."""
     return RULES[section.optimizer]
-
-
-def make_optimizer(
-    weights: TrainedWeights,
-    groups: Sequence[Mapping[str, Any]],
-    section: OptimSection,
-    *,
-    max_train_steps: int,
-    ema_decay: float,
-    use_loss_scale: bool,
-    triton: bool = False,
-    limit: NormLimit | None = None,
-) -> GatedOptimizer:
-    """Build the recipe's optimizer. The arguments are those of ``GatedOptimizer``."""
-    return GatedOptimizer(
-        rule_of(section),
-        weights,
-        groups,
-        section,
-        max_train_steps=max_train_steps,
-        ema_decay=ema_decay,
-        use_loss_scale=use_loss_scale,
-        triton=triton,
-        limit=limit,
-    )

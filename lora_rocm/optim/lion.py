@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, UpdateRule, write
+from lora_rocm.optim.update_rule import Scalars, UpdateRule, write
 from lora_rocm.recipe.optim_sections import LionSection
 
 
 class Lion(UpdateRule[LionSection]):
     """Lion, computed in float32. The momentum has the dtype of the weights."""
 
-    def __init__(
-        self, weights: TrainedWeights, groups: Sequence[Group], section: LionSection, scalars: Scalars
-    ) -> None:
-        super().__init__(weights, groups, section, scalars)
-        self.buffers = {"exp_avg": torch.zeros_like(weights.masters)}
+    def _allocate(self, scalars: Scalars) -> None:
+        self.buffers = {"exp_avg": torch.zeros_like(self._weights.masters)}
 
-    @torch.no_grad()
     def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:
         (share, decay), momentum_N, hold = self._section.betas, self.buffers["exp_avg"], held > 0
         gradients_N = self._weights.gradients.div_(divisor)

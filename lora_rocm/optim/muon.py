@@ -6,14 +6,13 @@ two axes is a matrix, also with a single row or column.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lora_rocm.optim.stacks import Stack, StackedRule
-from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, one_minus_power, write
+from lora_rocm.optim.update_rule import Scalars, one_minus_power, write
 from lora_rocm.recipe.optim_sections import MuonSection
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -37,11 +36,9 @@ class Muon(StackedRule[MuonSection]):
 
     tells_vectors: ClassVar[bool] = True
 
-    def __init__(
-        self, weights: TrainedWeights, groups: Sequence[Group], section: MuonSection, scalars: Scalars
-    ) -> None:
-        super().__init__(weights, groups, section, scalars)
-        dtype = weights.masters.dtype
+    def _allocate(self, scalars: Scalars) -> None:
+        super()._allocate(scalars)
+        dtype = self._weights.masters.dtype
         self._first = self._table("exp_avg", lambda stack: (stack.rows, stack.columns), dtype)
         self._second = self._table(
             "exp_avg_sq", lambda stack: (stack.rows, stack.columns) if stack.is_vector else None, dtype

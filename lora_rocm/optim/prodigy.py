@@ -11,19 +11,12 @@ by that multiple. This equals Prodigy over weights divided by their multiples.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from lora_rocm.optim.update_rule import (
-    Group,
-    Scalars,
-    TrainedWeights,
-    UpdateRule,
-    one_minus_power,
-    write,
-)
+from lora_rocm.optim.update_rule import Scalars, UpdateRule, one_minus_power, write
 from lora_rocm.recipe.optim_sections import ProdigySection
 
 MOMENTS, GRADIENT_SUM, START = ("exp_avg", "exp_avg_sq"), "s", "start"
@@ -39,17 +32,14 @@ class Prodigy(UpdateRule[ProdigySection]):
         d: 0-d, the estimate of the distance; it never decreases.
     """
 
-    def __init__(
-        self, weights: TrainedWeights, groups: Sequence[Group], section: ProdigySection, scalars: Scalars
-    ) -> None:
-        super().__init__(weights, groups, section, scalars)
-        masters = weights.masters
+    def _allocate(self, scalars: Scalars) -> None:
+        masters = self._weights.masters
         self.buffers = {
             **{name: torch.zeros_like(masters) for name in MOMENTS},
             GRADIENT_SUM: torch.zeros_like(masters, dtype=torch.float32),
             START: masters.detach().clone(),
         }
-        self.d = scalars.add("d", section.d0)
+        self.d = scalars.add("d", self._section.d0)
         self._numerator, self._steps = scalars.add("d_numerator"), scalars.add("step")
         self._effective_rate = torch.zeros_like(self.d)  # of the last step, for the log
 
@@ -58,42 +48,41 @@ class Prodigy(UpdateRule[ProdigySection]):
         return {"prodigy_d": self.d, "effective_learning_rate": self._effective_rate}
 
     def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:
-        with torch.no_grad():
-            hold, section = held > 0, self._section
-            beta1, beta2 = section.betas
-            beta3 = math.sqrt(beta2) if section.beta3 is None else section.beta3
-            rate = self.d * (section.learning_rate * factor) * self._correction()
-            # Progress: the inner product of the gradient and the way from the start.
-            gradients_N, masters_N = self._weights.gradients.div_(divisor), self._weights.masters
-            spare_N = self.buffers[START].to(torch.float32, copy=True).sub_(masters_N)
-            relative = self.d / section.d0  # relative to d0, because the square of d would be very small
-            progress = spare_N.mul_(gradients_N).sum() * (relative * rate)
+        hold, section = held > 0, self._section
+        beta1, beta2 = section.betas
+        beta3 = math.sqrt(beta2) if section.beta3 is None else section.beta3
+        rate = self.d * (section.learning_rate * factor) * self._correction()
+        # Progress: the inner product of the gradient and the way from the start.
+        gradients_N, masters_N = self._weights.gradients.div_(divisor), self._weights.masters
+        spare_N = self.buffers[START].to(torch.float32, copy=True).sub_(masters_N)
+        relative = self.d / section.d0  # relative to d0, because the square of d would be very small
+        progress = spare_N.mul_(gradients_N).sum() * (relative * rate)
 
-            # Running sums: of gradients, and the two moments.
-            torch.mul(gradients_N, relative * (self.d if section.safeguard_warmup else rate), out=spare_N)
-            self._renew(GRADIENT_SUM, spare_N, beta3, hold)
-            torch.mul(gradients_N, self.d * (1 - beta1), out=spare_N)
-            self._renew("exp_avg", spare_N, beta1, hold)
-            torch.mul(gradients_N, self.d * math.sqrt(1 - beta2), out=spare_N).square_()
-            self._renew("exp_avg_sq", spare_N, beta2, hold)
+        # Running sums: of gradients, and the two moments.
+        torch.mul(gradients_N, relative * (self.d if section.safeguard_warmup else rate), out=spare_N)
+        self._renew(GRADIENT_SUM, spare_N, beta3, hold)
+        torch.mul(gradients_N, self.d * (1 - beta1), out=spare_N)
+        self._renew("exp_avg", spare_N, beta1, hold)
+        torch.mul(gradients_N, self.d * math.sqrt(1 - beta2), out=spare_N).square_()
+        self._renew("exp_avg_sq", spare_N, beta2, hold)
 
-            # The new estimate d.
-            numerator = self._numerator * beta3 + progress
-            sum_N = self.buffers[GRADIENT_SUM]
-            norms = [torch.linalg.vector_norm(sum_N[group.place], ord=1) for group in self._groups]
-            denominator = self._over_groups(norms)
-            grown = torch.maximum(self.d, section.d_coef * numerator / denominator)
-            grown = torch.where(denominator > 0, grown, self.d)  # no gradient so far
+        # The new estimate d.
+        numerator = self._numerator * beta3 + progress
+        sum_N = self.buffers[GRADIENT_SUM]
+        norms = [torch.linalg.vector_norm(sum_N[group.place], ord=1) for group in self._groups]
+        denominator = self._over_groups(norms)
+        grown = torch.maximum(self.d, section.d_coef * numerator / denominator)
+        grown = torch.where(denominator > 0, grown, self.d)  # no gradient so far
 
-            # The update of the weights.
-            # spare_N holds the second moment, which is zero in the padding: avoid 0 / 0 there
-            spare_N.sqrt_().add_((grown * section.epsilon).clamp(min=torch.finfo(torch.float32).tiny))
-            torch.div(self.buffers["exp_avg"], spare_N, out=spare_N)
-            self._descend(spare_N, rate / section.learning_rate, hold)
-            write(self._numerator, numerator, hold)
-            write(self._steps, self._steps + 1, hold)
-            write(self.d, grown, hold)
-            self._effective_rate.copy_(rate)
+        # The update of the weights.
+        # spare_N holds the second moment, which is zero in the padding: avoid 0 / 0 there
+        spare_N.sqrt_().add_((grown * section.epsilon).clamp(min=torch.finfo(torch.float32).tiny))
+        torch.div(self.buffers["exp_avg"], spare_N, out=spare_N)
+        self._descend(spare_N, rate / section.learning_rate, hold)
+        write(self._numerator, numerator, hold)
+        write(self._steps, self._steps + 1, hold)
+        write(self.d, grown, hold)
+        self._effective_rate.copy_(rate)
 
     def _correction(self) -> Tensor:
         """Adam's bias correction of the next step; 1 if it is off."""

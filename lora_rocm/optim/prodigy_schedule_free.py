@@ -7,13 +7,13 @@ looks at all weights, which share one ``d``. The way from the start is that of z
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from lora_rocm.optim.schedule_free import AveragingRule
-from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, write
+from lora_rocm.optim.update_rule import Scalars, write
 from lora_rocm.recipe.optim_sections import ProdigyScheduleFreeSection
 
 LIMIT = 2**0.25
@@ -27,13 +27,11 @@ class ProdigyScheduleFree(AveragingRule[ProdigyScheduleFreeSection]):
         d: 0-d, the estimate of the distance; it never decreases.
     """
 
-    def __init__(
-        self, weights: TrainedWeights, groups: Sequence[Group], section: ProdigyScheduleFreeSection, scalars: Scalars
-    ) -> None:
-        super().__init__(weights, groups, section, scalars)
+    def _allocate(self, scalars: Scalars) -> None:
+        super()._allocate(scalars)
         self._start_N, self._sum_N = self._end_N.clone(), torch.zeros_like(self._end_N)
         self.buffers = {**self.buffers, "start": self._start_N, "s": self._sum_N}
-        self.d, self._numerator = scalars.add("d", section.d0), scalars.add("d_numerator")
+        self.d, self._numerator = scalars.add("d", self._section.d0), scalars.add("d_numerator")
         self._effective_rate = torch.zeros_like(self.d)  # of the last step, for the log
 
     @property
@@ -44,7 +42,6 @@ class ProdigyScheduleFree(AveragingRule[ProdigyScheduleFreeSection]):
     def share(cls, section: ProdigyScheduleFreeSection) -> float:
         return section.betas[0]
 
-    @torch.no_grad()
     def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:
         section, hold, decay = self._section, held > 0, self._section.betas[1]
         beta3 = math.sqrt(decay) if section.beta3 is None else section.beta3

@@ -7,21 +7,12 @@ So x follows from y and z, and only z is kept.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from lora_rocm.optim.update_rule import (
-    Group,
-    S,
-    Scalars,
-    TrainedWeights,
-    UpdateRule,
-    one_minus_power,
-    state_name,
-    write,
-)
+from lora_rocm.optim.update_rule import S, Scalars, UpdateRule, one_minus_power, state_name, write
 from lora_rocm.recipe.optim_sections import ScheduleFreeSection
 
 END = "z"
@@ -34,9 +25,8 @@ class AveragingRule(UpdateRule[S]):
     The learning rate counts in the average by its factor, which is the same for all groups.
     """
 
-    def __init__(self, weights: TrainedWeights, groups: Sequence[Group], section: S, scalars: Scalars) -> None:
-        super().__init__(weights, groups, section, scalars)
-        self._end_N, self._second_N = (weights.masters.to(torch.float32, copy=True) for _ in range(2))
+    def _allocate(self, scalars: Scalars) -> None:
+        self._end_N, self._second_N = (self._weights.masters.to(torch.float32, copy=True) for _ in range(2))
         self._second_N.zero_()
         self.buffers = {END: self._end_N, "exp_avg_sq": self._second_N}
         self._steps, self._total = scalars.add("step"), scalars.add("weight_sum")
@@ -77,7 +67,6 @@ class ScheduleFree(AveragingRule[ScheduleFreeSection]):
     def share(cls, section: ScheduleFreeSection) -> float:
         return section.betas[0]
 
-    @torch.no_grad()
     def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:
         section, hold, steps = self._section, held > 0, self._steps + 1
         decay, gradients_N = section.betas[1], self._weights.gradients.div_(divisor)

@@ -7,7 +7,7 @@ matrix does. State lies in tables, stack after stack.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lora_rocm.optim.update_rule import TABLE_MULTIPLE, Group, S, Scalars, TrainedWeights, UpdateRule, write
+from lora_rocm.optim.update_rule import TABLE_MULTIPLE, S, Scalars, UpdateRule, write
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,11 @@ class StackedRule(UpdateRule[S]):
 
     tells_vectors: ClassVar[bool] = False
 
-    def __init__(self, weights: TrainedWeights, groups: Sequence[Group], section: S, scalars: Scalars) -> None:
-        super().__init__(weights, groups, section, scalars)
+    def _allocate(self, scalars: Scalars) -> None:
         found: dict[tuple[int, int, float, bool], list[int]] = {}
-        slices = [weights.slice_of([name]) for name in weights.parameters]
-        for number, (weight, place) in enumerate(zip(weights.parameters.values(), slices, strict=True)):
-            rate = next(g.learning_rate for g in groups if g.place.start <= place.start < g.place.stop)
+        slices = [self._weights.slice_of([name]) for name in self._weights.parameters]
+        for number, (weight, place) in enumerate(zip(self._weights.parameters.values(), slices, strict=True)):
+            rate = next(g.learning_rate for g in self._groups if g.place.start <= place.start < g.place.stop)
             rows = weight.shape[0] if weight.ndim > 1 else 1
             is_vector = self.tells_vectors and weight.ndim != 2 and max(weight.shape) == weight.numel()
             found.setdefault((rows, weight.numel() // rows, rate, is_vector), []).append(number)
@@ -73,7 +72,6 @@ class StackedRule(UpdateRule[S]):
         parts = table.split([*sizes, total - sum(sizes)])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
 
-    @torch.no_grad()
     def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:
         hold, masters_N, steps = held > 0, self._weights.masters, self._steps + 1
         gradients = self._weights.gradients.div_(divisor).split(self._lengths)

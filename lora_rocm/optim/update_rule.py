@@ -97,11 +97,10 @@ class UpdateRule(ABC, Generic[S]):
         weights: the trained weights.
         groups: cover all weights.
         section: the recipe's section of this rule.
-        scalars: the rule adds its scalars here; they are state like ``buffers``.
+        scalars: see ``_allocate``.
 
     Attributes:
-        buffers: name -> state per weight, at least [N], in the layout of the weights. The constructor allocates all
-            memory that ``step`` keeps.
+        buffers: name -> state per weight, at least [N], in the layout of the weights.
         tables: name -> other state, flat, in a layout of its own; a multiple of ``TABLE_MULTIPLE`` elements.
     """
 
@@ -111,10 +110,17 @@ class UpdateRule(ABC, Generic[S]):
     def __init__(self, weights: TrainedWeights, groups: Sequence[Group], section: S, scalars: Scalars) -> None:
         self._weights, self._groups, self._section = weights, groups, section
         self.buffers, self.tables = {}, {}
+        self._allocate(scalars)
+
+    @abstractmethod
+    def _allocate(self, scalars: Scalars) -> None:
+        """Allocate all memory that ``step`` keeps: ``buffers``, ``tables``, and scalars, which are state like them."""
 
     @abstractmethod
     def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:
         """Update the masters from ``weights.gradients``, which may be overwritten and are dropped afterwards.
+
+        The caller has switched autograd off.
 
         Args:
             factor: the schedule's factor of the peak learning rates.

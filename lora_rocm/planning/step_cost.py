@@ -117,6 +117,7 @@ class Footprint:
         unstarted_layers: adapted layers with ranks for which ``lora.init`` has no numbers.
         optimizer_bytes: what of ``adapter_bytes`` is the optimizer's state, with the adapter of the recipe.
         smaller: the adapter with smaller settings, the mildest first.
+        kernels: names of the Triton kernels that a step launches (``kernels.backend.launches``).
     """
 
     shape: str
@@ -133,6 +134,7 @@ class Footprint:
     unstarted_layers: int = 0
     optimizer_bytes: int = 0
     smaller: tuple[SmallerAdapter, ...] = ()
+    kernels: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -145,7 +147,8 @@ class Footprint:
         work = Work(**value["work"])
         state = value["optimizer_bytes"]  # lacking in what an earlier version counted
         parts = {"blocks": blocks, "moments": moments, "work": work, "optimizer_bytes": state, "smaller": smaller}
-        return cls(**{**value, **parts})
+        kernels = tuple(value["kernels"])
+        return cls(**{**value, **parts, "kernels": kernels})
 
     def with_adapter(self, smaller: SmallerAdapter) -> Footprint:
         """The footprint with another adapter. Activations are unchanged, because an adapter has few."""

@@ -16,12 +16,7 @@ from typing import Any
 
 import psutil
 
-from lora_rocm.errors import (
-    LoraRocmError,
-    MachineError,
-    StoppedError,
-    UserError,
-)
+from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, UserError
 from lora_rocm.foundation.packages import require_packages
 from lora_rocm.foundation.safe_path import python_command
 from lora_rocm.processes.child_main import LEAVE_WITH_PARENT

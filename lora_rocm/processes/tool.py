@@ -18,19 +18,9 @@ from typing import Any, TypeVar
 from lora_rocm.errors import MachineError, WorkerDiedError
 from lora_rocm.foundation.files import require_room, temporary_folder
 from lora_rocm.foundation.safe_path import python_environment
+from lora_rocm.processes import process
 from lora_rocm.processes.job_file import MisfitError, from_json, write_job_file
 from lora_rocm.processes.jobs import CHILDREN, RunJob, name_of
-from lora_rocm.processes.process import (
-    BRANCHES,
-    KILL_WAIT_S,
-    POLL_S,
-    OnEvent,
-    error_from_event,
-    heavy_command,
-    kill_tree,
-    own_group,
-    stop_signals,
-)
 from lora_rocm.rundir.event_types import ErrorEvent, Event
 from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import died, tail_bytes
@@ -44,7 +34,7 @@ def run_tool(
     module: str,
     arguments: Sequence[str],
     env: Mapping[str, str],
-    on_event: OnEvent,
+    on_event: process.OnEvent,
     is_late: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run a heavy child that writes one JSON event per line to standard output; return its exit code.
@@ -57,7 +47,7 @@ def run_tool(
         StorageError: there is no room for its events.
         WorkerDiedError: it failed without one, or was late (``follow_tool``) and killed.
     """
-    code, log = follow_tool(heavy_command(module, *arguments), env, on_event, is_late)
+    code, log = follow_tool(process.heavy_command(module, *arguments), env, on_event, is_late)
     if code is None:
         raise WorkerDiedError(
             "worker-died",
@@ -70,7 +60,10 @@ def run_tool(
 
 
 def follow_tool(
-    command: Sequence[str], env: Mapping[str, str], on_event: OnEvent, is_late: Callable[[], bool] = lambda: False
+    command: Sequence[str],
+    env: Mapping[str, str],
+    on_event: process.OnEvent,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> tuple[int | None, bytes]:
     """Run a heavy child that writes events until it ends; return its exit code and the end of its standard error.
 
@@ -83,7 +76,7 @@ def follow_tool(
     """
     problem: ErrorEvent | None = None
     ended = late = False
-    with stop_signals() as asked, started(command, env) as tool:
+    with process.stop_signals() as asked, started(command, env) as tool:
         # Pass on its events until it ends or hangs
         while not ended and not late:
             if asked.count or asked.closing:
@@ -95,13 +88,13 @@ def follow_tool(
                 else:
                     on_event(event)
             late = not ended and is_late()
-            time.sleep(0 if ended else POLL_S)
+            time.sleep(0 if ended else process.POLL_S)
         code, log = tool.child.returncode, tail_bytes(tool.log, 0)
         if code and problem is None and not late:
             require_room(tool.log.parent)  # a child that could not write its events says nothing
     # Report
     if problem is not None:
-        raise error_from_event(problem)
+        raise process.error_from_event(problem)
     return None if late else code, log
 
 
@@ -118,7 +111,7 @@ def write_job(folder: Path, job: object) -> Path:
     return path
 
 
-def run_job(job: object, env: Mapping[str, str], on_event: OnEvent) -> int:
+def run_job(job: object, env: Mapping[str, str], on_event: process.OnEvent) -> int:
     """Start the child of a job; see ``run_tool``."""
     with temporary_folder() as folder:
         return run_tool(CHILDREN[name_of(job)].module, [str(write_job(folder, job))], env, on_event)
@@ -176,13 +169,13 @@ class Tool:
             ended, events = self.poll()
             for event in events:
                 if isinstance(event, ErrorEvent):
-                    raise error_from_event(event)
+                    raise process.error_from_event(event)
                 yield event
                 count -= isinstance(event, last)
             if ended and count > 0:
                 require_room(self.log.parent)
                 raise died("The process", self.child.returncode, tail_bytes(self.log, 0))
-            time.sleep(0 if count <= 0 else POLL_S)
+            time.sleep(0 if count <= 0 else process.POLL_S)
 
 
 @contextlib.contextmanager
@@ -197,7 +190,7 @@ def started(command: Sequence[str], env: Mapping[str, str]) -> Iterator[Tool]:
                 stdout=events,
                 stderr=errors,
                 env=python_environment(env),
-                **own_group(),
+                **process.own_group(),
             )
             try:
                 yield Tool(child, log, EventReader(output))
@@ -208,9 +201,9 @@ def started(command: Sequence[str], env: Mapping[str, str]) -> Iterator[Tool]:
 def _end(tool: subprocess.Popen[bytes]) -> None:
     """Kill a child that still runs. One that hangs inside a driver cannot die and is left behind."""
     if tool.poll() is None:
-        kill_tree(tool.pid)
+        process.kill_tree(tool.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            tool.wait(KILL_WAIT_S)
+            tool.wait(process.KILL_WAIT_S)
     if tool.stdin is not None:
         tool.stdin.close()
 
@@ -227,7 +220,7 @@ def run_for_json(
     alive, ours = os.pipe()  # ``subprocess.run`` closes a pipe of its own at once, which ends the child
     try:
         done = subprocess.run(
-            heavy_command(module, *arguments),
+            process.heavy_command(module, *arguments),
             stdin=alive,
             capture_output=True,
             env=python_environment(env),
@@ -245,12 +238,12 @@ def run_for_json(
         os.close(ours)
     found = _last_object(done.stdout)
     if found is not None and found.get("type") == "error":
-        raise error_from_event(ErrorEvent.read(found))
+        raise process.error_from_event(ErrorEvent.read(found))
     if done.returncode == 0 and found is not None:
         return found
     said = done.stderr.decode("utf-8", "replace").strip()
-    if done.returncode in BRANCHES and said and "Traceback (most recent call" not in said:
-        raise BRANCHES[done.returncode]("child-failed", said)
+    if done.returncode in process.BRANCHES and said and "Traceback (most recent call" not in said:
+        raise process.BRANCHES[done.returncode]("child-failed", said)
     with temporary_folder() as folder:
         require_room(folder)
     raise died(f"The process {module}", done.returncode, done.stderr)

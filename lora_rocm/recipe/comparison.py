@@ -13,6 +13,8 @@ from lora_rocm.errors import Problem
 from lora_rocm.recipe.explain import shown
 from lora_rocm.recipe.process_sections import TimeoutsSection
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.sections import AddedLater
+from lora_rocm.recipe.source_sections import SourceOptions
 from lora_rocm.recipe.yaml_tree import Key, dotted
 
 # Ranks may differ in these keys: they say where and how each rank does the same work.
@@ -24,8 +26,10 @@ OF_A_PROCESS = frozenset({
 })  # fmt: skip
 
 
-LATER: dict[str, Any] = {"data.frames": 1}
-"""Keys that were added to the recipe after 2026-11-27 -> their default.
+LATER: dict[str, Any] = {
+    f"data.{name}": info.default for name, info in SourceOptions.model_fields.items() if AddedLater() in info.metadata
+}
+"""Keys that were added to the recipe after 2026-11-27 -> their default. Options of sources are marked ``AddedLater``.
 
 The fingerprints of earlier checkpoints are without them, so they are left out while they have it.
 """

@@ -16,7 +16,7 @@ from lora_rocm.recipe.peer_names import NO_SUCH_OPTIMIZER, value_advice
 from lora_rocm.recipe.sections import LIST_TAG, Section
 from lora_rocm.recipe.source_sections import DataSource
 from lora_rocm.recipe.suggest import osa_distance, section_class, suggest
-from lora_rocm.recipe.yaml_tree import MAX_PROBLEMS, Key, dotted
+from lora_rocm.recipe.yaml_tree import MAX_PROBLEMS, Key, dotted, value_at
 
 EXPECTED = {
     "int": "a whole number",
@@ -84,7 +84,8 @@ def explain(
         if phrase is not None:
             phrases = expected.setdefault(key, dict.fromkeys(choices.get(key, ())))
             phrases[phrase] = None  # an ordered set: thousands of list items may share a problem
-            value = _value_at(data, key, detail["input"])
+            # what the user wrote: pydantic's own input for a union member may be only a part of it
+            value = value_at(data, key, detail["input"])
             if phrase == "a whole number" and isinstance(value, float) and value.is_integer():  # far beyond 64 bits
                 problems[key] = Problem(
                     where(key), f"is far too large or too small: {shown(value)}", _about(key, kinds.recipe)
@@ -122,16 +123,6 @@ def real_key(detail: ErrorDetails, data: Any) -> Key:
             break
         key.append(part)
     return tuple(key)
-
-
-def _value_at(data: Any, key: Key, otherwise: Any) -> Any:
-    """The value that the user wrote for a key. Pydantic's own input for a union member may be only part of it."""
-    for part in key:
-        try:
-            data = data[part]
-        except (KeyError, IndexError, TypeError):
-            return otherwise
-    return data
 
 
 def _of_rule(detail: ErrorDetails, key: Key) -> tuple[Key, str, str]:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm.recipe.adapter_sections import ADAPTERS, GGUF, MERGED, AdapterSection
-from lora_rocm.recipe.key_rules.data_rules import CONTROLS, Paths, max_controls, unread_of_class_images
+from lora_rocm.recipe.key_rules.data_rules import (
+    CONTROL_KEYS,
+    CONTROLS,
+    MASK_KEYS,
+    controls_of,
+    frames_of_folders,
+    not_of_videos,
+    unread_of_class_images,
+)
 from lora_rocm.recipe.key_rules.preview_rules import INPUTS, Prompts, with_inputs
 from lora_rocm.recipe.rule import Breach, Rule
 from lora_rocm.recipe.sample_section import PREVIEW_INPUTS
 from lora_rocm.recipe.sections import MAX_BUCKET_STEP, MAX_SIDE_PX
-from lora_rocm.recipe.yaml_tree import Key, dotted
+from lora_rocm.recipe.yaml_tree import Key, dotted, value_at
 
 if TYPE_CHECKING:
     from lora_rocm.families.spec import FamilySpec
@@ -31,14 +40,14 @@ def given_unread(data: Any, spec: FamilySpec) -> Iterator[Key]:
     """The given keys that the family does not read, also in ``data.watched`` and the entries of ``data.sources``."""
     for name in sorted(spec.unread):
         section, _, leaf = name.partition(".")
-        sources = _get(data, (section, "sources")) if section == "data" else None
+        sources = value_at(data, (section, "sources")) if section == "data" else None
         places = [
             (section,),
             (section, "watched"),
             *((section, "sources", i) for i in range(len(sources) if isinstance(sources, list) else 0)),
         ]
         for place in places:
-            found = _get(data, place)
+            found = value_at(data, place)
             if isinstance(found, dict) and leaf in found:
                 yield (*place, leaf)
 
@@ -46,16 +55,7 @@ def given_unread(data: Any, spec: FamilySpec) -> Iterator[Key]:
 def without_unread(data: dict[str, Any], spec: FamilySpec) -> dict[str, Any]:
     """Recipe data without the keys that the family does not read."""
     for *place, leaf in list(given_unread(data, spec)):
-        _get(data, tuple(place)).pop(leaf)
-    return data
-
-
-def _get(data: Any, key: Key) -> Any:
-    for part in key:
-        if isinstance(data, dict):
-            data = data.get(part)
-        else:
-            data = data[part] if isinstance(data, list) and isinstance(part, int) else None
+        value_at(data, tuple(place)).pop(leaf)
     return data
 
 
@@ -156,12 +156,14 @@ def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
     what, fix = f"{spec.title} takes {{number}} control images", "{fix}"
     rules = []
     if spec.reads("data.control_path"):
-        rules.append(Rule(f"{spec.name}:controls", (*CONTROLS, *keys), _controls, what, fix))
+        rules.append(Rule(f"{spec.name}:controls", (*keys, *CONTROLS), partial(_controls, len(keys)), what, fix))
     if "frames" in spec.axes:
         what = "clips of {1.title} have {lengths} frames, and this is {wrong}"
         keys_of_frames = ("data.frames", "data.sources[each].frames")
         rules.append(unread_of_class_images("frames"))
         rules += [Rule(f"{spec.name}:{key}", (key, FAMILY), _unfit_frames, what, "{take}") for key in keys_of_frames]
+        rules += [each for key in (*MASK_KEYS, *CONTROL_KEYS) for each in not_of_videos(key)]
+        rules += frames_of_folders()
     if spec.reads("sample.control_images"):
         name = f"{spec.name}:control-images"
         if spec.model_section.may_inpaint:
@@ -183,15 +185,16 @@ def _fix(spec: FamilySpec, taken: int) -> str:
     return f"Leave {taken} of them." if taken else f"Remove it, or set {shown}." if shown else "Remove it."
 
 
-def _controls(
-    shared: object, number: int, own: Sequence[object], class_prompts: Paths, spec: FamilySpec, *given: object
-) -> list[Breach]:
-    num_controls, taken = max_controls(shared, number, own, class_prompts), _num_taken(spec, given)
-    if num_controls <= taken:
-        return []
+def _controls(num_keys: int, *values: Any) -> list[Breach]:
+    """The keys that give more control images than the model takes.
+
+    ``values``: the family and its ``control_keys``, together ``num_keys`` values, then those of ``CONTROLS``.
+    """
+    spec, *given = values[:num_keys]
+    taken = _num_taken(spec, given)
     words = {"number": f"only {taken}" if taken else "no", "fix": _fix(spec, taken)}
-    places = [f"data.sources[{at}].control_path" for at, path in enumerate(own) if path]
-    return [{"at": place, **words} for place in places or ["data.control_path"]]
+    places = dict.fromkeys(key for count, key in controls_of(*values[num_keys:]) if count > taken)
+    return [{"at": place, **words} for place in places]
 
 
 def _preview_images(prompts: Prompts, control_prompts: Prompts, *rest: Any) -> list[Breach]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lora_rocm.recipe.yaml_tree import Key, dotted
+from lora_rocm.recipe.yaml_tree import Key, dotted, value_at
 
 # A recipe gives one key of each pair; a layer that sets one removes the other from the layers below.
 EITHER_OR: dict[Key, Key] = {
@@ -74,10 +74,3 @@ class Layered:
             section.pop(key[-1], None)
         for place in [place for place in self.places if place[: len(key)] == key]:
             del self.places[place]
-
-
-def value_at(data: Any, key: Key) -> Any:
-    """The value of a key in data; None where it is missing."""
-    for part in key:
-        data = data.get(part) if isinstance(data, dict) else None
-    return data

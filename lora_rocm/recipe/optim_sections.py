@@ -173,26 +173,30 @@ class EstimatedRateSection(OptimSection):
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description=BETAS)
 
 
-class ProdigySection(EstimatedRateSection):
-    """Prodigy estimates the learning rate itself (arXiv 2306.06101). Steps are optimizer updates."""
+class ProdigyKeys(EstimatedRateSection):
+    """The keys of Prodigy (arXiv 2306.06101), with a schedule and without."""
 
     rate_advice: ClassVar[str] = (
         "which estimates the learning rate itself and takes 1.0 as its factor; optim.d_coef is the way to tune it."
     )
 
-    published: ClassVar[str] = "prodigyopt.prodigy.Prodigy"
-
-    optimizer: Literal["prodigy"] = Field("prodigy", description="Optimizer.")
     beta3: Decay | None = Field(
         None, description="Decay of the sums behind the estimate; unset means the square root of the second beta."
     )
     epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator, times the estimate.")
     d0: float = Field(1e-6, gt=0, le=1.0, description="The estimate at the start.")
     d_coef: float = Field(1.0, gt=0, le=1000.0, description="Factor of the estimate; 0.5 and 2 are usual too.")
+
+
+class ProdigySection(ProdigyKeys):
+    """Prodigy estimates the learning rate itself (arXiv 2306.06101). Steps are optimizer updates."""
+
+    published: ClassVar[str] = "prodigyopt.prodigy.Prodigy"
+
+    optimizer: Literal["prodigy"] = Field("prodigy", description="Optimizer.")
     use_bias_correction: bool = Field(False, description="Adam's bias correction of the moments.")
     safeguard_warmup: bool = Field(
-        False,
-        description="Prevent a warm-up of the learning rate (lr_warmup_steps) from raising the estimate.",
+        False, description="Prevent a warm-up of the learning rate (lr_warmup_steps) from raising the estimate."
     )
 
 
@@ -274,10 +278,9 @@ class ScheduleFreeSection(OptimSection):
     )
 
 
-class ProdigyScheduleFreeSection(EstimatedRateSection):
+class ProdigyScheduleFreeSection(ProdigyKeys):
     """Prodigy with an average in place of a schedule. Steps are optimizer updates."""
 
-    rate_advice: ClassVar[str] = ProdigySection.rate_advice
     published: ClassVar[str] = "prodigyplus.ProdigyPlusScheduleFree"
     implied: ClassVar[Mapping[str, object]] = {"factored": False, "use_stableadamw": False, "split_groups": False}
     averages: ClassVar[bool] = True
@@ -287,12 +290,6 @@ class ProdigyScheduleFreeSection(EstimatedRateSection):
     betas: tuple[Share, Decay] = Field(
         (0.9, 0.99), description="Share of the average in the trained weights; decay of the second moment."
     )
-    beta3: Decay | None = Field(
-        None, description="Decay of the sums behind the estimate; unset means the square root of the second beta."
-    )
-    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator, times the estimate.")
-    d0: float = Field(1e-6, gt=0, le=1.0, description="The estimate at the start.")
-    d_coef: float = Field(1.0, gt=0, le=1000.0, description="Factor of the estimate; 0.5 and 2 are usual too.")
     d_limiter: bool = Field(True, description="Let the estimate grow by a fifth at most in an update.")
 
 

@@ -6,15 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from lora_rocm.recipe.sections import (
-    MAX_EPOCHS,
-    MAX_ITEMS,
-    MAX_STEPS,
-    MAX_TIMEOUT_S,
-    OutputFolder,
-    Section,
-    on_resume,
-)
+from lora_rocm.recipe.sections import MAX_EPOCHS, MAX_ITEMS, MAX_STEPS, MAX_TIMEOUT_S, OutputFolder, Section, on_resume
 from lora_rocm.rundir.run_name import DEFAULT_NAME
 
 SAVE_STEPS = 500  # updates between two checkpoints where the recipe says nothing

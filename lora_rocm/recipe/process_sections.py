@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from lora_rocm.recipe.sections import MAX_STEPS, MAX_TIMEOUT_S, MAX_WORKERS, OutputFolder, Section, on_resume
 
@@ -85,25 +87,24 @@ class RuntimeSection(Section):
         return self.workers if system != "win32" or self.workers_on_windows else 0
 
 
+Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
+
+
 class TimeoutsSection(Section):
     """Seconds of silence per phase before the worker is killed and restarted.
 
     Unset: a generous first limit, then a multiple of the usual time measured in the run.
     """
 
-    start: float | None = on_resume(
-        None, "From the start of the process to its first phase, and between phases.", gt=0, le=MAX_TIMEOUT_S
-    )
-    load: float | None = on_resume(None, "Loading the base model.", gt=0, le=MAX_TIMEOUT_S)
-    cache: float | None = on_resume(None, "Caching one image or caption.", gt=0, le=MAX_TIMEOUT_S)
-    compile: float | None = on_resume(None, "Compilation of each part (runtime.compile).", gt=0, le=MAX_TIMEOUT_S)
-    first_step: float | None = on_resume(
-        None, "The first step after a start, in which kernels are compiled.", gt=0, le=MAX_TIMEOUT_S
-    )
-    step: float | None = on_resume(None, "Every further step, and each held-out batch.", gt=0, le=MAX_TIMEOUT_S)
-    checkpoint: float | None = on_resume(None, "Checking the state and writing a checkpoint.", gt=0, le=MAX_TIMEOUT_S)
-    preview: float | None = on_resume(None, "One round of previews, or eight class images.", gt=0, le=MAX_TIMEOUT_S)
-    export: float | None = on_resume(None, "Writing and checking the LoRA.", gt=0, le=MAX_TIMEOUT_S)
+    start: Seconds | None = on_resume(None, "From the start of the process to its first phase, and between phases.")
+    load: Seconds | None = on_resume(None, "Loading the base model.")
+    cache: Seconds | None = on_resume(None, "Caching one image or caption.")
+    compile: Seconds | None = on_resume(None, "Compilation of each part (runtime.compile).")
+    first_step: Seconds | None = on_resume(None, "The first step after a start, in which kernels are compiled.")
+    step: Seconds | None = on_resume(None, "Every further step, and each held-out batch.")
+    checkpoint: Seconds | None = on_resume(None, "Checking the state and writing a checkpoint.")
+    preview: Seconds | None = on_resume(None, "One round of previews, or eight class images.")
+    export: Seconds | None = on_resume(None, "Writing and checking the LoRA.")
 
 
 class CacheSection(Section):

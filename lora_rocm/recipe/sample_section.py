@@ -139,8 +139,7 @@ class SampleSection(Section):
         (), "Second control images, for models that take two, likewise in the order of the prompts."
     )
     masks: Annotated[tuple[InputFile, ...], Field(max_length=MAX_ITEMS)] = on_resume(
-        (),
-        "For inpainting bases: masks of the control_images, likewise in the order of the prompts. White is redrawn.",
+        (), "For inpainting bases: masks of the control_images, likewise in the order of the prompts. White is redrawn."
     )
     sampler: Sampler = on_resume("euler", "Sampler of the previews.")
     lora_scale: float = on_resume(1.0, "Strength of the LoRA in previews.", ge=-100.0, le=100.0)

@@ -11,14 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    Field,
-    ModelWrapValidatorHandler,
-    ValidationError,
-    ValidationInfo,
-    create_model,
-    model_validator,
-)
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, ValidationInfo, create_model, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from lora_rocm.recipe.adapter_sections import AdapterSection
@@ -44,12 +37,7 @@ from lora_rocm.recipe.sections import (
     Weight,
     on_resume,
 )
-from lora_rocm.recipe.source_sections import (
-    OPTIONS_OF_CLASS_IMAGES,
-    DataSource,
-    NamedSource,
-    SourceOptions,
-)
+from lora_rocm.recipe.source_sections import OPTIONS_OF_CLASS_IMAGES, DataSource, NamedSource, SourceOptions
 
 if TYPE_CHECKING:
     from lora_rocm.families.registry import Registry

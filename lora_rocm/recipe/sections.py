@@ -138,9 +138,22 @@ ControlPath = Annotated[
     Discriminator(_kind_of_value),
 ]
 """Where control images are: of each image one, or with a list one of each folder."""
+Columns = Annotated[
+    Annotated[PathText, Tag("one")]
+    | Annotated[
+        tuple[PathText, ...], Field(min_length=1, max_length=MAX_CONTROLS), AfterValidator(_no_twins), Tag(LIST_TAG)
+    ],
+    Discriminator(_kind_of_value),
+]
+"""A column of a table, or a list of different ones."""
 InputFile = Annotated[PathText, PathRule("unless builtin", "file")]
 PathOrHubId = Annotated[PathText, PathRule("if there")]
 OutputFolder = Annotated[PathText, PathRule("always")]
+
+
+@dataclass(frozen=True)
+class AddedLater:
+    """Mark of a key that was added after 2026-11-27: recipes of earlier runs are without it, see ``comparison``."""
 
 
 def path_rule(field: FieldInfo) -> PathRule | None:
@@ -350,10 +363,7 @@ class DdpmSection(DenoisingSection):
         False, description="Divide the loss by the root of the SNR (arXiv 2310.08442), for velocities by SNR + 1."
     )
     v_pred_like_loss: float = Field(
-        0.0,
-        ge=0,
-        le=1000.0,
-        description="Add the loss of the velocity, times this; for noise predictions.",
+        0.0, ge=0, le=1000.0, description="Add the loss of the velocity, times this; for noise predictions."
     )
     scale_v_pred_loss_like_noise_pred: bool = Field(
         False, description="Scale the loss of a velocity to that of the noise; for velocity predictions."

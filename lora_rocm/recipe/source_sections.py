@@ -8,9 +8,11 @@ from pydantic import Field
 
 from lora_rocm.recipe.sections import (
     MAX_ITEMS,
+    AddedLater,
     Batch,
     CaptionExtension,
     Colours,
+    Columns,
     ControlPath,
     Crops,
     FolderOrBeside,
@@ -38,7 +40,7 @@ class SourceOptions(Section):
         description="Side in pixels of the square whose area the buckets keep to. A list, such as [512, 768, 1024]: "
         "each image is seen once at each of these in an epoch.",
     )
-    frames: Lengths = Field(
+    frames: Annotated[Lengths, AddedLater()] = Field(
         1,
         description="Frames of a clip, from its first on: a sub-folder of numbered images is one, and its caption file "
         "lies beside it (walk.txt for the folder walk). A list, such as [17, 33]: of each clip the most that it has. "
@@ -111,7 +113,13 @@ class SourceOptions(Section):
         None,
         description="A folder of control images with the names of the images, for models that edit an image: what the "
         "model is given, while the image is what it should make of it. beside: those that lie with the images, as "
-        "NAME-condlabel.png or in a sub-folder such as _controls. For models that take several, a list of folders.",
+        "NAME-condlabel.png or in a sub-folder such as _controls. For models that take several, a list of folders, or "
+        "the same folder as often for control images called NAME_0, NAME_1 and so on.",
+    )
+    control_column: Annotated[Columns | None, AddedLater()] = Field(
+        None,
+        description="Column with the control image of each row of a dataset, in place of control_path: an image or a "
+        "path, as in image_column. For models that take several, a list of columns.",
     )
 
     @property
@@ -121,8 +129,14 @@ class SourceOptions(Section):
 
     @property
     def control_places(self) -> tuple[str, ...]:
-        """Where control images are: one of each place."""
-        return (self.control_path,) if isinstance(self.control_path, str) else self.control_path or ()
+        """Where control images are, one of each place: folders, BESIDE, or ``control_columns``."""
+        folders = (self.control_path,) if isinstance(self.control_path, str) else self.control_path or ()
+        return *folders, *self.control_columns
+
+    @property
+    def control_columns(self) -> tuple[str, ...]:
+        """The columns with control images; a source that has any has no other places of these."""
+        return (self.control_column,) if isinstance(self.control_column, str) else self.control_column or ()
 
 
 class NamedSource(Section):
@@ -155,6 +169,8 @@ OPTIONS_OF_CLASS_IMAGES = ("resolution", "repeats", "loss_weight", "caption_drop
 """The options of a source that mean something for images that the base draws."""
 OF_VIDEOS = frozenset({"frames"})
 """The options of a source that only families with an axis of frames read."""
+OF_TEXTS_TOO = frozenset({"path", "dataset", "split", "repeats", "loss_weight", "recursive", "include", "exclude"})
+"""The options of a source that families read whose samples are texts. All others are about images."""
 OF_CLASS_IMAGES = frozenset((*OPTIONS_OF_CLASS_IMAGES, "is_reg", "class_prompt", "num_class_images", "max_batch_size"))
 
 
@@ -209,3 +225,4 @@ class DataSource(NamedSource):
     alpha_mask: bool | None = None
     unmasked_weight: Fraction | None = None
     control_path: ControlPath | None = None
+    control_column: Columns | None = None

@@ -87,6 +87,16 @@ def dotted(key: Key) -> str:
     return text
 
 
+def value_at(data: Any, key: Key, otherwise: Any = None) -> Any:
+    """The value of a key in data; ``otherwise`` where it is missing."""
+    for part in key:
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return otherwise
+    return data
+
+
 def parse_yaml(text: str) -> YamlTree:
     """Parse one YAML document.
 

@@ -2,12 +2,58 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
-from lora_rocm.report.guard_counts import GuardCounts
-from lora_rocm.report.smoothing import Smoothed
+from lora_rocm.rundir.event_log import Steps
 from lora_rocm.rundir.event_types import StepEvent
 from lora_rocm.rundir.run_view import RunView
+
+
+class Smoothed:
+    """Exponential moving average with bias correction (divided by the weight seen so far).
+
+    weight: share of the old average that stays at each value. Non-finite values are skipped.
+    """
+
+    def __init__(self, weight: float = 0.97) -> None:
+        self.weight, self._sum, self._seen = weight, 0.0, 0.0
+
+    def add(self, value: float) -> float | None:
+        """Add a value; return the current average, or None if there is none."""
+        if math.isfinite(value):
+            self._sum = self.weight * self._sum + (1 - self.weight) * value
+            self._seen = self.weight * self._seen + (1 - self.weight)
+        return self.value
+
+    @property
+    def value(self) -> float | None:
+        return self._sum / self._seen if self._seen else None
+
+
+class GuardCounts:
+    """Adds up the counters of step events, which begin at 0 with each session."""
+
+    def __init__(self) -> None:
+        self._of_session: dict[int, tuple[int, int]] = {}
+
+    def add(self, session: int, checks: int, failures: int) -> None:
+        """Add the counters of a step; of each session the last one counts."""
+        self._of_session[session] = (checks, failures)
+
+    def add_all(self, steps: Steps) -> None:
+        """Add the counters of many steps."""
+        columns = (steps.whole[name] for name in ("session", "transfer_checks", "transfer_failures"))
+        for session, checks, failures in zip(*columns, strict=True):
+            self.add(session, checks, failures)
+
+    @property
+    def checks(self) -> int:
+        return sum(checks for checks, _ in self._of_session.values())
+
+    @property
+    def failures(self) -> int:
+        return sum(failures for _, failures in self._of_session.values())
 
 
 class Figures:

@@ -19,34 +19,10 @@ from lora_rocm.errors import ResumeError, StorageError
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
 from lora_rocm.model_files.readers import readers_line
 from lora_rocm.report.concept_text import concept_line
-from lora_rocm.report.figures import Figures
+from lora_rocm.report.figures import Figures, Smoothed
 from lora_rocm.report.incident_texts import trouble_text
-from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.vram_spill import Spilling
-from lora_rocm.rundir.event_types import (
-    AlarmEvent,
-    CacheEvent,
-    ChangeEvent,
-    CheckpointEvent,
-    CompileEvent,
-    ConceptEvent,
-    DataEvent,
-    EndEvent,
-    Event,
-    ExportEvent,
-    FailureEvent,
-    IncidentEvent,
-    NoticeEvent,
-    PhaseEvent,
-    PreviewEvent,
-    RepairedEvent,
-    RestartEvent,
-    StartEvent,
-    StepEvent,
-    TelemetryEvent,
-    ValidationEvent,
-    WatchedEvent,
-)
+from lora_rocm.rundir import event_types
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_view import RunView
 from lora_rocm.telemetry.numbers import short_text
@@ -74,30 +50,30 @@ MIN_BAR = 10
 """Columns of a bar at least."""
 
 
-def _measures(event: ValidationEvent | WatchedEvent) -> str:
+def _measures(event: event_types.ValidationEvent | event_types.WatchedEvent) -> str:
     return "".join(f", {name} {number_text(value)}" for name, value in event.measures.items())
 
 
-def line_of(event: Event) -> str:
+def line_of(event: event_types.Event) -> str:
     """The line that an event is; empty if it has none, or is drawn otherwise."""
     match event:
-        case FailureEvent() | ChangeEvent() | RestartEvent():
+        case event_types.FailureEvent() | event_types.ChangeEvent() | event_types.RestartEvent():
             return trouble_text(event)
-        case IncidentEvent():
+        case event_types.IncidentEvent():
             return f"Incident at iteration {event.iteration} ({event.kind}): {event.detail}; {event.action}"
-        case ValidationEvent():
+        case event_types.ValidationEvent():
             return f"Held-out loss after step {event.updates}: {number_text(event.loss)}{_measures(event)}"
-        case WatchedEvent():
+        case event_types.WatchedEvent():
             return f"Watched loss after step {event.updates}: {number_text(event.loss)}{_measures(event)}"
-        case CheckpointEvent():
+        case event_types.CheckpointEvent():
             return f"Saved {event.path} and {event.lora}"
-        case PreviewEvent():
+        case event_types.PreviewEvent():
             return f"{count_text(len(event.images), 'preview')} after step {event.updates}"
-        case ConceptEvent():
+        case event_types.ConceptEvent():
             return concept_line(event)
-        case AlarmEvent():
+        case event_types.AlarmEvent():
             return f"Warning: {event.text}"
-        case NoticeEvent():
+        case event_types.NoticeEvent():
             return f"Note: {event.text}"
     return ""
 
@@ -130,43 +106,43 @@ class ProgressDisplay:
     def say(self, text: str) -> None:
         self.view.say(text)
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: event_types.Event) -> None:
         """Show one event; event types without a display are ignored."""
         if line := line_of(event):
             self.say(line)
         self._draw(event)
         match event:
-            case StartEvent():
+            case event_types.StartEvent():
                 self._on_start(event)
-            case PhaseEvent(state="begin") if event.phase in PHASES:
+            case event_types.PhaseEvent(state="begin") if event.phase in PHASES:
                 self.say(f"{PHASES[event.phase]} ...")
-            case DataEvent():
+            case event_types.DataEvent():
                 self._on_data(event)
-            case RepairedEvent():
+            case event_types.RepairedEvent():
                 self._on_repaired(event)
-            case ExportEvent():
+            case event_types.ExportEvent():
                 self._on_export(event)
         slow = self.spilling.on_event(event)
         if slow:
             self.say(f"Warning: {slow}")
 
-    def _draw(self, event: Event) -> None:
+    def _draw(self, event: event_types.Event) -> None:
         """Draw the bar of an event that has one."""
         match event:
-            case CacheEvent():
+            case event_types.CacheEvent():
                 rate = f"{event.per_second:.1f}/s" if event.per_second else ""
                 what = CACHE_WORK.get(event.what, f"Caching {event.what}")
                 self.view.show(what, event.done, event.total, [rate])
-            case CompileEvent():
+            case event_types.CompileEvent():
                 self.view.show("Compiling", event.done, event.total, [event.size])
-            case StepEvent():
+            case event_types.StepEvent():
                 self._on_step(event)
-            case TelemetryEvent(number=0):
+            case event_types.TelemetryEvent(number=0):
                 self.telemetry = short_text(event)
-            case EndEvent():
+            case event_types.EndEvent():
                 self.view.end()
 
-    def _on_start(self, event: StartEvent) -> None:
+    def _on_start(self, event: event_types.StartEvent) -> None:
         self.exports = 0
         self.say(f"Training on {event.device}, {event.precision}, torch {event.torch}")
         if event.resumed_from is not None:
@@ -179,7 +155,7 @@ class ProgressDisplay:
                 if self.past is not None:
                     self.figures = Figures.of(self.past(), event.resumed_from)
 
-    def _on_data(self, event: DataEvent) -> None:
+    def _on_data(self, event: event_types.DataEvent) -> None:
         aside = len(event.set_aside)
         self.say(
             f"{count_text(event.samples, 'sample')} in {count_text(len(event.buckets), 'bucket')}, "
@@ -193,13 +169,13 @@ class ProgressDisplay:
         for notice in event.notices:
             self.say(f"  note: {notice}")
 
-    def _on_repaired(self, event: RepairedEvent) -> None:
+    def _on_repaired(self, event: event_types.RepairedEvent) -> None:
         self.repairs += 1
         if self.repairs <= MAX_REPAIRS_SAID:
             more = "; further ones are in the report" if self.repairs == MAX_REPAIRS_SAID else ""
             self.say(f"Damaged in the cache, encoded again: {event.item} ({event.reason}){more}")
 
-    def _on_step(self, event: StepEvent) -> None:
+    def _on_step(self, event: event_types.StepEvent) -> None:
         figures = self.figures
         figures.add(event)
         measures = [f"{name} {number_text(figures.measures[name].value)}" for name in event.measures]
@@ -216,7 +192,7 @@ class ProgressDisplay:
         ]
         self.view.show("Training", event.updates, event.max_train_steps, details)
 
-    def _on_export(self, event: ExportEvent) -> None:
+    def _on_export(self, event: event_types.ExportEvent) -> None:
         """Who reads a file is said of the first of ``output.formats`` alone; ``status`` says it of all."""
         difference = number_text(event.max_difference)
         self.say(f"Wrote {event.path} ({event.format}), loaded back, largest difference {difference}")

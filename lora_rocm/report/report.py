@@ -15,7 +15,7 @@ from lora_rocm.errors import RecipeError, StorageError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic
-from lora_rocm.foundation.json_text import parse_json
+from lora_rocm.foundation.json_text import object_in
 from lora_rocm.foundation.redact import private_of, texts_in
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text, times_text
@@ -25,7 +25,7 @@ from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.recipe.saved_recipe import recipe_fault
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.concept_text import ADVICE, concept_quality, is_headline
-from lora_rocm.report.guard_counts import GuardCounts
+from lora_rocm.report.figures import GuardCounts, Smoothed
 from lora_rocm.report.html import (
     Block,
     Heading,
@@ -42,7 +42,6 @@ from lora_rocm.report.html import (
 )
 from lora_rocm.report.incident_texts import failure_text, trouble_section
 from lora_rocm.report.outliers import spikes_section
-from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.svg_plot import Point, Series
 from lora_rocm.report.telemetry_section import telemetry_section
 from lora_rocm.report.vram_spill import spilled
@@ -116,7 +115,7 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
     except RecipeError:
         recipe = None
     result = read_result(run_dir)
-    environment = _read_json(run_dir.environment) if run_dir.holds(run_dir.environment) else {}
+    environment = object_in(run_dir.environment, MAX_JSON_BYTES) if run_dir.holds(run_dir.environment) else {}
     facts = Facts(view, recipe, result, environment)
     title = recipe.output.name if recipe else run_dir.path.name
     remarks = [recipe_fault(run_dir, registry), *view.remarks_on_events()]
@@ -146,15 +145,6 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
     )
     write_atomic(run_dir.report, html.encode("utf-8", "replace"), run_dir.path)
     return run_dir.report
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if the file is missing, truncated or no object."""
-    try:
-        value = parse_json(read_plain(path, MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _headline(facts: Facts) -> list[Block]:
@@ -325,10 +315,7 @@ def _previews(facts: Facts) -> Section | None:
     columns = min(MAX_PROMPTS, most)
     head = [prompts[number] if number < len(prompts) else f"preview {number + 1}" for number in range(columns)]
     rows = [
-        (
-            f"step {updates}" if updates else "before",
-            [preview(file, PREVIEW_SIDE_PX) for file in files[:columns]],
-        )
+        (f"step {updates}" if updates else "before", [preview(file, PREVIEW_SIDE_PX) for file in files[:columns]])
         for updates, files in rounds
     ]
     left_out = [f"{columns} of {most} prompts"] if columns < most else []
@@ -350,13 +337,7 @@ def _guard(facts: Facts) -> Section | None:
     kinds = Counter(incident.kind for incident in incidents)
     summary = Paragraph(", ".join(f"{count} x {kind}" for kind, count in kinds.items())) if kinds else None
     rows = [
-        (
-            event.iteration,
-            event.kind,
-            event.detail,
-            event.action,
-            ", ".join(map(str, event.samples or ())),
-        )
+        (event.iteration, event.kind, event.detail, event.action, ", ".join(map(str, event.samples or ())))
         for event in incidents
     ]
     head = ("iteration", "kind", "what", "what was done", "samples")

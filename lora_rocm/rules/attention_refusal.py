@@ -22,8 +22,7 @@ def require_fitting_attention(situation: Situation) -> None:
     misfit = attention_misfit(torch, gpu.gfx) if gpu is not None and not plain else None
     if misfit is None or torch is None:
         return
-    windows = situation.facts.system == "windows"
-    install = f"{installer(windows)} --repair" if windows else f"{installer(windows)} ARGS=--repair"
+    install = installer(situation.facts.system == "windows", repair=True)
     raise MachineError(
         "attention-images-differ",
         f"The installed torch {torch.version} cannot be used: its attention library is AOTriton {misfit.library}, and "

@@ -14,17 +14,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lora_rocm import __version__
+from lora_rocm.foundation.packages import versions_of
 from lora_rocm.hardware.facts import HostFacts
 from lora_rocm.hardware.settings import VARIABLE, Settings
 from lora_rocm.hardware.software_stack import STACK, stack_of
 from lora_rocm.rules.amd_rules import amd_table
 from lora_rocm.rules.general_rules import general_rules
 from lora_rocm.rules.harmful_values import harms
-from lora_rocm.rules.memory_rules import memory_rules
+from lora_rocm.rules.memory_rules import memory_table
 from lora_rocm.rules.mitigations import change_rules
 from lora_rocm.rules.rule import SETTING, Level, Rule, Situation
 from lora_rocm.rules.selftest_rules import verdict_rules
@@ -47,7 +47,7 @@ PACKAGES = (
 @cache
 def rules() -> tuple[Rule, ...]:
     """All rules, in the order in which they apply."""
-    first = general_rules() + amd_table().rule + memory_rules() + verdict_rules()
+    first = general_rules() + amd_table().rule + memory_table().rule + verdict_rules()
     return first + tuned_rules() + change_rules()  # a trial looks at each kernel itself; changes after failures win
 
 
@@ -145,21 +145,15 @@ def _row(rule: Rule, variable: str, value: str, situation: Situation) -> EnvRow:
 
 def environment_json(env_plan: EnvPlan, facts: HostFacts) -> dict[str, Any]:
     """The record of a run's environment: versions, machine, planned variables (no others, they may be secret)."""
+    versions = versions_of(PACKAGES)
     return {
         "lora_rocm": __version__,
         "python_build": sys.version,
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: versions.get(name) for name in PACKAGES},
         "machine": facts.to_json(),
         "variables": [asdict(row) for row in env_plan.variables],
         "settings": [asdict(row) for row in env_plan.setting_rows],
         "warnings": [asdict(warning) for warning in env_plan.warnings],
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

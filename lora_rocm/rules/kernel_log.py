@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from lora_rocm.foundation.tables import read_rows
-from lora_rocm.hardware.probe.sources import run_tool
+from lora_rocm.hardware.probe.sources import run_tool, tool_lines
 from lora_rocm.rules.rule import Level
 
 
@@ -72,19 +72,12 @@ def lines_since(moment: Moment, run: Run = run_tool, system: str = sys.platform)
     """
     if system != "linux":
         return ()
-    since = f"@{int(moment.wall_s)}"
-    lines = _lines(run, ["journalctl", "-k", "-b", "-o", "cat", "--no-pager", "-q", "--since", since])
+    journal = ["journalctl", "-k", "-b", "-o", "cat", "--no-pager", "-q", "--since", f"@{int(moment.wall_s)}"]
+    lines = tool_lines(run, journal, TOOL_TIMEOUT_S)
     if not lines:  # or the journal may not be read
-        lines = [line for line in _lines(run, ["dmesg"]) if _stamp(line) >= moment.kernel_s]
+        lines = [line for line in tool_lines(run, ["dmesg"], TOOL_TIMEOUT_S) if _stamp(line) >= moment.kernel_s]
     wanted = [line for line in lines if KILLED.search(line) or pattern_of(line)]
     return tuple(STAMP.sub("", line.strip(), count=1)[:MAX_LETTERS] for line in wanted[-MAX_LINES:])
-
-
-def _lines(run: Run, command: list[str]) -> list[str]:
-    try:
-        return run(command, TOOL_TIMEOUT_S).splitlines()
-    except OSError:
-        return []
 
 
 def _stamp(line: str) -> float:

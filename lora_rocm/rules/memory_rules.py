@@ -55,8 +55,3 @@ class MemoryTable:
 def memory_table() -> MemoryTable:
     """The table. See ``read_table`` for errors."""
     return read_table(Path(__file__).with_name("memory_rules.toml"), MemoryTable, FUNCTIONS)
-
-
-def memory_rules() -> tuple[Rule, ...]:
-    """The rules about memory."""
-    return memory_table().rule

@@ -103,12 +103,8 @@ def parts(situation: Situation) -> int:
 
 
 def _has_workers(situation: Situation) -> bool:
-    recipe = situation.recipe
-    return recipe is not None and recipe.runtime.workers_on(_platform(situation)) > 0
-
-
-def _platform(situation: Situation) -> str:
-    return {"windows": "win32", "linux": "linux", "macos": "darwin"}[situation.facts.system]
+    recipe, platforms = situation.recipe, {"windows": "win32", "linux": "linux", "macos": "darwin"}
+    return recipe is not None and recipe.runtime.workers_on(platforms[situation.facts.system]) > 0
 
 
 def _on_gpu(situation: Situation) -> bool:
@@ -199,12 +195,6 @@ def known(names: Iterable[str]) -> tuple[str, ...]:
         if name in changes_by_id() and counts[name] <= changes_by_id()[name].most:
             found.append(name)
     return tuple(found)
-
-
-def made(situation: Situation) -> list[Change]:
-    """The mitigations in force, each once, in the order of the table. Unknown names are left out."""
-    counts = Counter(situation.changes)
-    return [change for change in changes() if counts[change.id]]
 
 
 def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:

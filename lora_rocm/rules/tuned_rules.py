@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm import __version__
+from lora_rocm.foundation.packages import versions_of
 from lora_rocm.foundation.tables import by_name, read_rows
 from lora_rocm.hardware.selftest_result import Stack
 from lora_rocm.hardware.tuned_choice import Kind, Tuned, path_of, stored, table_of
@@ -27,10 +26,7 @@ NAMED = ("sdpa", "flash", "aiter")
 
 def key_of(kind: Kind, stack: Stack, recipe: Recipe) -> dict[str, Any]:
     """The key of a choice: GPU, driver, versions, and the recipe's values that its shapes follow from."""
-    versions = {"lora-rocm": __version__}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
+    versions = {"lora-rocm": __version__, **versions_of(PACKAGES)}
     shapes = {
         "model": recipe.model.model_dump(mode="json"),
         "resolutions": sorted({source.resolution for source in recipe.data.resolved_sources()}),

@@ -11,7 +11,8 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any, TypeVar, overload
 
 from lora_rocm.rundir.event_types import Event, SetAside, StartEvent, StepEvent, event_of
@@ -25,6 +26,7 @@ REAL = (
 )
 NAMED = ("optimizer", "measures")
 """The fields of ``StepEvent``: whole numbers, numbers (NaN is null), and numbers by name."""
+_values_of = itemgetter(*WHOLE, *REAL, *NAMED)
 MAX_KEPT = 100_000
 """Events of a kind, besides steps; the newest count."""
 BATCH_STEPS = 64
@@ -49,17 +51,31 @@ class Steps(Sequence[StepEvent]):
         """Add steps, in the order of the file."""
         first = len(self)
         self.lines.extend(lines)
-        for name, values in zip(WHOLE, zip(*map(attrgetter(*WHOLE), steps), strict=True), strict=True):
-            self.whole[name].extend(values)
-        for name, values in zip(REAL, zip(*map(attrgetter(*REAL), steps), strict=True), strict=True):
+        columns: dict[str, Sequence[Any]] = dict(
+            zip((*WHOLE, *REAL, *NAMED), zip(*map(_values_of, map(vars, steps)), strict=True), strict=True)
+        )
+        for name in WHOLE:
+            self.whole[name].extend(array("q", columns[name]))
+        for name in REAL:
+            values = columns[name]
             has_null = None in values
-            self.real[name].extend((math.nan if value is None else value for value in values) if has_null else values)
+            self.real[name].extend(
+                array("d", (math.nan if value is None else value for value in values) if has_null else values)
+            )
         for field, of_name in self.named.items():
-            for number, step in enumerate(steps, first):
-                for name, value in getattr(step, field).items():
-                    numbers, found = of_name.setdefault(name, (array("q"), array("d")))
+            found: Sequence[dict[str, float]] = columns[field]
+            names = found[0].keys()
+            if all(each.keys() == names for each in found):  # as in nearly every batch: a name at a time
+                for name in names:
+                    numbers, values = of_name.setdefault(name, (array("q"), array("d")))
+                    numbers.extend(range(first, first + len(steps)))
+                    values.extend(array("d", map(itemgetter(name), found)))
+                continue
+            for number, each in enumerate(found, first):
+                for name, value in each.items():
+                    numbers, values = of_name.setdefault(name, (array("q"), array("d")))
                     numbers.append(number)
-                    found.append(value)
+                    values.append(value)
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -144,7 +160,7 @@ class EventLog:
 
     def current_steps(self) -> Steps:
         """The steps of ``current``."""
-        are_all = all(number == at for at, number in enumerate(self.current)) and len(self.current) == len(self.steps)
+        are_all = self.current == array("q", range(len(self.steps)))
         return self.steps if are_all else self.steps.chosen(self.current)
 
     def _numbered(self, kind: type[E]) -> list[tuple[int, E]]:
@@ -182,6 +198,12 @@ class EventLog:
         first, steps = len(self.steps), [step for _, step in self._waiting]
         self.steps.extend(steps, [line for line, _ in self._waiting])
         self._waiting.clear()
+        added = self.steps.whole["updates"][first:]
+        before = self._current_updates[-1:]
+        if all(one < next_ for one, next_ in pairwise(before + added)):  # none was made again
+            self._current_updates.extend(added)
+            self.current.extend(range(first, first + len(added)))
+            return
         for number, step in enumerate(steps, first):
             updates = self._current_updates
             if not updates or step.updates > updates[-1]:

@@ -98,8 +98,10 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-CHUNK_BYTES = 1 << 24
-"""Bytes that are read at once, and the limit of a line: an event that names 100,000 images stays below it."""
+MAX_LINE_BYTES = 1 << 24
+"""The limit of a line: an event that names 100,000 images stays below it."""
+CHUNK_BYTES = 1 << 18
+"""Bytes that are read at once: they stay in the cache of the processor until they are parsed."""
 MAX_EVENTS_BYTES = 1 << 28
 """Of a larger file only the end is read: half a million steps. A file of a run does not come near it."""
 TAIL_BYTES = 1 << 18  # hundreds of steps
@@ -153,7 +155,7 @@ class EventReader:
                     self.offset = self._offset + end + 1
                 self._offset, left_bytes = self._offset + len(data), left_bytes - len(data)
                 *lines, rest = (self._rest + data).split(b"\n")
-                self._rest = rest if len(rest) < CHUNK_BYTES else ENDLESS
+                self._rest = rest if len(rest) < MAX_LINE_BYTES else ENDLESS
                 yield from (line for line in lines if not self._marks or any(mark in line for mark in self._marks))
 
 

@@ -5,23 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from lora_rocm.rundir.event_types import (
-    ChangeEvent,
-    EndEvent,
-    ErrorEvent,
-    Event,
-    FailureEvent,
-    RestartEvent,
-    StartEvent,
-)
+from lora_rocm.rundir import event_types
 from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 
-Trouble = FailureEvent | ChangeEvent | RestartEvent
-KINDS = (FailureEvent, ChangeEvent, RestartEvent)
+Trouble = event_types.FailureEvent | event_types.ChangeEvent | event_types.RestartEvent
+KINDS = (event_types.FailureEvent, event_types.ChangeEvent, event_types.RestartEvent)
 
 
-def trouble_of(run_dir: RunDir, events: Iterable[Event]) -> list[Trouble]:
+def trouble_of(run_dir: RunDir, events: Iterable[event_types.Event]) -> list[Trouble]:
     """``in_time`` for a run. ``events``: the events of rank 0, already read.
 
     Raises:
@@ -33,7 +25,7 @@ def trouble_of(run_dir: RunDir, events: Iterable[Event]) -> list[Trouble]:
     return in_time(supervisor, [events, *others])
 
 
-def in_time(supervisor: Iterable[Event], ranks: Iterable[Iterable[Event]]) -> list[Trouble]:
+def in_time(supervisor: Iterable[event_types.Event], ranks: Iterable[Iterable[event_types.Event]]) -> list[Trouble]:
     """Failures, changes and restarts of the supervisor and of all ranks, in order of time.
 
     Ranks that train together run out of memory together, so a change that several of them made at one start is listed
@@ -45,24 +37,24 @@ def in_time(supervisor: Iterable[Event], ranks: Iterable[Iterable[Event]]) -> li
         here = Counter[tuple[int, str]]()
         for event in events:
             match event:
-                case ChangeEvent():
+                case event_types.ChangeEvent():
                     change = (event.session, event.id)
                     here[change] += 1
                     if here[change] > made[change]:
                         found.append(event)
-                case FailureEvent() | RestartEvent():
+                case event_types.FailureEvent() | event_types.RestartEvent():
                     found.append(event)
         made |= here
     return sorted(found, key=lambda event: event.time)
 
 
-def last_word(events: Sequence[Event], trouble: Sequence[Trouble]) -> FailureEvent | None:
+def last_word(events: Sequence[event_types.Event], trouble: Sequence[Trouble]) -> event_types.FailureEvent | None:
     """The last start's failure if the worker itself recorded no end (it hung or was killed), else None."""
-    last = next((event for event in reversed(trouble) if isinstance(event, FailureEvent)), None)
+    last = next((event for event in reversed(trouble) if isinstance(event, event_types.FailureEvent)), None)
     for event in reversed(events):
         match event:
-            case ErrorEvent() | EndEvent():
+            case event_types.ErrorEvent() | event_types.EndEvent():
                 return None
-            case StartEvent():
+            case event_types.StartEvent():
                 return last if last is not None and last.time >= event.time else None
     return last

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import AdapterError, UserError
-from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_json
-from lora_rocm.foundation.json_text import parse_json
+from lora_rocm.foundation.json_text import object_in
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.model_files.header import read_header
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
@@ -156,11 +155,8 @@ def _save(run_dir: RunDir, made: Mapping[str, Made]) -> None:
 
 def _saved(run_dir: RunDir) -> dict[str, Made]:
     """``exports.json``, which may come from somebody else; empty if it is missing or damaged."""
-    try:
-        value = parse_json(read_plain(run_dir.exports, MAX_EXPORTS_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    found = {form: _made(value.get(form)) for form in FORMS} if isinstance(value, dict) else {}
+    value = object_in(run_dir.exports, MAX_EXPORTS_BYTES)
+    found = {form: _made(value.get(form)) for form in FORMS}
     return {form: made for form, made in found.items() if made is not None}
 
 

@@ -12,17 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
-from lora_rocm.rundir.event_types import (
-    CacheEvent,
-    ChangeEvent,
-    CheckpointEvent,
-    EndEvent,
-    ErrorEvent,
-    Event,
-    PhaseEvent,
-    StartEvent,
-    StepEvent,
-)
+from lora_rocm.rundir import event_types
 from lora_rocm.rundir.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -145,11 +135,6 @@ def limits_of(recipe: Recipe, settings: Settings, system: str = sys.platform) ->
 
 
 @dataclass(frozen=True)
-class Wait:
-    """Nothing has to be done."""
-
-
-@dataclass(frozen=True)
 class Hung:
     """The worker was silent for too long. ``limit``: the limit's name below ``timeouts`` in a recipe, or "leaving"."""
 
@@ -158,9 +143,6 @@ class Hung:
     silent_s: float
     limit_s: float
     limit: str
-
-
-Decision = Wait | Hung
 
 
 @dataclass
@@ -214,29 +196,29 @@ class WatchState:
             return "first_step"
         return name if name in LIMITS else "start"
 
-    def on_event(self, event: Event, now: float) -> None:
+    def on_event(self, event: event_types.Event, now: float) -> None:
         """Update the state from an event."""
         self.heard_at = now
         match event:
-            case StartEvent():  # earlier events are the last ones of an orphan that this worker waited for
+            case event_types.StartEvent():  # earlier events are the last ones of an orphan that this worker waited for
                 self.phases, self.steps, self.left_at = [], 0, None
                 self.updates = event.resumed_from or 0
-            case PhaseEvent():
+            case event_types.PhaseEvent():
                 self._on_phase(event)
-            case CacheEvent():
+            case event_types.CacheEvent():
                 self._on_cache(event, now)
-            case StepEvent():
+            case event_types.StepEvent():
                 self.steps += 1
                 self.updates = event.updates
                 self.learned.step_s.append(event.step_s)
-            case CheckpointEvent():
+            case event_types.CheckpointEvent():
                 self.checkpoints += 1
-            case ChangeEvent():
+            case event_types.ChangeEvent():
                 self.changes[event.id] += 1
-            case EndEvent() | ErrorEvent():
+            case event_types.EndEvent() | event_types.ErrorEvent():
                 self.left_at = now
 
-    def _on_phase(self, event: PhaseEvent) -> None:
+    def _on_phase(self, event: event_types.PhaseEvent) -> None:
         if event.state == "begin":
             self.phases.append(event.phase)
             self._filling = False
@@ -246,7 +228,7 @@ class WatchState:
             if event.phase == "preview":
                 self.learned.preview_s = max(event.seconds, self.learned.preview_s or 0.0)
 
-    def _on_cache(self, event: CacheEvent, now: float) -> None:
+    def _on_cache(self, event: event_types.CacheEvent, now: float) -> None:
         what, done = event.what, event.done
         more = done - self.items.get(what, done)
         if self._filling and more > 0 and what in ENCODED:
@@ -283,13 +265,13 @@ def culprit(states: Sequence[WatchState]) -> int:
     return min(busy or range(len(states)), key=lambda rank: states[rank].heard_at)
 
 
-def decide(state: WatchState, now: float) -> Decision:
-    """Decide whether the worker hangs."""
+def decide(state: WatchState, now: float) -> Hung | None:
+    """Decide whether the worker hangs; None: it does not."""
     name = state.limit
     limit_s = state.limits.seconds(name, state.learned)
     if name == "step" and state.activity == "loader":
         limit_s = max(limit_s, state.limits.loader_s)
     silent_s = now - (state.heard_at if state.left_at is None else state.left_at)
     if silent_s <= limit_s:
-        return Wait()
+        return None
     return Hung(state.phase, state.activity, silent_s, limit_s, RECIPE_KEYS.get(name, name))

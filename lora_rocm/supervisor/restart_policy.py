@@ -234,12 +234,8 @@ def hung_error(hung: Hung, where: str) -> WorkerHungError:
         f"The training process was silent for {hung.silent_s:.3g} s in the phase {hung.phase} and was ended.",
         where=where,
         fix=f"lora-rocm doctor says what is known about this machine. If it only is slow: --set timeouts.{hung.limit}="
-        f"{_rounded(2 * hung.limit_s)} allows more than {hung.limit_s:g} s.",
+        f"{max(round(2 * hung.limit_s), 1)} allows more than {hung.limit_s:g} s.",
     )
-
-
-def _rounded(seconds: float) -> str:
-    return f"{max(round(seconds), 1)}"
 
 
 def changes_of(events: Iterable[Event]) -> tuple[str, ...]:

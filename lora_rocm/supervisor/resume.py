@@ -234,11 +234,7 @@ def _is_complete(run_dir: RunDir, old: Recipe, new: Recipe) -> bool:
     try:
         read_result_file(run_dir.result)
     except OSError as error:  # with several processes, rank 0 may remove it at any time
-        if error.errno not in (
-            errno.ENOENT,
-            errno.EINVAL,
-            errno.EFBIG,
-        ):  # EINVAL, EFBIG: no result of ours
+        if error.errno not in (errno.ENOENT, errno.EINVAL, errno.EFBIG):  # EINVAL, EFBIG: no result of ours
             raise
         return False
     except ValueError:

@@ -89,9 +89,12 @@ def self_test(situation: Situation, say: Say, command: Command = child_command) 
     if situation.gpu is not None and not any(verdict.failed(f"{group}.") for group in FAST_GROUPS):
         verdict = replace(verdict, fast=_fast(plain, verdict, say, command))
     # Report and store
-    failed = len(verdict.failed(""))
-    say(f"Self-test: {_summary(verdict.results)} in {time.monotonic() - started:.0f} s." + _what_now(failed))
-    _keep(Path(situation.app_dir), verdict, say)
+    now = " Training avoids what failed: lora-rocm env --explain says how." if verdict.failed("") else ""
+    say(f"Self-test: {_summary(verdict.results)} in {time.monotonic() - started:.0f} s.{now}")
+    try:
+        store(Path(situation.app_dir), verdict)
+    except StorageError as error:
+        say(f"The result of the self-test could not be kept, so it will run again. {error}")
     return verdict
 
 
@@ -111,17 +114,6 @@ def store(folder: Path, verdict: Verdict) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise storage_error(error, path) from error
-
-
-def _keep(folder: Path, verdict: Verdict, say: Say) -> None:
-    try:
-        store(folder, verdict)
-    except StorageError as error:
-        say(f"The result of the self-test could not be kept, so it will run again. {error}")
-
-
-def _what_now(failed: int) -> str:
-    return " Training avoids what failed: lora-rocm env --explain says how." if failed else ""
 
 
 def _environment(situation: Situation) -> dict[str, str]:

@@ -32,24 +32,8 @@ from lora_rocm.rundir.exit_status import size_of
 from lora_rocm.rundir.heartbeat import read_heartbeat
 from lora_rocm.rundir.incidents import trouble_of
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, SUPERVISOR, RunDir
+from lora_rocm.supervisor import restart_policy as policy
 from lora_rocm.supervisor.hang_detection import ENCODED, Hung, Learned, Limits, WatchState, culprit, decide, limits_of
-from lora_rocm.supervisor.restart_policy import (
-    PAUSES_S,
-    REMEMBERED,
-    Failure,
-    GiveUp,
-    History,
-    Raise,
-    Restart,
-    after,
-    attempt_of,
-    changed,
-    changes_of,
-    gave_up,
-    hung_error,
-    relieved,
-    seen_of,
-)
 from lora_rocm.supervisor.telemetry import Telemetry
 from lora_rocm.supervisor.worker import Worker, follow, last_checkpoint_text, unkillable
 from lora_rocm.supervisor.worker_group import DIED, End, environments, verdict
@@ -78,11 +62,11 @@ def in_force(run_dir: RunDir, situation: Situation, say: Callable[[str], None]) 
     events = read_events(run_dir.events())
     trouble = trouble_of(run_dir, events)
     if events or trouble:
-        return replace(situation, changes=changes_of(trouble))
+        return replace(situation, changes=policy.changes_of(trouble))
     for sentence in mitigation_store.notices(situation):
         say(sentence)
     for change in situation.changes:
-        record(run_dir, 1, change_event(change, REMEMBERED))
+        record(run_dir, 1, change_event(change, policy.REMEMBERED))
     return situation
 
 
@@ -127,14 +111,14 @@ class Supervisor:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     clock: Callable[[], float] = time.monotonic
     read_log: Callable[[Moment], tuple[str, ...]] = lines_since
-    pauses_s: Sequence[float] = PAUSES_S
+    pauses_s: Sequence[float] = policy.PAUSES_S
     size: int = 1
     telemetry: Telemetry = field(default_factory=Telemetry)
     asked: Asked | None = None
 
     def __post_init__(self) -> None:
         past = read_events(self.run_dir.events(SUPERVISOR))
-        self._history = History(self.recipe.runtime.max_restarts, attempt=attempt_of(past))
+        self._history = policy.History(self.recipe.runtime.max_restarts, attempt=policy.attempt_of(past))
         self._learned = Learned()
         self._newest = _updates_of(self.checkpoint) if self.checkpoint else newest_checkpoint(self.run_dir)
         self._items: dict[str, int] = {}
@@ -179,7 +163,7 @@ class Supervisor:
     def _stops(self, asked: Asked) -> bool:
         return asked.level > 0 or self.run_dir.stop.exists()
 
-    def _start(self, asked: Asked) -> int | tuple[Failure, WatchState]:
+    def _start(self, asked: Asked) -> int | tuple[policy.Failure, WatchState]:
         """Start the workers once; return their exit code, or the failure and the state of the first worker."""
         # Prepare the watch states and the command
         patterns()  # read now: after a failure the package may be out of reach
@@ -253,7 +237,7 @@ class Supervisor:
             state.on_look(now)
             state.on_heartbeat(read_heartbeat(self.run_dir.heartbeat(rank)), now)
             state.on_log(size_of(self.run_dir.log_of(rank)), now)
-        late = {rank: found for rank, state in enumerate(states) if isinstance(found := decide(state, now), Hung)}
+        late = {rank: found for rank, state in enumerate(states) if (found := decide(state, now)) is not None}
         if late:
             rank = culprit(states)
             hung[rank] = late.get(rank, next(iter(late.values())))
@@ -273,17 +257,19 @@ class Supervisor:
                 content = read_plain(stacks, MAX_STACKS_BYTES)
                 write_atomic(self.run_dir.stacks_kept(self._session), content, self.run_dir.path)
 
-    def _failure(self, end: End, hung: Mapping[int, Hung], states: Sequence[WatchState], began: Moment) -> Failure:
+    def _failure(
+        self, end: End, hung: Mapping[int, Hung], states: Sequence[WatchState], began: Moment
+    ) -> policy.Failure:
         """How a start ended. An error that the worker reported counts more than a hang while it exited."""
         error, state = end.error, states[end.worker.rank]
         late = hung.get(end.worker.rank) if error.code in (DIED, UNKILLABLE) else None
         if late is not None and error.code == DIED:
             whose = f"rank {end.worker.rank}, " if self.size > 1 else ""
-            error = hung_error(late, f"{whose}phase {state.phase}, after step {state.updates}")
+            error = policy.hung_error(late, f"{whose}phase {state.phase}, after step {state.updates}")
         lines = self.read_log(began) if error.code in KERNEL_LOG_CODES else ()
         stacks = self.run_dir.stacks_kept(self._session)
-        return Failure(
-            seen=seen_of(error, late, lines, end.worker.pid, first=not self._history.failures),
+        return policy.Failure(
+            seen=policy.seen_of(error, late, lines, end.worker.pid, first=not self._history.failures),
             phase=state.phase,
             activity=state.activity,
             updates=state.updates,
@@ -292,10 +278,10 @@ class Supervisor:
             limit_s=late.limit_s if late else None,
             stacks=stacks.name if late and stacks.exists() else None,
             kernel_log=lines,
-            changed=any(relieved(state.changes, state.phase) for state in states),
+            changed=any(policy.relieved(state.changes, state.phase) for state in states),
         )
 
-    def _settle(self, failure: Failure, state: WatchState, *, stop: bool) -> None:
+    def _settle(self, failure: policy.Failure, state: WatchState, *, stop: bool) -> None:
         """Decide what comes after a failure, and prepare the restart.
 
         Raises:
@@ -305,15 +291,15 @@ class Supervisor:
             raise failure.error
         history = self._history.with_failure(failure, self._has_progressed(state), state.checkpoints)
         self._tell(failure.to_event())
-        judgement = Raise(failure.error) if stop else after(failure, history, self.situation)
-        if isinstance(judgement, Raise):
+        judgement = policy.Raise(failure.error) if stop else policy.after(failure, history, self.situation)
+        if isinstance(judgement, policy.Raise):
             raise judgement.error
-        if isinstance(judgement, GiveUp):
-            raise gave_up(history, judgement.reason, self.situation.changes, str(self.run_dir.path), self.again)
+        if isinstance(judgement, policy.GiveUp):
+            raise policy.gave_up(history, judgement.reason, self.situation.changes, str(self.run_dir.path), self.again)
         self._history = history.with_restart(judgement)
         self._prepare(failure, judgement)
 
-    def _prepare(self, failure: Failure, restart: Restart) -> None:
+    def _prepare(self, failure: policy.Failure, restart: policy.Restart) -> None:
         """Put the changes in force, and announce the restart."""
         for change in restart.changes:
             self._tell(change_event(change, str(failure.seen)))
@@ -346,7 +332,7 @@ class Supervisor:
     def _change(self, changes: Sequence[str], seen: str) -> None:
         """Put changes in force and store them together, because half of an answer may be none."""
         for change in changes:
-            self.situation = changed(self.situation, change)
+            self.situation = policy.changed(self.situation, change)
         if changes:
             self.keep(self.situation, changes, seen)
 

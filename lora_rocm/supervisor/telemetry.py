@@ -122,7 +122,7 @@ class Telemetry:
             if self._cards:
                 self._say(self._cards)
         elif LEFT_ALONE not in self._said:
-            job = Job.of(self._cards, tuple(pids), self._every_s, self._root)
+            job = Job(self._cards, tuple(pids), self._every_s, self._root)
             try:
                 self._reading = _Reading(self._command(job), self._clock())
             except OSError as error:

@@ -68,7 +68,8 @@ def ensure(run: RunDir, situation: Situation, accept_changes: bool, say: Say, mo
             _forget(run, say)
         return replace(situation, tuned=Tuned())
     keys = {kind: key_of(kind, stack, recipe) for kind in wanted}
-    asked = _asked(recipe)
+    # what decides whether, and among what, is measured; it may change on resume
+    asked = recipe.runtime.model_dump(mode="json", include={"attention", "profile", "compile", "deterministic"})
     kept = _kept(run, asked, keys, accept_changes) if run.list_checkpoints() else None
     if kept is None:
         attention = situation.tuned.attention
@@ -95,11 +96,6 @@ def unavailable(way: str, why: str) -> UserError:
         where=f"runtime.attention: {way}",
         fix="Set runtime.attention to auto: torch's own attention needs no other package.",
     )
-
-
-def _asked(recipe: Recipe) -> dict[str, Any]:
-    """The keys of the recipe that choose whether, and among what, is measured. They may change on resume."""
-    return recipe.runtime.model_dump(mode="json", include={"attention", "profile", "compile", "deterministic"})
 
 
 def _kept(

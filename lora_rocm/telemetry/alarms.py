@@ -7,7 +7,6 @@ again then.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Literal
 
 from lora_rocm.foundation.units import size_text
@@ -78,7 +77,8 @@ class Alarms:
 
     def _hot(self, reading: TelemetryEvent) -> tuple[bool, bool, str]:
         """Only the temperature is known, not whether the card lowers its clocks."""
-        near = [(limit - reading.temperatures_c[sensor], sensor) for sensor, limit in _limits(reading)]
+        limits = {sensor: limit for sensor, limit in reading.limits_c.items() if sensor in reading.temperatures_c}
+        near = [(limit - reading.temperatures_c[sensor], sensor) for sensor, limit in limits.items()]
         if not near:
             return False, False, ""
         room_c, sensor = min(near)
@@ -121,7 +121,3 @@ class Alarms:
         grown = now - before
         enough = grown >= GROWN_BYTES and grown >= GROWN_SHARE * total
         return grown if enough and reading.memory_bytes >= FULL_SHARE * total else 0.0
-
-
-def _limits(reading: TelemetryEvent) -> Iterator[tuple[str, float]]:
-    return ((sensor, limit) for sensor, limit in reading.limits_c.items() if sensor in reading.temperatures_c)

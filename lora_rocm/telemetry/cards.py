@@ -46,22 +46,16 @@ class Job:
         root: folder that replaces the root of the file system.
     """
 
-    method: Method
-    addresses: tuple[str, ...] = ()
-    count: int = 1
-    total_bytes: int | None = None
+    cards: Cards
     pids: tuple[int, ...] = ()
     every_s: float = EVERY_S
     root: str = "/"
 
     @classmethod
-    def of(cls, cards: Cards, pids: tuple[int, ...], every_s: float, root: str) -> Job:
-        return cls(cards.method, cards.addresses, cards.count, cards.total_bytes, pids, every_s, root)
-
-    @classmethod
     def from_text(cls, text: str) -> Job:
         fields = json.loads(text)
-        return cls(**{**fields, "addresses": tuple(fields["addresses"]), "pids": tuple(fields["pids"])})
+        cards = Cards(**{**fields["cards"], "addresses": tuple(fields["cards"]["addresses"])})
+        return cls(cards, tuple(fields["pids"]), fields["every_s"], fields["root"])
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))

@@ -15,18 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_rocm.rundir.event_types import TelemetryEvent
-from lora_rocm.telemetry.reader import (
-    ABSENT,
-    CARD,
-    MAIN_MEMORY,
-    MEMORY,
-    OWN_MEMORY,
-    POWER,
-    POWER_CAP,
-    TEMPERATURE,
-    Pids,
-    reading,
-)
+from lora_rocm.telemetry import reader
 
 PCI_DEVICES, PROC = "sys/bus/pci/devices", "proc"
 AWAKE = ("active", "unsupported")
@@ -71,7 +60,7 @@ class _Files:
         for name in names:
             if (found := self.number(name, what, divisor)) is not None:
                 return found
-        self.unread.setdefault(what, ABSENT)
+        self.unread.setdefault(what, reader.ABSENT)
         return None
 
     def names(self, name: str, what: str) -> list[str]:
@@ -93,7 +82,7 @@ class SysfsReader:
         pids: the run's processes.
     """
 
-    def __init__(self, root: Path, addresses: tuple[str, ...], pids: Pids) -> None:
+    def __init__(self, root: Path, addresses: tuple[str, ...], pids: reader.Pids) -> None:
         self._root, self._addresses, self._pids = root, addresses, pids
 
     def read(self) -> list[TelemetryEvent]:
@@ -101,21 +90,21 @@ class SysfsReader:
 
     def _read(self, address: str, number: int) -> TelemetryEvent:
         files = _Files(self._root / PCI_DEVICES / address)
-        status = files.text("power/runtime_status", CARD)
+        status = files.text("power/runtime_status", reader.CARD)
         if not files.folder.is_dir():
-            return reading(address, number, {CARD: "its files are gone"})
-        if CARD in files.unread:  # unknown whether it sleeps
-            return reading(address, number, files.unread)
+            return reader.reading(address, number, {reader.CARD: "its files are gone"})
+        if reader.CARD in files.unread:  # unknown whether it sleeps
+            return reader.reading(address, number, files.unread)
         if status is not None and status not in AWAKE:
-            return reading(address, number, {}, asleep=True)
+            return reader.reading(address, number, {}, asleep=True)
         values: dict[str, object] = {
-            "memory_bytes": files.first(("mem_info_vram_used",), MEMORY),
-            "memory_total_bytes": files.first(("mem_info_vram_total",), MEMORY),
-            "main_bytes": files.first(("mem_info_gtt_used",), MAIN_MEMORY),
+            "memory_bytes": files.first(("mem_info_vram_used",), reader.MEMORY),
+            "memory_total_bytes": files.first(("mem_info_vram_total",), reader.MEMORY),
+            "main_bytes": files.first(("mem_info_gtt_used",), reader.MAIN_MEMORY),
             **_sensors(files),
             **self._own(address, files.unread),
         }
-        return reading(address, number, files.unread, **values)
+        return reader.reading(address, number, files.unread, **values)
 
     def _own(self, address: str, unread: dict[str, str]) -> dict[str, object]:
         """Memory of the run's processes on this GPU. Each DRM client counts once, however many files share it."""
@@ -128,7 +117,7 @@ class SysfsReader:
                         key: int(value) * UNITS[unit] for key, (value, unit) in found.items() if value.isdecimal()
                     }
         if not clients:
-            unread.setdefault(OWN_MEMORY, ABSENT)
+            unread.setdefault(reader.OWN_MEMORY, reader.ABSENT)
             return {}
         moved = [client["amd-evicted-vram"] for client in clients.values() if "amd-evicted-vram" in client]
         return {
@@ -143,7 +132,7 @@ class SysfsReader:
             names = os.listdir(folder)
         except OSError as error:
             if error.errno not in LEFT:
-                unread[OWN_MEMORY] = _why(error)
+                unread[reader.OWN_MEMORY] = _why(error)
             return
         for name in names:
             try:
@@ -151,7 +140,7 @@ class SysfsReader:
                     text = file.read(READ_BYTES).decode("utf-8", "replace")
             except OSError as error:
                 if error.errno not in LEFT:
-                    unread[OWN_MEMORY] = _why(error)
+                    unread[reader.OWN_MEMORY] = _why(error)
                 continue
             if "drm-client-id" in text:
                 yield text
@@ -162,25 +151,25 @@ def _sensors(files: _Files) -> dict[str, object]:
     temperatures: dict[str, float] = {}
     limits: dict[str, float] = {}
     found: dict[str, object] = {"temperatures_c": temperatures, "limits_c": limits}
-    for chip in files.names("hwmon", TEMPERATURE):
+    for chip in files.names("hwmon", reader.TEMPERATURE):
         folder = f"hwmon/{chip}"
-        for name in files.names(folder, TEMPERATURE):
+        for name in files.names(folder, reader.TEMPERATURE):
             if match := re.fullmatch(r"(temp\d+)_input", name):
                 sensor = f"{folder}/{match.group(1)}"
-                value = files.number(f"{sensor}_input", TEMPERATURE, 1e3)
+                value = files.number(f"{sensor}_input", reader.TEMPERATURE, 1e3)
                 if value is None:
                     continue
-                label = files.text(f"{sensor}_label", TEMPERATURE) or match.group(1)
+                label = files.text(f"{sensor}_label", reader.TEMPERATURE) or match.group(1)
                 temperatures[label] = value
-                if limit := files.number(f"{sensor}_crit", TEMPERATURE, 1e3):
+                if limit := files.number(f"{sensor}_crit", reader.TEMPERATURE, 1e3):
                     limits[label] = limit
         power = (f"{folder}/power1_average", f"{folder}/power1_input")
-        found["power_w"] = files.first(power, POWER, 1e6)
-        found["power_cap_w"] = files.first((f"{folder}/power1_cap",), POWER_CAP, 1e6)
+        found["power_w"] = files.first(power, reader.POWER, 1e6)
+        found["power_cap_w"] = files.first((f"{folder}/power1_cap",), reader.POWER_CAP, 1e6)
     if not temperatures:
-        files.unread.setdefault(TEMPERATURE, ABSENT)
+        files.unread.setdefault(reader.TEMPERATURE, reader.ABSENT)
     if "power_w" not in found:
-        files.unread.setdefault(POWER, ABSENT)
+        files.unread.setdefault(reader.POWER, reader.ABSENT)
     return found
 
 

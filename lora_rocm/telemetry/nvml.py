@@ -8,17 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lora_rocm.rundir.event_types import TelemetryEvent
-from lora_rocm.telemetry.reader import (
-    ABSENT,
-    CARD,
-    MEMORY,
-    OWN_MEMORY,
-    POWER,
-    POWER_CAP,
-    TEMPERATURE,
-    Pids,
-    reading,
-)
+from lora_rocm.telemetry import reader
 
 SUCCESS, NOT_SUPPORTED, INSUFFICIENT_SIZE, NO_FUNCTION = 0, 3, 7, 13
 GPU_SENSOR, SLOWDOWN_LIMIT = 0, 1  # NVML_TEMPERATURE_GPU, NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
@@ -71,7 +61,7 @@ class NvmlReader:
         OSError: the driver does not answer.
     """
 
-    def __init__(self, nvml: Any, count: int, pids: Pids) -> None:
+    def __init__(self, nvml: Any, count: int, pids: reader.Pids) -> None:
         self._nvml, self._count, self._pids = nvml, count, pids
         self._check(nvml.nvmlInit_v2(), "nvmlInit_v2")
 
@@ -100,15 +90,15 @@ class NvmlReader:
         def asked(call: Callable[..., int], into: Any, what: str, *arguments: int) -> bool:
             return self._answers(call(device, *arguments, ctypes.byref(into)), what, unread)
 
-        has_temperature = asked(nvml.nvmlDeviceGetTemperature, temperature, TEMPERATURE, GPU_SENSOR)
+        has_temperature = asked(nvml.nvmlDeviceGetTemperature, temperature, reader.TEMPERATURE, GPU_SENSOR)
         limits = "temperature limit"
         has_limit = asked(nvml.nvmlDeviceGetTemperatureThreshold, limit, limits, SLOWDOWN_LIMIT) and limit.value > 0
-        has_memory = asked(nvml.nvmlDeviceGetMemoryInfo, memory, MEMORY)
-        has_power = asked(nvml.nvmlDeviceGetPowerUsage, power, POWER)
-        has_cap = asked(nvml.nvmlDeviceGetEnforcedPowerLimit, cap, POWER_CAP)
+        has_memory = asked(nvml.nvmlDeviceGetMemoryInfo, memory, reader.MEMORY)
+        has_power = asked(nvml.nvmlDeviceGetPowerUsage, power, reader.POWER)
+        has_cap = asked(nvml.nvmlDeviceGetEnforcedPowerLimit, cap, reader.POWER_CAP)
         slowed = reasons.value if asked(why, reasons, "reasons for lower clocks") else 0
-        known = asked(nvml.nvmlDeviceGetPciInfo_v3, pci, CARD)
-        return reading(
+        known = asked(nvml.nvmlDeviceGetPciInfo_v3, pci, reader.CARD)
+        return reader.reading(
             pci.busId.decode("ascii", "replace").lower()[-12:] if known else f"NVIDIA {number}",
             number,
             unread,
@@ -126,16 +116,16 @@ class NvmlReader:
         """Bytes of the run's processes; None if none is listed there, as in a container with pids of its own."""
         infos, count = (ProcessInfo * MAX_PROCESSES)(), ctypes.c_uint(MAX_PROCESSES)
         code = self._nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), infos)
-        if not self._answers(code, OWN_MEMORY, unread):
+        if not self._answers(code, reader.OWN_MEMORY, unread):
             return None
         used = [int(info.usedGpuMemory) for info in infos[: count.value] if info.pid in pids]
         if not used or UNKNOWN_BYTES in used:
-            unread[OWN_MEMORY] = ABSENT
+            unread[reader.OWN_MEMORY] = reader.ABSENT
         return sum(0 if one == UNKNOWN_BYTES else one for one in used) if used else None
 
     def _answers(self, code: int, what: str, unread: dict[str, str]) -> bool:
         if code != SUCCESS:
-            unread[what] = ABSENT if code in (NOT_SUPPORTED, NO_FUNCTION) else self._error(code)
+            unread[what] = reader.ABSENT if code in (NOT_SUPPORTED, NO_FUNCTION) else self._error(code)
         return code == SUCCESS
 
     def _check(self, code: int, what: str) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -51,11 +52,12 @@ def reader_for(job: Job, pids: Pids) -> Reader:
     Raises:
         OSError: what it needs is not on this machine.
     """
-    if job.method == "sysfs":
-        return SysfsReader(Path(job.root), job.addresses, pids)
-    if job.method == "pdh":
-        return PdhReader(load_pdh(), job.count, job.total_bytes, pids)
-    return NvmlReader(load_nvml(), job.count, pids)
+    cards = job.cards
+    if cards.method == "sysfs":
+        return SysfsReader(Path(job.root), cards.addresses, pids)
+    if cards.method == "pdh":
+        return PdhReader(load_pdh(), cards.count, cards.total_bytes, pids)
+    return NvmlReader(load_nvml(), cards.count, pids)
 
 
 def read_on(reader: Reader, say: Emit, wait: Callable[[], object]) -> None:
@@ -114,7 +116,7 @@ def show(count: int) -> int:
     if not isinstance(cards, Cards):
         sys.stdout.write(f"{cards or 'There is no GPU, or this torch cannot use it.'}\n")
         return EXPLAINED
-    job = Job.of(Cards(cards.method, cards.addresses, 0, cards.total_bytes), (os.getpid(),), 1.0, "/")
+    job = Job(replace(cards, count=0), (os.getpid(),))
     for line in _lines(reader_for(job, lambda: job.pids), count):
         sys.stdout.write(line + "\n")
         sys.stdout.flush()

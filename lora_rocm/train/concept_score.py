@@ -80,10 +80,7 @@ def nearer(after: Vector, before: Vector) -> float:
 
 
 def score(
-    before: Sequence[Image.Image],
-    after: Sequence[Image.Image],
-    training: Sequence[Image.Image],
-    num_control: int,
+    before: Sequence[Image.Image], after: Sequence[Image.Image], training: Sequence[Image.Image], num_control: int
 ) -> ConceptScore:
     """Score of a run. The last ``num_control`` previews of ``before`` and ``after`` belong to control prompts."""
     split = len(before) - num_control

@@ -75,11 +75,7 @@ class Data:
     def facts(self) -> dict[str, str | bool]:
         """What a checkpoint says of the data, for the next start."""
         plan = self.plan
-        return {
-            "data": self.identity(),
-            "by_length": plan.by_length,
-            "one_bucket_updates": plan.one_bucket_updates,
-        }
+        return {"data": self.identity(), "by_length": plan.by_length, "one_bucket_updates": plan.one_bucket_updates}
 
     @property
     def steps_per_epoch(self) -> int:

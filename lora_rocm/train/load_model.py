@@ -57,7 +57,9 @@ def load_model(
     """Load and adapt the model on the CPU, then send it to the device. The returned flag: Triton is used."""
     recipe = start.recipe
     compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # made from the unfused modules
-    triton = start.settings.triton and kernel_check.trusted(start.device, start.dtype, start.context.notice)
+    triton = start.settings.triton and kernel_check.trusted(
+        start.device, start.dtype, start.context.notice, memory.kernels
+    )
     model = family.load(start.dtype, torch.device("cpu"))
     resumed = start.checkpoint is not None
     adapter = inject(family, model, recipe.lora, recipe.train.seed, start.context.notice, resumed=resumed)
@@ -100,36 +102,22 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
         if isinstance(module, HoldsCodes)
         for codes in module.implausible()
     ]
-    if finite_N.all() and huge:
-        if (file := _file_of(component, huge[0], start.recipe)) is not None:
-            raise AdapterError(
-                "lora-not-finite",
-                f"The LoRA's weight {name}.{huge[0]} holds numbers larger than any of a model that works.",
-                where=file,
-                fix="Use another file: this one, or its alpha, is damaged.",
-            )
-        raise ModelError(
-            "weights-implausible",
-            f"The weight {name}.{huge[0]} holds numbers larger than any of a model that works.",
-            where=f"model.name_or_path: {start.recipe.model.name_or_path}",
-            fix="Download the model again, or use another edition.",
-        )
-    if not finite_N.all():
+    if finite_N.all():
+        if not huge:
+            return
+        path, code, wrong = huge[0], "weights-implausible", "larger than any of a model that works"
+        other_file = "Use another file: this one, or its alpha, is damaged."
+        other_base = "Download the model again, or use another edition."
+    else:
         path = next(path for path, is_finite in zip(weights, finite_N.tolist(), strict=True) if not is_finite)
-        dtype = str(start.dtype).removeprefix("torch.")
-        if (file := _file_of(component, path, start.recipe)) is not None:
-            raise AdapterError(
-                "lora-not-finite",
-                f"The LoRA's weight {name}.{path} holds numbers that are not finite in {dtype}.",
-                where=file,
-                fix="Use another file; bf16 holds larger numbers than fp16.",
-            )
-        raise ModelError(
-            "weights-not-finite",
-            f"The weight {name}.{path} holds numbers that are not finite in {dtype}.",
-            where=f"model.name_or_path: {start.recipe.model.name_or_path}",
-            fix="Download the model again, or use another edition; bf16 holds larger numbers than fp16.",
-        )
+        code, wrong = "weights-not-finite", f"that are not finite in {str(start.dtype).removeprefix('torch.')}"
+        other_file = "Use another file; bf16 holds larger numbers than fp16."
+        other_base = "Download the model again, or use another edition; bf16 holds larger numbers than fp16."
+    if (file := _file_of(component, path, start.recipe)) is not None:
+        what = f"The LoRA's weight {name}.{path} holds numbers {wrong}."
+        raise AdapterError("lora-not-finite", what, where=file, fix=other_file)
+    where = f"model.name_or_path: {start.recipe.model.name_or_path}"
+    raise ModelError(code, f"The weight {name}.{path} holds numbers {wrong}.", where=where, fix=other_base)
 
 
 def _file_of(component: nn.Module, path: str, recipe: Recipe) -> str | None:

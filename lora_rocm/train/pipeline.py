@@ -25,7 +25,6 @@ from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.optim.base import GatedOptimizer
-from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.optim.schedule import length_text
 from lora_rocm.recipe.comparison import fingerprint
 from lora_rocm.recipe.process_sections import RuntimeSection
@@ -49,8 +48,7 @@ from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.outputs import Artifacts
 from lora_rocm.train.session import Session
 from lora_rocm.train.start_encoder import start_encoders
-from lora_rocm.train.usable_base import require_usable
-from lora_rocm.train.usable_start import require_startable
+from lora_rocm.train.usable import require_startable, require_usable
 from lora_rocm.train.watched import prepare_watched
 
 RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not change."
@@ -172,7 +170,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     start_from_inputs(start, family, model, adapter, transfer, data, memory.parts)
     groups = adapter.groups(recipe.optim, recipe.lora)
     weights = adapter.flatten(start.dtype, FLOATS[recipe.lora.weight_dtype], groups)
-    optimizer = make_optimizer(
+    optimizer = GatedOptimizer(
         weights,
         groups,
         recipe.optim,
@@ -304,10 +302,7 @@ def order_of(checkpoint: Checkpoint | None) -> dict[str, bool]:
     """
     if checkpoint is None:
         return {"by_length": True, "one_bucket_updates": False}
-    return {
-        "by_length": checkpoint.facts.get("by_length", False),
-        "one_bucket_updates": checkpoint.one_bucket_updates,
-    }
+    return {"by_length": checkpoint.facts.get("by_length", False), "one_bucket_updates": checkpoint.one_bucket_updates}
 
 
 def _runtime(start: StartContext) -> RuntimeSection:

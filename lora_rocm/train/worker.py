@@ -13,7 +13,6 @@ import os
 import sys
 import time
 import traceback
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,7 @@ from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageE
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import refuse_link
 from lora_rocm.foundation.output_stream import outliving_stdout
-from lora_rocm.foundation.packages import imported
+from lora_rocm.foundation.packages import imported, versions_of
 from lora_rocm.hardware.ranks import Rank, rank_of
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.processes.process import stop_signals
@@ -171,17 +170,9 @@ def _require_same(world: World, recipe: Recipe, dtype: torch.dtype, checkpoint: 
     values = {key: json.dumps(value, ensure_ascii=False) for key, value in shared_values(recipe).items()}
     place = f"{checkpoint.path.name} {checkpoint.digest}" if checkpoint else "the beginning"
     world.require_same("the recipe", values)
-    world.require_same("software", {**_versions(), "precision": str(dtype)})
+    versions = {"lora-rocm": __version__, "torch": torch.__version__, **versions_of(PACKAGES)}
+    world.require_same("software", {**versions, "precision": str(dtype)})  # a package of one rank alone differs, too
     world.require_same("the run directory", {"what they go on from": place})
-
-
-def _versions() -> dict[str, str]:
-    """Name -> version. A package that is not installed is left out; this counts as a difference between ranks."""
-    found = {"lora-rocm": __version__, "torch": torch.__version__}
-    for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import LoadedModel, family_for
 from lora_rocm.kernels.weight_format import dense_shape
-from lora_rocm.optim.factory import make_optimizer
+from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.recipe.adapter_sections import LoraSection
 from tests.lora_files import write_as_forecast
 from tests.tiny_models import SHALLOW_RISING, tiny_recipe, trained, unet_output, write_tiny_sdxl
@@ -114,7 +114,7 @@ def test_learning_rates_of_entries_and_of_b(folder: Path) -> None:
     weights = adapter.flatten(torch.float32, torch.float32, groups)
     before = adapter.state()
     optim = recipe.optim.model_copy(update={"weight_decay": 0.0, "max_grad_norm": 0.0})
-    optimizer = make_optimizer(weights, groups, optim, max_train_steps=9, ema_decay=0.0, use_loss_scale=False)
+    optimizer = GatedOptimizer(weights, groups, optim, max_train_steps=9, ema_decay=0.0, use_loss_scale=False)
     weights.gradients.fill_(1.0)
     optimizer.step(0, torch.zeros(()))
     for name, rate in rates.items():

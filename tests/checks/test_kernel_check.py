@@ -11,7 +11,19 @@ import torch
 from torch import Tensor
 
 from lora_rocm.checks import kernel_check
-from lora_rocm.checks.kernel_check import FINGERPRINTS, SMALL, TOLERANCE, Case, ExactCase, first_wrong, trusted
+from lora_rocm.checks.kernel_check import (
+    CASES,
+    FINGERPRINTS,
+    IN_FP16,
+    LARGE,
+    SMALL,
+    TOLERANCE,
+    Case,
+    ExactCase,
+    cases_for,
+    first_wrong,
+    trusted,
+)  # fmt: skip
 from lora_rocm.kernels import backend
 
 pytest.importorskip("triton")
@@ -156,22 +168,27 @@ def test_it_is_said_where_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     said: list[str] = []
     monkeypatch.setattr(kernel_check, "first_wrong", lambda *_: None)
     assert not trusted(CPU, torch.bfloat16, said.append) and said == [], "no GPU: nothing to say"
-    assert trusted(GPU, torch.bfloat16, said.append) and said == []
+    assert trusted(GPU, torch.bfloat16, said.append) and len(said) == 1, "what takes long is announced"
+    said.clear()
     monkeypatch.setattr(kernel_check, "first_wrong", lambda *_: "GEGLU of 3x5x140 in bfloat16 has wrong numbers")
-    assert not trusted(GPU, torch.bfloat16, said.append) and "GEGLU" in said.pop() and said == []
+    assert not trusted(GPU, torch.bfloat16, said.append) and "GEGLU" in said.pop() and len(said) == 1
+    said.clear()
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
     assert not trusted(GPU, torch.bfloat16, said.append) and "no Triton" in said.pop() and said == []
     assert not trusted(CPU, torch.bfloat16, said.append) and said == []
 
 
-def test_kernels_with_a_float32_stream_are_proven_for_float16_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    proven: list[list[str]] = []
-    monkeypatch.setattr(kernel_check, "first_wrong_of", lambda checks: proven.append([each.name for each in checks]))
+def test_kernels_with_a_float32_stream_are_proven_for_float16_alone() -> None:
     for dtype in TOLERANCE:
-        first_wrong(CPU, dtype)
-    told = [sum("gated sum in float32" in name for name in names) for names in proven]
-    assert told == [len(kernel_check.IN_FP16) if dtype is torch.float16 else 0 for dtype in TOLERANCE]
-    assert all(len(names) - more == len(kernel_check.CASES) for names, more in zip(proven, told, strict=True))
+        names = [str(case) for case in cases_for(None, dtype)]
+        assert names == list(map(str, (*CASES, *(IN_FP16 if dtype is torch.float16 else ()))))
+
+
+def test_a_variant_without_a_case_of_its_own_is_compared_by_all_cases_of_its_function() -> None:
+    cases = cases_for(["rotary.norm_rotary: halves, norm"], torch.bfloat16)
+    assert [case.name for case in cases] == ["heads turned by halves", FINGERPRINTS.name]
+    cases = cases_for(["rotary.norm_rotary: thirds, norm"], torch.bfloat16)
+    assert len(cases) == 1 + len([case for case in LARGE if case.name.startswith("heads")]) > 3
 
 
 @pytest.mark.gpu

@@ -24,6 +24,7 @@ def sample(text: str, name: str, size: int, of_dataset: bool) -> Sample:
     place = DatasetRow("b", "c", text or "e", size) if of_dataset and size % 2 else Path("/b", name)
     companions = tuple(Companion(each, place, size, 7) for each in ("mask", "control_2")[: size % 3])
     how = {"companions": companions}
+    location = Path("/c", name) if of_dataset and size % 5 == 0 else location  # a file that the row names
     return Sample(name, int(of_dataset), text, location, text[::-1], size, size + 1, 3, SOURCES[of_dataset], **how)
 
 
@@ -50,8 +51,11 @@ def test_more_are_appended_after_some_were_read(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_files_that_datasets_name(tmp_path: Path, make: SimpleNamespace) -> None:
     made, named = Samples(SOURCES), Path("/elsewhere/0.png")
-    listed = Sample("k", 1, "", named, "", 8, 8, 1, SOURCES[1])
-    for each in (sample("x", "0.png", 8, False), sample("x", "1.png", 8, True), listed):
+    places = (named, Path("/elsewhere/1.png"), DatasetRow("b", "c", "e", 3))
+    companions = tuple(Companion(f"control {number}", place, 8, 8) for number, place in enumerate(places))
+    listed = Sample("k", 1, "", named, "", 8, 8, 1, SOURCES[1], companions=companions)
+    for each in (sample("x", "0.png", 8, False), sample("x", "1.png", 9, True), listed):
         made.append(each)
-    assert list(made.files_of_datasets()) == [str(named)]
+    assert list(made.files_of_datasets()) == [str(named), "/elsewhere/1.png"]
+    assert made[2] == listed
     assert not list(Samples(SOURCES[:1], made.at([0]).batch).files_of_datasets())

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from lora_rocm.export.safetensors_writer import kohya_hashes, serialise
+from lora_rocm.export.safetensors_writer import TensorFile, kohya_hashes
 
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(lambda name: name != "__metadata__")
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8])
@@ -32,7 +32,7 @@ def test_the_library_reads_what_was_written(
 ) -> None:
     tensors = tensors_of(file)
     path = tmp_path_factory.mktemp("f") / "x.safetensors"
-    path.write_bytes(serialise(tensors, metadata))
+    path.write_bytes(TensorFile(tensors, metadata).to_bytes())
     with safe_open(path, "pt") as handle:
         assert set(handle.keys()) == tensors.keys()
         assert (handle.metadata() or {}) == metadata
@@ -49,13 +49,13 @@ def test_order_does_not_matter(file: dict, metadata: dict[str, str], rng: random
     rng.shuffle(shuffled)
     words = list(metadata.items())
     rng.shuffle(words)
-    assert serialise(tensors, metadata) == serialise(dict(shuffled), dict(words))
+    assert TensorFile(tensors, metadata).to_bytes() == TensorFile(dict(shuffled), dict(words)).to_bytes()
 
 
 def test_the_body_is_the_library_s() -> None:
     """So that the hash over the body is the one that other tools compute."""
     tensors = {"b": torch.randn(3).half(), "a": torch.randn(2, 2), "c": torch.tensor(1.0), "d": torch.randn(5).half()}
-    ours, theirs = serialise(tensors, {"a": "b"}), safetensors.torch.save(tensors, {"a": "b"})
+    ours, theirs = TensorFile(tensors, {"a": "b"}).to_bytes(), safetensors.torch.save(tensors, {"a": "b"})
 
     def body(content: bytes) -> bytes:
         return content[8 + int.from_bytes(content[:8], "little") :]
@@ -75,4 +75,4 @@ def test_hashes_follow_the_weights() -> None:
 
 def test_views_are_written_whole() -> None:
     transposed = torch.arange(6.0).reshape(2, 3).T
-    assert safetensors.torch.load(serialise({"a": transposed}, {}))["a"].tolist() == transposed.tolist()
+    assert safetensors.torch.load(TensorFile({"a": transposed}, {}).to_bytes())["a"].tolist() == transposed.tolist()

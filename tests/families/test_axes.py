@@ -143,3 +143,32 @@ def test_what_a_family_does_not_take_is_refused(tmp_path: Path, family: str, dat
         load_recipe(str(recipe), registry=TOYS)
     (problem,) = caught.value.problems
     assert problem.where.endswith(where) and what in problem.what, problem
+
+
+@pytest.mark.parametrize(
+    ("data", "places"),
+    [
+        ("path: x, frames: 5, mask_path: m", {"data.mask_path"}),
+        ("path: x, frames: [1, 5], alpha_mask: true", {"data.alpha_mask"}),
+        ("path: x, frames: 5, control_path: c", {"data.control_path"}),
+        ("frames: 5, sources: [{path: x, alpha_mask: true}]", {"data.sources[0].alpha_mask"}),
+        ("alpha_mask: true, sources: [{path: x, frames: 5}, {path: y}]", {"data.alpha_mask"}),
+        ("sources: [{dataset: x, frames: 5}, {path: y}]", {"data.sources[0].frames"}),
+        ("frames: 5, sources: [{dataset: x}, {path: y, frames: 1}]", {"data.frames"}),
+        ("path: x, alpha_mask: true", set()),
+        ("path: x, frames: [1], mask_path: m", set()),
+        ("frames: 5, sources: [{path: x}, {path: y, frames: 1, alpha_mask: true}, {dataset: z}]", set()),
+    ],
+)
+def test_clips_have_no_companions_and_datasets_no_clips(tmp_path: Path, data: str, places: set[str]) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"model: {{family: toy-video, name_or_path: x}}\ndata: {{{data}}}\ntrain: {{max_train_steps: 1}}\n",
+        encoding="utf-8",
+    )
+    if not places:
+        assert load_recipe(str(recipe), registry=TOYS)
+        return
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(str(recipe), registry=TOYS)
+    assert {problem.where.rpartition(" ")[2] for problem in caught.value.problems if problem.fix} == places

@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lora_rocm.checks.kernel_check import cases_for, kernels_of
 from lora_rocm.children import plan
 from lora_rocm.children.check_base import weigh
 from lora_rocm.commands import train as command
@@ -465,3 +466,13 @@ def test_a_supervised_run_of_a_toy_in_a_child_of_its_own(
     assert [export["format"] for export in result(run_dir.path)["exports"]] == list(its.formats)
     assert run_dir.report.exists()
     trained(its, tmp_path, resume="latest")  # complete: nothing is started
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_each_kernel_of_a_step_is_compared_before_it_is_used(its: Its, dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    used = count(its.family, hollow_model(its.family, its.recipe, dtype), its.recipe, its.batch.shape).kernels
+    assert used or its.name.startswith("toy"), "the control: kernels are counted"
+    cases = cases_for(used, dtype)
+    assert set(used) <= {kernel for case in cases for kernel in kernels_of(case, dtype)}
+    assert len(cases) <= 12

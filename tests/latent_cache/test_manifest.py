@@ -226,7 +226,7 @@ def test_of_few_images_nothing_is_kept(starts: Starts, monkeypatch: pytest.Monke
 
 
 def test_what_could_not_be_read_for_now_is_not_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lora_rocm.dataset.sources import scan as samples
+    from lora_rocm.dataset.sources import sample_image as samples
 
     read = samples.read_plain
 
@@ -260,7 +260,7 @@ def test_a_folder_that_could_not_be_read_for_now_is_not_kept(starts: Starts, mon
 
 
 def test_memory_that_ran_out_at_an_image_is_not_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lora_rocm.dataset.sources import scan as samples
+    from lora_rocm.dataset.sources import sample_image as samples
 
     decode, full = samples.decode, UnreadableImage("no memory")
     full.__cause__ = MemoryError()

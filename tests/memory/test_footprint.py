@@ -30,12 +30,11 @@ from lora_rocm.families.common.objectives.base import Draws, Prediction
 from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.families.common.unet.fused_unet import fuse
-from lora_rocm.families.common.unet.fusion_options import Fusion
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory import footprint as counting
 from lora_rocm.memory.footprint import adapter_bytes, count, counted, hollow_model, state_bytes
 from lora_rocm.memory.op_counter import Ledger
-from lora_rocm.optim.factory import make_optimizer
+from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.planning.step_cost import Footprint, Rates, Work, activation_bytes, by_worth
 from lora_rocm.processes.jobs import PlanJob
 from lora_rocm.processes.tool import write_job
@@ -313,7 +312,7 @@ def test_the_adapter_takes_what_weights_and_optimizer_hold(
     weights = FlatWeights({"unet.w": leaf}, leaf_dtype, master_dtype)
     groups = [{"names": ["unet.w"], "lr": 1.0}]
     how = {"max_train_steps": 1, "ema_decay": ema_decay, "use_loss_scale": False}
-    optimizer = make_optimizer(weights, groups, its.optim, **how)
+    optimizer = GatedOptimizer(weights, groups, its.optim, **how)
     leaf.grad = torch.ones_like(leaf)
 
     def held() -> int:
@@ -432,7 +431,7 @@ def test_kernels_for_gpus_are_counted_without_one(small: Footprint) -> None:
     its = recipe(Path("x"))
     family = family_for(its)
     hollow = hollow_model(family, its, torch.float32, False)
-    fuse(hollow.components["unet"], Fusion(geglu="triton", norms="triton", channels_last=True))  # type: ignore[arg-type]
+    fuse(hollow.components["unet"], "triton", channels_last=True)  # type: ignore[arg-type]
     kernels = count(family, hollow, its, SHAPE)
     assert kernels.work.flops == small.work.flops
     assert 0.6 < activation_bytes(kernels, ()) / activation_bytes(small, ()) < 0.98

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.optim.base import GatedOptimizer
-from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.optim_sections import OptimSection
 from tests.optim.test_base import FREE
 
@@ -28,7 +27,7 @@ def optimizer_of(section: OptimSection, weights: Sequence[Tensor]) -> GatedOptim
     leaves = {str(number): nn.Parameter(weight.clone()) for number, weight in enumerate(weights)}
     groups = [{"names": list(leaves), "lr": section.learning_rate}]
     how: dict[str, Any] = {"max_train_steps": 100, "ema_decay": 0.0, "use_loss_scale": False}
-    return make_optimizer(FlatWeights(leaves), groups, section, **how)
+    return GatedOptimizer(FlatWeights(leaves), groups, section, **how)
 
 
 def start_of(shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

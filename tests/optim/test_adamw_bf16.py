@@ -11,7 +11,6 @@ from torch import nn
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.optim.adamw_bf16 import round_by_chance
 from lora_rocm.optim.base import GatedOptimizer
-from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.optim_sections import AdamwBf16Section, AdamwSection, OptimSection
 from tests.optim.published import assert_follows
 from tests.optim.test_base import FREE
@@ -33,7 +32,7 @@ def walked(section: OptimSection) -> GatedOptimizer:
     leaf = nn.Parameter(torch.ones(32, 32))
     weights = FlatWeights({"a": leaf}, torch.bfloat16, torch.bfloat16)
     groups = [{"names": ["a"], "lr": section.learning_rate}]
-    optimizer: GatedOptimizer = make_optimizer(
+    optimizer: GatedOptimizer = GatedOptimizer(
         weights, groups, section, max_train_steps=STEPS, ema_decay=0, use_loss_scale=False
     )
     for number in range(STEPS):

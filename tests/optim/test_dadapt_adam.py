@@ -9,7 +9,7 @@ from dadaptation import DAdaptAdam
 from torch import nn
 
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.optim.factory import make_optimizer
+from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.recipe.optim_sections import DAdaptAdamSection
 from tests.optim.published import ROUNDING, SHAPES, assert_follows, deviation, gradients_of, start_of
 from tests.optim.test_base import FREE
@@ -44,7 +44,7 @@ def test_the_multiple_of_a_group_is_the_layer_scale_of_the_package() -> None:
     names, given = list(leaves), {"max_train_steps": 100, "ema_decay": 0.0, "use_loss_scale": False}
     section = DAdaptAdamSection.model_validate({"max_grad_norm": 0, **how})
     groups = [{"names": names[:4], "lr": 1.0}, {"names": names[4:], "lr": 0.25}]
-    ours = make_optimizer(FlatWeights(leaves), groups, section, **given)  # type: ignore[arg-type]
+    ours = GatedOptimizer(FlatWeights(leaves), groups, section, **given)  # type: ignore[arg-type]
     reference = DAdaptAdam([{"params": theirs[:4]}, {"params": theirs[4:], "layer_scale": 0.25}], decouple=True, **how)
     for number, gradients in enumerate(gradients_of(20, SHAPES)):
         for leaf, parameter, gradient in zip(ours.weights.leaves.values(), theirs, gradients, strict=True):

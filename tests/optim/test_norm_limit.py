@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.optim.factory import make_optimizer
+from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.norm_limit import Factors, NormLimit
 from lora_rocm.recipe.optim_sections import AdamwSection
 
@@ -65,7 +65,7 @@ def test_the_optimizer_limits_after_its_update_and_guards_what_it_wrote() -> Non
     held = [(weights.parameters[f"{n}.A"], weights.parameters[f"{n}.B"], scale) for n, scale in enumerate(SCALES)]
     groups = [{"names": list(leaves), "lr": 1e-2}]
     how = {"max_train_steps": 9, "ema_decay": 0.0, "use_loss_scale": False}
-    optimizer = make_optimizer(weights, groups, AdamwSection(), limit=NormLimit(named(held), 0.5), **how)
+    optimizer = GatedOptimizer(weights, groups, AdamwSection(), limit=NormLimit(named(held), 0.5), **how)
     for blocked in (HELD, FREE):
         before = weights.masters.clone()
         weights.gradients.fill_(1.0)

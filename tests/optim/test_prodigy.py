@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.optim.base import SCALARS, GatedOptimizer
-from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.optim_sections import ProdigySection
 from tests.optim.test_base import BLOCKED, FREE, as_bytes
 
@@ -50,7 +49,7 @@ def make(
     groups = [{"names": [name], "lr": rate} for name, rate in rates.items()]
     more = {"max_train_steps": STEPS, "ema_decay": 0.0, "use_loss_scale": False} | how
     leaf_dtype = more.pop("leaf_dtype", torch.float32)
-    return make_optimizer(FlatWeights(parameters, leaf_dtype, weight_dtype), groups, section, **more)
+    return GatedOptimizer(FlatWeights(parameters, leaf_dtype, weight_dtype), groups, section, **more)
 
 
 def one_step(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.optim.factory import make_optimizer
+from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.recipe.optim_sections import AdafactorSection, CameSection, MuonSection, OptimSection
 from tests.optim.published import optimizer_of
 from tests.optim.test_base import FREE
@@ -47,7 +47,7 @@ def test_each_weight_has_the_rate_of_its_group_in_any_order_of_groups() -> None:
     leaves = {name: nn.Parameter(torch.zeros(4, 6)) for name in "ab"}
     groups = [{"names": ["b"], "lr": 1e-3}, {"names": ["a"], "lr": 1e-2}]
     how: dict[str, Any] = {"max_train_steps": 9, "ema_decay": 0.0, "use_loss_scale": False}
-    optimizer = make_optimizer(FlatWeights(leaves), groups, CameSection(), **how)
+    optimizer = GatedOptimizer(FlatWeights(leaves), groups, CameSection(), **how)
     optimizer.weights.gradients.fill_(1.0)
     optimizer.step(0, FREE)
     torch.testing.assert_close(optimizer.parameters["a"], 10 * optimizer.parameters["b"])

@@ -19,7 +19,6 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import CanaryError, MachineError, StateError
 from lora_rocm.memory import oom_recovery
 from lora_rocm.optim.base import GatedOptimizer
-from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.optim.state_guard import StateGuard
 from lora_rocm.recipe.optim_sections import AdamwSection
 from lora_rocm.rules.mitigations import seen_of_code
@@ -161,7 +160,7 @@ def make(device: torch.device = CPU, leaf: torch.dtype = torch.float32, scale: b
     layers = {name: nn.Parameter(torch.randn(70, 90, generator=generator).to(device)) for name in "ab"}
     groups: list[dict[str, Any]] = [{"names": [name], "lr": 1e-2} for name in layers]
     how = {"max_train_steps": 10, "ema_decay": 0.9, "use_loss_scale": scale, "triton": True}
-    return make_optimizer(FlatWeights(layers, leaf), groups, AdamwSection(), **how)
+    return GatedOptimizer(FlatWeights(layers, leaf), groups, AdamwSection(), **how)
 
 
 def one_update(optimizer: GatedOptimizer, verdict: Tensor = FREE, value: float | None = None) -> None:

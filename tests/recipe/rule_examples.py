@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_rocm.families.registry import PRODUCT
+from lora_rocm.recipe.key_rules.data_rules import CONTROL_KEYS
 from lora_rocm.recipe.source_sections import OF_CLASS_IMAGES, OF_FOLDERS, OF_VIDEOS, DataSource
 
 Example = Mapping[str, Any]
@@ -22,7 +23,7 @@ OF_SOURCES: Mapping[str, Any] = {
     "trigger_word": "zwx", "caption_prefix": "a", "caption_suffix": "a", "enable_wildcard": True,
     "caption_tag_dropout_rate": 0.1, "shuffle_caption": True, "keep_tokens": 1, "random_crop": True, "color_aug": 1,
     "recursive": False, "include": ["x"], "exclude": ["x"], "metadata_file": "m.json", "mask_path": "m",
-    "alpha_mask": True, "unmasked_weight": 0.1, "control_path": "c",
+    "alpha_mask": True, "unmasked_weight": 0.1, "control_path": "c", "control_column": "c",
 }  # fmt: skip
 """Option of a source -> a value that is not its default."""
 RATES: Mapping[str, Any] = {
@@ -81,14 +82,22 @@ EXAMPLES: dict[str, Example] = {
         for name in ("mask_path", "control_path", "metadata_file")
     },
     **{
-        f"source-not-both:{name},control_path": {
-            "data.sources": [{"path": "a", "control_path": "c", name: OF_SOURCES[name]}]}
+        f"source-not-both:{name},{control}": {
+            "data.sources": [{place: "a", control: "c", name: OF_SOURCES[name]}]}
         for name in ("random_crop", "color_aug", "crop_column")
+        for control, place in (("control_path", "path"), ("control_column", "dataset"))
     },
     **{
-        f"data-not-both:{name},control_path": {"data.path": "a", "data.control_path": "c", f"data.{name}": 1}
+        f"data-not-both:{name},{control}": {"data.path": "a", f"data.{control}": "c", f"data.{name}": 1}
         for name in ("random_crop", "color_aug")
+        for control in CONTROL_KEYS
     },
+    "source-not-both:control_column,path": {"data.sources": [{"path": "a", "control_column": "c"}]},
+    "data-not-both:control_column,path": {"data.path": "a", "data.control_column": "c"},
+    "source-not-both:control_column,control_path": {
+        "data.sources": [{"dataset": "b", "control_column": "c", "control_path": "c"}]},
+    "data-not-both:control_column,control_path": {
+        "data.path": "a", "data.control_column": "c", "data.control_path": "c"},
     "all-sources-have-controls": {"data.sources": [{"path": "a", "control_path": "c"}, {"path": "b"}]},
     "source-unmasked-weight-needs-masks": {"data.sources": [{"path": "a", "unmasked_weight": 0.1}]},
     "no-effect:data.unmasked_weight,mask_path": {"data.unmasked_weight": 0.1},

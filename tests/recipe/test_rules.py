@@ -15,7 +15,7 @@ from lora_rocm.errors import RecipeError
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.recipe.family_rules import given_unread
 from lora_rocm.recipe.judge import keys_of
-from lora_rocm.recipe.key_rules.data_rules import any_holding, holding
+from lora_rocm.recipe.key_rules.data_rules import CONTROL_KEYS, controls_of, holding
 from lora_rocm.recipe.key_rules.table import RULES, rules_for, rules_of
 from lora_rocm.recipe.kinds import NAMED_BY, every_kind, kinds_of, recipe_from
 from lora_rocm.recipe.load import judge, load_recipe, shipped_recipes
@@ -308,21 +308,27 @@ def test_what_is_built_in_code_is_told_whole() -> None:
     assert [each["loc"] for each in caught.value.errors()] == [("runtime", "compile"), ("runtime", "memory")]
 
 
+@pytest.mark.parametrize("name", CONTROL_KEYS)
 @pytest.mark.parametrize("shared", [None, "c"])
-def test_a_rule_sees_the_options_that_a_source_gets_from_data(shared: str | None) -> None:
+def test_a_rule_sees_the_options_that_a_source_gets_from_data(shared: str | None, name: str) -> None:
     own: list[dict[str, Any]] = [
         {"path": "a"},
-        {"path": "a", "control_path": "own"},
+        {"path": "a", name: "own"},
         {"class_prompt": "a cat", "is_reg": True},
-        {"class_prompt": "a cat", "is_reg": True, "control_path": "own"},
+        {"class_prompt": "a cat", "is_reg": True, name: "own"},
     ]
     for number in range(len(own) + 1):
         for sources in combinations(own, number):
-            data = DataSection.model_validate({"path": "a", "sources": sources, "control_path": shared})
-            given = [(each.get("control_path"), each.get("class_prompt")) for each in sources]
-            assert data.has_controls == any_holding(shared, number, *([pair[at] for pair in given] for at in (0, 1)))
+            data = DataSection.model_validate({"path": "a", "sources": sources, name: shared})
+            given = [(each.get(name), each.get("class_prompt")) for each in sources]
+            lists = [(shared, [path for path, _ in given]) if key == name else (None, [None] * number)
+                     for key in CONTROL_KEYS]  # fmt: skip
+            values = [value for pair in lists for value in pair]
+            found = controls_of(number, [prompt for _, prompt in given], *values)
+            assert data.has_controls == any(count for count, _ in found)
             if sources:
-                resolved = [bool(source.control_path) for source in data.resolved_sources()]
+                resolved = [bool(source.control_places) for source in data.resolved_sources()]
+                assert resolved == [bool(count) for count, _ in found]
                 assert resolved == [holding(path, shared, prompt) for path, prompt in given]
 
 

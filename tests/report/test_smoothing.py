@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.report.smoothing import Smoothed
+from lora_rocm.report.figures import Smoothed
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0.0, 0.99))

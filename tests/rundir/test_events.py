@@ -257,10 +257,10 @@ def test_a_line_without_end_costs_only_itself_and_no_memory(tmp_path: Path, monk
     path = tmp_path / "events.jsonl"
     notice = json.dumps({"type": "notice", "time": 1.0, "session": 0, "text": "here"}).encode("ascii") + b"\n"
     path.write_bytes(notice + bytes(1000) + b"\n" + notice)
-    monkeypatch.setattr(events, "CHUNK_BYTES", len(notice) + 7)
+    monkeypatch.setattr(events, "MAX_LINE_BYTES", len(notice) + 7)
     reader = EventReader(path)
     assert [event.text for event in reader.poll()] == ["here", "here"]
-    assert len(reader._rest) < events.CHUNK_BYTES
+    assert len(reader._rest) < events.MAX_LINE_BYTES
 
 
 def test_of_a_file_that_is_too_large_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

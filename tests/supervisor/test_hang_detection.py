@@ -23,7 +23,6 @@ from lora_rocm.supervisor.hang_detection import (
     Hung,
     Learned,
     Limits,
-    Wait,
     WatchState,
     decide,
     limits_of,
@@ -82,7 +81,7 @@ class Worker:
         if self.state.limit == "step" and self.state.activity == "loader":
             silent_s = max(silent_s, self.state.limits.loader_s)
         since = self.state.heard_at if self.state.left_at is None else self.state.left_at
-        assert decide(self.state, since + silent_s - 0.001) == Wait()
+        assert decide(self.state, since + silent_s - 0.001) is None
         found = decide(self.state, since + silent_s + 0.001)
         assert isinstance(found, Hung) and found.limit_s == silent_s and found.silent_s > silent_s
         return found.limit, silent_s
@@ -125,7 +124,7 @@ def test_steps_are_compared_with_the_median_of_the_last_ones() -> None:
 def test_compiling_has_a_limit_of_its_own_and_the_steps_behind_it_theirs() -> None:
     limits = Limits({"compile": 700.0, "first_step": 20.0})
     worker = Worker(limits).starts().begins("compile").beats("compile").after(650)
-    assert decide(worker.state, worker.now) == Wait()
+    assert decide(worker.state, worker.now) is None
     worker.beats("compile")  # a piece is done: the silence begins anew
     assert worker.hangs_after() == ("compile", 700.0)
     assert worker.ends("compile").begins("step").hangs_after() == ("first_step", 20.0)
@@ -186,7 +185,7 @@ def test_what_is_written_to_the_log_is_no_work_but_downloads_tell_nobody_else(ph
         worker.begins(phase)
     for size in range(1, 100):
         worker.after(50).state.on_log(size * 10_000, worker.now)
-    assert isinstance(decide(worker.state, worker.now), Wait if counts else Hung)
+    assert (decide(worker.state, worker.now) is None) == counts
     worker.state.on_log(990_000, worker.after(4000).now)
     assert isinstance(decide(worker.state, worker.now), Hung)  # the same size is no sign anywhere
 
@@ -220,14 +219,14 @@ def test_a_pause_of_the_machine_is_no_silence() -> None:
     for _ in range(3):
         worker.state.on_look(worker.after(0.1).now)
     worker.state.on_look(worker.after(40_000).now)
-    assert decide(worker.state, worker.now) == Wait()
+    assert decide(worker.state, worker.now) is None
     for _ in range(3010):
         worker.state.on_look(worker.after(0.1).now)
     assert isinstance(decide(worker.state, worker.now), Hung)
     leaving = Worker().starts().says("end", **LAST_WORDS["end"])
     leaving.state.on_look(leaving.now)
     leaving.state.on_look(leaving.after(500).now)
-    assert decide(leaving.state, leaving.now) == Wait()
+    assert decide(leaving.state, leaving.now) is None
 
 
 # the recipe
@@ -306,9 +305,9 @@ def test_regular_signs_are_never_called_hung_and_silence_always_is(
     for (kind, value), pause_s in signs:
         worker.after(pause_s)
         worker.state.on_log(123, worker.now)
-        assert decide(worker.state, worker.now) == Wait()
+        assert decide(worker.state, worker.now) is None
         give(worker, kind, value)
-        assert decide(worker.state, worker.now) == Wait()
+        assert decide(worker.state, worker.now) is None
     name, silent_s = worker.hangs_after()
     assert FLOOR_S <= silent_s <= max(LIMITS["load"].first_s, *(limit.times * 1e4 for limit in LIMITS.values()))
     for _ in range(5):  # whatever is looked at in the meantime
@@ -328,5 +327,5 @@ def test_after_a_last_word_nothing_puts_off_the_end(signs: list[tuple[str, Any]]
     for kind, value in signs[place:]:
         if kind != "start":
             give(worker.after(1), kind, value)
-    assert decide(worker.state, said_at + LEAVING_S) == Wait()
+    assert decide(worker.state, said_at + LEAVING_S) is None
     assert isinstance(decide(worker.state, said_at + LEAVING_S + 0.01), Hung)

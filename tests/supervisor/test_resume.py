@@ -183,7 +183,7 @@ def test_a_cut_between_the_two_halves_of_accepting_does_not_look_like_the_end(
     longer = changed("train.max_train_steps=60")
     assert again(longer, run_dir)
     with monkeypatch.context() as patch:
-        patch.setattr(resume, "rename", lambda source, target: (_ for _ in ()).throw(OSError(5, "cut")))
+        patch.setattr(recipe_file, "rename", lambda source, target: (_ for _ in ()).throw(OSError(5, "cut")))
         with pytest.raises(StorageError):
             recipe_file.accept(run_dir)
     assert again(longer, run_dir) and again(loaded, run_dir)

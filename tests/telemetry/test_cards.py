@@ -63,7 +63,7 @@ def test_why_nothing_is_read_is_a_sentence() -> None:
 
 
 def test_a_job_goes_through_a_command_line() -> None:
-    job = Job("sysfs", PAIR, 2, None, (1, 2), 0.5, "/x")
+    job = Job(Cards("sysfs", PAIR, 2), (1, 2), 0.5, "/x")
     assert Job.from_text(job.to_text()) == job
 
 

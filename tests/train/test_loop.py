@@ -22,7 +22,7 @@ from lora_rocm.families.common.objectives.base import Draws, Prediction
 from lora_rocm.kernels.adapter_dropout import DropoutDraws
 from lora_rocm.loader.batch import Batch
 from lora_rocm.memory.oom_recovery import Relief
-from lora_rocm.optim.factory import make_optimizer
+from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.recipe.optim_sections import AdamwSection, OptimSection, ProdigySection
 from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.event_types import Event
@@ -110,7 +110,7 @@ class Rig:
         optim = optim or AdamwSection(learning_rate=1e-2)
         groups: list[dict[str, Any]] = [{"names": list(self.parameters), "lr": optim.learning_rate}]
         weights = FlatWeights(self.parameters)
-        self.optimizer = make_optimizer(
+        self.optimizer = GatedOptimizer(
             weights, groups, optim, max_train_steps=100, ema_decay=0.9, use_loss_scale=scale
         )
         family, model = NoisyLine(), LoadedModel({"net": net}, torch.float32, CPU)

@@ -131,7 +131,7 @@ def test_other_software_is_refused(
             raise metadata.PackageNotFoundError(name)
         return theirs
 
-    monkeypatch.setattr(worker, "version", version)
+    monkeypatch.setattr("lora_rocm.foundation.packages.version", version)
     differ = [f"{package}: rank 0 has 9.9, rank 1 has {theirs or 'nothing'}" for package in packages]
     for where in refusals(start([make_recipe(material, **SHORT)] * 2), "software"):
         assert sorted(where.split("; ")) == differ

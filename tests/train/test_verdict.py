@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_rocm.device.process_group import World
 from lora_rocm.memory.op_counter import Ledger
-from lora_rocm.train.verdict import LOGGED, Verdict, means, pack, unpack
+from lora_rocm.train.loop import LOGGED, Verdict, means, pack, unpack
 
 numbers = st.floats(width=32)
 named = st.dictionaries(st.text(max_size=3), numbers, max_size=3)

@@ -177,7 +177,9 @@ def _entries(
         owner = next((o for o in owners if all(Place(o, each.place.name) in meant for each in found.modules)), "")
         for each in found.modules:
             # a PEFT folder of one adapter may be of any component; of its name among several, it is of that one
-            name = meant.get(Place(owner, each.place.name) if owner and _any_component(each.key) else each.place)
+            name = meant.get(
+                Place(owner, each.place.name) if owner and each.key.startswith(PEFT_PREFIX) else each.place
+            )
             if name is None or (component and not name.startswith(f"{component}.") and name in shapes):
                 unknown.append(each.key)
                 continue
@@ -193,11 +195,6 @@ def _entries(
     fitting = {**shapes, **table.shapes, **original.shapes, **whole_qkv.shapes}
     entries = {name: kind.entry(name, module, fitting[name], path) for name, module in modules.items()}
     return kind, whole_qkv.of_modules(original.of_modules(table.of_modules(entries)))
-
-
-def _any_component(key: str) -> bool:
-    """Whether a module's name leaves its component open."""
-    return key.startswith(PEFT_PREFIX)
 
 
 def _qkv_rows(files: FileNames) -> RowsOf:

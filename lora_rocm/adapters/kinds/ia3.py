@@ -16,16 +16,7 @@ from peft import LoHaConfig, LoHaModel
 from torch import Tensor, nn
 
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
-from lora_rocm.adapters.entry import (
-    ARITHMETIC,
-    CANCELLATION,
-    Entry,
-    FileKind,
-    FileModule,
-    Form,
-    norm_of,
-    other_shape,
-)
+from lora_rocm.adapters.entry import ARITHMETIC, CANCELLATION, Entry, FileKind, FileModule, Form, norm_of, other_shape
 from lora_rocm.adapters.kinds.lycoris import LycorisAdapter, OutputAdapter, OutputEntry, OutputLayer
 from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.model_files.adapter_parts import kind_named
@@ -139,13 +130,6 @@ class Ia3Adapter(OutputAdapter):
     @staticmethod
     def entry_of(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> Ia3Entry:
         return Ia3Entry(tensors[STRETCH], float(layer.scaling[name]), dense_shape(layer.get_base_layer()))
-
-    def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
-        """Start at zero."""
-        layer.ia3_stretch[PEFT_NAME].zero_()
-
-    def fill(self, layer: Any, entry: Ia3Entry) -> None:
-        layer.ia3_stretch[PEFT_NAME].copy_(entry.stretch)
 
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
         return []

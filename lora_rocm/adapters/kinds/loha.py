@@ -22,19 +22,12 @@ from peft.tuners.loha.layer import Conv2d, HadaWeight, Linear, LoHaLayer
 from torch import Tensor, nn
 
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
-from lora_rocm.adapters.entry import (
-    ARITHMETIC,
-    FileModule,
-    Form,
-    norm_of,
-    other_shape,
-    product_of,
-    rounded,
-)
-from lora_rocm.adapters.kinds.lycoris import FactorAdapter, FactorEntry, FactorNames, LycorisLayer, factor_file, product
+from lora_rocm.adapters.entry import ARITHMETIC, FileKind, FileModule, Form, norm_of, other_shape, product_of, rounded
+from lora_rocm.adapters.kinds.lycoris import FactorAdapter, FactorEntry, FactorNames, LycorisLayer, product
 from lora_rocm.kernels.made_again import made, made_again
 from lora_rocm.kernels.weight_format import dense_shape
-from lora_rocm.recipe.adapter_sections import AdapterSection, LohaSection
+from lora_rocm.model_files.adapter_parts import kind_named
+from lora_rocm.recipe.adapter_sections import AdapterSection
 
 NAMES = FactorNames("hada")
 SPREAD = {"hada_w1_a": 0.1, "hada_w1_b": 1.0, "hada_w2_a": 0.0, "hada_w2_b": 1.0}
@@ -96,7 +89,7 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) ->
     return LohaEntry(w1, w2, scale, shape)
 
 
-LOHA = factor_file("LoHa", _entry)
+LOHA = FileKind(kind_named("LoHa"), _entry)
 
 
 def _change(tensors: Sequence[Tensor]) -> Tensor:
@@ -143,27 +136,10 @@ class LohaAdapter(FactorAdapter):
     layer_type = LoHaLayer
     tuner = _Model
     files = LOHA
-
-    @classmethod
-    def config(cls, lora: AdapterSection, pattern: str) -> LoHaConfig:
-        assert isinstance(lora, LohaSection), "a section of this kind"
-        config = LoHaConfig(
-            r=lora.rank,
-            alpha=lora.effective_alpha,
-            target_modules=pattern,
-            rank_dropout=lora.rank_dropout,
-            module_dropout=lora.module_dropout,
-        )
-        config.input_dropout = lora.dropout
-        return config
-
-    @classmethod
-    def smallest(cls, pattern: str) -> LoHaConfig:
-        return LoHaConfig(r=1, alpha=1, target_modules=pattern)
+    config_type = LoHaConfig
 
     @classmethod
     def weights_of(cls, lora: AdapterSection, shape: Sequence[int]) -> int:
-        assert isinstance(lora, LohaSection), "a section of this kind"
         return 2 * lora.rank * (shape[0] + math.prod(shape[1:]))
 
     @staticmethod

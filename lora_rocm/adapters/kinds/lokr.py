@@ -24,18 +24,11 @@ from peft.tuners.lokr.layer import Conv2d, Linear, LoKrLayer, factorization
 from torch import Tensor, nn
 
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
-from lora_rocm.adapters.entry import (
-    ARITHMETIC,
-    FileModule,
-    Form,
-    norm_of,
-    other_shape,
-    product_of,
-    rounded,
-)
-from lora_rocm.adapters.kinds.lycoris import FactorAdapter, FactorEntry, FactorNames, LycorisLayer, factor_file, product
+from lora_rocm.adapters.entry import ARITHMETIC, FileKind, FileModule, Form, norm_of, other_shape, product_of, rounded
+from lora_rocm.adapters.kinds.lycoris import FactorAdapter, FactorEntry, FactorNames, LycorisLayer, product
 from lora_rocm.errors import AdapterError
 from lora_rocm.kernels.weight_format import dense_shape
+from lora_rocm.model_files.adapter_parts import kind_named
 from lora_rocm.model_files.readers import is_cut_above_root
 from lora_rocm.recipe.adapter_sections import AdapterSection, LokrSection
 
@@ -121,7 +114,7 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) ->
     return replace(entry, scale=scale)
 
 
-LOKR = factor_file("LoKr", _entry)
+LOKR = FileKind(kind_named("LoKr"), _entry)
 
 
 def _weights(layer: Any) -> tuple[Tensor, Tensor]:
@@ -166,31 +159,19 @@ class LokrAdapter(FactorAdapter):
     layer_type = LoKrLayer
     tuner = _Model
     files = LOKR
+    config_type = LoKrConfig
 
     @classmethod
-    def config(cls, lora: AdapterSection, pattern: str) -> LoKrConfig:
-        assert isinstance(lora, LokrSection), "a section of this kind"
-        config = LoKrConfig(
-            r=lora.rank,
-            alpha=lora.effective_alpha,  # PEFT divides by the rank; any number works
-            decompose_both=lora.decompose_both,
-            decompose_factor=lora.factor,
-            target_modules=pattern,
-            rank_dropout=lora.rank_dropout,
-            module_dropout=lora.module_dropout,
-        )
-        config.input_dropout = lora.dropout
-        return config
-
-    @classmethod
-    def smallest(cls, pattern: str) -> LoKrConfig:
-        return LoKrConfig(r=1, alpha=1, target_modules=pattern)
+    def options(cls, lora: LokrSection) -> dict[str, Any]:
+        return {"decompose_both": lora.decompose_both, "decompose_factor": lora.factor}
 
     @classmethod
     def put(cls, component: nn.Module, config: PeftConfig) -> None:
         super().put(component, config)
         for layer in component.modules():
-            if isinstance(layer, LoKrLayer) and not _has_products(layer):
+            if isinstance(layer, LoKrLayer) and cls.trained(layer, PEFT_NAME).keys() <= set(
+                NAMES.factors
+            ):  # no product
                 layer.alpha[PEFT_NAME], layer.scaling[PEFT_NAME] = layer.r[PEFT_NAME], 1.0
 
     @classmethod
@@ -293,10 +274,6 @@ class LokrAdapter(FactorAdapter):
 def _rank_of_whole(entry: LokrEntry) -> int:
     """The least rank at which a layer has a whole second factor, as the entry; 0 if the entry has a product."""
     return -(-max(entry.sides[1], entry.sides[3]) // 2) if len(entry.w2) == 1 else 0
-
-
-def _has_products(layer: Any) -> bool:
-    return bool(LokrAdapter.trained(layer, PEFT_NAME).keys() - set(NAMES.factors))
 
 
 def _cut(shape: Sequence[int], factor: int) -> tuple[int, int, int, int]:

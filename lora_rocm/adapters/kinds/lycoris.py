@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -20,15 +19,14 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.entry import Entry, FileKind, FileModule
+from lora_rocm.adapters.entry import Entry, FileModule
 from lora_rocm.adapters.files.module_names import adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.adapter_dropout import AdapterDropout
 from lora_rocm.kernels.weight_format import dense_shape
-from lora_rocm.model_files.adapter_parts import kind_named
 from lora_rocm.optim.norm_limit import NormLimit
-from lora_rocm.recipe.adapter_sections import AdapterSection
+from lora_rocm.recipe.adapter_sections import AdapterSection, ProductSection
 
 Factor = tuple[Tensor, ...]
 """One matrix, or the two of a product."""
@@ -125,11 +123,6 @@ class FactorEntry(Entry):
 
     def joined(self, parts: Sequence[tuple[int, Entry]], rows: int) -> Entry:
         return alone(self, parts, self.shape[0] == rows, self.title)
-
-
-def factor_file(name: str, entry: Callable[[str, FileModule, tuple[int, ...], Path], Entry]) -> FileKind:
-    """Return the file format of a kind with two factors. PEFT divides its alpha by the rank of the config."""
-    return FileKind(kind_named(name), entry)
 
 
 def alone(entry: Entry, parts: Sequence[tuple[int, Entry]], whole: bool, name: str) -> Entry:
@@ -309,7 +302,36 @@ class LycorisAdapter(Adapter):
 
 
 class FactorAdapter(LycorisAdapter):
-    """A kind whose change of a weight is ``scale`` times a product of its tensors."""
+    """A kind whose change of a weight is ``scale`` times a product of its tensors.
+
+    Set by each kind:
+        config_type: PEFT's class of its configs.
+    """
+
+    config_type: ClassVar[type[PeftConfig]]
+
+    @classmethod
+    def config(cls, lora: AdapterSection, pattern: str) -> PeftConfig:
+        assert isinstance(lora, ProductSection), "a section of this kind"
+        config: Any = cls.config_type(
+            r=lora.rank,
+            alpha=lora.effective_alpha,  # PEFT divides by the rank; any number works
+            target_modules=pattern,
+            rank_dropout=lora.rank_dropout,
+            module_dropout=lora.module_dropout,
+            **cls.options(lora),
+        )
+        config.input_dropout = lora.dropout
+        return config
+
+    @classmethod
+    def options(cls, lora: Any) -> dict[str, Any]:
+        """Return the fields of PEFT's config that this kind alone has."""
+        return {}
+
+    @classmethod
+    def smallest(cls, pattern: str) -> PeftConfig:
+        return cls.config_type(r=1, alpha=1, target_modules=pattern)
 
     @staticmethod
     @abstractmethod
@@ -335,3 +357,12 @@ class OutputAdapter(LycorisAdapter):
     @classmethod
     def smallest(cls, pattern: str) -> LoHaConfig:
         return LoHaConfig(r=1, alpha=0, target_modules=pattern)
+
+    def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
+        """Start at zero."""
+        for tensor in self.trained(layer, PEFT_NAME).values():
+            tensor.zero_()
+
+    def fill(self, layer: Any, entry: Any) -> None:
+        for part, tensor in entry.named().items():
+            self.trained(layer, PEFT_NAME)[part].copy_(tensor)

@@ -186,21 +186,15 @@ class OftAdapter(OutputAdapter):
     def entry_of(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> OftEntry:
         return OftEntry(layer.blocks(tensors), float(layer.scaling[name]), dense_shape(layer.get_base_layer()))
 
-    def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
-        """Start at zero: R is the identity."""
-        layer.oft_blocks[PEFT_NAME].zero_()
-
-    def fill(self, layer: Any, entry: OftEntry) -> None:
-        layer.oft_blocks[PEFT_NAME].copy_(entry.blocks)
-
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
         def fits(rank: int | None) -> bool:
             """Whether all layers have blocks as the file's, or would have at this rank."""
             return all(
-                entry.blocks.shape == OftLayer.sizes(entry.shape[0], rank or self._rank(name, lora))[BLOCKS]
+                entry.blocks.shape == OftLayer.sizes(entry.shape[0], rank or ranks.get(name, lora.rank))[BLOCKS]
                 for name, entry in entries.items()
             )
 
+        ranks = {name: int(layer.r[PEFT_NAME]) for name, (_, _, layer) in self.modules.items()}
         size = max(entry.blocks.shape[1] for entry in entries.values())
         if fits(None):
             return []
@@ -212,9 +206,6 @@ class OftAdapter(OutputAdapter):
                 fix="Start without it. lora-rocm sample draws with the file as it is.",
             )
         return [(f"its blocks have up to {size} rows", f"lora.rank to {size}")]
-
-    def _rank(self, name: str, lora: AdapterSection) -> int:
-        return int(self.modules[name][2].r[PEFT_NAME]) if name in self.modules else lora.rank
 
     def arguments(self) -> dict[str, str]:
         return {"constraint": "0"}

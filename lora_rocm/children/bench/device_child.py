@@ -1,5 +1,8 @@
 """Child of ``lora-rocm bench transfer`` and ``compute``: ``python -m lora_rocm.children.bench.device_child JOB.json``.
 
+``compute`` measures what a recipe's pass computes: products, attention by each backend, convolutions with each library,
+as the calls that ``lora-rocm tune`` and a run's start try (``children.tune.job``).
+
 Reports measurements as events, one JSON object per line of standard output: ``machine`` once, then for each row
 ``begin`` before and ``row`` after. A row that hangs or crashes ends the process; the parent knows which row it was, and
 continues after it.
@@ -9,10 +12,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
-from lora_rocm.children.bench import compute, copies
+import torch
+from torch.nn.attention import sdpa_kernel
+
+from lora_rocm.checks.timing import Call, Work, measure, seconds_of
+from lora_rocm.children.bench import copies
 from lora_rocm.children.measuring import machine, told
-from lora_rocm.children.tune.job import RecipeWork
+from lora_rocm.children.tune.attention import computed, random_inputs
+from lora_rocm.children.tune.job import AttentionCall, Convolution, Product, RecipeWork
+from lora_rocm.device.attention import ROUTES
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device
 from lora_rocm.hardware.settings import settings_from
@@ -20,6 +32,8 @@ from lora_rocm.processes.jobs import ComputeJob, TransferJob, job_of
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.rundir.event_types import MachineEvent
 from lora_rocm.rundir.events import emit
+
+BACKENDS_OF = {"cpu": ("math", "flash"), "hip": ("math", "efficient", "flash"), "cuda": tuple(ROUTES)}
 
 
 def main() -> int:
@@ -32,12 +46,81 @@ def _measure() -> None:
     if isinstance(job, ComputeJob):
         work = RecipeWork.of(recipe_from(job.recipe))
         emit(MachineEvent(**machine(work.device, settings)))
-        compute.run(work, job.start)
+        measure(all_works(work), job.start, partial(seconds_of, device=work.device))
         return
     device = choose_device("auto")
     apply(settings, device)  # same settings as in training
     emit(MachineEvent(**machine(device, settings)))
     copies.run(device, job.start)
+
+
+def all_works(work: RecipeWork) -> list[Work]:
+    """Return all rows of a recipe."""
+    return [*_products(work), *_attentions(work), *_convolutions(work)]
+
+
+def _products(work: RecipeWork) -> Iterator[Work]:
+    """Yield the products in the order of a pass; they are numbered, because some differ in strides alone."""
+    for number, (product, count) in enumerate(work.products.items(), 1):
+        left, right = product.inputs[-2:]
+        fields = _fields(
+            "gemm", f"{number} {product.name}", f"{count} in a pass", (*left.shape, right.shape[-1]), right.dtype
+        )
+        yield Work(fields, product.flops, partial(_product, work.device, product))
+
+
+def _product(device: torch.device, product: Product) -> Call:
+    own = torch.Generator(device).manual_seed(0)
+    return partial(product.run, [laid.random(device, own) for laid in product.inputs])
+
+
+def _attentions(work: RecipeWork) -> Iterator[Work]:
+    """Yield each call with its gradients, by each backend.
+
+    The FLOP count is four multiplications per pair forward and eight backward, regardless of recomputation in the
+    backend.
+    """
+    names = BACKENDS_OF["cpu" if work.device.type == "cpu" else "hip" if torch.version.hip else "cuda"]
+    for number, (call, count) in enumerate(work.attention.items(), 1):
+        shape = (call.batch, call.heads, call.queries, call.keys, call.head_dim)
+        amount = 12.0 * call.batch * call.heads * call.queries * call.keys * call.head_dim
+        for backend in names:
+            name = f"{number} {'causal' if call.is_causal else 'full'}, {count} in a pass"
+            yield Work(
+                _fields("attention", name, backend, shape, work.dtype), amount, partial(_attention, work, call, backend)
+            )
+
+
+def _attention(work: RecipeWork, call: AttentionCall, backend: str) -> Call:
+    given = random_inputs(call, work.device, work.dtype)
+    return partial(computed, given, call.is_causal, lambda: sdpa_kernel(ROUTES[backend]))
+
+
+def _convolutions(work: RecipeWork) -> Iterator[Work]:
+    """Yield convolutions through MIOpen or cuDNN ("on") and by torch's own kernels ("off"); a CPU has only its own."""
+    library = "MIOpen" if torch.version.hip else "cuDNN"
+    ways = ((f"{library} on", True), (f"{library} off", False)) if work.device.type == "cuda" else (("CPU", True),)
+    for number, (call, count) in enumerate(work.convolutions.items(), 1):
+        for way, enabled in ways:
+            name = f"{number} {'x'.join(map(str, call.kernel.shape))}, {count} in a pass"
+            fields = _fields("convolution", name, way, call.pixels.shape, call.pixels.dtype)
+            yield Work(fields, call.flops, partial(convolution, work.device, call, enabled))
+
+
+def convolution(device: torch.device, what: Convolution, enabled: bool) -> Call:
+    """Return a call of a convolution, with the library on or off."""
+    own = torch.Generator(device).manual_seed(0)
+    pixels, kernel = what.pixels.random(device, own), what.kernel.random(device, own)
+
+    def call() -> None:
+        with torch.backends.cudnn.flags(enabled=enabled, benchmark=False, allow_tf32=False):
+            what.run(pixels, kernel)
+
+    return call
+
+
+def _fields(group: str, name: str, way: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+    return {"group": group, "name": name, "way": way, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from lora_rocm.dataset.companions.masks import Masks
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.images.image_io import Header
+    from lora_rocm.dataset.rows.hf_datasets import DatasetRow
     from lora_rocm.dataset.sample_table import Companion, Sample
     from lora_rocm.errors import Problem
     from lora_rocm.recipe.schema import ResolvedSource
@@ -21,16 +22,16 @@ class CompanionInput(Protocol):
     @property
     def folders(self) -> Sequence[str]:
         """The folders of their files, which are not searched for images."""
-        ...
 
     @property
     def beside(self) -> str:
         """The key of ``data`` with which their files lie among the images; empty if they do not."""
-        ...
 
-    def look(self, sample: Sample, header: Header) -> Sequence[Companion | Problem]:
-        """Count an image, find its companions and check their headers; a problem: the image cannot be used."""
-        ...
+    def look(self, sample: Sample, header: Header, row: DatasetRow | None) -> Sequence[Companion | Problem]:
+        """Count an image, find its companions and check their headers; a problem: the image cannot be used.
+
+        ``row``: the row that names or holds the image; None if it is no row of a dataset.
+        """
 
     def notices(self) -> list[str]:
         """Notices about the companions; none if the recipe uses none.
@@ -38,7 +39,6 @@ class CompanionInput(Protocol):
         Raises:
             DataError: images lack a companion that they need, or all of them lack it.
         """
-        ...
 
 
 COMPANION_INPUTS: tuple[Callable[[ResolvedSource, int], CompanionInput], ...] = (Masks, Controls)

@@ -1,13 +1,17 @@
-"""Control images: a second image for each image of a source, which the model sees beside the noisy one."""
+"""Control images: further images for each image of a source, which the model sees beside the noisy one."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_rocm.dataset.companions.paired_files import PairedFiles
 from lora_rocm.dataset.images.image_io import UnreadableImage, read_header
 from lora_rocm.dataset.left_out import counted, few, some
+from lora_rocm.dataset.rows.hf_datasets import EmptyCell, UnreadableCell, header_in, leads_out, require_column
 from lora_rocm.dataset.sample_table import Companion
 from lora_rocm.dataset.sources.folders import shown
 from lora_rocm.errors import DataError, Problem
@@ -16,6 +20,7 @@ from lora_rocm.recipe.sections import BESIDE
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.images.image_io import Header
+    from lora_rocm.dataset.rows.hf_datasets import DatasetRow
     from lora_rocm.dataset.sample_table import Sample
 
 CONTROL = "control"
@@ -28,60 +33,96 @@ def control_name(number: int) -> str:
 
 
 class Controls:
-    """The control images of one source: files of each place in ``control_path`` (see ``PairedFiles``).
+    """The control images of one source. Each image needs one of each of its ``control_places``.
 
-    Each image needs one of each place.
+    A place is a folder of files (see ``PairedFiles``), or a column of the source's rows. A folder that is named several
+    times has as many numbered files of each image.
 
     Args:
         options: options of the source.
         index: index of the source in the recipe.
 
     Raises:
-        DataError: ``control_path`` is the folder of the images.
+        DataError: ``control_path`` is the folder of the images, or ``control_column`` is their column, or is missing.
     """
 
     def __init__(self, options: ResolvedSource, index: int) -> None:
-        self.folders = [place for place in options.control_places if place != BESIDE]
-        self.beside = "control_path" if BESIDE in options.control_places else ""
-        places = options.control_places
-        self._files = [PairedFiles(options, index, place, "control_path", "control image") for place in places]
-        self._without = [few() for _ in self._files]
+        self._options, columns = options, options.control_columns
+        for column in columns:
+            require_column(options, column, "control_column")
+            if column == options.image_column:
+                raise DataError(
+                    "control-column-same",
+                    f"The column {column!r} is the column of the images themselves.",
+                    where=f"{options.key('control_column')}: {column}",
+                    fix="Name the column with the control images.",
+                )
+        places = () if columns else options.control_places
+        self.folders = [place for place in places if place != BESIDE]
+        self.beside = "control_path" if BESIDE in places else ""
+        self._files = {place: PairedFiles(options, index, place, "control_path", "control image") for place in places}
+        self._places: Sequence[PairedFiles | str] = columns or [self._files[place] for place in places]
+        self._without, self._outside = [few() for _ in self._places], few()
 
-    def look(self, sample: Sample, header: Header) -> Sequence[Companion | Problem]:
+    def look(self, sample: Sample, header: Header, row: DatasetRow | None) -> Sequence[Companion | Problem]:
         """As ``CompanionInput.look``."""
         found = list[Companion | Problem]()
-        for number, (files, without) in enumerate(zip(self._files, self._without, strict=True)):
-            control = files.of(sample)
-            if control is None:
-                without.append(sample.key)
-                continue
+        for number, (place, without) in enumerate(zip(self._places, self._without, strict=True)):
+            where = ""
             try:
-                found.append(Companion(control_name(number), control, *read_header(control).size))
-            except UnreadableImage as error:
+                if isinstance(place, PairedFiles):
+                    control = place.of(sample, self._places[:number].count(place))
+                    if control is None:
+                        without.append(sample.key)
+                        continue
+                    where = shown(control)
+                    found.append(Companion(control_name(number), control, *read_header(control).size))
+                else:
+                    assert row is not None, "a recipe that gives a folder of images a column is refused"
+                    where = f"{shown(row)}, column {shown(place)}"
+                    control_header, cell = header_in(replace(row, column=place))
+                    if isinstance(cell, Path) and leads_out(cell, row.dataset):
+                        self._outside.append(f"{sample.key} -> {shown(cell)}")
+                    found.append(Companion(control_name(number), cell, *control_header.size))
+            except EmptyCell:
+                without.append(sample.key)
+            except (UnreadableImage, UnreadableCell) as error:
                 what = f"The control image of {sample.key} cannot be read: {error}."
-                found.append(Problem(shown(control), what, CONTROL_FIX))
+                found.append(Problem(where, what, CONTROL_FIX))
         return found
 
     def notices(self) -> list[str]:
-        """A notice about control images without an image.
+        """Notices about control images without an image, and about those outside of a dataset's folder.
 
         Raises:
             DataError: an image has no control image, or two files have the same name.
         """
-        for files, without in zip(self._files, self._without, strict=True):
-            if without:
-                raise DataError(
-                    "control-missing",
-                    f"{counted(without, 'image has', 'images have')} no control image: {some(without)}.",
-                    where=shown(files.root),
-                    fix="Put a control image of the same name there for each, also in the same sub-folder, or take the "
-                    "image away.",
+        for place, without in zip(self._places, self._without, strict=True):
+            if isinstance(place, str):
+                where, fix = (
+                    f"{self._options.key('control_column')}: {place}",
+                    "Fill these cells, or take the rows away.",
                 )
-            if doubles := [f"{shown(first.name)} and {shown(second.name)}" for first, second in files.doubles]:
+            else:
+                where, fix = shown(place.root), "Put a control image of the same name there for each, also in the same "
+                fix += "sub-folder, or take the image away."
+                if place is self._files.get(BESIDE):
+                    fix = "Call the control image of NAME.png NAME-condlabel.png, and the numbered ones of several "
+                    fix += "NAME_0-condlabel.png and so on, or take the image away."
+            if without:
+                what = f"{counted(without, 'image has', 'images have')} no control image: {some(without)}."
+                raise DataError("control-missing", what, where=where, fix=fix)
+            doubles = place.doubles if isinstance(place, PairedFiles) else []
+            if doubles:
+                names = [f"{shown(first.name)} and {shown(second.name)}" for first, second in doubles]
                 raise DataError(
                     "control-ambiguous",
-                    f"Control images have the same name: {some(doubles)}. Which of them is meant is not clear.",
-                    where=shown(files.doubles[0][1]),
+                    f"Control images have the same name: {some(names)}. Which of them is meant is not clear.",
+                    where=shown(doubles[0][1]),
                     fix="Take one of each pair away.",
                 )
-        return [notice for files in self._files for notice in files.notices()]
+        said = [notice for files in self._files.values() for notice in files.notices()]
+        if self._outside and os.path.exists(os.path.expanduser(self._options.dataset or "")):
+            lie = counted(self._outside, "control image lies", "control images lie")
+            said.append(f"{lie} outside the dataset's folder: {some(self._outside)}.")
+        return said

@@ -23,6 +23,8 @@ from lora_rocm.recipe.sections import BESIDE
 if TYPE_CHECKING:
     from PIL import Image
 
+    from lora_rocm.dataset.rows.hf_datasets import DatasetRow
+
 MASK = "mask"
 MASK_FIX = "Repair the mask, or take it away: an image without a mask is trained on whole."
 
@@ -54,7 +56,7 @@ class Masks:
     def beside(self) -> str:
         return "mask_path" if self._options.mask_path == BESIDE else ""
 
-    def look(self, sample: Sample, header: Header) -> Sequence[Companion | Problem]:
+    def look(self, sample: Sample, header: Header, row: DatasetRow | None) -> Sequence[Companion | Problem]:
         """As ``CompanionInput.look``. The mask is a file, or the image itself."""
         if self._options.alpha_mask:
             if header.transparent:

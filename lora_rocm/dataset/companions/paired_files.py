@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
@@ -17,11 +18,14 @@ from lora_rocm.foundation.names import Names
 from lora_rocm.recipe.schema import ResolvedSource
 from lora_rocm.recipe.sections import BESIDE
 
+NUMBER_END = re.compile(r"(.+)_([0-9]{1,4})", re.DOTALL)
+
 
 class PairedFiles:
     """The image files of a folder. Each belongs to the image that has the same path relative to its own folder.
 
-    The comparison ignores extensions and the endings that other trainers give ("0-masklabel", "0_mask").
+    The comparison ignores extensions and the endings that other trainers give ("0-masklabel", "0_mask"). If an image
+    may have several files, NAME_0 or NAME_0000 is the first file of NAME, and so on, as in musubi-tuner.
 
     Args:
         options: options of the source of images.
@@ -43,6 +47,7 @@ class PairedFiles:
         self.root = self._images if self._beside else Path(root)
         self._used, self.doubles = set[Path](), list[tuple[Path, Path]]()
         self._outside, self._not_entered = list[str](), list[str]()
+        self._stems = dict[Path, set[str]]()  # folder of images -> their names without extension
         if not self._beside and os.path.realpath(self._images) == os.path.realpath(self.root):
             raise DataError(
                 f"{key.removesuffix('_path')}-folder-same",
@@ -100,14 +105,36 @@ class PairedFiles:
             return None
         return str(Path(match.companion.owner(relative.as_posix())))
 
-    def of(self, sample: Sample) -> Path | None:
-        """The file of an image of this source; None if there is none."""
+    def of(self, sample: Sample, number: int | None = None) -> Path | None:
+        """The file of an image of this source; None if there is none.
+
+        ``number``: of the file among those of the image, from 0; None: files are not numbered. The first file is NAME
+        or else NAME_0, and each further file is its NAME_1 or else NAME.
+        """
         assert isinstance(sample.location, Path), "a recipe that pairs rows of a dataset with files is refused"
-        found = self._files.find(str(sample.location.relative_to(self._images).with_suffix("")))
+        name = str(sample.location.relative_to(self._images).with_suffix(""))
+        whole = self._files.find(name)
+        found = whole
+        if number or (number is not None and whole is None):
+            numbered = self._numbered.find(f"{name}_{number}")
+            found = whole if numbered is None or self._is_of_an_image(numbered[1], sample.location) else numbered
         if found is None:
             return None
         self._used.add(found[1])
         return found[1]
+
+    @cached_property
+    def _numbered(self) -> Names[Path]:
+        """Relative path without extension, its number without leading zeros -> file, of the files with a number."""
+        matches = ((NUMBER_END.fullmatch(name), path) for name, path in self._files.items())
+        return Names((f"{match[1]}_{int(match[2])}", path) for match, path in matches if match)
+
+    def _is_of_an_image(self, path: Path, image: Path) -> bool:
+        """Whether a numbered file has the whole name of another image in the folder of ``image``."""
+        if image.parent not in self._stems:
+            names = map(Path, os.listdir(image.parent))
+            self._stems[image.parent] = {name.stem for name in names if name.suffix.lower() in readable_extensions()}
+        return COMPANION_END.sub("", path.stem) in self._stems[image.parent]
 
     def notices(self) -> list[str]:
         """Sentences about files that belong to no image for which ``of`` was called, and about links out of the folder.
@@ -117,6 +144,12 @@ class PairedFiles:
         names = sorted(shown(path.name) for path in {path for _, path in self._files.items()} - self._used)
         have = counted(names, f"{self._noun} has", f"{self._noun}s have")
         said = [f"{have} no image of the same name: {some(names)}."] if names else []
+        if (
+            said
+            and self._key == "control_path"
+            and any(NUMBER_END.fullmatch(name.rpartition(".")[0]) for name in names)
+        ):
+            said[0] += " Numbered ones (NAME_1) are read where control_path is a list that has their folder again."
         if self._outside and not self._beside:
             files = counted(self._outside, f"{self._noun} is", f"{self._noun}s are")
             said.append(f"{files} reached through links that lead out of the folder: {some(self._outside)}.")

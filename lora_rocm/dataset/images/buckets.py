@@ -86,15 +86,6 @@ def largest_shape(data: DataSection) -> Shape:
     return image_shape(max(sizes, key=lambda hw: (hw[0] * hw[1], -abs(hw[0] - hw[1]))))
 
 
-def square_shape(data: DataSection) -> Shape:
-    """The bucket of a square image.
-
-    Raises:
-        DataError: see ``bucket_sizes``.
-    """
-    return image_shape(max(bucket_sizes(data.largest_resolution, data.bucket_step, max_aspect=1.0)))
-
-
 def choose_bucket(
     width: int, height: int, resolution: int, step: int, max_aspect: float, enable_bucket: bool, upscale: bool
 ) -> Geometry:

@@ -236,14 +236,12 @@ class _Frugal:
         self.left: float = 2 * MAX_IMAGE_BYTES if whole else MAX_HEADER_COST
 
     def read(self, size: int = -1, /) -> bytes:
-        content = self._file.read(size)
-        self.left -= max(len(content), COST_OF_A_READ)
-        if self.left < 0:
-            raise OSError(errno.EFBIG, "its header has no end")
-        return content
+        return self._paid(self._file.read(size))
 
     def readline(self, size: int = -1, /) -> bytes:
-        content = self._file.readline(min(size, MAX_HEADER_COST) if size >= 0 else MAX_HEADER_COST)
+        return self._paid(self._file.readline(min(size, MAX_HEADER_COST) if size >= 0 else MAX_HEADER_COST))
+
+    def _paid(self, content: bytes) -> bytes:
         self.left -= max(len(content), COST_OF_A_READ)
         if self.left < 0:
             raise OSError(errno.EFBIG, "its header has no end")

@@ -238,11 +238,6 @@ class BatchPlan:
         self._latest: tuple[tuple[int, int], tuple[list[list[tuple[int, int]]], int]] | None = None
 
     @property
-    def effective_batch(self) -> int:
-        """Rows per update, summed over all ranks; the last update of an epoch may have fewer."""
-        return self.batch_size * self.accumulation * self.world
-
-    @property
     def steps_per_epoch(self) -> int:
         """Updates per epoch."""
         return num_updates(self._num_micros, self.accumulation * self.world)
@@ -378,7 +373,7 @@ class BatchPlan:
         drawn_P, drawn_S = self._sample_draws(epoch), self._batch_draws(epoch)
         batches_S = np.argsort(drawn_S, kind="stable")
         if epoch == 0:
-            largest = self._largest()
+            largest = max(self._buckets, key=lambda bucket: bucket[0].order)[1]  # its batches need the most memory
             starts_S = self._bounds_S1[batches_S]
             at = int(np.flatnonzero((starts_S >= largest.start) & (starts_S < largest.stop))[0])
             batches_S[: at + 1] = np.roll(batches_S[: at + 1], 1)
@@ -413,10 +408,6 @@ class BatchPlan:
             for start in starts
         )
         return np.fromiter(drawn, np.uint64, len(self._bounds_S1) - 1)
-
-    def _largest(self) -> range:
-        """Batch starts of the bucket that needs the most memory; all batches have the same number of rows."""
-        return max(self._buckets, key=lambda bucket: bucket[0].order)[1]
 
 
 def _in_batches_of_one_length(

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, Header, UnreadableImage, read_header
 from lora_rocm.dataset.rows.parquet_guard import unpacked_bytes
 from lora_rocm.dataset.rows.row_cells import listed
 from lora_rocm.dataset.sources.folders import real_path, shown
@@ -48,6 +49,10 @@ class UnreadableCell(Exception):
     """A cell that holds no usable image or caption; the message says why."""
 
 
+class EmptyCell(UnreadableCell):
+    """A cell that holds nothing."""
+
+
 @dataclass(frozen=True)
 class DatasetRow:
     """The image of one row of a dataset."""
@@ -61,15 +66,6 @@ class DatasetRow:
         return f"{self.dataset} [{self.split}] row {self.index}"
 
 
-def opened(dataset: str, split: str) -> Any:
-    """The library's table of a dataset.
-
-    Raises:
-        DataError: there is no such dataset or split, or it cannot be read.
-    """
-    return _open(dataset, split)
-
-
 def num_rows(source: ResolvedSource) -> int:
     """The number of rows.
 
@@ -77,7 +73,7 @@ def num_rows(source: ResolvedSource) -> int:
         DataError: there is no such dataset or split.
     """
     assert source.dataset is not None
-    return len(_open(source.dataset, source.split))
+    return len(opened(source.dataset, source.split))
 
 
 def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, Captions | UnreadableCell | None]]:
@@ -87,11 +83,11 @@ def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, Captions | Unr
         DataError: there is no such dataset, split or column, or a column is damaged or has the wrong type.
     """
     assert source.dataset is not None
-    table = _open(source.dataset, source.split)
-    _check_column(table, source.image_column, "image_column", source.dataset)
+    table = opened(source.dataset, source.split)
+    require_column(source, source.image_column, "image_column")
     names = [source.image_column]
     if source.caption_column is not None:
-        _check_column(table, source.caption_column, "caption_column", source.dataset)
+        require_column(source, source.caption_column, "caption_column")
         names.append(source.caption_column)
     captions = table.select_columns(names[1:]).with_format("arrow") if len(names) > 1 else None
     for index in range(len(table)):
@@ -109,11 +105,11 @@ def givens_of(source: ResolvedSource) -> Iterator[Given | UnreadableCell]:
         DataError: see ``rows_of``.
     """
     assert source.dataset is not None
-    table = _open(source.dataset, source.split)
+    table = opened(source.dataset, source.split)
     given = {"loss_weight_column": source.loss_weight_column, "crop_column": source.crop_column}
     names = {key: name for key, name in given.items() if name is not None}
     for key, name in names.items():
-        _check_column(table, name, key, source.dataset)
+        require_column(source, name, key)
     columns = {key: table.select_columns([name]).with_format("arrow") for key, name in names.items()}
     for index in range(len(table)):
         try:
@@ -131,7 +127,8 @@ def notices(source: ResolvedSource) -> list[str]:
     """
     assert source.dataset is not None
     read = (source.image_column, source.caption_column, source.loss_weight_column, source.crop_column)
-    left = [name for name in _open(source.dataset, source.split).column_names if name not in (*read, *ADDED)]
+    ours = (*read, *source.control_columns, *ADDED)
+    left = [name for name in opened(source.dataset, source.split).column_names if name not in ours]
     return [f"Columns of {shown(source.dataset)} that nothing reads: {listed(left)}."] if left else []
 
 
@@ -171,6 +168,23 @@ def _cell(table: Any, index: int) -> Any:
         raise UnreadableCell(f"the dataset is damaged here: {error}") from error
 
 
+def header_in(row: DatasetRow) -> tuple[Header, Path | DatasetRow]:
+    """The header of the image in a cell, and where the image is: a file that the cell names, or the cell.
+
+    Raises:
+        DataError: see ``image_in``.
+        EmptyCell, UnreadableCell, UnreadableImage: the cell holds no usable image.
+    """
+    image = image_in(row)
+    if image is None:
+        raise EmptyCell("the cell is empty")
+    if isinstance(image, Path):
+        return read_header(image), image
+    if image.nbytes > MAX_IMAGE_BYTES:
+        raise UnreadableImage(f"it is larger than {MAX_IMAGE_BYTES >> 20} MiB")
+    return read_header(as_file(image)), row
+
+
 def image_in(row: DatasetRow) -> Path | memoryview | None:
     """The row's image: a file path, or its undecoded bytes (a view, not a copy); None for an empty cell.
 
@@ -190,15 +204,16 @@ def image_in(row: DatasetRow) -> Path | memoryview | None:
     if value is None or not value.is_valid:
         return None
     if str(value.type) in TEXT_TYPES:
-        return _resolved(_text(value), row.dataset, listed)
+        text = _text(value)
+        return _resolved(text, row.dataset, listed) if text.strip() else None
     if not hasattr(value, "as_buffer"):
         raise DataError(
             "image-column",
-            f"The image column {row.column!r} holds {value.type}, not images.",
+            f"The column {row.column!r} holds {value.type}, not images.",
             where=str(row),
-            fix="Name a column of images, of their bytes, or of paths in image_column.",
+            fix="Name a column of images, of their bytes, or of paths.",
         )
-    return memoryview(value.as_buffer()).cast("B")
+    return memoryview(value.as_buffer()).cast("B") if value.as_buffer().size else None
 
 
 class _View(io.RawIOBase):
@@ -283,7 +298,7 @@ def _text(cell: Any) -> str:
 
 
 @lru_cache(maxsize=8)
-def _open(dataset: str, split: str) -> Any:
+def opened(dataset: str, split: str) -> Any:
     """The dataset's split as the library's table, from disk or from the hub.
 
     Raises:
@@ -297,16 +312,16 @@ def _open(dataset: str, split: str) -> Any:
     try:
         # A folder written by save_to_disk.
         if os.path.isdir(path) and any(os.path.isfile(path / mark) for mark in SAVED_MARKS):
-            opened = datasets.load_from_disk(str(path))
-            if isinstance(opened, datasets.DatasetDict):
-                if split not in opened:
+            found = datasets.load_from_disk(str(path))
+            if isinstance(found, datasets.DatasetDict):
+                if split not in found:
                     raise DataError(
                         "dataset-split",
                         f"The dataset has no split {split!r}.",
                         where=where,
-                        fix=f"Splits: {', '.join(sorted(opened))}.",
+                        fix=f"Splits: {', '.join(sorted(found))}.",
                     )
-                opened = opened[split]
+                found = found[split]
         # A single Parquet or JSON file.
         elif os.path.isfile(path):
             if path.suffix.lower() not in BUILDERS:
@@ -317,14 +332,12 @@ def _open(dataset: str, split: str) -> Any:
                     fix=f"Files: {', '.join(BUILDERS)}. For a folder of images use path, not dataset.",
                 )
             _check_parquet([path], where)
-            opened = datasets.load_dataset(
-                BUILDERS[path.suffix.lower()], data_files=glob.escape(str(path)), split=split
-            )
+            found = datasets.load_dataset(BUILDERS[path.suffix.lower()], data_files=glob.escape(str(path)), split=split)
         # Another folder, or an id on the hub.
         elif os.path.isdir(path) or not (path.is_absolute() or path.suffix.lower() in BUILDERS):
             if not os.path.isdir(path):
                 _refuse_silent_hub(dataset, where)
-            opened = _from_folder(path, split, where) if os.path.isdir(path) else _from_hub(dataset, split, where)
+            found = _from_folder(path, split, where) if os.path.isdir(path) else _from_hub(dataset, split, where)
         else:
             fix = "Correct the path. Relative paths start where the command runs."
             raise DataError("dataset-missing", f"There is no {path}.", where=where, fix=fix)
@@ -335,10 +348,10 @@ def _open(dataset: str, split: str) -> Any:
             where=where,
             fix="Give a hub id, a Parquet file or folder, or a folder written by save_to_disk, and an existing split.",
         ) from error
-    if len(opened) == 0:
+    if len(found) == 0:
         fix = "Give a split that has rows, or another dataset."
         raise DataError("dataset-empty", "The dataset has no rows.", where=where, fix=fix)
-    return opened
+    return found
 
 
 def _from_folder(path: Path, split: str, where: str) -> Any:
@@ -460,13 +473,15 @@ def _refuse_silent_hub(dataset: str, where: str) -> None:
 @lru_cache(maxsize=8)
 def _images(dataset: str, split: str, column: str) -> Any:
     """The image column in Arrow format; its bytes stay memory-mapped."""
-    return _open(dataset, split).select_columns([column]).with_format("arrow")
+    return opened(dataset, split).select_columns([column]).with_format("arrow")
 
 
-def _check_column(table: Any, name: str, key: str, dataset: str) -> None:
+def require_column(source: ResolvedSource, name: str, key: str) -> None:
     """Raise DataError if a dataset lacks a column, or if the column is damaged. ``key``: the recipe's key for it."""
     import pyarrow
 
+    dataset = source.dataset or ""
+    table = opened(dataset, source.split)
     if name not in table.column_names:
         raise DataError(
             "dataset-column",

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, time
+from functools import partial
 from os.path import commonprefix
 from typing import Any
 
@@ -248,12 +249,8 @@ def _refuse_columns(row: RowCells) -> None:
             raise UnusableText(f"Its column {column} holds {holds}, which would be lost.", fix)
 
 
-def _of_messages(row: RowCells) -> Conversation:
-    return _conversation(row, _messages(row, _value_of(row, "messages"), "The column messages"))
-
-
-def _of_sharegpt(row: RowCells) -> Conversation:
-    return _conversation(row, _messages(row, _value_of(row, "conversations"), "The column conversations"))
+def _of_list(column: str, row: RowCells) -> Conversation:
+    return _conversation(row, _messages(row, _value_of(row, column), f"The column {column}"))
 
 
 def _of_completion(row: RowCells) -> Record:
@@ -293,8 +290,8 @@ def _of_text(row: RowCells) -> str:
 
 COMPLETION = frozenset({"prompt", "completion"})
 READERS: tuple[tuple[frozenset[str], Callable[[RowCells], Record]], ...] = (
-    (frozenset({"messages"}), _of_messages),
-    (frozenset({"conversations"}), _of_sharegpt),
+    (frozenset({"messages"}), partial(_of_list, "messages")),
+    (frozenset({"conversations"}), partial(_of_list, "conversations")),
     (COMPLETION, _of_completion),
     (frozenset({"instruction", "output"}), _of_instruction),
     (frozenset({"text"}), _of_text),

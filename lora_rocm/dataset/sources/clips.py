@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, Header, UnreadableImage, read_header, readable_extensions
+from lora_rocm.dataset.left_out import Patterns
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.recipe.schema import ResolvedSource
 
 NUMBERED = re.compile(r"(.*?)([0-9]+)")
 LENGTH_BYTES = 8
@@ -32,30 +34,40 @@ def in_videos(relatives: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return sorted(found)
 
 
-def frames_of(video: Path) -> list[Path]:
-    """The frames of a clip, in the order of their numbers.
+def frames_of(video: Path, root: Path, options: ResolvedSource) -> list[Path]:
+    """The frames of a clip, in the order of their numbers, without those that ``options`` exclude.
+
+    ``root``: the folder of the source, below which ``exclude`` and ``include`` name files.
 
     Raises:
         OSError: the folder cannot be read.
     """
-    wanted = readable_extensions()
-    named = [path for path in video.iterdir() if path.suffix.lower() in wanted and not path.name.startswith(".")]
-    found = [(match, path) for path in named if (match := NUMBERED.fullmatch(path.stem)) is not None]
-    return [path for match, path in sorted(found, key=lambda each: (int(each[0][2]), each[1].name))]
+    wanted, above = readable_extensions(), video.relative_to(root).as_posix()
+    exclude, include = Patterns(options.exclude), Patterns(options.include)
+    found = []
+    for path in video.iterdir():
+        number, relative = NUMBERED.fullmatch(path.stem), f"{above}/{path.name}"
+        if number is None or path.suffix.lower() not in wanted or path.name.startswith("."):
+            continue
+        if exclude.fit(relative) or (options.include and not include.fit(relative)) or path.is_dir():
+            continue
+        found.append((int(number[2]), path.name, path))
+    return [path for _, _, path in sorted(found)]
 
 
-def read_video(video: Path, lengths: Sequence[int]) -> tuple[Header, int, int]:
+def read_video(video: Path, root: Path, options: ResolvedSource) -> tuple[Header, int, int]:
     """The header that all frames of a clip share, and how many frames are used and are left.
 
-    Used is the largest of ``lengths`` that the clip has.
+    Used is the largest of ``options.lengths`` that the clip has. Arguments: as of ``frames_of``.
 
     Raises:
         UnreadableImage: it has fewer frames, one of them cannot be read, or they have several sizes.
     """
     try:
-        frames = frames_of(video)
+        frames = frames_of(video, root, options)
     except OSError as error:
         raise UnreadableImage(str(error.strerror)) from error
+    lengths = options.lengths
     count = max((length for length in lengths if length <= len(frames)), default=0)
     if not count:
         raise UnreadableImage(f"it has {len(frames)} frames, and data.frames asks for at least {min(lengths)}")
@@ -67,13 +79,15 @@ def read_video(video: Path, lengths: Sequence[int]) -> tuple[Header, int, int]:
     return headers[0], count, len(frames) - count
 
 
-def video_bytes(video: Path, count: int) -> bytes:
+def video_bytes(video: Path, root: Path, options: ResolvedSource, count: int) -> bytes:
     """The undecoded bytes of the first frames of a clip, each behind its length, for decoding and hashing.
+
+    ``count``: of the frames. Other arguments: as of ``frames_of``.
 
     Raises:
         OSError: they cannot be read.
     """
-    contents = [read_plain(frame, MAX_IMAGE_BYTES) for frame in frames_of(video)[:count]]
+    contents = [read_plain(frame, MAX_IMAGE_BYTES) for frame in frames_of(video, root, options)[:count]]
     return b"".join(len(content).to_bytes(LENGTH_BYTES, "little") + content for content in contents)
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, UnreadableImage, decode
-from lora_rocm.dataset.rows.hf_datasets import UnreadableCell, image_in
+from lora_rocm.dataset.rows.hf_datasets import DatasetRow, EmptyCell, UnreadableCell, image_in
 from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.dataset.sources.clips import video_bytes
-from lora_rocm.dataset.sources.folders import shown
+from lora_rocm.dataset.sources.folders import shown, source_folder
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
 
@@ -27,16 +27,26 @@ def image_bytes(sample: Sample) -> bytes:
     """
     try:
         if sample.frames:
-            return video_bytes(Path(str(sample.location)), sample.frames)
-        content = sample.location if isinstance(sample.location, Path) else image_in(sample.location)
-        if isinstance(content, Path):
-            return read_plain(content, MAX_IMAGE_BYTES)
+            options, video = sample.options, Path(str(sample.location))
+            return video_bytes(video, source_folder(options.path or "", options.index), options, sample.frames)
+        return bytes_at(sample.location)
     except OSError as error:
         raise unreadable(sample, error.strerror or str(error)) from error
     except UnreadableCell as error:
         raise unreadable(sample, str(error)) from error
-    assert content is not None, "an empty cell is set aside by scan"
-    return bytes(content)
+
+
+def bytes_at(place: Path | DatasetRow) -> bytes:
+    """The undecoded bytes of an image in a file, in a cell, or in a file that a cell names.
+
+    Raises:
+        OSError: the file can no longer be read.
+        UnreadableCell: the cell can no longer be used.
+    """
+    content = place if isinstance(place, Path) else image_in(place)
+    if content is None:
+        raise EmptyCell("the cell is empty")
+    return read_plain(content, MAX_IMAGE_BYTES) if isinstance(content, Path) else bytes(content)
 
 
 def load_image(sample: Sample, content: bytes | None = None) -> Image.Image:

@@ -16,7 +16,7 @@ from lora_rocm.dataset.captions.captions import as_read, open_wildcard, prepare
 from lora_rocm.dataset.columns import Few
 from lora_rocm.dataset.companions.companion_inputs import COMPANION_INPUTS, CompanionInput
 from lora_rocm.dataset.images.buckets import Geometry, choose_bucket
-from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, Header, UnreadableImage, is_dark, read_header
+from lora_rocm.dataset.images.image_io import Header, UnreadableImage, is_dark, read_header
 from lora_rocm.dataset.images.same_sizes import SameSizes
 from lora_rocm.dataset.images.views import randomly_cropped, within
 from lora_rocm.dataset.left_out import NUM_NAMED, counted, few, some
@@ -24,9 +24,10 @@ from lora_rocm.dataset.order.regularisation import class_image
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.rows import hf_datasets
 from lora_rocm.dataset.rows.hf_datasets import (
+    DatasetRow,
     UnreadableCell,
-    as_file,
     givens_of,
+    header_in,
     image_in,
     leads_out,
     num_rows,
@@ -126,10 +127,10 @@ class _Findings:
             self.open_wildcards.append(f"{key}: {wildcard[:LOST_SHOWN]}")
         return captions or ("",)
 
-    def add(self, sample: Sample, header: Header) -> None:
+    def add(self, sample: Sample, header: Header, row: DatasetRow | None = None) -> None:
         """Add a readable image at each resolution, or set it aside if a companion, such as its mask, cannot be used.
 
-        ``sample``: at the first resolution, with the key of an image that has no other.
+        ``sample``: at the first resolution, with the key of an image that has no other. ``row``: of a dataset's image.
         """
         if (crop := sample.given.crop) and (crop[0] + crop[2] > sample.width or crop[1] + crop[3] > sample.height):
             what = f"Its crop {list(crop)} reaches beyond the image of {sample.width}x{sample.height}."
@@ -138,7 +139,7 @@ class _Findings:
             return
         self.num_weighted += sample.given.loss_weight != 1.0
         self.num_cropped += crop is not None
-        looked = [found for companion in self.companions for found in companion.look(sample, header)]
+        looked = [found for companion in self.companions for found in companion.look(sample, header, row)]
         if problems := [found for found in looked if isinstance(found, Problem)]:
             self.set_aside += problems
             return
@@ -314,7 +315,7 @@ def _scan_folder(found: _Findings) -> None:
         # Read the header and the captions; set the image aside if either fails.
         try:
             is_video = has_videos and os.path.isdir(path)
-            header, frames, num_left = read_video(path, options.lengths) if is_video else (read_header(path), 0, 0)
+            header, frames, num_left = read_video(path, root, options) if is_video else (read_header(path), 0, 0)
             cut += [f"{shown(path)} ({num_left})"] if num_left else []
             files, texts = folder.captions.of(path), list[str]()
             for file in files:
@@ -383,27 +384,22 @@ def _scan_dataset(found: _Findings) -> None:
         key = f"{found.prefix}{options.split}/{row.index}"
         # Read the cell and the image's header; set the row aside if either fails.
         try:
-            image = image_in(row)
-            if image is None:
-                raise UnreadableImage("the cell is empty")
             if isinstance(text, UnreadableCell):
                 raise text
             if isinstance(given, UnreadableCell):
                 raise given
-            if isinstance(image, memoryview) and image.nbytes > MAX_IMAGE_BYTES:
-                raise UnreadableImage(f"it is larger than {MAX_IMAGE_BYTES >> 20} MiB")
-            header = read_header(image if isinstance(image, Path) else as_file(image))
+            header, location = header_in(row)
         except (UnreadableImage, UnreadableCell) as error:
             found.set_aside.append(Problem(shown(row), f"The image cannot be read: {error}.", UNREADABLE_FIX))
             continue
-        # Choose location and caption, and add the sample.
-        location, path = (image, image) if isinstance(image, Path) else (row, None)
-        if isinstance(image, Path) and leads_out(image, options.dataset or ""):
-            outside.append(f"{key} -> {shown(image)}")
+        # Choose the caption, and add the sample.
+        path = location if isinstance(location, Path) else None
+        if path is not None and leads_out(path, options.dataset or ""):
+            outside.append(f"{key} -> {shown(path)}")
         caption, *more = found.captions_for(key, text, _fallback(options, path, RepeatFolder()))
         given = replace(given, captions=tuple(more))
         sample = Sample(key, found.first, name, location, caption, *header.size, options.repeats, options, given)
-        found.add(sample, header)
+        found.add(sample, header, row)
     found.notices += hf_datasets.notices(options)
     if outside and os.path.exists(os.path.expanduser(options.dataset or "")):
         found.notices.append(

@@ -16,13 +16,7 @@ from torch import Tensor, nn
 
 from lora_rocm.device.allocator import taken_bytes
 from lora_rocm.device.host_threads import threads_of_one_core
-from lora_rocm.device.transfer import (
-    GROUP_BYTES,
-    HOST_THREADS,
-    DeviceTransfer,
-    groups_alike,
-    whole_fingerprints,
-)
+from lora_rocm.device.transfer import GROUP_BYTES, HOST_THREADS, DeviceTransfer, groups_alike, whole_fingerprints
 
 Ask = Callable[[Sequence[Tensor], int], Tensor]
 """Computes fingerprints of tensors on the device, as ``whole_fingerprints``."""
@@ -46,7 +40,6 @@ class Placement(Protocol):
     @property
     def transfer(self) -> DeviceTransfer:
         """Copies to the device, and holds the verdict on what was fetched."""
-        ...
 
     def place(self, module: nn.Module, component: str) -> None:
         """Send a module's weights; each is compared with its bytes on the host before use.
@@ -56,35 +49,27 @@ class Placement(Protocol):
         Raises:
             TransferError: a tensor did not arrive by any method.
         """
-        ...
 
     def fetch(self, block: nn.Module) -> None:
         """Make the frozen weights of a block ready for use on the device. It does not synchronise."""
-        ...
 
     def release(self, block: nn.Module) -> None:
         """The weights of a block are not used until they are fetched again."""
-        ...
 
     def fingerprints(self) -> Mapping[str, Sent]:
         """Every frozen tensor as it was on the host, by name ("unet.conv_in.weight"), wherever it is now."""
-        ...
 
     def on_device(self) -> Mapping[str, Tensor]:
         """The frozen tensors that stay on the device, by name."""
-        ...
 
     def changed(self, ask: Ask = whole_fingerprints) -> list[str]:
         """Names of frozen tensors on the device whose bytes have changed; synchronises once."""
-        ...
 
     def bytes_on_device(self) -> int:
         """Bytes of frozen weights that the device holds, memory for fetched ones included."""
-        ...
 
     def streaming(self) -> Placement | None:
         """A placement for the same modules that takes less of the device's memory; None: there is none."""
-        ...
 
 
 class Resident:

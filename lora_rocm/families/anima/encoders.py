@@ -18,7 +18,8 @@ from torch import Tensor
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
 from lora_rocm.device.placement.base import Placement
-from lora_rocm.families.base import Encode, Inputs, Tensors
+from lora_rocm.families.base import Tensors
+from lora_rocm.families.common.caption_encoder import CaptionEncoder, EncodeCaption
 from lora_rocm.families.common.caption_lm import DTYPE, tokenizer_of
 from lora_rocm.families.common.tokenizers import digest, tokenizer_identity
 from lora_rocm.families.common.vae import CPU
@@ -30,7 +31,7 @@ MAX_TOKENS = 512  # of Qwen3, of T5, and of the states with their zeros
 TOKENIZERS = ("tokenizer", "t5_tokenizer")
 
 
-class TextEncoder:
+class TextEncoder(CaptionEncoder):
     """Encodes captions as ``AnimaTextEncoderStep`` and ``AnimaTextConditioningStep``, one at a time.
 
     Args:
@@ -49,10 +50,7 @@ class TextEncoder:
         parts = [*weights, tokenizer_identity(self._source, TOKENIZERS), self._weights.name]
         return f"anima-text{ENCODING_VERSION}-{digest(parts)}"
 
-    def in_tiles(self) -> None:
-        return None
-
-    def load(self, door: Placement) -> Encode:
+    def opened(self, door: Placement) -> EncodeCaption:
         tokenizers = load_tokenizers(self._source)
         parts: list[Any] = []
         for name, weights in (("text_encoder", self._weights), ("text_conditioner", DENSE)):
@@ -60,10 +58,7 @@ class TextEncoder:
             door.place(parts[-1], name)
         encoder, conditioner = parts
 
-        @torch.no_grad()
-        def encode(inputs: Inputs) -> Tensors:
-            caption = inputs[CAPTION]
-            assert isinstance(caption, str), "the text encoder encodes captions"
+        def encode(caption: str) -> Tensors:
             ids_BS, t5_ids_BS = (_ids(tokenizer, caption) for tokenizer in tokenizers)
             t5_ids_BS = door.transfer.send_checked(t5_ids_BS, "token ids")
             if ids_BS.shape[1]:

@@ -151,19 +151,13 @@ def require_ends(source: Source, tokenizer: str) -> None:
         each.ids("eos_token_id", rows)
 
 
-def only_text(model: nn.Module) -> None:
+def only_text(model: Any) -> None:
     """Take everything out of a model but its decoder and its head. Names of modules stay those of the whole model."""
-    kept = {*decoder(model).modules(), *_head(model).modules()}
+    kept = {*decoder(model).modules(), *model.get_output_embeddings().modules()}
     for owner in [each for each in model.modules() if each not in kept]:
         for name, child in owner.named_children():
             if not any(each in kept for each in child.modules()):
                 setattr(owner, name, None)
-
-
-def _head(model: nn.Module) -> nn.Module:
-    whole: Any = model
-    head: nn.Module = whole.get_output_embeddings()
-    return head
 
 
 def _unread(module: nn.Module) -> list[str]:

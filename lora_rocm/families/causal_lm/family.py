@@ -28,7 +28,7 @@ from lora_rocm.dataset.rows.row_reference import separated
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.placement.base import Placement
 from lora_rocm.errors import DataError, ModelError
-from lora_rocm.families.base import Encode, Encoder, Inputs, LoadedModel, OwnFiles, PreviewRequest, Sampling, Tensors
+from lora_rocm.families.base import Encoder, Inputs, LoadedModel, OwnFiles, PreviewRequest, Sampling, Tensors
 from lora_rocm.families.causal_lm.architecture import (
     COMPONENT,
     TOKENIZER,
@@ -47,6 +47,7 @@ from lora_rocm.families.causal_lm.fused_blocks import fuse as fuse_blocks
 from lora_rocm.families.causal_lm.generation import next_tokens, pieces_of, places_of
 from lora_rocm.families.causal_lm.objective import IGNORED, NextToken, Preference, fuse_head, token_distance
 from lora_rocm.families.causal_lm.spec import TOKENS_MULTIPLE, LanguageSection
+from lora_rocm.families.common.caption_encoder import CaptionEncoder, EncodeCaption
 from lora_rocm.families.common.caption_lm import tokenizer_of
 from lora_rocm.families.common.component_check import check_component
 from lora_rocm.families.common.objectives.base import Prediction
@@ -283,9 +284,10 @@ class CausalLM:
     @torch.no_grad()
     def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: Placement) -> Tensors:
         """As ``ComparesWithStart.at_start``; zeros for a text that is no pair, such as a preview's prompt."""
-        if not isinstance(read(str(inputs[CAPTION])), Pair):
+        text = str(inputs[CAPTION])
+        if not isinstance(read(text), Pair):
             return {START: torch.zeros(2)}
-        pair = _encoded_pair(self.texts, inputs)
+        pair = _encoded_pair(self.texts, text)
         ids_BPS, labels_BPS = (door.transfer.send_checked(pair[name][None], name) for name in (IDS, LABELS))
         return door.transfer.receive({START: _log_probs(model(), ids_BPS, labels_BPS)[0]})
 
@@ -333,7 +335,7 @@ class CausalLM:
         return {"hash": "", "prediction_type": "", "identity": self.source.fingerprint(COMPONENT)}
 
 
-class TokensEncoder:
+class TokensEncoder(CaptionEncoder):
     """Makes tokens of a sample: ids, the next token of each place, and the places that count in the loss."""
 
     entry = EntrySpec(
@@ -361,11 +363,9 @@ class TokensEncoder:
         how = f"{reader.max_length} {reader.train_on == 'all'}{last}"  # entries of before keep their names
         return f"tokens{ENCODING_VERSION}-{digest([*parts, how])}"
 
-    def in_tiles(self) -> None:
-        return None
-
-    def load(self, door: Placement) -> Encode:
-        return partial(_encoded, self._family.texts)
+    def opened(self, door: Placement) -> EncodeCaption:
+        reader = self._family.texts
+        return lambda text: _filled([reader.tokens(read(text))], 0)
 
 
 class PackedEncoder(TokensEncoder):
@@ -379,7 +379,7 @@ class PackedEncoder(TokensEncoder):
         share=LOSS_MASK,
     )
 
-    def load(self, door: Placement) -> Encode:
+    def opened(self, door: Placement) -> EncodeCaption:
         return partial(_encoded_row, self._family.texts)
 
 
@@ -393,24 +393,20 @@ class PairsEncoder(TokensEncoder):
         follows_shape=True,
     )
 
-    def load(self, door: Placement) -> Encode:
+    def opened(self, door: Placement) -> EncodeCaption:
         return partial(_encoded_pair, self._family.texts)
 
 
-def _encoded(reader: ChatTokenizer, inputs: Inputs) -> Tensors:
-    return _filled([reader.tokens(read(str(inputs[CAPTION])))], 0)
-
-
-def _encoded_row(reader: ChatTokenizer, inputs: Inputs) -> Tensors:
-    samples = [reader.tokens(read(text)) for text in separated(str(inputs[CAPTION]))]
+def _encoded_row(reader: ChatTokenizer, row: str) -> Tensors:
+    samples = [reader.tokens(read(text)) for text in separated(row)]
     tensors = _filled(samples, 0)
     places = [place for sample in samples for place in range(len(sample.ids))]
     return {**tensors, POSITIONS: torch.tensor([*places, *range(len(tensors[IDS]) - len(places))])}
 
 
-def _encoded_pair(reader: ChatTokenizer, inputs: Inputs) -> Tensors:
+def _encoded_pair(reader: ChatTokenizer, text: str) -> Tensors:
     """Both answers, filled up to one length. A text that is no pair, such as a preview's prompt, stands for both."""
-    record = read(str(inputs[CAPTION]))
+    record = read(text)
     answers = (record.chosen, record.rejected) if isinstance(record, Pair) else (record, record)
     found = [reader.tokens(answer) for answer in answers]
     filled = [_filled([tokens], max(len(each.ids) for each in found)) for tokens in found]

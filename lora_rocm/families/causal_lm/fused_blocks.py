@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -107,7 +107,8 @@ class FusedBlock(nn.Module):
         x, normal = add_norm(x, self._branch(y, after_attention), norm, self.form)
         with made_again((normal, normal_again(x, norm, self.form))):
             gate, up = self._projected(self.mlp, normal, self.merged_mlp, SEPARATE_MLP[:2], (1, 1))
-        inner = made(partial(_inner, self.parts.activation, self.form), (up, gate))
+        activation, form = self.parts.activation, self.form
+        inner = made(lambda given: gated(activation, form, *given), (up, gate))
         with made_again(inner):
             y = self.mlp.down_proj(inner[0])
         return add_branch(x, self._branch(y, after_mlp), self.form)
@@ -155,7 +156,7 @@ class FusedBlock(nn.Module):
         """Queries or keys [B, S, H, D] normed and turned."""
         norm = getattr(self.self_attn, norm_name, None)
         if norm is None and rotation is None:
-            return made(_first, [heads])
+            return made(itemgetter(0), [heads])
         weight, eps = None, 0.0
         if norm is not None:
             rows = self._row_norm(norm)
@@ -185,14 +186,6 @@ class FusedBlock(nn.Module):
 
 FUSED: dict[type[nn.Module], type[FusedBlock]] = {}
 """By class of transformers."""
-
-
-def _inner(activation: Activation, form: Form, up_and_gate: Sequence[Tensor]) -> Tensor:
-    return gated(activation, form, *up_and_gate)
-
-
-def _first(given: Sequence[Tensor]) -> Tensor:
-    return given[0]
 
 
 def _rotation(cos: Tensor, sin: Tensor) -> Rotation:

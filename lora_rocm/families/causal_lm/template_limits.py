@@ -296,7 +296,7 @@ def _as_json(tojson: Callable[..., str]) -> Callable[..., str]:
 
 
 def _written_out(value: Any) -> Any:
-    """Pay for a value that is written into the text."""
+    """Pay for a value: one that is written into the text, a list or a slice."""
     meter = _meter()
     meter.spend(meter.weight(value))
     return value
@@ -308,11 +308,6 @@ def _rounds(values: Iterable[Any], letters: int = 0) -> Iterator[Any]:
     for value in values:
         meter.spend(1 + letters)
         yield value
-
-
-def _made(value: Any) -> Any:
-    """Pay for a list or slice."""
-    return _written_out(value)
 
 
 def _joined(values: Iterable[Any]) -> str:
@@ -330,7 +325,7 @@ def _entered(letters: int) -> str:
 
 OWN_FILTERS: Mapping[str, Callable[..., Any]] = {
     "pays for rounds": _rounds,
-    "pays for a value": _made,
+    "pays for a value": _written_out,
     "pays for a text": _joined,
     "pays for a macro": _entered,
 }
@@ -348,15 +343,12 @@ class _Paying(NodeTransformer):
             node.body.insert(0, _paid(letters, node))
         return node
 
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:  # noqa: N802
+    def visit_Macro(self, node: nodes.Macro | nodes.CallBlock) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         node.body.insert(0, _paid(_letters_in(node.body), node))
         return node
 
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:  # noqa: N802
-        self.generic_visit(node)
-        node.body.insert(0, _paid(_letters_in(node.body), node))
-        return node
+    visit_CallBlock = visit_Macro  # noqa: N815
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802
         self.generic_visit(node)

@@ -21,9 +21,10 @@ def adopt(cls: type[M], module: nn.Module) -> M:
 
 
 def adopt_all(model: nn.Module, classes: Mapping[type[nn.Module], Any]) -> None:
-    """Replace each module of a class in ``classes``, if ``fits`` of the new class says so."""
+    """Replace each module of a class in ``classes``; not if the new class has ``fits``, and that says no."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             swapped = classes.get(type(child))
-            if swapped is not None and swapped.fits(child):
+            fits = getattr(swapped, "fits", None)
+            if swapped is not None and (fits is None or fits(child)):
                 setattr(parent, name, adopt(swapped, child))

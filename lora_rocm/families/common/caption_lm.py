@@ -11,14 +11,9 @@ from torch import Tensor, nn
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
 from lora_rocm.device.placement.base import Placement
-from lora_rocm.families.base import Encode, Inputs, Tensors
-from lora_rocm.families.common.tokenizers import (
-    digest,
-    load_tokenizer,
-    require_rows,
-    token_ids,
-    tokenizer_identity,
-)
+from lora_rocm.families.base import Tensors
+from lora_rocm.families.common.caption_encoder import CaptionEncoder, EncodeCaption
+from lora_rocm.families.common.tokenizers import digest, load_tokenizer, require_rows, token_ids, tokenizer_identity
 from lora_rocm.families.common.vae import CPU
 from lora_rocm.kernels.weight_format import WeightFormat
 
@@ -27,7 +22,7 @@ DTYPE = torch.bfloat16  # of weights and states
 STATES, REAL, OWN = "prompt_embeds", "prompt_real", "prompt_mask"
 
 
-class LanguageModelEncoder:
+class LanguageModelEncoder(CaptionEncoder):
     """Encodes captions to raw hidden states of a language model, in bf16.
 
     A caption is filled up with zeros to a multiple of ``multiple`` tokens, so that batches have few lengths.
@@ -66,19 +61,13 @@ class LanguageModelEncoder:
         ]
         return f"language-model{ENCODING_VERSION}-{digest(parts)}"
 
-    def in_tiles(self) -> None:
-        return None
-
-    def load(self, door: Placement) -> Encode:
+    def opened(self, door: Placement) -> EncodeCaption:
         tokenizer = tokenizer_of(self._source, "tokenizer")
         encoder: Any = self._source.load("text_encoder", DTYPE, CPU, self._weights)
         encoder.layers, encoder.norm = encoder.layers[: len(encoder.layers) - self._skipped], nn.Identity()
         door.place(encoder, "text_encoder")
 
-        @torch.no_grad()
-        def encode(inputs: Inputs) -> Tensors:
-            caption = inputs[CAPTION]
-            assert isinstance(caption, str), "the text encoder encodes captions"
+        def encode(caption: str) -> Tensors:
             ids_S = token_ids(tokenizer, self._template.format(caption))[: self._max_tokens]
             ids_BS = door.transfer.send_checked(ids_S[None], "token ids")
             states_SD = encoder(input_ids=ids_BS, use_cache=False).last_hidden_state[0]

@@ -7,6 +7,7 @@ Their states stand one after another, and the pooled embedding is the first chun
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -16,9 +17,13 @@ from transformers import CLIPTokenizer
 
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.captions.caption_length import TokenLimit
-from lora_rocm.dataset.entry_spec import Pad
+from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
+from lora_rocm.device.placement.base import Placement
 from lora_rocm.errors import UserError
+from lora_rocm.families.base import Tensors
+from lora_rocm.families.common.caption_encoder import CaptionEncoder, EncodeCaption
 from lora_rocm.families.common.tokenizers import Explained, digest, require_rows, tokenizer_identity, unreadable
+from lora_rocm.families.common.vae import ENCODING_VERSION
 from lora_rocm.recipe.adapter_sections import NewToken, normalised
 
 CLIP_TOKENS = 77  # sequence length of every CLIP text encoder (arXiv 2103.00020)
@@ -43,12 +48,11 @@ def tokenizer_of(source: Source, name: str, new_tokens: Sequence[NewToken] = ())
     return tokenizer
 
 
-def load_tokenizer(folder: Path, new_tokens: Sequence[NewToken] = ()) -> CLIPTokenizer:
-    """Load a CLIP tokenizer from a local folder, and add new tokens to it.
+def load_tokenizer(folder: Path) -> CLIPTokenizer:
+    """Load a CLIP tokenizer from a local folder.
 
     Raises:
         ModelError: tokenizer-unreadable.
-        UserError: token-known.
     """
     with Explained(folder):
         tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
@@ -56,8 +60,6 @@ def load_tokenizer(folder: Path, new_tokens: Sequence[NewToken] = ()) -> CLIPTok
         raise unreadable(folder / "tokenizer_config.json", "It does not say model_max_length.")
     with Explained(folder):
         token_ids(tokenizer, "a")
-    if new_tokens:
-        _add(tokenizer, new_tokens)
     return tokenizer
 
 
@@ -83,10 +85,37 @@ def _add(tokenizer: CLIPTokenizer, new_tokens: Sequence[NewToken]) -> None:
     tokenizer.add_tokens([AddedToken(mark, normalized=True) for mark in "".join(marks.values())])
 
 
-def identity_of_tokens(source: Source, new_tokens: Sequence[NewToken]) -> str:
-    """SHA-256 of what decides the token ids: all tokenizers, and the new tokens."""
-    added = [f"{new.vectors} {normalised(new.token)}" for new in new_tokens]
-    return digest([tokenizer_identity(source, tuple(source.layout.tokenizers)), *added])
+class TokenEncoder(CaptionEncoder):
+    """Encodes captions to token ids, used if the text encoders run in every step.
+
+    Args:
+        source: the base.
+        outputs: names of the tensors, one for each tokenizer of the base.
+        max_tokens: tokens that are read, as in ``chunk_ids``.
+        new_tokens: see ``tokenizer_of``.
+    """
+
+    def __init__(
+        self, source: Source, outputs: Sequence[str], max_tokens: int, new_tokens: Sequence[NewToken] = ()
+    ) -> None:
+        self._source, self._max_tokens, self._new_tokens = source, max_tokens, new_tokens
+        self.entry = EntrySpec("tokens", (CAPTION,), {name: TensorSpec("int64", "S", PAD) for name in outputs})
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Covers what decides the token ids: all tokenizers, and the new tokens."""
+        added = [f"{new.vectors} {normalised(new.token)}" for new in self._new_tokens]
+        identity = digest([tokenizer_identity(self._source, tuple(self._source.layout.tokenizers)), *added])
+        return f"tokens{ENCODING_VERSION}-{self._max_tokens}-{identity}"
+
+    def opened(self, door: Placement) -> EncodeCaption:
+        tokenizers = [tokenizer_of(self._source, name, self._new_tokens) for name in self._source.layout.tokenizers]
+
+        def encode(caption: str) -> Tensors:
+            found = [chunk_ids(tokenizer, caption, self._max_tokens) for tokenizer in tokenizers]
+            return dict(zip(self.entry.tensors, found, strict=True))
+
+        return encode
 
 
 def token_ids(tokenizer: CLIPTokenizer, caption: str) -> Tensor:

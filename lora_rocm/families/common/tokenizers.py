@@ -174,11 +174,7 @@ def tokenizer_identity(source: Source, names: Sequence[str]) -> str:
     """SHA-256 over the files of the named tokenizers."""
     folders = [source.tokenizer_path(name) for name in names]
     files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
-    return digest([f"{path.parent.name}/{path.name} {_file_digest(path)}" for path in files])
-
-
-def _file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return digest([f"{path.parent.name}/{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files])
 
 
 def digest(parts: Sequence[str]) -> str:

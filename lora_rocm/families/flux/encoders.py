@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
 from lora_rocm.device.placement.base import Placement
-from lora_rocm.families.base import Encode, Inputs, Tensors
+from lora_rocm.families.base import Tensors
 from lora_rocm.families.common import caption_lm, clip
+from lora_rocm.families.common.caption_encoder import CaptionEncoder, EncodeCaption
 from lora_rocm.families.common.tokenizers import digest, tokenizer_identity
 from lora_rocm.families.common.vae import CPU
 from lora_rocm.kernels.weight_format import WeightFormat
@@ -78,7 +79,7 @@ def t5_part(tokens: int) -> TextPart:
     return TextPart("text_encoder_2", "tokenizer_2", STATES, "SD", caption_lm.DTYPE, tokens, _t5_states)
 
 
-class TextEncoder:
+class TextEncoder(CaptionEncoder):
     """Encodes captions with one text encoder, its part of ``FluxPipeline.encode_prompt``.
 
     Args:
@@ -98,9 +99,6 @@ class TextEncoder:
         parts = [weights, tokenizer_identity(self._source, tokenizer), str(self._part.tokens), self._weights.name]
         return f"flux-text{ENCODING_VERSION}-{digest(parts)}"
 
-    def in_tiles(self) -> None:
-        return None
-
     def tokenizer(self) -> Any:
         """The tokenizer, set to the part's number of tokens.
 
@@ -111,15 +109,12 @@ class TextEncoder:
         tokenizer.model_max_length = self._part.tokens
         return tokenizer
 
-    def load(self, door: Placement) -> Encode:
+    def opened(self, door: Placement) -> EncodeCaption:
         tokenizer, part = self.tokenizer(), self._part
         encoder = self._source.load(part.component, part.dtype, CPU, self._weights)
         door.place(encoder, part.component)
 
-        @torch.no_grad()
-        def encode(inputs: Inputs) -> Tensors:
-            caption = inputs[CAPTION]
-            assert isinstance(caption, str), "the text encoders encode captions"
+        def encode(caption: str) -> Tensors:
             ids_BS = door.transfer.send_checked(clip.token_ids(tokenizer, caption)[None], "token ids")
             return door.transfer.receive({part.output: part.embed(encoder, ids_BS)[0]})
 

@@ -21,8 +21,8 @@ from lora_rocm.families.common import clip
 from lora_rocm.families.common.unet import inpainting, original_names
 from lora_rocm.families.common.unet.detect import UNET_PREFIX, Expected
 from lora_rocm.families.common.unet.family import LdmFamily
-from lora_rocm.families.common.vae import VAE, VaeEncoder
-from lora_rocm.families.sd.encoders import TextEncoder, TokenEncoder
+from lora_rocm.families.common.vae import VAE
+from lora_rocm.families.sd.encoders import TextEncoder
 
 EXPECTED_SD15 = Expected(
     title="Stable Diffusion 1.x",
@@ -89,12 +89,10 @@ class StableDiffusion(LdmFamily):
     pipeline = StableDiffusionPipeline
     text_components = ("text_encoder",)
     prefixes = {"unet": "lora_unet_", "text_encoder": "lora_te_"}
+    token_names = ("input_ids",)
 
-    def encoders(self) -> Sequence[Encoder]:
-        lora = self.recipe.lora
-        if lora.tokenises:
-            return [VaeEncoder(self.source), TokenEncoder(self.source, self.max_tokens, lora.new_tokens)]
-        return [VaeEncoder(self.source), TextEncoder(self.source, self.max_tokens)]
+    def text_encoders(self) -> Sequence[Encoder]:
+        return [TextEncoder(self.source, self.max_tokens)]
 
     def text_example(self, rows: int) -> Tensors:
         if self.recipe.lora.tokenises:

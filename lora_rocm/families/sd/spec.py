@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
@@ -26,9 +27,6 @@ class Sd2Section(CheckpointSection):
     name_or_path: PathOrHubId = Field(description=WHERE)
 
 
-EMBEDDING_KEYS = {"text_encoder": "emb_params"}
-AXES = image_axes(multiple=8, per_token=8)
-
 SPEC_SD15 = FamilySpec(
     name="sd15",
     title="Stable Diffusion 1.x",
@@ -39,8 +37,8 @@ SPEC_SD15 = FamilySpec(
     samplers=ALL_SAMPLERS,
     trains_norms=True,
     text_components=("text_encoder",),
-    embedding_keys=EMBEDDING_KEYS,
-    axes=AXES,
+    embedding_keys={"text_encoder": "emb_params"},
+    axes=image_axes(multiple=8, per_token=8),
     metadata=FileMetadata(
         base_version="sd_v1",
         architecture="stable-diffusion-v1/lora",
@@ -48,18 +46,12 @@ SPEC_SD15 = FamilySpec(
         extra={"ss_v2": "False"},
     ),
 )
-SPEC_SD2 = FamilySpec(
+SPEC_SD2 = replace(
+    SPEC_SD15,
     name="sd2",
     title="Stable Diffusion 2.x",
     model_section=Sd2Section,
-    objective_section=DdpmSection,
     implementation="lora_rocm.families.sd.family:Sd2",
-    component="unet",
-    samplers=ALL_SAMPLERS,
-    trains_norms=True,
-    text_components=("text_encoder",),
-    embedding_keys=EMBEDDING_KEYS,
-    axes=AXES,
     metadata=FileMetadata(
         base_version="sd_v2",
         architecture="stable-diffusion-v2/lora",

@@ -1,8 +1,7 @@
-"""SDXL's caption entries: the states of both text encoders, or token ids (if the text encoders run in every step)."""
+"""SDXL's caption entries: the states of both text encoders."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -10,16 +9,16 @@ import torch
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
 from lora_rocm.device.placement.base import Placement
-from lora_rocm.families.base import Encode, Inputs, Tensors
+from lora_rocm.families.base import Tensors
 from lora_rocm.families.common import clip
+from lora_rocm.families.common.caption_encoder import CaptionEncoder, EncodeCaption
 from lora_rocm.families.common.tokenizers import digest, tokenizer_identity
 from lora_rocm.families.common.vae import CPU, ENCODING_VERSION
-from lora_rocm.recipe.adapter_sections import NewToken
 
 TEXT_COMPONENTS = ("text_encoder", "text_encoder_2")
 
 
-class TextEncoder:
+class TextEncoder(CaptionEncoder):
     """Encodes captions with one CLIP, its part of ``StableDiffusionXLPipeline.encode_prompt``, in float32.
 
     The pipeline concatenates the states of both encoders in width; the pooled embedding is the second one's.
@@ -37,52 +36,15 @@ class TextEncoder:
         parts = [self._source.fingerprint(self._component), tokenizer_identity(self._source, (self._tokenizer,))]
         return f"text{ENCODING_VERSION}-{self._max_tokens}-{digest(parts)}"
 
-    def in_tiles(self) -> None:
-        return None
-
-    def load(self, door: Placement) -> Encode:
+    def opened(self, door: Placement) -> EncodeCaption:
         tokenizer = clip.tokenizer_of(self._source, self._tokenizer)
         encoder = self._source.load(self._component, torch.float32, CPU)
         door.place(encoder, self._component)
 
-        @torch.no_grad()
-        def encode(inputs: Inputs) -> Tensors:
-            caption = inputs[CAPTION]
-            assert isinstance(caption, str), "the text encoders encode captions"
+        def encode(caption: str) -> Tensors:
             ids_BS = door.transfer.send_checked(clip.chunk_ids(tokenizer, caption, self._max_tokens)[None], "token ids")
             states_BSD, pooled_BD = clip.states(encoder, ids_BS)
             made = {f"prompt_embeds_{self._number}": states_BSD[0], "pooled_embeds": pooled_BD[0]}
             return door.transfer.receive({name: made[name] for name in self.entry.tensors})
-
-        return encode
-
-
-class TokenEncoder:
-    """Encodes captions to token ids, used if the text encoders run in every step."""
-
-    entry = EntrySpec(
-        "tokens", (CAPTION,), {f"input_ids_{number}": TensorSpec("int64", "S", clip.PAD) for number in (1, 2)}
-    )
-
-    def __init__(self, source: Source, max_tokens: int, new_tokens: Sequence[NewToken] = ()) -> None:
-        self._source, self._max_tokens, self._new_tokens = source, max_tokens, new_tokens
-
-    @cached_property
-    def fingerprint(self) -> str:
-        identity = clip.identity_of_tokens(self._source, self._new_tokens)
-        return f"tokens{ENCODING_VERSION}-{self._max_tokens}-{identity}"
-
-    def in_tiles(self) -> None:
-        return None
-
-    def load(self, door: Placement) -> Encode:
-        names = self._source.layout.tokenizers
-        tokenizers = [clip.tokenizer_of(self._source, name, self._new_tokens) for name in names]
-
-        def encode(inputs: Inputs) -> Tensors:
-            caption = inputs[CAPTION]
-            assert isinstance(caption, str), "the tokenizers encode captions"
-            found = [clip.chunk_ids(tokenizer, caption, self._max_tokens) for tokenizer in tokenizers]
-            return dict(zip(self.entry.tensors, found, strict=True))
 
         return encode

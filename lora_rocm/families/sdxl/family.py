@@ -20,8 +20,8 @@ from lora_rocm.families.common import clip
 from lora_rocm.families.common.unet import inpainting, kohya_keys, original_names
 from lora_rocm.families.common.unet.detect import Expected
 from lora_rocm.families.common.unet.family import LdmFamily
-from lora_rocm.families.common.vae import VAE, VaeEncoder
-from lora_rocm.families.sdxl.encoders import TEXT_COMPONENTS, TextEncoder, TokenEncoder
+from lora_rocm.families.common.vae import VAE
+from lora_rocm.families.sdxl.encoders import TEXT_COMPONENTS, TextEncoder
 
 EXPECTED = Expected(
     title="SDXL",
@@ -59,12 +59,10 @@ class Sdxl(LdmFamily):
     pipeline = StableDiffusionXLPipeline
     text_components = TEXT_COMPONENTS
     prefixes = kohya_keys.PREFIXES
+    token_names = ("input_ids_1", "input_ids_2")
 
-    def encoders(self) -> Sequence[Encoder]:
-        lora = self.recipe.lora
-        if lora.tokenises:
-            return [VaeEncoder(self.source), TokenEncoder(self.source, self.max_tokens, lora.new_tokens)]
-        return [VaeEncoder(self.source), *(TextEncoder(self.source, number, self.max_tokens) for number in (1, 2))]
+    def text_encoders(self) -> Sequence[Encoder]:
+        return [TextEncoder(self.source, number, self.max_tokens) for number in (1, 2)]
 
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
@@ -76,7 +74,7 @@ class Sdxl(LdmFamily):
         unet = self.source.config("unet")
         if self.recipe.lora.tokenises:
             ids = torch.zeros(rows, clip.CLIP_TOKENS, dtype=torch.int64)
-            return {"input_ids_1": ids, "input_ids_2": ids.clone()}
+            return {name: ids.clone() for name in self.token_names}
         pooled = unet.whole("projection_class_embeddings_input_dim") - 6 * unet.whole("addition_time_embed_dim")
         prompts = {
             f"prompt_embeds_{number}": torch.zeros(
@@ -102,7 +100,7 @@ class Sdxl(LdmFamily):
             prompt_BSD = torch.cat([batch["prompt_embeds_1"], batch["prompt_embeds_2"]], dim=-1)
             return prompt_BSD, batch["pooled_embeds"]
         encoders = [model.components[name] for name in self.text_components]
-        return clip.embed(encoders, [batch["input_ids_1"], batch["input_ids_2"]])
+        return clip.embed(encoders, [batch[name] for name in self.token_names])
 
     def make_pipeline(self, unet: nn.Module, scheduler: Any) -> StableDiffusionXLPipeline:
         return StableDiffusionXLPipeline(

@@ -14,7 +14,7 @@ from typing import Literal
 
 from lora_rocm.hardware.facts import DeviceFile, Gpu, HostFacts, Linux
 from lora_rocm.hardware.probe.gpu_probe import linux_gpus
-from lora_rocm.hardware.probe.sources import Look
+from lora_rocm.hardware.probe.sources import Look, tool_lines
 
 BOOT_PARAMETERS = re.compile(r"((?:iommu|amd_iommu|ttm\.\w+|amdttm\.\w+|amdgpu\.\w+))(?:=(\S*))?")
 CONTAINER_FILES = ("/.dockerenv", "/run/.containerenv")
@@ -173,11 +173,8 @@ def _firmware_package(look: Look, deep: bool) -> str | None:
 
 
 def _rpm_version(look: Look, package: str) -> str | None:
-    try:
-        said = look.sources.run(["rpm", "-q", "--qf", "%{VERSION}-%{RELEASE}\n", package], TOOL_TIMEOUT_S)
-    except OSError:  # not installed, or there is no rpm
-        return None
-    return next((line for line in said.splitlines() if re.match(r"\d", line)), None)
+    said = tool_lines(look.sources.run, ["rpm", "-q", "--qf", "%{VERSION}-%{RELEASE}\n", package], TOOL_TIMEOUT_S)
+    return next((line for line in said if re.match(r"\d", line)), None)
 
 
 def _dpkg_version(status: str, package: str) -> str | None:
@@ -206,10 +203,7 @@ def _with_firmware(look: Look, gpu: Gpu) -> Gpu:
 def _log(look: Look) -> list[str] | None:
     """The kernel log of this boot; None if this user may not read it."""
     for command in (["journalctl", "-k", "-b", "-o", "cat", "--no-pager", "-q"], ["dmesg"]):
-        try:
-            lines = look.sources.run(command, TOOL_TIMEOUT_S).splitlines()
-        except OSError:
-            continue
+        lines = tool_lines(look.sources.run, command, TOOL_TIMEOUT_S)
         if len(lines) > 1:  # a kernel log is never empty; an empty answer means no access
             return lines
     return None

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from lora_rocm.errors import StorageError
 from lora_rocm.foundation.files import write_atomic
+from lora_rocm.foundation.json_text import object_in
 from lora_rocm.foundation.safe_path import without_current_folder
 from lora_rocm.hardware.app_dir import app_dir
 from lora_rocm.hardware.facts import NUMBERS, System, Unread
@@ -79,6 +80,14 @@ def run_tool(command: Sequence[str], timeout_s: float) -> str:
         said = errors.decode("utf-8", "replace").strip().splitlines()
         raise OSError(f"exit code {tool.returncode}" + (f": {said[-1][:200]}" if said else ""))
     return output.decode("utf-8", "replace")
+
+
+def tool_lines(run: Callable[[Sequence[str], float], str], command: Sequence[str], timeout_s: float) -> list[str]:
+    """The lines that a tool prints, run by ``run``; none if it is not there, fails or times out."""
+    try:
+        return run(command, timeout_s).splitlines()
+    except OSError:
+        return []
 
 
 def _kill_family(tool: subprocess.Popen[bytes]) -> None:
@@ -146,11 +155,7 @@ def this_machine() -> Sources:
         from lora_rocm.hardware.probe.windows_api import RealRegistry, file_version, memory_status
 
         return Sources(
-            system,
-            app_dir=folder,
-            registry=RealRegistry(),
-            memory_status=memory_status,
-            file_version=file_version,
+            system, app_dir=folder, registry=RealRegistry(), memory_status=memory_status, file_version=file_version
         )
     return Sources(system, app_dir=folder)
 
@@ -255,7 +260,7 @@ class Look:
         return said
 
 
-FORMAT = 1
+FORMAT, MAX_MEMORY_BYTES = 1, 1 << 24
 MEMORY_FILE = "remembered.json"
 
 
@@ -278,12 +283,6 @@ def remember(folder: Path | None, tool: str, entry: dict[str, Any]) -> None:
 
 
 def _entries(folder: Path | None) -> dict[str, Any]:
-    if folder is None:
-        return {}
-    try:
-        whole = json.loads((folder / MEMORY_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(whole, dict) or whole.get("format") != FORMAT or not isinstance(whole.get("tools"), dict):
-        return {}
-    return dict(whole["tools"])
+    whole = {} if folder is None else object_in(folder / MEMORY_FILE, MAX_MEMORY_BYTES)
+    tools = whole.get("tools") if whole.get("format") == FORMAT else None
+    return tools if isinstance(tools, dict) else {}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from os.path import normpath
+from typing import Any
 
 from lora_rocm.recipe.rule import Breach, Rule, exactly_one, no_effect
 from lora_rocm.recipe.source_sections import OF_CLASS_IMAGES, OF_FOLDERS, OF_VIDEOS, DataSource
 
 SOURCE, SOURCES, WATCHED = "data.sources[each]", "data.sources[all]", "data.watched"
 Paths = Sequence[str | None]
+Lengths = int | tuple[int, ...] | None
 
 
 def holding(own: object, shared: object, class_prompt: str | None) -> bool:
@@ -24,14 +27,31 @@ def any_holding(shared: object, number: int, own: Sequence[object], class_prompt
     return any(holding(each, shared, prompt) for each, prompt in zip(own, class_prompts, strict=True))
 
 
-def max_controls(shared: object, number: int, own: Sequence[object], class_prompts: Paths) -> int:
-    """The most control images that an image of a source has. Arguments: as of ``any_holding``, for CONTROLS."""
-    own = [shared if each is None and not prompt else each for each, prompt in zip(own, class_prompts, strict=True)]
-    return max(len(each) if isinstance(each, tuple) else int(bool(each)) for each in (own if number else [shared]))
+CONTROL_KEYS = ("control_path", "control_column")
+"""The options with which a source has control images: one place, or a list of places. All rules about these follow."""
+CONTROLS = (
+    *("data.sources", f"{SOURCES}.class_prompt"),
+    *(key for name in CONTROL_KEYS for key in (f"data.{name}", f"{SOURCES}.{name}")),
+)
+"""The keys that say whether samples have control images, in the order of the arguments of ``controls_of``."""
 
 
-CONTROLS = ("data.control_path", "data.sources", f"{SOURCES}.control_path", f"{SOURCES}.class_prompt")
-"""The keys that say whether samples have control images, in the order of the arguments of ``any_holding``."""
+def controls_of(number: int, class_prompts: Paths, *values: Any) -> list[tuple[int, str]]:
+    """Of each source the number of control images of an image, and the key that gives them. ``values``: of CONTROLS."""
+    given, found = list(zip(CONTROL_KEYS, values[::2], values[1::2], strict=True)), []
+    for index in range(number or 1):  # without entries the options of data count
+        options = []
+        for name, shared, own in given:
+            mine = own[index] if number else None
+            places = shared if mine is None and not (number and class_prompts[index]) else mine
+            key = f"data.{name}" if mine is None else f"data.sources[{index}].{name}"
+            options.append((len(places) if isinstance(places, tuple) else int(bool(places)), key))
+        found.append(max(options, key=itemgetter(0)))
+    return found
+
+
+MASK_KEYS = ("mask_path", "alpha_mask")
+"""The options with which a source has masks."""
 MASKS = (
     *("data.mask_path", "data.alpha_mask", "data.sources", f"{SOURCES}.mask_path", f"{SOURCES}.alpha_mask"),
     f"{SOURCES}.class_prompt",
@@ -61,14 +81,14 @@ def _named(path: str | None, dataset: str | None, class_prompt: str | None) -> s
 
 
 def _without_controls(
-    shared: object, number: int, own: Sequence[object], class_prompts: Paths, paths: Paths, datasets: Paths
+    paths: Paths, datasets: Paths, number: int, class_prompts: Paths, *values: object
 ) -> list[Breach]:
-    most = max_controls(shared, number, own, class_prompts)
-    sources = zip(own, class_prompts, paths, datasets, strict=True)
+    found = [count for count, _ in controls_of(number, class_prompts, *values)]
+    sources = zip(found, class_prompts, paths, datasets, strict=True) if number else ()
     return [
-        {"name": _named(path, dataset, prompt), "has": found or "no", "most": most}
-        for control, prompt, path, dataset in sources
-        if (found := max_controls(shared, 1, [control], [prompt])) < most
+        {"name": _named(path, dataset, prompt), "has": count or "no", "most": max(found)}
+        for count, prompt, path, dataset in sources
+        if count < max(found)
     ]
 
 
@@ -110,6 +130,91 @@ def _of_folders(key: str) -> Rule:
         f"{{2}} cannot have both {key} and dataset",
         f"Remove one of them. {key} is for folders: rows of a dataset have no file names.",
     )
+
+
+def _of_rows(key: str, instead: str) -> tuple[Rule, ...]:
+    """A folder of images, which has no rows, cannot have a column."""
+
+    def broken(own: object, shared: object, path: str | None, class_prompt: str | None) -> list[Breach]:
+        wrong = path is not None and holding(own, shared, class_prompt)
+        return [{"at": f"data.{key}" if own is None else f"{SOURCE}.{key}"}] if wrong else []
+
+    what, fix = f"cannot have {key}, because it is a folder of images", f"Name a folder in {instead}, or write dataset "
+    fix += "for path, if a table in the folder names the images."
+    return (
+        Rule(
+            f"source-not-both:{key},path",
+            (f"{SOURCE}.{key}", f"data.{key}", f"{SOURCE}.path", f"{SOURCE}.class_prompt"),
+            broken,
+            f"{{2}} {what}",
+            fix,
+        ),
+        Rule(
+            f"data-not-both:{key},path",
+            (f"data.{key}", "data.path"),
+            lambda column, path: bool(column and path),
+            f"{{1}} {what}",
+            fix,
+            at=f"data.{key}",
+        ),
+    )
+
+
+def not_of_videos(key: str) -> tuple[Rule, ...]:
+    """A source of clips cannot have files or channels that belong to single images."""
+
+    def broken(
+        own: object, shared: object, own_frames: Lengths, shared_frames: Lengths, class_prompt: str | None, *_: object
+    ) -> list[Breach]:
+        frames = shared_frames if own_frames is None else own_frames
+        wrong = class_prompt is None and _has_videos(frames) and holding(own, shared, class_prompt)
+        return [{"at": f"data.{key}" if own is None else f"{SOURCE}.{key}"}] if wrong else []
+
+    keys = (f"{SOURCE}.{key}", f"data.{key}", f"{SOURCE}.frames", "data.frames", f"{SOURCE}.class_prompt")
+    what = f"cannot have both {key} and clips (frames above 1)"
+    fix = f"Remove {key}, or set frames: 1. {key} is read for single images alone: give these a source of their own."
+    return (
+        Rule(f"source-not-both:{key},frames", (*keys, f"{SOURCE}.path"), broken, f"{{5}} {what}", fix),
+        Rule(
+            f"data-not-both:{key},frames",
+            (f"data.{key}", "data.frames", "data.path"),
+            lambda own, frames, path: bool(own and path and _has_videos(frames)),
+            f"{{2}} {what}",
+            fix,
+            at=f"data.{key}",
+        ),
+    )
+
+
+def frames_of_folders() -> tuple[Rule, ...]:
+    """Clips are folders, so a dataset has none."""
+    fix = "Remove it: clips are sub-folders of a source with path."
+    return (
+        Rule(
+            "source-not-both:frames,dataset",
+            (f"{SOURCE}.frames", f"{SOURCE}.dataset"),
+            lambda frames, dataset: dataset is not None and _has_videos(frames),
+            "{1} cannot have frames, because its rows are single images",
+            fix,
+            at=f"{SOURCE}.frames",
+        ),
+        Rule(
+            "frames-need-a-folder",
+            ("data.frames", f"{SOURCES}.path", f"{SOURCES}.frames"),
+            lambda frames, paths, own: (
+                _has_videos(frames)
+                and bool(paths)
+                and all(path is None or each is not None for path, each in zip(paths, own, strict=True))
+            ),
+            "has no effect, because no source with path reads it",
+            fix,
+            at="data.frames",
+        ),
+    )
+
+
+def _has_videos(frames: Lengths) -> bool:
+    return max(frames if isinstance(frames, tuple) else (frames or 1,)) > 1
 
 
 def unread_of_class_images(name: str) -> Rule:
@@ -199,33 +304,43 @@ RULES: tuple[Rule, ...] = (
     ),
     # Masks and control images
     *_both_of_a_source(
-        "mask_path",
-        "alpha_mask",
-        "Remove one of them. mask_path is for folders: rows of a dataset have no file names.",
+        "mask_path", "alpha_mask", "Remove one of them. mask_path is for folders: rows of a dataset have no file names."
     ),
     *(_of_folders(key) for key in ("mask_path", "control_path", "metadata_file")),
+    *_of_rows("control_column", "control_path"),
+    *_both_of_a_source(
+        "control_column",
+        "control_path",
+        "Remove one of them. control_path is for folders of images, control_column for the rows of a dataset.",
+    ),
     *(
         rule
         for key in ("random_crop", "color_aug")
-        for rule in _both_of_a_source(key, "control_path", _changes_the_image(key))
+        for control in CONTROL_KEYS
+        for rule in _both_of_a_source(key, control, _changes_the_image(key))
     ),
-    Rule(
-        "source-not-both:crop_column,control_path",
-        (
-            *(f"{SOURCE}.crop_column", f"{SOURCE}.control_path", "data.control_path", f"{SOURCE}.class_prompt"),
-            f"{SOURCE}.path",
-        ),
-        lambda column, own, shared, prompt, path: bool(column) and holding(own, shared, prompt),
-        "{4} cannot have both crop_column and control_path",
-        _changes_the_image("crop_column"),
-        at=f"{SOURCE}.crop_column",
+    *(
+        Rule(
+            f"source-not-both:crop_column,{control}",
+            (
+                *(f"{SOURCE}.crop_column", f"{SOURCE}.{control}", f"data.{control}", f"{SOURCE}.class_prompt"),
+                *(f"{SOURCE}.path", f"{SOURCE}.dataset"),
+            ),
+            lambda column, own, shared, prompt, path, dataset: (
+                [{"name": _named(path, dataset, prompt)}] if column and holding(own, shared, prompt) else []
+            ),
+            f"{{name}} cannot have both crop_column and {control}",
+            _changes_the_image("crop_column"),
+            at=f"{SOURCE}.crop_column",
+        )
+        for control in CONTROL_KEYS
     ),
     Rule(
         "all-sources-have-controls",
-        (*CONTROLS, f"{SOURCES}.path", f"{SOURCES}.dataset"),
+        (f"{SOURCES}.path", f"{SOURCES}.dataset", *CONTROLS),
         _without_controls,
-        "{name} has {has} control_path, and another source has {most}",
-        "Add its control_path, with as many places, or train on it in a run of its own.",
+        "an image of {name} has {has} control images, and an image of another source has {most}",
+        f"Add its {' or '.join(CONTROL_KEYS)}, with as many places, or train on it in a run of its own.",
         at="data.sources",
     ),
     Rule(
@@ -250,7 +365,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "watched-without-controls",
         (WATCHED, *CONTROLS),
-        lambda watched, *controls: watched and any_holding(*controls),
+        lambda watched, *controls: watched and any(count for count, _ in controls_of(*controls)),
         "cannot be watched beside control images",
         "Remove it.",
         at=WATCHED,

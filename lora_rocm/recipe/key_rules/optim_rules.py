@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from lora_rocm.recipe.optim_sections import OPTIMIZERS, READ_BY_SCHEDULE, OptimSection
 from lora_rocm.recipe.rule import Breach, Rule, not_both
 
@@ -19,10 +17,6 @@ def _unfit_weights(optimizer: str, dtype: str) -> list[Breach]:
     dtypes = OPTIMIZERS[optimizer].weight_dtypes
     others = [name for name, section in OPTIMIZERS.items() if dtype in section.weight_dtypes]
     return [] if dtype in dtypes else [{"usual": dtypes[0], "others": ", ".join(others)}]
-
-
-def _any(rates: Sequence[float | None]) -> bool:
-    return any(rates)
 
 
 RULES: tuple[Rule, ...] = (
@@ -96,7 +90,7 @@ RULES: tuple[Rule, ...] = (
             "Set it to false, or remove what sets learning rates from lora.",
             at="optim.relative_step",
         )
-        for key, sets in (("loraplus_lr_ratio", lambda ratio: ratio != 1.0), ("overrides[all].learning_rate", _any))
+        for key, sets in (("loraplus_lr_ratio", lambda ratio: ratio != 1.0), ("overrides[all].learning_rate", any))
     ),
     Rule(
         "optimizer-fits-weights",

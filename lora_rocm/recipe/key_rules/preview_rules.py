@@ -105,8 +105,7 @@ RULES: tuple[Rule, ...] = (
         "a-mask-has-an-image",
         ("model.family", *INPUTS),
         _inputs(
-            "mask",
-            lambda spec, preview: spec.model_section.may_inpaint and preview.mask and not preview.control_image,
+            "mask", lambda spec, preview: spec.model_section.may_inpaint and preview.mask and not preview.control_image
         ),
         "this mask has no image",
         "Name the image too: control_image, or sample.control_images.",

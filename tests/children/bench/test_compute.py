@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lora_rocm.checks.timing import Work
-from lora_rocm.children.bench.compute import all_works, convolution
+from lora_rocm.children.bench.device_child import all_works, convolution
 from lora_rocm.children.tune.attention import computed, random_inputs
 from lora_rocm.children.tune.job import AttentionCall, Convolution, Laid, Product, RecipeWork
 from lora_rocm.recipe.load import load_recipe

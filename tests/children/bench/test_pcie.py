@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lora_rocm.children.bench.pcie import link_to
+from lora_rocm.children.bench.copies import link_to
 from lora_rocm.hardware.pci import address_of
 
 ADDRESS = "0000:03:00.0"

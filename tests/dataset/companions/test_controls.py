@@ -90,7 +90,7 @@ KONTEXT = "model: {family: flux, name_or_path: x, variant: kontext}\ntrain: {epo
         ("data: {path: a}\nsample: {prompts: [a], control_images: [c]}", "", "", ""),
         ("data: {dataset: a, control_path: c}", "data.dataset", "there is no such key", ""),
         ("data: {control_path: c, sources: [{dataset: b}]}", "data.control_path", "b cannot have both", "row"),
-        ("data: {sources: [{path: a, control_path: c}, {path: b}]}", "data.sources", "b has no control_path", "Add"),
+        ("data: {sources: [{path: a, control_path: c}, {path: b}]}", "data.sources", "b has no control images", "Add"),
     ],
 )
 def test_what_a_recipe_may_say(tmp_path: Path, text: str, place: str, what: str, fix: str) -> None:
@@ -199,3 +199,73 @@ def test_control_images_beside_the_images(images: Path, make: SimpleNamespace) -
 def test_an_image_is_not_changed_without_its_control_image(keys: Any, images: Path, make: SimpleNamespace) -> None:
     with pytest.raises(ValueError, match=f"cannot have both {next(iter(keys))} and control_path"):
         make.recipe(make.data(path=str(images), control_path=str(images.parent / "controls"), **keys))
+
+
+def numbered(make: SimpleNamespace, images: Path, *names: str) -> None:
+    """Put control images of these names in the place of the control image of a.png."""
+    (images.parent / "controls" / "a.webp").unlink()
+    for seed, name in enumerate(names):
+        make.image(images.parent / "controls" / f"{name}.png", 40, 80, seed=20 + seed)
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (("a_0", "a_1"), ["a_0.png", "a_1.png"]),
+        (("a_0000", "a_0001"), ["a_0000.png", "a_0001.png"]),
+        (("a", "a_1"), ["a.png", "a_1.png"]),
+        (("a",), ["a.png", "a.png"]),
+        (("a", "a_0"), ["a.png", "a.png"]),
+    ],
+)
+def test_a_folder_named_twice_has_numbered_control_images(
+    images: Path, make: SimpleNamespace, names: tuple[str, ...], wanted: list[str]
+) -> None:
+    numbered(make, images, *names)
+    folder = str(images.parent / "controls")
+    found = scanned(make, images, control_path=[folder, folder])
+    assert [Path(str(each.place)).name for each in found.samples[0].companions] == wanted
+    left = {f"{name}.png" for name in names} - set(wanted)
+    assert len(found.notices) == len(left) and all(any(name in said for said in found.notices) for name in left)
+
+
+def test_one_folder_gives_the_first_of_numbered_control_images_and_names_the_others(
+    images: Path, make: SimpleNamespace
+) -> None:
+    numbered(make, images, "a_0", "a_1")
+    found = scanned(make, images)
+    assert [Path(str(each.place)).name for each in found.samples[0].companions] == ["a_0.png"]
+    (notice,) = found.notices
+    assert "a_1.png" in notice and "a_0.png" not in notice and "control_path" in notice
+
+
+def test_a_numbered_control_image_of_another_image_is_not_taken(images: Path, make: SimpleNamespace) -> None:
+    """The name of the image decides: a_0.png is the control image of a_0.jpg, and a.png has none."""
+    numbered(make, images, "a_0")
+    make.image(images / "a_0.jpg", caption="another")
+    with pytest.raises(DataError) as caught:
+        scanned(make, images)
+    assert caught.value.code == "control-missing" and caught.value.what.endswith("no control image: a.png.")
+    numbered_masks = images.parent / "masks"
+    make.image(numbered_masks / "a_0.png")
+    (images / "a_0.jpg").unlink()
+    with pytest.raises(DataError) as caught:  # the control: an image has one mask, whose name is not numbered
+        scanned(make, images, control_path=None, mask_path=str(numbered_masks))
+    assert caught.value.code == "masks-missing"
+
+
+def test_numbered_control_images_beside_the_images(images: Path, make: SimpleNamespace) -> None:
+    for name in ("a_0-condlabel", "_controls/a_1", "sub/b_0-condlabel", "sub/_controls/b_1"):
+        make.image(images / f"{name}.png")
+    found = scanned(make, images, control_path=["beside", "beside"])
+    names = [[Path(str(each.place)).name for each in sample.companions] for sample in found.samples]
+    assert names == [["a_0-condlabel.png", "a_1.png"], ["b_0-condlabel.png", "b_1.png"]] and not found.notices
+
+
+def test_numbered_images_beside_the_images_are_named(images: Path, make: SimpleNamespace) -> None:
+    """They could be control images or images: as long as their names do not say so, they are images without one."""
+    for name in ("a-condlabel", "sub/b-condlabel", "a_0"):
+        make.image(images / f"{name}.png")
+    with pytest.raises(DataError) as caught:
+        scanned(make, images, control_path="beside")
+    assert caught.value.code == "control-missing" and caught.value.what.endswith(" a_0.png.") and caught.value.fix

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.dataset.sources.clips import LENGTH_BYTES, frames_in, frames_of, video_bytes
+from lora_rocm.dataset.sources.sample_image import image_bytes
 from lora_rocm.dataset.sources.scan import Scan, scan
+from lora_rocm.recipe.schema import DataSection
 
 
 @pytest.fixture
@@ -45,9 +47,35 @@ def test_a_folder_of_numbered_images_is_a_sample(data: Path, make: SimpleNamespa
 
 def test_frames_are_in_the_order_of_their_numbers(data: Path) -> None:
     clip = data / "sub" / "walk.v2"
-    assert [path.name for path in frames_of(clip)] == [f"frame {number + 1}.png" for number in range(10)]
-    contents = [path.read_bytes() for path in frames_of(clip)[:3]]
-    assert list(frames_in(video_bytes(clip, 3))) == contents
+    options = DataSection(path=str(data)).resolved_sources()[0]
+    frames = frames_of(clip, data, options)
+    assert [path.name for path in frames] == [f"frame {number + 1}.png" for number in range(10)]
+    contents = [path.read_bytes() for path in frames[:3]]
+    assert list(frames_in(video_bytes(clip, data, options, 3))) == contents
+
+
+@pytest.mark.parametrize(
+    ("keys", "left"),
+    [
+        ({"exclude": ["frame 1.png"]}, {1}),
+        ({"exclude": ["sub/walk.v2/FRAME [12].png", "nothing"]}, {1, 2}),
+        ({"include": ["frame 1*.png", "frame 5.png", "still.png"]}, {2, 3, 4, 6, 7, 8, 9}),
+        ({"include": ["sub/*"], "exclude": ["*10.png"]}, {10}),
+        ({}, set()),
+    ],
+)
+def test_excluded_frames_are_not_read(data: Path, make: SimpleNamespace, keys: dict[str, Any], left: set[int]) -> None:
+    """Neither their headers nor their bytes: the frames of a clip are the images that the walk finds without clips."""
+    names = [f"frame {number}.png" for number in range(1, 11) if number not in left]
+    alone = [sample.key for sample in scanned(make, data, **keys).samples if "walk" in sample.key]
+    assert sorted(alone) == sorted(f"sub/walk.v2/{name}" for name in names)
+    for number in left:
+        (data / "sub" / "walk.v2" / f"frame {number}.png").write_bytes(b"no image")
+    found = scanned(make, data, frames=[2, len(names)], **keys)
+    (clip,) = (sample for sample in found.samples if sample.frames)
+    assert clip.frames == len(names) and not found.set_aside
+    contents = [(data / "sub" / "walk.v2" / name).read_bytes() for name in names]
+    assert list(frames_in(image_bytes(clip))) == contents
 
 
 @given(st.lists(st.binary(max_size=40), max_size=5))

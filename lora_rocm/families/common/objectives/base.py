@@ -66,13 +66,10 @@ class LatentSpace:
     """The cached tensors that hold the latents, and their normalisation ``(latents - shift) * scale``.
 
     shift_C, scale_C: float32, one value per channel.
-    mean, std: names in the batch of the posterior's mean and standard deviation, [B, C, ...].
     """
 
     shift_C: Tensor
     scale_C: Tensor
-    mean: str = MEAN
-    std: str = STD
 
     def __post_init__(self) -> None:
         constant(self.shift_C, "shift of the latents")
@@ -91,7 +88,7 @@ class LatentSpace:
 
         Source: arXiv 1312.6114, section 2.4.
         """
-        return self.normalised(batch[self.mean] + batch[self.std] * draws["posterior"], draws)
+        return self.normalised(batch[MEAN] + batch[STD] * draws["posterior"], draws)
 
     def normalised(self, latents: Tensor, draws: Mapping[str, Tensor]) -> Tensor:
         """Normalised latents [B, C, ...]. ``draws``: those of ``draws``, on the device of the latents."""
@@ -109,11 +106,9 @@ class Objective(Protocol):
             batch: of its values at most the latents are used (adaptive noise offset), else only its shapes.
             seeds: one per sample; a sample's draws depend on its seed and its latents alone.
         """
-        ...
 
     def fixed_draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int], position: float) -> Draws:
         """As ``draw``, but at a fixed position of the noise schedule (0 clean .. 1 noise), for the validation loss."""
-        ...
 
 
 def generators(seeds: Sequence[int]) -> list[torch.Generator]:

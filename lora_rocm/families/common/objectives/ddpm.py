@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lora_rocm.device.constants import constant
 from lora_rocm.errors import ModelError
-from lora_rocm.families.common.objectives.base import Draws, generators, over
+from lora_rocm.families.common.objectives.base import MEAN, Draws, generators, over
 from lora_rocm.families.common.objectives.denoising import DenoisingObjective, Levels, in_range, logit_normal
 from lora_rocm.families.spec import CheckpointSection
 from lora_rocm.recipe.schema import Recipe
@@ -123,7 +123,7 @@ class DdpmObjective(DenoisingObjective[DdpmSection]):
 
     def _draws(self, batch: Mapping[str, Tensor], rngs: list[torch.Generator], timesteps_B: Tensor) -> Draws:
         """All tensors that the loss needs besides the batch, including those looked up on the host."""
-        shape = batch[self.latents.mean].shape[1:]
+        shape = batch[MEAN].shape[1:]
         sampling = self.latents.draws(rngs, shape)
         noise = self.noise_draws(batch, sampling, rngs)
         signal_B, noise_level_B = self.schedule.levels(timesteps_B)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from lora_rocm.families.common.objectives.base import Distance, LatentSpace, Prediction, normal, over, squared
+from lora_rocm.families.common.objectives.base import MEAN, Distance, LatentSpace, Prediction, normal, over, squared
 from lora_rocm.recipe.sections import NUM_TIMESTEPS, DenoisingSection
 
 Settings = TypeVar("Settings", bound=DenoisingSection)
@@ -55,7 +55,7 @@ class DenoisingObjective(Generic[Settings]):
             sampling: the result of ``LatentSpace.draws``.
             rngs: one per sample.
         """
-        settings, shape = self.settings, batch[self.latents.mean].shape[1:]
+        settings, shape = self.settings, batch[MEAN].shape[1:]
         strength: float | Tensor = settings.noise_offset
         if scale := settings.adaptive_noise_scale:
             strength = adaptive_strength(self.latents.sample(batch, sampling), settings.noise_offset, scale)

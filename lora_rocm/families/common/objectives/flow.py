@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_rocm.families.common.objectives.base import Draws, generators, over
+from lora_rocm.families.common.objectives.base import MEAN, Draws, generators, over
 from lora_rocm.families.common.objectives.denoising import DenoisingObjective, Levels, in_range, logit_normal
 from lora_rocm.recipe.sections import NUM_TIMESTEPS, FlowSection
 
@@ -39,7 +39,7 @@ class FlowObjective(DenoisingObjective[FlowSection]):
             sigma_B = torch.cat([torch.rand(1, generator=rng) for rng in rngs])
         else:
             sigma_B = logit_normal(rngs, settings.logit_mean, settings.logit_std)
-        high, wide = batch[self.latents.mean].shape[-2:]
+        high, wide = batch[MEAN].shape[-2:]
         shift = self.shift(high // self.patch * (wide // self.patch))
         return self._draws(batch, rngs, in_range(settings, shifted(sigma_B, shift)))
 
@@ -48,7 +48,7 @@ class FlowObjective(DenoisingObjective[FlowSection]):
         return self._draws(batch, generators(seeds), torch.full((len(seeds),), position))
 
     def _draws(self, batch: Mapping[str, Tensor], rngs: list[torch.Generator], sigma_B: Tensor) -> Draws:
-        sampling = self.latents.draws(rngs, batch[self.latents.mean].shape[1:])
+        sampling = self.latents.draws(rngs, batch[MEAN].shape[1:])
         loss = self.loss_draws(Levels(1 - sigma_B, sigma_B, sigma_B))
         return Draws({"sigma": sigma_B, **loss, **sampling, **self.noise_draws(batch, sampling, rngs)})
 

@@ -258,9 +258,8 @@ def _not_a_model(source: Source) -> ModelError:
                 fix="Use the .safetensors edition of the model.",
             )
         fix = "Give the folder that holds model_index.json."
-    return ModelError(
-        "not-a-model", "This folder is no diffusers model.", where=f"model.name_or_path: {source.name}", fix=fix
-    )
+    what, where = "This folder is no diffusers model.", f"model.name_or_path: {source.name}"
+    return ModelError("not-a-model", what, where=where, fix=fix)
 
 
 def _wrong(

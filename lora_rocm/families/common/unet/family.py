@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.captions.caption_length import TokenLimit
-from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
+from lora_rocm.families.base import Encoder, LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.common import clip
 from lora_rocm.families.common.latent_family import LatentFamily
 from lora_rocm.families.common.objectives import schedulers
@@ -24,10 +24,11 @@ from lora_rocm.families.common.objectives.base import SEEN_LATENTS, Prediction
 from lora_rocm.families.common.objectives.ddpm import DdpmObjective, DdpmSettings, check_weighting
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.families.common.unet import detect, fused_unet, inpainting, kohya_keys
-from lora_rocm.families.common.unet.fusion_options import fusion_for
 from lora_rocm.families.common.unet.sampling import sample_images
+from lora_rocm.families.common.vae import VaeEncoder
 from lora_rocm.families.file_names import FileNames, Rows
 from lora_rocm.families.spec import CheckpointSection
+from lora_rocm.kernels.backend import form_for
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -44,6 +45,7 @@ class LdmFamily(LatentFamily):
         expected: marks by which its models are recognised.
         pipeline: diffusers' class, which loads LoRA files and samples previews.
         prefixes: see ``FileNames``.
+        token_names: names in the batch of the token ids, one for each text encoder.
     """
 
     component = "unet"
@@ -51,6 +53,7 @@ class LdmFamily(LatentFamily):
     expected: detect.Expected
     pipeline: type[Any]
     prefixes: Mapping[str, str]
+    token_names: tuple[str, ...]
 
     @abstractmethod
     def conditioning(self, model: LoadedModel, batch: Tensors) -> dict[str, Any]:
@@ -63,6 +66,17 @@ class LdmFamily(LatentFamily):
     @abstractmethod
     def make_pipeline(self, unet: nn.Module, scheduler: Any) -> Any:
         """A pipeline that consists of the UNet and the scheduler alone."""
+
+    @abstractmethod
+    def text_encoders(self) -> Sequence[Encoder]:
+        """The encoders of captions, if the text encoders do not run in every step."""
+
+    def encoders(self) -> Sequence[Encoder]:
+        lora = self.recipe.lora
+        if not lora.tokenises:
+            return [VaeEncoder(self.source), *self.text_encoders()]
+        tokens = clip.TokenEncoder(self.source, self.token_names, self.max_tokens, lora.new_tokens)
+        return [VaeEncoder(self.source), tokens]
 
     @property
     def lora_targets(self) -> Mapping[str, Mapping[str, str]]:
@@ -155,7 +169,8 @@ class LdmFamily(LatentFamily):
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
         unet: Any = model.components["unet"]
-        fused_unet.fuse(unet, fusion_for(model.device, triton))
+        form = form_for(model.device, triton)
+        fused_unet.fuse(unet, form, channels_last=form == "triton")
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
         noisy_BCHW, target_BCHW = self.objective.noised(batch, draws)

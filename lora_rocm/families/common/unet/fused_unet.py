@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lora_rocm.families.common.adopt import adopt, adopt_all
 from lora_rocm.families.common.recompute import Recomputing, Run
-from lora_rocm.families.common.unet.fusion_options import Fusion
+from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.frozen_conv import FrozenConv2d
 from lora_rocm.kernels.gated import gated, geglu_of
 from lora_rocm.kernels.lora_layer import base_of
@@ -35,37 +35,37 @@ SEGMENT_LENGTH = 3
 """Transformer blocks that are recomputed as one segment: SDXL takes more memory with two or four (counted)."""
 
 
-def fuse(unet: UNet2DConditionModel, how: Fusion) -> None:
-    """Fuse the modules that ``how`` selects. Call it after LoRA is injected and the weights are on their device.
+def fuse(unet: UNet2DConditionModel, form: Form, channels_last: bool = False) -> None:
+    """Fuse the modules. Call it after LoRA is injected and the weights are on their device.
 
-    A second call with another ``how`` changes the settings of fused modules. Merged projection weights stay merged.
+    A second call changes the form of fused modules. Merged projection weights stay merged.
+
+    Args:
+        unet: the UNet.
+        form: see ``backend``.
+        channels_last: memory layout of the convolutions' weights, and thereby of all feature maps.
     """
-    if how.channels_last:
-        _lay_channels_last(unet)
+    for module in unet.modules() if channels_last else ():
+        if isinstance(module, nn.Conv2d) and not module.weight.requires_grad:  # DoRA makes its own views
+            module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
     adopt_all(unet, FUSED)
     if type(unet.conv_norm_out) is nn.GroupNorm and isinstance(unet.conv_act, nn.SiLU):
         unet.conv_norm_out, unet.conv_act = adopt(FusedGroupNorm, unet.conv_norm_out), FusedSiLU()
     for module in unet.modules():
         if isinstance(module, (*FUSED.values(), FusedGroupNorm, FusedSiLU)):
             fused: Any = module
-            fused.how = how
+            fused.form = form
         elif isinstance(module, Attention):
-            merge_projections(module, how)
-
-
-def _lay_channels_last(unet: nn.Module) -> None:
-    for module in unet.modules():
-        if isinstance(module, nn.Conv2d) and not module.weight.requires_grad:  # DoRA makes its own views
-            module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+            merge_projections(module)
 
 
 class FusedGroupNorm(nn.GroupNorm):
     """The UNet's last norm, fused with its SiLU in the Triton form."""
 
-    how: Fusion
+    form: Form
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        if self.how.norms != "triton":
+        if self.form != "triton":
             return super().forward(x_BCHW)
         return group_norm(x_BCHW, self, "triton")[0]
 
@@ -73,34 +73,34 @@ class FusedGroupNorm(nn.GroupNorm):
 class FusedSiLU(nn.SiLU):
     """The SiLU after ``FusedGroupNorm``; the identity in the Triton form, because the norm has applied it."""
 
-    how: Fusion
+    form: Form
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if self.how.norms == "triton" else super().forward(x)
+        return x if self.form == "triton" else super().forward(x)
 
 
 class FusedGEGLU(GEGLU):
     """The gated activation of the feed-forward layer. Its projection may carry a LoRA."""
 
-    how: Fusion
+    form: Form
 
     @staticmethod
     def fits(module: Any) -> bool:
         return isinstance(base_of(module.proj), nn.Linear)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        form, proj = self.how.geglu, self.proj
-        if form is None or args or kwargs:
+        proj = self.proj
+        if args or kwargs:
             output: Tensor = super().forward(x, *args, **kwargs)
             return output
         if (
-            form == "eager"
+            self.form == "eager"
             and type(proj) is nn.Linear
             and not proj.weight.requires_grad
             and proj.weight.dtype == x.dtype
         ):
             return geglu_of(x, proj.weight, proj.bias)
-        return gated("gelu", form, proj(x))
+        return gated("gelu", self.form, proj(x))
 
 
 class FusedResnet(ResnetBlock2D):
@@ -109,7 +109,7 @@ class FusedResnet(ResnetBlock2D):
     Biases of its convolutions are added within sums that are computed anyway.
     """
 
-    how: Fusion
+    form: Form
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -122,19 +122,18 @@ class FusedResnet(ResnetBlock2D):
         """As the layer's; ``skip_BCHW`` is concatenated to the channels of ``x_BCHW``."""
         if skip_BCHW is not None:
             x_BCHW = torch.cat([x_BCHW, skip_BCHW], dim=1)
-        form = self.how.norms
-        if form is None or kwargs or (self.dropout.p > 0 and self.dropout.training):
+        if kwargs or (self.dropout.p > 0 and self.dropout.training):
             output: Tensor = super().forward(x_BCHW, temb_BD, **kwargs)
             return output
-        h, x_BCHW = group_norm(x_BCHW, self.norm1, form)  # reused names free the tensors
+        h, x_BCHW = group_norm(x_BCHW, self.norm1, self.form)  # reused names free the tensors
         h, bias = _convolved(self.conv1, h)
         shift_BC = self.time_emb_proj(F.silu(temb_BD))
-        h, _ = group_norm(h, self.norm2, form, shift_BC if bias is None else shift_BC + bias)
+        h, _ = group_norm(h, self.norm2, self.form, shift_BC if bias is None else shift_BC + bias)
         h, bias = _convolved(self.conv2, h)
         if self.conv_shortcut is not None:
             x_BCHW, other = _convolved(self.conv_shortcut, x_BCHW)
             bias = other if bias is None else bias if other is None else bias + other
-        return residual(x_BCHW, h, bias, form)
+        return residual(x_BCHW, h, bias, self.form)
 
 
 def _convolved(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -147,7 +146,7 @@ def _convolved(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 class FusedTransformer(Transformer2DModel):
     """A transformer whose tokens are a view of a channels_last feature map; the residual gradient joins the norm's."""
 
-    how: Fusion
+    form: Form
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -167,13 +166,12 @@ class FusedTransformer(Transformer2DModel):
         return_dict: bool = True,
     ) -> Any:
         special = (class_labels, cross_attention_kwargs, attention_mask, encoder_attention_mask)
-        form = self.how.norms
-        if form is None or return_dict or any(value is not None for value in special):
+        if return_dict or any(value is not None for value in special):
             return super().forward(
                 hidden_states, encoder_hidden_states, timestep, added_cond_kwargs, *special, return_dict
             )
         batch, channels, height, width = hidden_states.shape
-        h, shortcut = group_norm(hidden_states, self.norm, form, silu=False)
+        h, shortcut = group_norm(hidden_states, self.norm, self.form, silu=False)
         h_BSD = _on_tokens(self.proj_in, h.permute(0, 2, 3, 1).reshape(batch, height * width, channels), height)
         run = _caller(self)
         if isinstance(run, Recomputing):
@@ -199,7 +197,7 @@ def _on_tokens(layer: nn.Module, x_BSC: Tensor, height: int) -> Tensor:
 class FusedBlock(BasicTransformerBlock):
     """A transformer block whose residual sums are fused with the following norms."""
 
-    how: Fusion
+    form: Form
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -220,8 +218,7 @@ class FusedBlock(BasicTransformerBlock):
         added_cond_kwargs: Any = None,
     ) -> Tensor:
         special = (attention_mask, encoder_attention_mask, cross_attention_kwargs, class_labels, added_cond_kwargs)
-        form = self.how.norms
-        if form is None or any(value is not None for value in special):
+        if any(value is not None for value in special):
             output: Tensor = super().forward(
                 hidden_states,
                 attention_mask,
@@ -233,9 +230,9 @@ class FusedBlock(BasicTransformerBlock):
                 added_cond_kwargs,
             )
             return output
-        h, normal = add_layer_norm(hidden_states, None, self.norm1, form)
-        h, normal = add_layer_norm(h, self.attn1(normal), self.norm2, form)
-        h, normal = add_layer_norm(h, self.attn2(normal, encoder_hidden_states), self.norm3, form)
+        h, normal = add_layer_norm(hidden_states, None, self.norm1, self.form)
+        h, normal = add_layer_norm(h, self.attn1(normal), self.norm2, self.form)
+        h, normal = add_layer_norm(h, self.attn2(normal, encoder_hidden_states), self.norm3, self.form)
         out: Tensor = h + self.ff(normal)
         return out
 
@@ -331,12 +328,10 @@ FUSED: dict[type[nn.Module], Any] = {
 }
 
 
-def merge_projections(attention: Attention, how: Fusion) -> None:
-    """Give an attention layer a ``MergedProjections`` if ``how`` asks for it and the layer is a plain one."""
-    if how.projections and type(attention.processor) is AttnProcessor2_0 and _is_plain_attention(attention):
+def merge_projections(attention: Attention) -> None:
+    """Give an attention layer a ``MergedProjections`` if the layer is a plain one."""
+    if type(attention.processor) is AttnProcessor2_0 and _is_plain_attention(attention):
         attention.set_processor(MergedProjections(attention))
-    if isinstance(attention.processor, MergedProjections):
-        attention.processor.how = how
 
 
 class MergedProjections:
@@ -344,8 +339,6 @@ class MergedProjections:
 
     In self-attention these are query, key and value; in cross-attention key and value of the text.
     """
-
-    how: Fusion
 
     def __init__(self, attention: Attention) -> None:
         self.is_cross = attention.is_cross_attention
@@ -368,10 +361,10 @@ class MergedProjections:
             output: Tensor = self.plain(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
             return output
         if encoder_hidden_states is None:
-            query, key, value = self._project(attn, hidden_states)
+            query, key, value = self.merged(self._layers(attn), hidden_states)
         else:
             query = attn.to_q(hidden_states)
-            key, value = self._project(attn, encoder_hidden_states)
+            key, value = self.merged(self._layers(attn), encoder_hidden_states)
         batch, heads = len(query), attn.heads
         query, key, value = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (query, key, value))
         mixed = F.scaled_dot_product_attention(query, key, value)
@@ -381,12 +374,6 @@ class MergedProjections:
     def _layers(self, attention: Attention) -> list[Any]:
         both = [attention.to_k, attention.to_v]
         return both if self.is_cross else [attention.to_q, *both]
-
-    def _project(self, attention: Attention, x: Tensor) -> tuple[Tensor, ...]:
-        layers = self._layers(attention)
-        if not self.how.projections:
-            return tuple(layer(x) for layer in layers)
-        return self.merged(layers, x, self.how.join)
 
 
 def _is_plain_attention(attention: Attention) -> bool:

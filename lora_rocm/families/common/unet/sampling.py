@@ -76,21 +76,15 @@ def sample_images(
     latents: list[Tensor | None] = [None] * len(requests)
     with evaluating(model.components.values()):
         for group in _batches(requests):
-            pipeline = _pipeline(model, scheduler_config, make_pipeline, requests[group[0]].sampler)
+            scheduler = scheduler_of(scheduler_config, requests[group[0]].sampler)
+            pipeline = make_pipeline(model.components["unet"], scheduler)
+            pipeline.set_progress_bar_config(disable=True)
             with _given(source, model, [requests[i] for i in group], space, in_tiles):
                 batch = _denoise(pipeline, model, [requests[i] for i in group], embeddings, source)
             for index, latent_CHW in zip(group, batch, strict=True):
                 latents[index] = latent_CHW
     drawn = [latent for latent in latents if latent is not None]
     return decode(source, model.device, drawn, space, in_tiles)
-
-
-def _pipeline(
-    model: LoadedModel, scheduler_config: Mapping[str, Any], make_pipeline: MakePipeline, sampler: str
-) -> Any:
-    pipeline = make_pipeline(model.components["unet"], scheduler_of(scheduler_config, sampler))
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
 
 
 def scheduler_of(scheduler_config: Mapping[str, Any], sampler: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
+from diffusers.models.attention_processor import Attention
 from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
@@ -24,8 +25,14 @@ from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.common.recompute import Recomputing
-from lora_rocm.families.common.unet.fused_unet import FusedBlock, FusedGEGLU, FusedResnet, FusedTransformer, fuse
-from lora_rocm.families.common.unet.fusion_options import Fusion
+from lora_rocm.families.common.unet.fused_unet import (
+    FusedBlock,
+    FusedGEGLU,
+    FusedResnet,
+    FusedTransformer,
+    fuse,
+    merge_projections,
+)
 from lora_rocm.families.common.unet.kohya_keys import UNET_TARGETS
 from lora_rocm.kernels.frozen_conv import FrozenConv2d
 from lora_rocm.kernels.lora_layer import LoraLinear, with_lean_layers
@@ -40,7 +47,6 @@ FEWER_LAYERS = {  # of the tiny model: two levels, of which the lower one has at
 }
 CPU = torch.device("cpu")
 ROUNDING = 1e-5
-FUSIONS = [Fusion(), Fusion(join=True, channels_last=True), Fusion(projections=False, geglu=None, norms=None)]
 
 
 def make(
@@ -96,15 +102,14 @@ def plain() -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
 
 
 @pytest.mark.parametrize(
-    ("how", "preset"),
-    [*((FUSIONS[0], preset) for preset in UNET_TARGETS), *((how, "attention-mlp-conv") for how in FUSIONS[1:])],
-    ids=lambda value: value if isinstance(value, str) else f"join={value.join},norms={value.norms}",
+    ("preset", "channels_last"),
+    [*((preset, False) for preset in UNET_TARGETS), ("attention-mlp-conv", True)],
 )
 def test_output_and_gradients_are_those_of_the_plain_unet(
-    preset: str, how: Fusion, plain: dict[str, tuple[Tensor, Tensor]]
+    preset: str, channels_last: bool, plain: dict[str, tuple[Tensor, Tensor]]
 ) -> None:
     unet = make(preset)
-    fuse(unet, how)
+    fuse(unet, "eager", channels_last)
     assert off(run(unet), plain[preset]) < ROUNDING
 
 
@@ -112,7 +117,7 @@ def test_output_and_gradients_are_those_of_the_plain_unet(
 def test_projections_that_are_convolutions(preset: str) -> None:
     """As in SD 1.5: frozen, and with a LoRA."""
     unet = make(preset, linear=False)
-    fuse(unet, Fusion(channels_last=True))
+    fuse(unet, "eager", channels_last=True)
     projection = unet.mid_block.attentions[0].proj_in
     assert hasattr(projection, "lora_A") is (preset == "attention-mlp-conv")
     assert off(run(unet), run(make(preset, lean=False, linear=False))) < ROUNDING
@@ -120,7 +125,7 @@ def test_projections_that_are_convolutions(preset: str) -> None:
 
 def test_several_blocks_in_a_row() -> None:
     unet = make("attention-mlp-conv", depth=2)
-    fuse(unet, Fusion())
+    fuse(unet, "eager")
     wanted = run(make("attention-mlp-conv", lean=False, depth=2))
     assert off(run(unet), wanted) < ROUNDING
     unet.enable_gradient_checkpointing(Recomputing(LoadedModel({"unet": unet}, torch.float32, CPU)))
@@ -129,7 +134,7 @@ def test_several_blocks_in_a_row() -> None:
 
 def test_a_wrong_kernel_would_be_seen(plain: dict[str, tuple[Tensor, Tensor]]) -> None:
     unet = make()
-    fuse(unet, Fusion())
+    fuse(unet, "eager")
     next(layers(unet)).scaling["default"] *= 1.01
     assert off(run(unet), plain["attention"]) > ROUNDING
 
@@ -138,7 +143,7 @@ def test_names_parameters_and_bytes_stay() -> None:
     unet, before = make("attention-mlp-conv"), make("attention-mlp-conv")
     parameters = {name: id(p) for name, p in unet.named_parameters()}
     for _ in range(2):
-        fuse(unet, Fusion())
+        fuse(unet, "eager")
         assert {name: id(p) for name, p in unet.named_parameters()} == parameters
         assert [name for name, _ in unet.named_modules()] == [name for name, _ in before.named_modules()]
         assert list(unet.state_dict()) == list(before.state_dict())
@@ -152,7 +157,7 @@ def test_the_guard_still_sees_a_merged_weight() -> None:
     unet = make()
     door = Resident(DeviceTransfer(torch.device("cpu"), pin=False))
     door.place(unet, "unet")
-    fuse(unet, Fusion(channels_last=True))
+    fuse(unet, "eager", channels_last=True)
     assert door.changed() == []
     attention = unet.mid_block.attentions[0].transformer_blocks[0].attn1
     attention.processor.merged.weight_OI[-1, -1] += 1  # the last row of to_v
@@ -191,7 +196,7 @@ def other_weight(unet: nn.Module) -> None:
 def test_switches_work_as_on_the_plain_unet(change: Callable[[nn.Module], None]) -> None:
     unet, reference = make(), make(lean=False)
     untouched = run(reference)
-    fuse(unet, Fusion())
+    fuse(unet, "eager")
     for each in (unet, reference):
         change(each)
         if change is switch_off:
@@ -204,19 +209,19 @@ def test_switches_work_as_on_the_plain_unet(change: Callable[[nn.Module], None])
 @pytest.mark.parametrize("how", [{"use_dora": True}, {"use_rslora": True}])
 def test_other_kinds_of_adapter(how: dict[str, bool]) -> None:
     unet = make(**how)
-    fuse(unet, Fusion())
+    fuse(unet, "eager")
     assert off(run(unet), run(make(lean=False, **how))) < ROUNDING
 
 
 def test_dora_on_convolutions_in_channels_last() -> None:
     unet = make("attention-mlp-conv", use_dora=True)
-    fuse(unet, Fusion(channels_last=True))
+    fuse(unet, "eager", channels_last=True)
     assert off(run(unet), run(make("attention-mlp-conv", lean=False, use_dora=True))) < ROUNDING
 
 
 def test_dropout_drops_in_training_and_not_else() -> None:
     unet = make(lora_dropout=0.5)
-    fuse(unet, Fusion())
+    fuse(unet, "eager")
     assert off(run(unet), run(make(lean=False, lora_dropout=0.5))) < ROUNDING
     for layer in layers(unet):
         layer.train()
@@ -225,17 +230,17 @@ def test_dropout_drops_in_training_and_not_else() -> None:
 
 def test_autocast_goes_the_plain_way() -> None:
     unet, reference = make(), make(lean=False)
-    fuse(unet, Fusion(geglu=None, norms=None))
+    for module in unet.modules():
+        if isinstance(module, Attention):
+            merge_projections(module)
     with torch.autocast("cpu", torch.bfloat16):
         assert off(run(unet)[:1], run(reference)[:1]) < ROUNDING
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(FUSIONS[0], id="apart"), pytest.param(FUSIONS[1], id="joined", marks=pytest.mark.slow)]
-)
-def test_checkpointing_gives_the_same(how: Fusion, plain: dict[str, tuple[Tensor, Tensor]]) -> None:
+@pytest.mark.parametrize("channels_last", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_checkpointing_gives_the_same(channels_last: bool, plain: dict[str, tuple[Tensor, Tensor]]) -> None:
     unet = make()
-    fuse(unet, how)
+    fuse(unet, "eager", channels_last)
     unet.enable_gradient_checkpointing()
     unet.train()
     assert off(run(unet), plain["attention"]) < ROUNDING
@@ -259,18 +264,13 @@ def kept_bytes(unet: UNet2DConditionModel) -> int:
     return sum(pieces.values())
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(FUSIONS[0], id="apart", marks=pytest.mark.slow),
-        pytest.param(FUSIONS[1], id="joined", marks=pytest.mark.slow),
-    ],
-)
-def test_neighbours_computed_again_together_give_the_same_and_keep_less(how: Fusion) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_neighbours_computed_again_together_give_the_same_and_keep_less(channels_last: bool) -> None:
     wanted, kept = run(make(lean=False, depth=4)), []
     for together in (1, 3):
         unet = make(depth=4).train()
-        fuse(unet, how)
+        fuse(unet, "eager", channels_last)
         unet.enable_gradient_checkpointing(Recomputing(LoadedModel({"unet": unet}, torch.float32, CPU), None, together))
         assert off(run(unet), wanted) < ROUNDING
         kept.append(kept_bytes(unet))
@@ -283,7 +283,7 @@ def test_what_frozen_convolutions_were_given_is_not_kept(monkeypatch: pytest.Mon
         unet = make()
         if not frozen:
             monkeypatch.setattr(FrozenConv2d, "fits", lambda module: False)
-        fuse(unet, Fusion())
+        fuse(unet, "eager")
         monkeypatch.undo()
         kept.append(kept_bytes(unet))
     assert kept[1] < 0.95 * kept[0]
@@ -293,7 +293,7 @@ def test_skips_are_joined_where_recomputing_forgets_them() -> None:
     kept = []
     for joined_within in (False, True):
         unet = make().train()
-        fuse(unet, Fusion())
+        fuse(unet, "eager")
         if not joined_within:
             for block in unet.up_blocks:
                 block.__class__ = CrossAttnUpBlock2D if hasattr(block, "attentions") else UpBlock2D
@@ -304,7 +304,7 @@ def test_skips_are_joined_where_recomputing_forgets_them() -> None:
 
 def test_free_u_goes_diffusers_way(plain: dict[str, tuple[Tensor, Tensor]]) -> None:
     unet, reference = make(), make(lean=False)
-    fuse(unet, Fusion())
+    fuse(unet, "eager")
     for each in (unet, reference):
         each.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
     assert off(run(unet), run(reference)) < ROUNDING < off(run(reference)[:1], plain["attention"][:1])
@@ -319,10 +319,10 @@ def test_there_is_less_to_launch() -> None:
             return func(*args, **(kwargs or {}))
 
     counted = []
-    for how in (None, Fusion()):
-        unet = make(lean=how is not None)
-        if how is not None:
-            fuse(unet, how)
+    for fused in (False, True):
+        unet = make(lean=fused)
+        if fused:
+            fuse(unet, "eager")
         with Count() as count:
             run(unet)
         counted.append(count.launches)

@@ -132,10 +132,6 @@ class FusedFinalNorm(CosmosAdaLayerNorm):
 
     form: Form
 
-    @staticmethod
-    def fits(module: Any) -> bool:
-        return True
-
     def forward(self, hidden_states: Tensor, embedded_timestep: Tensor, temb: Tensor | None = None) -> Tensor:
         rows = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
         shift, scale = (rows if temb is None else rows + temb[..., : rows.shape[-1]]).chunk(2, dim=-1)

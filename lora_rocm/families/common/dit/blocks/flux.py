@@ -77,10 +77,6 @@ class FusedDoubleBlock(FluxTransformerBlock):
 
     form: Form
 
-    @staticmethod
-    def fits(module: Any) -> bool:
-        return True
-
     def forward(
         self,
         hidden_states: Tensor,

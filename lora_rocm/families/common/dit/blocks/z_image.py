@@ -60,10 +60,6 @@ class FusedFeedForward(FeedForward):
     form: Form
     merged: MergedLinears | None
 
-    @staticmethod
-    def fits(module: Any) -> bool:
-        return True
-
     def forward(self, x: Tensor) -> Tensor:
         layers = (self.w1, self.w3)
         gate, value = [layer(x) for layer in layers] if self.merged is None else self.merged(layers, x)

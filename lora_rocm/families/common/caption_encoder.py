@@ -1,0 +1,36 @@
+"""What encoders of captions share: they encode one caption at a time, and have no tiles."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from lora_rocm.dataset.entry_spec import CAPTION
+from lora_rocm.device.placement.base import Placement
+from lora_rocm.families.base import Encode, Inputs, Tensors
+
+EncodeCaption = Callable[[str], Tensors]
+
+
+class CaptionEncoder(ABC):
+    """Implements the part of ``Encoder`` that does not depend on the model."""
+
+    @abstractmethod
+    def opened(self, door: Placement) -> EncodeCaption:
+        """As ``Encoder.load``, for captions. It is called without autograd."""
+
+    def in_tiles(self) -> None:
+        return None
+
+    def load(self, door: Placement) -> Encode:
+        encode_caption = self.opened(door)
+
+        @torch.no_grad()
+        def encode(inputs: Inputs) -> Tensors:
+            caption = inputs[CAPTION]
+            assert isinstance(caption, str), "captions are texts"
+            return encode_caption(caption)
+
+        return encode

@@ -1,0 +1,113 @@
+"""Hooks of mkdocs for the site in ``docs/``: the navigation, and pages for linked files outside ``docs/``.
+
+Links in the documentation are those of the repository, so that they also work where it is read without the site:
+``../../recipes/sdxl.yaml``. The site gets a page for each of these files, and the links are changed to lead there.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+SECTIONS = {
+    "Start": "start",
+    "How to": "how-to",
+    "Reference": "reference",
+    "Explanation": "explanation",
+    "Laboratory": "lab",
+}
+FIRST = ("index.md", "install.md", "image-lora.md", "language-model.md")
+"""Pages that come first in their section, in this order; the others follow by name."""
+PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md")
+LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<target>[^()\s#:]+)(?P<anchor>#[^()\s]*)?\)")
+
+
+def pages_outside() -> dict[str, str]:
+    """Path in the repository -> path of its page in the site."""
+    outside = {name: f"project/{name}" for name in PROJECT if (ROOT / name).is_file()}
+    outside |= {f"recipes/{path.name}": f"recipes/{path.stem}.md" for path in sorted((ROOT / "recipes").glob("*.yaml"))}
+    return {**outside, "recipes": "recipes/index.md", "README.md": "index.md"}
+
+
+def order(page: Path) -> tuple[int, str]:
+    """What the pages of a section are sorted by."""
+    return (FIRST.index(page.name) if page.name in FIRST else len(FIRST), page.name)
+
+
+def navigation(docs: Path) -> list[Any]:
+    """Every page of docs/, by section, and the pages of the project's own files."""
+    nav: list[Any] = [{"Home": "index.md"}]
+    for title, folder in SECTIONS.items():
+        pages = sorted((docs / folder).rglob("*.md"), key=order)
+        if pages:
+            nav.append({title: [page.relative_to(docs).as_posix() for page in pages]})
+    outside = pages_outside()
+    recipes = [page for name, page in outside.items() if name.startswith("recipes")]
+    project = [page for name, page in outside.items() if name in PROJECT]
+    loose = [page.name for page in sorted(docs.glob("*.md")) if page.name != "index.md"]
+    return [*nav, {"Recipes": sorted(recipes, key=lambda page: order(Path(page)))}, {"Project": [*project, *loose]}]
+
+
+def moved_links(text: str, source: str, page: str) -> str:
+    """The text, where links to files outside docs/ lead to their pages.
+
+    A link to a file without a page becomes plain text.
+
+    Args:
+        text: Markdown.
+        source: path of its file in the repository.
+        page: path of its page in the site.
+    """
+    outside = pages_outside()
+
+    def moved(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match["target"]))
+        there = outside.get(target) or (target.removeprefix("docs/") if target.startswith("docs/") else None)
+        if there is not None:
+            link = posixpath.relpath(there, posixpath.dirname(page) or ".")
+            return f"[{match['text']}]({link}{match['anchor'] or ''})"
+        return match["text"] if (ROOT / target).exists() else match[0]  # strict mode refuses a link to nothing
+
+    return LINK.sub(moved, text)
+
+
+def recipe_page(path: Path) -> str:
+    """A recipe as a page."""
+    return f"# {path.name}\n\n```yaml\n{path.read_text(encoding='utf-8')}```\n"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Set the navigation."""
+    config.nav = navigation(Path(config.docs_dir))
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages of files outside docs/."""
+    outside = pages_outside()
+    for name, page in outside.items():
+        path = ROOT / name
+        if name == "recipes":
+            names = [Path(recipe).name for recipe in outside if recipe.startswith("recipes/")]
+            text = "# Recipes\n\n" + "".join(f"- [{each}]({Path(each).stem}.md)\n" for each in names)
+        elif path.suffix == ".yaml":
+            text = recipe_page(path)
+        elif page == "index.md":
+            continue
+        else:
+            text = moved_links(path.read_text(encoding="utf-8"), name, page)
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Let links lead to the pages of files outside docs/."""
+    if page.file.generated_by is not None:
+        return markdown
+    return moved_links(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)
