@@ -273,3 +273,31 @@ def test_the_tables_of_explanations_name_real_codes() -> None:
 
 def test_the_schema_has_the_sections_of_the_pages() -> None:
     assert {f"reference/recipe/{name}.md" for name in json_schema()["properties"] if name != "base"} <= set(GENERATED)
+
+
+QUESTIONS = {
+    "how do I resume": ("how-to/resume.md", "--resume latest"),
+    "what does code X mean": ("reference/errors.md", "## disk-low"),
+    "which file for Forge": ("how-to/use-the-result.md", "**Forge, A1111** | `my-style.safetensors`"),
+    "my card has 8 GB": ("how-to/low-memory.md", "## My card has 8 GB"),
+    "kohya's network_alpha": ("reference/kohya-names.md", "| `network_alpha` | [`lora.alpha`]"),
+    "report a bug": ("how-to/report-a-bug.md", "lora-rocm doctor --report"),
+}
+"""What a newcomer asks -> the page, and the answer on it."""
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_frequent_question_is_three_links_away(question: str) -> None:
+    page, answer = QUESTIONS[question]
+    assert answer in text_of(page)
+    found, pages_here = {"index.md"}, {"index.md"}
+    for _ in range(3):
+        pages_here = {
+            (DOCS / name).parent.joinpath(link.partition("#")[0]).resolve().relative_to(DOCS.resolve()).as_posix()
+            for name in pages_here
+            for link in links(text_of(name))
+            if link.partition("#")[0].endswith(".md") and not link.startswith(("http", "../../")) and "../C" not in link
+            if (DOCS / name).parent.joinpath(link.partition("#")[0]).resolve().is_relative_to(DOCS.resolve())
+        } - found
+        found |= pages_here
+    assert page in found
