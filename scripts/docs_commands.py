@@ -50,7 +50,7 @@ class Command:
 
 
 def commands() -> dict[str, Command]:
-    """Every command by its name, those of a group with both words ("cache stats")."""
+    """Every command by its name; in a group the name has both words ("cache stats")."""
     return dict(_walk(app, ""))
 
 
