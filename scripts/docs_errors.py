@@ -80,17 +80,30 @@ class Function:
         return given.get(name)
 
     def assigned(self, name: str, before: int) -> list[ast.expr]:
-        """The values that a local name is given up to a line."""
-        found = []
-        for node in ast.walk(self.node):
-            if isinstance(node, ast.Assign) and node.lineno <= before:
-                for target in node.targets:
-                    if isinstance(target, ast.Name) and target.id == name:
-                        found.append(node.value)
-                    elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                        pairs = zip(target.elts, node.value.elts, strict=False)
-                        found += [value for each, value in pairs if isinstance(each, ast.Name) and each.id == name]
-        return found
+        """The values of a local name at a line: of the last assignment, and of the other branch of its ``if``."""
+        found = [(node.lineno, value) for node in ast.walk(self.node) for value in _values(node, name)]
+        earlier = [(line, value) for line, value in found if line <= before]
+        if not earlier:
+            return []
+        last = max(line for line, _ in earlier)
+        branches = [
+            range(node.body[0].lineno, last + 1)
+            for node in ast.walk(self.node)
+            if isinstance(node, ast.If) and node.orelse and node.orelse[0].lineno <= last <= (node.end_lineno or last)
+        ]
+        inside = [branch for branch in branches if before not in branch]
+        return [value for line, value in earlier if line == last or any(line in branch for branch in inside)]
+
+
+def _values(node: ast.AST, name: str) -> Iterator[ast.expr]:
+    """The values that an assignment gives a name."""
+    for target in node.targets if isinstance(node, ast.Assign) else ():
+        assert isinstance(node, ast.Assign)
+        if isinstance(target, ast.Name) and target.id == name:
+            yield node.value
+        elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            pairs = zip(target.elts, node.value.elts, strict=False)
+            yield from (value for each, value in pairs if isinstance(each, ast.Name) and each.id == name)
 
 
 @dataclass(frozen=True)

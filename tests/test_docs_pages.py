@@ -244,16 +244,25 @@ def _error(code: str, what: str) -> UserError:
 def fail(number: int) -> None:
     if number:
         raise _error("by-a-helper", f"There are {number} things.")
-    what = WORDS
+    what = "No longer true."
+    if number:
+        raise GaveUpError("first", what, fix="x")
+    if number > 2:
+        what = "Many."
+    else:
+        what = WORDS
     raise StorageError("plain", what, fix="Buy " + "another.")
 """
 
 
 def test_codes_are_found_where_an_error_is_made() -> None:
     found = docs_errors.Source([SOURCE]).codes()
-    assert sorted(found) == ["by-a-helper", "plain"]
+    assert sorted(found) == ["by-a-helper", "first", "plain"]
+    assert list(found["first"].what) == ["No longer true."] and found["first"].exit_codes == {4}
     assert list(found["by-a-helper"].what) == ["There are … things."] and found["by-a-helper"].exit_codes == {2}
-    assert list(found["plain"].what) == ["A thing is broken."] and list(found["plain"].fix) == ["Buy another."]
+    assert sorted(found["plain"].what) == ["A thing is broken.", "Many."] and list(found["plain"].fix) == [
+        "Buy another."
+    ]
 
 
 def test_every_code_in_the_sources_is_found() -> None:
