@@ -50,7 +50,7 @@ class Command:
 
 
 def commands() -> dict[str, Command]:
-    """Every command by its name, those of a group with both words ("cache stats")."""
+    """Every command by its name; in a group the name has both words ("cache stats")."""
     return dict(_walk(app, ""))
 
 
@@ -77,7 +77,7 @@ def _option(parameter: Parameter, hint: Any) -> Option:
     given = [each for each in (info.default, *(info.param_decls or ())) if isinstance(each, str)]
     names = tuple(given or (f"--{parameter.name.replace('_', '-')}",))
     value = info.metavar or (
-        "|".join(str(each.value) for each in of) if issubclass(of, Enum) else TYPES.get(of, "TEXT")
+        ", ".join(str(each.value) for each in of) if issubclass(of, Enum) else TYPES.get(of, "TEXT")
     )
     is_required = parameter.default is Parameter.empty
     shown = "required" if is_required else _shown(parameter.default)
@@ -116,7 +116,8 @@ def _section(name: str, command: Command) -> str:
     ]
     rows = (
         (
-            ", ".join(f"`{each}`" for each in option.names) + (f" `{option.value}`" if option.value else ""),
+            ", ".join(f"`{each}`" for each in option.names)
+            + (f" `{option.value.replace('|', ' or ')}`" if option.value else ""),
             option.default,
             option.meaning,
         )

@@ -1,7 +1,7 @@
-"""The page of error codes, read from the places in the source that make an error.
+"""The page of error codes, generated from the calls in the source that make an error.
 
-What a place writes is a template: a part that only a run knows is "…". ``docs_errors.toml`` explains the codes whose
-places say too little for that, and names the codes that are put together from a part and an ending.
+The text of a call is a template: "…" replaces the parts that only a run knows. ``docs_errors.toml`` explains the
+codes that need more than their template, and lists the codes that the source composes of a part and an ending.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(errors.__file__).parent
 UNKNOWN = "…"
 CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 PLAIN_FAILURE = "Failure"
-"""The class of an error that a command writes without raising one; its exit code is that of a wrong command."""
+"""The class of an error that a command writes without raising it. Its exit code is the one of a wrong command."""
 CLASSES: Mapping[str, int] = {
     PLAIN_FAILURE: errors.UserError.exit_code,
     **{
@@ -44,11 +44,11 @@ class Code:
 
 @dataclass(frozen=True)
 class Explained:
-    """The table beside this module.
+    """``docs_errors.toml``.
 
     Attributes:
-        meaning: code -> (what happened, what to do), where the source says too little.
-        put_together: code as the source writes it, with "…" for a part -> the codes that come of it.
+        meaning: code -> (what happened, what to do), where the source is not enough.
+        put_together: code as the source writes it, with "…" for a part -> the codes that result.
     """
 
     meaning: Mapping[str, Sequence[str]]
@@ -74,23 +74,36 @@ class Function:
         return names[1:] if names[:1] in (["self"], ["cls"]) else names
 
     def argument(self, call: ast.Call, name: str) -> ast.expr | None:
-        """What a call gives for a parameter."""
+        """The argument of a call for a parameter."""
         given = dict(zip(self.parameters, call.args, strict=False))
         given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         return given.get(name)
 
     def assigned(self, name: str, before: int) -> list[ast.expr]:
-        """The values that a local name is given up to a line."""
-        found = []
-        for node in ast.walk(self.node):
-            if isinstance(node, ast.Assign) and node.lineno <= before:
-                for target in node.targets:
-                    if isinstance(target, ast.Name) and target.id == name:
-                        found.append(node.value)
-                    elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                        pairs = zip(target.elts, node.value.elts, strict=False)
-                        found += [value for each, value in pairs if isinstance(each, ast.Name) and each.id == name]
-        return found
+        """The values of a local name at a line: of the last assignment, and of the other branch of its ``if``."""
+        found = [(node.lineno, value) for node in ast.walk(self.node) for value in _values(node, name)]
+        earlier = [(line, value) for line, value in found if line <= before]
+        if not earlier:
+            return []
+        last = max(line for line, _ in earlier)
+        branches = [
+            range(node.body[0].lineno, last + 1)
+            for node in ast.walk(self.node)
+            if isinstance(node, ast.If) and node.orelse and node.orelse[0].lineno <= last <= (node.end_lineno or last)
+        ]
+        inside = [branch for branch in branches if before not in branch]
+        return [value for line, value in earlier if line == last or any(line in branch for branch in inside)]
+
+
+def _values(node: ast.AST, name: str) -> Iterator[ast.expr]:
+    """The values that an assignment gives a name."""
+    for target in node.targets if isinstance(node, ast.Assign) else ():
+        assert isinstance(node, ast.Assign)
+        if isinstance(target, ast.Name) and target.id == name:
+            yield node.value
+        elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            pairs = zip(target.elts, node.value.elts, strict=False)
+            yield from (value for each, value in pairs if isinstance(each, ast.Name) and each.id == name)
 
 
 @dataclass(frozen=True)
@@ -102,7 +115,7 @@ class Place:
     function: Function | None
 
     def calls(self, name: str, module: int) -> bool:
-        """Whether it calls a function of a module; those of other modules do not see a private one."""
+        """Whether it calls a function of a module. A private function is called in its own module only."""
         return _called(self.call) == name and (self.module == module or not name.startswith("_"))
 
 
@@ -184,7 +197,7 @@ class Source:
                     entry.fix |= dict.fromkeys(self.texts(fix, place))
 
     def texts(self, node: ast.expr | None, place: Place, depth: int = 0) -> list[str]:
-        """What an expression may say, with "…" for what only a run knows."""
+        """The possible values of an expression as texts, with "…" for parts that only a run knows."""
         if isinstance(node, ast.Constant):
             return [str(node.value)]
         if isinstance(node, ast.JoinedStr):
@@ -241,7 +254,7 @@ Every error has a code. With `--json` it is `error.code`; in `events.jsonl` it i
 event. Search this page for it. The text of the error itself names the file, the key and the value.
 
 This page is generated from the sources: `python -m scripts.docs_pages`. "…" is a part that only a run knows.
-[Exit codes](exit-codes.md) says what the exit codes mean.
+See also [exit codes](exit-codes.md).
 """
 
 
@@ -260,7 +273,7 @@ def page() -> str:
 
 
 def _sentences(texts: Mapping[str, None]) -> str:
-    """Different texts, one after the other, without those that say nothing."""
+    """The different texts, joined, without empty ones."""
     whole: dict[str, None] = {}
     for text in texts:
         text = re.sub(rf"({UNKNOWN}[\s,;:]*)+{UNKNOWN}", UNKNOWN, " ".join(text.split())).strip()
@@ -275,6 +288,6 @@ def _safe(text: str) -> str:
 
 
 def unexplained() -> list[str]:
-    """Codes of which the page would say nothing."""
+    """Codes without an explanation."""
     own = explained().meaning
     return [name for name, code in sorted(codes().items()) if not (own.get(name, ("",))[0] or _sentences(code.what))]

@@ -16,7 +16,7 @@ from scripts.docs_tables import table
 HEAD = """\
 # Events
 
-Everything that happens in a run is a line of `events.jsonl` in the run directory; what the parent sees is in
+Everything that happens in a run is a line of `events.jsonl` in the run directory; the events of the supervisor are in
 `events.supervisor.jsonl`. Each line is one JSON object. `lora-rocm train --json` prints the same lines as they come.
 This page is generated from the classes of the events: `python -m scripts.docs_pages`.
 

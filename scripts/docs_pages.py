@@ -1,4 +1,4 @@
-"""The generated pages of the documentation: ``python -m scripts.docs_pages`` writes all of them anew."""
+"""The generated pages of the documentation: ``python -m scripts.docs_pages`` writes all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.docs_tables import filled
 
 DOCS = Path(__file__).parents[1] / "docs"
 WITH_TABLES = ("reference/gpus.md", "reference/environment.md", "reference/mitigations.md")
-"""Pages whose tables alone are generated."""
+"""Pages with generated tables in prose."""
 
 
 def pages() -> Mapping[str, str]:

@@ -40,7 +40,9 @@ ENTRIES = {
     "lora.new_tokens": "NewToken",
     "sample.prompts": "PreviewPrompt",
 }
-"""Key whose entries have a table of their own -> their section."""
+"""Key with a separate table for its entries -> their section."""
+WIDE = "---\nhide:\n  - toc\n---\n\n"
+"""Front matter of a page with wide tables: the site hides its table of contents."""
 GENERAL = {
     "model": "The base model.",
     "lora": "The adapter.",
@@ -87,15 +89,15 @@ NAMES_HEAD = """\
 # kohya names, and names of other trainers
 
 Search this page for the name that you know, such as `network_alpha`. A recipe that has it gets the same advice from
-`lora-rocm check`. The names are those of kohya's sd-scripts and its GUI, OneTrainer, ai-toolkit, SimpleTuner,
-diffusers' examples, diffusion-pipe and musubi-tuner. For language models they are those of LLaMA-Factory,
-Axolotl and TRL.
+`lora-rocm check`. The page has the names of kohya's sd-scripts and its GUI, OneTrainer, ai-toolkit,
+SimpleTuner, diffusers' examples, diffusion-pipe and musubi-tuner, and for language models of LLaMA-Factory, Axolotl
+and TRL.
 
 Files of other trainers are not read yet: start from a recipe that ships, such as `sdxl.yaml`. Defaults differ:
 
-- kohya, OneTrainer and ai-toolkit use alpha 1 unless told otherwise; here alpha is the rank.
+- kohya, OneTrainer and ai-toolkit use alpha 1 by default; here alpha is the rank.
 - kohya trains the text encoders too; here `lora.train_text_encoder` is off.
-- Captions end at 75 tokens there unless `max_token_length` says more; here the text encoders of SDXL read 225.
+- Captions end at 75 tokens there by default (`max_token_length`); here the text encoders of SDXL read 225.
 - Without a `weight_decay` Prodigy, D-Adaptation, Adafactor, CAME, Lion and schedule-free AdamW have none there, and
   0.01 here.
 - A learning rate near 1 is meant for Prodigy or D-Adaptation. With `adamw` write 1.0e-4.
@@ -130,7 +132,8 @@ def pages(registry: Registry = PRODUCT) -> dict[str, str]:
             text = _page_of_kinds(name, named_by[name], registry)
         else:
             section = sections[ref_name(value)]
-            text = f"# {name}\n\n{_plain(section['description'])}\n\n{_table(name, section['properties'], registry)}\n"
+            keys = _table(name, section["properties"], registry)
+            text = f"{WIDE}# Recipe: {name}\n\n{_plain(section['description'])}\n\n{keys}\n"
         entries = [(key, sections[entry]) for key, entry in ENTRIES.items() if key.startswith(f"{name}.")]
         found[f"{name}.md"] = "\n".join([text, *(_entry(key, entry, sections, registry) for key, entry in entries)])
     listed = "\n".join(f"- [{name.removesuffix('.md')}]({name}): {_about(text)}" for name, text in found.items())
@@ -140,7 +143,7 @@ def pages(registry: Registry = PRODUCT) -> dict[str, str]:
 
 def _about(text: str) -> str:
     """The first sentence of a page."""
-    return text.split("\n\n")[1].split("\n")[0]
+    return text.removeprefix(WIDE).split("\n\n")[1].split("\n")[0]
 
 
 def _page_of_kinds(name: str, named_by: tuple[str, str], registry: Registry) -> str:
@@ -167,12 +170,13 @@ def _page_of_kinds(name: str, named_by: tuple[str, str], registry: Registry) -> 
             for row in rows
         ),
     )
-    intro = f"# {name}\n\n{GENERAL[name]}\n\nIts keys depend on `{'.'.join(named_by)}`. The {what}:\n\n{listed}\n"
-    return "\n".join([intro, "## Keys\n", body, ""])
+    head = f"{WIDE}# Recipe: {name}\n\n{GENERAL[name]}\n"
+    intro = f"Its keys depend on `{'.'.join(named_by)}`. The {what}:\n\n{listed}\n"
+    return "\n".join([head, intro, "## Keys\n", body, ""])
 
 
 def _own_words(description: str, section: str) -> str:
-    """What a description says of one kind alone."""
+    """A description without the words that all kinds share."""
     words = _plain(description)
     for sentence in GENERAL[section].split(". "):
         words = words.replace(sentence.rstrip(".") + ".", "").replace(f"{sentence.rstrip('.')}: ", "")
@@ -220,7 +224,7 @@ def _of(defaults: Mapping[str, str], kinds: Mapping[str, object]) -> str:
 
 
 def _entry(key: str, section: Schema, sections: Mapping[str, Schema], registry: Registry) -> str:
-    """The table of the entries of a list. Keys that are those of ``data`` are named in a sentence."""
+    """The table of the entries of a list. Keys of ``data`` are listed in a sentence."""
     own, same = {}, []
     parent = key.partition(".")[0]
     for name, value in section["properties"].items():
@@ -252,7 +256,7 @@ def _anchor(key: str) -> str:
 
 
 def _meaning(section: str, key: str, value: Schema, registry: Registry) -> str:
-    """What a key means, which families read it, and whether a resume may change it."""
+    """The meaning of a key, the families that read it, and whether a resume may change it."""
     parts = [_plain(value.get("description", ""))]
     parent = section.partition(".")[0]
     if (section, key) in SIDES:
@@ -281,7 +285,7 @@ def _reads(spec: FamilySpec, section: str, key: str) -> bool:
 
 
 def names_page() -> str:
-    """Names of other trainers, alphabetically, and what is to be written for them here."""
+    """The page of names in other trainers, in alphabetical order, with our keys."""
     same = sorted(peer_names().same_value.items())
     by_sentence: dict[str, list[str]] = {}
     for name, sentence in sorted(advice().items()):

@@ -1,6 +1,6 @@
 """Tables of the documentation about machines, made from the tables of the package.
 
-They are between marks in pages whose rest is prose; ``python -m scripts.docs_pages`` writes them anew.
+They are between marks in pages of prose; ``python -m scripts.docs_pages`` updates them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRIED = "not yet"
 
 
 def filled(text: str) -> str:
-    """A page with the tables between its marks (``<!-- rules -->`` ... ``<!-- /rules -->``) made anew."""
+    """A page with the tables between its marks (``<!-- rules -->`` ... ``<!-- /rules -->``) generated again."""
     for name, table in TABLES.items():
         start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         if start in text:
@@ -33,7 +33,7 @@ def filled(text: str) -> str:
 
 
 def hardware() -> str:
-    """For each architecture what the installer takes, what others report and what was tried."""
+    """One row per architecture: the wheels of the installer, reports of others, our own trials."""
     head = ("GPUs", "architecture", "Linux", "Windows", "Triton", "reported by others", "tried by us")
     rows = (
         (a.cards, a.gfx, _wheel(a, "linux"), _wheel(a, "windows"), triton_versions(a.gfx), a.reported, TRIED)
@@ -57,7 +57,7 @@ def _wheel(arch: Arch, system: System) -> str:
 
 
 def indexes() -> str:
-    """Where torch can come from."""
+    """The indexes that have torch."""
     rows = (
         (
             f"`{i.id}`",
@@ -86,7 +86,7 @@ def harms() -> str:
 
 
 def left_alone() -> str:
-    """What other programs set and this one does not."""
+    """Variables that other programs set and this one does not."""
     rows = ((row.variables, row.why, row.source) for row in amd_table().left_alone)
     return table(("variable", "why not", "source"), rows)
 
@@ -144,7 +144,7 @@ def cell(text: str) -> str:
 
 
 def changes() -> str:
-    """What is done otherwise after a failure: because of what, where, and what it does to the promise."""
+    """The mitigations after a failure: their causes, conditions, and effect on the promise."""
     rows = ((", ".join(c.seen), f"`{c.id}`", c.text, where(c.when), c.effect, c.source) for c in mitigations.changes())
     return table(("seen", "change", "what is done", "where", "promise", "source"), rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from scripts.docs_pages import DOCS, pages
 
 LONG_PAGES = ("reference/", "lab/")
 """Folders whose pages may be of any length, and whose sentences are those of the program or of a journal."""
+CODE_BLOCK = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 MAX_WORDS, MAX_SENTENCE_WORDS = 2000, 30
 GENERATED = tuple(name for name in pages())
 PROSE = sorted(
@@ -45,7 +47,7 @@ def text_of(name: str) -> str:
 def without_code(text: str) -> str:
     """A page without front matter, code blocks and tables; code in a line is one word, a link is its text."""
     text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
-    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = CODE_BLOCK.sub("", text)
     text = re.sub(r"^(    .*|\|.*|<!--.*)$", "", text, flags=re.MULTILINE)
     text = re.sub(r"`[^`]*`", "code", text)
     text = re.sub(r"<https?://[^>]*>", "address", text)
@@ -78,14 +80,14 @@ def test_no_page_is_long(name: str) -> None:
 
 def anchors(path: Path) -> set[str]:
     """The places of a page that a link can name."""
-    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = CODE_BLOCK.sub("", path.read_text(encoding="utf-8"))
     heads = [re.sub(r"[`*]|\[|\]\([^)]*\)", "", head) for head in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
     slugs = [re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower()) for head in heads]
     return {*slugs, *re.findall(r'<a id="(\w+)">', text)}
 
 
 def links(text: str) -> list[str]:
-    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = CODE_BLOCK.sub("", text)
     return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "code", text))
 
 
@@ -98,6 +100,11 @@ def test_links_and_their_places_exist(path: Path) -> None:
         target = (path.parent / file).resolve() if file else path
         assert target.exists(), link
         assert not place or place in anchors(target), link
+
+
+def test_no_bar_in_code_of_a_table() -> None:
+    """GitHub and mkdocs read it differently."""
+    assert [name for name in PROSE if re.search(r"^\|.*`[^`|]*\\\|[^`]*`", text_of(name), re.MULTILINE)] == []
 
 
 def test_a_wrong_place_is_noticed(tmp_path: Path) -> None:
@@ -153,21 +160,26 @@ def test_keys_are_found_in_a_page() -> None:
     assert "model.levitate" not in keys and "model" in sections
 
 
-COMMAND = re.compile(r"lora-rocm ((?:cache |bench )?[a-z]+)([^`\n|]*(?:\\\n[^`\n|]*)*)")
+COMMAND = re.compile(r"lora-rocm ((?:cache |bench )?[a-z]+)([^\n]*)")
+
+
+def code_in(text: str) -> list[str]:
+    """The lines of blocks of code, and code in lines. A line that goes on with a backslash is one."""
+    text = text.replace("\\\n", " ")
+    blocks = [line for block in CODE_BLOCK.findall(text) for line in block.splitlines()]
+    return [*blocks, *re.findall(r"`([^`]+)`", CODE_BLOCK.sub("", text))]
 
 
 def wrong_commands(text: str) -> list[str]:
-    """Commands and options in a page that the program does not have."""
+    """Commands and options in the code of a page that the program does not have."""
     known = commands()
     wrong = []
-    for name, rest in COMMAND.findall(text):
-        if name in ("COMMAND", "is") or (name not in known and not re.match(r"\s*(-|[A-Z]|runs/|my)", rest)):
-            continue
+    for name, rest in (found for code in code_in(text) for found in COMMAND.findall(code)):
         if name not in known:
             wrong.append(name)
             continue
         options = {option for each in known[name].options for option in each.names} | {"--help", "-h"}
-        rest = re.split(r"[>;#(]| && ", rest)[0]
+        rest = re.split(r"[>;#(|]| && ", rest)[0]
         wrong += [f"{name} {flag}" for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", rest) if flag not in options]
     return wrong
 
@@ -179,16 +191,17 @@ def test_every_command_and_option_exists(name: str) -> None:
 
 def test_a_wrong_command_is_noticed() -> None:
     assert wrong_commands("`lora-rocm train my.yaml --resume latest` and `lora-rocm cache stats --dir x`") == []
-    assert wrong_commands("lora-rocm train my.yaml --levitate") == ["train --levitate"]
-    assert wrong_commands("lora-rocm levitate my.yaml") == ["levitate"]
+    assert wrong_commands("lora-rocm levitates. `lora-rocm COMMAND --help`, `lora-rocm env \\| a --b`") == []
+    assert wrong_commands("```\nlora-rocm train my.yaml \\\n    --levitate\n```") == ["train --levitate"]
+    assert wrong_commands("`lora-rocm levitate my.yaml`") == ["levitate"]
 
 
 def snippets() -> list[tuple[str, str]]:
     """(page, text) of every YAML block of a page."""
     return [
-        (name, block)
+        (name, textwrap.dedent(block))
         for name in PROSE
-        for block in re.findall(r"^```yaml\n(.*?)^```$", text_of(name), re.DOTALL | re.MULTILINE)
+        for block in re.findall(r"^ *```yaml\n(.*?)^ *```$", text_of(name), re.DOTALL | re.MULTILINE)
     ]
 
 
@@ -231,16 +244,25 @@ def _error(code: str, what: str) -> UserError:
 def fail(number: int) -> None:
     if number:
         raise _error("by-a-helper", f"There are {number} things.")
-    what = WORDS
+    what = "No longer true."
+    if number:
+        raise GaveUpError("first", what, fix="x")
+    if number > 2:
+        what = "Many."
+    else:
+        what = WORDS
     raise StorageError("plain", what, fix="Buy " + "another.")
 """
 
 
 def test_codes_are_found_where_an_error_is_made() -> None:
     found = docs_errors.Source([SOURCE]).codes()
-    assert sorted(found) == ["by-a-helper", "plain"]
+    assert sorted(found) == ["by-a-helper", "first", "plain"]
+    assert list(found["first"].what) == ["No longer true."] and found["first"].exit_codes == {4}
     assert list(found["by-a-helper"].what) == ["There are … things."] and found["by-a-helper"].exit_codes == {2}
-    assert list(found["plain"].what) == ["A thing is broken."] and list(found["plain"].fix) == ["Buy another."]
+    assert sorted(found["plain"].what) == ["A thing is broken.", "Many."] and list(found["plain"].fix) == [
+        "Buy another."
+    ]
 
 
 def test_every_code_in_the_sources_is_found() -> None:
@@ -260,3 +282,31 @@ def test_the_tables_of_explanations_name_real_codes() -> None:
 
 def test_the_schema_has_the_sections_of_the_pages() -> None:
     assert {f"reference/recipe/{name}.md" for name in json_schema()["properties"] if name != "base"} <= set(GENERATED)
+
+
+QUESTIONS = {
+    "how do I resume": ("how-to/resume.md", "--resume latest"),
+    "what does code X mean": ("reference/errors.md", "## disk-low"),
+    "which file for Forge": ("how-to/use-the-result.md", "**Forge, A1111** | `my-style.safetensors`"),
+    "my card has 8 GB": ("how-to/low-memory.md", "## My card has 8 GB"),
+    "kohya's network_alpha": ("reference/kohya-names.md", "| `network_alpha` | [`lora.alpha`]"),
+    "report a bug": ("how-to/report-a-bug.md", "lora-rocm doctor --report"),
+}
+"""What a newcomer asks -> the page, and the answer on it."""
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_frequent_question_is_three_links_away(question: str) -> None:
+    page, answer = QUESTIONS[question]
+    assert answer in text_of(page)
+    found, pages_here = {"index.md"}, {"index.md"}
+    for _ in range(3):
+        pages_here = {
+            (DOCS / name).parent.joinpath(link.partition("#")[0]).resolve().relative_to(DOCS.resolve()).as_posix()
+            for name in pages_here
+            for link in links(text_of(name))
+            if link.partition("#")[0].endswith(".md") and not link.startswith(("http", "../../")) and "../C" not in link
+            if (DOCS / name).parent.joinpath(link.partition("#")[0]).resolve().is_relative_to(DOCS.resolve())
+        } - found
+        found |= pages_here
+    assert page in found

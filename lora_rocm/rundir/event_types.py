@@ -110,7 +110,16 @@ Emit = Callable[[Event], object]
 
 
 class StartEvent(Event):
-    """A worker started. resumed_from: the checkpoint's number of updates."""
+    """A worker started.
+
+    Attributes:
+        pid: its process.
+        device: the name of the GPU, or the CPU.
+        torch: version of PyTorch.
+        threads: CPU threads of torch.
+        precision: number format of the computation; no is float32.
+        resumed_from: the checkpoint's number of updates; null: it starts from the beginning.
+    """
 
     pid: Whole
     device: Text
@@ -136,7 +145,16 @@ class PhaseEvent(Event):
 
 
 class DataEvent(Event):
-    """The result of the data phase."""
+    """The result of the data phase.
+
+    Attributes:
+        samples: number of training samples.
+        set_aside: samples that cannot be used, and why.
+        notices: what a user should know about the data.
+        buckets: samples per epoch by shape.
+        steps_per_epoch: updates per epoch.
+        max_train_steps: updates in all.
+    """
 
     samples: Whole
     set_aside: list[Problem]
@@ -147,7 +165,14 @@ class DataEvent(Event):
 
 
 class CacheEvent(Event):
-    """Progress of caching. what: an entry's progress name; sizes, hashes, texts: files are only examined."""
+    """Progress of caching.
+
+    Attributes:
+        what: what is encoded, such as images or captions; sizes, hashes, texts: files are only examined.
+        done: number of items that are finished.
+        total: number of items.
+        per_second: rate; null: not known yet.
+    """
 
     what: Text
     done: Whole
@@ -169,7 +194,7 @@ class CompileEvent(Event):
 
 
 class RepairedEvent(Event):
-    """A damaged cache entry was encoded again. kind: image, text. item: the image or caption."""
+    """A damaged cache entry was encoded again. kind: image, text. item: the image or caption. reason: the damage."""
 
     kind: Text
     item: Text
@@ -180,13 +205,22 @@ class StepEvent(Event):
     """One confirmed update.
 
     Attributes:
+        updates: number of confirmed updates, this one included.
+        max_train_steps: updates in all.
+        iteration: counts every try, also one whose update was skipped.
         epoch: finished epochs, with the part of the one that goes on: 1.0 after the last update of the first. Runs of
             earlier versions have the whole number of the epoch that the next update is of.
-        step_s: of the whole step.
+        loss: mean of the update.
+        learning_rate: of this update.
+        grad_norm: total norm of the gradients before clipping.
+        step_s: seconds of the whole step.
         loading_s: waiting for the loader.
         copy_s: copies to the device.
         check_s: checking the copies there.
         wait_s: waiting for the verdict.
+        memory_bytes: peak of tensors on the GPU; on the CPU the memory of the process.
+        transfer_checks, transfer_failures: tensors compared so far on the device, and those that arrived changed.
+        loss_scale: of the gradients in fp16; 1 in other formats.
         optimizer: values that the optimizer logs (``UpdateStats.logged``), by name.
         measures: means of other values of the samples of rank 0, by name (``Prediction.measures``).
     """
