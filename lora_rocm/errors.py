@@ -31,7 +31,7 @@ import errno
 import unicodedata
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypedDict
 
 RestartCode = Literal[
     "canary-graph",
@@ -61,14 +61,42 @@ STEERING = ("Cc", "Cs", "Zl", "Zp")
 """Unicode's categories of characters that change a terminal or begin a line."""
 
 
+RESUMED = " with --resume latest"
+"""The words of advice that hold only for a run with a checkpoint."""
+
+
+class Advice(TypedDict):
+    """Two fields of an error of a run."""
+
+    fix: str
+    fix_anew: str
+
+
+def going_on(fix: str, anew: str = "") -> Advice:
+    """The advice to go on from the last checkpoint.
+
+    Args:
+        fix: the advice, which names ``--resume latest``.
+        anew: the same for a run without a checkpoint; empty: ``fix`` without the words ``RESUMED``.
+    """
+    assert anew or RESUMED in fix, fix
+    return {
+        "fix": fix,
+        "fix_anew": f"{anew or fix.replace(RESUMED, '')} There is no checkpoint yet: training begins anew.",
+    }
+
+
 class LoraRocmError(Exception):
-    """Base of the tree. ``code`` is stable (scripts may match on it)."""
+    """Base of the tree. ``code`` is stable (scripts may match on it).
+
+    fix_anew: ``fix`` for a run that has no checkpoint yet (``going_on``); empty: ``fix`` holds then, too.
+    """
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, code: str, what: str, *, where: str = "", fix: str = "") -> None:
+    def __init__(self, code: str, what: str, *, where: str = "", fix: str = "", fix_anew: str = "") -> None:
         super().__init__(what)
-        self.code, self.what, self.where, self.fix = code, what, where, fix
+        self.code, self.what, self.where, self.fix, self.fix_anew = code, what, where, fix, fix_anew
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -85,6 +113,7 @@ class LoraRocmError(Exception):
             "what": self.what,
             "where": self.where,
             "fix": self.fix,
+            "fix_anew": self.fix_anew,
             "exit_code": self.exit_code,
         }
 
@@ -178,8 +207,8 @@ class StorageError(MachineError):
 class RestartError(MachineError):
     """A failure that a new start may cure, perhaps with something changed."""
 
-    def __init__(self, code: RestartCode, what: str, *, where: str = "", fix: str = "") -> None:
-        super().__init__(code, what, where=where, fix=fix)
+    def __init__(self, code: RestartCode, what: str, *, where: str = "", fix: str = "", fix_anew: str = "") -> None:
+        super().__init__(code, what, where=where, fix=fix, fix_anew=fix_anew)
 
 
 class TransferError(RestartError):

@@ -16,6 +16,13 @@ NOT_WRONG = {"StoppedError"}
 """The user asked for it, so there is nothing to fix."""
 OF_PROBLEMS = {"RecipeError"}
 """Each of its problems has a remedy of its own."""
+FOR_ANY_RUN = {
+    "supervisor/multi_gpu.py": 1,  # what torchrun has to be told
+    "supervisor/resume.py": 1,  # there is a run here
+    "supervisor/worker.py": 1,  # after a restart of the machine
+    "train/pipeline.py": 1,  # there is a checkpoint, and it is damaged
+}
+"""Errors whose advice names --resume latest whether or not the run has a checkpoint."""
 NEEDS_FIX = {
     name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.LoraRocmError)
 } - (NOT_WRONG | OF_PROBLEMS)
@@ -52,3 +59,28 @@ def test_every_error_has_a_remedy() -> None:
 )
 def test_an_error_without_a_remedy_is_found(source: str, count: int) -> None:
     assert len(list(without_fix(source))) == count
+
+
+def resuming_unasked(source: str) -> Iterator[int]:
+    """Lines whose advice names --resume latest and is not made by ``errors.going_on``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.keyword) and node.arg == "fix":
+            texts = [each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
+            if any(isinstance(text, str) and "--resume" in text for text in texts):
+                yield node.value.lineno
+
+
+def test_advice_to_resume_has_another_form_without_a_checkpoint() -> None:
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
+    found = {name: count for name, source in sources.items() if (count := len(list(resuming_unasked(source))))}
+    assert found == FOR_ANY_RUN
+    assert list(resuming_unasked("E('c', w, fix=f'Do {x} ' 'with --resume latest.')")) == [1], "the control"
+    assert list(resuming_unasked("E('c', w, **going_on('Do so with --resume latest.'))")) == []
+
+
+def test_the_advice_for_a_run_without_a_checkpoint() -> None:
+    advice = errors.going_on("Run it with --resume latest; or stop.")
+    assert "--resume" not in advice["fix_anew"] and advice["fix_anew"].startswith("Run it; or stop. ")
+    assert errors.going_on("Use --resume latest.", anew="Begin.")["fix_anew"].startswith("Begin. ")
+    with pytest.raises(AssertionError):
+        errors.going_on("Run it again.")

@@ -24,7 +24,7 @@ from lora_rocm.device.placement.base import Placement
 from lora_rocm.device.precision import FLOATS
 from lora_rocm.device.torch_errors import machine_error
 from lora_rocm.device.transfer import position_table, whole_fingerprint, whole_fingerprints
-from lora_rocm.errors import CanaryError, RestartCode
+from lora_rocm.errors import CanaryError, RestartCode, going_on
 
 
 class CapturedFingerprints:
@@ -161,8 +161,10 @@ class Canary:
             code,
             f"{what}. {self.consequence}",
             where=f"{name}: {detail}",
-            fix="Run lora-rocm doctor, then the same command with --resume latest: it goes on from what was saved."
-            + (" Or set runtime.graphs: off." if code == "canary-graph" else ""),
+            **going_on(
+                "Run lora-rocm doctor, then the same command with --resume latest: it goes on from what was saved."
+                + (" Or set runtime.graphs: off." if code == "canary-graph" else "")
+            ),
         )
 
     def _kernels(self, scale: float) -> Iterator[Check]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lora_rocm.device.constants import constant
 from lora_rocm.device.torch_errors import device_fault, out_of_memory
-from lora_rocm.errors import MachineError, RestartError, TransferError, UserError
+from lora_rocm.errors import MachineError, RestartError, TransferError, UserError, going_on
 from lora_rocm.hardware.ranks import Rank
 
 if TYPE_CHECKING:
@@ -260,8 +260,10 @@ class World:
                 "The processes that train together no longer hold the same weights, so nothing was written.",
                 where=f"after {updates} updates: not as rank 0 {'are' if len(parted) > 1 else 'is'} rank "
                 f"{', '.join(map(str, parted))}",
-                fix="Run the same command with --resume latest, which goes on from the last checkpoint. If it comes "
-                "again, suspect a GPU, the board or the driver; lora-rocm doctor tests what it can.",
+                **going_on(
+                    "Run the same command with --resume latest, which goes on from the last checkpoint. If it comes "
+                    "again, suspect a GPU, the board or the driver; lora-rocm doctor tests what it can."
+                ),
             )
 
     def _wait_for_readers(self, what: str) -> None:
@@ -360,6 +362,8 @@ def _lost(what: str, said: str) -> RestartError:
         "rank-lost",
         "Another of the processes that train together is gone or does not answer.",
         where=f"{what}: {said}",
-        fix="What it said is in its own log (worker.rankN.log) and events (events.rankN.jsonl) of the run directory. "
-        "Run the same command with --resume latest.",
+        **going_on(
+            "What it said is in its own log (worker.rankN.log) and events (events.rankN.jsonl) of the run directory. "
+            "Run the same command with --resume latest."
+        ),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lora_rocm.errors import LoraRocmError, MachineError, RestartError, storage_error
+from lora_rocm.errors import LoraRocmError, MachineError, RestartError, going_on, storage_error
 from lora_rocm.foundation.packages import unusable
 from lora_rocm.foundation.tables import read_table
 
@@ -60,12 +60,18 @@ def out_of_memory(error: BaseException) -> RestartError | None:
     on_host = isinstance(error, MemoryError) or _says(error, SAID.no_host_memory) or str(error) == ONEDNN_FULL
     if not on_gpu and not on_host:
         return None
+    smaller = (
+        "If that is on, start a new run with a lower train.batch_size (and more train.gradient_accumulation_steps), "
+        "data.resolution or lora.rank."
+    )
     return RestartError(
         "out-of-memory",
         f"{'The GPU' if on_gpu else 'The machine'} has not enough memory for this.",
         where=_first_line(error),
-        fix="Go on with --set train.gradient_checkpointing=true --resume latest. If that is on, start a new run with a "
-        "lower train.batch_size (and more train.gradient_accumulation_steps), data.resolution or lora.rank.",
+        **going_on(
+            f"Go on with --set train.gradient_checkpointing=true --resume latest. {smaller}",
+            anew=f"Go on with --set train.gradient_checkpointing=true. {smaller}",
+        ),
     )
 
 
@@ -80,8 +86,10 @@ def device_fault(error: BaseException) -> RestartError | None:
         "device-fault",
         "The GPU, its driver or one of its libraries reported a fault. Nothing of this step was kept.",
         where=_first_line(error),
-        fix="Run the same command with --resume latest. If it comes again, lora-rocm doctor tests the kernels and "
-        "reads the system's log; a restart of the machine brings back a GPU that is lost.",
+        **going_on(
+            "Run the same command with --resume latest. If it comes again, lora-rocm doctor tests the kernels and "
+            "reads the system's log; a restart of the machine brings back a GPU that is lost."
+        ),
     )
 
 

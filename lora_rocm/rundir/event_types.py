@@ -444,6 +444,7 @@ class ErrorEvent(Event):
     what: Text
     where: Text
     fix: Text
+    fix_anew: Text = ""
     exit_code: Whole
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from lora_rocm.errors import (
     StoppedError,
     StorageError,
     WorkerHungError,
+    going_on,
 )
 from lora_rocm.foundation.files import open_in_place
 from lora_rocm.foundation.safe_path import python_environment
@@ -43,8 +43,6 @@ LAST_WORDS_S = 1.0
 STOPPING = "Finishing the step and saving; Ctrl-C again ends it now (the last checkpoint is kept)."
 WORKER = "lora_rocm.train.worker"
 E = TypeVar("E", bound=LoraRocmError)
-RESUME = re.compile(r"( with| and)? --resume latest")
-"""What advice says of a run that goes on from a checkpoint."""
 
 
 def worker_command(
@@ -290,14 +288,14 @@ def _verdict(
     for event in reversed(told):
         if isinstance(event, ErrorEvent):  # from ``child_main``: the worker's own code was never reached
             raise with_fitting_fix(error_from_event(event), run_dir)
-    fix = f"Run the same command with --resume latest. The whole log: {log}"
-    raise with_fitting_fix(died("The training process", returncode, tail_bytes(log, log_start), fix), run_dir)
+    advice = going_on(f"Run the same command with --resume latest. The whole log: {log}")
+    raise with_fitting_fix(died("The training process", returncode, tail_bytes(log, log_start), **advice), run_dir)
 
 
 def with_fitting_fix(error: E, run_dir: RunDir) -> E:
-    """Return an error of a run whose advice names --resume latest only if there is a checkpoint to resume from."""
-    if RESUME.search(error.fix) and not run_dir.list_checkpoints():
-        error.fix = f"{RESUME.sub('', error.fix)} There is no checkpoint yet: training begins anew."
+    """Return an error of a run whose advice is for a run without a checkpoint if there is none."""
+    if error.fix_anew and not run_dir.list_checkpoints():
+        error.fix = error.fix_anew
     return error
 
 

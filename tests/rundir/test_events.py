@@ -100,12 +100,15 @@ def test_numbers_that_are_not_finite_are_null_in_writing_and_in_reading() -> Non
     assert b"NaN" in line and read == made and (read.loss, read.grad_norm) == (None, None)
 
 
+OLD_ERROR = {"code": "of-the-future", "what": "w", "where": "", "fix": "", "exit_code": 3}
+
+
 @pytest.mark.parametrize(
     ("line", "read"),
     [
         ({"type": "of the future", "text": "x"}, None),
         ({"type": "notice", "text": "x", "of the future": 1}, {"type": "notice", "text": "x"}),
-        ({"type": "error", "code": "of-the-future", "what": "w", "where": "", "fix": "", "exit_code": 3}, {}),
+        ({"type": "error", **OLD_ERROR}, {"type": "error", **OLD_ERROR, "fix_anew": ""}),
     ],
 )
 def test_types_and_fields_of_another_version_are_passed_over(line: dict[str, Any], read: dict[str, Any] | None) -> None:

@@ -19,10 +19,12 @@ from lora_rocm.errors import (
     MachineError,
     StorageError,
     WorkerDiedError,
+    going_on,
     storage_error,
 )
-from lora_rocm.processes.process import kill_tree, own_group
-from lora_rocm.rundir.exit_status import describe_exit, died
+from lora_rocm.processes.process import error_from_event, kill_tree, own_group
+from lora_rocm.rundir.event_types import ErrorEvent
+from lora_rocm.rundir.exit_status import describe_exit
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.worker import Worker, run_worker, with_fitting_fix, worker_command
 from tests.supervisor.fake_run import save_recipe
@@ -262,9 +264,20 @@ def test_worker_command(run_dir: RunDir) -> None:
 
 
 def test_advice_names_resume_only_where_there_is_a_checkpoint(tmp_path: Path) -> None:
-    advice = "Run the same command with --resume latest. If it comes again, run lora-rocm doctor."
+    advice = going_on("Run the same command with --resume latest. If it comes again, run lora-rocm doctor.")
     run_dir = RunDir(tmp_path).create()
-    without = with_fitting_fix(MachineError("internal", "It failed.", fix=advice), run_dir)
-    assert "--resume" not in without.fix and says(without.fix, "supervisor/run-the-same-command-if")
+    said = ErrorEvent(**MachineError("internal", "It failed.", **advice).to_event())
+    plain = MachineError("internal", "It failed.", fix=advice["fix"])  # names the words, and says nothing of itself
+    assert with_fitting_fix(error_from_event(said), run_dir).fix == advice["fix_anew"]
+    assert "--resume" not in advice["fix_anew"] and advice["fix_anew"].startswith("Run the same command. If")
+    assert with_fitting_fix(plain, run_dir).fix == advice["fix"]
     run_dir.checkpoint(5).mkdir(parents=True)
-    assert with_fitting_fix(MachineError("internal", "It failed.", fix=advice), run_dir).fix == advice
+    assert with_fitting_fix(error_from_event(said), run_dir).fix == advice["fix"]
+
+
+def test_an_error_of_before_the_second_advice_is_read(tmp_path: Path) -> None:
+    fields = MachineError("internal", "It failed.", fix="Go on.").to_event()
+    del fields["fix_anew"]
+    error = error_from_event(ErrorEvent.read({"type": "error", **fields}))
+    assert (error.fix, error.fix_anew) == ("Go on.", "")
+    assert with_fitting_fix(error, RunDir(tmp_path).create()).fix == "Go on."
