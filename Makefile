@@ -22,12 +22,12 @@ demo: $(STAMP) ## train a LoRA on the tiny base model that ships with the packag
 test: $(STAMP) ## run the tests (ARGS="-k name" picks some)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
 
-check: $(STAMP) ## formatting, lint, types, spelling, architecture, the site
+check: $(STAMP) ## formatting, lint, types, spelling, English, architecture, the site
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m codespell_lib README.md CHANGELOG.md docs recipes
-	$(BIN)/python -m pytest tests/test_architecture.py tests/test_portability.py tests/test_site.py
+	$(BIN)/codespell lora_rocm tests scripts benchmarks recipes docs README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/python -m pytest tests/test_architecture.py tests/test_portability.py tests/test_english.py tests/test_site.py
 
 format: $(STAMP) ## format the code and sort its imports
 	$(BIN)/python -m ruff check --select I --fix .
