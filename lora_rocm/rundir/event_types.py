@@ -110,7 +110,7 @@ Emit = Callable[[Event], object]
 
 
 class StartEvent(Event):
-    """A worker started. precision: of the computation; no is float32. resumed_from: the checkpoint's updates, if any."""
+    """A worker started. precision: of the computation; no is float32. resumed_from: the checkpoint's updates."""
 
     pid: Whole
     device: Text
