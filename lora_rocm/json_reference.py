@@ -60,6 +60,11 @@ RESULTS: dict[str, type] = {
 FOLLOWS = ("train", "demo")
 PLAIN = {str: "string", Path: "string", bool: "true or false", int: "whole number", float: "number", Any: "anything"}
 INTRODUCTION = """\
+---
+search:
+  boost: 0.5
+---
+
 # What commands print as JSON
 
 This page is generated from the classes of the results: `python -m scripts.docs_pages`.

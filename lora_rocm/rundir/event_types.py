@@ -110,16 +110,7 @@ Emit = Callable[[Event], object]
 
 
 class StartEvent(Event):
-    """A worker started.
-
-    Attributes:
-        pid: its process.
-        device: the name of the GPU, or the CPU.
-        torch: version of PyTorch.
-        threads: CPU threads of torch.
-        precision: number format of the computation; no is float32.
-        resumed_from: the checkpoint's number of updates; null: it starts from the beginning.
-    """
+    """A worker started. precision: of the computation; no is float32. resumed_from: the checkpoint's updates."""
 
     pid: Whole
     device: Text
@@ -145,16 +136,7 @@ class PhaseEvent(Event):
 
 
 class DataEvent(Event):
-    """The result of the data phase.
-
-    Attributes:
-        samples: number of training samples.
-        set_aside: samples that cannot be used, and why.
-        notices: what a user should know about the data.
-        buckets: samples per epoch by shape.
-        steps_per_epoch: updates per epoch.
-        max_train_steps: updates in all.
-    """
+    """The result of the data phase. set_aside: samples that cannot be used. buckets: samples per epoch by shape."""
 
     samples: Whole
     set_aside: list[Problem]
@@ -165,14 +147,7 @@ class DataEvent(Event):
 
 
 class CacheEvent(Event):
-    """Progress of caching.
-
-    Attributes:
-        what: what is encoded, such as images or captions; sizes, hashes, texts: files are only examined.
-        done: number of items that are finished.
-        total: number of items.
-        per_second: rate; null: not known yet.
-    """
+    """Progress of caching. what: an entry's progress name; sizes, hashes, texts: files are only examined."""
 
     what: Text
     done: Whole
