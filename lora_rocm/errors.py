@@ -69,10 +69,10 @@ class Advice(TypedDict):
     """Two fields of an error of a run."""
 
     fix: str
-    fix_anew: str
+    fix_without_checkpoint: str
 
 
-def going_on(fix: str, anew: str = "") -> Advice:
+def resume_advice(fix: str, anew: str = "") -> Advice:
     """The advice to go on from the last checkpoint.
 
     Args:
@@ -82,21 +82,29 @@ def going_on(fix: str, anew: str = "") -> Advice:
     assert anew or RESUMED in fix, fix
     return {
         "fix": fix,
-        "fix_anew": f"{anew or fix.replace(RESUMED, '')} There is no checkpoint yet: training begins anew.",
+        "fix_without_checkpoint": f"{anew or fix.replace(RESUMED, '')} There is no checkpoint yet: training begins anew.",
     }
 
 
 class LoraRocmError(Exception):
     """Base of the tree. ``code`` is stable (scripts may match on it).
 
-    fix_anew: ``fix`` for a run that has no checkpoint yet (``going_on``); empty: ``fix`` holds then, too.
+    fix_without_checkpoint: ``fix`` for a run that has no checkpoint yet (``resume_advice``); empty: ``fix`` holds then, too.
     """
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, code: str, what: str, *, where: str = "", fix: str = "", fix_anew: str = "") -> None:
+    def __init__(
+        self, code: str, what: str, *, where: str = "", fix: str = "", fix_without_checkpoint: str = ""
+    ) -> None:
         super().__init__(what)
-        self.code, self.what, self.where, self.fix, self.fix_anew = code, what, where, fix, fix_anew
+        self.code, self.what, self.where, self.fix, self.fix_without_checkpoint = (
+            code,
+            what,
+            where,
+            fix,
+            fix_without_checkpoint,
+        )
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -113,7 +121,7 @@ class LoraRocmError(Exception):
             "what": self.what,
             "where": self.where,
             "fix": self.fix,
-            "fix_anew": self.fix_anew,
+            "fix_without_checkpoint": self.fix_without_checkpoint,
             "exit_code": self.exit_code,
         }
 
@@ -207,8 +215,10 @@ class StorageError(MachineError):
 class RestartError(MachineError):
     """A failure that a new start may cure, perhaps with something changed."""
 
-    def __init__(self, code: RestartCode, what: str, *, where: str = "", fix: str = "", fix_anew: str = "") -> None:
-        super().__init__(code, what, where=where, fix=fix, fix_anew=fix_anew)
+    def __init__(
+        self, code: RestartCode, what: str, *, where: str = "", fix: str = "", fix_without_checkpoint: str = ""
+    ) -> None:
+        super().__init__(code, what, where=where, fix=fix, fix_without_checkpoint=fix_without_checkpoint)
 
 
 class TransferError(RestartError):

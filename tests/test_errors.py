@@ -62,7 +62,7 @@ def test_an_error_without_a_remedy_is_found(source: str, count: int) -> None:
 
 
 def resuming_unasked(source: str) -> Iterator[int]:
-    """Lines whose advice names --resume latest and is not made by ``errors.going_on``."""
+    """Lines whose advice names --resume latest and is not made by ``errors.resume_advice``."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.keyword) and node.arg == "fix":
             texts = [each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
@@ -75,12 +75,14 @@ def test_advice_to_resume_has_another_form_without_a_checkpoint() -> None:
     found = {name: count for name, source in sources.items() if (count := len(list(resuming_unasked(source))))}
     assert found == FOR_ANY_RUN
     assert list(resuming_unasked("E('c', w, fix=f'Do {x} ' 'with --resume latest.')")) == [1], "the control"
-    assert list(resuming_unasked("E('c', w, **going_on('Do so with --resume latest.'))")) == []
+    assert list(resuming_unasked("E('c', w, **resume_advice('Do so with --resume latest.'))")) == []
 
 
 def test_the_advice_for_a_run_without_a_checkpoint() -> None:
-    advice = errors.going_on("Run it with --resume latest; or stop.")
-    assert "--resume" not in advice["fix_anew"] and advice["fix_anew"].startswith("Run it; or stop. ")
-    assert errors.going_on("Use --resume latest.", anew="Begin.")["fix_anew"].startswith("Begin. ")
+    advice = errors.resume_advice("Run it with --resume latest; or stop.")
+    assert "--resume" not in advice["fix_without_checkpoint"] and advice["fix_without_checkpoint"].startswith(
+        "Run it; or stop. "
+    )
+    assert errors.resume_advice("Use --resume latest.", anew="Begin.")["fix_without_checkpoint"].startswith("Begin. ")
     with pytest.raises(AssertionError):
-        errors.going_on("Run it again.")
+        errors.resume_advice("Run it again.")

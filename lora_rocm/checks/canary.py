@@ -24,7 +24,7 @@ from lora_rocm.device.placement.base import Placement
 from lora_rocm.device.precision import FLOATS
 from lora_rocm.device.torch_errors import machine_error
 from lora_rocm.device.transfer import position_table, whole_fingerprint, whole_fingerprints
-from lora_rocm.errors import CanaryError, RestartCode, going_on
+from lora_rocm.errors import CanaryError, RestartCode, resume_advice
 
 
 class CapturedFingerprints:
@@ -161,7 +161,7 @@ class Canary:
             code,
             f"{what}. {self.consequence}",
             where=f"{name}: {detail}",
-            **going_on(
+            **resume_advice(
                 "Run lora-rocm doctor, then the same command with --resume latest: it goes on from what was saved."
                 + (" Or set runtime.graphs: off." if code == "canary-graph" else "")
             ),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lora_rocm.device.constants import constant
 from lora_rocm.device.torch_errors import device_fault, out_of_memory
-from lora_rocm.errors import MachineError, RestartError, TransferError, UserError, going_on
+from lora_rocm.errors import MachineError, RestartError, TransferError, UserError, resume_advice
 from lora_rocm.hardware.ranks import Rank
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class World:
                 "The processes that train together no longer hold the same weights, so nothing was written.",
                 where=f"after {updates} updates: not as rank 0 {'are' if len(parted) > 1 else 'is'} rank "
                 f"{', '.join(map(str, parted))}",
-                **going_on(
+                **resume_advice(
                     "Run the same command with --resume latest, which goes on from the last checkpoint. If it comes "
                     "again, suspect a GPU, the board or the driver; lora-rocm doctor tests what it can."
                 ),
@@ -362,7 +362,7 @@ def _lost(what: str, said: str) -> RestartError:
         "rank-lost",
         "Another of the processes that train together is gone or does not answer.",
         where=f"{what}: {said}",
-        **going_on(
+        **resume_advice(
             "What it said is in its own log (worker.rankN.log) and events (events.rankN.jsonl) of the run directory. "
             "Run the same command with --resume latest."
         ),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lora_rocm.errors import LoraRocmError, MachineError, RestartError, going_on, storage_error
+from lora_rocm.errors import LoraRocmError, MachineError, RestartError, resume_advice, storage_error
 from lora_rocm.foundation.packages import unusable
 from lora_rocm.foundation.tables import read_table
 
@@ -68,7 +68,7 @@ def out_of_memory(error: BaseException) -> RestartError | None:
         "out-of-memory",
         f"{'The GPU' if on_gpu else 'The machine'} has not enough memory for this.",
         where=_first_line(error),
-        **going_on(
+        **resume_advice(
             f"Go on with --set train.gradient_checkpointing=true --resume latest. {smaller}",
             anew=f"Go on with --set train.gradient_checkpointing=true. {smaller}",
         ),
@@ -86,7 +86,7 @@ def device_fault(error: BaseException) -> RestartError | None:
         "device-fault",
         "The GPU, its driver or one of its libraries reported a fault. Nothing of this step was kept.",
         where=_first_line(error),
-        **going_on(
+        **resume_advice(
             "Run the same command with --resume latest. If it comes again, lora-rocm doctor tests the kernels and "
             "reads the system's log; a restart of the machine brings back a GPU that is lost."
         ),

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lora_rocm.errors import TransferError, going_on
+from lora_rocm.errors import TransferError, resume_advice
 
 WORD_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 CHUNK_BYTES = 4 * 2**20
@@ -311,7 +311,7 @@ class DeviceTransfer:
                     "read-failed",
                     "A tensor did not come back from the device unchanged. The files written before are kept.",
                     where=f"{waiting[0]} {tuple(tensor.shape)} {tensor.dtype}",
-                    **going_on("Restart the machine and run the same command with --resume latest."),
+                    **resume_advice("Restart the machine and run the same command with --resume latest."),
                 )
         return {name: received[name] for name in names}
 
@@ -345,7 +345,7 @@ class DeviceTransfer:
             "transfer-failed",
             f"Data reached the device changed, by every method ({', '.join(self.methods)}). Nothing was trained on it.",
             where=what,
-            **going_on(
+            **resume_advice(
                 "Restart the machine and run the same command with --resume latest; if it happens again, "
                 "suspect driver, kernel or memory."
             ),

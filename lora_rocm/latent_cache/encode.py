@@ -29,7 +29,7 @@ from lora_rocm.dataset.progress import Progress
 from lora_rocm.dataset.sources.folders import shown
 from lora_rocm.device.allocator import afterwards, empty_pools
 from lora_rocm.device.torch_errors import out_of_memory
-from lora_rocm.errors import DataError, MachineError, Problem, going_on
+from lora_rocm.errors import DataError, MachineError, Problem, resume_advice
 from lora_rocm.latent_cache.cache import MISSING, entry_key
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.image_encoding import CPU, Filling, LoadedEncoder
@@ -194,7 +194,7 @@ class Caches:
                     "prompt-not-cached",
                     "This prompt was not encoded when the run started.",
                     where=repr(caption),
-                    **going_on("Add it to sample.prompts and start the run again with --resume latest."),
+                    **resume_advice("Add it to sample.prompts and start the run again with --resume latest."),
                 ) from None
             self.repair(entry.name, key, str(error))
             return cache.get(entry.name, key, entry.tensors).tensors

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lora_rocm.checks.graph_check import Capture
 from lora_rocm.checks.selftest_base import WrongAnswerError
-from lora_rocm.errors import StateError, going_on
+from lora_rocm.errors import StateError, resume_advice
 from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew, words_of
 from lora_rocm.kernels.fingerprint_weights import MAX_BUFFERS
@@ -80,7 +80,7 @@ class StateGuard:
             "What is trained is not what the last update made of it: memory has changed in between. Nothing was "
             "trained or saved from it; the checkpoint before stays valid.",
             where=f"after {updates} updates: {', '.join(names)}",
-            **going_on(
+            **resume_advice(
                 "Run the same command with --resume latest, which goes on from the last checkpoint. If it comes "
                 "again, suspect the memory of the GPU (an overclock, its temperature) or the driver; lora-rocm doctor "
                 "tests it."

@@ -74,7 +74,9 @@ class Asked:
 def error_from_event(event: ErrorEvent) -> LoraRocmError:
     """A child's error event as an exception with the same exit code."""
     branch = BRANCHES.get(event.exit_code, MachineError)
-    return branch(event.code, event.what, where=event.where, fix=event.fix, fix_anew=event.fix_anew)
+    return branch(
+        event.code, event.what, where=event.where, fix=event.fix, fix_without_checkpoint=event.fix_without_checkpoint
+    )
 
 
 def kill_tree(pid: int, job: Job | None = None) -> bool:

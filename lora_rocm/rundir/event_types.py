@@ -419,7 +419,7 @@ class ErrorEvent(Event):
     what: Text
     where: Text
     fix: Text
-    fix_anew: Text = ""
+    fix_without_checkpoint: Text = ""
     exit_code: Whole
 
 

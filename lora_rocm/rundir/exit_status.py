@@ -14,7 +14,7 @@ TAIL_BYTES = 16384
 NTSTATUS = {0xC0000005: "access violation", 0xC00000FD: "stack overflow", 0xC0000409: "fail-fast or stack overrun"}
 
 
-def died(who: str, returncode: int, log: bytes, fix: str = "", fix_anew: str = "") -> WorkerDiedError:
+def died(who: str, returncode: int, log: bytes, fix: str = "", fix_without_checkpoint: str = "") -> WorkerDiedError:
     """The error for a child that ended without an error of its own; ``log`` is the end of its output."""
     what = f"{who} ended without saying why: {describe_exit(returncode)}."
     if returncode in (-9, 137):
@@ -22,7 +22,7 @@ def died(who: str, returncode: int, log: bytes, fix: str = "", fix_anew: str = "
     tail = _last_lines(log)
     if tail:
         what += "\nThe end of its log:\n" + "\n".join(f"    {line}" for line in tail)
-    return WorkerDiedError("worker-died", what, fix=fix, fix_anew=fix_anew)
+    return WorkerDiedError("worker-died", what, fix=fix, fix_without_checkpoint=fix_without_checkpoint)
 
 
 def describe_exit(returncode: int) -> str:

@@ -16,7 +16,7 @@ from lora_rocm.errors import (
     StoppedError,
     StorageError,
     WorkerHungError,
-    going_on,
+    resume_advice,
 )
 from lora_rocm.foundation.files import open_in_place
 from lora_rocm.foundation.safe_path import python_environment
@@ -288,14 +288,14 @@ def _verdict(
     for event in reversed(told):
         if isinstance(event, ErrorEvent):  # from ``child_main``: the worker's own code was never reached
             raise with_fitting_fix(error_from_event(event), run_dir)
-    advice = going_on(f"Run the same command with --resume latest. The whole log: {log}")
+    advice = resume_advice(f"Run the same command with --resume latest. The whole log: {log}")
     raise with_fitting_fix(died("The training process", returncode, tail_bytes(log, log_start), **advice), run_dir)
 
 
 def with_fitting_fix(error: E, run_dir: RunDir) -> E:
     """Return an error of a run whose advice is for a run without a checkpoint if there is none."""
-    if error.fix_anew and not run_dir.list_checkpoints():
-        error.fix = error.fix_anew
+    if error.fix_without_checkpoint and not run_dir.list_checkpoints():
+        error.fix = error.fix_without_checkpoint
     return error
 
 

@@ -21,7 +21,7 @@ from lora_rocm.dataset.progress import Progress, Report
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.torch_errors import out_of_memory
-from lora_rocm.errors import StoppedError, going_on
+from lora_rocm.errors import StoppedError, resume_advice
 from lora_rocm.families.base import Drawn, LoadedModel, ModelFamily, PreviewRequest, Tensors
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.latent_cache.encode import Caches
@@ -145,6 +145,6 @@ def _reporting(start: StartContext) -> Report:
         context.beat(PHASE)
         if context.should_stop():
             what = "Stopped while class images are drawn; what is drawn stays."
-            raise StoppedError("stopped", what, **going_on("Run again with --resume latest to go on."))
+            raise StoppedError("stopped", what, **resume_advice("Run again with --resume latest to go on."))
 
     return report

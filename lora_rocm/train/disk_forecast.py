@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.errors import StoppedError, going_on
+from lora_rocm.errors import StoppedError, resume_advice
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.export.safetensors_writer import TensorFile
@@ -180,5 +180,5 @@ class CacheRoom:
             raise StoppedError(
                 "stopped",
                 "Stopped while encoding; what is encoded stays.",
-                **going_on("Run again with --resume latest to go on."),
+                **resume_advice("Run again with --resume latest to go on."),
             )

@@ -14,7 +14,7 @@ from lora_rocm.device.allocator import afterwards
 from lora_rocm.device.placement.base import Placement, Resident
 from lora_rocm.device.torch_errors import machine_error
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.errors import NonFiniteError, going_on
+from lora_rocm.errors import NonFiniteError, resume_advice
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.rundir.event_types import CanaryEvent
 from lora_rocm.rundir.run_context import RunContext
@@ -145,7 +145,7 @@ class Guard:
                 f"{len(bad)} of {len(tensors)} tensors of the trained state are not finite, so nothing was written; "
                 "the checkpoint before stays valid.",
                 where=f"after {updates} updates: {', '.join(bad[:NAMED])}",
-                **going_on(
+                **resume_advice(
                     "Run lora-rocm doctor, then the same command with --resume latest, which goes on from there. "
                     "If it comes again, lower optim.learning_rate and add --accept-changes."
                 ),

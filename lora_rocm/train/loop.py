@@ -22,7 +22,7 @@ from lora_rocm.device.allocator import NO_LIMIT, LimitFollower, usage
 from lora_rocm.device.process_group import World
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import Clock, DeviceTransfer, fingerprint
-from lora_rocm.errors import NonFiniteError, TransferError, going_on
+from lora_rocm.errors import NonFiniteError, TransferError, resume_advice
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.adapter_dropout import DropoutDraws
 from lora_rocm.loader.batch import Batch, split
@@ -134,7 +134,7 @@ class Pending:
             "verdict-lost",
             "The verdict on an update did not come back from the device.",
             where=f"iteration {self.iteration}",
-            **going_on("Restart the machine and run the same command with --resume latest."),
+            **resume_advice("Restart the machine and run the same command with --resume latest."),
         )
 
 
@@ -451,7 +451,7 @@ class Trainer:
                 f"Gradients of several GPUs were added up wrongly {MAX_WRONG_SUMS} times in a row. Nothing was trained "
                 "on it.",
                 where=where,
-                **going_on(
+                **resume_advice(
                     "Copies from card to card fail on some boards: set NCCL_P2P_DISABLE=1, then run the same command "
                     "with --resume latest; or train on one GPU."
                 ),
@@ -479,7 +479,7 @@ class Trainer:
                 "nonfinite",
                 f"Loss or gradient was not finite {MAX_NONFINITE_IN_A_ROW} times in a row; no such update was made.",
                 where=f"update {self.position.updates + 1}, samples {', '.join(pending.samples)}",
-                **going_on(
+                **resume_advice(
                     "Lower optim.learning_rate or set train.mixed_precision: no, and --resume latest --accept-changes. "
                     "At the very first update also suspect the base model's file.",
                     anew="Lower optim.learning_rate, set train.mixed_precision: no, or suspect the base model's file.",

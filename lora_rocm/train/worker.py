@@ -24,7 +24,7 @@ from lora_rocm.device.backend_settings import apply, wake
 from lora_rocm.device.precision import choose_device, compute_dtype, describe
 from lora_rocm.device.process_group import World, join
 from lora_rocm.device.torch_errors import settle, told
-from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError, going_on
+from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError, resume_advice
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import refuse_link
 from lora_rocm.foundation.output_stream import outliving_stdout
@@ -102,7 +102,7 @@ def _explained(error: Exception, run_dir: RunDir, me: Rank) -> LoraRocmError:
         "internal",
         f"The training process met an error that it does not know: {type(error).__name__}: {error}",
         where=f"traceback in {run_dir.log_of(me.rank)}",
-        **going_on("Please report it with that log attached. Then run the same command with --resume latest."),
+        **resume_advice("Please report it with that log attached. Then run the same command with --resume latest."),
     )
     return told(error, run_dir.path, unknown)
 

@@ -108,7 +108,7 @@ OLD_ERROR = {"code": "of-the-future", "what": "w", "where": "", "fix": "", "exit
     [
         ({"type": "of the future", "text": "x"}, None),
         ({"type": "notice", "text": "x", "of the future": 1}, {"type": "notice", "text": "x"}),
-        ({"type": "error", **OLD_ERROR}, {"type": "error", **OLD_ERROR, "fix_anew": ""}),
+        ({"type": "error", **OLD_ERROR}, {"type": "error", **OLD_ERROR, "fix_without_checkpoint": ""}),
     ],
 )
 def test_types_and_fields_of_another_version_are_passed_over(line: dict[str, Any], read: dict[str, Any] | None) -> None:

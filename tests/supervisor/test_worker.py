@@ -19,7 +19,7 @@ from lora_rocm.errors import (
     MachineError,
     StorageError,
     WorkerDiedError,
-    going_on,
+    resume_advice,
     storage_error,
 )
 from lora_rocm.processes.process import error_from_event, kill_tree, own_group
@@ -264,12 +264,14 @@ def test_worker_command(run_dir: RunDir) -> None:
 
 
 def test_advice_names_resume_only_where_there_is_a_checkpoint(tmp_path: Path) -> None:
-    advice = going_on("Run the same command with --resume latest. If it comes again, run lora-rocm doctor.")
+    advice = resume_advice("Run the same command with --resume latest. If it comes again, run lora-rocm doctor.")
     run_dir = RunDir(tmp_path).create()
     said = ErrorEvent(**MachineError("internal", "It failed.", **advice).to_event())
     plain = MachineError("internal", "It failed.", fix=advice["fix"])  # names the words, and says nothing of itself
-    assert with_fitting_fix(error_from_event(said), run_dir).fix == advice["fix_anew"]
-    assert "--resume" not in advice["fix_anew"] and advice["fix_anew"].startswith("Run the same command. If")
+    assert with_fitting_fix(error_from_event(said), run_dir).fix == advice["fix_without_checkpoint"]
+    assert "--resume" not in advice["fix_without_checkpoint"] and says(
+        advice["fix_without_checkpoint"], "supervisor/run-the-same-command-if"
+    )
     assert with_fitting_fix(plain, run_dir).fix == advice["fix"]
     run_dir.checkpoint(5).mkdir(parents=True)
     assert with_fitting_fix(error_from_event(said), run_dir).fix == advice["fix"]
@@ -277,7 +279,7 @@ def test_advice_names_resume_only_where_there_is_a_checkpoint(tmp_path: Path) ->
 
 def test_an_error_of_before_the_second_advice_is_read(tmp_path: Path) -> None:
     fields = MachineError("internal", "It failed.", fix="Go on.").to_event()
-    del fields["fix_anew"]
+    del fields["fix_without_checkpoint"]
     error = error_from_event(ErrorEvent.read({"type": "error", **fields}))
-    assert (error.fix, error.fix_anew) == ("Go on.", "")
+    assert (error.fix, error.fix_without_checkpoint) == ("Go on.", "")
     assert with_fitting_fix(error, RunDir(tmp_path).create()).fix == "Go on."

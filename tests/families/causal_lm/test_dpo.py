@@ -136,10 +136,10 @@ def loss_at_start(recipe: Recipe, start_BP: Tensor) -> list[float]:
 def test_the_loss_begins_at_ln_2_also_from_a_lora(base: Path, tmp_path: Path) -> None:
     plain = dpo(base)
     trained = Adapted(plain).written(tmp_path)
-    going_on = dpo(base, lora={"init_from": str(trained)})
-    for recipe in (plain, going_on):
+    resume_advice = dpo(base, lora={"init_from": str(trained)})
+    for recipe in (plain, resume_advice):
         assert loss_at_start(recipe, start_of(recipe)) == pytest.approx([LN2] * 2, rel=1e-5)
-    wrong = loss_at_start(going_on, start_of(plain))
+    wrong = loss_at_start(resume_advice, start_of(plain))
     assert abs(wrong[0] - LN2) > 1e-3, "the control: compared with the base alone"
 
 
