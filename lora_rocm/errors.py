@@ -82,14 +82,16 @@ def resume_advice(fix: str, anew: str = "") -> Advice:
     assert anew or RESUMED in fix, fix
     return {
         "fix": fix,
-        "fix_without_checkpoint": f"{anew or fix.replace(RESUMED, '')} There is no checkpoint yet: training begins anew.",
+        "fix_without_checkpoint": (
+            f"{anew or fix.replace(RESUMED, '')} There is no checkpoint yet: training starts from the beginning."
+        ),
     }
 
 
 class LoraRocmError(Exception):
     """Base of the tree. ``code`` is stable (scripts may match on it).
 
-    fix_without_checkpoint: ``fix`` for a run that has no checkpoint yet (``resume_advice``); empty: ``fix`` holds then, too.
+    fix_without_checkpoint: ``fix`` for a run that has no checkpoint yet (``resume_advice``); empty: it is ``fix``, too.
     """
 
     exit_code: ClassVar[int] = 1

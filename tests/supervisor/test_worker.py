@@ -24,7 +24,7 @@ from lora_rocm.errors import (
 )
 from lora_rocm.processes.process import error_from_event, kill_tree, own_group
 from lora_rocm.rundir.event_types import ErrorEvent
-from lora_rocm.rundir.exit_status import describe_exit
+from lora_rocm.rundir.exit_status import describe_exit, died
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.worker import Worker, run_worker, with_fitting_fix, worker_command
 from tests.supervisor.fake_run import save_recipe
@@ -267,7 +267,7 @@ def test_advice_names_resume_only_where_there_is_a_checkpoint(tmp_path: Path) ->
     advice = resume_advice("Run the same command with --resume latest. If it comes again, run lora-rocm doctor.")
     run_dir = RunDir(tmp_path).create()
     said = ErrorEvent(**MachineError("internal", "It failed.", **advice).to_event())
-    plain = MachineError("internal", "It failed.", fix=advice["fix"])  # names the words, and says nothing of itself
+    plain = MachineError("internal", "It failed.", fix=advice["fix"])  # no field for the other case
     assert with_fitting_fix(error_from_event(said), run_dir).fix == advice["fix_without_checkpoint"]
     assert "--resume" not in advice["fix_without_checkpoint"] and says(
         advice["fix_without_checkpoint"], "supervisor/run-the-same-command-if"
