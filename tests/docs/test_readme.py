@@ -1,4 +1,4 @@
-"""The README is for the first five minutes, and its figures are those of the program."""
+"""The README is for the first five minutes, and the program counts the same figures."""
 
 from __future__ import annotations
 
