@@ -25,8 +25,8 @@ MANY_BLOCKS = 1024  # enough to fill a GPU with large chunks
 JOINED = 2048  # numbers that a combining program holds at once
 WARPS = 8
 """With 4, the gradient of large images spills registers on wave-32 GPUs (Triton 3.6, 3.8 and 3.9), and gfx942 runs no
-more waves. With 16, gfx1100 would run 10 waves instead of 7, each with half as many numbers. Counted
-(benchmarks/registers.py), not measured.
+more waves than with 8. With 16, gfx1100 would run 10 waves instead of 7, each with half as many numbers. Counted by
+benchmarks/registers.py, not measured.
 """
 
 
@@ -178,7 +178,7 @@ def input_gradient(
     dy, residual, x, shift, weight, bias, mean, rstd, plain_mean, normal_mean, dx, pixels, channels, chunks, groups,
     SHIFT: tl.constexpr, SILU: tl.constexpr, RESIDUAL: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x, plus that of a residual path."""
+    """The gradient of x, plus the gradient of a residual path."""
     part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
     normal, z, w, scale, group = _normalised(
         x, shift, weight, bias, mean, rstd, batch, channel, inside, offset, channels, groups, SHIFT
