@@ -95,6 +95,7 @@ def add_norm_backward(
     column = tl.arange(0, BLOCK)
     inside = column < width
     at, shared = row.to(tl.int64) * width + column, row // rows * width + column
+    # The gradient through the norm; the row's statistics are recomputed.
     result = tl.zeros([BLOCK], tl.float32)
     if NORM:
         value = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
@@ -104,6 +105,7 @@ def add_norm_backward(
             tl.store(dweight + at, (gradient * normal).to(dweight.dtype.element_ty), mask=inside)
         gradient *= tl.load(weight + shared, mask=inside, other=0.0).to(tl.float32)
         result = _row_gradient(gradient, normal, rstd, width, CENTRED)
+    # The gradient of the residual path, then of the branch.
     if RESIDUAL:
         result += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     if NORM:

@@ -50,6 +50,7 @@ def token_loss(logits, labels, losses, width, ignored, factor, cap, CAP: tl.cons
     most = tl.max(largest, axis=0)
     normal = most + tl.log(tl.sum(total * tl.exp(largest - most), axis=0))
     tl.store(losses + row, tl.where(counts, normal - tl.sum(right, axis=0), 0.0))
+    # second pass: softmax minus one-hot, times the slope of the cap
     for first in range(0, width, BLOCK):
         inside = first + column < width
         value, slope = _bent(

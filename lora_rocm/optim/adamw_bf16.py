@@ -34,9 +34,8 @@ def round_by_chance(new_N: Tensor, dtype: torch.dtype, steps: Tensor, stream: in
     chance_N.add_(steps.to(torch.int32) * 0x3C6EF35F + stream * 0x1B873593)
     for shift, factor in ((16, 0x7FEB352D), (15, -0x7B935975), (16, 1)):  # C. Wellons' hash lowbias32
         chance_N.bitwise_xor_((chance_N >> shift).bitwise_and_(0xFFFFFFFF >> shift)).mul_(factor)
-    new_N.view(torch.int32).add_(chance_N.bitwise_and_(0xFFFF)).bitwise_and_(
-        -0x10000
-    )  # bf16 is the upper 16 bits of float32
+    # bf16 is the upper 16 bits of float32
+    new_N.view(torch.int32).add_(chance_N.bitwise_and_(0xFFFF)).bitwise_and_(-0x10000)
     return new_N
 
 

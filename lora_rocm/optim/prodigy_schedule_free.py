@@ -51,9 +51,8 @@ class ProdigyScheduleFree(AveragingRule[ProdigyScheduleFreeSection]):
         write(self._sum_N, (gradients_N * scale).add_(self._sum_N, alpha=beta3), hold)
         norms = [torch.linalg.vector_norm(self._sum_N[group.place], ord=1) for group in self._groups]
         away, size = (self.d > section.d0) | (progress > 0), self._over_groups(norms)
-        numerator = self._numerator * beta3 + torch.where(
-            away, progress, 0.0
-        )  # at the start, negative progress is ignored
+        # at the start, negative progress is ignored
+        numerator = self._numerator * beta3 + torch.where(away, progress, 0.0)
         grown = numerator / size
         if section.d_limiter:
             grown = torch.minimum(grown, self.d * LIMIT)
