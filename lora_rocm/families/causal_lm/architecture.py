@@ -91,12 +91,14 @@ def layout_of(folder: Path) -> Layout:
             where=f"{path}: auto_map",
             fix="Use a model with an architecture that is part of transformers.",
         )
+    # The class: known to transformers, and a decoder.
     if kind not in CONFIG_MAPPING:
         raise _unknown(path, f"This version of transformers does not know the model type {shown}")
     text = given(found, "text_config", dict, path)
     cls = _class_of(kind, None if text is None else given(text, "model_type", str, path))
     if cls is None or found.get("is_encoder_decoder"):
         raise _unknown(path, f"Models of the type {shown} do not predict the next token of a text")
+    # Keys that would change the computation, for example another attention.
     in_text = found if text is None else text
     odd = [key for key in UNREAD_KEYS if in_text.get(key) and (key, in_text[key]) not in OF_IMAGES_ONLY]
     kinds = given(in_text, "layer_types", list, path, or_null=True) or []
@@ -110,6 +112,7 @@ def layout_of(folder: Path) -> Layout:
         if stored.get("quant_method") != "mxfp4":
             raise _unknown(path, "gpt-oss can only be trained with experts in MXFP4, which this edition does not have")
         from lora_rocm.families.causal_lm.gpt_oss import PackedGptOss as cls  # noqa: N813
+    # The layout: one component, without the parts that are not the text model.
     finish = None if text is None else only_text
     tokenizers = {TOKENIZER: TokenizerOf("", COMPONENT)}
     part = Part(cls, "", conversion.own_names, from_folder=published, finish=finish, unread=_unread)
@@ -332,9 +335,8 @@ def takes_grouped(device: torch.device, dtype: torch.dtype) -> bool:
             weight_EIO = torch.ones(2, SIDE, SIDE, device=device, dtype=dtype)
             ends_E = torch.tensor([SIDE, 2 * SIDE], device=device, dtype=torch.int32)
             found_SO = product(rows_SI, weight_EIO, offs=ends_E)
-            found_SO.backward(
-                torch.ones_like(found_SO)
-            )  # not of a sum: its gradient has strides that are not supported
+            # not of a sum: its gradient has strides that are not supported
+            found_SO.backward(torch.ones_like(found_SO))
     except RuntimeError as error:
         if device.type != "meta":
             LOG.warning(

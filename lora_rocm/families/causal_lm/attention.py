@@ -55,7 +55,7 @@ def causal(
 
 
 def samples_apart(positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias on the scores of rows with several samples [B, 1, S, S]: 0 for the sample's past, otherwise -inf.
+    """The bias on the scores of rows with several samples [B, 1, S, S]: 0 up to the token in its sample, else -inf.
 
     It is computed once for all layers. A boolean mask would be converted to a bias, and kept, by each layer.
 

@@ -125,6 +125,7 @@ class CausalLM:
     def _folder(self, name: str) -> Path:
         if name.startswith(BUILTIN):
             return builtin_folder(name)
+        # A folder, or a file of another family.
         path, spec = Path(os.path.expanduser(name)), self.recipe.spec
         if os.path.isdir(path):
             refuse_run(path)
@@ -142,6 +143,7 @@ class CausalLM:
                 where=f"model.name_or_path: {name}",
                 fix="Give a folder with config.json, tokenizer and .safetensors files, or a hub id (Qwen/Qwen3-4B).",
             )
+        # A model on the hub.
         patterns = ["config.json", "generation_config.json", *WEIGHTS, *OF_TOKENIZER]
         found = hub.download(name, self.recipe.model.revision, patterns, lambda at: any(at.glob("model*.safetensors")))
         if found is None:

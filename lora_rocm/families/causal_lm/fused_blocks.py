@@ -53,7 +53,7 @@ class Parts:
         norms: names of the norms before and after attention, and before and after the MLP; None: there is none.
         plus_one: a norm multiplies by 1 + weight, in float32.
         activation: of the gate.
-        window: number of preceding tokens that a token sees; None: all.
+        window: number of latest tokens that a token sees, including itself; None: all.
         turns: queries and keys have a rotary embedding.
     """
 

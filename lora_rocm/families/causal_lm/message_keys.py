@@ -135,19 +135,22 @@ def require_whole_calls(sample: Conversation) -> None:
     """
     for at, message in enumerate(sample.messages):
         for call in _calls(message):
+            # A name.
             inner = call.get("function", call)
             name = inner.get("name") if isinstance(inner, Mapping) else None
             if not isinstance(name, str) or not name.strip():
                 raise UnusableText(
                     f"Message {at + 1} calls a tool without a name: {call!r:.100}.",
-                    "Give each call a function with name and arguments, or take the row away.",
+                    "Give each call a function with name and arguments, or remove the row.",
                 )
+            # Arguments under their own key.
             more = [str(key) for key, value in inner.items() if key not in ("name", "description") and says(value)]
             if "arguments" not in inner and (inner is not call) and more:
                 raise UnusableText(
                     f"Message {at + 1} calls {name:.60} with {more[0]:.60}, but only the key arguments is read.",
-                    "Give each call a function with name and arguments, or take the row away.",
+                    "Give each call a function with name and arguments, or remove the row.",
                 )
+            # Arguments as a mapping or a JSON object.
             given = _arguments(call)
             if "arguments" not in inner or _is_mapping(given):
                 continue

@@ -122,6 +122,7 @@ class Flux(TransformerFamily):
 
     def check(self, source: Source) -> tuple[str, ...]:
         """As ``TransformerFamily.check``; the variant in the base's configs is compared with the recipe."""
+        # A single file: its tensors show whether it reads guidance.
         header, variant = source.single_header, self._model.variant
         if header is not None and names.reads_guidance(header.tensors) is self._is_schnell:
             has, other = ("an", "none") if self._is_schnell else ("no", "one")
@@ -134,6 +135,7 @@ class Flux(TransformerFamily):
         notices = super().check(source)
         if T5 in source.layout.parts:
             require_distances(source.config(T5))
+        # The variant by configs, then by name.
         dynamic, guided = (
             source.config(name).flag(key)
             for name, key in (("scheduler", "use_dynamic_shifting"), ("transformer", "guidance_embeds"))

@@ -145,6 +145,7 @@ def _check_folder(source: Source, expected: Expected, registry: Registry) -> Non
         if found is not None and expected.family not in found.families:
             raise _wrong(source, expected, registry, found.title, found.families)
         raise _not_a_model(source)
+    # The pipeline: another family, or a refiner.
     index = read_config(index_path)
     kind = str(index.get("_class_name", ""))
     known = pipeline_of(kind)
@@ -154,6 +155,7 @@ def _check_folder(source: Source, expected: Expected, registry: Registry) -> Non
         raise _wrong(source, expected, registry, what, known.families if known and not is_own else ())
     if not _is_listed(index, "text_encoder") and _is_listed(index, "text_encoder_2"):
         raise _wrong(source, expected, registry, REFINER)
+    # The components: all there, and readable.
     missing = [name for name in source.layout.parts if not (source.folder / name).is_dir()]
     if missing and not is_own:
         raise _wrong(source, expected, registry, f"a model for {kind}" if kind else "an unknown pipeline")
