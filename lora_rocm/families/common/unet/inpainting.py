@@ -92,12 +92,8 @@ def given(unet: nn.Module, seen_BCHW: Tensor, hidden_BCHW: Tensor) -> Iterator[N
         module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[Tensor, ...], dict[str, object]]:
         noisy_BCHW, *rest = args
-        times = (
-            len(noisy_BCHW) // len(seen_BCHW),
-            1,
-            1,
-            1,
-        )  # twice with guidance: without the prompt, then with the prompt
+        # twice with guidance: without the prompt, then with the prompt
+        times = (len(noisy_BCHW) // len(seen_BCHW), 1, 1, 1)
         hidden = {HIDDEN_MASK: hidden_BCHW.repeat(times)}
         return (joined(noisy_BCHW, hidden, seen_BCHW.to(noisy_BCHW.dtype).repeat(times)), *rest), kwargs
 
