@@ -100,7 +100,7 @@ class Head:
 
 
 class _WithGradient(Function):
-    """(head, form, states [N, D], labels [N]) -> distances [N]. A token's distance depends only on its states."""
+    """(head, backend, states [N, D], labels [N]) -> distances [N]. A token's distance depends only on its states."""
 
     @staticmethod
     def forward(ctx: Any, head: Head, form: Form, states_ND: Tensor, labels_N: Tensor) -> Tensor:
