@@ -1,1 +1,1 @@
-"""Model families: one package each, and the code that they share."""
+"""Model families: one package each, and their shared code."""

@@ -1,6 +1,6 @@
 """The protocol of a model family. No family subclasses the trainer, and the loop never names a family.
 
-Tensor names carry their dimensions: B batch, C channels, H W height and width (of latents unless said otherwise), S
+Tensor names carry their dimensions: B batch, C channels, H W height and width (of latents unless noted otherwise), S
 tokens, D width.
 """
 
@@ -54,7 +54,7 @@ class Encoder(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Identity of weights and settings. It is part of every cache key, and known without loading the weights."""
+        """Identity of weights and settings. It is part of every cache key, and does not require loading the weights."""
 
     def load(self, door: Placement) -> Encode:
         """Load the weights and return ``encode``, which maps one sample's inputs to CPU tensors.
@@ -73,26 +73,26 @@ class Encoder(Protocol):
 
 @runtime_checkable
 class ComparesWithStart(Protocol):
-    """A family whose objective may compare the model with what it was before the first step."""
+    """A family with objectives that may compare the model with its state before the first step."""
 
     @property
     def start_entry(self) -> EntrySpec | None:
-        """The entry that ``at_start`` fills. None: the recipe's objective compares nothing."""
+        """The entry that ``at_start`` fills. None: the recipe's objective does not compare."""
 
     def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: Placement) -> Tensors:
-        """What the model says of one sample before the first step: the tensors of ``start_entry``, on the CPU.
+        """The model's results for one sample before the first step: the tensors of ``start_entry``, on the CPU.
 
-        ``model`` gives the model on the door's device; it is loaded when it is first asked for.
+        ``model`` returns the model on the placement's device, and loads it at the first call.
         """
 
 
 @runtime_checkable
 class EncodesWithComponents(Protocol):
-    """A family whose base has components beside the trained ones, which encode and decode."""
+    """A family with components other than the trained ones in its base, which encode and decode."""
 
     @property
     def encoders_identity(self) -> str:
-        """Covers every byte of these components. Before they are loaded, it has to read their files."""
+        """Identity of these components that covers every byte. Before they are loaded, it has to read their files."""
 
 
 class TextReader(Protocol):
@@ -100,28 +100,28 @@ class TextReader(Protocol):
 
     @property
     def notices(self) -> Sequence[str]:
-        """Messages about all texts that ``parts`` has seen."""
+        """Messages about all texts passed to ``parts`` so far."""
 
     def parts(self, text: str) -> Sequence[str | None]:
-        """The samples that a text is cut into; None: one that is left out, and counted in the notices.
+        """The samples that a text is cut into; None: a skipped sample, which is counted in the notices.
 
         Raises:
-            UnusableText: it cannot be trained on.
-            DataError: no text of this kind can.
+            UnusableText: the text cannot be trained on.
+            DataError: no text of this kind can be trained on.
         """
 
     def num_tokens(self, text: str) -> int:
-        """The length of a sample, cut to the longest."""
+        """The length of a sample after it is cut to the longest allowed length."""
 
     def shown(self, text: str) -> str:
-        """A sample as the model reads it, with marks around what is trained on."""
+        """A sample as the model reads it, with marks around the trained parts."""
 
 
 @dataclass
 class LoadedModel:
     """The frozen base: components by diffusers name ("unet", "text_encoder", ...), in ``dtype`` on ``device``.
 
-    placement: knows where the weights are, and what they were when they were sent; None: they are as they were loaded.
+    placement: knows where the weights are, and their values when they were sent; None: they are as loaded.
     """
 
     components: dict[str, nn.Module]
@@ -130,7 +130,7 @@ class LoadedModel:
     placement: Placement | None = None
 
     def place(self, placement: Placement) -> None:
-        """Send all components to where the placement has them.
+        """Send all components to the devices that the placement assigns.
 
         Raises:
             TransferError: a weight did not arrive by any method.
@@ -142,7 +142,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class PreviewRequest:
-    """One preview to make; of a text the sides mean nothing, and ``steps`` is how many tokens are written at most."""
+    """One preview to make. Texts ignore the sides, and their ``steps`` is the maximum number of new tokens."""
 
     prompt: str
     negative_prompt: str  # "" is encoded as an empty caption, as in ComfyUI and A1111
@@ -158,7 +158,7 @@ class PreviewRequest:
 
     @classmethod
     def of(cls, recipe: Recipe, preview: PreviewPrompt, seed: int) -> PreviewRequest:
-        """The request for a prompt of a recipe. What the prompt does not say is as in ``sample``."""
+        """The request for a prompt of a recipe. Missing values are taken from ``sample``."""
         sample, (width, height) = recipe.sample, recipe.preview_size
         return cls(
             prompt=preview.prompt,
@@ -175,7 +175,7 @@ class PreviewRequest:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As run directories and the names of class images have it: two inputs are there also where none is given."""
+        """JSON for run directories and names of class images; two inputs are present even if none is given."""
         files = {name: str(path) for name, path in self.inputs.items()}
         fields: dict[str, Any] = {}
         for name, value in vars(self).items():
@@ -187,12 +187,12 @@ class PreviewRequest:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of an answer are chosen.
+    """Settings for choosing the tokens of an answer.
 
     Attributes:
-        temperature: divisor of the logits; 0: the likeliest token each time.
-        top_p: a token is drawn from the likeliest ones that have this share together (arXiv 1904.09751).
-        max_tokens: most tokens of an answer.
+        temperature: divisor of the logits; 0: always the likeliest token.
+        top_p: tokens are drawn from the likeliest ones with this total probability (arXiv 1904.09751).
+        max_tokens: maximum number of tokens in an answer.
         seed: of the draws.
     """
 
@@ -206,7 +206,7 @@ class Sampling:
 class OwnFiles:
     """A base as its library saved it.
 
-    source: finds its files. component: the one that they hold. beside: its config, first, and the other small files
+    source: finds its files. component: the component in them. ``beside``: the config, first, and the other small files
     that belong to the model.
     """
 
@@ -217,18 +217,18 @@ class OwnFiles:
 
 @runtime_checkable
 class WritesWholeModels(Protocol):
-    """A family whose ``FamilySpec.conversions`` are made of the base's own files."""
+    """A family that derives its ``FamilySpec.conversions`` from the base's own files."""
 
     def own_files(self) -> OwnFiles:
         """The files of the base.
 
         Raises:
-            ModelError: it has none, for example because its weights are random.
+            ModelError: there are none, for example because the weights are random.
         """
 
 
 class HasBase(Protocol):
-    """What commands and checks ask of a family: is its base there, and what is it?
+    """The interface for commands and checks: existence and identity of the base.
 
     all_components: names of all components that a run loads at any time.
     notices: messages about the base that the user has to see, but that do not prevent training.
@@ -240,7 +240,7 @@ class HasBase(Protocol):
     def notices(self) -> Sequence[str]: ...
 
     def examine(self) -> Sequence[Path]:
-        """Check the base without loading it, and return all files that it consists of.
+        """Check the base without loading it, and return all its files.
 
         Raises:
             ModelError: it cannot be trained on.
@@ -254,11 +254,11 @@ class HasBase(Protocol):
 
 
 class EncodesSamples(Protocol):
-    """What data preparation, caches and loader ask of a family: how does a sample become tensors?
+    """The interface for data preparation, caches and loader: encoding samples as tensors.
 
     embedding_keys: as in ``FamilySpec``, in the order of ``token_limits``.
     encoder_dtypes: component -> dtype of the dense weights of an encoder that is not loaded in float32.
-    inpaints: whether the model is given what ``objectives.base.HIDDEN_MASK`` and ``SEEN_LATENTS`` name.
+    inpaints: whether the model's inputs include ``objectives.base.HIDDEN_MASK`` and ``SEEN_LATENTS``.
     texts: reads texts that are samples; None: a plain text is one sample.
     """
 
@@ -288,7 +288,7 @@ class EncodesSamples(Protocol):
 
 
 class ComputesLosses(Protocol):
-    """What the steps of training ask of a family; validation asks no more."""
+    """The interface for training steps and validation."""
 
     @property
     def objective(self) -> Objective:
@@ -307,7 +307,7 @@ class ComputesLosses(Protocol):
 
 
 class PlansMemory(ComputesLosses, Protocol):
-    """What the plan of memory asks of a family, beforehand on a model without weights, and then on the real one."""
+    """The interface for the memory plan, first on a model without weights, then on the real one."""
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         """The repeated blocks in forward order, never nested, for recomputation, compilation and offloading."""
@@ -315,8 +315,8 @@ class PlansMemory(ComputesLosses, Protocol):
     def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
         """Recompute activations in the backward pass instead of keeping them (arXiv 1604.06174).
 
-        ``run(block, *args, **kwargs)`` calls a block (one of ``blocks``) and decides for it; None: each is computed
-        again. The block is called as a module, for offloaded weights are fetched by its hooks.
+        ``run(block, *args, **kwargs)`` calls one of ``blocks`` and decides whether to recompute it; None: all are
+        recomputed. The block is called as a module, because its hooks fetch offloaded weights.
         """
 
     def example(self, shape: Shape, rows: int) -> Tensors:
@@ -324,7 +324,7 @@ class PlansMemory(ComputesLosses, Protocol):
 
 
 class LoadsModels(Protocol):
-    """What the start of a run asks of a family: which modules are adapted, and the model itself.
+    """The interface for the start of a run: modules to adapt, and the model itself.
 
     lora_targets: preset name -> component name -> regular expression (fullmatch) of the module names to adapt.
     text_components: names of the components that ``lora.train_text_encoder`` adapts.
@@ -341,7 +341,7 @@ class LoadsModels(Protocol):
         """Load the components that training needs, frozen and checked against the family."""
 
     def skeleton(self, component: str) -> nn.Module:
-        """A component built from its config: zero weights of the right shapes that take no memory."""
+        """A component built from its config: zero weights with the shapes of the real ones, without memory."""
 
     def weight_format(self, component: str) -> WeightFormat:
         """The storage format of a component's frozen layers."""
@@ -354,7 +354,7 @@ class LoadsModels(Protocol):
 
 
 class Previewer(Protocol):
-    """What previews, ``sample`` and ``compare`` ask of a family."""
+    """The interface for previews, ``sample`` and ``compare``."""
 
     def preview(
         self,
@@ -363,20 +363,20 @@ class Previewer(Protocol):
         text: Callable[[str], Tensors],
         in_tiles: bool = False,
     ) -> Sequence[Drawn]:
-        """Make previews with the model as it is (adapter included); leaves the model as it was.
+        """Make previews with the current model (including its adapter), which is left unchanged.
 
-        They are images, videos or texts, as ``FamilySpec.preview`` says.
+        They are images, videos or texts, see ``FamilySpec.preview``.
 
         Args:
             model: the live model.
             requests: the images to sample.
-            text: maps a prompt to its cached tensors (no batch dimension, CPU), because the text encoders may be freed.
+            text: maps a prompt to its cached tensors (no batch dimension, CPU); text encoders may already be freed.
             in_tiles: decode images of any size in tiles, which takes less memory.
         """
 
 
 class ModelFamily(HasBase, EncodesSamples, LoadsModels, PlansMemory, Previewer, Protocol):
-    """The interface of a model family: one part for each who asks.
+    """The interface of a model family: one part per kind of caller.
 
     name: the recipe's ``model.family``.
     files: the names of its modules in files of other programs.
@@ -392,22 +392,22 @@ class ModelFamily(HasBase, EncodesSamples, LoadsModels, PlansMemory, Previewer, 
 
 @runtime_checkable
 class Answering(Protocol):
-    """What a family has whose models answer in a conversation."""
+    """A family with models that answer in a conversation."""
 
     def answer(
         self, model: LoadedModel, messages: Sequence[Mapping[str, Any]], sampling: Sampling
     ) -> Generator[str, None, str]:
-        """The answer to a conversation, piece by piece, of the model as it is; "" where a token makes no whole letter.
+        """Yield the current model's answer to a conversation in pieces; "" while a character is incomplete.
 
-        Its value is why it ended: "end", or "limit" of tokens.
+        The generator returns the reason for the end: "end", or "limit" of tokens.
 
         Args:
             model: in eval mode.
             messages: role and content of each.
-            sampling: how tokens are chosen.
+            sampling: settings for choosing tokens.
 
         Raises:
-            UnusableText: from the first piece: the conversation cannot be answered.
+            UnusableText: at the first piece: the conversation cannot be answered.
         """
 
 

@@ -1,4 +1,4 @@
-"""The names of a family's modules in files of other programs, as one value that every family has."""
+"""The names of a family's modules in files of other programs, as one value per family."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def not_known(component: str, module: str, rows: int) -> Rows:
 
 @dataclass(frozen=True)
 class FileNames:
-    """Names of a family's modules in LoRA files, and diffusers' loader of them.
+    """Names of a family's modules in LoRA files, and diffusers' loader of these files.
 
     prefixes: component -> prefix of its modules' names in the one file that other programs read ("lora_unet_").
-    form: the form of that file (``adapters.entry.Form``): "kohya", or "folded" if its readers ignore an alpha.
+    ``form``: the format of that file (``adapters.entry.Form``): "kohya", or "folded" if its readers ignore alpha.
     key: (component, module) -> name of a module in that file, without ``.lora_down.weight``. It begins with the
         component's prefix: "lora_unet_input_blocks_4_1_...", "diffusion_model.layers.0...".
     load_in_diffusers: loads a file with diffusers' own loader into skeletons of components, as its users do.
     original: in files with the names of the original release ("double_blocks.0.img_attn.qkv"). They are read, never
-        written. Empty where these names are those of ``key``, or not known.
-    scripts: in files for kohya's scripts (sd-scripts, musubi-tuner), if it is not as ``scripts_rows`` derives it.
+        written. Empty if these names equal the names of ``key`` or are not known.
+    scripts: in files for kohya's scripts (sd-scripts, musubi-tuner), if they differ from ``scripts_rows``' default.
     """
 
     prefixes: Mapping[str, str]
@@ -49,7 +49,7 @@ class FileNames:
         return ((self.key(component, module), 0, rows),)
 
     def scripts_rows(self, component: str, module: str, rows: int) -> Rows:
-        """The position in files for kohya's scripts: the original release's names, or those of ``key``."""
+        """The position in files for kohya's scripts: the original release's names, or else the names of ``key``."""
         if self.scripts is not None:
             return self.scripts(component, module, rows)
         original = self.original(component, module, rows)

@@ -30,7 +30,7 @@ class Registry:
     def __init__(self, specs: Sequence[FamilySpec]) -> None:
         self._specs = {spec.name: spec for spec in specs}
         if not specs or len(self._specs) != len(specs):
-            raise ValueError("a registry has at least one family, and each name once")
+            raise ValueError("a registry needs at least one family, and distinct names")
 
     def __iter__(self) -> Iterator[FamilySpec]:
         return iter(self._specs.values())
@@ -46,7 +46,7 @@ class Registry:
         return tuple(self._specs)
 
     def refusal(self, name: str) -> tuple[str, str]:
-        """(problem, remedy) for a name that no family has."""
+        """(problem, fix) for an unknown family name."""
         known = f"Families that can be trained: {', '.join(self.names)}."
         plain = name.strip().lower()
         coming = [reserved for reserved in RESERVED if reserved not in self]
@@ -60,7 +60,7 @@ class Registry:
     def detect(self, seen: Evidence, where: str) -> FamilySpec:
         """The family of a base model and a LoRA for it.
 
-        Evidence from the base takes precedence; the LoRA decides where that leaves a choice.
+        Evidence from the base takes precedence; the LoRA decides if several families remain.
 
         Args:
             seen: evidence of both.
@@ -79,7 +79,7 @@ class Registry:
             "family-unclear",
             f"The model family of this base {what}.",
             where=where,
-            fix=f"Name it: --family {' or --family '.join(self.names)}.",
+            fix=f"Specify it: --family {' or --family '.join(self.names)}.",
         )
 
 

@@ -35,12 +35,12 @@ class CheckpointSection(LatentSection):
         None, description="Folder with the diffusers configs and tokenizers for a single-file checkpoint."
     )
     prediction_type: Literal["auto", "epsilon", "v_prediction"] = Field(
-        "auto", description="What the model predicts; auto reads the model's own scheduler config."
+        "auto", description="The kind of prediction; auto reads the model's own scheduler config."
     )
     max_token_length: Literal[75, 150, 225] = Field(
         225,
-        description="The most tokens that the text encoders read of a caption or prompt, in chunks of 75 as in "
-        "ComfyUI. What is longer is cut.",
+        description="Maximum number of tokens that the text encoders read of a caption or prompt, in chunks of 75 "
+        "as in ComfyUI. Further tokens are cut off.",
     )
 
     @property
@@ -58,14 +58,14 @@ class TransformerSection(LatentSection):
 
     text_encoder: PathOrHubId | None = Field(
         None,
-        description="Another text encoder: a diffusers folder or a single .safetensors file. What name_or_path "
-        "lacks, as a file of the transformer alone, has to be named here and in vae.",
+        description="Another text encoder: a diffusers folder or a single .safetensors file. If "
+        "name_or_path is a file of the transformer alone, name the other components here and in vae.",
     )
     tokenizer: InputFolder | None = Field(None, description="Folder of another tokenizer.")
     text_encoder_quantization: Quantization = Field(
         "none",
         description="As quantization, for the layers of the largest text encoder while captions are encoded. "
-        "Other numbers are cached than without it.",
+        "It changes the cached values.",
     )
 
 
@@ -86,12 +86,12 @@ OF_IMAGES = frozenset(
         )
     ]
 )
-"""Keys of shared sections that are about images: a family whose samples are texts reads none of them."""
+"""Keys of shared sections about images: a family that trains on texts reads none of them."""
 OF_TEXTS = frozenset({"data.max_length", "data.packing"})
-"""Keys that only a family reads whose samples are texts."""
+"""Keys that are read only by families that train on texts."""
 SampleKind = Literal["image", "text", "video"]
 Fp16 = Literal["whole", "products", "never"]
-"""What fits fp16: all activations; the products, beside a residual stream in float32; or not even these."""
+"""The part that fits fp16: all activations, only the products (the residual stream is float32), or nothing."""
 PreviewMedium = Literal["image", "text", "video"]
 
 
@@ -102,11 +102,11 @@ class Axis:
     Attributes:
         name: as in ``dataset.shape.Shape``.
         unit: "px", "frames" or "tokens".
-        multiple: lengths are ``first`` and a multiple of this more.
-        first: 0, or 1 where a first frame stands alone.
-        per_latent: so many units make one number of the latents.
-        per_token: so many units make one position of the model's sequence.
-        longest: no sample is longer; 0: the recipe says how long one can be.
+        multiple: valid lengths are ``first`` plus a multiple of this.
+        first: 0, or 1 where the first frame is encoded alone.
+        per_latent: units per position of the latents.
+        per_token: units per position of the model's sequence.
+        longest: maximum length of a sample; 0: the recipe sets it.
     """
 
     name: str
@@ -163,20 +163,20 @@ class Axes:
 
 
 def image_axes(multiple: int, per_token: int) -> Axes:
-    """The axes of images whose sides are multiples, of a VAE with eight pixels per latent."""
+    """The axes of images with sides that are multiples of ``multiple``, for a VAE with eight pixels per latent."""
     return Axes(tuple(Axis(name, multiple=multiple, per_latent=8, per_token=per_token) for name in "hw"))
 
 
 @dataclass(frozen=True)
 class FileMetadata:
-    """A family's entries in the metadata of a LoRA file. An empty string leaves the field out.
+    """A family's entries in the metadata of a LoRA file. A field with an empty string is omitted.
 
     Attributes:
         base_version: kohya's ``ss_base_model_version``.
         architecture: ``modelspec.architecture`` of Stability's modelspec.
         implementation: ``modelspec.implementation``, a URL.
         extra: further ``ss_`` fields.
-        rate, text_rate: fields of the learning rates of what is always trained, and of the text encoders.
+        rate, text_rate: fields for the learning rates of the main component and of the text encoders.
     """
 
     base_version: str = ""
@@ -202,7 +202,7 @@ class Evidence:
 
 @dataclass(frozen=True, eq=False)
 class FamilySpec:
-    """A model family as the light half sees it. Compared by identity.
+    """A model family as the light half sees it. Specs are compared by identity.
 
     Attributes:
         name: the value of ``model.family``.
@@ -212,20 +212,20 @@ class FamilySpec:
         implementation: "module:Class" of its ``families.base.ModelFamily``, imported on demand.
         component: name of the component that is always trained.
         axes: the axes of its samples.
-        text_components: components that ``lora.train_text_encoder`` trains too; (): the key is refused.
+        text_components: components that ``lora.train_text_encoder`` also trains; (): the key is refused.
         embedding_keys: text component -> name of its tensor in embedding files; empty: ``lora.new_tokens`` is refused.
-        samples: the kinds of sample that it trains on.
+        samples: the kinds of samples that it trains on.
         preview: the medium of previews.
         guidance: usual guidance scale of previews.
         samplers: the values of ``sample.sampler`` that previews can be drawn with.
-        unread: dotted keys of shared sections that it does not read, those of another kind of sample included. A recipe
-            that sets one is refused.
+        unread: dotted keys of shared sections that it does not read, including keys for other kinds of samples. A
+            recipe that sets one is refused.
         formats: the values of ``output.formats`` in which its results can be written, the default first.
-        conversions: formats that ``lora-rocm export`` makes beside these, and a run does not write by itself.
+        conversions: further formats, which only ``lora-rocm export`` writes.
         fp16: whether its activations fit fp16, see ``Fp16``.
-        trains_norms: whether ``lora.train_norms`` is for it, whose norms other programs then read from the LoRA file.
+        trains_norms: whether ``lora.train_norms`` is supported; other programs then read the norms from the LoRA file.
         metadata: entries of its LoRA files' metadata.
-        rules: rules over several keys that are of this family alone.
+        rules: rules over several keys that apply to this family only.
     """
 
     name: str
@@ -263,7 +263,7 @@ class FamilySpec:
 
     @property
     def trains_on_texts(self) -> bool:
-        """Whether a sample is a text, and not something that has a caption."""
+        """Whether samples are texts instead of images or videos with captions."""
         return self.samples[0] == "text"
 
     def reads(self, key: str) -> bool:

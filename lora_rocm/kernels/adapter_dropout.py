@@ -1,6 +1,7 @@
-"""Rank and module dropout of adapters: what is kept is drawn before a pass, and is the same in all of it.
+"""Rank and module dropout of adapters, with factors that are drawn before a pass and stay the same during it.
 
-So a captured graph reads it at fixed addresses, and a recomputed block finds it unchanged. Neither could draw again.
+So a captured graph reads them at fixed addresses, and a recomputed block gets the same factors. Neither could draw
+again.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from lora_rocm.device.constants import constant
 
 
 class AdapterDropout(nn.Module):
-    """Multiplies ``size`` numbers of a layer, or all of it if ``size`` is 1, by what ``DropoutDraws`` drew for them.
+    """Multiplies ``size`` numbers of a layer, or all of it if ``size`` is 1, by the factors of ``DropoutDraws``.
 
     Args:
         p: probability that a number is dropped, at least 0 and less than 1.
         size: length of ``axis``, or 1.
         axis: of the numbers.
-        per_sample: each sample has draws of its own, and what is kept is multiplied by 1 / (1 - p), as by kohya's
-            rank_dropout. Else a batch has one draw without that factor, as by LyCORIS' dropouts.
+        per_sample: each sample has its own draws, and kept numbers are multiplied by 1 / (1 - p), as in kohya's
+            rank_dropout. Otherwise a batch has one draw without that factor, as in LyCORIS.
     """
 
     draws: DropoutDraws | None = None
@@ -40,10 +41,10 @@ class AdapterDropout(nn.Module):
 
 
 class DropoutDraws:
-    """The factors of all dropouts of a model, in one tensor for each number of rows, which keeps its address.
+    """The factors of all dropouts of a model: per number of rows, one tensor at a fixed address.
 
-    They depend on the pass's seed, the number of rows and the place of the layer in the model alone. A number of rows
-    that is new gets its tensor when a layer asks for it, which must not be while a graph is captured.
+    They depend only on the pass's seed, the number of rows and the layer's position in the model. The tensor for a new
+    number of rows is allocated when a layer first asks for it. That must not happen during graph capture.
 
     True if the modules have any dropout, also PyTorch's.
     """
@@ -62,7 +63,7 @@ class DropoutDraws:
         return self._any
 
     def draw(self, seed: int) -> None:
-        """Draw for the next pass, and seed the generator that PyTorch's dropout draws from in it."""
+        """Draw for the next pass, and seed the generator that PyTorch's dropout uses."""
         torch.manual_seed(seed)
         self._seed = seed
         for factors in self._of_rows.values():

@@ -89,12 +89,13 @@ def add_norm_backward(
 ):  # fmt: skip
     """The gradients of the sum, and of the branch if it differs; one program per row.
 
-    Gate and weight get one row of products for each row, which the caller sums.
+    For gate and weight, it writes one row of products per row; the caller sums them.
     """
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < width
     at, shared = row.to(tl.int64) * width + column, row // rows * width + column
+    # The gradient through the norm; the row's statistics are recomputed.
     result = tl.zeros([BLOCK], tl.float32)
     if NORM:
         value = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
@@ -104,6 +105,7 @@ def add_norm_backward(
             tl.store(dweight + at, (gradient * normal).to(dweight.dtype.element_ty), mask=inside)
         gradient *= tl.load(weight + shared, mask=inside, other=0.0).to(tl.float32)
         result = _row_gradient(gradient, normal, rstd, width, CENTRED)
+    # The gradient of the residual path, then of the branch.
     if RESIDUAL:
         result += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     if NORM:
@@ -129,8 +131,8 @@ def add_norm_backward(
 class TritonAddNorm(Function):
     """(x, branch, gate, weight, bias, eps, branch_eps, centred, dtype) -> (sum, normalised or None).
 
-    See ``norms.add_norm``. Branch, gate, weight, bias and branch_eps are None for what there is not. Without a weight
-    there is no norm.
+    See ``norms.add_norm``. Branch, gate, weight, bias and branch_eps are None if absent. Without a weight there is no
+    norm.
     """
 
     @staticmethod
@@ -146,6 +148,7 @@ class TritonAddNorm(Function):
         centred: bool,
         dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor | None]:
+        # The launch.
         flat, width = x.contiguous(), x.shape[-1]
         vectors, shared_by = _rows_of(x, gate, weight, bias)
         branch = None if branch is None else branch.contiguous()
@@ -157,6 +160,7 @@ class TritonAddNorm(Function):
         add_norm_forward[(x.numel() // width,)](
             flat, branch, *vectors, total, y, *sizes, BRANCH=branch is not None, BIAS=bias is not None, **flags
         )
+        # Tensors for the backward pass.
         ctx.set_materialize_grads(False)
         reads_branch = branch_eps is not None or ctx.needs_input_grad[2]
         # Recomputation of a block runs up to its last saved tensor. See ``norms._GatedSum`` for a gate alone.
@@ -181,7 +185,8 @@ class TritonAddNorm(Function):
         norm = dy is not None
         flags = {**ctx.flags, "NORM": norm, "GATE_GRADIENT": ctx.needs_input_grad[2]}
         flags["WEIGHT_GRADIENT"] = norm and ctx.needs_input_grad[3]
-        has_own = flags["GATE"] or flags["BRANCH_NORM"]  # a gradient of the branch that is not that of the sum
+        # Buffers: only for the gradients that are needed.
+        has_own = flags["GATE"] or flags["BRANCH_NORM"]  # the branch's gradient differs from the sum's
         dx = torch.empty_like(known, dtype=ctx.dtype) if norm else residual
         dbranch = torch.empty_like(known, dtype=branch_dtype) if has_own else None
         dgate, dweight = (
@@ -199,7 +204,7 @@ class TritonAddNorm(Function):
 
 
 def _rows_of(x: Tensor, *vectors: Tensor | None) -> tuple[list[Tensor | None], int]:
-    """(the vectors as rows of equal number, number of rows of ``x`` that share one)."""
+    """(the vectors, expanded to an equal number of rows; number of rows of ``x`` that share one)."""
     per_sample = any(vector is not None and vector.ndim == 2 for vector in vectors)
     shape = (len(x), x.shape[-1]) if per_sample else x.shape[-1:]
     rows = x.numel() // x.shape[-1] // (len(x) if per_sample else 1)

@@ -1,4 +1,4 @@
-"""Chooses the form of the kernels: Triton or plain PyTorch."""
+"""Chooses the backend of the kernels: Triton or plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lora_rocm.hardware.archs import TRITON_PACKAGES, triton_refusal
 Form = Literal["eager", "triton"]
 
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": True}
-"""Options of every launch. They fuse multiply and add, the default up to Triton 3.9. From 3.10 the default is off, so
-results and speed would depend on the version.
+"""Options of every launch. They fuse multiply and add. That is the default up to Triton 3.9 but not from 3.10 on, so
+without them results and speed would depend on the version.
 """
 
 
@@ -34,13 +34,13 @@ def triton_version() -> str | None:
 def refusal(device: torch.device) -> str | None:
     """The reason why Triton kernels cannot run on a device, as half a sentence, or None if they can be tried.
 
-    The meta device stands for the GPU that this process uses, or else for any GPU: its tensors only count memory, and
-    have to count what the kernels would take.
+    The meta device represents the GPU of this process, or any GPU if there is none: its tensors only count memory, and
+    the count has to include the kernels' memory.
     """
     if device.type not in ("cuda", "meta"):
         return "Triton's kernels are for GPUs"
     if find_spec("triton") is None:
-        return "there is no Triton for this PyTorch (that for AMD GPUs on Windows comes without)"
+        return "this PyTorch has no Triton (PyTorch for AMD GPUs on Windows is built without it)"
     gfx, installed = _gfx(device), triton_version()
     return None if gfx is None or installed is None else triton_refusal(installed, gfx)
 
@@ -59,10 +59,10 @@ def available(device: torch.device) -> bool:
 
 
 def launches(form: Form, x: Tensor, kernel: str) -> bool:
-    """Whether a function of ``x`` launches its Triton kernels. On the meta device its plain form stands in for them.
+    """Whether a function of ``x`` launches its Triton kernels. On the meta device it uses plain PyTorch instead.
 
-    ``kernel``: "module.function: variant", a name for what is compiled. ``kernels_seen`` collects it on the
-    meta device.
+    ``kernel``: "module.function: variant", the name of the compiled kernel. On the meta device, ``kernels_seen``
+    collects it.
     """
     if form == "triton" and x.is_meta:
         for names in _collecting:
@@ -85,5 +85,5 @@ def kernels_seen() -> Iterator[set[str]]:
 
 
 def form_for(device: torch.device, triton: bool = True) -> Form:
-    """The form to use on a device. ``triton=False`` uses plain PyTorch."""
+    """The backend to use on a device. ``triton=False`` selects plain PyTorch."""
     return "triton" if triton and available(device) else "eager"

@@ -3,8 +3,8 @@
 A buffer is a sequence of 32-bit words, cut into tiles. The fingerprint is the sum modulo 2**64 of each word times the
 odd weight of its place in the tile times the odd weight of the tile. An odd weight times a changed power of two is
 never 0 modulo 2**64, so one flipped bit is always detected. Both weights are hashes, not linear, so moved, exchanged,
-zeroed and unwritten words and tiles are detected as well. Integer sums do not depend on their order, so both forms give
-the same numbers on every device.
+zeroed and unwritten words and tiles are detected as well. Integer sums do not depend on their order, so both
+backends give the same numbers on every device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.fingerprint_weights import BUFFERS_AT_ONCE, PLACE_FACTORS, TILE, TILE_FACTORS, WORDS_MULTIPLE
 
 TILES_AT_ONCE = {"cpu": 16, "cuda": 1024}
-"""Tiles per pass of the plain form. Their products take 8 bytes a word, which should fit into the cache of the CPU."""
+"""Tiles per pass in plain PyTorch. Their products take 8 bytes per word, and should fit into the CPU's cache."""
 
 
 def words_of(buffer_N: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def add_fingerprints(words: Sequence[Tensor], found_K: Tensor, form: Form) -> No
 
 
 def compare(found_K: Tensor, known_K: Tensor, changed_K: Tensor, changed: Tensor, form: Form) -> None:
-    """Mark the buffers whose fingerprints differ, and set ``changed`` if any is marked. Zeroes ``found_K``.
+    """Mark the buffers with different fingerprints, and set ``changed`` if any is marked. Zeroes ``found_K``.
 
     Args:
         found_K: int64, current fingerprints.
@@ -69,7 +69,7 @@ def compare(found_K: Tensor, known_K: Tensor, changed_K: Tensor, changed: Tensor
         return
     torch.maximum(changed_K, (found_K != known_K).to(torch.float32), out=changed_K)
     torch.amax(changed_K, 0, out=changed)
-    found_K.sub_(found_K)  # zero_ would be a memset, which some versions of ROCm leave out of graphs
+    found_K.sub_(found_K)  # zero_ would be a memset, which graphs lack in some versions of ROCm
 
 
 def renew(found_K: Tensor, known_K: Tensor, held: Tensor, stays_K: Tensor, form: Form) -> None:
@@ -79,7 +79,7 @@ def renew(found_K: Tensor, known_K: Tensor, held: Tensor, stays_K: Tensor, form:
         found_K: int64, current fingerprints.
         known_K: int64, fingerprints to replace.
         held: float32 0-d, 0 or 1.
-        stays_K: float32, 1 for buffers whose ``known_K`` stays while ``held`` is 1, because they must not change then.
+        stays_K: float32, 1 for buffers that must not change while ``held`` is 1; they keep their ``known_K``.
         form: see ``backend``.
     """
     if form == "triton":

@@ -48,7 +48,7 @@ def add_fingerprints(
         address, count = words_4.to(tl.int64), count_4.to(tl.int64)
     elif buffer == 5:
         address, count = words_5.to(tl.int64), count_5.to(tl.int64)
-    # Numbers are chosen, because Triton 3.6 cannot compile a choice of pointers for AMD GPUs.
+    # Addresses are selected as numbers, because Triton 3.6 cannot compile a selection of pointers for AMD GPUs.
     words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
     first = tile.to(tl.int64) * TILE
     if first < count:
@@ -62,7 +62,7 @@ def add_fingerprints(
 
 @triton.jit
 def compare(found, known, changed_K, changed, buffers, WIDTH: tl.constexpr):
-    """As the plain form, for all buffers in one program."""
+    """Same as in plain PyTorch, for all buffers in one program."""
     buffer = tl.arange(0, WIDTH)
     inside = buffer < buffers
     now = tl.load(found + buffer, mask=inside, other=0)
@@ -76,7 +76,7 @@ def compare(found, known, changed_K, changed, buffers, WIDTH: tl.constexpr):
 
 @triton.jit
 def renew(found, known, held, stays, buffers, WIDTH: tl.constexpr):
-    """As the plain form, for all buffers in one program."""
+    """Same as in plain PyTorch, for all buffers in one program."""
     buffer = tl.arange(0, WIDTH)
     inside = buffer < buffers
     now = tl.load(found + buffer, mask=inside, other=0)
@@ -87,7 +87,7 @@ def renew(found, known, held, stays, buffers, WIDTH: tl.constexpr):
 
 
 def launch_fingerprints(words: Sequence[Tensor], found_K: Tensor) -> None:
-    """As the plain form, for at most BUFFERS_AT_ONCE buffers."""
+    """``add_fingerprints`` for at most BUFFERS_AT_ONCE buffers."""
     counts = [words_N.numel() for words_N in words]
     unused = BUFFERS_AT_ONCE - len(words)
     places, sizes = [*words, *[words[0]] * unused], [*counts, *[0] * unused]
@@ -96,10 +96,10 @@ def launch_fingerprints(words: Sequence[Tensor], found_K: Tensor) -> None:
 
 
 def launch_compare(found_K: Tensor, known_K: Tensor, changed_K: Tensor, changed: Tensor) -> None:
-    """As the plain form."""
+    """``fingerprint.compare`` in one launch."""
     compare[(1,)](found_K, known_K, changed_K, changed, len(found_K), WIDTH=WIDTH, num_warps=1, **LAUNCH)
 
 
 def launch_renew(found_K: Tensor, known_K: Tensor, held: Tensor, stays_K: Tensor) -> None:
-    """As the plain form."""
+    """``fingerprint.renew`` in one launch."""
     renew[(1,)](found_K, known_K, held, stays_K, len(found_K), WIDTH=WIDTH, num_warps=1, **LAUNCH)

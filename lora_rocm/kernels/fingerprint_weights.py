@@ -1,9 +1,9 @@
-"""Constants of the fingerprints, shared by the plain form and the Triton kernels."""
+"""Constants of the fingerprints, shared by plain PyTorch and the Triton kernels."""
 
 from __future__ import annotations
 
 TILE = 4096
-"""Words per tile in both forms."""
+"""Words per tile in both backends."""
 WORDS_MULTIPLE = 16
 """The number of words of a buffer is a multiple of this, so that the kernel reads 16 bytes at once."""
 MAX_BUFFERS = 8

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 
 class FrozenConv2d(nn.Conv2d):
-    """A convolution that keeps no input. If it is not frozen or the dtypes differ, it runs as PyTorch's."""
+    """A convolution that does not keep its input. If it is not frozen or dtypes differ, PyTorch's is used."""
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -33,15 +33,15 @@ class FrozenConv2d(nn.Conv2d):
 
 
 class _FrozenConvolution(Function):
-    """A convolution whose backward pass is a transposed convolution.
+    """A convolution with a transposed convolution as its backward pass.
 
-    PyTorch computes both with the same function, which does not ask for the input: ``cudnn_convolution_backward_input``
+    PyTorch computes both with the same function, which does not need the input: ``cudnn_convolution_backward_input``
     and ``miopen_convolution_backward_input`` (aten/src/ATen/native/cudnn/ConvShared.cpp, miopen/Conv_miopen.cpp).
     """
 
     @staticmethod
     def forward(ctx: Any, x_BCHW: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
-        # Not by save_for_backward: recomputation runs up to the last saved tensor, and would run this convolution.
+        # Not by save_for_backward: recomputation runs up to the last saved tensor, so it would repeat this convolution.
         ctx.weight, ctx.shape, ctx.how = weight, x_BCHW.shape, how
         return F.conv2d(x_BCHW, weight, bias, *how)
 

@@ -1,7 +1,7 @@
 """A frozen linear layer with its LoRA as one autograd function: y = x W^T + b + s (x A^T) B^T (arXiv 2106.09685).
 
 The matrix product itself accumulates the LoRA update onto the base product, forward and backward: no scaled copy and no
-sum of two large tensors is written. Of the input only ``x`` and the small ``h = s x A^T`` are kept.
+sum of two large tensors is written. Only ``x`` and the small ``h = s x A^T`` are kept.
 
 Dimensions: M rows (all leading dimensions), I inputs, O outputs, R rank.
 """

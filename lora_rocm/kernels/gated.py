@@ -1,4 +1,4 @@
-"""Gated activations (arXiv 2002.05202): GEGLU, a * gelu(g), by the exact gelu or by tanh, and SwiGLU, a * silu(g).
+"""Gated activations (arXiv 2002.05202): GEGLU, a * gelu(g), exact or with tanh, and SwiGLU, a * silu(g).
 
 Dimensions: M rows (all leading dimensions), I inputs, N width of a and of g.
 """
@@ -31,7 +31,7 @@ ACTIVATIONS: dict[Activation, tuple[Callable[..., Tensor], ...]] = {
 
 
 def gated(activation: Activation, form: Form, a: Tensor, g: Tensor | None = None) -> Tensor:
-    """Return ``a * activation(g)`` in the dtype of ``a``. Only ``a`` and ``g`` are kept for the backward pass.
+    """Return ``a * activation(g)`` in the dtype of ``a``. Only ``a`` and ``g`` are saved for the backward pass.
 
     Args:
         activation: of ``g``.
@@ -53,12 +53,12 @@ def gated(activation: Activation, form: Form, a: Tensor, g: Tensor | None = None
 
 
 def activated(activation: Activation, form: Form, g: Tensor) -> Tensor:
-    """``activation(g)``, of ``g`` that nothing else uses.
+    """``activation(g)`` for a ``g`` that is used nowhere else.
 
-    The plain form keeps ``g``, which the backward pass overwrites with its gradient. The kernels keep the slope of a
-    bfloat16 number in a byte instead (as arXiv 2202.00441 does with fewer bits): half of the memory. Its rounding, at
-    most 0.0025, is as coarse as that of a gradient in bfloat16, at most 0.002 to 0.004 of its size. Their output takes
-    the place of ``g``, and the gradient of ``g`` that of the output's.
+    Plain PyTorch keeps ``g``, and the backward pass overwrites it with its gradient. The kernels keep the slope of a
+    bfloat16 number in a byte instead (as arXiv 2202.00441 does with fewer bits): half of the memory. The slope's
+    rounding error is at most 0.0025. A bfloat16 gradient has a similar one, at most 0.002 to 0.004 of its size. The
+    kernels overwrite ``g`` with the output, and the output's gradient with the gradient of ``g``.
     """
     if torch.compiler.is_compiling():
         output: Tensor = ACTIVATIONS[activation][0](g)

@@ -30,7 +30,7 @@ def _block_of_row(stride, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tanh_share(gate):
-    """sigmoid(2u), with which gate * sigmoid(2u) is the gelu by tanh(u); and the slope of 2u."""
+    """(sigmoid(2u), slope of 2u); gate * sigmoid(2u) is the gelu with tanh(u)."""
     share = tl.sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate))
     return share, 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
 
@@ -104,7 +104,7 @@ def launch_slopes(dy: Tensor, slopes: Tensor) -> None:
 
 
 class TritonGated(Function):
-    """(activation, a, g or None) -> output. As ``gated``'s eager form."""
+    """(activation, a, g or None) -> output. Same as ``gated`` in plain PyTorch."""
 
     @staticmethod
     def forward(ctx: Any, activation: str, *given: Tensor | None) -> Tensor:

@@ -25,8 +25,8 @@ MANY_BLOCKS = 1024  # enough to fill a GPU with large chunks
 JOINED = 2048  # numbers that a combining program holds at once
 WARPS = 8
 """With 4, the gradient of large images spills registers on wave-32 GPUs (Triton 3.6, 3.8 and 3.9), and gfx942 runs no
-more waves. With 16, gfx1100 would run 10 waves instead of 7, each with half as many numbers. Counted
-(benchmarks/registers.py), not measured.
+more waves than with 8. With 16, gfx1100 would run 10 waves instead of 7, each with half as many numbers. Counted by
+benchmarks/registers.py, not measured.
 """
 
 
@@ -69,6 +69,7 @@ def join_moments(
     column = tl.arange(0, WIDTH)
     first = (program // groups) * chunks
     start = (program % groups) * width
+    # The mean of the group: chunk means weighted by their pixels.
     total = tl.zeros([JOINED, WIDTH], tl.float32)
     for turn in range(ROUNDS):
         chunk = turn * JOINED + tl.arange(0, JOINED)
@@ -78,6 +79,7 @@ def join_moments(
         total += tl.load(means + offset, mask=inside, other=0.0) * count[:, None]
     number = (pixels * width).to(tl.float32)
     mean = tl.sum(tl.sum(total, axis=1), axis=0) / number
+    # The variance: deviations within chunks, and of the chunk means from the group's mean.
     spread = tl.zeros([JOINED, WIDTH], tl.float32)
     for turn in range(ROUNDS):
         chunk = turn * JOINED + tl.arange(0, JOINED)
@@ -178,7 +180,7 @@ def input_gradient(
     dy, residual, x, shift, weight, bias, mean, rstd, plain_mean, normal_mean, dx, pixels, channels, chunks, groups,
     SHIFT: tl.constexpr, SILU: tl.constexpr, RESIDUAL: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x, plus that of a residual path."""
+    """The gradient of x, plus the gradient of a residual path."""
     part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
     normal, z, w, scale, group = _normalised(
         x, shift, weight, bias, mean, rstd, batch, channel, inside, offset, channels, groups, SHIFT
@@ -238,10 +240,12 @@ class TritonGroupNorm(Function):
         x_nhwc = x.contiguous(memory_format=torch.channels_last)
         shift = None if shift is None else shift.contiguous()
         shape = _Shape(x, groups)
+        # Buffers: statistics are float32 whatever the dtype of x.
         parts = x.new_empty(shape.parts, dtype=torch.float32)
         known = x.new_empty(shape.groups, dtype=torch.float32)
         has = {"SHIFT": shift is not None}
         y = torch.empty_like(x_nhwc)
+        # Statistics per chunk, per group, then the output.
         moments[shape.grid](x_nhwc, shift, parts[0], parts[1], *shape.sizes, **has, **shape.cut)
         join_moments[shape.joins](
             parts[0],

@@ -1,7 +1,7 @@
-"""PEFT's linear LoRA layer with its plain case computed by ``lora_linear``.
+"""PEFT's linear LoRA layer, with ``lora_linear`` for the plain case.
 
 It is installed with PEFT's registration of custom modules (``LoraConfig._register_custom_module``), which is not
-public; a test pins it. Names, scaling and disabling of the layer are PEFT's.
+public; a test pins it. PEFT still defines the layer's names, scaling and disabling.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lora_rocm.kernels.weight_format import PackedLinear, is_packed
 
 
 class LoraLinear(Linear):
-    """A linear layer with LoRA. If ``plain`` returns None, it runs as PEFT's."""
+    """A linear layer with LoRA. If ``plain`` returns None, PEFT's forward runs."""
 
     def plain(self, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
         """(A, B, scale) if the active adapters are plain LoRAs on a plain base layer in the dtype of ``x``, else None.
 
-        Several adapters of one scale are one of their joined ranks. A packed base layer may have any dtype.
+        Several adapters of one scale act as one adapter with the joined ranks. A packed base layer may have any dtype.
         """
         if self._disable_adapters or self.merged_adapters or _under_autocast(x):
             return None
@@ -62,7 +62,7 @@ class LoraLinear(Linear):
             ):  # PEFT's DoRA would use the packed tensor as the weight
                 raise AdapterError(
                     "dora-packed",
-                    f"A DoRA needs dense weights, and this base is stored as {base.weight_format.name}.",
+                    f"DoRA needs dense weights, but this base is stored as {base.weight_format.name}.",
                     where="lora.use_dora",
                     fix="Train without lora.use_dora, or with a dense base.",
                 )
@@ -75,9 +75,9 @@ class LoraLinear(Linear):
 
 
 def drop_ranks(layer: LoraLayer, name: str, rank_dropout: float, module_dropout: float) -> None:
-    """Apply these to what ``A`` of the adapter ``name`` makes.
+    """Apply rank and module dropout to the output of ``A`` of the adapter ``name``.
 
-    They stand beside PEFT's dropout, where ``LoraLinear.plain`` looks for one.
+    They are registered in PEFT's ``lora_dropout``, where ``LoraLinear.plain`` finds them.
     """
     down = layer.lora_A[name]
     axis = 1 if isinstance(down, nn.Conv2d) else -1
@@ -94,7 +94,7 @@ def _dropped(drop: AdapterDropout, down: nn.Module, args: tuple[Any, ...], h: Te
 
 
 def base_of(layer: nn.Module) -> nn.Module:
-    """The base layer of an adapted layer; a layer without adapter itself."""
+    """The base layer of an adapted layer; any other layer itself."""
     base: nn.Module = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
     return base
 

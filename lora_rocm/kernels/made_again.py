@@ -1,7 +1,7 @@
-"""Tensors that the backward pass makes again instead of keeping them.
+"""Tensors that the backward pass recomputes instead of keeping them.
 
-Used where a tensor costs one cheap kernel and its inputs are kept anyway. In blocks that are recomputed the hooks of
-``torch.utils.checkpoint`` decide what is kept, and these do nothing.
+Used where a tensor costs one cheap kernel and its inputs are kept anyway. In recomputed blocks, the hooks of
+``torch.utils.checkpoint`` decide which tensors are kept, and these hooks do nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 Made = tuple[Tensor, Callable[[], Tensor]]
-"""A tensor, and a function that makes it again with the same bits. The function must not hold its autograd graph."""
+"""A tensor, and a function that recomputes it bit for bit. The function must not hold the tensor's autograd graph."""
 
 
 def made(make: Callable[[Sequence[Tensor]], Tensor], inputs: Sequence[Tensor]) -> Made:
-    """What ``make`` makes of the inputs, and how it is made again."""
+    """Return ``make(inputs)`` and a closure that recomputes it in the backward pass."""
     return make(inputs), partial(make, [tensor.detach() for tensor in inputs])
 
 
@@ -33,7 +33,7 @@ class _Recipe(NamedTuple):
 
 
 class _Hooks:
-    """Hooks within others: made tensors become recipes, and the others get what is left."""
+    """Nested hooks: tensors of ``recipes`` are saved as recipes, all others go to the outer hooks."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class _Hooks:
 
 
 def made_again(*tensors: Made) -> AbstractContextManager[Any]:
-    """A context in which operations keep no tensor of these, or view of one. They have to live until its end."""
+    """A context in which operations save neither these tensors nor their views. The tensors have to outlive it."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return nullcontext()
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_same, _same)

@@ -1,4 +1,4 @@
-"""One product for several frozen linear layers of the same input, their LoRA included."""
+"""One product for several frozen linear layers with the same input, including their LoRA."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from lora_rocm.kernels.weight_format import PackedLinear, is_packed, joined_weig
 
 
 class MergedLinears:
-    """Computes layers of the same input by one product.
+    """Computes layers with the same input by one product.
 
-    The weights of the layers become views of one tensor, as do their biases. In each pass one tensor is made of packed
-    weights, and of weights that were moved since (offloading does). If a layer is not a plain LoRA, the layers are
-    called one by one.
+    The layers' weights become views of one tensor, as do their biases. Weights that are packed, or that offloading
+    has moved since, are joined in each pass. If a layer is not a plain LoRA, the layers are called one by one.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -32,13 +31,13 @@ class MergedLinears:
 
     @classmethod
     def of(cls, *layers: nn.Module) -> MergedLinears | None:
-        """The layers merged, or None if that cannot help: all have to be adapted and alike in bias and storage."""
+        """The merged layers, or None unless all are adapted and alike in bias and storage."""
         bases = [base_of(layer) for layer in layers if isinstance(layer, LoraLinear)]
         alike = len(bases) == len(layers) and {type(base) for base in bases} in ({nn.Linear}, {PackedLinear})
         return cls(layers) if alike and len({base.bias is None for base in bases}) == 1 else None
 
     def __call__(self, layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of the layers, which must be those of the constructor."""
+        """The outputs of the layers, which must be the constructor's layers."""
         found = [plain_lora(layer, x) for layer in layers]
         if None in found or len({plain[2] for plain in found if plain}) != 1:
             return tuple(layer(x) for layer in layers)

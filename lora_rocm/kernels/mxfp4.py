@@ -1,7 +1,7 @@
-"""MXFP4 weights: 32 values share a power of two, each is one of 16 numbers, and two stand in a byte.
+"""MXFP4 weights: 32 values share a power of two, each is one of 16 numbers, and a byte holds two of them.
 
-Source: OCP Microscaling Formats 1.0 (E2M1 numbers, E8M0 scales). The layout is that of gpt-oss: the first value of a
-pair in the lower half of its byte. Dimensions: G groups of 32 values.
+Source: OCP Microscaling Formats 1.0 (E2M1 numbers, E8M0 scales). The layout is gpt-oss's: the first value of a pair
+is in the lower half of its byte. Dimensions: G groups of 32 values.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ GROUP = 32
 BYTES = GROUP // 2
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 WORDS = {2: torch.int32, 4: torch.int64}
-"""Bytes of a number -> integers as wide as two of these."""
+"""Bytes of a number -> integers as wide as two such numbers."""
 LARGEST_SCALE = 127 + 13
-"""Values of a larger scale exceed 65,504, the largest number of float16. Scale 255 means NaN."""
+"""Values with a larger scale exceed 65,504, the largest number of float16. Scale 255 means NaN."""
 SUBNORMAL = 0x00400000
-"""The bits of 2**-127 as float32, which scale 0 means."""
+"""The bits of 2**-127 as float32, the meaning of scale 0."""
 
 
 def unpacked(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -46,7 +46,7 @@ def unpacked(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The two values of each byte as one integer [256]: single numbers are looked up faster than rows of two."""
+    """The two values of each byte as one integer [256]: an index of single numbers is faster than of rows of two."""
     values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=dtype)
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)
     return constant(pairs.view(WORDS[dtype.itemsize]).flatten().to(device), "table of MXFP4")

@@ -26,8 +26,8 @@ def group_norm(
 ) -> tuple[Tensor, Tensor]:
     """(normalised ``x + shift``, after SiLU if ``silu``; ``x`` itself, for a residual sum).
 
-    In the Triton form both outputs are in channels_last, and the gradient of the second is added where that of the
-    first is computed, so a residual path needs no sum of its own in the backward pass.
+    With Triton both outputs are in channels_last. The kernel for the first gradient also adds the second one, so a
+    residual path needs no extra sum in the backward pass.
     """
     variant = f"{'one input' if shift_BC is None else 'sum'}, {'SiLU' if silu else 'no SiLU'}"
     if backend.launches(form, x_BCHW, f"norms.group_norm: {variant}"):
@@ -52,7 +52,7 @@ class RowNorm:
     weight: [D], or [B, D] with a row for each sample. It may get a gradient, as may ``bias``.
     bias: as ``weight``, or None.
     centred: LayerNorm; otherwise RMSNorm.
-    dtype: of the result; None: that of the weight.
+    dtype: of the result; None: the weight's.
     """
 
     weight: Tensor
@@ -68,7 +68,7 @@ class RowNorm:
 
 @dataclass(frozen=True)
 class Branch:
-    """What is added to a residual stream: ``gate * y``.
+    """The branch ``gate * y`` that is added to a residual stream.
 
     gate: [D], or [B, D] with a row for each sample; None: 1. It may get a gradient.
     eps: RMS-normalise ``y`` first; None: do not.
@@ -88,8 +88,8 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, norm: nn.LayerNorm, form: Fo
 def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, form: Form) -> tuple[Tensor, Tensor]:
     """(``x`` plus the branch, its normalisation over the last dimension).
 
-    If ``branch`` is None, the first is ``x`` itself, for a residual sum: in the Triton form its gradient is added where
-    that of the second is computed.
+    If ``branch`` is None, the first is ``x`` itself, for a residual sum: the Triton kernel for the second gradient also
+    adds the first one.
 
     Args:
         x: [B, ..., D]. The sum has its dtype.
@@ -110,12 +110,12 @@ def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, form: Form) -> tup
 
 
 def residual_stream(x: Tensor) -> Tensor:
-    """``x`` as the start of a residual stream: in float32 if it is float16, whose range sums of many branches leave."""
+    """``x`` as the start of a residual stream: float16 becomes float32, because sums of many branches overflow."""
     return x.float() if x.dtype == torch.float16 else x
 
 
 def normal_again(total: Tensor, norm: RowNorm, form: Form) -> Callable[[], Tensor]:
-    """Makes the second output of ``add_norm`` again from the first."""
+    """A function that recomputes the second output of ``add_norm`` from the first."""
     weight, bias = norm.weight.detach(), None if norm.bias is None else norm.bias.detach()
     frozen = replace(norm, weight=weight, bias=bias)
     return lambda: add_norm(total.detach(), None, frozen, form)[1]
@@ -180,7 +180,7 @@ def _by_row(vector: Tensor, x: Tensor) -> Tensor:
 
 
 class _RmsNormal(Function):
-    """Computed again in the backward pass, because off the GPU PyTorch's keeps float32 copies."""
+    """Recomputed in the backward pass, because PyTorch's RMSNorm keeps float32 copies except on the GPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, weight: Tensor | None) -> Tensor:
@@ -201,9 +201,9 @@ class _RmsNormal(Function):
 class _GatedSum(Function):
     """``x + gate * y`` with a gate for each sample that gets no gradient.
 
-    The gate is not among the saved tensors: recomputation runs up to the last of these, so in a block that ends with
-    this sum it stops before the product that gives ``y``. A gate for all samples may be a weight, and wait in main
-    memory when the gradient comes.
+    The gate is not a saved tensor, because recomputation runs up to the last saved tensor. In a block that ends with
+    this sum, it therefore stops before the product that gives ``y``. A gate for all samples is not allowed here: it may
+    be a weight that is in main memory when the gradient arrives.
     """
 
     @staticmethod

@@ -26,8 +26,8 @@ from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat
 
 BLOCK, NESTED_BLOCK = 64, 256
 CELLS = 16  # from 0 to 1; a cell is narrower than the least distance (0.08) of two limits between levels
-PIECE = 1 << 20  # values that are quantised at once: few enough for the CPU's cache, and so many that threads, of which
-# one at a time runs Python, seldom wait for each other
+PIECE = 1 << 20  # values that are quantised at once: few enough for the CPU's cache, and enough that threads seldom
+# wait for each other, since only one at a time runs Python
 TINY = 1e-12  # scale of a row of zeros
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -40,7 +40,7 @@ LEVELS = (
 
 @dataclass(frozen=True)
 class QuantisedLinears(ABC):
-    """Stores the linear layers whose paths match ``layers`` in fewer bits; the rest of a component stays dense.
+    """Stores the linear layers with paths that match ``layers`` in fewer bits; other layers stay dense.
 
     layers: a regular expression, searched in the path of a layer in its component.
     """
@@ -91,7 +91,7 @@ class ScaledRows(QuantisedLinears):
     def packed(self, layer: nn.Linear) -> PackedLinear:
         integer, weight_OI = self.stored is torch.int8, layer.weight.detach()
         largest = torch.iinfo(self.stored).max if integer else torch.finfo(self.stored).max
-        # a tensor: by a Python number CUDA does not divide, it multiplies by the reciprocal
+        # a tensor, because CUDA replaces a division by a Python number with a product by the reciprocal
         divisor = torch.tensor(float(largest), device=weight_OI.device)
         stored_OI = torch.empty_like(weight_OI, dtype=self.stored)
         scale_O1 = torch.empty_like(weight_OI[:, :1], dtype=torch.float32)
@@ -106,7 +106,7 @@ class ScaledRows(QuantisedLinears):
         return self.of_codes(layer, stored_OI, scale_O1)
 
     def of_codes(self, layer: nn.Linear, stored_OI: Tensor, scale_O1: Tensor) -> PackedLinear:
-        """A layer of numbers in the dtype ``stored`` and float32 scales."""
+        """A layer from numbers in the dtype ``stored`` and float32 scales."""
         return PackedLinear(layer, self, stored_OI, weight_scale=scale_O1)
 
     def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
@@ -129,7 +129,7 @@ class ScaledRows(QuantisedLinears):
 
 @dataclass(frozen=True)
 class Nf4(QuantisedLinears):
-    """bitsandbytes' nf4 with double quantisation: 4.127 bits a value.
+    """bitsandbytes' nf4 with double quantisation: 4.127 bits per value.
 
     Two values share a byte, the first in its upper half. A block's magnitude is ``code[byte] * nested + offset``. The
     table has the pair of levels of each byte, rounded to the layer's dtype.
@@ -150,7 +150,7 @@ class Nf4(QuantisedLinears):
         return self.of_codes(layer, pairs, nested_codes=nested_codes_K, nested=nested, offset=offset[None], code=code)
 
     def of_codes(self, layer: nn.Linear, pairs: Tensor, **magnitudes: Tensor) -> PackedLinear:
-        """A layer of pairs of codes, and of the tensors that ``magnitudes`` reads."""
+        """A layer from pairs of codes and the tensors that ``magnitudes`` reads."""
         levels = torch.tensor(LEVELS, dtype=layer.weight.dtype, device=pairs.device)
         table = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
         packed = pairs.view(layer.out_features, -1)
@@ -191,7 +191,7 @@ def _pieces(count: int, size: int, like: Tensor) -> list[slice]:
 
 
 def pairs_of(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The indices of the nearest levels, two a byte (uint8), and the largest magnitude of each block (float32)."""
+    """The indices of the nearest levels, two per byte (uint8), and the largest magnitude of each block (float32)."""
     weight_KB = weight.reshape(-1, BLOCK)
     pairs_KP = torch.empty(len(weight_KB), BLOCK // 2, dtype=torch.uint8, device=weight.device)
     absmax_K = torch.empty(len(weight_KB), dtype=torch.float32, device=weight.device)
@@ -210,8 +210,8 @@ def pairs_of(weight: Tensor) -> tuple[Tensor, Tensor]:
 class NearestLevels:
     """Finds the nearest level of numbers from -1 to 1, in a twentieth of ``torch.bucketize``'s time.
 
-    A number's cell is looked up: how many limits between levels lie in cells below, and the limit in it, if any.
-    Buffers are reused: on the CPU, memory that is new to each piece takes more time than all the arithmetic.
+    A table has two entries per cell: the number of limits between levels in lower cells, and the cell's own limit, if
+    any. Buffers are reused, because on the CPU new memory for each piece takes more time than the arithmetic.
 
     Args:
         count: of numbers in a call, at most.
@@ -241,12 +241,12 @@ class NearestLevels:
 
 
 def _cell(scaled_N: Tensor, out_N: Tensor | None = None) -> Tensor:
-    """The cell of each number, before it is rounded down. Rounding keeps the order of numbers, so cells keep it too."""
+    """The cell of each number, before rounding down. Rounding keeps the order of numbers, so cells keep it too."""
     return torch.mul(scaled_N, CELLS, out=out_N).add_(CELLS)
 
 
 def _mean(values_K: Tensor) -> Tensor:
-    """The mean of numbers >= 0, summed as integers: the same bits whatever the threads of the sum."""
+    """The mean of numbers >= 0, summed as integers: the same bits for any number of threads."""
     whole = 2.0**40 / values_K.max().clamp(min=TINY).double()
     return ((values_K.double() * whole).round().long().sum() / (whole * len(values_K))).float()
 

@@ -1,6 +1,6 @@
-"""RMSNorm of each head of queries or keys (arXiv 1910.07467), or none, and rotary position embedding.
+"""Optional RMSNorm of each head of queries or keys (arXiv 1910.07467), and rotary position embedding.
 
-The rotation is that of arXiv 2104.09864.
+The rotation follows arXiv 2104.09864.
 
 Dimensions: B batch, S tokens, H heads, D width of a head.
 """
@@ -36,16 +36,16 @@ class Rotation:
 
     @classmethod
     def none(cls, heads: Tensor) -> Rotation:
-        """The one that leaves heads [B, S, H, D] as they are."""
+        """The rotation that leaves heads [B, S, H, D] unchanged."""
         size = (heads.shape[1], heads.shape[3] // 2)
         cos, sin = (heads.new_full(size, number, dtype=torch.float32) for number in (1, 0))
         return cls(cos, sin, interleaved=False)
 
 
 def norm_rotary(streams: Sequence[tuple[Tensor, Tensor | None]], eps: float, rotation: Rotation, form: Form) -> Tensor:
-    """Normalise and rotate the heads of streams of tokens that follow one another.
+    """Normalise and rotate the heads of consecutive streams of tokens.
 
-    Only heads that are normalised and the rotation are kept for the backward pass.
+    Only the rotation and the inputs of heads with a norm are kept for the backward pass.
 
     Args:
         streams: (heads [B, S, H, D], frozen weight [D] of their RMSNorm or None without one) of each.

@@ -1,4 +1,4 @@
-"""RMSNorm of heads, if they have one, and rotary position embedding: a kernel forward, one backward. See ``rotary``."""
+"""Optional RMSNorm of heads and rotary position embedding: one kernel forward, one backward. See ``rotary``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _turn(cos, sin, turn_batch, turn_row, first, pairs, TURN_PAIR: tl.constexpr,
 def _load_token(
     x, x_batch, x_row, heads, pairs, HEADS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
-    """Offsets of a token's heads, and which are heads; their pairs."""
+    """Offsets of a token's heads, the mask of real heads, and their pairs."""
     token, batch, head = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, HEADS)[:, None]
     start, is_head = head * (2 * pairs), head < heads
     a, b = _load_pairs(x + batch * x_batch + token * x_row, start, is_head, pairs, PAIRS, INTERLEAVED)
@@ -67,7 +67,7 @@ def _normal_token(
     x, weight, cos, sin, x_batch, x_row, turn_batch, turn_row, first, heads, pairs, eps,
     TURN_PAIR: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Offsets of a token's heads, and which are heads; normalised pairs, their deviation, weights, cosine and sine."""
+    """Offsets of a token's heads, mask of real heads, normalised pairs, their deviation, weights, cosine and sine."""
     start, is_head, a, b = _load_token(x, x_batch, x_row, heads, pairs, HEADS, PAIRS, INTERLEAVED)
     rstd = (1.0 / tl.sqrt(tl.sum(a * a + b * b, axis=1) / (2 * pairs) + eps))[:, None]
     one = tl.arange(0, 1)[:, None]
@@ -82,7 +82,7 @@ def norm_rotary_forward(
     TURN_PAIR: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
     NORM: tl.constexpr = True,
 ):  # fmt: skip
-    """One stream, whose tokens follow ``first`` others in the output; one program per token."""
+    """One stream, after ``first`` other tokens in the output; one program per token."""
     if NORM:
         start, is_head, a, b, _, weight_a, weight_b, c, s = _normal_token(
             x, weight, cos, sin, x_batch, x_row, turn_batch, turn_row, first, heads, pairs, eps, TURN_PAIR, INTERLEAVED,
@@ -126,7 +126,7 @@ def norm_rotary_backward(
 class TritonNormRotary(Function):
     """(cos, sin, interleaved, eps, x and weight of each stream) -> joined heads. See ``rotary.norm_rotary``.
 
-    Streams without a weight have no norm, and are not kept.
+    Streams without a weight have no norm, and are not saved for the backward pass.
     """
 
     @staticmethod

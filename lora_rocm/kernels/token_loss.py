@@ -1,4 +1,4 @@
-"""The cross-entropy of tokens and its gradient, in the place of their logits.
+"""The cross-entropy of tokens, and its gradient in the memory of their logits.
 
 Dimensions: N tokens, V vocabulary.
 """
@@ -16,13 +16,13 @@ from lora_rocm.kernels.backend import Form
 def to_loss_gradient(
     logits_NV: Tensor, labels_N: Tensor, ignored: int, form: Form, scale: float = 1.0, cap: float | None = None
 ) -> Tensor:
-    """Overwrite logits with the gradient of each token's cross-entropy; return that: float32 [N].
+    """Overwrite logits with the gradient of each token's cross-entropy, and return the cross-entropies, float32 [N].
 
-    With a cap the softmax is that of ``cap * tanh(scale * logits / cap)``. All is computed in float32.
+    With a cap it is the softmax of ``cap * tanh(scale * logits / cap)``. Everything is computed in float32.
 
     Args:
         logits_NV: contiguous.
-        labels_N: int64, the right token of each row, or ``ignored``, where loss and gradient are 0.
+        labels_N: int64, the target token of each row, or ``ignored``, where loss and gradient are 0.
         ignored: negative.
         form: see ``backend``.
         scale: of the logits.

@@ -14,7 +14,7 @@ from lora_rocm.kernels.backend import LAUNCH
 
 BLOCK, WARPS = 4096, 8
 LOWEST = tl.constexpr(-1e30)
-"""Stands for minus infinity, whose difference from itself is not a number."""
+"""Used as minus infinity, because infinity minus itself is not a number."""
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _bent(value, factor, cap, CAP: tl.constexpr):
 
 @triton.jit
 def token_loss(logits, labels, losses, width, ignored, factor, cap, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """Loss of a row, and its gradient in the place of the row; one program per row."""
+    """Loss of a row, and its gradient in the row's memory; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row).to(tl.int32)
     counts = label != ignored
@@ -50,6 +50,7 @@ def token_loss(logits, labels, losses, width, ignored, factor, cap, CAP: tl.cons
     most = tl.max(largest, axis=0)
     normal = most + tl.log(tl.sum(total * tl.exp(largest - most), axis=0))
     tl.store(losses + row, tl.where(counts, normal - tl.sum(right, axis=0), 0.0))
+    # second pass: softmax minus one-hot, times the slope of the cap
     for first in range(0, width, BLOCK):
         inside = first + column < width
         value, slope = _bent(
@@ -61,7 +62,7 @@ def token_loss(logits, labels, losses, width, ignored, factor, cap, CAP: tl.cons
 
 
 def launch(logits_NV: Tensor, labels_N: Tensor, ignored: int, scale: float, cap: float | None) -> Tensor:
-    """As ``token_loss.to_loss_gradient``."""
+    """``token_loss.to_loss_gradient`` in one launch."""
     losses_N = torch.empty(len(logits_NV), dtype=torch.float32, device=logits_NV.device)
     token_loss[(len(logits_NV),)](
         logits_NV, labels_N, losses_N, logits_NV.shape[1], ignored, scale, cap or 1.0,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 BLOCK, NF4_BLOCKS = 1024, 64
 LAUNCH = {"enable_fp_fusion": False}
-"""Multiply and add are rounded apart, so the bits are those of the plain form."""
+"""Multiply and add are rounded separately, so the bits equal those in plain PyTorch."""
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def unpack_rows(codes, scale, out, width, FP8: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def unpack_nf4(packed, table, nested_codes, code, nested, offset, out, blocks, BLOCKS: tl.constexpr):
-    """nf4; one program per ``BLOCKS`` blocks of 64 values. Level n is the second number of entry n of the table."""
+    """nf4; one program per ``BLOCKS`` blocks of 64 values. Level n is the second number in entry n of the table."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block < blocks
     magnitude = tl.load(code + tl.load(nested_codes + block, mask=inside, other=0).to(tl.int32))

@@ -1,7 +1,7 @@
 """Storage formats of frozen weights, and their conversion to the dense weight that a product needs.
 
 A format keeps its tensors in parameters and buffers of the layer. Transfer, fingerprints, offloading and the footprint
-work on those whatever their dtype, so they need not know the format.
+work on these tensors in any dtype, so they need not know the format.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ DENSE = DenseFormat()
 
 
 def dense_weight(layer: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A layer's dense weight, whatever its storage format; not copied if it is stored so."""
+    """A layer's dense weight, whatever its storage format; not copied if it is stored dense in this dtype."""
     if isinstance(layer, PackedLinear):
         return layer.dense(dtype, "eager")
     weight: Any = layer.weight
@@ -108,12 +108,12 @@ class PackedLinear(nn.Linear):
     Args:
         layer: the dense layer; its bias is taken over.
         weight_format: its ``unpack`` reads ``weight`` and ``buffers``.
-        weight: the packed tensor; its first dimension is the outputs. Its bytes are kept as int8: to any other dtype
-            PEFT would cast its adapter, and T5 its activations.
+        weight: the packed tensor; its first dimension is the outputs. Its bytes are kept as int8, because
+            PEFT would cast its adapter, and T5 its activations, to any other dtype.
         buffers: further packed tensors, by name.
 
     Attributes:
-        form: of the kernel that makes the dense weight for a product.
+        form: backend of the kernel that computes the dense weight for a product.
     """
 
     weight_format: WeightFormat
@@ -137,7 +137,7 @@ class PackedLinear(nn.Linear):
         return out_OI
 
     def forward(self, input: Tensor) -> Tensor:
-        """As the dense layer's, in the dtype of ``input``."""
+        """The dense layer's output, in the dtype of ``input``."""
         output: Tensor = _PackedProduct.apply(input, self)
         return output
 
@@ -158,7 +158,7 @@ class _PackedProduct(torch.autograd.Function):
 
 
 def joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype) -> Tensor:
-    """The dense weights of packed layers with as many inputs, one below the other: [sum of O, I]."""
+    """The dense weights of packed layers with equally many inputs, concatenated by rows: [sum of O, I]."""
     rows = [layer.out_features for layer in layers]
     weight_OI = layers[0].weight.new_empty(sum(rows), layers[0].in_features, dtype=dtype)
     for layer, part_OI in zip(layers, weight_OI.split(rows), strict=True):
@@ -167,7 +167,7 @@ def joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype) -> Tensor
 
 
 def use_form(component: nn.Module, form: Form) -> None:
-    """Set the form in which the packed layers of a component make their dense weights."""
+    """Set the backend with which the packed layers of a component compute their dense weights."""
     for layer in component.modules():
         if isinstance(layer, PackedLinear):
             layer.form = form

@@ -15,12 +15,12 @@ class Batch:
 
     tensors: contiguous, with leading dimension B: the cached tensors, the family's ``sample_meta``, and "weight"
         (float32 [B]).
-    fingerprints: int64 [B] for each tensor; those of cached tensors were computed when they were encoded.
+    fingerprints: int64 [B] for each tensor; for cached tensors they were computed at encoding.
     sample_keys: the sample of each row.
     positions: the index of each row in the update.
     shape: the shape of all rows.
     shares: ``Item.share`` of each row.
-    iteration, micro: number of the update, and of the micro-batch among those of this rank in it.
+    iteration, micro: number of the update, and of the micro-batch within this rank's part of it.
     is_last: no micro-batch of this rank follows in the update.
     """
 

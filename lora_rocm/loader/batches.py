@@ -40,7 +40,7 @@ def open_workers(
     runtime: RuntimeSection,
     context: RunContext = NOBODY,
 ) -> Workers:
-    """The workers for ``loader``, shared by all readings of a run.
+    """The workers for ``loader``, shared by all iterators of a run.
 
     ``entries``: the kinds of entries to read (``Prepared.entries``). ``context``: see ``Workers``.
     """
@@ -63,7 +63,7 @@ def loader(
 
     Raises:
         DataError: a cache entry is bad and there is no ``repair``, or tensors of one batch differ in size.
-        StorageError: an entry is bad again after it was repaired.
+        StorageError: an entry is still bad after its repair.
     """
     end = None if num_iterations is None else plan.first_micro(start_iteration + num_iterations)
     orders, repaired = Orders(plan, plan.first_micro(start_iteration), end), set[tuple[str, str]]()
@@ -106,7 +106,7 @@ def _repair(bad: BadEntry, repair: Repair | None, repaired: set[tuple[str, str]]
     if (bad.kind, bad.key) in repaired:
         raise StorageError(
             "cache-entry-damaged",
-            "A cache entry is damaged again right after it was made again.",
+            "A cache entry is damaged again right after it was rebuilt.",
             where=bad.reason,
             fix="Check the disk, or set cache.dir to a folder on another one.",
         )

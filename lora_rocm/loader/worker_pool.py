@@ -1,9 +1,9 @@
-"""A DataLoader that survives worker processes that hang, die or raise: the rest is read without workers.
+"""A DataLoader that survives workers which hang, die or raise: it reads the rest in the main process.
 
-Each group of workers is served by its own thread, and the caller only waits for messages of that thread, with a
-deadline. So if a worker is stopped while it hands over a batch, or is killed while it holds a lock, only that thread
-stays blocked, never the run. The thread has a second purpose: if the main thread iterates a DataLoader, torch installs
-a handler that raises at an arbitrary point of the main thread when a worker dies.
+Each group of workers has its own thread. The caller only waits, with a deadline, for messages from that thread. So a
+worker that stops while it sends a batch, or is killed while it holds a lock, blocks only that thread, never the run.
+The thread has a second purpose. If the main thread iterates a DataLoader, torch installs a handler, which raises at an
+arbitrary point of the main thread when a worker dies.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Source(Protocol):
 
 
 class WorkersFailed(Exception):
-    """A worker hung, died or raised; the message says which.
+    """A worker hung, died or raised; the message names the fault.
 
     Args:
         seen: the symptom for the table of mitigations, in which a worker that raised also counts as "died".
@@ -59,14 +59,14 @@ class WorkersFailed(Exception):
 
 
 class Workers:
-    """Reads orders with worker processes, as long as they work on this machine.
+    """Reads orders with worker processes until one of them fails, then without them.
 
     One instance serves a whole run, so workers that failed are not tried again.
 
     Args:
         source: the dataset that the workers read.
-        runtime: number of workers, their timeout, and whether they are kept between two readings.
-        context: receives a notice for each failure, and once the change "workers-0".
+        runtime: number of workers, their timeout, and whether they are kept between two iterators.
+        context: receives a notice per failure, and the change "workers-0" once.
     """
 
     def __init__(self, source: Source, runtime: RuntimeSection, context: RunContext = NOBODY) -> None:
@@ -98,7 +98,7 @@ class Workers:
             (self._idle or self._busy).pop().close()
 
     def _give_back(self, group: Group) -> None:
-        """Keep the workers for the next reading if the recipe says so and none has failed."""
+        """Keep the workers for the next iterator if the recipe asks for it and no worker has failed."""
         if group not in self._busy:  # closed
             return
         self._busy.remove(group)
@@ -113,7 +113,7 @@ class Workers:
         while self._idle:
             self._idle.pop().close()
         self._context.notice(f"A loader worker failed: {failure}; going on without workers. No sample is lost.")
-        if had:  # only once: two readings may be active, and both may fail
+        if had:  # only once: two iterators may be active, and both may fail
             self._context.emit(change_event("workers-0", failure.seen))
 
 
@@ -216,7 +216,7 @@ class Group:
 
 
 class _Given:
-    """A sampler over the current orders; a DataLoader with persistent workers iterates it again for each reading."""
+    """A sampler over the current orders. A DataLoader with persistent workers iterates it once per iterator."""
 
     orders: Orders
 
@@ -258,14 +258,14 @@ def data_loader(
         batch_size=None,
         sampler=orders,
         num_workers=workers,
-        collate_fn=hand_over,  # type: ignore[arg-type]  # without batches of its own it hands on one item
+        collate_fn=hand_over,  # type: ignore[arg-type]  # with batch_size=None it passes on one item at a time
         generator=torch.Generator().manual_seed(0),  # otherwise it would advance the global generator
         **with_workers,
     )
 
 
 def _start_worker(worker_id: int) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the workers share the cores
 
 
 def hand_over(result: Result) -> Result | bytes:
@@ -284,7 +284,7 @@ def hand_over(result: Result) -> Result | bytes:
 
 
 def unpacked(packed: bytes) -> Result:
-    """The result that our own worker handed over: ``Read``, ``BadEntry`` or ``Unequal``."""
+    """The result that our own worker sent: ``Read``, ``BadEntry`` or ``Unequal``."""
     result: Result = torch.load(io.BytesIO(packed), weights_only=False)
     return result
 

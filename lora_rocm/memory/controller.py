@@ -40,11 +40,11 @@ class Memory:
     """A memory plan, its inputs, and its application to the model.
 
     Attributes:
-        plan: None on the CPU, whose memory is not looked after; then ``recomputes`` and ``offloads`` say all.
+        plan: None on the CPU, where memory is not planned; then only ``recomputes`` and ``offloads`` apply.
         budget_bytes: for tensors; None: no limit is known.
-        context: gets a sentence where something is given up, or changed.
+        context: gets a notice when a feature is disabled or the plan changes.
         again: contexts in which blocks are recomputed.
-        room: asks anew for the budget, which other programs may have changed.
+        room: measures the budget again, because other programs may have changed it.
     """
 
     job: Job
@@ -72,12 +72,12 @@ class Memory:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether the gradient buffer stays allocated during the passes of a step, beside a pass's activations."""
+        """Whether the gradient buffer stays allocated during a step's passes, in addition to their activations."""
         return self.plan is not None and self.plan.keeps_gradients
 
     @property
     def recomputes_all(self) -> bool:
-        """Whether all blocks are recomputed, so recomputation can save no more."""
+        """Whether all blocks are recomputed already, so recomputation cannot save further memory."""
         if self.plan is None or self.footprint is None:
             return self.recomputes
         return len(self.plan.recomputed) == len(self.footprint.blocks)
@@ -89,11 +89,11 @@ class Memory:
 
     @property
     def offload(self) -> Offload | None:
-        """Fetches the blocks that main memory keeps; None: it keeps none."""
+        """Fetches the blocks that are kept in main memory; None: there are none."""
         return None if self._placement is None else self._placement.offload
 
     def placement(self, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, pin: bool) -> Offloaded:
-        """Return a placement of the model's weights that follows the plan, also when ``probe`` changes it.
+        """Return a placement of the model's weights that follows the plan, even after ``probe`` changes it.
 
         Args:
             family: of the model.
@@ -132,7 +132,7 @@ class Memory:
         """Run one pass over zeros in the largest shape before the first step, and measure its memory.
 
         The measurement corrects the estimates, and another plan is applied if it is needed or faster. A plan that runs
-        out of memory is given up at once. Does nothing if memory is not planned.
+        out of memory is replaced at once. Does nothing if memory is not planned.
 
         Args:
             family: of the model.
@@ -179,9 +179,9 @@ class Memory:
         return None if _same(wanted, now) else wanted
 
     def _after(self, now: Plan, peak: int) -> Plan | None:
-        """The choice by the corrected estimate if it is needed or faster, else None.
+        """The plan chosen with the corrected estimate if it is needed or faster, else None.
 
-        After a pass has run out of memory no plan counts as faster.
+        If an earlier pass ran out of memory, no plan counts as faster.
         """
         assert self.footprint is not None
         self._correct(correction(now, peak, self.footprint, self.job.correction))
@@ -213,7 +213,7 @@ class Memory:
 
 
 def _same(one: Plan, other: Plan) -> bool:
-    """Whether two plans do the same, whatever their estimates."""
+    """Whether two plans are equal apart from their estimates."""
     return astuple(one)[1:5] == astuple(other)[1:5] and one.graphs == other.graphs
 
 
@@ -236,8 +236,8 @@ def decide(
         dtype: of the frozen base.
         settings: the parent's settings for this machine.
         shape: of the run's largest samples.
-        context: gets a sentence where something is given up.
-        shapes: how many shapes the run's samples have.
+        context: gets a notice when a feature is disabled.
+        shapes: number of different shapes of the run's samples.
 
     Raises:
         UserError: does-not-fit: the smallest plan exceeds the budget.
@@ -251,7 +251,7 @@ def decide(
         return Memory(job, recomputes, only == "offload", context)
     footprint = counted(recipe, family, dtype, settings, shape, on_gpu)
     room = partial(room_bytes, device, settings, steady=recipe.runtime.deterministic) if on_gpu else None
-    budget_bytes = room() if room is not None else None  # before anything is taken to measure with
+    budget_bytes = room() if room is not None else None  # before the measurement below takes memory
     memory = choose_from(recipe, footprint, job, budget_bytes, context, rates_here(recipe, device, dtype, settings))
     memory.room = room
     return memory
@@ -290,20 +290,20 @@ def choose_from(
             raise does_not_fit(recipe, footprint, job, rates, budget_bytes)
     if budget_bytes is not None and (plan.mode != "keep" or plan.parts > 1 or plan.graphs != job.graphs):
         context.notice(
-            f"Of {size_text(budget_bytes)} a step will take {size_text(plan.peak_bytes)}: {_text(plan, job)}."
+            f"A step will take {size_text(plan.peak_bytes)} of {size_text(budget_bytes)}: {_text(plan, job)}."
         )
     return Memory(job, False, False, context, footprint, plan, budget_bytes, rates)
 
 
 def _text(plan: Plan, job: Job) -> str:
-    """Describe the plan; say so if graph capture was given up for lack of memory."""
-    return plan_text(plan) + (", not captured: there is no room for graphs" if job.graphs and not plan.graphs else "")
+    """Describe the plan, and mention it if there is too little memory for graph capture."""
+    return plan_text(plan) + (", not captured: too little memory for graphs" if job.graphs and not plan.graphs else "")
 
 
 def apply(
     plan: Plan, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, *, pin: bool, anew: bool = False
 ) -> Offload | None:
-    """Put a plan into a model whose weights may be on the device already; see ``Memory``."""
+    """Apply a plan to a model; its weights may be on the device already. See ``Memory``."""
     memory = Memory(Job(), False, False, plan=plan)
     model.placement = memory.placement(family, model, transfer, pin)
     memory.put(family, model, anew)

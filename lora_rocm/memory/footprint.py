@@ -2,8 +2,8 @@
 
 ``python -m lora_rocm.memory.footprint JOB.json`` prints one JSON object with footprint (``planning.step_cost``),
 precision and GPU, or an error event. The model is built by the same functions as for training and moved to PyTorch's
-meta device, where tensors have shapes but no memory. One forward and backward pass of one sample runs there, while a
-ledger sees each tensor allocated and freed.
+meta device, where tensors have shapes but no memory. One forward and backward pass of one sample runs there. A ledger
+records when each tensor is allocated and freed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Seen:
 
 
 class _Watch:
-    """Hooks on the blocks that record the memory when the pass enters and leaves each, forward and backward."""
+    """Hooks that record the memory when the pass enters and leaves each block, forward and backward."""
 
     def __init__(self, blocks: list[nn.Module], ledger: Ledger) -> None:
         self.ledger, self.seen = ledger, [_Seen(block) for block in blocks]
@@ -117,7 +117,7 @@ class _Watch:
         """Note a tensor saved for backward. Recomputation of a block stops after the last one."""
         if self._inside is not None:
             self._inside.rise_bytes = self.ledger.peak_bytes - self._inside.start_bytes
-        return tensor.detach()  # the graph must not keep it alive
+        return tensor.detach()  # without the graph, which would keep activations alive
 
     def _enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.note()
@@ -162,7 +162,7 @@ def counted(
     shape: Shape,
     on_gpu: bool = True,
 ) -> Footprint:
-    """The footprint for samples of a shape, cached beside the latent caches because counting takes seconds."""
+    """The footprint for samples of a shape, cached next to the latent caches because counting takes seconds."""
     plain = settings.attention == "math"
     on_gpu = on_gpu and settings.triton
     memory = Path(recipe.cache.dir) / "footprints.json"
@@ -219,7 +219,7 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
                 tensor.data = tensor.data.to(dtype)
         pack(component, family.weight_format(name))
         use_form(component, form_for(META, on_gpu))
-    put_training_adapter(family, model, recipe.model.training_adapter)  # not before its layers could be packed too
+    put_training_adapter(family, model, recipe.model.training_adapter)  # after packing, which would pack its layers too
     family.fuse(model, triton=on_gpu)
     return model
 
@@ -249,7 +249,7 @@ def count(
     drops = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]  # counted with the adapter
     try:
         with fused_attention(not plain_attention), kernels_seen() as kernels, ledger:
-            with torch.no_grad():  # as recomputed blocks run
+            with torch.no_grad():  # recomputed blocks first run without gradients
                 losses(family, model, batch, draws)
             # The counted pass, with all activations kept.
             watch.begin()
@@ -327,8 +327,7 @@ def _master_dtype(recipe: Recipe) -> torch.dtype:
 def adapter_bytes(count: int, state: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, int, int]:
     """Bytes for ``count`` trained weights and ``state`` bytes: (always, gradient buffer, staging buffer of gradients).
 
-    Always: masters, optimizer state, average, the layers' compute copy if its dtype differs, and the gradients that a
-    pass makes.
+    Always: masters, optimizer state, average, the layers' compute copy if its dtype differs, and a pass's gradients.
     """
     master_dtype = _master_dtype(recipe)
     leaf_dtype = torch.float32 if kind_for(recipe.lora).asks_float32(recipe.lora) else dtype
@@ -364,7 +363,7 @@ def inputs_on_meta(family: ModelFamily, shape: Shape, rows: int = 1) -> tuple[Te
 
 
 def largest_of(recipe: Recipe) -> Shape:
-    """The shape that costs most, whether or not a sample has it."""
+    """The most expensive shape that the recipe allows, whether or not a sample has it."""
     if recipe.spec.trains_on_texts:
         axis = recipe.spec.axes["tokens"]
         return Shape.of(tokens=axis.longest or -(-recipe.data.max_length // axis.multiple) * axis.multiple)

@@ -18,13 +18,13 @@ EMPTY_EVERY_UPDATES = 100
 
 @dataclass
 class Relief:
-    """Ways to need less memory, in order: defragment the pools, smaller parts of a micro-batch, recomputation.
+    """Steps that reduce memory, in order: defragment the pools, split micro-batches, recompute activations.
 
     Attributes:
         batch_size: of a whole micro-batch.
         parts: the current number of parts.
         recomputes: whether activations are already recomputed.
-        again: contexts in which they are recomputed.
+        again: contexts in which activations are recomputed.
     """
 
     family: PlansMemory
@@ -50,17 +50,17 @@ class Relief:
         empty_pools()
         if seen is not None and seen.fragmented and self._may_empty_again(updates):
             self._emptied_at = updates
-            return f"{seen}: in pieces, so all that was free was given back, and the step is made again unchanged"
+            return f"{seen}: fragmented, so all free memory was released, and the step is repeated unchanged"
         if self.parts < self.batch_size:
             self.parts *= 2
             self.context.emit(change_event("micro-batch-halved", "out-of-memory"))
-            return f"made again in up to {min(self.parts, self.batch_size)} parts"
+            return f"repeated in up to {min(self.parts, self.batch_size)} parts"
         if not self.recomputes:
             how = None if self.again is None else Recomputing(self.model, together=True, again=self.again)
             self.family.recompute_activations(self.model, how)
             self.recomputes = True
             self.context.emit(change_event("checkpointing", "out-of-memory"))
-            return "made again, and activations are computed again instead of kept"
+            return "repeated, and activations are recomputed instead of kept"
         raise full
 
     def _may_empty_again(self, updates: int) -> bool:

@@ -1,6 +1,6 @@
-"""A ledger of tensors and work: it sees every operation, and every tensor when it is allocated and freed.
+"""A ledger of tensors and work: it records every operation, and the allocation and release of every tensor.
 
-It works on any device. On PyTorch's meta device, where nothing is computed, it gives the numbers of a real pass.
+It works on any device. On PyTorch's meta device, where nothing is computed, its counts equal those on a real device.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Ledger(TorchDispatchMode):
     def _result(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Run an operation; on the meta device only once for inputs of these shapes, as PyTorch's shape rules are slow.
 
-        The result is remembered if it is one new tensor. Whether it is a view is also read from its memory, for not
-        every schema says so.
+        The result is remembered if it is one new tensor. Views are also detected by their storage, because not every
+        schema marks them.
         """
         if not _makes_one(func):
             return func(*args, **kwargs)
@@ -122,13 +122,13 @@ class Ledger(TorchDispatchMode):
 
 @cache
 def _makes_one(func: Any) -> bool:
-    """Whether an operation makes one tensor, and by its schema neither a view nor a write."""
+    """Whether an operation returns one tensor, and according to its schema neither a view nor a written input."""
     values = [*func._schema.arguments, *func._schema.returns]
     return len(func._schema.returns) == 1 and all(value.alias_info is None for value in values)
 
 
 def _signature(value: object) -> Hashable:
-    """What the shape of a result depends on: of tensors all but their numbers."""
+    """Key of everything that a result's shape depends on: values, but of tensors only their metadata."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, list | tuple):
@@ -164,9 +164,9 @@ def _fused(
 ) -> Tensor:
     """Compute flash attention for tensors of shape [B, H, S, D]; the names are PyTorch's, for callers by keyword.
 
-    A mask is not counted: it is small beside the rest.
+    A mask is not counted, because it is small compared with the rest.
     """
-    if enable_gqa and key.shape[1] != query.shape[1]:  # a GPU kernel reads each key head several times
+    if enable_gqa and key.shape[1] != query.shape[1]:  # a GPU kernel reads each key head once per group
         groups = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     flash = torch.ops.aten._scaled_dot_product_flash_attention

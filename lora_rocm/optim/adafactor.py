@@ -1,7 +1,7 @@
 """Adafactor (Shazeer and Stern, arXiv 1804.04235): the second moment of a matrix as means of rows and columns.
 
-The update is that of the class in ``transformers``, which other trainers use. A weight of more than two axes is a
-matrix of the first axis and all others here.
+The update is the same as in the class of ``transformers``, which other trainers use. A weight with more than two axes
+is treated as a matrix: the first axis by all others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Adafactor(StackedRule[AdafactorSection]):
         return update_nrc.add_(weights_nrc.mul_(rate * section.weight_decay))
 
     def _rate(self, number: int, factor: float, steps: Tensor) -> Tensor:
-        """The learning rate, 0-d: that of the schedule, or of the step."""
+        """The learning rate, 0-d: from the schedule, or from the step number with ``relative_step``."""
         if not self._section.relative_step:
             return torch.full_like(steps, self.stacks[number].learning_rate * factor)
         greatest = steps * 1e-6 if self._section.warmup_init else torch.full_like(steps, 1e-2)

@@ -15,9 +15,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW(UpdateRule[AdamwSection]):
-    """AdamW whose moments have the dtype of the weights.
+    """AdamW with moments in the dtype of the weights.
 
-    Unscaling and clipping take no pass of their own: the fused kernel divides by one number for both.
+    Unscaling and clipping need no extra pass: the fused kernel divides by one number for both.
 
     Attributes:
         kernel: PyTorch's optimizer, with one parameter per group.

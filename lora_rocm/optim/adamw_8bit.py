@@ -1,14 +1,14 @@
 """AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), in plain operations on the device.
 
-Each block of 256 neighbouring numbers has one scale, its largest magnitude. A number is kept as the place of the
-nearest of 256 fixed values between -1 and 1, or 0 and 1, which are dense near zero. The values are those of
-bitsandbytes. Blocks go over the flat weights, so a block may hold the end of one weight and the start of the next;
-no weight is left out for being small.
+Each block of 256 neighbouring numbers has one scale, its largest magnitude. A number is stored as the index
+of the nearest of 256 fixed values between -1 and 1, or 0 and 1, which are dense near zero. The values are the same as
+in bitsandbytes. Blocks divide the flat weights, so a block may hold the end of one weight and the start of the next,
+and even small weights are stored in 8 bits.
 
-bitsandbytes' own kernel (``optimizer_update_8bit_blockwise`` of 0.50) is not used. It takes the number of the step, the
-learning rate and the factor of the gradients as numbers of the host, and nothing that holds an update. Here clipping,
-loss scale and whether an update is held are known on the device alone, so each step would have to wait for it; and a
-captured graph would repeat the step that it was captured with.
+The kernel of bitsandbytes (``optimizer_update_8bit_blockwise`` of 0.50) is not used. It takes the step number, the
+learning rate and the gradient factor as host numbers, and it cannot skip an update. Here clipping, loss scale and the
+decision to skip an update are known only on the device, so each step would have to synchronise. A captured graph would
+also repeat the step number of its capture.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ BLOCK, EXPONENTS = 256, 7
 def code_book(signed: bool) -> Tensor:
     """The 256 values of a code in ascending order, float32.
 
-    The interval from 0.1 to 1 of each power of ten is cut in equal parts, twice as many for each greater power. The
-    values are the middles of the parts, and 0 and 1.
+    Each decade is cut into equal parts, with twice as many parts as the decade below. The values are the middles of the
+    parts, and 0 and 1.
     """
     middles = []
     for exponent in range(EXPONENTS):
@@ -42,7 +42,7 @@ class Moment:
     """A moment of P numbers in 8 bits.
 
     Args:
-        codes: uint8 [P], places in the code book.
+        codes: uint8 [P], indices into the code book.
         scales: float32, at least [P / BLOCK].
         signed: the numbers may be negative.
     """
@@ -53,7 +53,7 @@ class Moment:
         edges = (book[1:] + book[:-1]) / 2
         self._values_C = constant(book.to(codes_P.device), "code book of adamw_8bit")
         self._edges_C = constant(edges.to(codes_P.device), "edges of the code book of adamw_8bit")
-        self._codes_P.fill_(int(book.abs().argmin()))  # the place of 0
+        self._codes_P.fill_(int(book.abs().argmin()))  # the index of 0
 
     def read(self) -> Tensor:
         """The numbers, float32 [P]."""

@@ -1,8 +1,8 @@
 """AdamW over weights in bf16 that loses no small updates to rounding.
 
-A step of 1e-4 of a weight is less than half of the distance to the next bf16 number, so rounding to the nearest would
-leave the weight where it is. Rounding by chance moves it as far on average (arXiv 2010.06192, section 4); Kahan's
-summation keeps what rounding left out in a second bf16 number. The moments are always rounded by chance.
+A step of 1e-4 times the weight is less than half of the distance to the next bf16 number, so rounding to nearest would
+leave the weight unchanged. Stochastic rounding makes the whole step on average (arXiv 2010.06192, section 4). Kahan
+summation keeps the rounding error in a second bf16 number. The moments always use stochastic rounding.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from lora_rocm.optim.update_rule import Scalars, UpdateRule, one_minus_power, wr
 from lora_rocm.recipe.optim_sections import AdamwBf16Section
 
 MOMENTS, LEFT_OUT = ("exp_avg", "exp_avg_sq"), "kahan"
-WEIGHTS = 2  # number of the weights' chance, after those of the moments
+WEIGHTS = 2  # random stream of the weights; the moments have 0 and 1
 
 
 def round_by_chance(new_N: Tensor, dtype: torch.dtype, steps: Tensor, stream: int) -> Tensor:
-    """Round float32 [N] up or down to a bf16 number, with the nearer one likelier; float32 again, in place.
+    """Round float32 [N] stochastically to bf16 numbers, in place; the result is still float32.
 
-    Chance is a hash of place, step and stream: the same on every device, and after a resume.
+    The random bits are a hash of position, step and stream: the same on every device, and after a resume.
 
     Args:
         new_N: the numbers.
-        dtype: of the tensor that will hold them; all but bf16 leave them as they are.
+        dtype: of the tensor that will hold them; any other dtype than bf16 leaves them unchanged.
         steps: 0-d, the number of the step.
         stream: which of several tensors of a step it is.
     """
@@ -34,7 +34,8 @@ def round_by_chance(new_N: Tensor, dtype: torch.dtype, steps: Tensor, stream: in
     chance_N.add_(steps.to(torch.int32) * 0x3C6EF35F + stream * 0x1B873593)
     for shift, factor in ((16, 0x7FEB352D), (15, -0x7B935975), (16, 1)):  # C. Wellons' hash lowbias32
         chance_N.bitwise_xor_((chance_N >> shift).bitwise_and_(0xFFFFFFFF >> shift)).mul_(factor)
-    new_N.view(torch.int32).add_(chance_N.bitwise_and_(0xFFFF)).bitwise_and_(-0x10000)  # bf16 has the upper 16 bits
+    # bf16 is the upper 16 bits of float32
+    new_N.view(torch.int32).add_(chance_N.bitwise_and_(0xFFFF)).bitwise_and_(-0x10000)
     return new_N
 
 

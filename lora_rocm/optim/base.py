@@ -1,7 +1,7 @@
 """The optimizer step shared by all update rules, gated on the device without synchronisation.
 
-The verdicts of the transfer check, the state guard and the finite check are a number on the device. If it is 1, no
-trained tensor changes; the host reads it later.
+The verdicts of the transfer check, the state guard and the finite check are combined in a number on the device. If it
+is 1, no trained tensor changes. The host reads it later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_INTERVAL = 2000
 SCALARS = "step counts and loss scale"
 AVERAGE_ITEMSIZE = 4
-"""Bytes per weight of the average (EMA), which is float32 whatever the weights are."""
+"""Bytes per weight of the average (EMA), which is float32 whatever the weights' dtype."""
 
 
 @dataclass
@@ -46,8 +46,8 @@ class GatedOptimizer:
 
     Args:
         weights: all trained weights.
-        groups: each has "names" of neighbours in ``weights`` and "lr", their peak learning rate. With "stops" they stay
-            as they are after ``OptimSection.embedding_until``.
+        groups: each has "names" of neighbours in ``weights`` and "lr", their peak learning rate. A group with "stops"
+            stops changing after ``OptimSection.embedding_until``.
         section: the recipe's section, which names the update rule.
         max_train_steps: length of the schedule in updates.
         ema_decay: 0 for none.
@@ -100,7 +100,7 @@ class GatedOptimizer:
         return self.weights.parameters
 
     def learning_rate(self, updates: int) -> float:
-        """The learning rate after ``updates`` updates, for the log. That of the text encoders is a multiple of it."""
+        """The learning rate after ``updates`` updates, for the log. The text encoders have a multiple of this rate."""
         return self.section.learning_rate * learning_rate_factor(self.section, updates, self.max_train_steps)
 
     def step(self, updates: int, blocked: Tensor) -> UpdateStats:
@@ -111,20 +111,24 @@ class GatedOptimizer:
             blocked: float32 0-d on the device, exactly 0 or 1; has to be 1 if ``state_guard`` has found a change.
         """
         with torch.no_grad():
+            # The gate: a norm of inf or nan blocks the update, and the state guard reads the same tensor.
             stopped = self._stopped(updates)
             scale = self.loss_scale.clone() if self.use_loss_scale else self.loss_scale
             grad_norm = torch.linalg.vector_norm(self.weights.gradients) / scale
             nonfinite = (~torch.isfinite(grad_norm)).to(torch.float32)
             held = torch.maximum(blocked, nonfinite, out=self.state_guard.held)
+            # One divisor for loss scale and clipping; 1e-6 as in PyTorch's ``clip_grad_norm_``.
             divisor = scale
             if self.section.max_grad_norm:
                 divisor = scale * ((grad_norm + 1e-6) / self.section.max_grad_norm).clamp(min=1.0)
+            # The update of the weights, and its limits.
             factor = learning_rate_factor(self.section, updates, self.max_train_steps)
             self.rule.step(factor, held, divisor)
             if self._limit is not None:
                 self._limit.apply(held)
             for place, kept in stopped:
                 self.weights.masters[place] = kept
+            # Everything that follows from the new weights; the fingerprints last.
             self.weights.publish()
             self._average(updates, held)
             self._rescale(blocked, nonfinite)
@@ -133,7 +137,7 @@ class GatedOptimizer:
         return UpdateStats(grad_norm, nonfinite, scale, self.rule.logged)
 
     def _stopped(self, updates: int) -> list[tuple[slice, Tensor]]:
-        """Place and values of the weights that this update leaves as they are; their gradients become zero."""
+        """Slices and values of the weights that this update must not change; zero their gradients."""
         if self._until is None or updates < self._until:
             return []
         for place in self._stops:

@@ -1,8 +1,9 @@
 """D-Adaptation for Adam (Defazio and Mishchenko, arXiv 2301.07733): Adam that estimates its own step size.
 
-The estimate ``d`` grows as far as the gradients agree with the sum of those before. The update is that of the authors'
-package ``dadaptation`` with decoupled weight decay. That package reads two sums back to the host for each weight; here
-``d`` and the sums stay on the device. A group's multiple of the learning rate is the package's ``layer_scale``.
+The estimate ``d`` grows while new gradients agree with the sum of earlier gradients. The update is the same as in the
+authors' package ``dadaptation`` with decoupled weight decay. That package reads two sums back to the host for each
+weight; here ``d`` and the sums stay on the device. A group's multiple of the learning rate is the package's
+``layer_scale``.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ class DAdaptAdam(UpdateRule[DAdaptAdamSection]):
         rate = self.d * (section.learning_rate * factor)
         if section.use_bias_correction:
             rate = rate * one_minus_power(beta2, steps).sqrt() / one_minus_power(beta1, steps)
-        # How far the gradient goes on in the direction of those before
+        # Progress: how far the gradient continues in the direction of earlier gradients
         along_N = second_N.to(torch.float32, copy=True).sqrt_().add_(section.epsilon)
         torch.div(sum_N, along_N, out=along_N).mul_(gradients_N)
         progress = self._over_groups([along_N[group.place].sum() for group in self._groups]) * rate
-        # The sum of gradients, and the two moments; the first has the groups' rates in it
+        # The sum of gradients, and the two moments; the first moment includes the groups' rates
         write(sum_N, (gradients_N * (rate * (1 - root))).add_(sum_N, alpha=root), hold)
         squares_N = (gradients_N * gradients_N).mul_(1 - beta2).add_(second_N, alpha=beta2)
         for group in self._groups:

@@ -1,7 +1,7 @@
-"""Muon (Jordan et al.; Liu et al., arXiv 2502.16982): the momentum of a matrix made orthogonal; AdamW for the rest.
+"""Muon (Jordan et al.; Liu et al., arXiv 2502.16982): orthogonalised momentum for matrices, AdamW for the rest.
 
-The iteration runs in float32, where PyTorch's takes bfloat16: the matrices of a LoRA are small. As there, a weight of
-two axes is a matrix, also with a single row or column.
+The iteration runs in float32 because the matrices of a LoRA are small; PyTorch uses bfloat16. As in PyTorch, a weight
+with two axes is a matrix, even with a single row or column.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SMALLEST_NORM = 1e-7
 
 
 def orthogonal(matrices_nrc: Tensor, steps: int) -> Tensor:
-    """The nearest matrices with orthogonal rows or columns, nearly: ``steps`` of Newton and Schulz's iteration."""
+    """Approximate the nearest matrices with orthogonal rows or columns by ``steps`` Newton-Schulz iterations."""
     a, b, c = COEFFICIENTS
     wide = matrices_nrc.shape[-2] <= matrices_nrc.shape[-1]
     x: Tensor = matrices_nrc if wide else matrices_nrc.mT
@@ -71,7 +71,7 @@ class Muon(StackedRule[MuonSection]):
 
 
 def _shape_factor(stack: Stack, adjust_lr_fn: str) -> float:
-    """The factor of a matrix's rate for its shape."""
+    """The factor of the learning rate for a matrix of this shape."""
     if adjust_lr_fn == "original":
         return float(max(1.0, stack.rows / stack.columns) ** 0.5)
     return float(0.2 * max(stack.rows, stack.columns) ** 0.5)

@@ -29,7 +29,7 @@ def norms_of_pairs(pairs: Sequence[Factors]) -> Tensor:
 
 
 class NormLimit:
-    """Scales the tensors of each module whose update is too large, all by the same factor.
+    """Scales the tensors of each module with a too large update, all by the same factor.
 
     Args:
         modules: (role -> factor, scale) of each module: the trained weights, which are changed in place.
@@ -51,12 +51,12 @@ class NormLimit:
 
     @torch.no_grad()
     def apply(self, held: Tensor) -> None:
-        """Scale down what is too large. ``held``: float32 0-d, 0 or 1; if it is 1, no bit changes."""
+        """Scale down modules with too large updates. ``held``: float32 0-d, 0 or 1; if it is 1, no bit changes."""
         for modules, scales_n in self._stacks:
-            # exactly 1 where nothing is to change
+            # exactly 1 where the norm is within the limit
             divisors_n = (self._norms(modules) * scales_n / self._most).clamp(min=1).pow(1 / len(modules[0]))
             divisors_n = torch.where(held > 0, torch.ones_like(divisors_n), divisors_n)
-            for role in modules[0]:  # all modules by a few launches
+            for role in modules[0]:  # one stack for all modules: few launches
                 factors = [module[role] for module in modules]
                 divided = torch.stack(factors) / divisors_n.view(-1, *[1] * factors[0].ndim)  # float32
                 torch._foreach_copy_(factors, list(divided.unbind()))

@@ -1,11 +1,11 @@
 """Prodigy (Mishchenko and Defazio, arXiv 2306.06101): Adam that estimates its own step size.
 
 The estimate ``d`` of the distance from the start to a solution grows while the gradients keep pointing away from the
-start. The update is that of the authors' package ``prodigyopt`` with decoupled weight decay. That package reads its
-sums back to the host at each step; here ``d`` and its sums stay on the device as 0-d tensors of the state.
+start. The update is the same as in the authors' package ``prodigyopt`` with decoupled weight decay. That package reads
+its sums back to the host at each step; here ``d`` and its sums stay on the device as 0-d tensors of the state.
 
-There is one ``d`` for all weights. A group whose learning rate is another multiple of ``d`` counts in the denominator
-by that multiple. This equals Prodigy over weights divided by their multiples.
+There is one ``d`` for all weights. A group's multiple of the learning rate is its factor in the denominator. This
+equals Prodigy over weights divided by their multiples.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Prodigy(UpdateRule[ProdigySection]):
         beta1, beta2 = section.betas
         beta3 = math.sqrt(beta2) if section.beta3 is None else section.beta3
         rate = self.d * (section.learning_rate * factor) * self._correction()
-        # Progress: the inner product of the gradient and the way from the start.
+        # Progress: the inner product of the gradient and the distance from the start.
         gradients_N, masters_N = self._weights.gradients.div_(divisor), self._weights.masters
         spare_N = self.buffers[START].to(torch.float32, copy=True).sub_(masters_N)
         relative = self.d / section.d0  # relative to d0, because the square of d would be very small
@@ -92,5 +92,5 @@ class Prodigy(UpdateRule[ProdigySection]):
         return second.sqrt() / first
 
     def _renew(self, name: str, added_N: Tensor, decay: float, hold: Tensor) -> None:
-        """Decay a running sum and add ``added_N``, which afterwards holds the new sum in float32."""
+        """Decay a running sum and add ``added_N``, which is overwritten with the new sum in float32."""
         write(self.buffers[name], added_N.add_(self.buffers[name], alpha=decay), hold)

@@ -1,7 +1,7 @@
 """Prodigy's estimate of the step size in schedule-free Adam: no learning rate and no schedule to choose.
 
-The update is that of the package ``prodigy-plus-schedule-free`` without factors, StableAdamW and slices: the estimate
-looks at all weights, which share one ``d``. The way from the start is that of z, the end of the steps.
+The update is the same as in the package ``prodigy-plus-schedule-free`` without factors, StableAdamW and slices: the
+estimate uses all weights, which share one ``d``. The distance from the start is measured at z, the end of the steps.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ class ProdigyScheduleFree(AveragingRule[ProdigyScheduleFreeSection]):
         write(self._sum_N, (gradients_N * scale).add_(self._sum_N, alpha=beta3), hold)
         norms = [torch.linalg.vector_norm(self._sum_N[group.place], ord=1) for group in self._groups]
         away, size = (self.d > section.d0) | (progress > 0), self._over_groups(norms)
-        numerator = self._numerator * beta3 + torch.where(away, progress, 0.0)  # at the start only what is gained
+        # at the start, negative progress is ignored
+        numerator = self._numerator * beta3 + torch.where(away, progress, 0.0)
         grown = numerator / size
         if section.d_limiter:
             grown = torch.minimum(grown, self.d * LIMIT)
         grown = torch.where(size > 0, torch.maximum(self.d, grown * section.d_coef), self.d)  # no gradient so far
-        # The weights, by the estimate before
+        # The weights, with the previous estimate
         gradients_N.mul_(self.d)
         second_N = (self._second_N * decay).addcmul_(gradients_N, gradients_N, value=1 - decay)
         write(self._second_N, second_N, hold)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from lora_rocm.recipe.optim_sections import OptimSection
 
 Shape = Callable[[float, OptimSection], float]
-"""(progress from 0 to 1, of a cosine also beyond, the section) -> factor from 1 to 0."""
+"""(progress from 0 to 1, for a cosine also above 1; the section) -> factor from 1 to 0."""
 
 SHAPES: Mapping[str, Shape] = {
     "constant": lambda progress, optim: 1.0,
@@ -21,7 +21,7 @@ SHAPES: Mapping[str, Shape] = {
 }
 """By ``optim.lr_scheduler``."""
 MAX_COMPARED = 1000
-"""Maximum number of updates whose rates are compared."""
+"""Maximum number of updates at which rates are compared."""
 
 
 def learning_rate_factor(optim: OptimSection, updates: int, max_train_steps: int) -> float:
@@ -31,7 +31,7 @@ def learning_rate_factor(optim: OptimSection, updates: int, max_train_steps: int
         return (updates + 1) / (warmup + 1)
     progress = min(1.0, (updates - warmup) / max(1, max_train_steps - warmup))
     if optim.lr_cosine_steps is not None:
-        progress = (updates - warmup) / optim.lr_cosine_steps  # a whole wave has twice as many
+        progress = (updates - warmup) / optim.lr_cosine_steps  # half a wave
     lowest = optim.lr_min_ratio
     return lowest + (1.0 - lowest) * SHAPES[optim.lr_scheduler](progress, optim)
 

@@ -1,7 +1,7 @@
-"""Schedule-free AdamW (Defazio et al., arXiv 2405.15682): an average of the steps takes the place of a schedule.
+"""Schedule-free AdamW (Defazio et al., arXiv 2405.15682): an average of the steps replaces a schedule.
 
-The trained weights y lie between the average x, which is the result, and the end z of the steps: y = b x + (1 - b) z.
-So x follows from y and z, and only z is kept.
+The trained weights y are between the average x, which is the result, and the end z of the steps:
+y = b x + (1 - b) z. So x can be computed from y and z, and only z is stored.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ END = "z"
 
 
 class AveragingRule(UpdateRule[S]):
-    """What schedule-free rules share; all state is float32. The first of ``betas`` is b.
+    """Base of the schedule-free rules; all state is float32. The first of ``betas`` is b.
 
-    The learning rate counts in the average by its factor, which is the same for all groups.
+    The average is weighted by the schedule's factor of the learning rate, which is the same for all groups.
     """
 
     def _allocate(self, scalars: Scalars) -> None:
@@ -37,7 +37,7 @@ class AveragingRule(UpdateRule[S]):
         """b: the share of the average in the trained weights."""
 
     def _follow(self, update_N: Tensor, rate: Tensor | float, weight: Tensor, hold: Tensor) -> None:
-        """Move z by an update (overwritten) times the rates, and y after it; ``weight`` is that of z in the average."""
+        """Move z by an update (overwritten) times the rates, and y accordingly; ``weight``: of z in the average."""
         masters_N, total = self._weights.masters, self._total + weight
         newest = weight / total
         update_N.add_(masters_N, alpha=self._section.weight_decay)
@@ -55,7 +55,7 @@ class AveragingRule(UpdateRule[S]):
     @classmethod
     @torch.no_grad()
     def averaged(cls, section: S, name: str, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Return x = y + (1 - 1/b) (z - y). Not by ``lerp``, which rounds more or less often on other devices."""
+        """Return x = y + (1 - 1/b) (z - y). Without ``lerp``, which rounds differently on other devices."""
         start = weight.float()
         return (state[state_name(name, END)] - start).mul_(1 - 1 / cls.share(section)).add_(start)
 

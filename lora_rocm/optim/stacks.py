@@ -1,7 +1,7 @@
-"""Update rules that see each weight as a matrix, on stacks of matrices of equal shape.
+"""Update rules that treat each weight as a matrix, on stacks of matrices of equal shape.
 
-A LoRA has a thousand small matrices of a few shapes. Operations on a stack [n, r, c] take as many launches as one
-matrix does. State lies in tables, stack after stack.
+A LoRA has a thousand small matrices of a few shapes. Operations on a stack [n, r, c] need no more launches than on one
+matrix. State is kept in tables, stack after stack.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Stack:
     """Weights of equal shape and learning rate.
 
     Attributes:
-        places: their numbers among all weights.
-        rows, columns: of each; a weight of more axes is [first axis, all others], one of fewer has one row.
+        places: their indices among all weights.
+        rows, columns: of each; a weight with more axes is [first axis, all others], one with fewer has one row.
         learning_rate: the peak.
-        is_vector: they have one axis, or more than two of which one alone is longer than 1 (DoRA's magnitudes of a
-            convolution); false for all where the rule does not tell vectors from matrices.
+        is_vector: they have one axis, or more than two of which only one is longer than 1 (DoRA's magnitudes of a
+            convolution). Always false if the rule treats vectors as matrices.
     """
 
     places: tuple[int, ...]
@@ -41,7 +41,7 @@ class StackedRule(UpdateRule[S]):
     """An update rule with one ``_update`` for a stack.
 
     Attributes:
-        tells_vectors: a vector is updated in another way than a matrix of one row.
+        tells_vectors: vectors are updated differently from matrices with one row.
         stacks: of all weights.
     """
 
@@ -96,7 +96,7 @@ class StackedRule(UpdateRule[S]):
     def _update(
         self, number: int, gradients_nrc: Tensor, weights_nrc: Tensor, factor: float, steps: Tensor, hold: Tensor
     ) -> Tensor:
-        """Renew the state of a stack and return what is taken from its weights, float32 [n, r, c].
+        """Update the state of a stack and return the values to subtract from its weights, float32 [n, r, c].
 
         Args:
             number: of the stack.
@@ -120,6 +120,6 @@ def factored(rows_nr: Tensor, columns_nc: Tensor) -> Tensor:
 
 
 def renew_means(means: Mapping[int, Tensor], squares_nrc: Tensor, share: Tensor | float, hold: Tensor) -> None:
-    """Move the running means over an axis (by the axis) by ``share`` towards those of ``squares_nrc``."""
+    """Move the running means (axis -> means over it) by ``share`` towards the means of ``squares_nrc``."""
     for axis, state in means.items():
         write(state, torch.lerp(state, squares_nrc.mean(axis), share), hold)

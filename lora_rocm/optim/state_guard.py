@@ -1,9 +1,9 @@
 """Compares the trained state with its fingerprints from the last update.
 
-A flipped bit in a weight or a moment leaves no other trace: training continues from it. So each buffer that training
+A flipped bit in a weight or a moment leaves no other trace: training continues with it. So each buffer that training
 carries from one update to the next has a fingerprint. It is computed on the device after an update, and compared there
-before the next one and before anything is written. The verdict blocks the optimizer; the host reads it later. Not
-covered are activations, and gradients between the backward pass and the update.
+before the next update and before anything is written. The verdict blocks the optimizer; the host reads it later.
+Activations are not covered, nor are gradients between the backward pass and the update.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StateGuard:
     Args:
         parts: name (for the user) -> flat buffer at a fixed address; at most ``MAX_BUFFERS``.
         moving: names of the parts that change even if an update is skipped.
-        form: of the kernels.
+        form: kernel backend, see ``kernels.backend``.
 
     Attributes:
         changed: float32 0-d on the device; 1 once a part has changed, until ``reset``. Always the same tensor.
@@ -58,12 +58,12 @@ class StateGuard:
         return self.changed
 
     def renew(self) -> None:
-        """Accept the parts as they are after an update. With ``held`` set, only the moving parts are accepted."""
+        """Accept the current state after an update. With ``held`` set, only the moving parts are accepted."""
         with torch.no_grad():
             self._renew()
 
     def reset(self) -> None:
-        """Accept the parts as they are after loading other state, and clear the verdict."""
+        """Accept the current state after loading, and clear the verdict."""
         with torch.no_grad():
             for tensor in (self._found_K, self._changed_K, self.changed, self.held):
                 tensor.zero_()
@@ -71,19 +71,18 @@ class StateGuard:
 
     def failure(self, updates: int) -> StateError | None:
         """The error found by the checks so far, or None. Synchronises with the device."""
-        if not float(self.changed):
+        if not float(self.changed):  # synchronises: the caller needs the answer now
             return None
         flags = zip(self._names, self._changed_K.tolist(), strict=True)
         names = [name for name, changed in flags if changed] or ["the comparison did not run"]
         return StateError(
             "state-changed",
-            "What is trained is not what the last update made of it: memory has changed in between. Nothing was "
-            "trained or saved from it; the checkpoint before stays valid.",
+            "The trained weights differ from the result of the last update: memory has changed in between. They were "
+            "neither used nor saved; the last checkpoint stays valid.",
             where=f"after {updates} updates: {', '.join(names)}",
             **resume_advice(
-                "Run the same command with --resume latest, which goes on from the last checkpoint. If it comes "
-                "again, suspect the memory of the GPU (an overclock, its temperature) or the driver; lora-rocm doctor "
-                "tests it."
+                "Run the same command with --resume latest to continue from the last checkpoint. If it happens again, "
+                "suspect the GPU's memory (an overclock, its temperature) or the driver; lora-rocm doctor tests them."
             ),
         )
 
@@ -114,14 +113,15 @@ class StateGuard:
             self._changed_K.zero_()
             self.changed.fill_(1 - off)
             compare_graph()
+            # Synchronises: once per capture, not per step.
             if self._changed_K.tolist() != [off] * len(right_K) or float(self.changed) != off:
-                raise WrongAnswerError("the comparison of trained state, captured as a graph, compares wrongly")
+                raise WrongAnswerError("the graph that compares the trained state gives wrong results")
         for held in (1.0, 0.0):
             self._known_K.copy_(right_K + 1)
             self.held.fill_(held)
             renew_graph()
             if not torch.equal(self._known_K, torch.where(self._stays_K * held > 0, right_K + 1, right_K)):
-                raise WrongAnswerError("the fingerprints of trained state, captured as a graph, are not those of it")
+                raise WrongAnswerError("the graph that fingerprints the trained state gives wrong results")
 
     def _compare_now(self) -> None:
         add_fingerprints(self._words, self._found_K, self._form)

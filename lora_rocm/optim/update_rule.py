@@ -85,7 +85,7 @@ class Scalars:
             ValueError: the name is taken, or the capacity is used up.
         """
         if name in self.views or len(self.views) == self.CAPACITY:
-            raise ValueError(f"no room for a number {name!r} beside {len(self.views)} others")
+            raise ValueError(f"cannot add the scalar {name!r} to {len(self.views)} others")
         self.views[name] = self.flat_S[len(self.views)].fill_(value)
         return self.views[name]
 
@@ -101,7 +101,7 @@ class UpdateRule(ABC, Generic[S]):
 
     Attributes:
         buffers: name -> state per weight, at least [N], in the layout of the weights.
-        tables: name -> other state, flat, in a layout of its own; a multiple of ``TABLE_MULTIPLE`` elements.
+        tables: name -> other state, flat, in its own layout; a multiple of ``TABLE_MULTIPLE`` elements.
     """
 
     buffers: Mapping[str, Tensor]
@@ -120,7 +120,7 @@ class UpdateRule(ABC, Generic[S]):
     def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:
         """Update the masters from ``weights.gradients``, which may be overwritten and are dropped afterwards.
 
-        The caller has switched autograd off.
+        The caller has disabled autograd.
 
         Args:
             factor: the schedule's factor of the peak learning rates.
@@ -136,15 +136,15 @@ class UpdateRule(ABC, Generic[S]):
 
     @classmethod
     def averaged(cls, section: S, name: str, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """What users get of a weight: of a rule whose section ``averages``, its average in float32.
+        """The weight that users get: its average in float32 if the rule's section ``averages``.
 
-        ``state`` is by ``state_name``. Use operations that round each number by itself, so that every device and every
-        layout gives the same bits.
+        ``state`` is by ``state_name``. Use elementwise operations only, so that every device and every layout gives the
+        same bits.
         """
         return weight
 
     def _over_groups(self, values: Sequence[Tensor]) -> Tensor:
-        """The sum of a number of each group, times the group's multiple of the learning rate."""
+        """The sum of one value per group, each times the group's multiple of the learning rate."""
         multiples = [group.learning_rate / self._section.learning_rate for group in self._groups]
         return torch.stack([value * multiple for value, multiple in zip(values, multiples, strict=True)]).sum()
 
@@ -153,7 +153,7 @@ class UpdateRule(ABC, Generic[S]):
 
         Args:
             update_N: float32, overwritten.
-            rate: the schedule's factor, and what the rule multiplies it by.
+            rate: the schedule's factor times the rule's own factor.
             hold: bool 0-d.
         """
         masters_N = self._weights.masters
@@ -177,7 +177,8 @@ def shown_weights(
 ) -> Mapping[str, Tensor]:
     """Name -> the weight that users get, in the dtype of the trained one; ``trained`` itself if no average is kept.
 
-    The only place that decides it: for previews, held-out losses and files of a run, and for all made of a checkpoint.
+    The only place that decides this: for previews, held-out losses and files of a run, and for everything that is
+    computed from a checkpoint.
 
     Args:
         rule: the update rule.
@@ -203,13 +204,13 @@ def shown_weights(
 
 
 def other_state(section: OptimSection, where: str) -> ResumeError:
-    """The error for a checkpoint whose optimizer state is that of another update rule."""
+    """The error for a checkpoint with the optimizer state of another update rule."""
     return ResumeError(
         "resume-optimizer-changed",
-        f"The checkpoint does not hold the state that optim.optimizer: {section.optimizer} keeps.",
+        f"The checkpoint does not have the optimizer state of optim.optimizer: {section.optimizer}.",
         where=where,
-        fix="Set optim.optimizer to what the run was started with. If it is that, an earlier version of this "
-        "program kept other state: go on with that version, or start a new run.",
+        fix="Set optim.optimizer to the run's first value. If it has that value, an earlier version of this program "
+        "stored other state: continue with that version, or start a new run.",
     )
 
 
@@ -220,7 +221,7 @@ TABLE_MULTIPLE = 64
 def write(state: Tensor, new: Tensor, hold: Tensor) -> None:
     """Write ``new`` (overwritten) into ``state`` unless ``hold`` is true; then no bit changes.
 
-    Non-finite values of ``new`` are then dropped, which a product with 0 would not guarantee.
+    A product with 0 instead would let non-finite values of ``new`` through.
     """
     state.copy_(torch.where(hold, state, new, out=new))
 

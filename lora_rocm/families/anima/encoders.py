@@ -1,8 +1,8 @@
-"""Anima's caption entry: what its text conditioner makes of the states of Qwen3 and the token ids of T5.
+"""Anima's caption entry: the output of its text conditioner for the states of Qwen3 and the token ids of T5.
 
-The conditioner is frozen, so its output is cached. The transformer has no text mask: it reads the zeros behind a
-caption too, and their number changes its output. So each entry is filled up to the 512 tokens of the published model,
-and batches have one shape.
+The conditioner is frozen, so its output is cached. The transformer has no text mask: it also reads the zeros after a
+caption, and their number changes its output. So each entry is padded to the 512 tokens of the published model, and
+batches have one shape.
 
 Dimensions: B batch, S tokens, D width.
 """
@@ -32,7 +32,7 @@ TOKENIZERS = ("tokenizer", "t5_tokenizer")
 
 
 class TextEncoder(CaptionEncoder):
-    """Encodes captions as ``AnimaTextEncoderStep`` and ``AnimaTextConditioningStep``, one at a time.
+    """Encodes captions as ``AnimaTextEncoderStep`` and ``AnimaTextConditioningStep`` do, one at a time.
 
     Args:
         source: the base.
@@ -64,7 +64,7 @@ class TextEncoder(CaptionEncoder):
             if ids_BS.shape[1]:
                 ids_BS = door.transfer.send_checked(ids_BS, "token ids")
                 states_BSD = encoder(input_ids=ids_BS, use_cache=False).last_hidden_state
-            else:  # an empty caption: of a state of zeros nothing reaches the conditioner, as with a mask that hides it
+            else:  # an empty caption: a zero state has no effect on the conditioner, like a mask that hides it
                 states_BSD = encoder.embed_tokens.weight.new_zeros(1, 1, encoder.config.hidden_size)
             return door.transfer.receive({STATES: conditioner(states_BSD, t5_ids_BS)[0]})
 
@@ -72,7 +72,7 @@ class TextEncoder(CaptionEncoder):
 
 
 def load_tokenizers(source: Source) -> list[Any]:
-    """Those of Qwen3 and T5.
+    """Load the tokenizers of Qwen3 and T5.
 
     Raises:
         ModelError: one is missing or cannot be read.
@@ -81,6 +81,6 @@ def load_tokenizers(source: Source) -> list[Any]:
 
 
 def _ids(tokenizer: Any, caption: str) -> Tensor:
-    """Token ids, int64 [1, S]; none of Qwen3 for an empty caption."""
+    """Token ids, int64 [1, S]; [1, 0] from Qwen3 for an empty caption."""
     ids: list[int] = tokenizer(caption, truncation=True, max_length=MAX_TOKENS).input_ids
     return torch.tensor([ids], dtype=torch.int64)

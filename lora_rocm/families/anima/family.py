@@ -34,11 +34,12 @@ BLOCK = r"transformer_blocks\.\d+\."
 ATTENTION, MLP = r"attn[12]\.(to_[qkv]|to_out\.0)", r"ff\.net\.(0\.proj|2)"
 MODULATION = r"norm[123]\.linear_[12]"
 NOTICES = {
-    "turbo": "By its name this base is distilled to few steps (Anima Turbo), and a LoRA trained on it undoes that. "
-    "Train on the base, and use the LoRA beside the Turbo LoRA.",
-    "preview": "By its name this base is a preview of Anima. Its LoRA is not expected to work with version 1.0.",
+    "turbo": "According to its name, this base is distilled to few steps (Anima Turbo), and a LoRA trained on it "
+    "undoes that. Train on the base, and use the LoRA together with the Turbo LoRA.",
+    "preview": "According to its name, this base is a preview of Anima. A LoRA for it is not expected to work with "
+    "version 1.0.",
 }
-"""Word in the name of a base -> notice: its tensors do not tell them apart."""
+"""Word in the name of a base -> notice. The tensors do not identify the variant."""
 LAYOUT = Layout(
     parts={
         "transformer": Part(
@@ -101,7 +102,7 @@ class Anima(TransformerFamily):
 
     @cached_property
     def files(self) -> FileNames:
-        """As ``TransformerFamily.files``, with the original names: ComfyUI reads none of diffusers'."""
+        """As ``TransformerFamily.files``, with the original names, because ComfyUI does not read diffusers' names."""
         return replace(
             super().files,
             key=lambda component, module: self.prefixes[component] + names.original(module),
@@ -115,7 +116,7 @@ class Anima(TransformerFamily):
 
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
         """As ``TransformerFamily.velocity``. The model's time is sigma itself, in float32."""
-        output_BCFHW = model.components["transformer"](  # the last channel marks padding of the image: there is none
+        output_BCFHW = model.components["transformer"](  # the last channel marks padding: none
             hidden_states=torch.nn.functional.pad(latents_BCHW, (0, 0, 0, 0, 0, 1)).to(model.dtype)[:, :, None],
             timestep=sigma_B,
             encoder_hidden_states=batch[STATES].to(model.dtype),

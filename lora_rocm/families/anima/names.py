@@ -14,7 +14,7 @@ from lora_rocm.model_files.config_file import Config
 PREFIXES = ("net.", "model.diffusion_model.", "diffusion_model.")
 CONDITIONER = "llm_adapter."
 IGNORED = (CONDITIONER, "pos_embedder.", "accum_")
-"""Parts of names in the file of the transformer: the conditioner, positions that are computed, counters of training."""
+"""Parts of names in the transformer's file: the conditioner, computed positions, counters of training."""
 MAX_SIZE = [1, 1 << 14, 1 << 14]  # in frames, and in latents
 PARTS = {
     "transformer_blocks.": "blocks.",
@@ -50,8 +50,9 @@ def original(name: str) -> str:
 def config_changes(config: Config, tensors: Collection[str]) -> dict[str, Any]:
     """As ``Layout.changed``.
 
-    The channel of the mask is an input like the others: the model would resize a mask with torchvision, which need not
-    be there. The positions have no limit. A file has as many blocks as it names; larger fine-tunes have more.
+    The mask channel is an input like the others, because the model would resize a mask with torchvision, which may not
+    be installed. The positions have no limit. The number of blocks is counted from the names: larger fine-tunes have
+    more.
     """
     blocks = {found[1] for name in tensors if (found := re.search(r"(?<!adapter\.)blocks\.(\d+)\.", name))}
     channels = config.whole("in_channels", 16) + config.flag("concat_padding_mask", default=True)
@@ -60,6 +61,6 @@ def config_changes(config: Config, tensors: Collection[str]) -> dict[str, Any]:
 
 
 def transformer_of_original(state: State, module: nn.Module) -> State:
-    """Convert from the original names; diffusers' own names stay."""
+    """Convert from the original names; diffusers' own names are kept."""
     ours = {original(name): name for name in module.state_dict()}
     return {ours.get(name, name): tensor for name, tensor in state.items()}

@@ -20,7 +20,7 @@ class AnimaSection(TransformerSection):
         description="A diffusers folder, a hub id, or a .safetensors file of the transformer or of several components."
     )
     t5_tokenizer: InputFolder | None = Field(
-        None, description="Folder of another tokenizer of T5, whose tokens the text conditioner reads."
+        None, description="Folder of another T5 tokenizer. The text conditioner reads its tokens."
     )
 
 

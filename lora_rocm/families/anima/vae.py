@@ -1,4 +1,4 @@
-"""The VAE of Qwen-Image and Wan 2.1 for images: it is one of videos, of which an image is the only frame.
+"""The video VAE of Qwen-Image and Wan 2.1, used for images as videos of one frame.
 
 Dimensions: B batch, C channels, H W height and width in pixels or latents.
 """
@@ -16,7 +16,7 @@ OF_ORIGINAL = "encoder.conv1."  # in the names of Wan's release
 
 
 class ImageVae(AutoencoderKLQwenImage):
-    """Reads and returns tensors without the axis of frames. Its tiles are of 256 pixels."""
+    """Takes and returns tensors without the frame axis. Its tiles have 256 pixels."""
 
     def _encode(self, x: Tensor) -> Tensor:
         moments_BCHW: Tensor = super()._encode(x[:, :, None])[:, :, 0]
@@ -27,7 +27,7 @@ class ImageVae(AutoencoderKLQwenImage):
 
 
 def vae_of_original(state: State, module: nn.Module) -> State:
-    """Convert from the names of Wan's release, which ComfyUI uses too; diffusers' own names stay."""
+    """Convert from the names of Wan's release, which ComfyUI uses too; diffusers' own names are kept."""
     if not any(OF_ORIGINAL in name for name in state):
         return own_names(state, module)
     return dict(convert_wan_vae_to_diffusers(state))

@@ -1,4 +1,4 @@
-"""What differs between the architectures of language models: class, config, blocks, and what is done to the logits."""
+"""The differences between architectures of language models: class, config, blocks, and scaling of the logits."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, Config, given, rea
 
 COMPONENT, TOKENIZER = "model", "tokenizer"
 COMPARED = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3", "smollm3", "gpt_oss"})
-"""Types of model whose logits tests compare with those of transformers. Any other is compared when it is loaded."""
+"""Model types with logits that tests compare with transformers. Any other type is compared when it is loaded."""
 UNREAD_KEYS = ("attn_logit_softcapping", "attention_chunk_size", "use_bidirectional_attention")
-"""Keys of a config that ask for an attention which ``attention.causal`` is not."""
+"""Keys of a config that require another attention than ``attention.causal``."""
 WINDOWS = {"full_attention", "sliding_attention"}
 DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "embedding_dropout")
 OF_IMAGES_ONLY = (("use_bidirectional_attention", "vision"),)
-"""Values of these keys that matter for the tokens of images alone."""
+"""Values of these keys that matter only for image tokens."""
 GPT_OSS = "gpt_oss"
 PROBE_TOKENS = 8
-CLOSE = 0.05  # of the logits' spread: what bfloat16 explains, and a wrong mask or scale does not
+CLOSE = 0.05  # of the logits' spread: more than errors of bfloat16, less than a wrong mask or scale
 
 
 class Blocks(nn.ModuleList):
-    """The blocks of a decoder, which are called by ``run`` when its forward goes through them."""
+    """The blocks of a decoder. When its forward iterates over them, ``run`` calls each."""
 
     run: Callable[..., Any] | None = None
 
@@ -62,7 +62,7 @@ class Blocks(nn.ModuleList):
 
 
 class _Called:
-    """Stands for a block in a forward pass; its attributes are the block's."""
+    """Wraps a block in a forward pass; attributes are forwarded to the block."""
 
     def __init__(self, run: Callable[..., Any], block: nn.Module) -> None:
         self._run, self._block = run, block
@@ -83,20 +83,22 @@ def layout_of(folder: Path) -> Layout:
     path = folder / "config.json"
     found = read_config(path)
     kind = given(found, "model_type", str, path) or ""
-    shown = printable(kind)[:80] or "that its config does not name"
+    shown = printable(kind)[:80] or "(not named in its config)"
     if found.get("auto_map"):
         raise ModelError(
             "custom-code",
-            "This model comes with code of its own, which would run with all your rights: it is not loaded.",
+            "This model comes with its own code, which would run with all your permissions, so it is not loaded.",
             where=f"{path}: auto_map",
-            fix="Use a model whose architecture is part of transformers.",
+            fix="Use a model with an architecture that is part of transformers.",
         )
+    # The class: known to transformers, and a decoder.
     if kind not in CONFIG_MAPPING:
-        raise _unknown(path, f"It is of the type {shown}, which this version of transformers does not know")
+        raise _unknown(path, f"This version of transformers does not know the model type {shown}")
     text = given(found, "text_config", dict, path)
     cls = _class_of(kind, None if text is None else given(text, "model_type", str, path))
     if cls is None or found.get("is_encoder_decoder"):
-        raise _unknown(path, f"A model of the type {shown} does not write the next token of a text")
+        raise _unknown(path, f"Models of the type {shown} do not predict the next token of a text")
+    # Keys that would change the computation, for example another attention.
     in_text = found if text is None else text
     odd = [key for key in UNREAD_KEYS if in_text.get(key) and (key, in_text[key]) not in OF_IMAGES_ONLY]
     kinds = given(in_text, "layer_types", list, path, or_null=True) or []
@@ -104,12 +106,13 @@ def layout_of(folder: Path) -> Layout:
     odd += ["vision_config"] * ("vision_config" in found and text is None)
     if odd or not cls._supports_attention_backend:
         named = f" ({printable(', '.join(odd))[:200]})" if odd else ""
-        raise _unknown(path, f"Models of the type {shown} compute in a way that is not trained here{named}")
+        raise _unknown(path, f"Models of the type {shown} use features that cannot be trained here{named}")
     if kind == GPT_OSS:
         stored = given(found, "quantization_config", dict, path, or_null=True) or {}
         if stored.get("quant_method") != "mxfp4":
-            raise _unknown(path, "Of gpt-oss only the editions with experts in MXFP4 are trained, which this is not")
+            raise _unknown(path, "gpt-oss can only be trained with experts in MXFP4, which this edition does not have")
         from lora_rocm.families.causal_lm.gpt_oss import PackedGptOss as cls  # noqa: N813
+    # The layout: one component, without the parts that are not the text model.
     finish = None if text is None else only_text
     tokenizers = {TOKENIZER: TokenizerOf("", COMPONENT)}
     part = Part(cls, "", conversion.own_names, from_folder=published, finish=finish, unread=_unread)
@@ -117,9 +120,9 @@ def layout_of(folder: Path) -> Layout:
 
 
 def _class_of(kind: str, text_kind: str | None) -> Any:
-    """The class of transformers that loads a type of model, or None if it does not write the next token of a text.
+    """The class of transformers that loads a model type, or None if the model does not predict the next token.
 
-    text_kind: type of the text model, if that is a part of the model: a decoder that is trained alone, too.
+    text_kind: type of the text model, if the text model is a part that can also be trained alone.
     """
     config = CONFIG_MAPPING[kind]
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(config, None)
@@ -129,13 +132,13 @@ def _class_of(kind: str, text_kind: str | None) -> Any:
     if text_kind not in CONFIG_MAPPING or not getattr(whole, "__name__", "").endswith("ForConditionalGeneration"):
         return cls
     if cls not in (None, whole) or whole.config_class is not config:
-        return cls  # AutoModelForCausalLM takes the text model, whose names are not the published ones
+        return cls  # AutoModelForCausalLM would load the text model, but with other names than the published ones
     text: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[text_kind], None)
     return whole if text is not None and text._supports_attention_backend else None
 
 
 def require_ends(source: Source, tokenizer: str) -> None:
-    """Refuse configs that end a text by a token that the model does not have.
+    """Refuse configs with an end token that the model does not have.
 
     Raises:
         ModelError: config-unreadable.
@@ -152,7 +155,7 @@ def require_ends(source: Source, tokenizer: str) -> None:
 
 
 def only_text(model: Any) -> None:
-    """Take everything out of a model but its decoder and its head. Names of modules stay those of the whole model."""
+    """Remove everything from a model except its decoder and its head. Modules keep their names in the whole model."""
     kept = {*decoder(model).modules(), *model.get_output_embeddings().modules()}
     for owner in [each for each in model.modules() if each not in kept]:
         for name, child in owner.named_children():
@@ -161,7 +164,7 @@ def only_text(model: Any) -> None:
 
 
 def _unread(module: nn.Module) -> list[str]:
-    """Patterns of names of tensors that the model does not read: what transformers names, and what was taken out."""
+    """Name patterns of tensors that the model does not read: listed by transformers, or of removed modules."""
     model: Any = module
     gone = {name for each in module.modules() for name, child in each._modules.items() if child is None}
     return [
@@ -176,7 +179,7 @@ def _unknown(path: Path, what: str) -> ModelError:
 
 
 def _without_dropout(of_file: Config, tensors: object) -> dict[str, Any]:
-    """The keys of a config that are others in training: no dropout and no cache of keys and values."""
+    """Config values that change for training: no dropout and no cache of keys and values."""
     config = of_file.values
     changed = {key: 0.0 for key in DROPOUTS if key in config}
     if "text_config" in config:
@@ -187,7 +190,7 @@ def _without_dropout(of_file: Config, tensors: object) -> dict[str, Any]:
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    """A model as it is trained: attention without a mask, tied weights as one, and blocks that can be recomputed.
+    """Prepare a model for training: attention without a mask, tied weights as one, and blocks that can be recomputed.
 
     Raises:
         ModelError: its blocks are not found.
@@ -207,7 +210,7 @@ def prepared(model: nn.Module) -> nn.Module:
 
 
 def decoder(model: nn.Module) -> Any:
-    """The part of a model that gives the last hidden states."""
+    """The part of a model that computes the last hidden states."""
     whole: Any = model
     return whole.get_decoder()
 
@@ -215,7 +218,7 @@ def decoder(model: nn.Module) -> Any:
 def states_of(model: nn.Module, ids_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
     """The last hidden states of tokens [B, S, D].
 
-    positions_BS: the place of each token in its sample, if a row has several; none of these sees another.
+    positions_BS: the position of each token in its sample, if a row has several samples; they do not see each other.
     """
     inside, more = decoder(model), dict[str, Tensor]()
     if positions_BS is not None:
@@ -235,7 +238,7 @@ def head_of(model: nn.Module) -> Head:
 
 @torch.no_grad()
 def require_same(model: nn.Module, where: str) -> None:
-    """Compare logits of an architecture that no test knows with transformers' own, with its own attention.
+    """Compare the logits of an untested architecture with transformers' own, computed with its own attention.
 
     Raises:
         ModelError: architecture-differs.
@@ -253,7 +256,7 @@ def require_same(model: nn.Module, where: str) -> None:
     if not float((ours - theirs).norm()) <= CLOSE * float(theirs.norm()):
         raise ModelError(
             "architecture-differs",
-            f"A model of the type {config.model_type} computes otherwise here than in transformers.",
+            f"A model of the type {config.model_type} gives different results here than in transformers.",
             where=where,
             fix=f"Use another model, and please report this. {DOWNLOAD_AGAIN}",
         )
@@ -261,7 +264,7 @@ def require_same(model: nn.Module, where: str) -> None:
 
 @torch.no_grad()
 def require_apart(model: nn.Module, where: str) -> None:
-    """Compare the states of two samples in one row with those of each alone, in an architecture that no test knows.
+    """Compare the states of two samples in one row with each sample alone, for an untested architecture.
 
     Raises:
         ModelError: packing-unequal.
@@ -274,7 +277,7 @@ def require_apart(model: nn.Module, where: str) -> None:
         found = states_of(model, ids_BS, torch.cat([places_BS, places_BS], 1))
         wanted = torch.cat([states_of(model, half_BS) for half_BS in ids_BS.split(PROBE_TOKENS // 2, 1)], 1)
         equal = float((found - wanted).norm()) <= CLOSE * float(wanted.norm())
-    except TypeError:  # it hands on no arguments to its attention
+    except TypeError:  # it passes no arguments on to its attention
         equal = False
     if not equal:
         raise ModelError(
@@ -288,10 +291,10 @@ def require_apart(model: nn.Module, where: str) -> None:
 def published(state: State, module: nn.Module) -> State:
     """Convert published tensors, which may have no data yet, by transformers' rules, in the order of its loader.
 
-    Transformers has one table of how published files differ from its modules (names, experts that are one tensor each,
-    fused projections). Its loader and PEFT apply it. Older names are converted after that.
+    Transformers has one table of differences between published files and its modules (names, experts that are one
+    tensor each, fused projections). Its loader and PEFT apply it. Older names are converted after that.
 
-    Of two tensors for one place the first in natural order is taken; the other one counts as unread.
+    If two tensors have one target, the first in natural order is used, and the other one counts as unread.
     """
     model: Any = module
     expected = module.state_dict(keep_vars=True)
@@ -301,7 +304,7 @@ def published(state: State, module: nn.Module) -> State:
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix = model.base_model_prefix
     found: State = {}
-    gathered: dict[str, WeightConverter] = {}  # target name -> the rule, with the tensors that it converts
+    gathered: dict[str, WeightConverter] = {}  # target name -> the rule with its tensors
     for name in sorted(state, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
         if target not in expected and name in expected:
@@ -324,7 +327,7 @@ LOG = logging.getLogger(__name__)
 
 @cache
 def takes_grouped(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's grouped product computes this dtype on this device, forward and backward. It is tried once."""
+    """Whether PyTorch's grouped product supports this dtype on this device, forward and backward. Tried once."""
     product: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     try:
         with torch.enable_grad():
@@ -332,11 +335,12 @@ def takes_grouped(device: torch.device, dtype: torch.dtype) -> bool:
             weight_EIO = torch.ones(2, SIDE, SIDE, device=device, dtype=dtype)
             ends_E = torch.tensor([SIDE, 2 * SIDE], device=device, dtype=torch.int32)
             found_SO = product(rows_SI, weight_EIO, offs=ends_E)
-            found_SO.backward(torch.ones_like(found_SO))  # a gradient of a sum has no strides that it takes
+            # not of a sum: its gradient has strides that are not supported
+            found_SO.backward(torch.ones_like(found_SO))
     except RuntimeError as error:
         if device.type != "meta":
             LOG.warning(
-                "The experts are computed one after another: PyTorch's grouped product does not take %s on %s (%s)",
+                "The experts are computed one after another: PyTorch's grouped product does not support %s on %s (%s)",
                 dtype,
                 device,
                 str(error).splitlines()[0],
@@ -346,10 +350,10 @@ def takes_grouped(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def use_working_product() -> None:
-    """Let transformers ask ``takes_grouped`` before it takes the grouped product. A second call does nothing.
+    """Make transformers ask ``takes_grouped`` before it uses the grouped product. A second call does nothing.
 
-    It takes PyTorch's grouped product whatever the dtype, which up to torch 2.11 is bfloat16 alone on a GPU. Where a
-    try fails, transformers' own product, which goes from expert to expert, is used.
+    Otherwise it uses PyTorch's grouped product for any dtype, but on a GPU that supports only bfloat16 up to torch
+    2.11. If the product fails, transformers' own loop over the experts is used.
     """
     known = moe._can_use_grouped_mm
     if getattr(known, "asks_dtype", False):

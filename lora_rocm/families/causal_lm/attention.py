@@ -1,9 +1,9 @@
-"""Causal attention without a mask for padding, registered with transformers as an implementation of its own.
+"""Causal attention without a mask for padding, registered with transformers as a separate implementation.
 
-Samples are padded behind their end, and no token sees what is behind it: the padding changes nothing that is trained
-on. Transformers makes no mask for an implementation that it has no maker of masks for, so a pass does not wait for the
-device to look at one. A sliding window needs a mask where a sequence is longer than it, and so do
-several samples in one row.
+Samples are padded at the end, and no token sees later tokens, so the padding does not change trained tokens.
+Transformers builds no mask for an implementation without a registered mask function. So a pass does not synchronise to
+inspect a mask. Masks are still needed for a sliding window that is shorter than the sequence, and for several samples
+in one row.
 
 Dimensions: B batch, H heads, Q queries, K keys, D width of a head.
 """
@@ -35,10 +35,11 @@ def causal(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of each query to the keys at and before its place, or to the last ``sliding_window`` of these.
+    """Attention of each query to the keys up to its position, or to the last ``sliding_window`` of these.
 
-    ``apart_B1SS`` is added to the scores (``samples_apart``). With a cache there is one query, and the cache holds what
-    it sees. ``s_aux``: a logit for each head, which takes part in the softmax and adds nothing to the output (gpt-oss).
+    ``apart_B1SS`` is added to the scores (``samples_apart``). With a cache there is one query, and the cache holds the
+    keys that it sees. ``s_aux``: a logit per head that takes part in the softmax but adds nothing to the output
+    (gpt-oss).
     """
     queries, keys = query_BHQD.shape[2], key_BHKD.shape[2]
     mask = apart_B1SS
@@ -54,12 +55,12 @@ def causal(
 
 
 def samples_apart(positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of rows with several samples [B, 1, S, S]: 0 within a sample, to its past, or -inf.
+    """The bias on the scores of rows with several samples [B, 1, S, S]: 0 up to the token in its sample, else -inf.
 
-    It is made once for all layers, and as a sum, because a layer would keep what it makes of a mask of truth values.
+    It is computed once for all layers. A boolean mask would be converted to a bias, and kept, by each layer.
 
     Args:
-        positions_BS: the place of each token in its sample; 0 begins a sample.
+        positions_BS: the position of each token in its sample; 0 begins a sample.
         dtype: of the queries.
     """
     sample_BS = (positions_BS == 0).cumsum(1)
@@ -77,21 +78,21 @@ def _with_sinks(
     mask: Tensor | None,
     sinks_H: Tensor,
 ) -> tuple[Tensor, None]:
-    """As ``causal``, with a first key that every query sees: its logit is the head's sink, its value zero.
+    """As ``causal``, with an extra first key that every query sees: its logit is the head's sink, its value zero.
 
-    The logit is made by one more dimension: 1 in that key and 0 in the others, the sink in the queries. A first query
-    that nobody reads keeps the places of the others, so no mask is needed.
+    The logit comes from one more dimension: 1 in that key and 0 in the others, the sink in the queries. An unused first
+    query keeps the positions aligned, so no mask is needed.
     """
     batch, heads, queries, width = query_BHQD.shape
     scale = scaling or width**-0.5
     logits_BHQ = (sinks_H.to(query_BHQD.dtype) / scale)[None, :, None].expand(batch, heads, queries)
     more = int(queries > 1)
-    wide = -width % EIGHTH + EIGHTH  # kernels of attention want such widths
+    wide = -width % EIGHTH + EIGHTH  # attention kernels need widths that are multiples of 8
     query = pad(torch.cat([query_BHQD, logits_BHQ[..., None]], dim=-1), (0, wide - 1, more, 0))
     key, value = pad(key_BHKD, (0, wide, 1, 0)), pad(value_BHKD, (0, wide, 1, 0))
     first_of_sink = torch.arange(width + wide, device=key.device) == width
     key = torch.cat([first_of_sink.to(key.dtype).expand_as(key[:, :, :1]), key[:, :, 1:]], dim=2)
-    if mask is not None:  # nothing is added to the logit of the sink
+    if mask is not None:  # the sink is never masked
         mask = pad(mask, (1, 0, 1, 0), value=float(mask.dtype == torch.bool))
     output_BQHD, _ = sdpa_attention_forward(
         module, query, key, value, mask, dropout=dropout, scaling=scale, is_causal=True
@@ -100,7 +101,7 @@ def _with_sinks(
 
 
 def _window(queries: int, keys: int, size: int, like: Tensor) -> Tensor:
-    """Which of the keys each query sees: bool [Q, K]."""
+    """True for the keys that each query sees: bool [Q, K]."""
     behind_QK = _places(queries, like)[:, None] - _places(keys, like)
     return (behind_QK >= 0) & (behind_QK < size)
 

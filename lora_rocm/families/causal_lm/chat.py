@@ -1,7 +1,7 @@
-"""Texts and conversations as tokens, with the places that are trained on. The chat template is the tokenizer's own.
+"""Texts and conversations as tokens, with the positions that are trained on. It uses the tokenizer's chat template.
 
-What a message of a user, a tool or the system says is plain text, also where it looks like a special token of the
-template. Everything else has the tokens that transformers' ``apply_chat_template`` gives.
+The content of messages from users, tools and the system is plain text, even where it looks like a special token of the
+template. Everything else has the same tokens as with transformers' ``apply_chat_template``.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from lora_rocm.foundation.terminal_text import printable
 
 BEGIN, END = "⟦", "⟧"
 MAX_TRIED = 32
-"""Answers one after another that do not fit before the rest of a conversation is taken not to fit either."""
+"""After this many consecutive answers that do not fit, the rest of a conversation is assumed not to fit either."""
 MAX_OVER_LIMIT = 8
-"""Rows for which the chat template takes too long before the template is blamed, if they are most of the rows."""
+"""After this many rows with a too slow chat template, the template is refused, if they are most of the rows."""
 MAX_LENGTHS = 50_000
-"""Samples whose lengths are remembered, so that they are not encoded once more for it."""
+"""Number of samples with a remembered length, so that they are not encoded again to find it."""
 MAX_USUAL_GROWTH, MAX_NORMALISED_LETTERS = 100, 1 << 22
-"""Letters that a tokenizer's normalizer may make of one; if it may make more, the most that it may make of a text."""
+"""Usual maximum growth per letter in a tokenizer's normalizer; above it, the maximum letters of a normalised text."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Tokens:
 
     Attributes:
         ids: S token ids.
-        trained: for each, whether the model should learn to write it.
+        trained: for each, whether the model learns to predict it.
         whole: the number of tokens before the sample was cut to the longest length.
-        brings_ends: a plain text has the tokens that begin and end a text itself.
+        brings_ends: a plain text already contains the tokens that begin and end a text.
     """
 
     ids: tuple[int, ...]
@@ -67,15 +67,15 @@ class Tokens:
 
 
 class ChatTokenizer:
-    """Makes tokens of records.
+    """Encodes records as tokens.
 
     Args:
         tokenizer: of transformers, with a fast backend.
-        max_length: most tokens of a sample; the rest is cut off.
+        max_length: maximum tokens per sample; the rest is cut off.
         train_on: as ``objective.train_on``.
         name: of the model, for messages.
         pairs: each record has to be a pair of answers.
-        num_rows: of the model's table of embeddings; a text with a token beyond it is refused. None: not known.
+        num_rows: of the model's embedding table; a text with a token beyond it is refused. None: not known.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class ChatTokenizer:
         if self._num_behind:
             are = "1 answer begins" if self._num_behind == 1 else f"{self._num_behind} answers begin"
             found.append(
-                f"{are} behind data.max_length ({self.max_length} tokens) of the conversation before and cannot be "
-                "trained on. The earlier answers of these conversations are."
+                f"{are} after the first {self.max_length} tokens of the conversation (data.max_length) and cannot be "
+                "trained on. Earlier answers of these conversations are trained on."
             )
         if self._num_whole:
             have = "1 text begins or ends" if self._num_whole == 1 else f"{self._num_whole} texts begin or end"
-            found.append(f"{have} with the tokenizer's own token for that: it is not added a second time.")
+            found.append(f"{have} with the tokenizer's begin or end token already, so it is not added again.")
         if self._num_joined:
             have = "1 row has" if self._num_joined == 1 else f"{self._num_joined} rows have"
             columns = "prompt, chosen and rejected" if self._pairs else "messages, or prompt and completion,"
@@ -129,7 +129,7 @@ class ChatTokenizer:
         return (*found, *self._keys.notices)
 
     def parts(self, text: str) -> Sequence[str | None]:
-        """As ``TextReader.parts``: a conversation whose turns are written otherwise once more follow is cut at each."""
+        """As ``TextReader.parts``. A conversation is cut at each answer if the template rewrites answers later."""
         self._num_rows += 1
         try:
             return self._parts(read(text))
@@ -150,7 +150,7 @@ class ChatTokenizer:
         return cut
 
     def _count_over_limit(self, error: UnusableText) -> None:
-        """End the search if the chat template takes too long for most rows, which would take hours to say of each."""
+        """Stop if the chat template takes too long for most rows, because trying each of them would take hours."""
         if not isinstance(error, SharedCause) or not isinstance(error.__cause__, OverLimit):
             return
         self._num_over_limit += 1
@@ -171,7 +171,7 @@ class ChatTokenizer:
         return [self._used(record, tokens)]
 
     def _cut_at_turns(self, record: Conversation) -> Sequence[str | None]:
-        """A sample for each answer; None: it begins behind the longest length."""
+        """A sample for each answer; None: it begins after the maximum length."""
         found, not_fitting, whole = list[str | None](), 0, 0
         for number in range(len(record.turns)):
             one = part(record, number)
@@ -191,7 +191,7 @@ class ChatTokenizer:
         return record.last_only or self.train_on == "last-turn"
 
     def num_tokens(self, text: str) -> int:
-        """As ``TextReader.num_tokens``. Of a pair the longer answer counts, to which the other is filled up."""
+        """As ``TextReader.num_tokens``. For a pair it is the longer answer, to which the other is padded."""
         known = self._lengths.get(_digest(text))
         if known is not None:
             return known
@@ -200,19 +200,19 @@ class ChatTokenizer:
         return max(len(self.tokens(answer).ids) for answer in answers)
 
     def _require_trained(self, record: Record) -> None:
-        """Raise UnusableText if the row asks to train on a message that ``objective.train_on`` leaves out."""
+        """Raise UnusableText if the row asks to train on a message that ``objective.train_on`` excludes."""
         if not isinstance(record, Conversation) or self.train_on == "all":
             return
         for at, message in enumerate(record.messages):
             if message.get(TRAINED):
                 raise UnusableText(
                     f"A key such as train or weight asks to train on message {at + 1} ({message['role']}), and "
-                    f"objective.train_on: {self.train_on} does not train on it.",
-                    "Set objective.train_on: all, or take the key out of messages that are not answers.",
+                    f"objective.train_on: {self.train_on} excludes it.",
+                    "Set objective.train_on: all, or remove the key from messages that are not answers.",
                 )
 
     def _require_calls(self, record: Record) -> None:
-        """Raise UnusableText if the chat template leaves out a call of a tool."""
+        """Raise UnusableText if the chat template omits a call of a tool."""
         if not isinstance(record, Conversation):
             return
         require_whole_calls(record)
@@ -229,20 +229,20 @@ class ChatTokenizer:
             text = self._template.text([*before, message], record.tools)
             try:
                 is_written = text != self._template.text([*before, silent], record.tools)
-            except UnusableText:  # the template wants the call
+            except UnusableText:  # the template requires the call
                 is_written = True
             if not is_written:
                 raise UnusableText(
-                    f"Message {at + 1} ({message['role']}) calls a tool, and the chat template does not write calls: "
-                    "the model would learn to leave it out.",
-                    "Give a tokenizer whose chat template knows tools (model.tokenizer), or take the row away.",
+                    f"Message {at + 1} ({message['role']}) calls a tool, but the chat template does not write calls: "
+                    "the model would learn to omit it.",
+                    "Set model.tokenizer to one with a chat template for tools, or remove the row.",
                 )
 
     def _used(self, record: Record, *found: Tokens) -> str:
-        """A sample as one string, whose tokens are counted and remembered.
+        """A sample as one string; its number of tokens is remembered.
 
         Raises:
-            UnusableText: one of them has none to train on.
+            UnusableText: a text has no tokens to train on.
         """
         for tokens in found:
             if not any(tokens.trained):
@@ -257,25 +257,25 @@ class ChatTokenizer:
 
     def _behind(self, whole: int) -> UnusableText:
         return UnusableText(
-            f"Its answer begins behind the {self.max_length} tokens that are trained on.",
+            f"Its answer begins after the {self.max_length} tokens that are trained on.",
             f"Raise data.max_length (it has {whole}), or shorten the prompt.",
         )
 
     def _pair(self, record: Record) -> Sequence[str]:
         if not isinstance(record, Pair):
             raise UnusableText(
-                "It is no pair of answers.", "objective.loss: dpo takes tables with the columns chosen and rejected."
+                "It is not a pair of answers.", "objective.loss: dpo needs tables with the columns chosen and rejected."
             )
         chosen, rejected = (self.tokens(answer) for answer in (record.chosen, record.rejected))
         if chosen.ids == rejected.ids and any(chosen.trained):
             raise UnusableText(
-                f"Both answers are the same {len(chosen.ids)} tokens as far as they are trained on.",
-                "Raise data.max_length, or take the row away.",
+                f"Both answers have the same {len(chosen.ids)} tokens within data.max_length.",
+                "Raise data.max_length, or remove the row.",
             )
         return [self._used(record, chosen, rejected)]
 
     def shown(self, text: str) -> str:
-        """As ``TextReader.shown``. Of a pair the chosen answer comes first."""
+        """As ``TextReader.shown``. In a pair, the chosen answer comes first."""
         record = read(text)
         if isinstance(record, Pair):
             return f"chosen:\n{self._marked_tokens(record.chosen)}\nrejected:\n{self._marked_tokens(record.rejected)}"
@@ -292,7 +292,7 @@ class ChatTokenizer:
         return "".join(pieces)
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens of a conversation that the model should go on with, or of a plain text without a template.
+        """The tokens of a conversation that the model should continue, or of a plain text without a template.
 
         Raises:
             UnusableText: the template or the tokenizer fails.
@@ -315,7 +315,7 @@ class ChatTokenizer:
         if isinstance(record, Conversation):
             chat = self._chat(replace(record, last_only=self._last_only(record)))
             layout = chat.layout()
-            assert layout is not None, "a conversation whose beginnings change is cut at each turn"
+            assert layout is not None, "a conversation with changing beginnings is cut at each turn"
             return self._of_layout(chat, layout)
         text = record if isinstance(record, str) else record.prompt + record.completion
         start = len(record.prompt) if isinstance(record, Completion) else 0
@@ -325,9 +325,9 @@ class ChatTokenizer:
         return replace(found, brings_ends=brings_ends)
 
     def _with_ends(self, text: str, eos: bool = True) -> tuple[list[int], list[int], bool]:
-        """The tokens of a plain text with those that the tokenizer puts around a text, and where each ends.
+        """(tokens of a plain text with the tokenizer's begin and end tokens, end of each in the text, third value).
 
-        The third value: whether the text brings one of these itself, which is not added again.
+        The third value: whether the text already contains one of these, which is then not added again.
         """
         self._require_bounded(text)
         encoded = self._backend.encode(text, add_special_tokens=True)
@@ -352,7 +352,7 @@ class ChatTokenizer:
         return ids, ends, brings
 
     def _is_ended(self, text: str) -> bool:
-        """Whether a text ends, before white space, with the token that ends texts, or one that ends a turn."""
+        """Whether a text ends, apart from white space, with a token that ends texts or turns."""
         last = self._special.at_end(text.rstrip()) or self._special.at_end(text)
         return last is not None and self.tokenizer.convert_tokens_to_ids(last) in self._ends
 
@@ -376,13 +376,13 @@ class ChatTokenizer:
         return self._marked_off(ids, ends, sorted([*layout.spans, *others]), is_text=False, excluded=excluded)
 
     def _in_table(self, ids: Sequence[int]) -> list[int]:
-        """The ids, if the model's table of embeddings has a row for each."""
+        """The ids, if the model's embedding table has a row for each."""
         largest = max(ids, default=0)
         if self._num_table_rows is not None and largest >= self._num_table_rows:
             token = printable(repr(self.tokenizer.convert_ids_to_tokens(largest)))[:80]
             rows = f"the model's table has {self._num_table_rows} rows"
             raise UnusableText(
-                f"It has the token {token} with the id {largest}, and {rows}.", "Take it out of the text."
+                f"It has the token {token} with the id {largest}, but {rows}.", "Remove it from the text."
             )
         return [*ids]
 
@@ -394,9 +394,9 @@ class ChatTokenizer:
         is_text: bool,
         excluded: Sequence[Span] = (),
     ) -> Tokens:
-        """Tokens with those that are trained on, cut to the longest length.
+        """Tokens with marks on the trained ones, cut to the maximum length.
 
-        spans: what is trained on, one behind the other. excluded: never trained on.
+        spans: trained parts of the text, in order. excluded: never trained on.
         """
         self._in_table(ids)
         starts = [start for start, _ in spans]
@@ -415,7 +415,7 @@ class ChatTokenizer:
 
     @cached_property
     def end_ids(self) -> set[int]:
-        """Special tokens that end an answer in the chat template; none if it does not write a lone question."""
+        """Special tokens that end an answer in the chat template; empty if it refuses a single question."""
         asked: list[Mapping[str, Any]] = [{"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"}]
         if not self._template.is_there:
             return set()
@@ -428,14 +428,14 @@ class ChatTokenizer:
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """The tokenizer to which special tokens are text."""
+        """A tokenizer that treats special tokens as text."""
         tokenizer = Tokenizer.from_str(self._backend.to_str())
         tokenizer.encode_special_tokens = True
         return tokenizer
 
     @cached_property
     def _backend(self) -> Tokenizer:
-        """The tokenizer without transformers, which neither cuts nor fills."""
+        """The tokenizer without transformers, without truncation and padding."""
         tokenizer: Tokenizer = self.tokenizer.backend_tokenizer
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -446,20 +446,20 @@ class ChatTokenizer:
         return row_edge("The tokenizer cannot encode it", fix, fails_for_all("tokenizer", self._name))
 
     def _require_bounded(self, text: str) -> None:
-        """Refuse a text that the tokenizer's rules of replacement may make too long for the memory."""
+        """Refuse a text that the tokenizer's replacement rules may make too long for the memory."""
         if self._growth > MAX_USUAL_GROWTH and len(text) * self._growth > MAX_NORMALISED_LETTERS:
-            raise ValueError(f"its normalizer may write {self._growth:.3g} letters for one")
+            raise ValueError(f"its normalizer may write {self._growth:.3g} letters per letter")
 
     @cached_property
     def _growth(self) -> float:
-        """The most letters that the tokenizer's normalizer and decoder make of one."""
+        """Maximum letters per letter that the tokenizer's normalizer and decoder write."""
         parts = (self._backend.normalizer, self._backend.decoder)
         return max(1.0, *(growth_of(json.loads(each.__getstate__())) for each in parts if each is not None))
 
     def _encoded(self, text: str, letter: str) -> tuple[list[int], list[int]]:
-        """The tokens of a rendered conversation, and where each ends in its text.
+        """The tokens of a rendered conversation, and the end of each in its text.
 
-        ``letter``: that breaks special tokens which are text; "": there are none.
+        ``letter``: breaks special tokens that are plain text; "": there are none.
         """
         ids, ends, at = list[int](), list[int](), 0
         with self._tokenizing():
@@ -475,7 +475,7 @@ class ChatTokenizer:
         return ids, ends
 
     def _pieces(self, text: str, letter: str) -> list[tuple[str, bool]]:
-        """Pieces between which no special token was broken as one, each with whether one was inside it."""
+        """(piece, whether it contained a broken special token): pieces that can be encoded separately."""
         cuts, at = list[str](), 0
         for start, end in self._special.spans(text, letter):
             cuts += [text[at:start], text[start:end]]
@@ -495,11 +495,11 @@ def _digest(text: str) -> bytes:
 
 
 GROWTH = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Precompiled": 18, "Lowercase": 3, "BertNormalizer": 12}
-"""Type of a rule -> the most letters that it makes of one. A precompiled table is taken for a form of Unicode's."""
+"""Type of a rule -> maximum letters per letter. Precompiled tables count as Unicode normalisation."""
 
 
 def growth_of(rule: Any) -> float:
-    """The most letters that a rule of ``tokenizer.json`` for normalising or decoding makes of one."""
+    """Maximum letters per letter of a rule of ``tokenizer.json`` for normalising or decoding."""
     if not isinstance(rule, dict):
         return 1.0
     inside = next((rule[key] for key in ("normalizers", "decoders") if key in rule), None)

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: messages as text, as transformers' ``apply_chat_template`` writes it, in limits."""
+"""The chat template of a tokenizer: the same text as transformers' ``apply_chat_template``, but within limits."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ class ChatTemplate:
     def text(
         self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool = False, num_letters: int | None = None
     ) -> str:
-        """Messages as text; with ``prompt``, up to where the model answers.
+        """Messages as text; with ``prompt``, up to the point where the model answers.
 
-        ``num_letters``: of the row, on which the limits depend; None: of the messages and tools.
+        ``num_letters``: of the row, which sets the limits; None: of the messages and tools.
 
         Raises:
             UnusableText: there is no template, or it fails.
         """
         if not self.is_there:
             raise SharedCause(
-                "It is a conversation, and the tokenizer has no chat template.",
+                "It is a conversation, but the tokenizer has no chat template.",
                 "Use the instruction-tuned edition, or give rows of prompt and completion.",
                 self._missing,
             )
@@ -77,7 +77,7 @@ class ChatTemplate:
                 num_letters = sum(map(len, leaves([messages, tools])))
             with metered(Meter(num_letters, len(chat))):
                 found = self._template(given["tools"]).render(**self._tokens, **given)
-            found.encode("utf-8")  # raises if the template writes half a character
+            found.encode("utf-8")  # raises if the template writes half of a surrogate pair
         return found
 
     def _template(self, tools: Any) -> Template:
@@ -99,27 +99,27 @@ class ChatTemplate:
 
     @cached_property
     def _tokens(self) -> Mapping[str, Any]:
-        """The special tokens by name, which templates know."""
+        """The special tokens by name, as variables for templates."""
         return dict(self._tokenizer.special_tokens_map)
 
     @property
     def _missing(self) -> DataError:
         return DataError(
             "chat-template-missing",
-            "The tokenizer has no chat template, and conversations need one.",
+            "The tokenizer has no chat template, but conversations need one.",
             where=f"model.name_or_path: {self._name}",
             fix="Use the instruction-tuned edition, name its tokenizer (model.tokenizer), or give rows of prompt "
             "and completion.",
         )
 
     def unfit(self, begin: str) -> SharedCause:
-        """The error of a row whose answer does not begin with the text by which the template asks for it."""
+        """The error for a row with an answer that does not begin with the template's generation prompt."""
         error = DataError(
             "chat-template-unfit",
-            "The chat template asks for an answer by a text that the answer itself does not begin with, so what "
-            "the model should write cannot be told apart.",
+            "The chat template's generation prompt is not the beginning of its answers, so the text that the model "
+            "should write cannot be identified.",
             where=f"chat template of {self._name}: {begin[-80:]!r}",
             fix="Give a tokenizer with another chat template (model.tokenizer), or rows of prompt and completion.",
         )
-        what = f"An answer does not begin with the text by which the chat template asks for it ({begin[-80:]!a})."
+        what = f"An answer does not begin with the chat template's generation prompt ({begin[-80:]!a})."
         return SharedCause(what, FIX, error)

@@ -1,9 +1,9 @@
-"""One conversation as its chat template writes it, and where the answers are in that text.
+"""One conversation as its chat template writes it, and the positions of the answers in that text.
 
-The place of an answer follows from renderings: of the messages before it, as the model is asked for it, and with it.
-That takes time with the square of the number of messages. In a long conversation the later places are therefore taken
-from renderings of a few messages around each answer. They count only if put together they give the whole text, letter
-by letter; the last answer, and ever fewer before, are compared with renderings of everything before them.
+An answer is located by two renderings: of the messages before it with the generation prompt, and with the answer. The
+time for this grows with the square of the number of messages. So in a long conversation the later answers are located
+by renderings of a few messages around each. These positions count only if the parts joined equal the whole text, letter
+by letter. The last answer, and ever fewer earlier ones, are also compared with renderings of everything before them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lora_rocm.families.causal_lm.chat_template import FIX, ChatTemplate
 from lora_rocm.families.causal_lm.special_tokens import BREAKS, Span, SpecialTokens, changed_inside, leaves
 
 OWN_WORDS = ("content", "reasoning_content", "thinking", "reasoning")
-"""Fields of an answer in which special tokens are tokens, because the model should write them."""
+"""Fields of an answer in which special tokens stay special, because the model should write them."""
 NUM_WHOLE = 16
-"""Answers of a conversation whose places come from renderings of everything before them."""
+"""Number of answers in a conversation that are located by renderings of everything before them."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A conversation as text, and the places of what is trained on."""
+    """A conversation as text, and the spans to train on."""
 
     text: str
     spans: Sequence[Span]
@@ -32,7 +32,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an answer begins in the text, where its turn ends, and the end of what is trained on."""
+    """The beginning of an answer in the text, the end of its turn, and the end of its trained part."""
 
     begin: int
     end: int
@@ -40,13 +40,13 @@ class _Place:
 
 
 class Chat:
-    """A conversation that is being laid out.
+    """Locates the answers of a conversation.
 
     Attributes:
-        letter: of ``BREAKS``, which is in each special token that the data spell out; "" if they spell none.
+        letter: one of ``BREAKS``, inserted into each special token that the data spell out; "" if there is none.
 
     Raises:
-        UnusableText: it spells out special tokens and has all letters of private use.
+        UnusableText: it spells out special tokens but uses all of these letters itself.
     """
 
     def __init__(self, record: Conversation, template: ChatTemplate, special: SpecialTokens) -> None:
@@ -61,7 +61,7 @@ class Chat:
             self._mark(ends=False)
 
     def _mark(self, ends: bool) -> None:
-        """Break the special tokens that data spell out; with ``ends``, also what ends in the middle of one."""
+        """Break the special tokens that data spell out; with ``ends``, also texts that end in the middle of one."""
         self.letter = letter = _unused_letter(leaves([*self.record.messages, *self.record.tools]))
 
         def of_data(text: str) -> str:
@@ -74,7 +74,7 @@ class Chat:
             data = _of_data(message)
             found = {}
             for key, each in message.items():
-                if key == "role":  # one that templates know
+                if key == "role":  # a role that templates know
                     found[key] = each
                 elif key in data:
                     found[of_data(key)] = changed_inside(each, of_data)
@@ -86,17 +86,17 @@ class Chat:
         self._marked = replace(self.record, messages=tuple(map(changed, self.record.messages)), tools=tuple(tools))
 
     def prompt(self) -> str:
-        """The text with which the model is asked to go on."""
+        """The text that the model is asked to continue."""
         return self._whole_text(len(self.record.messages), prompt=True)
 
     def layout(self) -> Layout | None:
-        """The text with the places of its answers; None: the template writes answers otherwise once more follow.
+        """The text with the spans of its answers; None: the template rewrites answers once further messages follow.
 
         Raises:
-            UnusableText: the template fails, or its answers cannot be told apart.
+            UnusableText: the template fails, or the answers cannot be located.
         """
         if not self._turns:
-            raise UnusableText("Its last answer is excluded by a key such as weight.", "Take the row away.")
+            raise UnusableText("Its last answer is excluded by a key such as weight.", "Remove the row.")
         until = self._turns[-1] + 1 if self.record.last_only else len(self._marked.messages)
         self._whole = text = self._whole_text(until)
         found = list[_Place]()
@@ -114,7 +114,7 @@ class Chat:
         return Layout(text, [(place.begin, place.trained_end) for place in found])
 
     def excluded(self, text: str) -> list[Span]:
-        """Where the text of ``layout`` holds the messages that the row excludes from training, with their headers.
+        """Spans of the messages that the row excludes from training, in the text of ``layout``, with their headers.
 
         Raises:
             UnusableText: the template rewrites one later, so its place is not known.
@@ -127,21 +127,21 @@ class Chat:
                 found.append((len(begin) if at else -1, len(end)))
             elif len(begin) < len(text):
                 raise UnusableText(
-                    f"A key such as weight excludes message {at + 1}, and the chat template rewrites it later, so its "
-                    "place is not known.",
-                    "Set objective.train_on: answers, or take the row away.",
+                    f"A key such as weight excludes message {at + 1}, but the chat template rewrites it later, so it "
+                    "cannot be located.",
+                    "Set objective.train_on: answers, or remove the row.",
                 )
         return found
 
     def others(self, text: str) -> list[Span]:
-        """Where the text of ``layout`` holds what ``Conversation.others`` lists, with the headers of these messages.
+        """Spans of the messages in ``Conversation.others``, in the text of ``layout``, with their headers.
 
         Raises:
             UnusableText: the template rewrites one later, so its place is not known.
         """
         found, messages, places = list[Span](), self._marked.messages, self.record.others
         firsts = [at for at in places if at - 1 not in places]
-        for first in firsts:  # templates write neighbours as one turn, such as the results of several calls
+        for first in firsts:  # templates join neighbours into one turn, such as the results of several calls
             until = next(at for at in range(first, len(messages) + 1) if at not in places)
             begin, end = self._text(messages[:first]) if first else "", self._text(messages[:until])
             if not (text.startswith(end) and end.startswith(begin)):
@@ -150,7 +150,7 @@ class Chat:
         return found
 
     def _turn(self, turn: int, until: int) -> tuple[str, str]:
-        """The text before an answer, as the model is asked for it, and with that answer."""
+        """(the text before an answer with the generation prompt, the text with that answer)."""
         messages = self._marked.messages
         end = self._whole if turn + 1 == until else self._text(messages[: turn + 1])
         nobody_asked = all(message["role"] != ASKS for message in messages[:turn])
@@ -167,7 +167,7 @@ class Chat:
         return begin, end
 
     def _behind_request(self, end: str) -> str:
-        """A text up to its answer, to which nobody has asked: behind the words by which the template asks for one."""
+        """The beginning of a text up to its answer, located by the template's generation prompt within the text."""
         asked = [{"role": ASKS, "content": "a"}]
         without, request = self._text(asked), self._text(asked, prompt=True)
         words = request.removeprefix(without)
@@ -176,13 +176,13 @@ class Chat:
         return end[: end.index(words) + len(words)]
 
     def _place(self, begin: str, end: str, at: int) -> _Place:
-        """The place of an answer. ``at``: of the beginning of both texts in the whole."""
+        """The position of an answer. ``at``: offset of both texts in the whole."""
         stripped = end.rstrip()
         ends = self._special.at_end(stripped) is not None and len(stripped) > len(begin)
         return _Place(at + len(begin), at + len(end), at + len(stripped if ends else end))
 
     def _place_nearby(self, number: int, last_end: int) -> _Place | None:
-        """The place of an answer from a few messages around it; None: it does not follow from these."""
+        """The position of an answer from a few messages around it; None: they do not determine it."""
         turn, last = self._turns[number], self._turns[number - 1]
         try:
             before, begin, end = (
@@ -205,7 +205,7 @@ class Chat:
         """The text of the first messages.
 
         Raises:
-            UnusableText: also if the template does something else with a special token that was broken.
+            UnusableText: also if the template handles a broken special token differently.
         """
         found = self._text(self._marked.messages[:until], prompt)
         if self._has_begun:
@@ -213,7 +213,7 @@ class Chat:
             self._mark(ends=True)
             other = self._text(self._marked.messages[:until], prompt)
             if self._special.count(other, self.letter) < self._special.count(found, letter):
-                found = other  # two texts of the data together were one
+                found = other  # two texts of the data together formed one
             else:
                 self._marked, self.letter = before, letter
         if self.letter:
@@ -225,22 +225,22 @@ class Chat:
 
 
 def rewritten(place: int) -> UnusableText:
-    """The refusal of a completion whose message at a place, not the assistant's, the chat template rewrites later."""
+    """The error for a completion with a message, not the assistant's, that the chat template rewrites later."""
     return UnusableText(
-        f"Message {place + 1} is a part of the completion, and the chat template rewrites it or an answer later, so "
-        "its place is not known.",
-        "Give weight: 0 to the messages of the completion that are not the assistant's, or take the row away.",
+        f"Message {place + 1} is part of the completion, but the chat template rewrites it or an answer later, so it "
+        "cannot be located.",
+        "Give weight: 0 to the messages of the completion that are not the assistant's, or remove the row.",
     )
 
 
 def nearby(messages: Sequence[Mapping[str, Any]], start: int, until: int) -> list[Mapping[str, Any]]:
-    """Messages up to one, without most of those before ``start``, an answer: only up to the first of a user is kept."""
+    """Messages before ``until``. Of the messages before the answer ``start``, only those up to the first user's."""
     first = next((at for at, message in enumerate(messages[:start]) if message["role"] == ASKS), -1)
     return [*messages[: first + 1], *messages[start:until]]
 
 
 def _of_data(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a message is data, in which special tokens are text."""
+    """The parts of a message that are data, in which special tokens are plain text."""
     own = OWN_WORDS if message["role"] == ANSWERS else ()
     return {
         key: each for key, each in message.items() if key != "role" and (key not in own or not isinstance(each, str))
@@ -252,5 +252,5 @@ def _unused_letter(texts: Iterable[str]) -> str:
     for text in texts:
         left -= {letter for letter in left if letter in text}
     if not left:
-        raise UnusableText("It holds letters of private use.", f"Remove {BREAKS!a} from it.")
+        raise UnusableText("It contains private-use characters.", f"Remove {BREAKS!a} from it.")
     return min(left)

@@ -1,6 +1,6 @@
-"""Language models that write the next token.
+"""Language models that predict the next token.
 
-Samples are padded behind their end, up to a multiple of tokens. Dimensions: B batch, S tokens, D width, P the two
+Samples are padded at the end to a multiple of tokens. Dimensions: B batch, S tokens, D width, P the two
 answers of a pair (the chosen one first).
 """
 
@@ -90,7 +90,7 @@ class CausalLM:
     inpaints = False
     all_components = (COMPONENT,)
     encoder_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
-    files = FileNames(  # the spec has no format that diffusers reads
+    files = FileNames(  # no format of the spec is read by diffusers
         {COMPONENT: "base_model.model."}, "folded", lambda _, module: f"base_model.model.{module}", lambda *file: {}
     )
     lora_targets = {
@@ -125,6 +125,7 @@ class CausalLM:
     def _folder(self, name: str) -> Path:
         if name.startswith(BUILTIN):
             return builtin_folder(name)
+        # A folder, or a file of another family.
         path, spec = Path(os.path.expanduser(name)), self.recipe.spec
         if os.path.isdir(path):
             refuse_run(path)
@@ -138,16 +139,17 @@ class CausalLM:
         if os.path.exists(path) or not hub.looks_like_id(name):
             raise ModelError(
                 "model-missing",
-                "There is no such folder, and this is no hub id.",
+                "There is no such folder, and this is not a Hugging Face model id.",
                 where=f"model.name_or_path: {name}",
                 fix="Give a folder with config.json, tokenizer and .safetensors files, or a hub id (Qwen/Qwen3-4B).",
             )
+        # A model on the hub.
         patterns = ["config.json", "generation_config.json", *WEIGHTS, *OF_TOKENIZER]
         found = hub.download(name, self.recipe.model.revision, patterns, lambda at: any(at.glob("model*.safetensors")))
         if found is None:
             raise ModelError(
                 "hub-incomplete",
-                "Not all files of this model are here, or it has no safetensors weights.",
+                "Some files of this model are not downloaded, or it has no safetensors weights.",
                 where=f"model.name_or_path: {name}",
                 fix="Connect to the network to finish the download, or choose a model that has safetensors weights.",
             )
@@ -161,7 +163,7 @@ class CausalLM:
         if not self.texts.takes_conversations:
             found.append(
                 "The tokenizer has no chat template: plain texts and rows of prompt and completion can be trained on, "
-                "and no conversations."
+                "but not conversations."
             )
         return tuple(filter(None, found))
 
@@ -169,7 +171,7 @@ class CausalLM:
     def texts(self) -> ChatTokenizer:
         asked, tokenizer = self._asked, tokenizer_of(self.source, TOKENIZER, spare_unwritten=True)
         if not hasattr(tokenizer, "backend_tokenizer"):
-            why = f"{type(tokenizer).__name__} has no tokenizer.json, which tells where tokens end"
+            why = f"{type(tokenizer).__name__} has no tokenizer.json, which is needed to locate tokens in a text"
             raise unreadable(self.source.tokenizer_path(TOKENIZER), why)
         most, name = self.recipe.data.max_length, self.source.name
         num_rows = self.source.table_rows(TOKENIZER)
@@ -178,7 +180,7 @@ class CausalLM:
     @property
     def _asked(self) -> LanguageSection:
         objective = self.recipe.objective
-        assert isinstance(objective, LanguageSection), "as the spec says"
+        assert isinstance(objective, LanguageSection), "by the spec"
         return objective
 
     def encoders(self) -> Sequence[Encoder]:
@@ -209,7 +211,7 @@ class CausalLM:
         if isinstance(source, RandomSource):
             raise ModelError(
                 "base-random",
-                "The weights of this base are random and stand in no file, so nothing can be made of its files.",
+                "The weights of this base are random and not in a file, so there are no files to export from.",
                 where=f"model.name_or_path: {source.name}",
                 fix="Export the peft format.",
             )
@@ -273,7 +275,7 @@ class CausalLM:
         return Prediction(states_BSD, batch[LABELS], weight_B, lambda x, y: token_distance(head, x.to(dtype), y))
 
     def _compared(self, model: LoadedModel, batch: Tensors) -> Prediction:
-        """The log-probabilities of both answers, and how they are compared with those at the start."""
+        """The log-probabilities of both answers, and their comparison with the values at the start."""
         objective = Preference(self._asked.beta, self._asked.label_smoothing)
         log_probs_BP = _log_probs(model, batch[IDS], batch[LABELS])
         weight_B = log_probs_BP.new_ones(len(log_probs_BP))
@@ -283,7 +285,7 @@ class CausalLM:
 
     @torch.no_grad()
     def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: Placement) -> Tensors:
-        """As ``ComparesWithStart.at_start``; zeros for a text that is no pair, such as a preview's prompt."""
+        """As ``ComparesWithStart.at_start``; zeros for a text that is not a pair, such as a preview's prompt."""
         text = str(inputs[CAPTION])
         if not isinstance(read(text), Pair):
             return {START: torch.zeros(2)}
@@ -299,7 +301,7 @@ class CausalLM:
         text: Callable[[str], Tensors],
         in_tiles: bool = False,
     ) -> list[str]:
-        """The likeliest answer to each prompt, which is a message of a user if there is a chat template."""
+        """The likeliest answer to each prompt. With a chat template, the prompt is a user's message."""
         with evaluating(model.components.values()):
             return [self._answer(model, request.prompt, request.steps) for request in requests]
 
@@ -307,7 +309,7 @@ class CausalLM:
         try:
             ids = self.texts.prompt_ids([{"role": "user", "content": prompt}])
         except UnusableText as error:
-            where, fix = f"sample.prompts: {prompt[:80]}", f"{error.fix} Or leave out sample.prompts."
+            where, fix = f"sample.prompts: {prompt[:80]}", f"{error.fix} Or remove sample.prompts."
             raise DataError("prompt-unusable", error.what, where=where, fix=fix) from error
         tokens = next_tokens(model.components[COMPONENT], ids, Sampling(0.0, 1.0, most, 0), self._ends)
         return str(self.texts.tokenizer.decode([*tokens], skip_special_tokens=True))
@@ -323,7 +325,7 @@ class CausalLM:
         component, ids = model.components[COMPONENT], self.texts.prompt_ids(messages)
         places = places_of(component)
         if places is not None and len(ids) >= places:
-            what = f"The conversation has {len(ids)} tokens, and the model reads {places}."
+            what = f"The conversation has {len(ids)} tokens, but the model can read only {places}."
             raise UnusableText(what, "Begin a new one.")
         return (yield from pieces_of(next_tokens(component, ids, sampling, self._ends), self.texts.tokenizer))
 
@@ -336,7 +338,7 @@ class CausalLM:
 
 
 class TokensEncoder(CaptionEncoder):
-    """Makes tokens of a sample: ids, the next token of each place, and the places that count in the loss."""
+    """Encodes a sample: ids, the next token at each position, and the positions that count in the loss."""
 
     entry = EntrySpec(
         "tokens",
@@ -360,7 +362,7 @@ class TokensEncoder(CaptionEncoder):
         reader = self._family.texts
         parts = [f"{path.name} {digest([path.read_bytes().hex()])}" for path in files]
         last = " last-turn" if reader.train_on == "last-turn" else ""
-        how = f"{reader.max_length} {reader.train_on == 'all'}{last}"  # entries of before keep their names
+        how = f"{reader.max_length} {reader.train_on == 'all'}{last}"  # earlier entries keep their names
         return f"tokens{ENCODING_VERSION}-{digest([*parts, how])}"
 
     def opened(self, door: Placement) -> EncodeCaption:
@@ -369,7 +371,7 @@ class TokensEncoder(CaptionEncoder):
 
 
 class PackedEncoder(TokensEncoder):
-    """Makes tokens of a row of samples (``row_reference.joined``), and the place of each token in its sample."""
+    """Encodes a row of samples (``row_reference.joined``), and the position of each token in its sample."""
 
     entry = EntrySpec(
         "rows",
@@ -384,7 +386,7 @@ class PackedEncoder(TokensEncoder):
 
 
 class PairsEncoder(TokensEncoder):
-    """Makes tokens of the two answers of a sample, each behind their prompt: ids, and the next tokens that count."""
+    """Encodes the two answers of a sample, each after their prompt: ids, and the next tokens that count."""
 
     entry = EntrySpec(
         "pairs",
@@ -405,7 +407,7 @@ def _encoded_row(reader: ChatTokenizer, row: str) -> Tensors:
 
 
 def _encoded_pair(reader: ChatTokenizer, text: str) -> Tensors:
-    """Both answers, filled up to one length. A text that is no pair, such as a preview's prompt, stands for both."""
+    """Both answers, padded to one length. A text that is not a pair, such as a preview's prompt, is used for both."""
     record = read(text)
     answers = (record.chosen, record.rejected) if isinstance(record, Pair) else (record, record)
     found = [reader.tokens(answer) for answer in answers]
@@ -414,7 +416,7 @@ def _encoded_pair(reader: ChatTokenizer, text: str) -> Tensors:
 
 
 def _filled(samples: Sequence[Tokens], length: int) -> Tensors:
-    """The tensors of texts, one behind the other, filled up to a length and to the next multiple."""
+    """The tensors of concatenated texts, padded to a length and to the next multiple."""
     ids = [token for sample in samples for token in sample.ids]
     trained = [counts for sample in samples for counts in (*sample.trained[1:], False)]  # the last one has no next
     fill = max(length - len(ids), 0)

@@ -26,9 +26,9 @@ from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, norma
 from lora_rocm.kernels.rotary import Rotation, norm_rotary
 
 ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Gemma3")
-"""How the names of their classes begin."""
+"""Prefixes of the names of their classes."""
 WINDOW_OF_CONFIG = ("Mistral", "Phi3")
-"""Their attention reads the sliding window from the config; that of the others is an attribute or not there."""
+"""Attention classes that read ``sliding_window`` from the config instead of an attribute."""
 LLAMA_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
 GEMMA_NORMS = (
     "input_layernorm",
@@ -47,13 +47,13 @@ KNOWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cac
 
 @dataclass(frozen=True)
 class Parts:
-    """What a block is made of.
+    """The structure of a block.
 
     Attributes:
         norms: names of the norms before and after attention, and before and after the MLP; None: there is none.
         plus_one: a norm multiplies by 1 + weight, in float32.
         activation: of the gate.
-        window: number of last tokens that a token sees; None: all.
+        window: number of latest tokens that a token sees, including itself; None: all.
         turns: queries and keys have a rotary embedding.
     """
 
@@ -65,7 +65,7 @@ class Parts:
 
 
 def fuse(layers: nn.Module, form: Form) -> None:
-    """Fuse the blocks in a list that are known. A second call changes the form.
+    """Fuse the known blocks in a list. A second call changes the kernel backend.
 
     Call it after LoRA is injected and the weights are on their device.
     """
@@ -84,7 +84,7 @@ def fuse(layers: nn.Module, form: Form) -> None:
 
 
 class FusedBlock(nn.Module):
-    """Its forward comes before that of a block's class. With a cache of keys and values that one computes."""
+    """Overrides the block's forward; with a KV cache it calls the original."""
 
     form: Form
     parts: Parts
@@ -116,7 +116,7 @@ class FusedBlock(nn.Module):
     def _attended(self, x_BSD: Tensor, given: dict[str, Any]) -> Tensor:
         attention = self.self_attn
         cos, sin = given["position_embeddings"]
-        if self.parts.turns and cos.shape[-1] != attention.head_dim:  # only a part of each head is turned
+        if self.parts.turns and cos.shape[-1] != attention.head_dim:  # only a part of each head is rotated
             output: Tensor = attention(hidden_states=x_BSD, **{"attention_mask": None, **given})[0]
             return output
         heads = attention.config.num_attention_heads, *(attention.config.num_key_value_heads,) * 2
@@ -143,7 +143,7 @@ class FusedBlock(nn.Module):
     def _projected(
         module: Any, x: Tensor, merged: MergedLinears | None, names: Sequence[str], shares: Sequence[int]
     ) -> Sequence[Tensor]:
-        """The outputs of layers of the same input, or of the one layer that joins them, with widths in these shares."""
+        """The outputs of layers with the same input, or of one joint layer, with widths in these proportions."""
         layers = [getattr(module, name) for name in names if hasattr(module, name)]
         if layers:
             return [layer(x) for layer in layers] if merged is None else merged(layers, x)
@@ -153,7 +153,7 @@ class FusedBlock(nn.Module):
         return parts
 
     def _turned(self, heads: Tensor, norm_name: str, rotation: Rotation | None) -> Made:
-        """Queries or keys [B, S, H, D] normed and turned."""
+        """Queries or keys [B, S, H, D], normalised and rotated."""
         norm = getattr(self.self_attn, norm_name, None)
         if norm is None and rotation is None:
             return made(itemgetter(0), [heads])
@@ -169,7 +169,7 @@ class FusedBlock(nn.Module):
         return made(turned, [heads])
 
     def _norm(self, name: str | None) -> RowNorm:
-        assert name is not None, "there are norms before attention and MLP"
+        assert name is not None, "attention and MLP have norms before them"
         return self._row_norm(getattr(self, name))
 
     def _row_norm(self, norm: Any) -> RowNorm:
@@ -189,7 +189,7 @@ FUSED: dict[type[nn.Module], type[FusedBlock]] = {}
 
 
 def _rotation(cos: Tensor, sin: Tensor) -> Rotation:
-    """Transformers' tables [1 or B, S, D], in which each half has all angles."""
+    """A rotation from transformers' tables [1 or B, S, D], in which each half has all angles."""
     pairs = cos.shape[-1] // 2
     cos, sin = (table[0] if len(table) == 1 else table for table in (cos, sin))
     return Rotation(cos[..., :pairs], sin[..., :pairs], interleaved=False)
@@ -201,14 +201,14 @@ def _merged(module: nn.Module, names: Sequence[str]) -> MergedLinears | None:
 
 
 def _fused(cls: type[nn.Module]) -> type[FusedBlock]:
-    """The fused class of a class of blocks, always the same."""
+    """The fused class of a class of blocks, cached."""
     if cls not in FUSED:
         FUSED[cls] = type(f"Fused{cls.__name__}", (FusedBlock, cls), {})
     return FUSED[cls]
 
 
 def _parts(block: nn.Module) -> Parts | None:
-    """What a block is made of, or None if the fused forward is not that of this block."""
+    """The structure of a block, or None if the fused forward does not fit it."""
     known = next((name for name in ARCHITECTURES if _is(block, name, "DecoderLayer")), None)
     if known is None or list(block.parameters(recurse=False)):
         return None
@@ -251,6 +251,6 @@ def _activation(module: Any) -> Activation | None:
 
 
 def _is(module: nn.Module, architecture: str, kind: str) -> bool:
-    """Whether it is of this class of transformers, which is not imported for the question."""
+    """Whether it is of this class of transformers, without importing that class."""
     cls, name = type(module), architecture.lower()
     return (cls.__module__, cls.__name__) == (f"transformers.models.{name}.modeling_{name}", architecture + kind)

@@ -13,21 +13,21 @@ from lora_rocm.families.base import Sampling
 from lora_rocm.families.causal_lm.architecture import decoder, head_of
 
 UNFINISHED = "\ufffd"
-"""What a tokenizer gives for bytes that are no whole letter yet."""
+"""The tokenizer's output for bytes of an incomplete character."""
 
 
 @torch.no_grad()
 def next_tokens(
     model: nn.Module, ids: Sequence[int], sampling: Sampling, ends: Collection[int]
 ) -> Generator[int, None, str]:
-    """The tokens that a model writes after others, without the one that ends them.
+    """Yield the tokens that a model writes after others, without the end token.
 
-    A generator whose value is "end" or "limit", the reason why it ended.
+    The generator returns the reason for its end: "end" or "limit".
 
     Args:
         model: in eval mode.
         ids: the tokens before.
-        sampling: how each token is chosen; ``max_tokens`` may be more than the model has places for.
+        sampling: settings for choosing tokens; ``max_tokens`` may exceed the model's positions.
         ends: ids of the tokens that end an answer.
     """
     inside, head = decoder(model), head_of(model)
@@ -48,9 +48,10 @@ def next_tokens(
 
 
 def chosen(logits_V: Tensor, sampling: Sampling, rng: torch.Generator) -> int:
-    """The next token: the likeliest with temperature 0, else drawn on the CPU from the likeliest ``top_p`` of all."""
+    """The next token: the likeliest at temperature 0, else drawn on the CPU from the likeliest ``top_p`` of all."""
     if sampling.temperature == 0:
         return int(logits_V.argmax())
+    # on the CPU, so that a seed gives the same draws on every device
     shares_V, order_V = (logits_V.float().cpu() / sampling.temperature).softmax(0).sort(descending=True, stable=True)
     before_V = shares_V.cumsum(0) - shares_V
     kept_V = torch.where(before_V < sampling.top_p, shares_V, 0.0)
@@ -58,14 +59,14 @@ def chosen(logits_V: Tensor, sampling: Sampling, rng: torch.Generator) -> int:
 
 
 def places_of(model: nn.Module) -> int | None:
-    """The most tokens that a model reads; None: its config does not say."""
+    """The maximum number of tokens that a model reads; None: not in its config."""
     whole: Any = model
     places: int | None = getattr(whole.config.get_text_config(), "max_position_embeddings", None)
     return places
 
 
 def pieces_of(tokens: Generator[int, None, str], tokenizer: Any) -> Generator[str, None, str]:
-    """The text of each token as it comes; "" while a letter is not whole. The value is that of ``tokens``."""
+    """Yield the text of each token; "" while a character is incomplete. Returns the value of ``tokens``."""
     written, said = list[int](), ""
     while True:
         try:

@@ -1,6 +1,6 @@
-"""gpt-oss, whose experts stay as they are published: in MXFP4. Imported only for such a model.
+"""gpt-oss with experts that stay in MXFP4, as published. Imported only for such a model.
 
-Their dense weights exist for one expert at a time, in the forward and in the backward pass.
+Dense weights exist for one expert at a time, in the forward and in the backward pass.
 
 Dimensions: N tokens, D width, I width of an expert, E experts, K experts of a token, G groups of values, R rows.
 """
@@ -21,16 +21,16 @@ class PackedExperts(nn.Module):
     """The experts of a block. Its tensors have the names and shapes of the published files; all are frozen.
 
     Args:
-        dense: the experts of transformers in whose place these are.
+        dense: the experts of transformers that these replace.
     """
 
     def __init__(self, config: Any, dense: Any) -> None:
         super().__init__()
         self.num_experts, width, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
-        self.alpha, self.limit = dense.alpha, dense.limit  # the config of transformers 5.17 lacks them
+        self.alpha, self.limit = dense.alpha, dense.limit  # not in the config of transformers 5.17
         for name, rows, columns in (("gate_up_proj", 2 * inner, width), ("down_proj", width, inner)):
             if columns % GROUP:
-                raise ValueError(f"{columns} columns of {name} are no whole groups of {GROUP}")
+                raise ValueError(f"{columns} columns of {name} are not a multiple of {GROUP}")
             shape = (self.num_experts, rows, columns // GROUP)
             self._put(f"{name}_blocks", torch.empty(*shape, BYTES, dtype=torch.uint8))
             self._put(f"{name}_scales", torch.empty(shape, dtype=torch.uint8))
@@ -50,7 +50,7 @@ class PackedExperts(nn.Module):
         return unpacked(blocks[expert], scales[expert], dtype)
 
     def forward(self, states_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        """The weighted sum of the outputs of each token's experts. It waits for the device to count their tokens."""
+        """The weighted sum of the outputs of each token's experts. Synchronises to count their tokens."""
         each_token = experts_NK.shape[1]
         output_ND, flat_weights = torch.zeros_like(states_ND), weights_NK.flatten()
         rows_of = experts_NK.flatten().argsort(stable=True).split(self._counts(experts_NK))
@@ -62,10 +62,11 @@ class PackedExperts(nn.Module):
         return output_ND
 
     def _counts(self, experts_NK: Tensor) -> list[int]:
-        """The number of rows of each expert; without data, as if tokens were spread evenly."""
+        """The number of rows of each expert; on the meta device, an even distribution."""
         if experts_NK.is_meta:
             each, more = divmod(experts_NK.numel(), self.num_experts)
             return [each + (expert < more) for expert in range(self.num_experts)]
+        # Synchronises: the sizes of the experts' products have to be known on the host.
         counts: list[int] = torch.bincount(experts_NK.flatten(), minlength=self.num_experts).tolist()
         return counts
 

@@ -1,6 +1,7 @@
-"""What the messages of a conversation hold beside role and content: whether the chat template writes it, and how.
+"""Keys of messages other than role and content: whether the chat template writes them, and how.
 
-A chat template reads the keys that it knows: rendering a conversation with and without a key shows whether it does.
+A chat template reads only the keys that it knows. Rendering a conversation with and without a key reveals whether it
+reads that key.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from lora_rocm.dataset.rows.row_cells import NameCount, says
 from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
 from lora_rocm.foundation.units import count_text
 
-OWN = ("role", "content", "tool_calls", TRAINED)  # ChatTokenizer itself refuses calls that are not written
+OWN = ("role", "content", "tool_calls", TRAINED)  # ChatTokenizer refuses calls that are not written
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts", "thought")
-"""Keys of an answer with the thoughts before it, in the formats of several models."""
+"""Keys with the thoughts that precede an answer, in the formats of several models."""
 PROBE = {"lora_rocm": "a"}
 Render = Callable[[Conversation], str]
 
@@ -35,7 +36,7 @@ class MessageKeys:
 
     @property
     def notices(self) -> list[str]:
-        found = self._silent.notices("Keys of messages that change nothing in what the chat template writes")
+        found = self._silent.notices("Keys of messages that the chat template does not write")
         if self._num_silent_tools:
             rows = count_text(self._num_silent_tools, "row")
             found.append(
@@ -82,13 +83,13 @@ class MessageKeys:
         for key in THOUGHTS:
             if says(sample.messages[turn].get(key)) and not self._writes(sample, key, [turn]):
                 raise UnusableText(
-                    f"Message {turn + 1} has {key}, and the chat template does not write it: the model would learn to "
+                    f"Message {turn + 1} has {key}, but the chat template does not write it: the model would learn to "
                     "answer without these thoughts.",
-                    "Give a tokenizer whose chat template knows the key (model.tokenizer), or take it out of the row.",
+                    "Set model.tokenizer to one with a chat template for the key, or remove the key from the row.",
                 )
 
     def _writes(self, sample: Conversation, key: str, places: Iterable[int]) -> bool:
-        """Whether a sample is written otherwise without a key in the messages at some places."""
+        """Whether the text of a sample changes without a key in the messages at some positions."""
         messages = list(sample.messages)
         for at in places:
             messages[at] = {name: value for name, value in messages[at].items() if name != key}
@@ -98,15 +99,15 @@ class MessageKeys:
         text = self._render(sample)
         try:
             return text != self._render(without)
-        except UnusableText:  # the template wants what is left out
+        except UnusableText:  # the template requires the removed part
             return True
 
 
 def with_arguments(sample: Conversation, render: Render) -> Conversation:
-    """A conversation whose calls have their arguments as the chat template takes them: as mappings, or as JSON texts.
+    """A conversation with the arguments of calls as the chat template expects them: as mappings, or as JSON texts.
 
-    OpenAI's format has JSON texts. Most templates write mappings as JSON, and would write a text with quotes around it.
-    A template that writes a text as it is gets the text.
+    OpenAI's format has JSON texts. Most templates write mappings as JSON, and would add quotes around a text. Templates
+    that write texts unchanged get the text.
     """
     found = [_arguments(call) for message in sample.messages for call in _calls(message)]
     has_texts, has_mappings = any(_decoded(each) is not None for each in found), any(map(_is_mapping, found))
@@ -127,26 +128,29 @@ def with_arguments(sample: Conversation, render: Render) -> Conversation:
 
 
 def require_whole_calls(sample: Conversation) -> None:
-    """Refuse a conversation with a call that has no name, or whose arguments are no mapping and no JSON object.
+    """Refuse a conversation with a call that has no name, or arguments that are neither a mapping nor a JSON object.
 
     Raises:
         UnusableText: a template would write an empty name, or null, a number or a quoted text as the arguments.
     """
     for at, message in enumerate(sample.messages):
         for call in _calls(message):
+            # A name.
             inner = call.get("function", call)
             name = inner.get("name") if isinstance(inner, Mapping) else None
             if not isinstance(name, str) or not name.strip():
                 raise UnusableText(
                     f"Message {at + 1} calls a tool without a name: {call!r:.100}.",
-                    "Give each call a function with name and arguments, or take the row away.",
+                    "Give each call a function with name and arguments, or remove the row.",
                 )
+            # Arguments under their own key.
             more = [str(key) for key, value in inner.items() if key not in ("name", "description") and says(value)]
             if "arguments" not in inner and (inner is not call) and more:
                 raise UnusableText(
-                    f"Message {at + 1} calls {name:.60} with {more[0]:.60}, which is not the key arguments.",
-                    "Give each call a function with name and arguments, or take the row away.",
+                    f"Message {at + 1} calls {name:.60} with {more[0]:.60}, but only the key arguments is read.",
+                    "Give each call a function with name and arguments, or remove the row.",
                 )
+            # Arguments as a mapping or a JSON object.
             given = _arguments(call)
             if "arguments" not in inner or _is_mapping(given):
                 continue
@@ -158,13 +162,13 @@ def require_whole_calls(sample: Conversation) -> None:
                 found, why = None, f" ({error})"
             if not isinstance(found, dict):
                 raise UnusableText(
-                    f"Message {at + 1} calls a tool with arguments that are no JSON object{why}: {given!r:.100}.",
-                    "Write the arguments as a JSON object ({} if there are none), or take the row away.",
+                    f"Message {at + 1} calls a tool with arguments that are not a JSON object{why}: {given!r:.100}.",
+                    "Write the arguments as a JSON object ({} if there are none), or remove the row.",
                 )
 
 
 def _replaced(sample: Conversation, change: Callable[[Any], Any]) -> Conversation:
-    """A conversation with other arguments in the calls that have a mapping, or its JSON."""
+    """A conversation with changed arguments in calls with a mapping or its JSON."""
 
     def call_of(call: Any) -> Any:
         given = _arguments(call)
@@ -196,7 +200,7 @@ def _is_mapping(given: object) -> bool:
 
 
 def _decoded(given: object) -> dict[str, Any] | None:
-    """The mapping that a JSON text holds; None: it is no such text."""
+    """The mapping in a JSON text; None: it is not such a text."""
     try:
         found = parse_json(given) if isinstance(given, str) else None
     except BadJson:

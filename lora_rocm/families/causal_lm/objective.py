@@ -1,8 +1,8 @@
 """The cross-entropy of the next token, without the logits of a whole batch, and the loss of pairs of answers.
 
-Logits are made of some tokens at a time. Those of a frozen head become their gradient at once (``FusedHead``), as in
-Liger (arXiv 2410.10989): the backward pass only scales that of the states, and the head is multiplied twice. Those of
-any other head are made again in the backward pass (arXiv 1604.06174).
+Logits are computed for some tokens at a time. With a frozen head they are overwritten with their gradient at once
+(``FusedHead``), as in Liger (arXiv 2410.10989). The backward pass then only scales the gradient of the states, and the
+head is multiplied only twice. With any other head, logits are recomputed in the backward pass (arXiv 1604.06174).
 
 Dimensions: B batch, S tokens, D width, N tokens of a batch, V vocabulary, P the two answers of a pair (the chosen one
 first).
@@ -43,13 +43,13 @@ class NextToken:
 def token_distance(
     head: Callable[[Tensor], Tensor], states_BSD: Tensor, labels_BS: Tensor, at_once: int = AT_ONCE
 ) -> Tensor:
-    """The cross-entropy of each token: float32 [B, S]; 0 where the label is ``IGNORED``.
+    """The cross-entropy of each token: float32 [B, S]; 0 if the label is ``IGNORED``.
 
     Args:
-        head: maps last hidden states [N, D] to logits [N, V] in float32. That of a ``FusedHead`` is ``Head``.
+        head: maps last hidden states [N, D] to logits [N, V] in float32; ``Head`` for a ``FusedHead``.
         states_BSD: last hidden states, in the dtype of the head.
-        labels_BS: the next token of each place.
-        at_once: number of tokens whose logits exist at once.
+        labels_BS: the next token of each position.
+        at_once: number of tokens with logits in memory at the same time.
     """
     parts = zip(states_BSD.flatten(0, 1).split(at_once), labels_BS.flatten().split(at_once), strict=True)
     if isinstance(head, Head) and isinstance(head.layer, FusedHead) and torch.is_grad_enabled():
@@ -65,13 +65,13 @@ def _each(head: Callable[[Tensor], Tensor], states_ND: Tensor, labels_N: Tensor)
 
 
 class FusedHead(nn.Linear):
-    """A frozen head, whose logits become their gradient in the forward pass."""
+    """A frozen head; the forward pass overwrites its logits with their gradient."""
 
     form: Form
 
 
 def fuse_head(model: nn.Module, form: Form) -> None:
-    """Replace the head of a model if it is a plain frozen layer. A second call changes the form."""
+    """Replace the head of a model if it is a plain frozen layer. A second call changes the kernel backend."""
     whole: Any = model
     head = whole.get_output_embeddings()
     if type(head) is nn.Linear and not any(parameter.requires_grad for parameter in head.parameters()):
@@ -100,7 +100,7 @@ class Head:
 
 
 class _WithGradient(Function):
-    """(head, form, states [N, D], labels [N]) -> distances [N]. The distance of a token depends on its states alone."""
+    """(head, backend, states [N, D], labels [N]) -> distances [N]. A token's distance depends only on its states."""
 
     @staticmethod
     def forward(ctx: Any, head: Head, form: Form, states_ND: Tensor, labels_N: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class _WithGradient(Function):
 
 @dataclass(frozen=True)
 class Preference:
-    """Direct preference optimisation: the chosen answer should gain on the rejected one.
+    """Direct preference optimisation: the chosen answer should become likelier relative to the rejected one.
 
     Source: arXiv 2305.18290, equation 7; with label smoothing ericmitchell.ai/cdpo.pdf, equation 3.
     """
@@ -127,11 +127,11 @@ class Preference:
     label_smoothing: float
 
     def margin(self, log_probs_BP: Tensor, start_BP: Tensor) -> Tensor:
-        """By how much the reward of the chosen answer is higher: float32 [B].
+        """The difference of rewards, chosen answer minus rejected answer: float32 [B].
 
         Args:
             log_probs_BP: log-probability of each answer, summed over its tokens.
-            start_BP: the same of the model as training starts.
+            start_BP: the same for the model at the start of training.
         """
         gained_BP = log_probs_BP - start_BP
         return self.beta * (gained_BP[:, 0] - gained_BP[:, 1])

@@ -32,21 +32,20 @@ class LanguageSection(ObjectiveSection):
     loss: Literal["cross-entropy", "dpo"] = Field(
         "cross-entropy",
         description="cross-entropy: of the next token. dpo: direct preference optimisation (arXiv 2305.18290), from "
-        "tables with the columns chosen and rejected; it compares with the model as training starts.",
+        "tables with the columns chosen and rejected; it compares with the model at the start of training.",
     )
     train_on: Literal["answers", "last-turn", "all"] = Field(
         "answers",
-        description="answers: of conversations only what the assistant says, and of prompts their completion; "
-        "last-turn: of conversations only its last answer; all: every token. Plain texts are trained on as a whole. "
-        "dpo always trains on answers.",
+        description="answers: the assistant's messages in conversations, and the completions of prompts; last-turn: "
+        "only the last answer of a conversation; all: every token. Plain texts are trained on as a whole. dpo always "
+        "trains on answers.",
     )
     beta: Annotated[float, Field(gt=0.0, le=1000.0)] = Field(
-        0.1, description="Of dpo: how strongly it keeps to the model as training starts; less moves further."
+        0.1, description="For dpo: how strongly the model is kept near its start; smaller values allow larger changes."
     )
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = Field(
         0.0,
-        description="Of dpo: the share of pairs that are taken to be the wrong way round (cDPO, "
-        "ericmitchell.ai/cdpo.pdf).",
+        description="For dpo: the assumed share of pairs with swapped answers (cDPO, ericmitchell.ai/cdpo.pdf).",
     )
 
     @property
@@ -81,7 +80,7 @@ RULES: tuple[Rule, ...] = (
         "pairs-are-not-packed",
         ("data.packing", LOSS),
         lambda packing, loss: packing and loss == "dpo",
-        "pairs of answers are not put into rows with others",
+        "pairs of answers are not packed into rows with others",
         "Remove it.",
         at="data.packing",
     ),

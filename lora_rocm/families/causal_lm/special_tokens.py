@@ -1,4 +1,4 @@
-"""Special tokens in texts: where they are, and how they are kept from being read as such where data spell them out."""
+"""Special tokens in texts: finding them, and breaking them where data spell them out as plain text."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 BREAKS = "\ue0f1\ue0f2\ue0f3\ue0f4"
-"""Letters of private use, one of which keeps a special token that data spell out from being read as one."""
+"""Private-use characters. One of them is inserted into special tokens that data spell out, to break them."""
 MANY_LETTERS = 16
 Span = tuple[int, int]
 
 
 class SpecialTokens:
-    """The texts of a tokenizer's special tokens. There may be hundreds of thousands, so they are looked up, not tried.
+    """The texts of a tokenizer's special tokens. There may be hundreds of thousands, so they are found by lookup.
 
     Args:
         texts: of the special tokens.
@@ -29,9 +29,9 @@ class SpecialTokens:
         self._all_lengths = tuple(sorted({len(text) for text in self._texts}, reverse=True))
 
     def spans(self, text: str, letter: str = "") -> Iterator[Span]:
-        """Where special tokens are, from left to right; of several at one place the longest.
+        """Spans of special tokens, from left to right; the longest if several begin at one position.
 
-        ``letter``: that breaks tokens (``broken``); one of a single letter is none before it.
+        ``letter``: breaks tokens (``broken``); a one-letter token before it does not count.
         """
         at = 0
         for place in self._places(text):
@@ -46,7 +46,7 @@ class SpecialTokens:
                     break
 
     def _places(self, text: str) -> list[int]:
-        """Where a special token may begin."""
+        """Positions at which a special token may begin."""
         if len(self._lengths) > MANY_LETTERS:
             return [place for place, letter in enumerate(text) if letter in self._lengths]
         found = []
@@ -61,7 +61,7 @@ class SpecialTokens:
         return sum(1 for _ in self.spans(text, letter))
 
     def is_begun(self, text: str) -> bool:
-        """Whether a text ends in the middle of a special token, which what follows may complete."""
+        """Whether a text ends in the middle of a special token, which the next text may complete."""
         end = text[1 - max(self._all_lengths, default=1) :] if self._all_lengths[:1] > (1,) else ""
         for place in self._places(end):
             at = bisect_right(self._sorted, end[place:])
@@ -73,7 +73,7 @@ class SpecialTokens:
         return next(self.spans(text), None) is not None
 
     def broken(self, text: str, letter: str) -> str:
-        """A text with a letter behind the first one of each special token."""
+        """A text with ``letter`` inserted after the first letter of each special token."""
         pieces, at = [], 0
         for start, end in self.spans(text):
             pieces += [text[at : start + 1], letter, text[start + 1 : end]]
@@ -81,7 +81,7 @@ class SpecialTokens:
         return "".join([*pieces, text[at:]])
 
     def at_end(self, text: str) -> str | None:
-        """The longest special token with which a text ends."""
+        """The longest special token at the end of a text."""
         return next((text[-n:] for n in self._all_lengths if text[-n:] in self._texts), None)
 
 

@@ -1,9 +1,9 @@
-"""The sandbox that chat templates run in, with limits of time and memory. They come with models, from anybody.
+"""The sandbox for chat templates, with limits of time and memory. Templates come with models, from anybody.
 
-It is the sandbox of transformers, and renders the same text. In addition every operation that makes a value or repeats
-something pays for its size before it runs: loops, calls, filters, operators, lists, slices, output. A rendering may
-spend an amount that depends on the row alone, so a row is judged alike in ``check`` and in a run, on every machine and
-system. A time limit is looked at on the way, for what takes longer than its size tells.
+It is the sandbox of transformers, and renders the same text. In addition every operation that creates a value or
+repeats something pays for its size before it runs: loops, calls, filters, operators, lists, slices, output. The budget
+of a rendering depends only on the row, so a row is judged alike in ``check`` and in a run, on every machine and system.
+A time limit catches operations that take longer than their size suggests.
 
 Not bounded: a single comparison or search of two values that are within the limits.
 """
@@ -27,34 +27,34 @@ from jinja2.visitor import NodeTransformer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 UNITS, UNITS_PER_LETTER, UNITS_PER_CALL = 2_000_000, 50, 20
-"""What a rendering may spend: a unit is a letter, a number, or one round of a loop. What a call costs beside sizes."""
+"""Budget of a rendering (a unit is a letter, a number, or one loop iteration), and the cost of a call without sizes."""
 MAX_RENDER_S = 20.0
 CHECK_TIME_EVERY = 64
 
 
 class OverLimit(Exception):
-    """A rendering has spent what it may."""
+    """A rendering has spent its budget."""
 
 
 class Meter:
-    """What one rendering may still spend.
+    """The remaining budget of one rendering.
 
     Args:
         num_letters: of the row.
-        num_messages: of the row. Templates that put a conversation together letter by letter need this factor.
+        num_messages: of the row. Templates that build a conversation letter by letter need this factor.
     """
 
     def __init__(self, num_letters: int, num_messages: int) -> None:
         self._left = UNITS + num_letters * (UNITS_PER_LETTER + num_messages)
         self._until_s = time.monotonic() + MAX_RENDER_S
         self._num_spent = 0
-        self._weights: dict[int, tuple[object, int]] = {}  # with the object, so that no other gets its id
+        self._weights: dict[int, tuple[object, int]] = {}  # with the object, so that its id is not reused
 
     def spend(self, units: int) -> None:
         """Pay for an operation before it runs, or for its result.
 
         Raises:
-            OverLimit: it costs more than is left, or the time is up.
+            OverLimit: it costs more than the remaining budget, or the time is up.
         """
         self._left -= units
         if self._left < 0:
@@ -64,7 +64,7 @@ class Meter:
             raise OverLimit(f"it takes more than {MAX_RENDER_S:.0f} s for this row")
 
     def weight(self, value: Any) -> int:
-        """The size of a value in units, as it would be written out: what a list holds twice counts twice."""
+        """The size of a value in units, as if written out: an item that a list contains twice counts twice."""
         kind = type(value)
         if kind is str:
             return len(value) + 1
@@ -92,7 +92,7 @@ class Meter:
     def _inner(self, value: Any) -> int:
         """The weight of a value inside another."""
         if isinstance(value, Namespace):
-            raise OverLimit("it puts a namespace into a value")
+            raise OverLimit("it stores a namespace in a value")
         return self.weight(value)
 
 
@@ -105,7 +105,7 @@ def _meter() -> Meter:
 
 
 class metered:  # noqa: N801
-    """A context in which templates are compiled and rendered, and pay to a meter."""
+    """A context in which templates are compiled and rendered, with costs charged to a meter."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -125,7 +125,7 @@ def sandbox() -> BoundedSandbox:
         trim_blocks=theirs.trim_blocks,
         lstrip_blocks=theirs.lstrip_blocks,
         extensions=extensions,
-        optimized=False,  # nothing of a template runs while it is compiled
+        optimized=False,  # no part of a template runs at compile time
         finalize=_written_out,
     )
     found.globals.update(theirs.globals)
@@ -136,7 +136,7 @@ def sandbox() -> BoundedSandbox:
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates pay for what they do."""
+    """A sandbox in which templates pay for their operations."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -185,14 +185,14 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
 
 def _own_size(meter: Meter, value: Any) -> int:
-    """The size of a value without that of what it refers to."""
+    """The size of a value without the values that it refers to."""
     if type(value) is str:
         return len(value) + 1
     return 1 + len(value) if isinstance(value, list | tuple | dict) else meter.weight(value)
 
 
 def _growth_of_method(meter: Meter, owner: str | bytes | int, name: str, args: Any, kwargs: Any) -> int:
-    """The most that a method of a text or number adds to its weight and to that of its arguments."""
+    """The maximum that a method of a text or number adds to the weights of the object and its arguments."""
     given = (*args, *kwargs.values())
     letters = meter.weight(owner)
     if name == "replace" and len(args) > 1:
@@ -205,12 +205,12 @@ def _growth_of_method(meter: Meter, owner: str | bytes | int, name: str, args: A
 
 
 def _replaced(text: Any, old: Any, new: Any, *_: Any, **__: Any) -> int:
-    """The most letters of a text with replacements."""
+    """The maximum number of letters after replacements."""
     return (len(str(text)) // max(len(str(old)), 1) + 1) * len(str(new))
 
 
 def _widths(pattern: str, given: Any) -> int:
-    """The most letters that widths in a format add: those that are written in it, and those that are given."""
+    """The maximum number of letters that widths in a format add: widths in the pattern, and widths as arguments."""
     numbers = [int(digits[:12]) for digits in re.findall(r"\d+", pattern)]
     values = [each for value in (given if isinstance(given, tuple) else (given,)) for each in _inside(value)]
     open_ended = "*" in pattern or re.search(r"\{[^{}]*\{", pattern)
@@ -241,7 +241,7 @@ GROWTH: Mapping[str, Callable[..., int]] = {
     "sum": _sum_of_lists,
     "urlize": lambda value, *args, **kwargs: len(str(value)) * sum(map(_meter().weight, (*args, *kwargs.values()))),
 }
-"""The most that a filter adds to the weight of what it is given. Filters that are not here do not repeat anything."""
+"""The maximum that a filter adds to the weight of its input. Filters that are not listed do not repeat anything."""
 
 
 REFERRING = frozenset(
@@ -250,11 +250,11 @@ REFERRING = frozenset(
     for name in ("len", "default", "first", "last", "list", "reverse", "random", "items", "attr", "slice", "batch")
     + ("map", "select", "reject", "selectattr", "rejectattr")
 )
-"""Functions of filters that give what they are given, or refer to it, and do not look into it."""
+"""Functions of filters that return their input or a reference to it, without reading its contents."""
 
 
 def _paying(made: Callable[..., Any], growth: Callable[..., int] | None) -> Callable[..., Any]:
-    """A filter or function that pays for its arguments, for what it may add, and for its result."""
+    """A filter or function that pays for its arguments, for its possible growth, and for its result."""
     first = 1 if hasattr(made, "jinja_pass_arg") else 0  # of jinja itself
 
     @wraps(made)
@@ -296,14 +296,14 @@ def _as_json(tojson: Callable[..., str]) -> Callable[..., str]:
 
 
 def _written_out(value: Any) -> Any:
-    """Pay for a value: one that is written into the text, a list or a slice."""
+    """Pay for a value that is written into the text, a list or a slice."""
     meter = _meter()
     meter.spend(meter.weight(value))
     return value
 
 
 def _rounds(values: Iterable[Any], letters: int = 0) -> Iterator[Any]:
-    """Values one by one, each of which pays for a round of a loop. ``letters``: that the template writes in each."""
+    """Yield values, and pay for a loop iteration with each. ``letters``: that the template writes per iteration."""
     meter = _meter()
     for value in values:
         meter.spend(1 + letters)
@@ -329,17 +329,17 @@ OWN_FILTERS: Mapping[str, Callable[..., Any]] = {
     "pays for a text": _joined,
     "pays for a macro": _entered,
 }
-"""Names that no template can write."""
+"""Names that cannot occur in a template."""
 
 
 class _Paying(NodeTransformer):
-    """Puts filters that pay around what a template does without a call."""
+    """Adds filters that pay to operations of a template that are not calls."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
         self.generic_visit(node)
         letters = _letters_in(node.body)
         node.iter = _filter(node.iter, "pays for rounds", nodes.Const(letters))
-        if node.recursive:  # its other rounds come by calls
+        if node.recursive:  # further iterations are calls
             node.body.insert(0, _paid(letters, node))
         return node
 
@@ -382,5 +382,5 @@ def _paid(letters: int, node: nodes.Node) -> nodes.Output:
 
 
 def _letters_in(body: Iterable[nodes.Node]) -> int:
-    """The letters that a template itself writes in a part of it."""
+    """The number of letters that a template's own text has in a part of the template."""
     return sum(len(data.data) for node in body for data in node.find_all(nodes.TemplateData))

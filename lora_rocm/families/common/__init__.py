@@ -1,1 +1,1 @@
-"""What families share: base classes, encoders, tokenizers, recompute, what UNets and what transformers share."""
+"""Shared code of families: base classes, encoders, tokenizers, recompute, and code for UNets and transformers."""

@@ -21,7 +21,7 @@ def adopt(cls: type[M], module: nn.Module) -> M:
 
 
 def adopt_all(model: nn.Module, classes: Mapping[type[nn.Module], Any]) -> None:
-    """Replace each module of a class in ``classes``; not if the new class has ``fits``, and that says no."""
+    """Replace each module of a class in ``classes``, unless the new class has a ``fits`` that rejects the module."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             swapped = classes.get(type(child))

@@ -1,4 +1,4 @@
-"""What encoders of captions share: they encode one caption at a time, and have no tiles."""
+"""Shared code of caption encoders: they encode one caption at a time, and have no tiles."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ STATES, REAL, OWN = "prompt_embeds", "prompt_real", "prompt_mask"
 class LanguageModelEncoder(CaptionEncoder):
     """Encodes captions to raw hidden states of a language model, in bf16.
 
-    A caption is filled up with zeros to a multiple of ``multiple`` tokens, so that batches have few lengths.
+    A caption is padded with zeros to a multiple of ``multiple`` tokens, so that batches have few lengths.
 
     Args:
         source: the base, with the components "text_encoder" and "tokenizer".
         template: the prompt, with {} for the caption.
         max_tokens: the tokens after this many are cut off.
-        skipped: layers at the end whose states are not wanted; they and the final norm are not computed.
+        skipped: number of layers at the end that are not computed; the final norm is not computed either.
         multiple: see above.
         weights: storage format of the encoder's layers.
     """
@@ -77,7 +77,7 @@ class LanguageModelEncoder(CaptionEncoder):
 
 
 def filled(states_SD: Tensor, multiple: int) -> Tensors:
-    """The tensors of an entry: states filled up with zeros, the mask of real tokens, and that of the sample's own."""
+    """The tensors of an entry: states padded with zeros, the mask of real tokens, and the mask of the sample's own."""
     real = len(states_SD)
     count = -(-real // multiple) * multiple
     states = states_SD.new_zeros(count, states_SD.shape[1])
@@ -86,7 +86,7 @@ def filled(states_SD: Tensor, multiple: int) -> Tensors:
 
 
 def zeros(rows: int, tokens: int, width: int) -> Tensors:
-    """The text tensors of a batch of zeros; with several rows as if one were padded."""
+    """The text tensors of a batch of zeros; with several rows, as if one were padded."""
     masks = {REAL: torch.ones(rows, tokens, dtype=torch.bool), OWN: torch.ones(rows, tokens, dtype=torch.bool)}
     if rows == 1:
         del masks[OWN]
@@ -94,7 +94,7 @@ def zeros(rows: int, tokens: int, width: int) -> Tensors:
 
 
 def tokenizer_of(source: Source, name: str, spare_unwritten: bool = False) -> Any:
-    """Load a tokenizer of a base, whose ids the model knows. ``spare_unwritten``: as of ``require_rows``.
+    """Load a tokenizer of a base, and check that the model knows its ids. ``spare_unwritten``: see ``require_rows``.
 
     Raises:
         ModelError: tokenizer-missing, tokenizer-unreadable, tokenizer-unfit, custom-code.

@@ -1,7 +1,7 @@
 """CLIP text encoding as in the diffusers pipelines, one caption at a time. Suffixes: S tokens, D width, B batch.
 
-A caption that is longer than CLIP's sequence is cut into chunks of 75 tokens, each with a begin and an end of its own.
-Their states stand one after another, and the pooled embedding is the first chunk's, as in ComfyUI and A1111.
+A caption that is longer than CLIP's sequence is cut into chunks of 75 tokens, each with its own begin and end token.
+Their states are concatenated, and the pooled embedding is the first chunk's, as in ComfyUI and A1111.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from lora_rocm.recipe.adapter_sections import NewToken, normalised
 CLIP_TOKENS = 77  # sequence length of every CLIP text encoder (arXiv 2103.00020)
 CHUNK_TOKENS = CLIP_TOKENS - 2  # tokens of a caption between begin and end
 PAD = Pad("S", repeats=True)
-"""Captions of fewer chunks are repeated in a batch, which changes no result of an attention that reads all of them."""
+"""Captions with fewer chunks are repeated in a batch. Attention over all of them gives the same result."""
 MAX_TOKENS = 1000  # transformers reports 1e30 if the config has no limit; CLIP's is 77
 FIRST_MARK = 0x100000  # private use: no caption has it
 
 
 def tokenizer_of(source: Source, name: str, new_tokens: Sequence[NewToken] = ()) -> CLIPTokenizer:
-    """Load a CLIP tokenizer of a base, whose ids its text encoder knows, and add new tokens to it.
+    """Load a CLIP tokenizer of a base, check that the text encoder knows its ids, and add new tokens to it.
 
     Raises:
         ModelError: tokenizer-missing, tokenizer-unreadable, tokenizer-unfit.
@@ -57,25 +57,25 @@ def load_tokenizer(folder: Path) -> CLIPTokenizer:
     with Explained(folder):
         tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
     if tokenizer.model_max_length > MAX_TOKENS:
-        raise unreadable(folder / "tokenizer_config.json", "It does not say model_max_length.")
+        raise unreadable(folder / "tokenizer_config.json", "It has no model_max_length.")
     with Explained(folder):
         token_ids(tokenizer, "a")
     return tokenizer
 
 
 def _add(tokenizer: CLIPTokenizer, new_tokens: Sequence[NewToken]) -> None:
-    """Let a tokenizer read each new token as so many added tokens as it has vectors.
+    """Let a tokenizer read each new token as one added token per vector.
 
-    The added tokens are characters that no text has. The normaliser puts them in the place of the new token.
+    The added tokens are characters that no text has. The normaliser replaces the new token with them.
     """
     backend, marks, count = tokenizer.backend_tokenizer, dict[str, str](), 0
     for new in new_tokens:
         if len(tokenizer(new.token, add_special_tokens=False).input_ids) == 1:
             raise UserError(
                 "token-known",
-                f"The vocabulary of the text encoder has the token {new.token}.",
+                f"The vocabulary of the text encoder already has the token {new.token}.",
                 where="lora.new_tokens",
-                fix=f"Take a word that it lacks, such as <{new.file_stem}>.",
+                fix=f"Choose a word that it lacks, such as <{new.file_stem}>.",
             )
         marks[new.pattern] = "".join(chr(FIRST_MARK + count + vector) for vector in range(new.vectors))
         count += new.vectors
@@ -103,7 +103,7 @@ class TokenEncoder(CaptionEncoder):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Covers what decides the token ids: all tokenizers, and the new tokens."""
+        """Covers everything that determines the token ids: all tokenizers, and the new tokens."""
         added = [f"{new.vectors} {normalised(new.token)}" for new in self._new_tokens]
         identity = digest([tokenizer_identity(self._source, tuple(self._source.layout.tokenizers)), *added])
         return f"tokens{ENCODING_VERSION}-{self._max_tokens}-{identity}"
@@ -130,7 +130,7 @@ def token_ids(tokenizer: CLIPTokenizer, caption: str) -> Tensor:
 def _with_negative(tokenizer: CLIPTokenizer, ids: Tensor) -> Tensor:
     """Token ids of any shape, with -1, -2, ... for the vectors of new tokens.
 
-    So the largest id is still that of the end, where CLIP pools.
+    So the largest id is still the end token, where CLIP pools.
     """
     first = tokenizer.get_added_vocab().get(chr(FIRST_MARK), len(tokenizer))
     return torch.where(ids < first, ids, first - 1 - ids)
@@ -157,7 +157,7 @@ def chunk_ids(tokenizer: CLIPTokenizer, caption: str, max_tokens: int) -> Tensor
 
 
 def token_limit(tokenizer: CLIPTokenizer, max_tokens: int) -> TokenLimit:
-    """The tokenizer and the limit, with begin and end, in a form that needs neither torch nor transformers."""
+    """The tokenizer and the limit, with begin and end, without needing torch or transformers."""
     return TokenLimit(tokenizer.backend_tokenizer.to_str(), max_tokens)
 
 
@@ -190,19 +190,19 @@ def last_states(encoder: nn.Module, ids_BS: Tensor) -> Tensor:
 
 
 def _chunks(ids_BS: Tensor) -> Tensor:
-    """The chunks of several captions as rows of their own."""
+    """The chunks of several captions as separate rows."""
     return ids_BS.reshape(-1, min(ids_BS.shape[1], CLIP_TOKENS))
 
 
 def _joined(states_NSD: Tensor, ids_BS: Tensor) -> Tensor:
-    """The states of the chunks of each caption, one after another."""
+    """The states of each caption's chunks, concatenated."""
     return states_NSD.reshape(*ids_BS.shape, -1)
 
 
 def _causal(ids_BS: Tensor) -> Tensor:
     """CLIP's causal mask, bool [1, 1, S, S], passed explicitly although CLIP would build it itself.
 
-    During graph capture some versions of transformers (5.17) build a mask that they omit otherwise. Attention then uses
+    During graph capture some versions of transformers (5.17) build a mask that they otherwise omit. Attention then uses
     another kernel with different rounding.
     """
     length = ids_BS.shape[-1]

@@ -11,7 +11,7 @@ MAX_NAMED = 3
 
 
 def check_component(source: Source, name: str, fix: str) -> str:
-    """Refuse a component whose weights do not match its config. Returns a notice, or an empty string.
+    """Refuse a component with weights that do not match its config. Returns a notice, or an empty string.
 
     Args:
         source: the base.
@@ -33,8 +33,8 @@ def check_component(source: Source, name: str, fix: str) -> str:
         count = "1 tensor" if len(found.unread) == 1 else f"{len(found.unread)} tensors"
         raise ModelError(
             "weights-unknown",
-            f"The {name} has {count} that its config does not know: {named}. To leave them out would be to train "
-            "another model than this.",
+            f"The {name} has {count} that its config does not know: {named}. Without them, another "
+            "model would be trained.",
             where=source.place(name) if given else str(where),
             fix=f"Give the {name} that belongs to this model." if given else fix,
         )

@@ -1,4 +1,4 @@
-"""The shared part of families that denoise the latents of a VAE, and whose components are files of diffusers' classes.
+"""The shared part of families that denoise the latents of a VAE, with components of diffusers' classes.
 
 Dimensions: B batch, C channels, H W latent height and width.
 """
@@ -43,7 +43,7 @@ class LatentFamily(ABC):
     Attributes:
         layout: the components of its models.
         component: the component that is always trained.
-        packed_layers: layers of it that ``model.quantization`` packs, as in ``quantised``.
+        packed_layers: the component's layers that ``model.quantization`` packs, as in ``quantised``.
     """
 
     name: str
@@ -53,11 +53,11 @@ class LatentFamily(ABC):
     text_components: tuple[str, ...] = ()
     texts = None
     partly = False
-    """A single file is examined though it lacks components that a run needs."""
+    """A single file is examined even if it lacks components that a run needs."""
 
     @property
     def inpaints(self) -> bool:
-        """Whether the model is given a mask and what the mask does not hide."""
+        """Whether the model's inputs include a mask and the visible part of the image."""
         return False
 
     def __init__(self, recipe: Recipe) -> None:
@@ -75,7 +75,7 @@ class LatentFamily(ABC):
         """
 
     def check_file(self, header: Header) -> None:  # noqa: B027 (a family whose files are whole needs none)
-        """Refuse a file of ``model.name_or_path`` of another family, before its other components are looked for.
+        """Refuse a file of ``model.name_or_path`` of another family, before searching for its other components.
 
         Raises:
             ModelError: wrong-family.
@@ -83,7 +83,7 @@ class LatentFamily(ABC):
 
     @abstractmethod
     def text_example(self, rows: int) -> Tensors:
-        """The text tensors of ``example``: zeros with ``rows`` samples, of CLIP as short as those of usual captions."""
+        """The text tensors of ``example``: zeros for ``rows`` samples; for CLIP as short as usual captions."""
 
     @property
     @abstractmethod
@@ -91,7 +91,7 @@ class LatentFamily(ABC):
 
     @property
     def prediction_type(self) -> str:
-        """The ``prediction_type`` of the metadata; empty: left out."""
+        """The ``prediction_type`` of the metadata; empty: omitted."""
         return ""
 
     @property
@@ -140,7 +140,7 @@ class LatentFamily(ABC):
         return source, self.check(source)
 
     def examine(self) -> Sequence[Path]:
-        assert self.latents is not None, "the VAE says how its latents are normalised"
+        assert self.latents is not None, "the VAE's config has the normalisation of its latents"
         return self.source.files()
 
     def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -204,7 +204,7 @@ class LatentFamily(ABC):
 
     @cached_property
     def _identity(self) -> str:
-        """Identity of the trained components and of the noise schedule. The encoders' are in the cache keys."""
+        """Identity of the trained components and the noise schedule. Cache keys have the encoders' identities."""
         parts = [*(self.source.fingerprint(name) for name in self._trained), self.source.settings("scheduler")]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

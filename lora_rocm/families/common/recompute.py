@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lora_rocm.families.base import LoadedModel
 
 Run = Callable[..., Any]
-"""Calls a block, its first argument, with the other arguments."""
+"""Calls its first argument, a block, with the other arguments."""
 
 
 class Recomputing:
@@ -27,9 +27,9 @@ class Recomputing:
     Args:
         model: searched for dropout, which needs the generators' state restored.
         chosen: recompute only these blocks; None: all.
-        together: neighbouring blocks may be recomputed as one segment, of which only the input is kept. Its weights
-            have to be on the device at once.
-        again: makes a context in which blocks are recomputed.
+        together: neighbouring blocks may be recomputed as one segment, which keeps only its input. All its weights
+            have to be on the device at the same time.
+        again: returns a context in which blocks are recomputed.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Recomputing:
         return x
 
     def segments(self, lengths: Iterable[int], blocks: Sequence[nn.Module]) -> Iterator[Sequence[nn.Module]]:
-        """Divide neighbours into segments of so many blocks; a block that is left over or not chosen is alone.
+        """Divide neighbours into segments of these lengths; a block that remains or is not chosen is alone.
 
-        A longer segment keeps fewer inputs, but the backward pass holds all activations of one at once. So the first
-        blocks go into the longest: when the backward pass comes to them, few inputs are left.
+        A longer segment keeps fewer inputs, but the backward pass holds all activations of one segment. So the first
+        blocks form the longest segments: when the backward pass reaches them, few inputs are left.
         """
         first = 0
         for length in lengths:

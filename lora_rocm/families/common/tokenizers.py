@@ -1,4 +1,4 @@
-"""Tokenizers as files: errors of reading them, and their identity."""
+"""Tokenizers as files: errors while reading them, and their identity."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.config_file import NAMES, json_fault, read_config
 
 CLIP_LARGEST_ID = 2
-"""The ``eos_token_id`` by which CLIP pools at the largest id of a text."""
+"""The ``eos_token_id`` with which CLIP pools at the largest id of a text."""
 READING_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, StrictDataclassError)
-"""The last one is for a config.json beside the tokenizer, which transformers reads, too."""
+"""The last one is for a config.json next to the tokenizer, which transformers also reads."""
 READ_AS_JSON = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     "config.json",
@@ -51,7 +51,7 @@ class Explained:
 
 
 def _explained(folder: Path) -> ModelError:
-    """The error for a folder whose tokenizer a library cannot read: names the file that is wrong, if one is found."""
+    """The error for a folder with an unreadable tokenizer; it names the damaged file if one is found."""
     for path in (folder / name for name in READ_AS_JSON):
         if path.exists() and (fault := json_fault(path, path.stat().st_size)):
             return unreadable(path, f"In one of its files, {fault}.")
@@ -68,11 +68,13 @@ def _explained(folder: Path) -> ModelError:
             return unreadable(path, f"One of its files cannot be read: {error.strerror}.")
     if whole.exists():
         return unreadable(whole, "The file is damaged, or of a kind that the tokenizers library cannot read.")
-    return unreadable(folder, "There is no tokenizer.json, and no tokenizer can be made of the other files here.")
+    return unreadable(
+        folder, "There is no tokenizer.json, and the other files here are not sufficient for a tokenizer."
+    )
 
 
 def unreadable(where: Path, what: str) -> ModelError:
-    """The error for a tokenizer that cannot be read. where: a file of it, or its folder."""
+    """The error for a tokenizer that cannot be read. where: one of its files, or its folder."""
     return ModelError(
         "tokenizer-unreadable",
         f"The tokenizer cannot be read. {what}",
@@ -82,16 +84,16 @@ def unreadable(where: Path, what: str) -> ModelError:
 
 
 def require_rows(tokenizer: Any, source: Source, name: str, spare_unwritten: bool = False) -> None:
-    """Refuse a tokenizer with an id that the model's table of embeddings has no row for.
+    """Refuse a tokenizer with ids beyond the model's embedding table.
 
-    Computing with such an id ends the process on a GPU.
+    On a GPU, such an id would end the process.
 
     Args:
-        tokenizer: it counts with all that it can give: its vocabulary, added tokens, and what it writes around a text.
+        tokenizer: all its ids count: vocabulary, added tokens, and the tokens that it writes around a text.
         source: the base.
         name: of the tokenizer in the base.
         spare_unwritten: a special token may lack a row if neither chat template nor model writes it, because published
-            models have such placeholders (Gemma 3 1B). The caller refuses the texts that spell it out.
+            models have such placeholders (Gemma 3 1B). The caller refuses texts that contain it.
 
     Raises:
         ModelError: tokenizer-unfit.
@@ -108,15 +110,15 @@ def require_rows(tokenizer: Any, source: Source, name: str, spare_unwritten: boo
     more = f", and {len(beyond) - 1} more like it" if len(beyond) > 1 else ""
     raise ModelError(
         "tokenizer-unfit",
-        f"The tokenizer has the token {printable(repr(token))[:80]} with the id {largest}{more}, and the table of "
-        f"embeddings of the {source.layout.tokenizers[name].component} has {rows} rows: the ids 0 to {rows - 1}.",
+        f"The tokenizer has the token {printable(repr(token))[:80]} with the id {largest}{more}, but the embedding "
+        f"table of the {source.layout.tokenizers[name].component} has {rows} rows: the ids 0 to {rows - 1}.",
         where=str(source.tokenizer_path(name)),
-        fix="Give the tokenizer that belongs to this model, or the edition of the model whose table was made larger.",
+        fix="Use the tokenizer that belongs to this model, or the edition of the model with the larger table.",
     )
 
 
 def _require_end(tokenizer: Any, source: Source, name: str, rows: int) -> None:
-    """Refuse a CLIP that looks for the end of a text by another id than its tokenizer writes there.
+    """Refuse a CLIP that searches for another end token than its tokenizer writes.
 
     CLIPTextModel pools at the first ``eos_token_id``, and at the largest id of all if that is 2, as in many published
     configs (transformers' modeling_clip.py). It pools at the beginning of the text if the id does not occur.
@@ -132,15 +134,15 @@ def _require_end(tokenizer: Any, source: Source, name: str, rows: int) -> None:
     if of.pools and end not in (CLIP_LARGEST_ID, tokenizer.eos_token_id):
         raise ModelError(
             "tokenizer-unfit",
-            f"The {of.component} looks for the end of a text by the id {end}, and its tokenizer writes "
-            f"{tokenizer.eos_token_id} there: the pooled embedding would be of another place.",
+            f"The {of.component} expects the id {end} at the end of a text, but its tokenizer writes "
+            f"{tokenizer.eos_token_id}: the pooled embedding would be taken from another position.",
             where=f"{config.path}: eos_token_id",
             fix=f"Set eos_token_id to {tokenizer.eos_token_id} there, or download the model again.",
         )
 
 
 def ids_beyond(tokenizer: Any, rows: int) -> dict[str, int]:
-    """Return the tokens, with their ids, that a table of so many rows has no row for."""
+    """Return the tokens, with their ids, that have no row in a table of ``rows`` rows."""
     given: dict[str, int] = dict(tokenizer.get_vocab())
     given |= {str(added): int(number) for number, added in tokenizer.added_tokens_decoder.items()}
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -162,7 +164,7 @@ def _written_around(post_processor: Any) -> Iterator[int]:
 
 
 def _unwritten(tokenizer: Any) -> set[str]:
-    """Return the special tokens that only a text can have: no template names them, and none has a written role."""
+    """Return the special tokens that only a text can contain: no template names them, and no role writes them."""
     templates = tokenizer.chat_template
     named = "".join(templates.values()) if isinstance(templates, dict) else str(templates or "")
     roles = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token, tokenizer.cls_token, tokenizer.sep_token}
@@ -198,7 +200,7 @@ def load_tokenizer(folder: Path) -> Any:
             raise
         raise ModelError(
             "custom-code",
-            "This tokenizer comes with code of its own, which would run with all your rights: it is not loaded.",
+            "This tokenizer comes with its own code, which would run with all your permissions, so it is not loaded.",
             where=f"{config}: auto_map",
             fix="Use a tokenizer of a class that is part of transformers.",
         ) from error
@@ -212,6 +214,6 @@ def token_ids(tokenizer: Any, text: str) -> Tensor:
 
 
 def token_limit(tokenizer: Any, template: str, max_tokens: int) -> TokenLimit:
-    """The tokenizer, and the tokens of a caption that fit behind the beginning of the template."""
+    """The tokenizer, and the number of caption tokens that fit after the beginning of the template."""
     begin = len(token_ids(tokenizer, template.partition("{}")[0]))
     return TokenLimit(tokenizer.backend_tokenizer.to_str(), max_tokens - begin)

@@ -32,11 +32,11 @@ OLD_ATTENTION = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".
 """Names in a VAE saved by diffusers 0.18 or older -> present names."""
 OF_ORIGINAL = ".mid.block_1."  # in the original release's names; diffusers has mid_block
 OF_TRAINING = ("loss.", "discriminator.", "model_ema.")
-"""Parts of the names of what the training of a VAE leaves in its file."""
+"""Parts of names of tensors that the training of a VAE leaves in its file."""
 
 
 def _present_names(state: State, module: nn.Module) -> State:
-    """Convert from diffusers' names, those of old versions too."""
+    """Convert from diffusers' names in all its versions."""
     expected, renamed = module.state_dict(keep_vars=True).keys(), {}
     for name, tensor in state.items():
         renewed = reduce(lambda text, old: text.replace(old, OLD_ATTENTION[old]), OLD_ATTENTION, name)
@@ -113,9 +113,9 @@ class VaeEncoder:
 
 
 def load_vae(source: Source, device: torch.device, small_tiles: bool = False) -> Any:
-    """Load the VAE in float32, because some overflow in half precision.
+    """Load the VAE in float32, because some VAEs overflow in half precision.
 
-    ``small_tiles`` sets the tile size that is used if tiling is turned on.
+    ``small_tiles`` sets the tile size for the case that tiling is enabled.
     """
     vae: Any = source.load("vae", torch.float32, device)
     if small_tiles:
@@ -128,7 +128,7 @@ def load_vae(source: Source, device: torch.device, small_tiles: bool = False) ->
 def encode_control(
     source: Source, device: torch.device, path: Path, size_hw: Size, space: LatentSpace, in_tiles: bool
 ) -> Tensor:
-    """Normalised latents [1, C, H, W] of a preview's control image, cut to a size as those of the training data are.
+    """Normalised latents [1, C, H, W] of a preview's control image, cropped to a size like control images in training.
 
     The float32 VAE is freed at the end. ``in_tiles``: as in ``decode``.
 
@@ -141,7 +141,7 @@ def encode_control(
 
 
 def read_image(path: Path, noun: str, decoded: Callable[[bytes], Image.Image]) -> Image.Image:
-    """An image that a preview is given. ``noun``: what it is, for the error.
+    """Read an image that is an input of a preview. ``noun``: its kind, for the error.
 
     Raises:
         DataError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""What a file or folder is that may be a base, and the error for one of another family than the recipe's."""
+"""Recognises files and folders that may be a base, and the error for a base of another family than the recipe's."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from lora_rocm.model_files.models import index_of, model_of, pipeline_of
 
 @dataclass(frozen=True)
 class Recognised:
-    """title: what it is, with its article. families: values of ``model.family``; empty: of none, or not known."""
+    """title: name with its article. families: values of ``model.family``; empty: none, or not known."""
 
     title: str
     families: tuple[str, ...] = ()
 
 
 def recognised_file(header: Header) -> Recognised:
-    """Return what a file of weights is."""
+    """Recognise a file of weights."""
     model, adapter = model_of(header.shapes), kind_of(header.tensors)
     if adapter:
         return Recognised(f"a {adapter} file")
-    return Recognised("no model that is known here") if model is None else Recognised(model.title, (model.family,))
+    return Recognised("an unknown model") if model is None else Recognised(model.title, (model.family,))
 
 
 def recognised_folder(folder: Path) -> Recognised | None:
-    """Return what a folder of diffusers or transformers is; None: it is neither.
+    """Recognise a folder of diffusers or transformers; None: it is neither.
 
     Raises:
         ModelError: an index or a header cannot be read.
@@ -43,7 +43,7 @@ def recognised_folder(folder: Path) -> Recognised | None:
         kind = str(read_config(index).get("_class_name", ""))
         pipeline = pipeline_of(kind)
         if pipeline is None:
-            return Recognised(f"a model for {printable(kind)[:80] or 'nothing known'}")
+            return Recognised(f"a model for {printable(kind)[:80] or 'an unknown task'}")
         return Recognised(pipeline.title, pipeline.families)
     if not (folder / COMPONENT_CONFIG).is_file():
         return None
@@ -59,7 +59,7 @@ def wrong_family(
 
     Args:
         name: of the base, as the recipe has it.
-        what: what it is, with its article.
+        what: recognised kind, with its article.
         wanted: title of the recipe's family.
         families: values of ``model.family`` that it may belong to.
         fix: advice for a base of another kind.
@@ -68,7 +68,7 @@ def wrong_family(
     names = " or ".join(f"model.family: {name}" for name in families if name in registry)
     return ModelError(
         "wrong-family",
-        f"This is {what}, and {wanted} is wanted.",
+        f"This is {what}, but the recipe needs {wanted}.",
         where=f"model.name_or_path: {name}",
-        fix=f"To train on it, set {names}. Else: {fix[0].lower()}{fix[1:]}" if names else fix,
+        fix=f"To train on it, set {names}. Otherwise: {fix[0].lower()}{fix[1:]}" if names else fix,
     )

@@ -1,4 +1,4 @@
-"""FLUX.1's caption entries: the pooled embedding of CLIP-L, and the states of T5-XXL with those of its padding.
+"""FLUX.1's caption entries: the pooled embedding of CLIP-L, and the states of T5-XXL including its padding.
 
 Dimensions: B batch, S tokens, D width.
 """
@@ -36,7 +36,7 @@ class TextPart:
         component, tokenizer: names in the base.
         output, dims: name and dimensions of its tensor.
         dtype: of its weights and of its tensor.
-        tokens: captions are filled up or cut to this many.
+        tokens: captions are padded or cut to this many.
         embed: (encoder, ids_BS) -> the tensor with a batch dimension.
     """
 
@@ -50,16 +50,16 @@ class TextPart:
 
 
 def _t5_states(encoder: nn.Module, ids_BS: Tensor) -> Tensor:
-    """Without a mask: the model was trained with the states of the padding."""
+    """T5's states without a mask, because the model was trained with the states of the padding."""
     states_BSD: Tensor = encoder(ids_BS).last_hidden_state
     return states_BSD
 
 
 def require_distances(config: Config) -> None:
-    """Refuse a T5 config by which a distance between tokens has no row in its table of distances.
+    """Refuse a T5 config in which some distance between tokens has no row in the table of distances.
 
-    Half of the rows of a direction are for one distance each. The others share what is left up to the maximum, which
-    therefore has to be farther. T5 looks rows up by number, which the meta device cannot check.
+    Half of the rows of a direction are for one distance each. The others share the remaining distances up to the
+    maximum, which therefore has to be larger. T5 looks rows up by number, which the meta device cannot check.
 
     Raises:
         ModelError: config-unreadable.
@@ -69,7 +69,7 @@ def require_distances(config: Config) -> None:
 
 
 def clip_part() -> TextPart:
-    """CLIP-L, of which only the pooled embedding is read."""
+    """CLIP-L; only its pooled embedding is used."""
     embed: Callable[[nn.Module, Tensor], Tensor] = lambda encoder, ids_BS: clip.states(encoder, ids_BS)[1]  # noqa: E731
     return TextPart("text_encoder", "tokenizer", POOLED, "D", torch.float32, clip.CLIP_TOKENS, embed)
 

@@ -1,4 +1,4 @@
-"""FLUX.1: text and image tokens side by side, then in one stream; CLIP-L and T5-XXL as text.
+"""FLUX.1: text and image tokens in two streams, then in one; CLIP-L and T5-XXL encode the text.
 
 Dimensions: B batch, C channels, H W latent height and width, I image tokens, S text tokens.
 """
@@ -94,7 +94,7 @@ class Flux(TransformerFamily):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
-        assert isinstance(recipe.model, FluxSection), "as the spec says"
+        assert isinstance(recipe.model, FluxSection), "by the spec"
         self._model = recipe.model
         self._is_schnell = recipe.model.variant == "schnell"
         self._tokens = MAX_TOKENS_SCHNELL if self._is_schnell else MAX_TOKENS
@@ -107,7 +107,7 @@ class Flux(TransformerFamily):
         return TextEncoder(self.source, part, self.weight_format(part.component))
 
     def token_limits(self) -> Sequence[TokenLimit]:
-        """That of T5: what CLIP's pooled embedding lacks of a long caption is in T5's states. Both are read."""
+        """T5's limit: CLIP reads only the start of a long caption, but T5's states cover the rest. Both are loaded."""
         _, t5 = [self._text_encoder(part).tokenizer() for part in (clip_part(), t5_part(self._tokens))]
         return [clip.token_limit(t5, self._tokens)]
 
@@ -121,41 +121,43 @@ class Flux(TransformerFamily):
         return replace(super().files, original=names.original_rows)
 
     def check(self, source: Source) -> tuple[str, ...]:
-        """As ``TransformerFamily.check``; what the base says of its variant is compared with the recipe."""
+        """As ``TransformerFamily.check``; the variant in the base's configs is compared with the recipe."""
+        # A single file: its tensors show whether it reads guidance.
         header, variant = source.single_header, self._model.variant
         if header is not None and names.reads_guidance(header.tensors) is self._is_schnell:
             has, other = ("an", "none") if self._is_schnell else ("no", "one")
             raise ModelError(
                 "wrong-variant",
-                f"This transformer has {has} input for guidance, and the variant {variant} has {other}.",
+                f"This transformer has {has} input for guidance, but the variant {variant} has {other}.",
                 where=f"model.variant: {variant} (model.name_or_path: {source.name})",
                 fix=f"Set model.variant: {'dev or kontext' if self._is_schnell else 'schnell'}.",
             )
         notices = super().check(source)
         if T5 in source.layout.parts:
             require_distances(source.config(T5))
+        # The variant by configs, then by name.
         dynamic, guided = (
             source.config(name).flag(key)
             for name, key in (("scheduler", "use_dynamic_shifting"), ("transformer", "guidance_embeds"))
         )
         if self._is_schnell in (dynamic, guided):
             notices += (
-                f"model.variant is {variant}, and the configs of the base are those of another variant (guidance: "
-                f"{guided}, dynamic shift: {dynamic}). Training follows the configs, and the text length the variant.",
+                f"model.variant is {variant}, but the configs of the base belong to another variant (guidance: "
+                f"{guided}, dynamic shift: {dynamic}). Training follows the configs, but the text length the variant.",
             )
         known = ("schnell", "kontext", "dev")  # Kontext's name ends with dev
         notices += called_otherwise(source, self.recipe.spec, variant, known)
         if self._is_schnell and self._model.training_adapter is None:
             notices += (
-                "FLUX.1 schnell is distilled to few steps, and a LoRA trained on it undoes that. Train on dev, whose "
-                "LoRA works with schnell, or name schnell's training adapter: model.training_adapter.",
+                "FLUX.1 schnell is distilled to few steps, and a LoRA trained on it undoes that. Train on dev (its "
+                "LoRA works with schnell), or set schnell's training adapter: model.training_adapter.",
             )
         return notices
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
         """As ``TransformerFamily.predict``.
 
-        The model computes a thousand times sigma in its own dtype, so the image is mixed with what it sees.
+        The model computes 1000 * sigma in its own dtype. So sigma is rounded in the same way before the image is mixed.
         """
         seen_B = (draws["sigma"].to(model.dtype) * 1000).float() / 1000
         noisy_BCHW, target_BCHW = self.objective.noised(batch, {**draws, "sigma": seen_B})
@@ -165,9 +167,9 @@ class Flux(TransformerFamily):
         return self.objective.prediction(predicted_BCHW, target_BCHW, draws)
 
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
-        """As ``TransformerFamily.velocity``. ``batch`` may have the guidance [B] that the model is told.
+        """As ``TransformerFamily.velocity``. ``batch`` may have the guidance [B] as a model input.
 
-        It may also have the normalised latents of control images, whose tokens stand behind those of the images.
+        It may also have the normalised latents of control images; their tokens follow the images' tokens.
         """
         high, wide = latents_BCHW.shape[-2] // self.patch, latents_BCHW.shape[-1] // self.patch
         tokens_BID, image_I3 = packed(latents_BCHW.to(model.dtype)), places(high, wide, latents_BCHW.device)

@@ -48,7 +48,7 @@ BLOCK_NUMBER = re.compile(r"(?<=blocks\.)\d+(?=\.)")
 
 
 def reads_guidance(tensors: Collection[str]) -> bool | None:
-    """Whether a transformer with tensors of these names has an input for guidance; None: it is no FLUX.1."""
+    """Whether a transformer with tensors of these names has an input for guidance; None: it is not a FLUX.1."""
     text = " ".join(tensors)
     if "vector_in." not in text and "text_embedder." not in text:
         return None
@@ -66,7 +66,7 @@ def original_rows(component: str, module: str, rows: int) -> Rows:
 
 
 def transformer_of_original(state: State, module: nn.Module) -> State:
-    """Convert from the original names, which fuse query, key, value and MLP; diffusers' own names stay."""
+    """Convert from the original names, which fuse query, key, value and MLP; diffusers' own names are kept."""
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     converted: State = {}
     for name, tensor in state.items():
@@ -82,7 +82,7 @@ def transformer_of_original(state: State, module: nn.Module) -> State:
 
 
 def _parts(tensor: Tensor, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> State:
-    """The tensor's rows, cut into tensors of these names."""
+    """The tensor's rows, split into tensors with these names."""
     if names[0].startswith(TURNED):
         return {names[0]: tensor.roll(len(tensor) // 2, 0)}
     if len(names) == 1:

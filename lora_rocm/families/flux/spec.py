@@ -22,14 +22,15 @@ class FluxSection(TransformerSection):
         description="A diffusers folder, a hub id, or a .safetensors file of the transformer or of several components."
     )
     variant: Literal["dev", "schnell", "kontext"] = Field(
-        "dev", description="Which FLUX.1 it is, for files do not always say. schnell is distilled: better train on dev."
+        "dev",
+        description="The FLUX.1 variant, which files do not always name. schnell is distilled: better train on dev.",
     )
     guidance: float = Field(
         1.0,
         ge=0.0,
         le=MAX_GUIDANCE,
-        description="The guidance that the model is told in training (schnell is told none). 1 is usual, also for a "
-        "LoRA that is used at 3.5; the scripts of diffusers take 3.5.",
+        description="The guidance input of the model in training (schnell has none). 1 is usual, also for a LoRA that "
+        "is used at 3.5; the scripts of diffusers use 3.5.",
     )
     text_encoder_2: PathOrHubId | None = Field(None, description="Another T5-XXL, as text_encoder, which is CLIP-L.")
     tokenizer_2: InputFolder | None = Field(None, description="Folder of another tokenizer of T5.")

@@ -43,7 +43,7 @@ V_PREDICTION_DEVIATION = 0.09
 
 
 def predicts_velocity(source: Source) -> bool:
-    """Whether a one-file Stable Diffusion 2.x checkpoint predicts the velocity, which its header does not say.
+    """Whether a one-file Stable Diffusion 2.x checkpoint predicts the velocity; its header does not record it.
 
     The published 768-pixel models predict the velocity and have a larger spread in one bias of the last block (model
     detection of ComfyUI, ``supported_models.SD20``).
@@ -124,7 +124,7 @@ class StableDiffusion(LdmFamily):
         )
 
     def kohya_key(self, component: str, module: str) -> str:
-        """The kohya name: UNet modules by their diffusers names, those of the text encoder with ``text_model``."""
+        """The kohya name: diffusers names for UNet modules, names with ``text_model`` for the text encoder."""
         if component == "unet":
             return f"lora_unet_{module.replace('.', '_')}"
         return f"lora_te_text_model_{module.removeprefix('text_model.').replace('.', '_')}"
@@ -148,7 +148,7 @@ class Sd2(StableDiffusion):
     def published_scheduler(self, source: Source) -> dict[str, Any]:
         """The scheduler config; for a one-file checkpoint the prediction type is read from the weights.
 
-        The packaged config is that of the 768-pixel model.
+        The packaged config belongs to the 768-pixel model.
         """
         config = super().published_scheduler(source)
         if source.single_file is None or source.folder != self.layout.configs:

@@ -21,7 +21,7 @@ TEXT_COMPONENTS = ("text_encoder", "text_encoder_2")
 class TextEncoder(CaptionEncoder):
     """Encodes captions with one CLIP, its part of ``StableDiffusionXLPipeline.encode_prompt``, in float32.
 
-    The pipeline concatenates the states of both encoders in width; the pooled embedding is the second one's.
+    The pipeline concatenates the states of both encoders in width; the pooled embedding comes from the second one.
     """
 
     def __init__(self, source: Source, number: int, max_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Z-Image (arXiv 2511.22699): one stream of image and text tokens, and states of a language model as text.
+"""Z-Image (arXiv 2511.22699): one stream of image and text tokens; a language model's states encode the text.
 
 Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
 """
@@ -82,7 +82,7 @@ class ZImage(TransformerFamily):
 
     @cached_property
     def files(self) -> FileNames:
-        """musubi-tuner names the modules as diffusers does, and fuses none."""
+        """File names for musubi-tuner, which names modules as diffusers does, without fusing any."""
 
         def scripts(component: str, module: str, rows: int) -> Rows:
             return ((f"lora_unet_{module.replace('.', '_')}", 0, rows),)
@@ -97,13 +97,13 @@ class ZImage(TransformerFamily):
         other = next((each for each, its in SHIFTS.items() if its == shift), variant)
         if source.folder != LAYOUT.configs and other != variant:
             notices += (
-                f"model.variant is {variant}, and the shift of the base's scheduler is {shift}, that of {other}. "
+                f"model.variant is {variant}, but the shift of the base's scheduler is {shift}, as in {other}. "
                 "Training follows the scheduler.",
             )
         if variant == "turbo" and self.recipe.model.training_adapter is None:
             notices += (
                 "Z-Image Turbo is distilled to few steps, and a LoRA trained on it undoes that: images become blurred. "
-                "Train on the base model, whose LoRA works with Turbo, or name Turbo's training adapter: "
+                "Train on the base model (its LoRA works with Turbo), or set Turbo's training adapter: "
                 "model.training_adapter.",
             )
         return notices
@@ -117,7 +117,7 @@ class ZImage(TransformerFamily):
     @property
     def _variant(self) -> str:
         model = self.recipe.model
-        assert isinstance(model, ZImageSection), "as the spec says"
+        assert isinstance(model, ZImageSection), "by the spec"
         return model.variant
 
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:

@@ -1,7 +1,7 @@
 """The forward pass of ``ZImageTransformer2DModel`` on batches of fixed shape.
 
-diffusers' own takes lists of captions of their real lengths, which only the host can have. Here the lengths are masks
-on the device, so a pass waits for nothing and can be captured as a graph. What is computed is the same.
+diffusers' own forward takes lists of captions with their real lengths, so the host has to know the lengths. Here the
+lengths are masks on the device, so a pass does not synchronise and can be captured as a graph. The result is the same.
 
 Dimensions: B batch, C channels, H W latent height and width, I image tokens, S caption tokens, D width.
 """
@@ -17,7 +17,7 @@ from lora_rocm.families.base import Tensors
 from lora_rocm.families.common.caption_lm import OWN, REAL, STATES
 
 PATCH = 2
-CAPTION_MULTIPLE = 32  # the model fills captions and images up to multiples of it with learned tokens, which it reads
+CAPTION_MULTIPLE = 32  # the model pads captions and images to this multiple with learned tokens, and reads them
 SIZES = f"{PATCH}-1"  # key of the layers for this patch and one frame
 
 
@@ -33,7 +33,7 @@ def predicted(transformer: Any, latents_BCHW: Tensor, time_B: Tensor, batch: Ten
     rows, channels, height, width = latents_BCHW.shape
     high, wide = height // PATCH, width // PATCH
     real_BS, own_BS = batch[REAL], batch.get(OWN)
-    # the modulation, and the embedded tokens with what fills them up
+    # the modulation, and the embedded tokens with their padding
     modulation_BD = transformer.t_embedder(time_B * transformer.t_scale).type_as(latents_BCHW)
     split = latents_BCHW.reshape(rows, channels, high, PATCH, wide, PATCH).permute(0, 2, 4, 3, 5, 1)
     image_BID = transformer.all_x_embedder[SIZES](split.reshape(rows, high * wide, PATCH**2 * channels))
@@ -41,8 +41,9 @@ def predicted(transformer: Any, latents_BCHW: Tensor, time_B: Tensor, batch: Ten
     image_BID = torch.cat([image_BID, transformer.x_pad_token.to(image_BID.dtype).expand(rows, fill, -1)], dim=1)
     text_BSD = transformer.cap_embedder(batch[STATES].to(latents_BCHW.dtype))
     text_BSD = torch.where(real_BS[..., None], text_BSD, transformer.cap_pad_token.to(text_BSD.dtype))
-    # places: the caption's tokens count from 1 on the first axis, and the image lies behind them
+    # positions: the caption's tokens count from 1 on the first axis, and the image follows them
     turn_image, turn_text = _places(transformer, real_BS, own_BS, high, wide, fill)
+    # the refiners of image and caption, then all layers on both
     for block in transformer.noise_refiner:
         image_BID = _run(transformer, block, image_BID, None, turn_image, modulation_BD)
     for block in transformer.context_refiner:
@@ -52,6 +53,7 @@ def predicted(transformer: Any, latents_BCHW: Tensor, time_B: Tensor, batch: Ten
     turn = torch.cat([turn_image, turn_text], dim=1)
     for block in transformer.layers:
         x = _run(transformer, block, x, mask, turn, modulation_BD)
+    # the image tokens back to latents
     output = transformer.all_final_layer[SIZES](x[:, : high * wide], c=modulation_BD)
     output = output.reshape(rows, high, wide, PATCH, PATCH, channels).permute(0, 5, 1, 3, 2, 4)
     result: Tensor = output.reshape(latents_BCHW.shape)
@@ -61,7 +63,7 @@ def predicted(transformer: Any, latents_BCHW: Tensor, time_B: Tensor, batch: Ten
 def _places(
     transformer: Any, real_BS: Tensor, own_BS: Tensor | None, high: int, wide: int, fill: int
 ) -> tuple[Tensor, Tensor]:
-    """The rotations of image and caption tokens, complex64 [B, I, D/2] and [B, S, D/2]; tokens that fill lie at 0."""
+    """The rotations of image and caption tokens, complex64 [B, I, D/2] and [B, S, D/2]; padding is at 0."""
     rows, length = real_BS.shape
     device = real_BS.device
     count_B = torch.full((rows,), length, device=device) if own_BS is None else own_BS.sum(dim=1)
@@ -77,7 +79,7 @@ def _places(
 
 
 def _rotations(transformer: Any, places: Tensor) -> Tensor:
-    """The rotary embedding of integer places [..., 3], complex64 [..., D/2], without the table that the model keeps."""
+    """The rotary embedding of integer positions [..., 3], complex64 [..., D/2], without the model's table."""
     parts = []
     for axis, width in enumerate(transformer.axes_dims):
         steps = torch.arange(0, width, 2, dtype=torch.float64, device=places.device) / width
@@ -87,7 +89,7 @@ def _rotations(transformer: Any, places: Tensor) -> Tensor:
 
 
 def _run(transformer: Any, block: nn.Module, *args: Tensor | None) -> Tensor:
-    """A block's output, recomputed in the backward pass if the transformer is set so."""
+    """A block's output, recomputed in the backward pass if the transformer is configured for it."""
     recomputed = torch.is_grad_enabled() and transformer.gradient_checkpointing
     output: Tensor = transformer._gradient_checkpointing_func(block, *args) if recomputed else block(*args)
     return output

@@ -26,7 +26,7 @@ def original_rows(component: str, module: str, rows: int) -> Rows:
 
 
 def transformer_of_original(state: State, module: nn.Module) -> State:
-    """Convert from the original names, which fuse query, key and value; diffusers' own names stay."""
+    """Convert from the original names, which fuse query, key and value; diffusers' own names are kept."""
     converted: State = {}
     for found, tensor in state.items():
         name = found

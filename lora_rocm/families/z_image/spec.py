@@ -19,7 +19,8 @@ class ZImageSection(TransformerSection):
         "or builtin:tiny-z-image."
     )
     variant: Literal["base", "turbo"] = Field(
-        "base", description="Which Z-Image it is, for files do not say. Turbo is distilled: better train on the base."
+        "base",
+        description="The Z-Image variant, which files do not name. Turbo is distilled: better train on the base.",
     )
 
 

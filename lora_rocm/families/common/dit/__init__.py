@@ -1,1 +1,1 @@
-"""What families with a diffusion transformer share: flow matching, text of any length, previews."""
+"""Shared code of families with a diffusion transformer: flow matching, text of any length, previews."""

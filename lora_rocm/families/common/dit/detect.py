@@ -19,7 +19,7 @@ from lora_rocm.model_files.models import index_of
 
 VAE_KEYS = ("latent_channels", "scaling_factor", "shift_factor", "z_dim", "latents_mean", "latents_std")
 TEXT_KEYS = ("hidden_size", "d_model", "num_hidden_layers", "num_layers")
-"""Keys of a text encoder's config that decide what the transformer gets. Not every writer saves all of them."""
+"""Keys of a text encoder's config that determine the transformer's inputs. Not every writer saves all of them."""
 
 
 def check(source: Source, spec: FamilySpec, registry: Registry) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ def check(source: Source, spec: FamilySpec, registry: Registry) -> tuple[str, ..
         if found is not None and spec.name not in found.families:
             raise wrong_family(source.name, found.title, spec.title, found.families, _fix(spec), registry)
         if index_of(source.folder) is None:
-            what, where = "This folder is no diffusers model.", f"model.name_or_path: {source.name}"
+            what, where = "This folder is not a diffusers model.", f"model.name_or_path: {source.name}"
             raise ModelError("not-a-model", what, where=where, fix=_fix(spec))
     else:
         check_file(header, source.name, spec, registry)
@@ -60,10 +60,10 @@ def _fix(spec: FamilySpec) -> str:
 
 
 def names_of(name: str, title: str) -> list[str]:
-    """What a base is called, in small letters: the last part of its path or hub id, then folders above it.
+    """Names of a base in lower case: the last part of its path or hub id, then folders above it.
 
-    Of the two folders above, those count that name the model too ("FLUX.1-schnell", not "dev"), and none of the path
-    of the user's home.
+    The two folders above count only if they also name the model ("FLUX.1-schnell", not "dev"). Folders in the path of
+    the user's home do not count.
 
     Args:
         name: path or hub id of the base.
@@ -80,21 +80,21 @@ def _letters(name: str) -> str:
 
 
 def called_otherwise(source: Source, spec: FamilySpec, variant: str, names: Sequence[str]) -> tuple[str, ...]:
-    """A notice if the base is called by the name of another variant than ``model.variant``.
+    """A notice if the base has the name of another variant than ``model.variant``.
 
     Args:
         source: the base.
         spec: of its family.
         variant: value of ``model.variant``.
-        names: names of variants. In the nearest part of the path that has one, the first that is found counts. A letter
-            behind it makes it another word.
+        names: names of variants. The first name found in the nearest part of the path counts, unless a letter follows
+            it.
     """
     called = names_of(source.name, spec.title)
     found = (each for part in called for each in names if re.search(rf"{each}(?![a-z])", part))
     named = next(found, variant)
     if named == variant:
         return ()
-    return (f"The base is called {source.name}, and model.variant is {variant}: is {named} meant?",)
+    return (f"The base is called {source.name}, but model.variant is {variant}. Did you mean {named}?",)
 
 
 def _check_own(source: Source, name: str, spec: FamilySpec) -> None:
@@ -107,5 +107,5 @@ def _check_own(source: Source, name: str, spec: FamilySpec) -> None:
             "wrong-family",
             f"This is not a {name} of {spec.title}: its {key} is {own.get(key)}, not {base.get(key)}.",
             where=source.place(name),
-            fix=f"Give a {name} of {spec.title}, or leave model.{name} out if name_or_path is a folder.",
+            fix=f"Give a {name} of {spec.title}, or remove model.{name} if name_or_path is a folder.",
         )

@@ -44,15 +44,15 @@ class TransformerFamily(LatentFamily):
         pipeline: diffusers' class that loads LoRA files.
         prefixes: see ``FileNames``.
         reader_options: further arguments of its ``load_lora_into_transformer``.
-        block_lists: paths of the lists of blocks in the transformer, in forward order -> how many blocks each of its
-            first segments has when all are recomputed (found by counting); see ``Recomputing.segments``.
+        block_lists: path of a list of blocks in the transformer, in forward order -> lengths of its first segments
+            when all blocks are recomputed (found by counting memory); see ``Recomputing.segments``.
         num_streams: see ``Segments``.
         targets: preset -> regular expression of module names, as ``ModelFamily.lora_targets``.
         patch: side of the square of latents that is one token.
         fuse_blocks: replaces the blocks by fused ones (see ``families.common.dit.blocks``).
         language_model: the text encoder that ``model.text_encoder_quantization`` packs.
-        language_layers: layers of it that are packed, as in ``quantised``.
-        told_guidance: whether ``velocity`` is told the guidance of a preview, which needs no negative prompt then.
+        language_layers: the text encoder's layers that are packed, as in ``quantised``.
+        told_guidance: whether a preview's guidance is an input of ``velocity``; then it needs no negative prompt.
     """
 
     component = "transformer"
@@ -90,7 +90,7 @@ class TransformerFamily(LatentFamily):
     def weight_format(self, component: str) -> WeightFormat:
         if component != self.language_model:
             return super().weight_format(component)
-        assert isinstance(self.recipe.model, TransformerSection), "as the family's spec says"
+        assert isinstance(self.recipe.model, TransformerSection), "by the family's spec"
         return quantised(self.recipe.model.text_encoder_quantization, self.language_layers)
 
     @cached_property
@@ -112,7 +112,7 @@ class TransformerFamily(LatentFamily):
     @cached_property
     def objective(self) -> FlowObjective:
         settings = self.recipe.objective
-        assert isinstance(settings, FlowSection), "as the family's spec says"
+        assert isinstance(settings, FlowSection), "by the family's spec"
         return FlowObjective(self.scheduler_config, self.latents, settings, self.patch)
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
@@ -156,14 +156,14 @@ Output = Tensor | tuple[Tensor, ...]
 
 
 class Segments:
-    """Calls the blocks for diffusers' loop, which gives each the output of the one before.
+    """Calls the blocks for diffusers' loop, which passes each block the output of the previous one.
 
-    The call of a segment's first block computes the whole segment, and those of the others return what they are given.
+    The first block's call runs the whole segment; the other blocks' calls are pass-through.
 
     Args:
         run: how blocks are recomputed.
         loops: for each loop its blocks in forward order, and the lengths of its first segments.
-        num_streams: how many of a block's arguments are the output of the block before, in reverse order (FLUX.1's
+        num_streams: number of a block's arguments that are outputs of the previous block, in reverse order (FLUX.1's
             blocks take image and text, and return text and image).
     """
 
@@ -171,16 +171,16 @@ class Segments:
         self, run: Recomputing, loops: Sequence[tuple[Sequence[nn.Module], Sequence[int]]], num_streams: int = 1
     ) -> None:
         self._run, self._num_streams = run, num_streams
-        self._segments: dict[nn.Module, Sequence[nn.Module]] = {}  # of each block that is its segment's first
+        self._segments: dict[nn.Module, Sequence[nn.Module]] = {}  # first block of a segment -> the segment
         for blocks, lengths in loops:
             self._segments |= dict.fromkeys(blocks, ())
             self._segments |= {several[0]: several for several in run.segments(lengths, blocks)}
 
     def __call__(self, block: nn.Module, *args: Any) -> Output:
-        """The streams [B, S, D] after the segment that begins with the block; as they are, if none does.
+        """The streams [B, S, D] after the segment that begins with the block; unchanged if no segment does.
 
         Raises:
-            KeyError: the model was given other blocks since.
+            KeyError: the model's blocks were replaced since.
         """
         several = self._segments[block]
         if len(several) > 1:

@@ -1,4 +1,4 @@
-"""Latents as tokens: squares of 2 x 2 become one token, and each token has a place on a grid.
+"""Latents as tokens: squares of 2 x 2 become one token, and each token has a position on a grid.
 
 Dimensions: B batch, C channels, H W latent height and width, I image tokens.
 """
@@ -12,7 +12,7 @@ PATCH = 2
 
 
 def packed(latents_BCHW: Tensor) -> Tensor:
-    """Tokens [B, I, 4 C]; each has the channels one after the other, with the four latents of each together."""
+    """Tokens [B, I, 4 C]; the channels of a token are in order, each with its four latents."""
     rows, channels, height, width = latents_BCHW.shape
     split = latents_BCHW.reshape(rows, channels, height // PATCH, PATCH, width // PATCH, PATCH)
     return split.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
@@ -25,7 +25,7 @@ def unpacked(tokens_BID: Tensor, height: int, width: int) -> Tensor:
 
 
 def places(high: int, wide: int, device: torch.device, number: int = 0) -> Tensor:
-    """The places (number, row, column) of a grid of tokens: float32 [I, 3], on the device."""
+    """The positions (number, row, column) of a grid of tokens: float32 [I, 3], on the device."""
     grid = torch.full((high, wide, 3), float(number), device=device)
     grid[..., 1] = torch.arange(high, device=device)[:, None]
     grid[..., 2] = torch.arange(wide, device=device)

@@ -1,6 +1,6 @@
 """The protocol of an objective: it draws noise and timesteps for a step, and defines the target.
 
-An objective knows no model. The family says which cached tensors hold the latents and how they are normalised, and
+An objective knows no model. The family names the cached tensors that hold the latents, defines their normalisation, and
 calls the model in ``predict``. The loss is reduced in ``loss``, the same for all families.
 """
 
@@ -31,15 +31,15 @@ MEAN, STD = "latent_mean", "latent_std"
 CONTROL_LATENTS = "control_latents"
 """Name in the batch of the latents of control images, [B, C, ...], if the images have any. The mean is cached."""
 HIDDEN_MASK, SEEN_LATENTS = "hidden_mask", "seen_latents"
-"""Names in the batch of what an inpainting base is given: [B, 1, ...] where the image is hidden (1) or seen (0), and
-the latents [B, C, ...] of what is seen. The mean is cached."""
+"""Names in the batch of an inpainting base's inputs: [B, 1, ...], 1 where the image is hidden and 0 where it is seen,
+and the latents [B, C, ...] of the seen part. The mean is cached."""
 
 Distance = Callable[[Tensor, Tensor], Tensor]
-"""(prediction in float32, target) -> the distance at each place, in float32."""
+"""(prediction in float32, target) -> the distance at each position, in float32."""
 
 
 def squared(prediction: Tensor, target: Tensor) -> Tensor:
-    """The squared error at each place."""
+    """The squared error at each position."""
     return (prediction - target).square()
 
 
@@ -48,9 +48,9 @@ class Prediction:
     """The model's prediction for a micro-batch, and its target.
 
     prediction: [B, ...], in the model's number format.
-    target: what ``distance`` compares it with; for ``squared`` of the same shape, float32.
-    weight: [B], or of as many dimensions as what ``distance`` gives and broadcastable to it (a weight a token).
-    distance: at each place: it may have fewer dimensions than the prediction (one a token), and B is the first.
+    target: the second argument of ``distance``; for ``squared`` of the same shape, float32.
+    weight: [B], or broadcastable to the result of ``distance`` with equally many dimensions (one weight per token).
+    distance: at each position; it may have fewer dimensions than the prediction (one value per token), B first.
     measures: other values of each sample, float32 [B] without gradient, that are logged with the losses.
     """
 
@@ -91,7 +91,7 @@ class LatentSpace:
         return self.normalised(batch[MEAN] + batch[STD] * draws["posterior"], draws)
 
     def normalised(self, latents: Tensor, draws: Mapping[str, Tensor]) -> Tensor:
-        """Normalised latents [B, C, ...]. ``draws``: those of ``draws``, on the device of the latents."""
+        """Normalised latents [B, C, ...]. ``draws``: the result of ``draws``, on the device of the latents."""
         shift, scale = (over(draws[name], latents) for name in ("latent_shift", "latent_scale"))
         return (latents - shift) * scale
 
@@ -103,8 +103,8 @@ class Objective(Protocol):
         """Draw noise, timesteps and posterior samples for one micro-batch of CPU tensors.
 
         Args:
-            batch: of its values at most the latents are used (adaptive noise offset), else only its shapes.
-            seeds: one per sample; a sample's draws depend on its seed and its latents alone.
+            batch: only its shapes are used, and for an adaptive noise offset the values of the latents.
+            seeds: one per sample; a sample's draws depend only on its seed and its latents.
         """
 
     def fixed_draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int], position: float) -> Draws:
@@ -112,7 +112,7 @@ class Objective(Protocol):
 
 
 def generators(seeds: Sequence[int]) -> list[torch.Generator]:
-    """One CPU generator per sample. Its numbers depend on its seed alone, not on the batch or the device."""
+    """One CPU generator per sample. Its numbers depend only on its seed, not on the batch or the device."""
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 

@@ -43,11 +43,11 @@ class DdpmSettings:
     def from_recipe(cls, recipe: Recipe) -> DdpmSettings:
         """Read the recipe's keys. Only this function does."""
         section, model = recipe.objective, recipe.model
-        assert isinstance(section, DdpmSection) and isinstance(model, CheckpointSection), "as the family's spec says"
+        assert isinstance(section, DdpmSection) and isinstance(model, CheckpointSection), "by the family's spec"
         return cls(model.prediction_type, section)
 
     def decides(self, marks: Collection[str]) -> bool:
-        """Whether the recipe or a mark of a one-file checkpoint says what the base predicts; ``marks`` as below."""
+        """Whether the recipe or a mark of a one-file checkpoint sets the prediction type; ``marks`` as below."""
         return self.prediction_type != "auto" or "v_pred" in marks
 
     def decided(self, published: Mapping[str, Any], marks: Collection[str] = ()) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class DdpmSettings:
 
 
 def check_weighting(section: DdpmSection, config: Mapping[str, Any]) -> None:
-    """Refuse a weighting of the loss that has no meaning for what the base predicts.
+    """Refuse a weighting of the loss that does not fit the base's prediction type.
 
     Args:
         section: the recipe's keys.
@@ -79,9 +79,9 @@ def check_weighting(section: DdpmSection, config: Mapping[str, Any]) -> None:
     predicts_velocity = config["prediction_type"] == "v_prediction"
     divides = [name for name in ("debiased_estimation_loss", "v_pred_like_loss") if getattr(section, name)]
     if section.scale_v_pred_loss_like_noise_pred and not predicts_velocity:
-        key, why = "scale_v_pred_loss_like_noise_pred", "is for velocity predictions, and the base predicts the noise"
+        key, why = "scale_v_pred_loss_like_noise_pred", "is for velocity predictions, but the base predicts the noise"
     elif section.v_pred_like_loss and predicts_velocity:
-        key, why = "v_pred_like_loss", "is for noise predictions, and the base predicts the velocity"
+        key, why = "v_pred_like_loss", "is for noise predictions, but the base predicts the velocity"
     elif divides and not predicts_velocity and config["rescale_betas_zero_snr"]:
         key, why = divides[0], "divides by the SNR, which is 0 at the end of a schedule with zero terminal SNR"
     else:
@@ -122,7 +122,7 @@ class DdpmObjective(DenoisingObjective[DdpmSection]):
         return (position_B * count).long().clamp(first, max(end - 1, first))
 
     def _draws(self, batch: Mapping[str, Tensor], rngs: list[torch.Generator], timesteps_B: Tensor) -> Draws:
-        """All tensors that the loss needs besides the batch, including those looked up on the host."""
+        """All tensors that the loss needs in addition to the batch, including values looked up on the host."""
         shape = batch[MEAN].shape[1:]
         sampling = self.latents.draws(rngs, shape)
         noise = self.noise_draws(batch, sampling, rngs)
@@ -207,9 +207,9 @@ def velocity(latents: Tensor, noise: Tensor, signal: Tensor, noise_level: Tensor
 def min_snr_weight(signal_B: Tensor, noise_level_B: Tensor, gamma: float, prediction_type: str) -> Tensor:
     """Min-SNR-gamma weight of each sample (arXiv 2303.09556, eq. 10 and section 3.4), float32 [B]; 1 if gamma is 0.
 
-    With ``snr = signal**2 / noise_level**2`` the weight of an epsilon loss is ``min(snr, gamma) / snr``, and that of a
-    v loss ``min(snr, gamma) / (snr + 1)``. The formulas use the levels instead of the SNR, so pure noise (SNR 0) needs
-    no special case: the epsilon weight is 1 there, the v weight 0.
+    With ``snr = signal**2 / noise_level**2`` the weight is ``min(snr, gamma) / snr`` for an epsilon loss, and
+    ``min(snr, gamma) / (snr + 1)`` for a v loss. The formulas use the levels instead of the SNR, so pure noise (SNR 0)
+    needs no special case: the epsilon weight is 1 there, the v weight 0.
     """
     if gamma == 0:
         return torch.ones_like(signal_B)
@@ -220,7 +220,7 @@ def min_snr_weight(signal_B: Tensor, noise_level_B: Tensor, gamma: float, predic
 
 
 def level_weight(signal_B: Tensor, noise_level_B: Tensor, section: DdpmSection, prediction_type: str) -> Tensor:
-    """The weight of each sample's noise level in the loss, float32 [B]: the product of those that the recipe sets.
+    """The weight of each sample's noise level in the loss, float32 [B]: the product of the recipe's weightings.
 
     Sources: min-SNR as below; soft min-SNR arXiv 2401.11605, section 4.3; the others as in kohya's sd-scripts, which
     limits the SNR to MAX_SNR.

@@ -1,6 +1,6 @@
-"""What all objectives share that remove noise: their draws, and the distance of prediction and target.
+"""Shared code of objectives that remove noise: their draws, and the distance of prediction and target.
 
-A noise level is a pair of factors, those of the image (signal) and of the noise. Suffixes: B batch.
+A noise level is a pair of factors, for the image (signal) and for the noise. Suffixes: B batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Levels:
     """The noise levels of B samples, float32 [B].
 
     signal_B, noise_B: factors of the image and of the noise.
-    position_B: place in the noise schedule, from 0 (image) to 1 (noise).
+    position_B: position in the noise schedule, from 0 (image) to 1 (noise).
     """
 
     signal_B: Tensor
@@ -48,7 +48,7 @@ class DenoisingObjective(Generic[Settings]):
     def noise_draws(
         self, batch: Mapping[str, Tensor], sampling: Mapping[str, Tensor], rngs: Sequence[torch.Generator]
     ) -> dict[str, Tensor]:
-        """The noise of the target, and that of the model's input if it differs: float32, the shape of the latents.
+        """The noise of the target, and of the model's input if it differs: float32, the shape of the latents.
 
         Args:
             batch: on the CPU. The strength of an adaptive offset depends on its latents, everything else on shapes.
@@ -67,7 +67,7 @@ class DenoisingObjective(Generic[Settings]):
         return {"noise": noise, "input_noise": noise + settings.ip_noise_gamma * normal(rngs, shape)}
 
     def loss_draws(self, levels: Levels) -> dict[str, Tensor]:
-        """The values that the loss needs besides prediction and target, looked up on the host: float32 [B]."""
+        """The values that the loss needs in addition to prediction and target, looked up on the host: float32 [B]."""
         if self.settings.loss_type in ("l2", "l1"):
             return {}
         return {"huber_threshold": huber_threshold(self.settings, levels)}
@@ -94,14 +94,14 @@ class DenoisingObjective(Generic[Settings]):
 
 
 def absolute(prediction: Tensor, target: Tensor) -> Tensor:
-    """The size of the error at each place."""
+    """The absolute error at each position."""
     return (prediction - target).abs()
 
 
 def pseudo_huber(prediction: Tensor, target: Tensor, threshold_B: Tensor) -> Tensor:
-    """``2 c (sqrt(error**2 + c**2) - c)`` at each place: the squared error where it is far below the threshold c.
+    """``2 c (sqrt(error**2 + c**2) - c)`` at each position: the squared error where it is far below the threshold c.
 
-    It is computed as a quotient, for the difference loses digits of small errors.
+    It is computed as a quotient, because the difference loses digits of small errors.
     """
     error2, threshold = squared(prediction, target), over(threshold_B, target)
     return 2 * threshold * error2 / ((error2 + threshold.square()).sqrt() + threshold)
@@ -110,7 +110,7 @@ def pseudo_huber(prediction: Tensor, target: Tensor, threshold_B: Tensor) -> Ten
 def huber_threshold(settings: DenoisingSection, levels: Levels) -> Tensor:
     """The threshold of the pseudo-Huber distance at each noise level: float32 [B].
 
-    The schedule snr depends on the ratio of noise and signal, so it has a meaning for flows too.
+    The schedule snr depends only on the ratio of noise and signal, so it also works for flows.
     """
     least = settings.huber_c
     if settings.huber_schedule == "constant":
@@ -126,7 +126,7 @@ def logit_normal(rngs: Sequence[torch.Generator], mean: float, std: float) -> Te
 
 
 def in_range(settings: DenoisingSection, positions_B: Tensor) -> Tensor:
-    """Positions in [0, 1] scaled to the recipe's range of timesteps. The whole range changes no bit."""
+    """Positions in [0, 1] scaled to the recipe's range of timesteps. With the whole range, no bit changes."""
     low, high = settings.min_timestep, settings.max_timestep
     if (low, high) == (0, NUM_TIMESTEPS):
         return positions_B
@@ -155,10 +155,10 @@ def pyramid_noise(noise: Tensor, rngs: Sequence[torch.Generator], iterations: in
     Source: J. Whitaker, "Multi-resolution noise for diffusion model training", 2023. There a batch has one variance.
 
     Args:
-        noise: what the finest level is added to.
+        noise: the finest level.
         rngs: one generator per sample.
-        iterations: the most levels; the last one is the first that is a pixel high or wide.
-        discount: the strength of a level is this to the power of its number.
+        iterations: maximum number of levels; the first level with a height or width of one pixel is the last.
+        discount: the strength of level n is this to the power of n.
     """
     return torch.stack([_pyramid(row, rng, iterations, discount) for row, rng in zip(noise, rngs, strict=True)])
 

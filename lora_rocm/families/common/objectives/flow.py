@@ -23,8 +23,8 @@ from lora_rocm.recipe.sections import NUM_TIMESTEPS, FlowSection
 class FlowObjective(DenoisingObjective[FlowSection]):
     """Implements ``Objective``: predict the velocity of latents mixed with noise.
 
-    Sigma is drawn in float32 and is not rounded, for the image is mixed with what the model is told. A family whose
-    model rounds its time to another dtype rounds ``draws["sigma"]`` before it calls ``noised``.
+    Sigma is drawn in float32 and is not rounded: the image is mixed with the exact value that the model gets. If a
+    family's model rounds its time to another dtype, the family rounds ``draws["sigma"]`` before it calls ``noised``.
 
     scheduler_config: the base's scheduler_config.json.
     patch: side of the square of latents that is one token of the model.
@@ -59,7 +59,7 @@ class FlowObjective(DenoisingObjective[FlowSection]):
         return (1 - sigma) * latents + sigma * draws.get("input_noise", noise), noise - latents
 
     def shift(self, tokens: int) -> float:
-        """The shift of the sigmas of an image of this many tokens in training."""
+        """The shift of sigma in training, for an image with this many tokens."""
         wanted, config = self.settings.shift, self.scheduler_config
         if wanted == "auto":
             return published_shift(config, tokens)
@@ -68,8 +68,8 @@ class FlowObjective(DenoisingObjective[FlowSection]):
     def kohya_fields(self) -> dict[str, object]:
         """Return the distribution of sigma as ``ss_`` fields of kohya's flux_train_network.py.
 
-        sigmoid, shift and flux_shift are logit-normal; sigma is uniform, with a shift. What kohya's scripts cannot draw
-        has no ss_timestep_sampling.
+        sigmoid, shift and flux_shift are logit-normal; sigma is uniform, with a shift. Distributions that kohya's
+        scripts cannot draw have no ss_timestep_sampling.
         """
         settings, config = self.settings, self.scheduler_config
         grows = settings.shift == "resolution" or (settings.shift == "auto" and config.get("use_dynamic_shifting"))
@@ -92,7 +92,7 @@ def shifted(sigma: Tensor, shift: float) -> Tensor:
 
 
 def published_shift(config: Mapping[str, Any], tokens: int) -> float:
-    """The shift with which an image of this many tokens is sampled by a scheduler config."""
+    """The shift that a scheduler config uses to sample an image with this many tokens."""
     if config.get("use_dynamic_shifting"):
         return shift_of_resolution(config, tokens)
     return fixed_shift(config)
@@ -108,7 +108,7 @@ def shift_of_resolution(config: Mapping[str, Any], tokens: int) -> float:
 
     Args:
         config: a scheduler config with the two lengths and their mu; FLUX.1's where it has none, as in diffusers.
-        tokens: length of the image in tokens of the model.
+        tokens: length of the image in the model's tokens.
     """
     short, long = int(config.get("base_image_seq_len") or 256), int(config.get("max_image_seq_len") or 4096)
     low, high = float(config.get("base_shift") or 0.5), float(config.get("max_shift") or 1.15)

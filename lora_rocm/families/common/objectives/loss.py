@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 LOSS_MASK = "loss_mask"
 """Name in the batch of an optional mask: [B, ...], as many dimensions as the distance, broadcastable to it (one
-channel for all). 0 leaves a place out, and what lies between counts as that share of its area."""
+channel for all). 0 excludes a position, and values between 0 and 1 count as that share of its area."""
 
 LOSS_WEIGHTS = "loss_weights"
-"""Like ``LOSS_MASK``, but the mean is taken over all places: a sample with a small mask has a small loss."""
+"""Like ``LOSS_MASK``, but the mean is taken over all positions: a sample with a small mask has a small loss."""
 
 
 def losses(family: ComputesLosses, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Tensor:
@@ -43,7 +43,7 @@ def measured(
 def reduced(prediction: Prediction, mask: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
     """The weighted mean distance of each sample: float32 [B].
 
-    With a mask the mean is taken over the masked area. A sample whose mask is empty has loss 0.
+    With a mask the mean is taken over the masked area. A sample with an empty mask has loss 0.
 
     Args:
         prediction: a weight per sample is multiplied in last.

@@ -1,4 +1,4 @@
-"""Whether the scheduler that comes with a base describes the noise that an objective makes (``schedulers.toml``)."""
+"""Checks that a base's scheduler describes the noise that an objective adds (``schedulers.toml``)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
 from lora_rocm.model_files.models import index_of
 
 BETA_KEYS = ("beta_start", "beta_end", "beta_schedule")
-"""The keys that make the betas, where ``trained_betas`` does not list them."""
+"""The keys that define the betas, unless ``trained_betas`` lists them."""
 MOST = {"shift": 1000, "base_shift": 10, "max_shift": 10, "base_image_seq_len": 1 << 20, "max_image_seq_len": 1 << 20}
 """Number in a flow's scheduler config -> the largest that is plausible."""
 TOKENS = (1, 1 << 16)
-"""Lengths of images between which the shift of a flow has to be a number."""
+"""Lengths of images between which the shift of a flow has to be a valid number."""
 
 
 @dataclass(frozen=True)
 class SchedulerClass:
-    """A scheduler of diffusers, with the betas that it has if its config names none."""
+    """A scheduler of diffusers, with its default betas."""
 
     name: str
     beta_start: float = 0.0001
@@ -37,7 +37,7 @@ class SchedulerClass:
 
 @dataclass(frozen=True)
 class FixedKey:
-    """A key of a scheduler config, and the values besides null that mean the noise that an objective makes."""
+    """A key of a scheduler config, and its values, other than null, that fit the noise of an objective."""
 
     key: str
     texts: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class FixedKey:
 
 @dataclass(frozen=True)
 class Kind:
-    """The schedulers whose noise one objective makes."""
+    """The schedulers that fit the noise of one objective."""
 
     name: str
     title: str
@@ -77,9 +77,9 @@ def kind_named(name: Literal["ddpm", "flow"]) -> Kind:
 
 
 def scheduler_class(source: Source, kind: Kind) -> SchedulerClass:
-    """Return the scheduler class of a base; DDPM's where neither the index of the folder nor the config names one.
+    """Return the scheduler class of a base; DDPM's if neither the folder's index nor the config names one.
 
-    diffusers loads the class of the index, and other programs that of the config. Both have to be listed.
+    diffusers loads the class named in the index, other programs the class named in the config. Both have to be listed.
 
     Raises:
         ModelError: scheduler-unsupported, or an error of reading a config.
@@ -97,8 +97,8 @@ def scheduler_class(source: Source, kind: Kind) -> SchedulerClass:
         if known is None:
             raise ModelError(
                 "scheduler-unsupported",
-                f"The scheduler of the base is {printable(str(named[place]))[:80]!r}, whose noise is not made here. "
-                f"What is trained here is {kind.title}.",
+                f"The scheduler of the base is {printable(str(named[place]))[:80]!r}, which is not supported here. "
+                f"This family is trained with {kind.title}.",
                 where=place,
                 fix=f"Use another base. Known schedulers: {', '.join(each.name for each in kind.classes)}.",
             )
@@ -113,7 +113,7 @@ def _class_notice(source: Source, counts: str) -> tuple[str, ...]:
 
 
 def require_known_keys(source: Source, kind: Kind, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Refuse values that mean other noise than an objective makes; return a notice about keys that nothing knows.
+    """Refuse values that describe other noise than the objective's; return a notice about unknown keys.
 
     Raises:
         ModelError: scheduler-unsupported.
@@ -124,7 +124,7 @@ def require_known_keys(source: Source, kind: Kind, config: Mapping[str, Any]) ->
             raise ModelError(
                 "scheduler-unsupported",
                 f"The scheduler config of the base has {row.key} = {printable(str(config[row.key]))[:40]}, which means "
-                f"another noise than {kind.title} as it is trained here.",
+                f"other noise than {kind.title} as it is trained here.",
                 where=f"{path}: {row.key}",
                 fix="Use another base.",
             )
@@ -133,7 +133,7 @@ def require_known_keys(source: Source, kind: Kind, config: Mapping[str, Any]) ->
     if not unknown:
         return ()
     named = ", ".join(printable(key)[:80] for key in unknown[:3])
-    return (f"The scheduler config of the base has keys that nothing here reads ({len(unknown)}): {named}.",)
+    return (f"The scheduler config of the base has unknown keys, which are ignored ({len(unknown)}): {named}.",)
 
 
 def completed(source: Source, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,12 +150,12 @@ def completed(source: Source, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ddpm_notices(source: Source, published: Mapping[str, Any], chosen_prediction: bool) -> tuple[str, ...]:
-    """Return notices about keys of a DDPM scheduler config that are missing, so that diffusers' defaults count.
+    """Return notices about missing keys of a DDPM scheduler config, for which diffusers' defaults are used.
 
     Args:
         source: the base.
         published: its scheduler config.
-        chosen_prediction: the recipe, or a mark in the file of the base, decides what it predicts.
+        chosen_prediction: the recipe, or a mark in the base's file, sets the prediction type.
 
     Raises:
         ModelError: as ``scheduler_class`` and ``require_known_keys``.
@@ -165,8 +165,8 @@ def ddpm_notices(source: Source, published: Mapping[str, Any], chosen_prediction
     if betas := [key for key in BETA_KEYS if full.get(key) != published.get(key)]:
         values = ", ".join(f"{key}: {full[key]}" for key in betas)
         notices += (
-            f"The scheduler config of the base does not say how much noise a timestep has: diffusers' defaults count "
-            f"({values}). A base that was trained with other noise is spoiled by that.",
+            f"The scheduler config of the base does not specify the noise of a timestep, so diffusers' defaults are "
+            f"used ({values}). Training damages a base that was trained with other noise.",
         )
     if "prediction_type" not in published and not chosen_prediction:
         notices += (
@@ -177,7 +177,7 @@ def ddpm_notices(source: Source, published: Mapping[str, Any], chosen_prediction
 
 
 def check_flow(source: Source) -> tuple[str, ...]:
-    """Refuse a base whose scheduler is not one of flow matching with a usable shift; return notices.
+    """Refuse a base without a flow matching scheduler with a usable shift; return notices.
 
     Raises:
         ModelError: scheduler-unsupported, scheduler-unreadable, or an error of reading a config.
@@ -188,7 +188,7 @@ def check_flow(source: Source) -> tuple[str, ...]:
     for key, problem in _flow_problems(config):
         raise ModelError(
             "scheduler-unreadable",
-            f"The shift of the base's noise levels cannot be made: {problem}.",
+            f"The shift of the base's noise levels cannot be computed: {problem}.",
             where=f"{path}: {key}",
             fix=DOWNLOAD_AGAIN,
         )
@@ -198,7 +198,7 @@ def check_flow(source: Source) -> tuple[str, ...]:
 
 
 def _flow_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (key, what is wrong with its value)."""
+    """Yield (key, fault of its value)."""
     is_dynamic = config.get("use_dynamic_shifting")
     if not isinstance(is_dynamic, bool | None):
         yield "use_dynamic_shifting", "use_dynamic_shifting is neither true nor false"
@@ -213,4 +213,4 @@ def _flow_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     except ArithmeticError:  # two equal lengths, or two so near that the line through them is too steep
         shifts = [0.0]
     if not all(0 < shift < math.inf for shift in shifts):
-        yield "max_image_seq_len", "no line leads through its two lengths and their shifts"
+        yield "max_image_seq_len", "there is no line through its two lengths and their shifts"

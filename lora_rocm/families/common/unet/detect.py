@@ -31,7 +31,7 @@ UNET_PREFIX = "model.diffusion_model."
 MAX_TIMESTEPS = 100_000
 SPACINGS = ("linspace", "leading", "trailing")
 FIX = "Use {} base model or one of its fine-tunes: a diffusers folder, a .safetensors checkpoint or a hub id."
-REFINER = "an SDXL refiner, which makes no images of its own"
+REFINER = "an SDXL refiner, which cannot generate images alone"
 TEXT_KEYS = "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k.weight"
 NO_TEXT = "a UNet alone, without text encoders and VAE"
 
@@ -82,7 +82,7 @@ def _named_beside(source: Source, header: Header) -> str:
     """A notice about tensors of a checkpoint that no component uses, or an empty string."""
     others = beside(header, [part.prefix for part in source.layout.parts.values()])
     named = ", ".join(printable(key)[:100] for key in others[:MAX_NAMED])
-    return f"The base holds tensors that are not used ({len(others)}): {named}." if others else ""
+    return f"The base has tensors that are not used ({len(others)}): {named}." if others else ""
 
 
 def check_scheduler(source: Source, config: Mapping[str, Any], samplers: Collection[str]) -> None:
@@ -91,7 +91,7 @@ def check_scheduler(source: Source, config: Mapping[str, Any], samplers: Collect
     Args:
         source: the base.
         config: its scheduler config with the recipe's choices applied.
-        samplers: of previews, which have to be made from it.
+        samplers: of previews; their schedulers are built from the config.
 
     Raises:
         ModelError: prediction-unknown, scheduler-unreadable.
@@ -100,10 +100,10 @@ def check_scheduler(source: Source, config: Mapping[str, Any], samplers: Collect
     if prediction not in ddpm.PREDICTION_TYPES:
         raise ModelError(
             "prediction-unknown",
-            f"The base says that it predicts {printable(str(prediction))[:40]!r}; what is known here is "
+            f"The base has the prediction type {printable(str(prediction))[:40]!r}. Supported types are "
             f"{' and '.join(ddpm.PREDICTION_TYPES)}.",
             where=f"{path}: prediction_type",
-            fix="Use another base, or set model.prediction_type where you know that the file is wrong.",
+            fix="Use another base, or set model.prediction_type if you know that the file is wrong.",
         )
     try:
         _make_schedules(config, samplers)
@@ -112,14 +112,14 @@ def check_scheduler(source: Source, config: Mapping[str, Any], samplers: Collect
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelError(
             "scheduler-unreadable",
-            f"The noise schedule of the base cannot be made: {printable(first_line)[:200].rstrip('.')}.",
+            f"The noise schedule of the base cannot be computed: {printable(first_line)[:200].rstrip('.')}.",
             where=f"{path}: {key}" if key else str(path),
             fix=DOWNLOAD_AGAIN,
         ) from error
 
 
 def _make_schedules(config: Mapping[str, Any], samplers: Collection[str]) -> None:
-    """Make the noise schedules of training and of previews. Raises one of ``UNFIT_ERRORS`` if that cannot be done."""
+    """Compute the noise schedules of training and previews. Raises one of ``UNFIT_ERRORS`` if that fails."""
     zero_snr = config.get("rescale_betas_zero_snr", False)
     if not 1 < config.get("num_train_timesteps", 1000) <= MAX_TIMESTEPS:
         raise ValueError(f"num_train_timesteps is {config['num_train_timesteps']}")
@@ -127,13 +127,13 @@ def _make_schedules(config: Mapping[str, Any], samplers: Collection[str]) -> Non
         raise ValueError("rescale_betas_zero_snr is neither true nor false")
     levels_T = ddpm.noise_schedule(config, "epsilon", zero_snr).alphas_cumprod_T
     if len(levels_T) != config.get("num_train_timesteps", 1000):
-        raise ValueError(f"trained_betas has {len(levels_T)} numbers, and there are other timesteps")
+        raise ValueError(f"trained_betas has {len(levels_T)} numbers, which is not the number of timesteps")
     if not (torch.isfinite(levels_T).all() and levels_T.min() >= 0 and levels_T.max() <= 1):
-        raise ValueError("the noise that it describes is none")
+        raise ValueError("its signal levels are not between 0 and 1")
     if config.get("timestep_spacing", SPACINGS[0]) not in SPACINGS:  # used by previews
         raise ValueError(f"timestep_spacing is {config['timestep_spacing']}")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # diffusers hands tensors to numpy
+        warnings.simplefilter("ignore")  # diffusers passes tensors to numpy
         for sampler in samplers:
             scheduler_of({**config, "rescale_betas_zero_snr": zero_snr}, sampler).set_timesteps(2)
 
@@ -145,6 +145,7 @@ def _check_folder(source: Source, expected: Expected, registry: Registry) -> Non
         if found is not None and expected.family not in found.families:
             raise _wrong(source, expected, registry, found.title, found.families)
         raise _not_a_model(source)
+    # The pipeline: another family, or a refiner.
     index = read_config(index_path)
     kind = str(index.get("_class_name", ""))
     known = pipeline_of(kind)
@@ -154,9 +155,10 @@ def _check_folder(source: Source, expected: Expected, registry: Registry) -> Non
         raise _wrong(source, expected, registry, what, known.families if known and not is_own else ())
     if not _is_listed(index, "text_encoder") and _is_listed(index, "text_encoder_2"):
         raise _wrong(source, expected, registry, REFINER)
+    # The components: all there, and readable.
     missing = [name for name in source.layout.parts if not (source.folder / name).is_dir()]
     if missing and not is_own:
-        raise _wrong(source, expected, registry, f"a model for {kind}" if kind else "no pipeline that is known here")
+        raise _wrong(source, expected, registry, f"a model for {kind}" if kind else "an unknown pipeline")
     if missing:
         raise ModelError(
             "incomplete-model",
@@ -185,7 +187,7 @@ def _check_single(source: Source, expected: Expected, registry: Registry, header
         if _has(header, UNET_PREFIX):
             raise _incomplete(source, "text encoders")
         if not found:
-            raise _wrong(source, expected, registry, "no checkpoint that is known here")
+            raise _wrong(source, expected, registry, "an unknown checkpoint")
         raise _wrong(source, expected, registry, NO_TEXT if found[0].part == "unet" else found[0].title)
     channels = header.shape(f"{UNET_PREFIX}input_blocks.0.0.weight")
     if channels is None:
@@ -206,16 +208,16 @@ def _check_unet(source: Source, expected: Expected, registry: Registry, config: 
         what = "a UNet without SDXL's text and time conditioning (Stable Diffusion 1.x or 2.x has none)"
         raise _wrong(source, expected, registry, what)
     if not expected.has_sizes and addition is not None:
-        raise _wrong(
-            source, expected, registry, "an SDXL model, or another whose UNet is conditioned on more than text"
-        )
+        raise _wrong(source, expected, registry, "an SDXL model, or another model conditioned on more than text")
     if isinstance(width, int) and width != expected.width:
         other = model_of({TEXT_KEYS: (width, width)})
         if other is not None:
             raise _wrong(source, expected, registry, other.title, [other.family])
     _check_channels(source, expected, registry, config.whole("in_channels", 4))
     if (given := config.whole("out_channels", 4)) != 4:
-        raise _wrong(source, expected, registry, f"a UNet that gives {given} channels, where {expected.title} gives 4")
+        raise _wrong(
+            source, expected, registry, f"a UNet with {given} output channels instead of the 4 of {expected.title}"
+        )
 
 
 def _check_channels(source: Source, expected: Expected, registry: Registry, channels: object) -> None:
@@ -238,27 +240,27 @@ def _check_vae(source: Source, expected: Expected, registry: Registry) -> None:
             "wrong-family",
             f"This is not a VAE of {expected.title}.",
             where=f"model.vae: {source.own['vae']}",
-            fix=f"Leave model.vae out, or give a VAE of {expected.title}.",
+            fix=f"Remove model.vae, or set it to a VAE of {expected.title}.",
         )
 
 
 def _not_a_model(source: Source) -> ModelError:
     files = sorted(path.name for path in source.folder.glob("*.safetensors"))
     if (source.folder.parent / "model_index.json").is_file():
-        fix = f"Give the folder of the whole model: model.name_or_path: {source.folder.parent}"
+        fix = f"Set the folder of the whole model: model.name_or_path: {source.folder.parent}"
     elif files:
-        fix = f"Give the file itself: model.name_or_path: {source.folder / files[0]}"
+        fix = f"Set the file itself: model.name_or_path: {source.folder / files[0]}"
     else:
         pickles = [path.name for suffix in PICKLE_SUFFIXES for path in source.folder.glob(f"*{suffix}")]
         if pickles:
             return ModelError(
                 "pickle-refused",
-                f"This folder holds only pickle files ({pickles[0]}), which can run any program when read.",
+                f"This folder has only pickle files ({pickles[0]}), which can run any program when they are read.",
                 where=f"model.name_or_path: {source.name}",
                 fix="Use the .safetensors edition of the model.",
             )
-        fix = "Give the folder that holds model_index.json."
-    what, where = "This folder is no diffusers model.", f"model.name_or_path: {source.name}"
+        fix = "Set the folder that contains model_index.json."
+    what, where = "This folder is not a diffusers model.", f"model.name_or_path: {source.name}"
     return ModelError("not-a-model", what, where=where, fix=fix)
 
 

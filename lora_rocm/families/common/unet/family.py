@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 PACKED_LAYERS = r"\.transformer_blocks\."
-"""Layers that ``model.quantization`` packs. Those of the time step and of the ResNets are small and stay dense."""
+"""Layers that ``model.quantization`` packs. Layers of the time step and of the ResNets are small and stay dense."""
 
 
 class LdmFamily(LatentFamily):
-    """Implements the part of ``ModelFamily`` that a UNet decides.
+    """Implements the part of ``ModelFamily`` that depends on a UNet.
 
     Attributes:
         expected: marks by which its models are recognised.
@@ -57,7 +57,7 @@ class LdmFamily(LatentFamily):
 
     @abstractmethod
     def conditioning(self, model: LoadedModel, batch: Tensors) -> dict[str, Any]:
-        """The UNet's arguments besides latents and timesteps, in the model's dtype."""
+        """The UNet's arguments except latents and timesteps, in the model's dtype."""
 
     @abstractmethod
     def prompt_arguments(self, model: LoadedModel, batch: Tensors) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ class LdmFamily(LatentFamily):
 
     @property
     def max_tokens(self) -> int:
-        """The tokens that are read of a caption."""
+        """The number of tokens that are read of a caption."""
         section = self.recipe.model
         assert isinstance(section, CheckpointSection), "the spec of a family with a UNet has this section"
         return section.max_token_length
@@ -163,7 +163,7 @@ class LdmFamily(LatentFamily):
         return blocks_of(model.components["unet"])
 
     def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
-        """Recompute the UNet's activations. Those of the text encoders are small and are kept."""
+        """Recompute the UNet's activations. The text encoders' activations are small and are kept."""
         unet: Any = model.components["unet"]
         unet.enable_gradient_checkpointing(run or Recomputing(model, together=True))
 

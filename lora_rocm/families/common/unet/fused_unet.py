@@ -38,15 +38,15 @@ SEGMENT_LENGTH = 3
 def fuse(unet: UNet2DConditionModel, form: Form, channels_last: bool = False) -> None:
     """Fuse the modules. Call it after LoRA is injected and the weights are on their device.
 
-    A second call changes the form of fused modules. Merged projection weights stay merged.
+    A second call changes the kernel backend of fused modules. Merged projection weights stay merged.
 
     Args:
         unet: the UNet.
         form: see ``backend``.
-        channels_last: memory layout of the convolutions' weights, and thereby of all feature maps.
+        channels_last: memory layout of the convolutions' weights, and so of all feature maps.
     """
     for module in unet.modules() if channels_last else ():
-        if isinstance(module, nn.Conv2d) and not module.weight.requires_grad:  # DoRA makes its own views
+        if isinstance(module, nn.Conv2d) and not module.weight.requires_grad:  # DoRA creates its own views
             module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
     adopt_all(unet, FUSED)
     if type(unet.conv_norm_out) is nn.GroupNorm and isinstance(unet.conv_act, nn.SiLU):
@@ -60,7 +60,7 @@ def fuse(unet: UNet2DConditionModel, form: Form, channels_last: bool = False) ->
 
 
 class FusedGroupNorm(nn.GroupNorm):
-    """The UNet's last norm, fused with its SiLU in the Triton form."""
+    """The UNet's last norm, fused with its SiLU if it uses Triton."""
 
     form: Form
 
@@ -71,7 +71,7 @@ class FusedGroupNorm(nn.GroupNorm):
 
 
 class FusedSiLU(nn.SiLU):
-    """The SiLU after ``FusedGroupNorm``; the identity in the Triton form, because the norm has applied it."""
+    """The SiLU after ``FusedGroupNorm``; the identity with Triton, because the norm has applied it."""
 
     form: Form
 
@@ -104,9 +104,9 @@ class FusedGEGLU(GEGLU):
 
 
 class FusedResnet(ResnetBlock2D):
-    """A ResNet block whose norms are fused with their SiLU and the preceding sum.
+    """A ResNet block with norms fused with their SiLU and the preceding sum.
 
-    Biases of its convolutions are added within sums that are computed anyway.
+    Its convolutions' biases are added within sums that are computed anyway.
     """
 
     form: Form
@@ -119,7 +119,7 @@ class FusedResnet(ResnetBlock2D):
         return plain and module.output_scale_factor == 1 and isinstance(module.nonlinearity, nn.SiLU)
 
     def forward(self, x_BCHW: Tensor, temb_BD: Tensor, skip_BCHW: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """As the layer's; ``skip_BCHW`` is concatenated to the channels of ``x_BCHW``."""
+        """As in the base class; ``skip_BCHW`` is concatenated to the channels of ``x_BCHW``."""
         if skip_BCHW is not None:
             x_BCHW = torch.cat([x_BCHW, skip_BCHW], dim=1)
         if kwargs or (self.dropout.p > 0 and self.dropout.training):
@@ -144,7 +144,7 @@ def _convolved(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 class FusedTransformer(Transformer2DModel):
-    """A transformer whose tokens are a view of a channels_last feature map; the residual gradient joins the norm's."""
+    """A transformer on a token view of a channels_last feature map; the residual gradient joins the norm's."""
 
     form: Form
 
@@ -195,7 +195,7 @@ def _on_tokens(layer: nn.Module, x_BSC: Tensor, height: int) -> Tensor:
 
 
 class FusedBlock(BasicTransformerBlock):
-    """A transformer block whose residual sums are fused with the following norms."""
+    """A transformer block with residual sums fused with the following norms."""
 
     form: Form
 
@@ -329,13 +329,13 @@ FUSED: dict[type[nn.Module], Any] = {
 
 
 def merge_projections(attention: Attention) -> None:
-    """Give an attention layer a ``MergedProjections`` if the layer is a plain one."""
+    """Set a ``MergedProjections`` processor on an attention layer if the layer is plain."""
     if type(attention.processor) is AttnProcessor2_0 and _is_plain_attention(attention):
         attention.set_processor(MergedProjections(attention))
 
 
 class MergedProjections:
-    """An attention processor that computes the projections of one input by one product.
+    """An attention processor with one product for all projections of one input.
 
     In self-attention these are query, key and value; in cross-attention key and value of the text.
     """

@@ -1,6 +1,8 @@
-"""UNets of inpainting models: their input is the noisy image, the mask, and the latents of what the mask does not hide.
+"""UNets of inpainting models: their input is the noisy image, the mask, and the latents of the visible part.
 
-The order is that of diffusers' ``StableDiffusionXLInpaintPipeline``. Dimensions: B batch, C channels, H W of latents.
+The order is the same as in diffusers' ``StableDiffusionXLInpaintPipeline``.
+
+Dimensions: B batch, C channels, H W of latents.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ FIRST_LAYER = "model.diffusion_model.input_blocks.0.0.weight"
 
 
 def joined(noisy_BCHW: Tensor, batch: Mapping[str, Tensor], seen_BCHW: Tensor) -> Tensor:
-    """The input of the UNet, [B, CHANNELS, H, W]. ``seen_BCHW``: normalised latents of what is seen."""
+    """The input of the UNet, [B, CHANNELS, H, W]. ``seen_BCHW``: normalised latents of the visible part."""
     return torch.cat([noisy_BCHW, batch[HIDDEN_MASK].to(noisy_BCHW.dtype), seen_BCHW], dim=1)
 
 
 def config_changes(config: Config, tensors: Mapping[str, Sequence[int]]) -> dict[str, object]:
-    """As ``Layout.changed``: a file without a config says by its first layer that it is an inpainting model."""
+    """As ``Layout.changed``: a file without a config is recognised as an inpainting model by its first layer."""
     _, channels, *_ = tensors.get(FIRST_LAYER, (0, 0))
     return {"in_channels": CHANNELS} if channels == CHANNELS else {}
 
@@ -49,15 +51,17 @@ def require_masks_read(channels: int, sample: SampleSection) -> None:
     """
     masked = [sample.key_of("mask", *each[:2]) for each in sample.numbered() if each[2].mask]
     if masked and channels != CHANNELS:
-        what = f"This base reads no masks: its UNet takes {channels} channels, and one for inpainting {CHANNELS}."
+        what = (
+            f"This base reads no masks: its UNet has {channels} input channels, but an inpainting UNet has {CHANNELS}."
+        )
         fix = "Remove the masks and their control images, or train an inpainting base."
         raise ModelError("masks-unused", what, where=dotted(masked[0]), fix=fix)
 
 
 def seen_and_hidden(request: PreviewRequest) -> tuple[Tensor, Tensor]:
-    """Pixels [3, H, W] in [-1, 1] of what a preview shows the model, and [1, H, W]: 1.0 where it is to draw, else 0.0.
+    """(pixels [3, H, W] in [-1, 1] that a preview shows the model, [1, H, W]: 1.0 where it has to draw, else 0.0).
 
-    The image is scaled to cover the preview and cropped at the centre, and its mask with it. Without a mask all is
+    The image and its mask are scaled to cover the preview and cropped at the centre. Without a mask, everything is
     hidden.
 
     Raises:
@@ -79,16 +83,17 @@ def seen_and_hidden(request: PreviewRequest) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def given(unet: nn.Module, seen_BCHW: Tensor, hidden_BCHW: Tensor) -> Iterator[None]:
-    """Inside the context the UNet takes noisy latents alone, once or several times B of them.
+    """Inside the context the UNet takes only noisy latents, B or a multiple of B.
 
-    ``seen_BCHW``: normalised latents of what is seen. ``hidden_BCHW``: 1.0 where it draws.
+    ``seen_BCHW``: normalised latents of the visible part. ``hidden_BCHW``: 1.0 where it draws.
     """
 
     def join(
         module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[Tensor, ...], dict[str, object]]:
         noisy_BCHW, *rest = args
-        times = (len(noisy_BCHW) // len(seen_BCHW), 1, 1, 1)  # twice with guidance: without the prompt, then with it
+        # twice with guidance: without the prompt, then with the prompt
+        times = (len(noisy_BCHW) // len(seen_BCHW), 1, 1, 1)
         hidden = {HIDDEN_MASK: hidden_BCHW.repeat(times)}
         return (joined(noisy_BCHW, hidden, seen_BCHW.to(noisy_BCHW.dtype).repeat(times)), *rest), kwargs
 

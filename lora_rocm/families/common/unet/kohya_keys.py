@@ -1,7 +1,7 @@
 """Module names of SDXL and Stable Diffusion, and their names in other programs.
 
-kohya, ComfyUI and A1111 name UNet blocks as the original (sgm) code counts them: one running number over all layers of
-the downward path (input_blocks), the middle, and the upward path (output_blocks). The map is derived from the UNet's
+kohya, ComfyUI and A1111 number UNet blocks like the original (sgm) code: one running number over all layers of the
+downward path (input_blocks), the middle, and the upward path (output_blocks). The map is derived from the UNet's
 config.
 """
 
@@ -85,7 +85,7 @@ def _inner(kind: str, rest: str) -> str:
 def kohya_key(component: str, module: str, unet_config: Config) -> str:
     """The kohya name of a module, without ``.lora_down.weight``.
 
-    transformers 5 moved the layers of CLIPTextModel up by one level, but not those of CLIPTextModelWithProjection.
+    transformers 5 moved the layers of CLIPTextModel up by one level, but not the layers of CLIPTextModelWithProjection.
     kohya's names have ``text_model`` in both.
     """
     if component == "unet":

@@ -1,4 +1,4 @@
-"""UNets and CLIP text encoders in the names of the original release, whose checkpoints hold all components."""
+"""UNets and CLIP text encoders with the names of the original release. Its checkpoints hold all components."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def sample_images(
     rounding. The float32 VAE is loaded after denoising and freed at the end.
 
     Args:
-        source: the base, from which the VAE is loaded.
+        source: the base with the VAE.
         scheduler_config: with prediction_type and rescale_betas_zero_snr resolved.
         model: the live model; it is left unchanged.
         requests: the images to sample.
@@ -99,7 +99,7 @@ def scheduler_of(scheduler_config: Mapping[str, Any], sampler: str) -> Any:
 def _given(
     source: Source, model: LoadedModel, requests: Sequence[PreviewRequest], space: LatentSpace, in_tiles: bool
 ) -> AbstractContextManager[None]:
-    """A context in which an inpainting model draws what the masks hide, or all; nothing for another model."""
+    """A context in which an inpainting model draws the hidden part, or everything; empty for other models."""
     if source.config("unet").whole("in_channels", 4) != inpainting.CHANNELS:
         return nullcontext()
     files = [tuple(sorted(request.inputs.items())) for request in requests]

@@ -1,4 +1,4 @@
-"""Attention whose queries and keys are normed and turned, over one stream of tokens or two that are joined.
+"""Attention with normalised and rotated queries and keys, over one stream of tokens or two that are joined.
 
 Dimensions: B batch, S tokens, H heads, D width of a head.
 """
@@ -22,7 +22,7 @@ from lora_rocm.kernels.rotary import Rotation, norm_rotary
 class Stream:
     """Projections and norms of one stream of tokens.
 
-    names: of the attention's layers that make queries, keys and values, and of the norms of queries and keys.
+    names: of the attention's layers for queries, keys and values, and of the norms of queries and keys.
     """
 
     def __init__(self, attention: nn.Module, names: Sequence[str], norms: Sequence[str]) -> None:
@@ -46,7 +46,7 @@ class Stream:
 class TurnedAttention:
     """The common part of attention processors with one product for query, key and value of each stream.
 
-    library: the processor of diffusers that it replaces.
+    library: the processor of diffusers that this one replaces.
     """
 
     library: ClassVar[type[Any]]
@@ -56,13 +56,13 @@ class TurnedAttention:
         self.streams = [Stream(attention, ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))]
 
     def of_streams(self, attention: Any, inputs: Sequence[Tensor], rotation: Rotation, mask: Tensor | None) -> Tensor:
-        """What the tokens of all streams, one after the other, see: [B, S, H * D], before the projection of the output.
+        """Attention over the concatenated tokens of all streams: [B, S, H * D], before the output projection.
 
         Args:
             attention: has the layers that the streams name.
             inputs: the tokens of each stream, [B, S, inputs].
             rotation: of the tokens of all streams.
-            mask: [B, S] of keys that count, or anything that PyTorch's attention takes.
+            mask: [B, S], true for keys that count, or any mask that PyTorch's attention accepts.
         """
         pairs = zip(self.streams, inputs, strict=True)
         queries, keys, values = zip(
@@ -73,7 +73,7 @@ class TurnedAttention:
         return attended(turned_q, turned_k, made(_joined, values), mask)
 
     def turned(self, heads: Sequence[Tensor], norms: Sequence[Any], rotation: Rotation) -> Made:
-        """Queries or keys of streams, [B, S, H, D] each, joined, normed and turned."""
+        """Queries or keys of streams, [B, S, H, D] each, after joining, normalisation and rotation."""
 
         def turn(given: Sequence[Tensor]) -> Tensor:
             return norm_rotary([*zip(given, weights, strict=True)], norms[0].eps, rotation, self.form)
@@ -90,7 +90,7 @@ class TurnedAttention:
 
 
 def attended(query: Made, key: Made, value: Made, mask: Tensor | None) -> Tensor:
-    """Attention without the projection of its output: [B, S, H * D]. Its inputs, [B, S, H, D], are not kept."""
+    """Attention without the output projection: [B, S, H * D]. Its inputs, [B, S, H, D], are recomputed, not kept."""
     mask = mask[:, None, None] if mask is not None and mask.ndim == 2 else mask
     q, k, v = (tensor.transpose(1, 2) for tensor, _ in (query, key, value))
     with made_again(query, key, value):
@@ -107,7 +107,7 @@ def fuse_blocks(
     classes: Mapping[type[nn.Module], Any],
     attentions: Mapping[str, type[TurnedAttention]],
 ) -> None:
-    """Fuse the blocks, and the attentions that they have under these names. A second call changes the form.
+    """Fuse the blocks and their attention modules with these names. A second call changes the kernel backend.
 
     Call it after LoRA is injected and the weights are on their device.
     """

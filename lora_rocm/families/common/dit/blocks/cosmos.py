@@ -1,4 +1,4 @@
-"""The blocks of Cosmos-Predict2, which Anima has: modulated LayerNorms and gated branches, text by cross-attention.
+"""The blocks of Cosmos-Predict2, used by Anima: modulated LayerNorms, gated branches, text by cross-attention.
 
 In float16 the residual stream is float32 from the first block to the last norm.
 
@@ -51,12 +51,12 @@ class SelfAttention(TurnedAttention):
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
             return output
-        cos, sin = (turn.chunk(2, dim=1)[0] for turn in image_rotary_emb)  # each number stands there twice
+        cos, sin = (turn.chunk(2, dim=1)[0] for turn in image_rotary_emb)  # each number is in the table twice
         return self.of_one(attn, hidden_states, Rotation(cos, sin, interleaved=False), attention_mask)
 
 
 class CrossAttention(TurnedAttention):
-    """The processor of attention to the text, whose keys and values are one product."""
+    """The processor of attention to the text, with one product for keys and values."""
 
     library = CosmosAttnProcessor2_0
 
@@ -81,7 +81,7 @@ class CrossAttention(TurnedAttention):
 
 
 class FusedBlock(CosmosTransformerBlock):
-    """A block whose residual sums are computed with the norms after them."""
+    """A block with residual sums fused with the following norms."""
 
     form: Form
 
@@ -128,7 +128,7 @@ class FusedBlock(CosmosTransformerBlock):
 
 
 class FusedFinalNorm(CosmosAdaLayerNorm):
-    """The norm after the blocks, whose output has the dtype of its weights."""
+    """The norm after the blocks; its output has the dtype of its weights."""
 
     form: Form
 

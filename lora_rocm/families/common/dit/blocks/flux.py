@@ -1,4 +1,4 @@
-"""The blocks of FLUX.1: modulated LayerNorms, gated branches, text and image in streams of their own and then in one.
+"""The blocks of FLUX.1: modulated LayerNorms, gated branches, text and image in two streams and then in one.
 
 In float16 the residual streams are float32 from the first block to the last norm.
 
@@ -63,7 +63,7 @@ class JointAttention(TurnedAttention):
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
             return output
-        cos, sin = (turn[:, ::2] for turn in image_rotary_emb)  # each number stands there twice
+        cos, sin = (turn[:, ::2] for turn in image_rotary_emb)  # each number is in the table twice
         inputs = [hidden_states] if encoder_hidden_states is None else [encoder_hidden_states, hidden_states]
         mixed = self.of_streams(attn, inputs, Rotation(cos, sin, interleaved=True), attention_mask)
         if encoder_hidden_states is None:
@@ -73,7 +73,7 @@ class JointAttention(TurnedAttention):
 
 
 class FusedDoubleBlock(FluxTransformerBlock):
-    """A block of two streams, whose residual sums are computed with the norms after them."""
+    """A block of two streams, with residual sums fused with the following norms."""
 
     form: Form
 
@@ -101,21 +101,21 @@ class FusedDoubleBlock(FluxTransformerBlock):
         return text_out, image_out
 
     def _started(self, norm: Any, x_BSD: Tensor, temb_BD: Tensor) -> tuple[Tensor, Made, tuple[Tensor, ...]]:
-        """(tokens, tokens normed for attention, the gates and the modulation that are left)."""
+        """(tokens, tokens normalised for attention, remaining gates and modulation)."""
         shift, scale, *rest = norm.linear(norm.silu(temb_BD)).chunk(6, dim=1)
         rows = _modulated(norm.norm, scale, shift)
         x_BSD, normal = add_norm(x_BSD, None, rows, self.form)
         return x_BSD, (normal, normal_again(x_BSD, rows, self.form)), tuple(rest)
 
     def _ended(self, x_BSD: Tensor, y_BSD: Tensor, rows_BD: tuple[Tensor, ...], norm: Any, mlp: nn.Module) -> Tensor:
-        """Add what attention gave, then what the feed-forward layer gives."""
+        """Add the output of attention, then the output of the feed-forward layer."""
         gate, shift, scale, mlp_gate = rows_BD
         x_BSD, normal = add_norm(x_BSD, Branch(y_BSD, gate), _modulated(norm, scale, shift), self.form)
         return add_branch(x_BSD, Branch(mlp(normal), mlp_gate), self.form)
 
 
 class FusedSingleBlock(FluxSingleTransformerBlock):
-    """A block of one stream, whose norm is computed with its modulation."""
+    """A block of one stream, with the norm fused with its modulation."""
 
     form: Form
 
@@ -143,14 +143,14 @@ class FusedSingleBlock(FluxSingleTransformerBlock):
         x, normal = add_norm(joined, None, rows, self.form)
         with made_again((normal, normal_again(x, rows, self.form))):
             y = self.attn(hidden_states=normal, image_rotary_emb=image_rotary_emb)
-            inner = self.proj_mlp(normal)  # last: its gradient is used before attention needs memory for its own
+            inner = self.proj_mlp(normal)  # last: its gradient is freed before attention's backward pass needs memory
         x = add_branch(x, Branch(self._out(y, inner), gate), self.form)
         text, image = x.split(tokens, dim=1)
         return text, image
 
     def _out(self, y_BSD: Tensor, inner_BSN: Tensor) -> Tensor:
-        """The projection of what attention and the feed-forward layer give."""
-        if type(self.proj_out) is nn.Linear:  # two products, so that neither they nor their gradients are joined
+        """The projection of the outputs of attention and the feed-forward layer."""
+        if type(self.proj_out) is nn.Linear:  # two products, so that neither inputs nor gradients are concatenated
             weight_y, weight = self.proj_out.weight.split([y_BSD.shape[2], inner_BSN.shape[2]], dim=1)
             of_y = F.linear(y_BSD, weight_y, self.proj_out.bias).flatten(0, 1)
             return of_y.addmm(activated("gelu-tanh", self.form, inner_BSN).flatten(0, 1), weight.t()).view_as(y_BSD)
@@ -161,7 +161,7 @@ class FusedSingleBlock(FluxSingleTransformerBlock):
 
 
 class FusedFinalNorm(AdaLayerNormContinuous):
-    """The norm after the blocks, whose output has the dtype of its weights."""
+    """The norm after the blocks; its output has the dtype of its weights."""
 
     form: Form
 
@@ -179,7 +179,7 @@ def _joined(text_BSD: Tensor, image_BSD: Tensor) -> Tensor:
     parts = (text_BSD, image_BSD)
     whole = None if torch.compiler.is_compiling() else image_BSD._base
     if whole is not None and whole is text_BSD._base and whole.ndim == 3:
-        tracked = whole.requires_grad and torch.is_grad_enabled()  # what is recomputed starts anew from its inputs
+        tracked = whole.requires_grad and torch.is_grad_enabled()  # recomputed blocks restart from their inputs
         tokens = [part.shape[1] for part in parts]
         if whole.shape[1] == sum(tokens) and all((part.grad_fn is not None) is tracked for part in parts):
             pairs = zip(whole.split(tokens, dim=1), parts, strict=True)

@@ -15,7 +15,7 @@ ACTIVATIONS: dict[str, Activation] = {"none": "gelu", "tanh": "gelu-tanh"}
 
 
 class FusedGelu(GELU):
-    """The layer, whose product is used for nothing but its activation."""
+    """The layer, with an in-place activation, because its product is used nowhere else."""
 
     form: Form
 

@@ -68,7 +68,7 @@ class FusedFeedForward(FeedForward):
 
 
 class FusedBlock(ZImageTransformerBlock):
-    """A block whose residual sums are computed with the norms on both sides of them."""
+    """A block with residual sums fused with the norms before and after them."""
 
     form: Form
 
