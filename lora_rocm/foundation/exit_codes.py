@@ -26,7 +26,7 @@ def exit_code_of(
 
     Args:
         command: returns its exit code; None counts as 0.
-        outlives_output: keep running if standard output cannot be written. The command's results lie elsewhere.
+        outlives_output: keep running if standard output cannot be written. The command's results go elsewhere.
         report: reports the error with which the command ends.
     """
     error: LoraRocmError
@@ -44,7 +44,7 @@ def exit_code_of(
     except MemoryError:
         fix = "Close other programs, or raise the limit (ulimit -v)."
         error = MachineError("main-memory-full", "The main memory is used up.", fix=fix)
-    except Exception as raised:  # the edge of the process: told in a sentence and kept in a file
+    except Exception as raised:  # the edge of the process: one sentence for the user, the traceback in a file
         with tempfile.NamedTemporaryFile(
             "w", prefix="lora-rocm-", suffix=".txt", delete=False, encoding="utf-8"
         ) as file:
@@ -59,6 +59,6 @@ def exit_code_of(
 
 
 def _without_reader() -> int:
-    """Replace a standard output whose reader is gone, at which Python would complain at exit; returns the exit code."""
+    """Replace a standard output that lost its reader, and return the exit code. Otherwise Python complains at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return StoppedError.exit_code
