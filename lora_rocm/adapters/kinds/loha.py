@@ -1,7 +1,7 @@
 """LyCORIS' LoHa (arXiv 2108.06098): each weight's change is ``scale * (w1 * w2)``, entry by entry, of two products.
 
-A rank of R in each product gives a change of rank up to R * R. The layers are PEFT's; they build the change of a
-weight in each forward pass, and rebuild it in the backward pass. As in LyCORIS (``lycoris/modules/loha.py``) the kernel of a
+A rank of R in each product gives a change of rank up to R * R. The layers are PEFT's; they build the change of a weight
+in each forward pass, and rebuild it in the backward pass. As in LyCORIS (``lycoris/modules/loha.py``) the kernel of a
 convolution counts as inputs, the scale is alpha / rank, and ``w2_a`` starts at zero.
 
 Dimensions: a weight [O, I, ...] has w1_a and w2_a [O, R], w1_b and w2_b [R, I * ...].

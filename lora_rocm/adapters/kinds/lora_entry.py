@@ -112,7 +112,7 @@ class LoraEntry(Entry):
         return 2 * stretch * bound + CANCELLATION * (norm_of(weight) + norm_of(self.magnitude))
 
     def of_base_norm(self, weight: Tensor) -> LoraEntry:
-        """Return the entry with the same effect for readers that take DoRA's norm from the base weight, as ComfyUI does.
+        """Return the entry with the same effect for readers that take DoRA's norm from the base weight, like ComfyUI.
 
         ComfyUI computes ``m * (W + update) / ||W||`` (``comfy/weight_adapter/base.py``), so ``m`` is multiplied by
         ``||W|| / ||W + update||``.

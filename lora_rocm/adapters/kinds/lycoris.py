@@ -204,8 +204,8 @@ class OutputEntry(Entry):
 class OutputLayer(LycorisLayer, BaseTunerLayer):
     """A layer of a kind that changes the base layer's output; PEFT lacks such layers. Its tensors start at zero.
 
-    A change ``D W`` of a weight ``W`` changes the output by ``D`` times the output without the bias. Input dropout is applied to
-    that output.
+    A change ``D W`` of a weight ``W`` changes the output by ``D`` times the output without the bias. Input dropout
+    is applied to that output.
     """
 
     other_param_names = ("r", "alpha", "scaling")

@@ -134,7 +134,7 @@ class OftLayer(OutputLayer):
 
     @classmethod
     def sizes(cls, rows: int, r: int) -> dict[str, tuple[int, ...]]:
-        """Return the size by LyCORIS' rule: blocks of at most ``r`` rows, and at least as many blocks as rows per block."""
+        """Return the size by LyCORIS' rule: at most ``r`` rows per block, and no fewer blocks than rows per block."""
         height, count = sorted(factorization(rows, r))
         return {BLOCKS: (count, height, height)}
 
