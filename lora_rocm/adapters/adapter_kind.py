@@ -197,4 +197,5 @@ class AdapterKind(ABC):
 
 
 def _read(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    # A copy waits for the device. It is needed on the CPU too, because training changes the tensors in place.
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

@@ -47,7 +47,7 @@ class EntrySpec:
     """One cached entry of a sample.
 
     name: unique in a family; also the name of its folder in the cache.
-    inputs: the inputs that it is encoded from: IMAGE, CAPTION, or a companion of the image (``companion_inputs``). There
+    inputs: the inputs that it encodes: IMAGE, CAPTION, or a companion of the image (``companion_inputs``). There
         is one entry per view (mirrored or not) of an image or companion and per variant of a caption; with both, one
         per pair.
     tensors: the cached tensors by name, without a batch dimension.

@@ -151,6 +151,7 @@ class LeftOut:
 
     def notices(self, exclusion: Patterns, inclusion: Patterns) -> list[str]:
         """Notices about the skipped files, and about patterns that matched nothing."""
+        # Unsupported formats and unused companions.
         said = [_say_format(found, names) for found, names in self.formats.items()]
         said += [
             _say_companion(companion, names)
@@ -170,6 +171,7 @@ class LeftOut:
                 f"{are} skipped: the name does not end like an image ({some(self.unknown)}). An image needs the "
                 "extension of its format (.png, .jpg, ...)."
             )
+        # Patterns of the recipe.
         if self.excluded:
             said.append(f"Excluded by {self.key('exclude')}: {some(self.excluded)}.")
         if self.others:
@@ -178,6 +180,7 @@ class LeftOut:
         for name, patterns in (("exclude", exclusion), ("include", inclusion)):
             if unused := [legible(each) for each in patterns.unused]:
                 said.append(f"{self.key(name)}: nothing here matches {some(unused)}.")
+        # Folders and links.
         if self.caption_folders:
             have = counted(self.caption_folders, "folder is named like a caption", "folders are named like captions")
             said.append(f"{have}; no caption is read from there: {some(self.caption_folders)}.")

@@ -30,6 +30,7 @@ def exit_code_of(
         report: reports the error with which the command ends.
     """
     error: LoraRocmError
+    # Run the command, and turn every exception into one of our errors.
     try:
         with outliving_stdout() if outlives_output else nullcontext():
             return command() or 0
@@ -51,6 +52,7 @@ def exit_code_of(
             traceback.print_exc(file=file)
         what = f"This is a bug in lora-rocm: {type(raised).__name__}: {raised}"
         error = MachineError("bug", what, where=file.name, fix="Please report it with that file attached.")
+    # Report it; standard error may be gone, too.
     try:
         report(error)
     except OSError:

@@ -65,6 +65,7 @@ def parse_header(file: BinaryIO, num_bytes: int) -> tuple[dict[str, TensorEntry]
         DamagedHeader: the header is invalid, or does not match the size.
         OSError: it cannot be read.
     """
+    # Read the JSON header.
     start = file.read(8)
     if (kind := next((kind for first, kind in FOREIGN.items() if start.startswith(first)), None)) is not None:
         raise OtherFile(kind)
@@ -82,6 +83,7 @@ def parse_header(file: BinaryIO, num_bytes: int) -> tuple[dict[str, TensorEntry]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f": {error}" if isinstance(error, BadJson) else ""
         raise DamagedHeader(f"its header is not readable{why}") from error
+    # Check that the tensors cover the data without gaps and overlaps.
     at = 8 + length
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.dtype not in DTYPE_BYTES:

@@ -268,11 +268,13 @@ class Items(Lazy[Item]):
 
     def _item(self, sample: Sample, row: Mapping[str, Any]) -> Item:
         """Build an item from a sample and its row of the table."""
+        # Crop and views.
         options, geometry = sample.options, None
         if CUT in row:
             geometry = _geometry(sample, {**row, CUT: np.frombuffer(row[CUT], np.int32)})
         views = views_of(options)[: 1 if self.held_out else None]
         num_views = len(views)
+        # Cache keys by entry, and the content that identifies the data.
         num_captions, keys, content = 1, dict[str, Grid](), list[tuple[str, ...]]()
         for entry in self.entries:
             flat = keys_in(row[f"key {entry.name}"])

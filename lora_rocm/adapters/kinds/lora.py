@@ -139,6 +139,7 @@ class LoraAdapter(Adapter):
         nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=rng)
         up.zero_()
         if lora.init not in ("default", "eva"):
+            # On the CPU in float32, so that a start has the same values on every device.
             weight = dense_weight(layer.get_base_layer()).detach().cpu().float().flatten(1)
             first, last = factors(lora.init, weight, len(down), trained_scale(layer), rng)
             down[: len(first)] = first.reshape(len(first), *down.shape[1:])
@@ -250,7 +251,7 @@ class LoraAdapter(Adapter):
         return {
             name: entry.of_base_norm(dense_weight(self.modules[name][2].get_base_layer()).cpu())
             for name, entry in entries.items()
-        }
+        }  # entries are on the CPU, so each weight is copied there
 
     @property
     def needs_float32(self) -> bool:

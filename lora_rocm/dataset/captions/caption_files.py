@@ -81,7 +81,7 @@ class CaptionFiles:
     def settle(self, images: Iterable[Path], left_out: Collection[str]) -> list[str]:
         """Decide which image each file belongs to; returns notices about files of no image, and about several of one.
 
-        With the endings .txt and _2.txt, a_2.txt has the longer ending. Next to an a_2.png it is not a caption of a.png.
+        With the endings .txt and _2.txt, a_2.txt has the longer ending. Next to a_2.png it is not a caption of a.png.
 
         Args:
             images: the images that are trained on.

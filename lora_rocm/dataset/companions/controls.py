@@ -97,6 +97,7 @@ class Controls:
         Raises:
             DataError: an image has no control image, or two files have the same name.
         """
+        # Refuse missing and ambiguous control images, place by place.
         for place, without in zip(self._places, self._without, strict=True):
             if isinstance(place, str):
                 where, fix = (
@@ -121,6 +122,7 @@ class Controls:
                     where=shown(doubles[0][1]),
                     fix="Remove one of each pair.",
                 )
+        # Report unused files and files outside of the dataset.
         said = [notice for files in self._files.values() for notice in files.notices()]
         if self._outside and os.path.exists(os.path.expanduser(self._options.dataset or "")):
             lie = counted(self._outside, "control image is", "control images are")

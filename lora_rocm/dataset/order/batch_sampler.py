@@ -196,7 +196,8 @@ class BatchPlan:
         rank: this rank.
         by_length: group captions of one length into micro-batches, if mixed lengths need a mask.
         one_bucket_updates: use the order of runs that did not store an order in checkpoints. All micro-batches of an
-            update come from one bucket, and missing samples are padded. With one micro-batch per update both orders are the same.
+            update come from one bucket, and missing samples are padded. With one micro-batch per update both orders
+            are the same.
     """
 
     def __init__(

@@ -141,6 +141,7 @@ def refuse_in_row(row: RowCells, *, read: Collection[str] = (), beside_text: boo
     """
     said, answers = dict[str, bool](), [row.unread(column) for column in ANSWER_COLUMNS if column in row]
     is_chosen = any(says(each) and each == row.unread("chosen") for each in answers)
+    # Apply, refuse or report each column about the loss.
     for column in (column for column in row if column not in read):
         meaning, value = meaning_of(str(column)), row.unread(column)
         if meaning is None or (beside_text and spelled(column) in map(spelled, meaning.beside_text)):
@@ -161,6 +162,7 @@ def refuse_in_row(row: RowCells, *, read: Collection[str] = (), beside_text: boo
             row[column]
         elif not meaning.is_data(name, value):
             raise meaning.refusal(name, value, "The row")
+    # Refuse a row that these columns exclude from training.
     if _agreed(said, "The row") is False:
         column = next(iter(said))
         what = f"Its column {column:.60} is {row.unread(column)!a:.20}: it is excluded from training."

@@ -346,6 +346,7 @@ def _pair_of_texts(prompt: str | None, chosen: str, rejected: str) -> Pair:
 
 
 def _pair_of_messages(row: RowCells, prompt: object, answers: Sequence[object]) -> Pair:
+    # Convert prompt and answers to messages.
     begin = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     before = _messages(row, begin or [], "The prompt")
     sides = list[list[dict[str, Any]]]()
@@ -355,6 +356,7 @@ def _pair_of_messages(row: RowCells, prompt: object, answers: Sequence[object]) 
         last = sides[-1][-1] if sides[-1] else {"content": ""}
         if not last.get("tool_calls"):
             _require(last["content"], f"The {name} answer")
+    # Find the messages that both answers share.
     most = min(map(len, sides)) - 1
     shared = next((n for n in range(most) if sides[0][n] != sides[1][n]), most)
     if shared and (isinstance(prompt, str) or before == sides[0][: len(before)]):
@@ -364,6 +366,7 @@ def _pair_of_messages(row: RowCells, prompt: object, answers: Sequence[object]) 
     if any(len(side) != shared + 1 or side[-1]["role"] != ANSWERS for side in sides):
         what = "The prompts of chosen and rejected differ, or more than one message of the assistant differs."
         raise UnusableText(what, "Give answers of one message after the same messages.")
+    # Both answers have to count in the loss.
     excluded = [
         name for name, side in zip(("chosen", "rejected"), sides, strict=True) if not side[-1].get(TRAINED, True)
     ]

@@ -206,6 +206,7 @@ def walk(
     left_out, inclusion, exclusion = LeftOut(beside, key), Patterns(include), Patterns(exclude)
     other_captions = {suffix: Names[None]() for suffix in CAPTION_SUFFIXES if suffix not in folder.captions.endings}
     metadata_files, taken = list[tuple[Path, str]](), set[str]()
+    # Sort the files by kind.
     for path, real in _files(folder, left_out, exclusion, recursive, skip):
         stem, suffix, name = os.path.splitext(path)[0], path.suffix.lower(), path.name.lower()
         if suffix in wanted:
@@ -218,6 +219,7 @@ def walk(
             left_out.no_image(real, stem, suffix)
             if suffix in other_captions:
                 other_captions[suffix][stem] = None
+    # Choose the images, and pair them with caption files.
     folder.relatives = sorted(folder.relatives + left_out.settle_pairs(str(root), folder.relatives))
     folder.relatives = in_videos(folder.relatives) if videos else folder.relatives
     folder.notices += left_out.notices(exclusion, inclusion)
@@ -226,6 +228,7 @@ def walk(
     _leave_out_unwanted(folder)
     if not folder.relatives:
         raise _no_images(folder, left_out, num_found)
+    # Read the metadata of the images that are left.
     _say_other_captions(folder, other_captions)
     _read_metadata(folder, tables, metadata_files)
     return folder
@@ -434,6 +437,7 @@ def _read_metadata(folder: Folder, tables: Tables, files: Sequence[tuple[Path, s
     """Read metadata files, and add notices for rows and files that could not be used."""
     if not tables.json_file and not (files and tables.has_columns):
         return
+    # Read the rows by image.
     positions = Names((real, position) for position, (_, real) in enumerate(folder.relatives))
     found = Metadata(
         tables.caption_column or "",
@@ -454,6 +458,7 @@ def _read_metadata(folder: Folder, tables: Tables, files: Sequence[tuple[Path, s
             folder.lasting &= isinstance(error, PermissionError)
     found.positions = Names()  # frees memory: there may be a million
     folder.metadata = found
+    # Report unusable rows, and images with two sources of captions.
     both = few()
     if folder.captions:
         for position, (path, relative) in enumerate(folder.images):
@@ -481,8 +486,8 @@ def read_caption(path: Path) -> str:
 def read_captions(path: Path, unread: NameCount) -> tuple[str, ...]:
     """The captions of a caption file: its text, or the captions in a ``.json`` file.
 
-    JSON captions are a text, a list of texts, or an object with one of these under "captions" or "caption". Other keys of
-    the object are added to ``unread``.
+    JSON captions are a text, a list of texts, or an object with one of these under "captions" or "caption". Other keys
+    of the object are added to ``unread``.
 
     Raises:
         OSError, UnicodeDecodeError: see ``read_caption``.

@@ -165,6 +165,7 @@ class Metadata:
         return said
 
     def _take(self, row: Mapping[str, Any], folder: str) -> None:
+        # Find the image of the row.
         name = row.get(FILE_COLUMN)
         if not isinstance(name, str) or not name:
             raise BadRow(f"no {FILE_COLUMN}")
@@ -173,6 +174,7 @@ class Metadata:
             self.unknown.append(legible(name))
             return
         position = found[1]
+        # Take its values, and then its captions.
         self._take_given(row, position)
         self._count_unread(row)
         if not self.column and row.get("") is None:

@@ -435,6 +435,7 @@ def _say_captions(found: _Findings) -> None:
     extension = options.caption_extension
     endings = extension if isinstance(extension, str) else " or ".join(extension)
     where = f"{options.path or options.dataset}: {some(missing)}"
+    # Refuse missing captions that have no fallback.
     if missing and options.caption_fallback == "error":
         raise DataError(
             "caption-missing",
@@ -449,6 +450,7 @@ def _say_captions(found: _Findings) -> None:
             where=where,
             fix="Set data.trigger_word, or another data.caption_fallback.",
         )
+    # Report or refuse unfinished captions.
     if found.placeholders:
         what = f"{_have(found.placeholders)} a caption with {PLACEHOLDER} and no trigger word for it"
         found.notices.append(f"{what}: {some(found.placeholders)}. Set data.trigger_word.")

@@ -253,6 +253,7 @@ def _of_folder(
     )
     notes.notices += folder.notices
     notes.lasting &= folder.lasting
+    # Read each text.
     progress = Progress("sizes", len(folder.relatives), report, quiet_s=QUIET_S)
     for relative, real in folder.relatives:
         progress.step()
