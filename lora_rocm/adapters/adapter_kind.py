@@ -192,7 +192,7 @@ class AdapterKind(ABC):
         """Return the ``ss_network_`` metadata of a kohya file."""
 
     def reader_notice(self) -> str:
-        """A notice that a program will refuse the files of this adapter; empty if none is known to."""
+        """A notice about a program that refuses the files of this adapter; empty if none is known."""
         return ""
 
 

@@ -168,7 +168,7 @@ class LeftOut:
         if self.unknown:
             are = counted(self.unknown, "file is", "files are")
             said.append(
-                f"{are} skipped: the name does not end like an image ({some(self.unknown)}). An image needs the "
+                f"{are} skipped, because no image ends like that: {some(self.unknown)}. An image needs the "
                 "extension of its format (.png, .jpg, ...)."
             )
         # Patterns of the recipe.
@@ -186,7 +186,9 @@ class LeftOut:
             said.append(f"{have}; no caption is read from there: {some(self.caption_folders)}.")
         if self.unreachable:
             links = counted(self.unreachable, "link leads", "links lead")
-            said.append(f"{links} to a place without read permission: {some(self.unreachable)}. Skipped.")
+            said.append(
+                f"{links} to a place without read permission, so nothing is read there: {some(self.unreachable)}."
+            )
         return said
 
 

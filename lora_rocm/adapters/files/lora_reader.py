@@ -187,9 +187,7 @@ def _entries(
                 raise ValueError(f"{each.key} and {modules[name].key} are the same module")
     count = len(modules) + len(unknown)
     if not count and not any(found.norms for _, found in read):
-        raise file_error(
-            "lora-empty", "This file contains no LoRA.", path, "Give a LoRA file; base models go in model."
-        )
+        raise file_error("lora-empty", "This file holds no LoRA.", path, "Give a LoRA file; base models go in model.")
     if unknown:
         raise _of_another_model(family, sorted(unknown), path, count, known=[m.key for m in modules.values()])
     fitting = {**shapes, **table.shapes, **original.shapes, **whole_qkv.shapes}
@@ -269,7 +267,7 @@ def _of_another_model(
 
 
 def _doubt(name: str, origin: Origin, family: ModelFamily) -> int:
-    """Return the doubt about a name as proof that a file is of ``origin``, not of the base model's family (0: none)."""
+    """Return how poor a name is as evidence that a file is of ``origin``, not of the base's family (0: clear)."""
     each = origin_of([name])
     return 0 if each == origin else 1 if each is None or family.name not in each.families else 2
 

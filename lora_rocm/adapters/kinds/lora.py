@@ -255,7 +255,7 @@ class LoraAdapter(Adapter):
 
     @property
     def needs_float32(self) -> bool:
-        """Whether this is a DoRA: its norms use the base's weight in the input's dtype, and 16 bits are too few."""
+        """Whether this is a DoRA: its norms use the base's weight in the input's dtype."""
         return any(layer.lora_magnitude_vector for _, _, layer in self.modules.values())
 
     def narrow(self, lora: AdapterSection) -> int:
@@ -264,7 +264,7 @@ class LoraAdapter(Adapter):
         return sum(min(found["lora_A"][0].numel(), len(found["lora_B"])) < len(found["lora_A"]) for found in weights)
 
     def unstarted(self, lora: AdapterSection) -> int:
-        """As ``Adapter.unstarted``: pissa and olora have as many ranks as inputs and outputs, eva as inputs."""
+        """As ``Adapter.unstarted``: pissa and olora start min(inputs, outputs) ranks, eva at most one per input."""
         assert isinstance(lora, LoraSection), "a section of this kind"
         if lora.reads_inputs:
             return sum(weight.shape[1] < weight.shape[0] for weight in self.linear_downs().values())

@@ -258,7 +258,7 @@ def _magnitudes(module: FileModule, shape: tuple[int, ...], path: Path) -> tuple
             f"The DoRA magnitudes of {module.key} have the shape {list(found.shape)}; its weight is {list(shape)}, so "
             f"{shape[0]} are needed (one per output), or {[1, shape[1]]} (one per input).",
             path,
-            "Use another file: this one is damaged, or for another model.",
+            "Use another file: this one is damaged, or of another model.",
         )
     return None, None
 

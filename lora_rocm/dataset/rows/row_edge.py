@@ -41,7 +41,7 @@ def fails_for_all(part: Literal["chat template", "tokenizer"], model: str) -> Sh
     def made(reason: str) -> DataError:
         return DataError(
             f"{part.replace(' ', '-')}-fails",
-            f"The {part} fails for every row. The first failure: {reason}",
+            f"The {part} works for none of the rows. The first failure: {reason}",
             where=f"{part} of {model}",
             fix=f"Give a tokenizer with another {part} (model.tokenizer), or change the messages of all rows."
             if part == "chat template"

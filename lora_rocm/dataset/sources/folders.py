@@ -428,7 +428,7 @@ def _say_other_captions(folder: Folder, others: Mapping[str, Names[None]]) -> No
             endings = folder.captions.endings
             value = suffix if len(endings) == 1 else f"[{', '.join((*endings, suffix))}]"
             folder.notices.append(
-                f"{have} a {suffix} file next to it, which is not read ({some(names)}). If these are the captions, set "
+                f"{have} an unread {suffix} file of the same name ({some(names)}). If these are the captions, set "
                 f"data.caption_extension: {value}."
             )
 
