@@ -18,7 +18,7 @@ from lora_rocm.adapters.files.module_names import SD_SCRIPTS, KeyTable
 
 
 class AdapterInFiles(AdapterKind):
-    """What writers, readers and checks of files ask of an adapter."""
+    """The interface of an adapter for writers, readers and checks of files."""
 
     def state(self) -> dict[str, Tensor]:
         """Return a copy of every trained tensor, and ``constants``, on the CPU."""
@@ -46,7 +46,7 @@ class AdapterInFiles(AdapterKind):
         }
 
     def key_table(self, form: Form) -> KeyTable:
-        """Return the keys of a file that is written in the form "kohya" or "sd-scripts"; each table is made once."""
+        """Return the keys of a file in the format "kohya" or "sd-scripts"; each table is built once."""
         files, for_scripts = self.family.files, form == SD_SCRIPTS
         if for_scripts not in self._key_tables:
             rows_of = files.scripts_rows if for_scripts else files.rows
@@ -64,11 +64,11 @@ class AdapterInFiles(AdapterKind):
         }
 
     def entries_in(self, form: Form) -> Mapping[str, Entry]:
-        """Return ``entries`` as a file of this form has them."""
+        """Return ``entries`` as a file of this format has them."""
         return self.entries()
 
     def norm_tensors(self) -> dict[str, Tensor]:
-        """Return the trained norms as a file has them, float32 on the CPU: "<key of the file>.<role>" -> difference."""
+        """Return the trained norms as in a file, float32 on the CPU: "<key of the file>.<role>" -> difference."""
         keys = trained_norms.names_in_files(self.family, self.model) if self.norms else {}
         state = self.state() if self.norms else {}
         return {
@@ -85,7 +85,7 @@ class AdapterInFiles(AdapterKind):
 
     @contextmanager
     def shapes_only(self) -> Iterator[None]:
-        """Inside the context ``state``, and all made of it, is on the meta device: shapes and dtypes alone."""
+        """Within this context, ``state()`` and everything derived from it are meta tensors: shapes and dtypes only."""
         before = self.read, self.constants
         self.read, self.constants = _on_meta, _on_meta(self.constants)
         try:
@@ -100,15 +100,15 @@ def plain_number(value: float) -> int | float:
 
 
 def loaded_entry(kind: type[AdapterKind], layer: BaseTunerLayer) -> Entry:
-    """Return the entry that another program's loader put into a layer of this kind.
+    """Return the entry that another program's loader wrote into a layer of this kind.
 
     Raises:
-        ValueError: the loader made the layer and left it empty.
+        ValueError: the loader created the layer but did not fill it.
     """
     (active,) = layer.active_adapters
     tensors = kind.trained(layer, active)
     if any(tensor.is_meta for tensor in tensors.values()):
-        raise ValueError("a layer was made but not filled")
+        raise ValueError("a layer was created but not filled")
     return kind.entry_of(layer, active, {role: tensor.detach().float() for role, tensor in tensors.items()})
 
 

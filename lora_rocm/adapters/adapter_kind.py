@@ -1,4 +1,4 @@
-"""What a kind of adapter is asked: the part of ``Adapter`` that each kind implements, by who asks."""
+"""The part of ``Adapter`` that each kind implements, grouped by caller."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from lora_rocm.recipe.sections import MAX_RANK
 
 PEFT_NAME = "default"
 OWN = (PEFT_NAME, START)
-"""PEFT's names of what belongs to the adapter in a layer."""
+"""PEFT's names of the adapter's parts in a layer."""
 Reader = Literal["diffusers", "peft", "comfyui"]
 
 
 class AdapterKind(ABC):
-    """The adapted layers of a model, and what a kind says of them.
+    """The adapted layers of a model, and the operations that depend on the kind.
 
     modules: module name ("unet.mid_block...to_q") -> (component, path in the component, PEFT layer), in a fixed order.
-    norms: module name -> norm that is trained beside the adapter.
+    norms: module name -> norm that is trained with the adapter.
     leaves: "<module name>.<role>" -> tensor in its layer, in the same order; then "new_tokens.<component>".
     parameters: the same names -> trained tensors: the leaves, or the masters after ``flatten``.
-    constants: "<module name>.<role>" -> what a checkpoint keeps beside them, on the CPU; most kinds have none.
+    constants: "<module name>.<role>" -> frozen tensor that a checkpoint also stores, on the CPU; most kinds have none.
 
     Set by each kind:
         layer_type: class of its layers.
         files: its file format.
-        readers: form -> programs that load an export back for verification; a missing form cannot be written.
+        readers: format -> programs that load an export back for verification; a missing format cannot be written.
     """
 
     layer_type: ClassVar[type[Any]]
@@ -67,9 +67,9 @@ class AdapterKind(ABC):
         self.parameters: dict[str, Tensor] = dict(self.leaves)
         self.constants: dict[str, Tensor] = {}
         self._flat: FlatWeights | None = None
-        self._key_tables: dict[bool, KeyTable] = {}  # by whether they are for kohya's scripts
+        self._key_tables: dict[bool, KeyTable] = {}  # key: whether the table is for kohya's scripts
 
-    # The start of a run: layers are put into a model.
+    # The start of a run: layers are attached to a model.
 
     @classmethod
     @abstractmethod
@@ -78,7 +78,7 @@ class AdapterKind(ABC):
 
     @classmethod
     def put(cls, component: nn.Module, config: PeftConfig) -> None:
-        """Put layers into a component."""
+        """Attach layers to a component."""
         inject_adapter_in_model(config, component, PEFT_NAME)
 
     @abstractmethod
@@ -86,7 +86,7 @@ class AdapterKind(ABC):
         """Initialise a new layer so that it changes nothing; values are drawn on the CPU in float32."""
 
     def norm_limit(self, lora: AdapterSection) -> NormLimit | None:
-        """Return what keeps the modules' updates within ``lora.max_update_norm``, once the weights are flat."""
+        """Return the limiter for ``lora.max_update_norm``; called after ``flatten``. None: no limit."""
         return None
 
     @property
@@ -99,16 +99,16 @@ class AdapterKind(ABC):
         """Load ``constants`` of a checkpoint. Call it before the layers are sent to a device.
 
         Raises:
-            AdapterError: "adapter-mismatch", they are not those of this adapter.
+            AdapterError: "adapter-mismatch", they do not match this adapter.
         """
         return None
 
-    # The plan of memory: what is trained, and what would be with other settings.
+    # The memory plan: the numbers trained now, and with other settings.
 
     @classmethod
     @abstractmethod
     def weights_of(cls, lora: AdapterSection, shape: Sequence[int]) -> int:
-        """Return how many numbers are trained for a weight of this shape ([out, in] or [out, in, kh, kw])."""
+        """Return the count of trained numbers for a weight of this shape ([out, in] or [out, in, kh, kw])."""
 
     @classmethod
     def smaller(cls, lora: AdapterSection) -> Iterator[tuple[str, AdapterSection]]:
@@ -124,11 +124,11 @@ class AdapterKind(ABC):
         return False
 
     def narrow(self, lora: AdapterSection) -> int:
-        """Return how many layers have more trained numbers than their weight can use."""
+        """Return the number of layers that have more trained numbers than their weight can use."""
         return 0
 
     def unstarted(self, lora: AdapterSection) -> int:
-        """Return how many layers have ranks for which ``lora.init`` has no numbers."""
+        """Return the number of layers that have ranks for which ``lora.init`` has no values."""
         return 0
 
     # Values of a layer.
@@ -147,12 +147,12 @@ class AdapterKind(ABC):
     def fill(self, layer: Any, entry: Any) -> None:
         """Write an entry that passed ``unfit`` into a layer, with the same effect."""
 
-    # Files: what is written, and whether a file fits.
+    # Files: writing, and checks whether a file fits.
 
     @classmethod
     @abstractmethod
     def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Entry]) -> Self:
-        """Put in layers with the effect of a file's entries, with the file's own modules and sizes."""
+        """Attach layers with the effect, modules and sizes of a file's entries."""
 
     @abstractmethod
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> Sequence[tuple[str, str]]:
@@ -163,7 +163,7 @@ class AdapterKind(ABC):
         """
 
     def lacking_ranks(self, lora: AdapterSection, ranks: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Return, as ``unfit``, the layers whose rank is below what a file needs. ``ranks``: module name -> needed."""
+        """Return ``unfit`` pairs for layers of too low a rank for a file. ``ranks``: module name -> needed rank."""
         lacking: dict[str, tuple[int, int]] = {}
         for name, rank in ranks.items():
             ours = self.modules[name][2].r[PEFT_NAME] if name in self.modules else lora.rank
@@ -177,7 +177,7 @@ class AdapterKind(ABC):
 
     @abstractmethod
     def config_fields(self, layers: Sequence[Any]) -> dict[str, Any]:
-        """Return the fields of these layers' PEFT config besides type, rank, alpha and modules."""
+        """Return the fields of these layers' PEFT config other than type, rank, alpha and modules."""
 
     def rank_in_files(self, layer: Any) -> int:
         """Return the rank of a layer's entry."""
@@ -192,9 +192,10 @@ class AdapterKind(ABC):
         """Return the ``ss_network_`` metadata of a kohya file."""
 
     def reader_notice(self) -> str:
-        """Which program will refuse the files of this adapter, as sentences; empty if none is known to."""
+        """A notice about a program that refuses the files of this adapter; empty if none is known."""
         return ""
 
 
 def _read(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    # A copy waits for the device. It is needed on the CPU too, because training changes the tensors in place.
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

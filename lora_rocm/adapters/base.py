@@ -1,7 +1,7 @@
 """Adapters: layers in a frozen model, their trained tensors by stable names, and their values.
 
 There is one subclass per kind (``kinds.KINDS``). Only a kind's own module knows its tensors by name; all other code
-uses this interface. What a kind implements is in ``adapter_kind``; what files ask, in ``adapter_files``.
+uses this interface. ``adapter_kind`` has the methods that a kind implements, ``adapter_files`` the methods for files.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from lora_rocm.recipe.optim_sections import OptimSection
 
 
 class Adapter(AdapterInFiles):
-    """What the steps of training, validation and previews ask of an adapter."""
+    """The interface of an adapter for training, validation and previews."""
 
     @classmethod
     def insert(cls, component: nn.Module, config: PeftConfig) -> None:
-        """``put`` layers in float32 into a component without advancing any global random generator."""
+        """Attach layers in float32 to a component (``put``) without advancing any global random generator."""
         with torch.random.fork_rng(devices=[]):
             cls.put(component, config)
         for layer in component.modules():
@@ -63,7 +63,7 @@ class Adapter(AdapterInFiles):
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load every trained tensor in place; ``constants`` among them are passed over.
+        """Load every trained tensor in place; skip ``constants`` among them.
 
         Raises:
             AdapterError: names or shapes are not this adapter's.
@@ -74,9 +74,9 @@ class Adapter(AdapterInFiles):
         if wrong:
             raise AdapterError(
                 "adapter-mismatch",
-                f"{len(wrong)} weights of this checkpoint are not those of the adapter.",
+                f"{len(wrong)} weights of this checkpoint do not match the adapter.",
                 where=min(wrong),
-                fix="The lora section of the recipe must be the one that the checkpoint was made with.",
+                fix="Use the lora section of the recipe that wrote the checkpoint.",
             )
         for name, parameter in self.parameters.items():
             parameter.copy_(tensors[name])
@@ -153,7 +153,7 @@ class Adapter(AdapterInFiles):
     def groups(self, optim: OptimSection, lora: AdapterSection) -> list[dict[str, Any]]:
         """Return the optimizer parameter groups: weights of one component with one peak learning rate, and new tokens.
 
-        "stops" says which ends with ``OptimSection.embedding_until``.
+        "stops" marks the group that ends with ``OptimSection.embedding_until``.
 
         Raises:
             AdapterError: as ``overrides_of``.

@@ -18,7 +18,7 @@ from lora_rocm.model_files.adapter_parts import KindParts
 from lora_rocm.model_files.adapter_parts import Say as Say
 
 Form = str
-"""Form of a module's tensors in a file: one of ``output.formats``, or folded.
+"""Format of a module's tensors in a file: one of ``output.formats``, or folded.
 
 "folded" has the names of diffusers and the scale in the factors, for readers that ignore an alpha.
 """
@@ -30,7 +30,7 @@ ROUNDING = {
 }
 """File dtype -> (unit roundoff, half of the smallest number)."""
 ARITHMETIC = 1e-5
-"""Relative to the size of a product: difference of float32 products that sum in another order."""
+"""Relative to the size of a product: difference of float32 products with another order of summation."""
 CANCELLATION = 1e-6
 """Relative to the size of a weight: float32 noise of subtracting a base weight from a patched one."""
 
@@ -128,8 +128,8 @@ class Entry(ABC):
 class FileModule:
     """One module as stored in a file.
 
-    key: its name in the file. parts: role -> tensor. config_rank: rank in the PEFT config, if that rank divides the
-    alpha.
+    key: its name in the file. parts: role -> tensor.
+    config_rank: rank in the PEFT config, if the scale is alpha divided by that rank.
     """
 
     key: str
@@ -144,7 +144,7 @@ class FileKind:
     """File format of one kind of adapter.
 
     Attributes:
-        parts: its tensors by name, and what its PEFT config may say.
+        parts: its tensors by name, and the allowed values of its PEFT config.
         entry: (module name, module, shape of its weight, file) -> entry; raises ValueError or AdapterError if the
             module is invalid.
         text_endings: PEFT's ending of a tensor's name -> the ending that transformers expects in a text encoder.
@@ -166,7 +166,7 @@ def file_error(code: str, what: str, path: Path, fix: str = "") -> AdapterError:
 
 
 def other_shape(name: str, found: tuple[int, int], shape: tuple[int, ...], path: Path) -> AdapterError:
-    """Return the error for a module whose weight in the file does not match the model's.
+    """Return the error for a module with another weight shape in the file than in the model.
 
     Args:
         name: name of the module.
@@ -177,7 +177,7 @@ def other_shape(name: str, found: tuple[int, int], shape: tuple[int, ...], path:
     inputs = int(torch.Size(shape[1:]).numel())
     return file_error(
         "lora-of-another-model",
-        f"In this LoRA {name} changes a {found[0]} x {found[1]} weight; in this model it is {shape[0]} x {inputs}.",
+        f"In this LoRA {name} changes a {found[0]} x {found[1]} weight, but in this model it is {shape[0]} x {inputs}.",
         path,
         "Use a LoRA that was made for this model's family.",
     )

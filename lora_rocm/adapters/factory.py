@@ -1,4 +1,4 @@
-"""Puts adapters into models: new ones from a recipe, and existing ones from files."""
+"""Attaches adapters to models: new ones from a recipe, and existing ones from files."""
 
 from __future__ import annotations
 
@@ -32,19 +32,14 @@ def inject(
     *,
     resumed: bool = False,
 ) -> Adapter:
-    """Put new adapter layers into a loaded model; with ``lora.init_from`` they start with that file's effect.
+    """Attach new adapter layers to a loaded model; with ``lora.init_from`` they start with that file's effect.
 
-    The initial weights depend on ``seed`` alone: they are drawn in float32 on the CPU whatever the base's dtype.
+    The initial weights depend on ``seed`` alone: they are drawn in float32 on the CPU for any dtype of the base.
     Without ``lora.init_from`` they leave the model's output unchanged. If a module's rank in the file is lower than
     ``lora.rank``, the module keeps the file's effect and its extra ranks start as in a new layer.
 
-    Args:
-        family: knows the targets.
-        model: the model to adapt.
-        lora: the recipe's adapter section.
-        seed: seed of the initial weights.
-        say: receives notices about parts of the file that are left out and about ranks that are filled up.
-        resumed: the weights are loaded from a checkpoint or a file next, so what they start from is not read.
+    ``say`` receives notices about skipped parts of the file and about padded ranks. ``resumed``: the weights are loaded
+    from a checkpoint or a file next, so the files that they start from are not read.
 
     Raises:
         AdapterError: the targets match nothing, or the file does not fit.
@@ -63,7 +58,7 @@ def inject(
         lower = sorted({rank for rank, ours in ranks if rank is not None and rank < ours})
         if lower:
             named, name = " and ".join(map(str, lower)), Path(lora.init_from).name
-            say(f"{name} has modules of rank {named}: they are filled up to lora.rank, with the same effect.")
+            say(f"{name} has modules of rank {named}; they are padded to lora.rank, with the same effect.")
     return adapter
 
 
@@ -89,9 +84,9 @@ def start_entries(
         Module name -> entry.
 
     Raises:
-        AdapterError: the file is no LoRA, is for another model, or does not fit the recipe.
+        AdapterError: the file is not a LoRA, is for another model, or does not fit the recipe.
     """
-    assert lora.init_from is not None, "asked for a start that the recipe does not name"
+    assert lora.init_from is not None, "the recipe has no lora.init_from"
     path = Path(lora.init_from).expanduser()
     found = (norms if norms is not None else {}) if lora.train_norms else None
     files, entries = read_for_model(family, model, path, say, found)
@@ -100,7 +95,7 @@ def start_entries(
 
 
 def inject_hollow(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> Adapter:
-    """Put the same layers into a model on the meta device, without values; they take no memory at any rank.
+    """Attach the same layers to a model on the meta device, without values; they take no memory at any rank.
 
     Raises:
         AdapterError: the targets match nothing.
@@ -112,22 +107,18 @@ def inject_hollow(family: ModelFamily, model: LoadedModel, lora: AdapterSection)
 def attach_file(
     family: ModelFamily, model: LoadedModel, path: Path, strength: float = 1.0, say: Say = lambda text: None
 ) -> Adapter | None:
-    """Put the adapter of a file into a loaded model, with the file's own kind, modules and ranks.
+    """Attach the adapter of a file to a loaded model, with the file's own kind, modules and ranks.
 
-    The model must hold every component that the file adapts (``lora_reader.components_of``).
+    The model must have every component that the file adapts (``lora_reader.components_of``).
 
-    Args:
-        family: knows the names.
-        model: the model to adapt.
-        path: the file.
-        strength: factor of the update (1: as trained, 0: base model alone). A DoRA's magnitudes stay as trained.
-        say: receives notices about parts of the file that are left out.
+    ``strength``: factor of the update (1: as trained, 0: base model alone). A DoRA's magnitudes stay as trained.
+    ``say`` receives notices about skipped parts of the file.
 
     Returns:
         The adapter; None if ``strength`` is 0.
 
     Raises:
-        AdapterError: the file is missing, damaged, no adapter, or for another model.
+        AdapterError: the file is missing, damaged, not an adapter, or for another model.
     """
     norms = dict[str, Tensor]()
     files, entries = read_adapter(family, model.components, path, say, norms)
@@ -156,5 +147,5 @@ def _with_layers(family: ModelFamily, model: LoadedModel, lora: AdapterSection) 
         kind.insert(model.components[component], config)
     if lora.train_norms:
         trained_norms.put(family, model)
-    new_tokens.put(family, model, lora.new_tokens)  # after PEFT, which freezes all but its own layers
+    new_tokens.put(family, model, lora.new_tokens)  # after PEFT, which freezes everything except its own layers
     return kind(family, model)

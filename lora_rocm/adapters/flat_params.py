@@ -13,13 +13,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-"""By ``lora.weight_dtype``."""
 ALIGNMENT = 64
 """In elements: each weight starts at a multiple, for aligned matrix products. The padding is zero and stays zero."""
 
 
 class FlatWeights:
-    """Moves leaves into flat memory: their values stay, their dtype becomes ``leaf_dtype``.
+    """Moves leaves into flat memory: they keep their values, and get ``leaf_dtype``.
 
     Args:
         leaves: name -> float32 weight of a layer, all on one device.
@@ -53,7 +52,7 @@ class FlatWeights:
         same = leaf_dtype is weight_dtype
         self.working = self.masters if same else torch.zeros(size, dtype=leaf_dtype, device=device)
         self._landing = torch.zeros(size, dtype=leaf_dtype, device=device)
-        self._landings = self.views(self._landing)  # cached: making a thousand views for each pass is slow
+        self._landings = self.views(self._landing)  # cached: creating a thousand views per pass is slow
         self._landing_bytes = self._landing.untyped_storage().nbytes()
         self._landing.untyped_storage().resize_(0)
         with torch.no_grad():
@@ -71,7 +70,7 @@ class FlatWeights:
         return self._gradients
 
     def keep_gradients(self, keeps: bool) -> None:
-        """Set whether the gradient buffer stays allocated when dropped.
+        """Set whether dropping the gradients keeps their buffer allocated.
 
         Graph capture and gradient accumulation need this.
         """

@@ -1,4 +1,4 @@
-"""Trained vectors of new tokens in text encoders (pivotal tuning), and the embedding files that hold them.
+"""Trained vectors of new tokens in text encoders (pivotal tuning), and their embedding files.
 
 The tokenizers give the vectors the ids -1, -2, ... (``lora.new_tokens`` in their order). The table of the vocabulary
 stays frozen. Suffixes: N vectors, B batch, S tokens, D width.
@@ -26,7 +26,7 @@ from lora_rocm.rundir.layout import embeddings_of
 NAME = "new_tokens"
 """First part of the names of the trained tensors, before the component."""
 TOKEN_FIELD = "modelspec.trigger_phrase"
-"""The token in the metadata of an embedding file; its name may lack letters of it."""
+"""The token in the metadata of an embedding file; the file's name may lack some of its letters."""
 SHOWN = 4  # tensors of a file that an error names
 
 
@@ -50,7 +50,7 @@ class NewTokenLayer(nn.Module):
 
 
 def put(family: ModelFamily, model: LoadedModel, tokens: Sequence[NewToken]) -> None:
-    """Put rows for new tokens into the text encoders of a model; without tokens it does nothing."""
+    """Add rows for new tokens to the text encoders of a model; does nothing without tokens."""
     for component in family.embedding_keys if tokens else ():
         encoder: PreTrainedModel = model.components[component]
         num_vectors = sum(token.vectors for token in tokens)
@@ -58,7 +58,7 @@ def put(family: ModelFamily, model: LoadedModel, tokens: Sequence[NewToken]) -> 
 
 
 def layers_of(model: LoadedModel) -> dict[str, NewTokenLayer]:
-    """Return component -> its layer, of the components that have one."""
+    """Return component -> its layer, for the components that have one."""
     return {
         component: layer
         for component, root in model.components.items()
@@ -69,7 +69,7 @@ def layers_of(model: LoadedModel) -> dict[str, NewTokenLayer]:
 
 @torch.no_grad()
 def start(family: ModelFamily, model: LoadedModel, tokens: Sequence[NewToken]) -> None:
-    """Fill the rows from ``init`` or ``init_from``; the model may be on meta, which checks them.
+    """Fill the rows from ``init`` or ``init_from``; with a model on meta this only checks the settings.
 
     A token with neither starts at zero: its rows come from a checkpoint.
 
@@ -99,18 +99,18 @@ def _ids_of(token: NewToken, text: str, limit: TokenLimit, vocabulary: int) -> l
             "token-init-empty",
             f"The text {text!r} has no token of the vocabulary.",
             where=f"lora.new_tokens: {token.token}",
-            fix="Set init to a word for what the token means, such as creature.",
+            fix="Set init to a word with the token's meaning, such as creature.",
         )
     return ids
 
 
 def read_vectors(path: Path, key: str, shape: Sequence[int]) -> Tensor:
-    """Read a text encoder's vectors from an embedding file of A1111's, ComfyUI's or diffusers' form.
+    """Read a text encoder's vectors from an embedding file in the format of A1111, ComfyUI or diffusers.
 
     Args:
         path: a .safetensors file.
         key: the tensor's name. A file's only tensor may have any name.
-        shape: wanted shape (N, D). The file may omit N if it is 1.
+        shape: required shape (N, D). The file may omit N if it is 1.
 
     Returns:
         [N, D], in the file's dtype.
@@ -125,7 +125,7 @@ def read_vectors(path: Path, key: str, shape: Sequence[int]) -> Tensor:
         seen = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in list(tensors.items())[:SHOWN])
         raise AdapterError(
             "embedding-unfit",
-            f"The file is no embedding of this form: wanted is {key} {list(shape)}, and it holds {seen or 'nothing'}.",
+            f"The file is not a matching embedding: it needs {key} {list(shape)}, and it contains {seen or 'nothing'}.",
             where=str(path),
             fix="Use an embedding for this model's family, and set vectors to its number of vectors.",
         )
@@ -133,11 +133,11 @@ def read_vectors(path: Path, key: str, shape: Sequence[int]) -> Tensor:
 
 
 def tokens_beside(lora: Path, wanted: Sequence[NewToken] = ()) -> tuple[NewToken, ...]:
-    """Return the tokens of the embedding files beside a LoRA file, which start from these files: first those wanted.
+    """Return the tokens of the embedding files next to a LoRA file; they start from these files. ``wanted`` come first.
 
     Raises:
         ModelError: a file is damaged.
-        AdapterError: "embedding-unfit", a file is no embedding; "embedding-missing", that of a wanted token.
+        AdapterError: "embedding-unfit", a file is not an embedding; "embedding-missing", a wanted token has no file.
     """
     found, folder = dict[str, NewToken](), embeddings_of(lora)
     for path in sorted(folder.glob("*.safetensors")):
@@ -146,14 +146,14 @@ def tokens_beside(lora: Path, wanted: Sequence[NewToken] = ()) -> tuple[NewToken
         try:
             found[name] = NewToken(token=name, vectors=shape[0] if len(shape) > 1 else 1, init_from=str(path))
         except ValidationError as error:
-            what = f"The file is no embedding of a token: {error.errors()[0]['msg']}."
+            what = f"The file is not an embedding of a token: {error.errors()[0]['msg']}."
             raise AdapterError("embedding-unfit", what, where=str(path), fix="Move it out of the folder.") from error
     for token in wanted:
         if token.token not in found:
             raise AdapterError(
                 "embedding-missing",
-                f"The embedding of the token {token.token} is not beside the LoRA.",
+                f"The embedding of the token {token.token} is not next to the LoRA.",
                 where=str(folder / f"{token.file_stem}.safetensors"),
-                fix="Put the folder back, or write it again with lora-rocm export.",
+                fix="Move the folder back, or write it again with lora-rocm export.",
             )
     return (*(found.pop(token.token) for token in wanted), *found.values())

@@ -40,14 +40,14 @@ def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> di
             continue
         paths = [path for path, _ in adaptable(model.components[component])]
         known = f"Presets: {', '.join(presets)}."
-        fix = f"{known} Else a regular expression of Python's for whole module names."
+        fix = f"{known} Or use a Python regular expression that matches whole module names."
         matching = _matching(pattern, paths, f"lora.targets: {pattern}", fix)
         if not matching:
             near = get_close_matches(pattern, presets, 1)
             known = f"Did you mean {near[0]}? {known}" if near else known
             raise AdapterError(
                 "targets-match-nothing",
-                f"No module of {component} is matched.",
+                f"No module of {component} matches.",
                 where=f"lora.targets: {pattern}",
                 fix=f"{known} Module names look like {', '.join(_spread(paths))}.",
             )
@@ -70,10 +70,12 @@ def overrides_of(lora: AdapterSection, names: Iterable[str]) -> Mapping[str, Mod
         if not matching:
             like = get_close_matches(override.match, names, EXAMPLES, cutoff=0.0)
             fix = f"Names of adapted modules are {', '.join(like)} and others."
-            raise AdapterError("overrides-match-nothing", "No adapted module is matched.", where=where, fix=fix)
+            raise AdapterError("overrides-match-nothing", "No adapted module matches.", where=where, fix=fix)
         if not set(matching) - found.keys():
-            what = "Each module that is matched belongs to an entry before this one."
-            raise AdapterError("overrides-match-nothing", what, where=where, fix="Put the narrower entry first.")
+            what = "An earlier entry already covers each matching module."
+            raise AdapterError(
+                "overrides-match-nothing", what, where=where, fix="Move the narrower entry to the front."
+            )
         found = dict.fromkeys(matching, override) | found
     return found
 
@@ -82,7 +84,7 @@ def sections_of(lora: AdapterSection, shapes: Mapping[str, Sequence[int]]) -> di
     """Return adapted module -> the section with its rank and alpha. ``shapes``: of the modules' weights.
 
     Raises:
-        AdapterError: conv-match-nothing, and those of ``overrides_of``.
+        AdapterError: conv-match-nothing, and the errors of ``overrides_of``.
     """
     if (
         isinstance(lora, LoraSection)
@@ -110,12 +112,12 @@ def _matching(pattern: str, names: list[str], where: str, fix: str, code: str = 
         return [name for name in names if compiled.fullmatch(name, timeout=MATCHING_S)]
     except (regex.error, OverflowError, RecursionError) as error:
         raise AdapterError(
-            f"{code}-invalid", f"This is no regular expression: {error}.", where=where, fix=fix
+            f"{code}-invalid", f"This is not a regular expression: {error}.", where=where, fix=fix
         ) from error
     except TimeoutError as error:
         raise AdapterError(
             f"{code}-endless",
-            f"A module's name could not be matched within {MATCHING_S:g} s: there are too many ways to try.",
+            f"Matching a module's name took more than {MATCHING_S:g} s: the expression backtracks too much.",
             where=where,
             fix=f"Write it without repetitions inside repetitions, such as (.*)*. {fix}",
         ) from error

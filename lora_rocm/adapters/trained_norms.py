@@ -1,7 +1,7 @@
-"""Norms trained beside the adapter, as LyCORIS' ``train_norm``: differences of their weights and biases.
+"""Norms trained with the adapter, as in LyCORIS' ``train_norm``: differences of their weights and biases.
 
-The difference is normalised by itself and added, ``norm(x) + normal(x) * w_norm + b_norm``, as LyCORIS does: in a sum
-with the weight a 16-bit format would lose most of it. The norm stays frozen and keeps its name.
+The difference is applied to the normalised input and added, ``norm(x) + normal(x) * w_norm + b_norm``, as in LyCORIS.
+If it were added to the weight, a 16-bit format would lose most of it. The norm stays frozen and keeps its name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TrainedNorm(nn.Module):
 
 
 def _norms(root: nn.Module) -> Iterator[tuple[str, nn.GroupNorm | nn.LayerNorm]]:
-    """Yield (path, norm) of all norms with a weight, of those with differences the norm itself."""
+    """Yield (path, norm) of all norms with a weight; for a ``TrainedNorm``, its base layer."""
     inside = ""
     for path, module in root.named_modules():
         if isinstance(module, TrainedNorm):
@@ -66,7 +66,7 @@ def _norms(root: nn.Module) -> Iterator[tuple[str, nn.GroupNorm | nn.LayerNorm]]
 
 
 def put(family: ModelFamily, model: LoadedModel) -> None:
-    """Put differences beside all norms of the family's main component.
+    """Attach differences to all norms of the family's main component.
 
     Raises:
         AdapterError: "norms-none", it has no norms with weights.
@@ -101,7 +101,7 @@ def layers_of(model: LoadedModel) -> dict[str, TrainedNorm]:
 
 
 def names_in_files(family: ModelFamily, model: LoadedModel) -> dict[str, str]:
-    """Return module name -> key in the one file that other programs read, of all norms of the main component."""
+    """Return module name -> key in the file that other programs read, for all norms of the main component."""
     component = main_component(family)
     paths = [path for path, _ in _norms(model.components[component])]
     return {canonical(component, path): family.files.key(component, path) for path in paths}
@@ -109,7 +109,7 @@ def names_in_files(family: ModelFamily, model: LoadedModel) -> dict[str, str]:
 
 @torch.no_grad()
 def attach(family: ModelFamily, model: LoadedModel, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Put a file's differences into a model; it has no others.
+    """Attach a file's differences to a model without trained norms.
 
     ``tensors``: names as in the file -> values. ``path``: the file, for errors.
 
@@ -127,7 +127,7 @@ def attach(family: ModelFamily, model: LoadedModel, tensors: Mapping[str, Tensor
 
 @torch.no_grad()
 def fill(family: ModelFamily, model: LoadedModel, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Fill the differences from a file, those that the file lacks with zero.
+    """Fill the differences from a file; differences that the file lacks become zero.
 
     Raises:
         AdapterError: "lora-parts", a tensor belongs to no norm of the model, or has another size.
@@ -141,6 +141,6 @@ def fill(family: ModelFamily, model: LoadedModel, tensors: Mapping[str, Tensor],
         norm = layers.get(keys.get(key, ""))
         ours = None if norm is None else norm.trained().get(role)
         if ours is None or ours.shape != value.shape:
-            what = f"{name} {list(value.shape)} is of no norm of this model."
+            what = f"{name} {list(value.shape)} matches no norm of this model."
             raise file_error("lora-parts", what, path, "Use a file for this model.")
         ours.copy_(value)

@@ -1,11 +1,12 @@
 """A LoRA that takes part in training without being trained: ``model.training_adapter``.
 
-A base that was distilled to few steps loses that when it is trained. With an adapter that undoes the distillation the
-trained LoRA does not learn it again, and is used without that adapter.
+Training a base that was distilled to few steps breaks the distillation. The training adapter undoes the distillation
+during training, so the LoRA does not learn to undo it, and is later used without the training adapter.
 
-The adapter is a second low-rank pair beside the trained one. So the base keeps its bytes: a quantised weight is rounded
-as without it, fingerprints and seals hold, and leaving it out is exact. Merged into the weights, none of that would be.
-The pairs are buffers, so nothing trains them; they are sent, checked, offloaded and counted as frozen weights are.
+The adapter is a second low-rank pair in addition to the trained one. So the base keeps its bytes: a quantised weight
+has the same rounding, fingerprints and seals stay valid, and omitting the adapter is exact. Merging it into the weights
+would lose all three. The pairs are buffers, so nothing trains them. They are transferred, checked, offloaded and
+counted like frozen weights.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 
 NAME = "training_adapter"
-"""Of the pairs in PEFT's layers, and so a part of the names of their tensors."""
+"""Name of the pairs in PEFT's layers, and so a part of the names of their tensors."""
 
 
 class TrainingAdapter:
@@ -44,7 +45,7 @@ class TrainingAdapter:
 
     @contextmanager
     def absent(self) -> Iterator[None]:
-        """Leave the adapter out inside the context, as those do who use the trained LoRA."""
+        """Disable the adapter inside the context: users of the trained LoRA do not have it."""
         self._use([PEFT_NAME, START])
         try:
             yield
@@ -59,12 +60,12 @@ class TrainingAdapter:
 def put_training_adapter(
     family: ModelFamily, model: LoadedModel, path: str | None, say: Say = lambda text: None
 ) -> TrainingAdapter:
-    """Put the adapter of a file into a model, beside the one to train, which is there already.
+    """Attach the adapter of a file to a model that already has the adapter to train.
 
     The model may be on the meta device. ``path``: the file; None: there is no such adapter.
 
     Raises:
-        AdapterError: the file is missing, damaged, no LoRA, for another model, or adapts what is not in the model.
+        AdapterError: the file is missing, damaged, not a LoRA, for another model, or adapts a part that is not loaded.
     """
     if path is None:
         return TrainingAdapter([])
@@ -76,9 +77,9 @@ def put_training_adapter(
             continue
         trained = [tensor for tensor in root.parameters() if tensor.requires_grad]
         with torch.device(model.device), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of PEFT, about a second adapter
+            warnings.simplefilter("ignore")  # PEFT warns about a second adapter
             inject_adapter_in_model(config, root, NAME)
-        for tensor in trained:  # PEFT freezes all but its own layers
+        for tensor in trained:  # PEFT freezes everything except its own layers
             tensor.requires_grad_(True)
         for name, layer in root.named_modules():
             if isinstance(layer, BaseTunerLayer):
@@ -89,7 +90,7 @@ def put_training_adapter(
 
 
 def _fill(layer: LoraLayer, entry: LoraEntry, dtype: torch.dtype) -> None:
-    """Write an entry into a layer, scaled so that both pairs of the layer have the scale of the trained one."""
+    """Write an entry into a layer, scaled so that both pairs of the layer have the trained pair's scale."""
     scale = layer.scaling[NAME] = layer.scaling.get(PEFT_NAME, 1.0)
     for pairs, values in ((layer.lora_A, entry.down), (layer.lora_B, entry.up * (entry.scale / scale))):
         pair: nn.Module = pairs[NAME]
@@ -103,7 +104,7 @@ def _entries(family: ModelFamily, model: LoadedModel, path: Path, say: Say) -> d
     where = f"model.training_adapter: {path}"
     plain = {name: entry for name, entry in entries.items() if isinstance(entry, LoraEntry) and not entry.needs_weight}
     if len(plain) < len(entries):
-        what = f"The training adapter is a {'DoRA' if files is LORA else files.name}, and only a LoRA can be one."
+        what = f"The training adapter is a {'DoRA' if files is LORA else files.name}, but it has to be a LoRA."
         raise AdapterError("training-adapter-kind", what, where=where, fix="Use a LoRA file.")
     beyond = [name for name in entries if name.split(".")[0] not in model.components]
     if beyond:

@@ -1,7 +1,7 @@
 """Reads and checks cache entry files without torch, for the cache itself and for its maintenance.
 
-Files are untrusted: file type, size, header and place are checked before the payload, and at most MAX_ENTRY_BYTES of a
-file are in memory.
+Files are untrusted: file type, size, header and place are checked before the payload is read. At most MAX_ENTRY_BYTES
+of a file are in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORD_TYPES = {4: "<i4", 2: "<i2", 1: "u1"}
 
 
 class CacheEntryBad(Exception):
-    """A cache entry is missing, damaged or of another kind; the message says which."""
+    """A cache entry is missing, damaged or of another kind; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def read_header(path: Path) -> Header:
     """
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):  # reading a pipe or a device might never end
-        raise CacheEntryBad("it is no plain file")
+        raise CacheEntryBad("it is not a regular file")
     if found.st_size > MAX_ENTRY_BYTES:
         raise CacheEntryBad("it is larger than any entry")
     try:
@@ -95,13 +95,14 @@ def check_bytes(header: Header, content: bytes) -> None:
     """Raise CacheEntryBad if a tensor's bytes do not match its fingerprint."""
     for name, (begin, end) in header.spans.items():
         if fingerprint_of(memoryview(content)[begin:end]) != header.fingerprints[name]:
-            raise CacheEntryBad(f"{name} is not as it was written")
+            raise CacheEntryBad(f"the bytes of {name} have changed since they were written")
 
 
 def fingerprint_of(sample: bytes | memoryview) -> int:
     """``device.transfer.fingerprint`` of one sample's bytes, computed without torch."""
     word_bytes = next(size for size in WORD_TYPES if len(sample) % size == 0)
     words_N = np.frombuffer(sample, dtype=WORD_TYPES[word_bytes])
+    # Sum in chunks to bound memory; int64 wraps around, so the order of the sums does not matter.
     total = 0
     for first in range(0, words_N.size, CHUNK_WORDS):
         part_N = words_N[first : first + CHUNK_WORDS].astype(np.int64)
@@ -118,7 +119,7 @@ def _weights(first: int, count: int) -> NDArray[np.int64]:
 
 
 def _parsed(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], num_bytes: int) -> Header:
-    """Build the entry's header from that of a valid safetensors file.
+    """Build the entry's header from the header of a valid safetensors file.
 
     Raises:
         CacheEntryBad: the file is not a cache entry.
@@ -130,6 +131,6 @@ def _parsed(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], num
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CacheEntryBad("the header is damaged") from error
     if fingerprints.keys() != tensors.keys():
-        raise CacheEntryBad("the header is damaged: it lists other tensors than it has fingerprints of")
+        raise CacheEntryBad("the header is damaged: its tensors and its fingerprints have different names")
     spans = {name: (entry.begin, entry.end) for name, entry in tensors.items()}
     return Header(kind, key, spec_version, fingerprints, spans, num_bytes)

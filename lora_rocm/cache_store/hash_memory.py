@@ -27,8 +27,8 @@ def marks_of(found: os.stat_result) -> tuple[int, int, int]:
 class FileState:
     """Identifies a file's content: while the state is the same, its bytes are too.
 
-    inode_changed_ns: detects that two files swapped names if they share times (both unpacked from one archive) and size
-        (uncompressed formats). On Windows it is the time of creation.
+    inode_changed_ns: detects that two files of one size swapped names although their other times are equal, as after
+        unpacking an archive. On Windows it is the time of creation.
     """
 
     path: str
@@ -85,7 +85,7 @@ class HashMemory:
         return known.hex() if known is not None else None
 
     def remember(self, state: State, sha256: str) -> None:
-        """Remember the hash of content that was read after the state was taken; the last hash of a state counts.
+        """Remember the hash of content that was read after ``state`` was recorded; the last hash of a state counts.
 
         A file changed less than SETTLED_S ago is not remembered.
 

@@ -1,7 +1,7 @@
 """Maintenance of a cache folder: statistics, verification and pruning. No torch; one entry at a time in memory.
 
-Only files written by the cache are touched, recognised by place and name; links are never followed. It is safe during a
-run: if an entry that the run needs is deleted, the run encodes it again.
+Only files written by the cache are touched, recognised by place and name; links are never followed. Maintenance is safe
+during a run: if an entry that the run needs is deleted, the run encodes it again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class File:
 
 
 def holds_cache(folder: Path) -> bool:
-    """Whether an existing folder is a cache of this program, without links through which entries would be written."""
+    """Whether an existing folder is a cache of this program, and contains no links to write through."""
     try:
         if not is_folder(folder):
             return False
@@ -79,7 +79,7 @@ class KindStats:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What is in a cache folder.
+    """The contents of a cache folder.
 
     Attributes:
         folder: the folder.
@@ -92,12 +92,12 @@ class CacheStats:
 
 @dataclass(frozen=True)
 class CacheFault:
-    """A file of an entry that is wrong and has no good replacement.
+    """A bad file of an entry without a good replacement.
 
     Attributes:
         path: the file.
         state: bad, unreadable, or no plain file.
-        why: what is wrong.
+        why: the fault.
     """
 
     path: Path
@@ -112,12 +112,12 @@ class CacheVerified:
     Attributes:
         folder: the folder.
         good: number of intact files.
-        bad: number of damaged ones, and of those that are no plain files.
-        unreadable: number of those that cannot be read.
-        replaced: number of wrong ones whose entry has a good file.
-        older: number of those of older versions of the program.
-        newer: number of those of newer versions.
-        faults: the wrong ones without a good file.
+        bad: number of files that are damaged, or not regular files.
+        unreadable: number of files that cannot be read.
+        replaced: number of bad or unreadable files of entries that have a good file.
+        older: number of files from older versions of the program.
+        newer: number of files from newer versions of the program.
+        faults: the bad and unreadable files of entries without a good file.
     """
 
     folder: Path
@@ -136,15 +136,15 @@ class CacheVerified:
 
 @dataclass(frozen=True)
 class CachePruned:
-    """What was deleted from a cache folder.
+    """Files deleted from a cache folder.
 
     Attributes:
         folder: the folder.
-        dry_run: nothing was deleted, it was only counted.
+        dry_run: nothing was deleted; files were only counted.
         freed_bytes: size of the deleted files.
         deleted: number of deleted files by reason: good (second copies), bad, older, unused, temporary.
         left: number of files left alone, by reason.
-        older_than_days: entries that no run has used for this long are deleted; null: at any age they are kept.
+        older_than_days: entries that no run has used for this long are deleted; null: entries of any age are kept.
     """
 
     folder: Path
@@ -173,7 +173,7 @@ def stats(folder: Path) -> CacheStats:
 
 
 def verify(folder: Path, say: Say) -> CacheVerified:
-    """Read every entry, and compare its bytes with its fingerprints. ``say`` gets what is not looked at.
+    """Read every entry and compare its bytes with its fingerprints. ``say`` receives a line per skipped link.
 
     Raises:
         UserError: there is no such folder.
@@ -237,7 +237,7 @@ class Pruning:
                 change()
         except FileNotFoundError:
             return False
-        except PermissionError:  # on Windows also if a process has it open
+        except PermissionError:  # on Windows also while a process has the file open
             self.left["in use, or not yours to delete"] += 1
             return False
         except OSError as error:
@@ -248,7 +248,7 @@ class Pruning:
 def prune(folder: Path, say: Say, *, older_than_days: float | None, dry_run: bool) -> CachePruned:
     """Delete leftovers of killed writers, bad and superfluous entries, and optionally entries not used recently.
 
-    ``say`` gets what is not looked at.
+    ``say`` receives a line per skipped link.
 
     Raises:
         UserError: there is no such folder.
@@ -256,6 +256,7 @@ def prune(folder: Path, say: Say, *, older_than_days: float | None, dry_run: boo
     """
     pruning, now = Pruning(dry_run), time.time()
     oldest = None if older_than_days is None else now - older_than_days * DAY_S
+    # Entries first, then temporary files, then manifests.
     for files in _entries(folder, say):
         _prune_entry(pruning, files, oldest)
     for place in _places(folder):
@@ -269,7 +270,7 @@ def prune(folder: Path, say: Say, *, older_than_days: float | None, dry_run: boo
 def _prune_entry(pruning: Pruning, files: Sequence[File], oldest: float | None) -> None:
     """Keep only the newest good file of an entry, under the first free name.
 
-    A run looks up an entry's names from the first on and stops at the first gap, so no gap may remain.
+    A run looks up an entry's names in order and stops at the first gap, so no gap may remain.
     """
     good = [file for file in files if file.state == GOOD]
     unused = bool(good) and oldest is not None and max(file.found.st_mtime for file in good) < oldest
@@ -302,7 +303,7 @@ def _prune_manifests(pruning: Pruning, folder: Path, oldest: float | None, now: 
 
 
 def _prune_temporary(pruning: Pruning, path: Path, pid: int, now: float) -> None:
-    """Delete a temporary file that is old, or whose writer has ended and that is not fresh."""
+    """Delete a temporary file that is old, or not fresh and without a living writer."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -323,7 +324,7 @@ def _entries(folder: Path, say: Say) -> Iterator[list[File]]:
     for kind in _kinds(folder):
         if is_link(folder / kind):
             shown = printable(str((folder / kind).absolute()))
-            say(f"{shown} is a link and is not followed: give its target's folder with --dir")
+            say(f"{shown} is a link and is not followed: pass its target's folder with --dir")
     for place in _places(folder):
         named = [(path, match) for path, match in _matching(place, ENTRY_NAME) if match[1].startswith(place.name)]
         named.sort(key=lambda pair: (pair[1][1], int(pair[1][2] or 0)))
@@ -342,7 +343,7 @@ def _places(folder: Path) -> Iterator[Path]:
 
 
 def _kinds(folder: Path) -> list[str]:
-    """The entry kinds in a cache folder: known ones, and folders with a file whose header names that kind."""
+    """The entry kinds in a cache folder: known kinds, and folders that contain an entry of a kind with their name."""
     found = [path for path, _ in _matching(folder, ENTRY_KIND) if path.name != MANIFESTS]
     return [path.name for path in found if path.name in KNOWN_KINDS or (not is_link(path) and _has_entry(path))]
 
@@ -357,7 +358,7 @@ def _has_entry(place: Path) -> bool:
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
-    """Paths in a folder whose names match the pattern, sorted by name; empty if there is no such folder.
+    """Paths in a folder with a name that matches the pattern, sorted by name; empty if there is no such folder.
 
     Raises:
         StorageError: the folder cannot be read.
@@ -395,5 +396,5 @@ def _look(path: Path, kind: str, key: str, number: int) -> File | None:
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        fix = "Give the folder of cache.dir with --dir."
+        fix = "Pass the folder of cache.dir with --dir."
         raise UserError("no-cache", "There is no cache folder here.", where=str(folder.absolute()), fix=fix)

@@ -15,7 +15,7 @@ class Lazy(Sequence[Thing]):
 
     @abstractmethod
     def _made(self, start: int, stop: int) -> Sequence[Thing]:
-        """The elements of [start, stop), at most MADE_AT_ONCE; both bounds lie within the sequence."""
+        """The elements of [start, stop), at most MADE_AT_ONCE; both bounds are within the sequence."""
 
     @overload
     def __getitem__(self, index: int) -> Thing: ...

@@ -28,8 +28,8 @@ class TensorSpec:
 
     dtype: torch's name of the dtype ("float32"). dims: one letter per dimension ("CHW").
     pad: None if all samples of a batch have tensors of the same size.
-    if_padded: leave it out of a batch in which no sample is padded. A mask of the padding is such a tensor: attention
-        without a mask may use a faster kernel.
+    if_padded: omitted from a batch without padding. A mask of the padding is such a tensor: attention without a mask
+        may use a faster kernel.
     """
 
     dtype: str
@@ -47,14 +47,14 @@ class EntrySpec:
     """One cached entry of a sample.
 
     name: unique in a family; also the name of its folder in the cache.
-    inputs: the inputs it is encoded from: IMAGE, CAPTION, or a companion of the image (``companion_inputs``). There is
-        one entry per view (mirrored or not) of an image or companion and per variant of a caption; with both, one per
-        pair.
+    inputs: the inputs that it encodes: IMAGE, CAPTION, or a companion of the image (``companion_inputs``). There
+        is one entry per view (mirrored or not) of an image or companion and per variant of a caption; with both, one
+        per pair.
     tensors: the cached tensors by name, without a batch dimension.
     follows_shape: the sample's ``Shape`` determines the size of its tensors. For a text, the tensors determine the
         shape: the number of tokens is the size of their axis S, because only the encoder can count tokens.
-    keeps_size: made from a companion in a size of its own, which is a part of the sample's ``Shape``.
-    share: name of the tensor whose sum is the sample's share of the loss of an update; "": all samples count alike.
+    keeps_size: encoded from a companion with its own size, which is a part of the sample's ``Shape``.
+    share: name of a tensor; its sum is the sample's share of an update's loss. "": all samples count alike.
     """
 
     name: str
@@ -66,7 +66,7 @@ class EntrySpec:
 
     def __post_init__(self) -> None:
         if not self.inputs or not all(ENTRY_NAME.fullmatch(name) for name in (self.name, *self.inputs)):
-            raise ValueError(f"no entry: {self.name!r} of {self.inputs}")
+            raise ValueError(f"not an entry: {self.name!r} of {self.inputs}")
 
     @property
     def has_views(self) -> bool:

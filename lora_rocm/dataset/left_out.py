@@ -1,4 +1,4 @@
-"""Counts the files that a walk leaves out, by reason, and turns them into notices that name a few of each."""
+"""Counts the files that a walk skips, by reason, and builds notices that name a few of each."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def _plain(pattern: str) -> str:
 class LeftOut:
     """Files that are not trained on.
 
-    stems: paths of left-out images, as they are and without extension: their caption files are theirs.
+    stems: paths of skipped images, with and without extension, so that their caption files are known.
     suffixes: number of files per extension that are not readable images.
     used: keys of the companions that are used (``Companion.key``).
-    key: turns exclude and include into the keys that give them (``ResolvedSource.key``).
+    key: maps exclude and include to their full keys (``ResolvedSource.key``).
     """
 
     used: Collection[str] = ()
@@ -92,7 +92,7 @@ class LeftOut:
     _paired: list[tuple[Companion, str, str]] = field(default_factory=list)
 
     def no_image(self, relative: str, stem: str, suffix: str) -> None:
-        """Count a file whose extension is not that of a supported image format."""
+        """Count a file without the extension of a supported image format."""
         name = relative.rpartition("/")[2]
         self.suffixes[legible(suffix) or "no extension"] += 1
         if (found := unread_format(suffix)) is not None:
@@ -145,12 +145,13 @@ class LeftOut:
         return alone
 
     def remedy(self, otherwise: str) -> str:
-        """How to get images or texts from a folder of which nothing is left. ``otherwise``: if no pattern is why."""
+        """The remedy for a folder without usable files. ``otherwise``: the remedy if no pattern is the cause."""
         keys = [self.key(name) for name, names in (("exclude", self.excluded), ("include", self.others)) if names]
         return f"Correct the patterns of {' and '.join(keys)}." if keys else otherwise
 
     def notices(self, exclusion: Patterns, inclusion: Patterns) -> list[str]:
-        """Notices about the files that are left out, and about patterns that matched nothing."""
+        """Notices about the skipped files, and about patterns that matched nothing."""
+        # Unsupported formats and unused companions.
         said = [_say_format(found, names) for found, names in self.formats.items()]
         said += [
             _say_companion(companion, names)
@@ -158,32 +159,36 @@ class LeftOut:
             if companion.key not in self.used
         ]
         if self.unpaired:
-            lie = counted(self.unpaired, "image lies", "images lie")
+            lie = counted(self.unpaired, "image is", "images are")
             said.append(
                 f"{lie} in a folder with a name for masks or control images, and no other image has the same name: "
-                f"trained on as usual ({some(self.unpaired)}). To leave them out, name the folder in "
+                f"trained on as usual ({some(self.unpaired)}). To exclude them, name the folder in "
                 f"{self.key('exclude')}."
             )
         if self.unknown:
             are = counted(self.unknown, "file is", "files are")
             said.append(
-                f"{are} left out, for the name says nothing of an image: {some(self.unknown)}. An image needs the "
+                f"{are} skipped, because no image ends like that: {some(self.unknown)}. An image needs the "
                 "extension of its format (.png, .jpg, ...)."
             )
+        # Patterns of the recipe.
         if self.excluded:
-            said.append(f"Left out by {self.key('exclude')}: {some(self.excluded)}.")
+            said.append(f"Excluded by {self.key('exclude')}: {some(self.excluded)}.")
         if self.others:
-            are = counted(self.others, "file is left out, for it matches", "files are left out, for they match")
-            said.append(f"{are} none of {self.key('include')}: {some(self.others)}.")
+            are = counted(self.others, "file is skipped: it matches", "files are skipped: they match")
+            said.append(f"{are} no pattern of {self.key('include')} ({some(self.others)}).")
         for name, patterns in (("exclude", exclusion), ("include", inclusion)):
             if unused := [legible(each) for each in patterns.unused]:
-                said.append(f"{self.key(name)}: nothing here is called {some(unused)}.")
+                said.append(f"{self.key(name)}: nothing here matches {some(unused)}.")
+        # Folders and links.
         if self.caption_folders:
             have = counted(self.caption_folders, "folder is named like a caption", "folders are named like captions")
-            said.append(f"{have}, and no caption is read there: {some(self.caption_folders)}.")
+            said.append(f"{have}; no caption is read from there: {some(self.caption_folders)}.")
         if self.unreachable:
             links = counted(self.unreachable, "link leads", "links lead")
-            said.append(f"{links} to a place that may not be read, and so left out: {some(self.unreachable)}.")
+            said.append(
+                f"{links} to a place without read permission, so nothing is read there: {some(self.unreachable)}."
+            )
         return said
 
 
@@ -193,7 +198,7 @@ def _name(real: str) -> str:
 
 def _say_format(found: UnreadFormat, names: Few) -> str:
     are = counted(names, "file is", "files are")
-    said = f"{are} left out: {found.name} are not read here ({some(names)})."
+    said = f"{are} skipped: {found.name} are not supported ({some(names)})."
     if not found.plugin:
         return f"{said} {found.fix}"
     if reason := plugin_faults().get(found.plugin):
@@ -206,5 +211,5 @@ def _say_companion(companion: Companion, names: Few) -> str:
     are = "are" if len(names) != 1 else "is"
     return (
         f"{len(names)} {what} {are} not used: {companion.unused} ({some(names)}). If these are images to "
-        "train on, rename them or their folder, or make their folder a source of its own."
+        "train on, rename them or their folder, or make their folder a separate source."
     )

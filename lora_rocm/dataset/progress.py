@@ -1,4 +1,4 @@
-"""Progress of work over many images, for the user and the watchdog; a stop is noticed here too."""
+"""Progress of work over many images, for the user and the watchdog; stop requests take effect here, too."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 Report = Callable[[str, int, int, float], None]
-"""Called with what, done, total, per_second. It may raise: the work stops there and resumes there the next time."""
+"""Called with what, done, total, per_second. If it raises, the work stops there; the next run resumes it."""
 
 REPORT_EVERY_S = 0.25
 QUIET_S = 2.0
-"""Delay before the first report of work that takes long only with very many images."""
+"""Delay before the first report, for work that takes long only with very many images."""
 
 
 def ignore(what: str, done: int, total: int, per_second: float) -> None:
@@ -18,7 +18,7 @@ def ignore(what: str, done: int, total: int, per_second: float) -> None:
 
 
 class Progress:
-    """Reports progress at most a few times a second, and always at the end; work shorter than ``quiet_s`` is silent.
+    """Reports progress at most a few times per second, and always at the end; work shorter than ``quiet_s`` is silent.
 
     Args:
         what: the work, in one word (``report.progress_bar.CACHE_WORK``).
@@ -35,7 +35,7 @@ class Progress:
         self._next, self._said = self._started + quiet_s, quiet_s == 0.0
 
     def skip(self, count: int) -> None:
-        """Advance by ``count`` that needed no work: they do not count for the speed."""
+        """Advance by ``count`` items that needed no work and do not count for the speed."""
         self._done_before += count
         self.step(count)
 

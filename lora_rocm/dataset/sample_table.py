@@ -1,4 +1,4 @@
-"""``Sample``, and ``Samples``: a list of them in an Arrow table."""
+"""``Sample``, and ``Samples``: a list of samples in an Arrow table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TEXTS = ("key", "place", "caption", "folder", "given", "companions")
-"""Columns of bytes: UTF-8 that may contain lone surrogates, because file names may hold any bytes."""
+"""Columns of bytes: UTF-8 that may contain lone surrogates, because file names may have any bytes."""
 NUMBERS = ("source", "width", "height", "repeats", "row", "frames")
 """``row``: row of the dataset; -1 if the image is the file at ``place``."""
 ROWS_AT_ONCE = 4096
@@ -32,8 +32,8 @@ ROWS_AT_ONCE = 4096
 class Companion:
     """An image that belongs to a sample, such as its mask.
 
-    name: the input that it is. place: where it is; that of the sample, if it is a part of the sample's own image.
-    width, height: its own, in pixels, after EXIF orientation.
+    name: the input that it provides. place: its place; the sample's place, if it is a part of the sample's own image.
+    width, height: the companion's size in pixels, after EXIF orientation.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Sample:
     caption: as read, or the fallback; caption options are not yet applied.
     width, height: in pixels, after EXIF orientation.
     repeats: number of times it is used per epoch.
-    given: what a table says of it.
+    given: the values of a table for it.
     frames: number of frames of a clip, which is a folder (``dataset.sources.clips``); else 0.
-    companions: the images that belong to it, at most one of a name.
+    companions: the images that belong to it, at most one per name.
     """
 
     key: str
@@ -163,7 +163,7 @@ class Samples(Lazy[Sample]):
 
     @property
     def is_reg_N(self) -> NDArray[np.bool_]:
-        """Which samples are regularisation images."""
+        """Flags of the samples that are regularisation images."""
         import numpy as np
 
         of_source = np.array([source.is_reg for source in self.sources])
@@ -203,7 +203,7 @@ class Samples(Lazy[Sample]):
         return id(self)
 
     def files_of_datasets(self) -> Iterator[str]:
-        """Paths of the image files that dataset sources refer to, those of companions included."""
+        """Paths of the image files that dataset sources refer to, including companions."""
         if any(source.path is None for source in self.sources):
             for sample in self.stored:
                 if sample.options.path is None:
@@ -214,7 +214,7 @@ class Samples(Lazy[Sample]):
 def _written(sample: Sample) -> str:
     """The companions of a sample as text for ``_read``; empty if there are none.
 
-    Of a cell the column is named, and the row too if the sample itself is a file that the row names.
+    A cell is stored as its column; its row is stored too if the sample itself is a file that the row names.
     """
     places, is_file = [each.place for each in sample.companions], isinstance(sample.location, Path)
     named = [
@@ -233,8 +233,8 @@ def _read(text: str, options: ResolvedSource, row: int) -> tuple[Companion, ...]
     return tuple(found)
 
 
-# pyarrow.array and to_numpy import pandas, which takes a third of a second. So columns are made from buffers and read
-# from them.
+# pyarrow.array and to_numpy import pandas, which takes a third of a second. So columns are built from buffers and read
+# from buffers.
 
 
 def _texts(values: Sequence[bytes]) -> Any:
@@ -247,7 +247,7 @@ def _texts(values: Sequence[bytes]) -> Any:
 
 
 def _numbers(values: Any) -> Any:
-    """A column of 64-bit integers, from a buffer of them."""
+    """A column of 64-bit integers, from a buffer of such integers."""
     import pyarrow
 
     return pyarrow.Array.from_buffers(pyarrow.int64(), len(values), [None, pyarrow.py_buffer(values)])

@@ -1,4 +1,4 @@
-"""The size of a sample along its named axes: common to all samples of a batch, and decisive for a step's memory.
+"""The size of a sample along its named axes: equal for all samples of a batch, and decisive for a step's memory.
 
 Data sources create shapes and families read them. All code in between only compares, orders and names them.
 """
@@ -20,11 +20,11 @@ SIDES = re.compile(r"(?:([a-z][a-z0-9_]*) )?([0-9]+)x([0-9]+)")
 class Shape:
     """Size of one sample. Images have ``h`` and ``w`` in pixels, clips also ``frames``, texts ``tokens``.
 
-    A companion with a size of its own, such as "control", adds ``control_h`` and ``control_w``.
+    A companion with its own size, such as "control", adds ``control_h`` and ``control_w``.
 
     axes: name and size of each axis, sorted by name.
-    cost: grows with the memory and time of a step, and orders shapes. Defaults to the product of the sizes, plus that
-        of each companion.
+    cost: grows with the memory and time of a step, and orders shapes. Defaults to the product of the sizes, plus
+        each companion's product.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -80,7 +80,7 @@ class Shape:
             elif (other := PART.fullmatch(part)) is not None:
                 axes[other[2]] = int(other[1])
             else:
-                raise ValueError(f"no shape: {text!r:.100}")
+                raise ValueError(f"not a shape: {text!r:.100}")
         return cls.of(**axes)
 
     def to_json(self) -> dict[str, Any]:
@@ -95,5 +95,5 @@ class Shape:
         """
         axes, cost = value["axes"], value["cost"]
         if not all(NAME.fullmatch(name) and type(size) is int for name, size in axes.items()) or type(cost) is not int:
-            raise ValueError("no shape")
+            raise ValueError("not a shape")
         return cls(tuple(sorted(axes.items())), cost)

@@ -16,7 +16,8 @@ from pathlib import Path
 class FileVersion:
     """Identifies a version of a file without reading its content.
 
-    inode: the file's number in its file system. The device number is left out because it changes with every mount.
+    inode: the file's number in its file system. The device number changes with every mount,
+        so it is not part of the version.
     """
 
     path: str
@@ -44,7 +45,7 @@ def check_plain(path: Path, max_bytes: int) -> int:
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     if found.st_size > max_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {_size(max_bytes)}", str(path))
     return found.st_size

@@ -26,10 +26,11 @@ def exit_code_of(
 
     Args:
         command: returns its exit code; None counts as 0.
-        outlives_output: keep running if standard output cannot be written. The command's results lie elsewhere.
+        outlives_output: keep running if standard output cannot be written. The command's results go elsewhere.
         report: reports the error with which the command ends.
     """
     error: LoraRocmError
+    # Run the command, and turn every exception into one of our errors.
     try:
         with outliving_stdout() if outlives_output else nullcontext():
             return command() or 0
@@ -44,13 +45,14 @@ def exit_code_of(
     except MemoryError:
         fix = "Close other programs, or raise the limit (ulimit -v)."
         error = MachineError("main-memory-full", "The main memory is used up.", fix=fix)
-    except Exception as raised:  # the edge of the process: told in a sentence and kept in a file
+    except Exception as raised:  # the edge of the process: one sentence for the user, the traceback in a file
         with tempfile.NamedTemporaryFile(
             "w", prefix="lora-rocm-", suffix=".txt", delete=False, encoding="utf-8"
         ) as file:
             traceback.print_exc(file=file)
         what = f"This is a bug in lora-rocm: {type(raised).__name__}: {raised}"
         error = MachineError("bug", what, where=file.name, fix="Please report it with that file attached.")
+    # Report it; standard error may be gone, too.
     try:
         report(error)
     except OSError:
@@ -59,6 +61,6 @@ def exit_code_of(
 
 
 def _without_reader() -> int:
-    """Replace a standard output whose reader is gone, at which Python would complain at exit; returns the exit code."""
+    """Replace a standard output that lost its reader, and return the exit code. Otherwise Python complains at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return StoppedError.exit_code

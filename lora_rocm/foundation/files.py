@@ -24,7 +24,7 @@ from lora_rocm.errors import StorageError, UserError, storage_error
 
 RENAME_ATTEMPTS, RENAME_PAUSE_S = 20, 0.1
 WRITE_ATTEMPTS = 3
-"""Attempts to write a file whose bytes read back differently."""
+"""Attempts to write a file, if its bytes read back differently."""
 PIECE_BYTES = 1 << 20
 PROBE_BYTES = 1 << 16
 NAME_SURROGATE = 0x20000000
@@ -44,14 +44,14 @@ def is_link(path: Path) -> bool:
 
 
 def require_place(path: Path | None, option: str) -> None:
-    """Check, before a long computation, that a file can be written at a path as far as its folders tell.
+    """Check before a long computation that a path can take a file. Only the folders are checked.
 
     Args:
         path: of the file; its folder may be missing. None: no file is written.
         option: names the path.
 
     Raises:
-        UserError: output-kind: the path is a folder, or a file lies where its folder would be.
+        UserError: output-kind: the path is a folder, or one of its parents is a file.
     """
     if path is None:
         return
@@ -59,10 +59,10 @@ def require_place(path: Path | None, option: str) -> None:
     where = f"{option} {path}"
     if path.is_dir():
         raise UserError(
-            "output-kind", "There is a folder, and a file is to be written.", where=where, fix="Name a file."
+            "output-kind", "This path is a folder, but the output is a file.", where=where, fix="Name a file."
         )
     if is_there is not None and not is_there.is_dir():
-        raise UserError("output-kind", f"{is_there} is no folder.", where=where, fix="Name another place.")
+        raise UserError("output-kind", f"{is_there} is not a folder.", where=where, fix="Name another place.")
 
 
 def is_folder(path: Path) -> bool:
@@ -71,7 +71,7 @@ def is_folder(path: Path) -> bool:
 
 
 def refuse_link(path: Path) -> None:
-    """Refuse a link at a path whose file or folder is written in place.
+    """Refuse a link at a path that is written in place.
 
     Raises:
         StorageError: "link-refused".
@@ -83,9 +83,9 @@ def refuse_link(path: Path) -> None:
         target = f" -> {os.readlink(path)}"
     raise StorageError(
         "link-refused",
-        "A link lies where lora-rocm keeps a file or a folder of its own: nothing is written or deleted through it.",
+        "There is a link where lora-rocm keeps its own file or folder. Nothing is written or deleted through a link.",
         where=f"{path}{target}",
-        fix="Remove the link, or put what it leads to in its place.",
+        fix="Remove the link, or replace it with its target.",
     )
 
 
@@ -98,7 +98,7 @@ def make_folder(folder: Path, root: Path | None = None) -> None:
     """Make a folder and its parents.
 
     With ``root``, only folders below it are made, and no link is entered. If the drive of ``root`` is gone, nothing is
-    made in its place.
+    created.
 
     Raises:
         OSError: no permission, disk full, or ``root`` is gone.
@@ -142,8 +142,7 @@ def write_atomic(path: Path, content: bytes, root: Path | None = None, *, read_b
         path.unlink()  # a corrupt file is worse than none
     raise StorageError(
         "written-differs",
-        f"What was written to the disk read back as something else, {WRITE_ATTEMPTS} times in a row: the file was "
-        "removed.",
+        f"The file read back differently from the written bytes {WRITE_ATTEMPTS} times in a row, so it was removed.",
         where=str(path),
         fix="Check the disk and the memory of the machine, or use another disk; then run the same command again.",
     )
@@ -157,14 +156,14 @@ def write_json(path: Path, value: Any, root: Path | None = None) -> None:
 def json_bytes(value: Any) -> bytes:
     """Sorted, indented JSON in UTF-8: equal values give equal bytes.
 
-    A lone surrogate, as in a path that is no UTF-8, becomes its escape of JSON, which reads back as the same path.
+    A lone surrogate, as in a path that is not UTF-8, becomes a JSON escape, which reads back as the same path.
     """
     return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path, root: Path | None = None) -> Iterator[Path]:
-    """Make a folder with all its files or not at all: a temporary one is filled inside the context, then renamed.
+    """Make a folder with all its files or not at all: a temporary folder is filled inside the context, then renamed.
 
     Args:
         folder: nothing may be there but an empty folder. Its parents are made (``make_folder``).
@@ -232,7 +231,7 @@ def write_through(path: Path, content: bytes) -> None:
 
 
 def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """``write_through`` of a content that is made piece by piece, and never whole in memory."""
+    """``write_through`` of content that is produced in pieces and is never whole in memory."""
     with path.open("xb") as file:
         for piece in pieces:
             file.write(piece)
@@ -243,10 +242,7 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 def open_in_place(path: Path, *, anew: bool = False, buffering: int = -1) -> IO[bytes]:
     """Open a file that is written in place (a log, a heartbeat). Links are refused.
 
-    Args:
-        path: the file.
-        anew: truncate the file; else writes are appended.
-        buffering: as for ``open``.
+    ``anew`` truncates the file; otherwise writes are appended. ``buffering``: as for ``open``.
 
     Raises:
         StorageError: the path is a link, a folder, a pipe or a device, or cannot be opened.
@@ -255,9 +251,9 @@ def open_in_place(path: Path, *, anew: bool = False, buffering: int = -1) -> IO[
     if _mode_of(path) and not stat.S_ISREG(_mode_of(path)):
         raise StorageError(
             "no-file",
-            "A plain file is kept here, and there is a folder, a pipe or a device.",
+            "This path has to be a regular file, but it is a folder, a pipe or a device.",
             where=str(path),
-            fix="Take it away, or use another folder.",
+            fix="Move it away, or use another folder.",
         )
     try:
         if anew:
@@ -270,7 +266,7 @@ def open_in_place(path: Path, *, anew: bool = False, buffering: int = -1) -> IO[
 def holds(path: Path, content: bytes) -> bool:
     """Whether a flushed file has exactly these bytes on the disk. False if it cannot be read."""
     wanted, position = memoryview(content), 0
-    drop = getattr(os, "posix_fadvise", None)  # else Linux reads its page cache, not the disk
+    drop = getattr(os, "posix_fadvise", None)  # without it Linux reads its page cache, not the disk
     try:
         with _opened(path) as file:
             if drop is not None:
@@ -288,7 +284,7 @@ def holds(path: Path, content: bytes) -> bool:
 def rename(source: Path, target: Path) -> None:
     """Rename ``source`` to ``target``, over an existing file too.
 
-    On Windows a virus scanner may hold either file for a moment, so a refused rename is tried again.
+    On Windows a virus scanner may have either file open for a moment, so a refused rename is retried.
 
     Raises:
         OSError: it cannot be renamed.
@@ -304,7 +300,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a folder with its content, or a link (never its target). A missing path is no error.
+    """Remove a file, a folder with its content, or a link (never its target). A missing path is fine.
 
     Raises:
         OSError: it cannot be removed.
@@ -351,7 +347,7 @@ def _mode_of(path: Path) -> int:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """Open a file for reading. On Windows a virus scanner may hold a new file for a moment, so it is tried again."""
+    """Open a file for reading, with retries: on Windows a virus scanner may have a new file open for a moment."""
     for attempt in range(RENAME_ATTEMPTS):
         try:
             return path.open("rb")

@@ -1,4 +1,4 @@
-"""JSON that a user or another program wrote: parsed by one function, which says why a text cannot be used."""
+"""The one parser of JSON that a user or another program wrote. Its errors name the fault of the text."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Pairs = list[tuple[str, Any]]
 
 
 class BadJson(ValueError):
-    """A text that cannot be read as JSON. The message says why, as a part of a sentence ("it is no JSON: ...")."""
+    """A text that cannot be read as JSON. The message is the reason, as a clause ("it is not JSON: ...")."""
 
     @property
     def sentence(self) -> str:
-        """Why, as a sentence of its own."""
+        """The reason as a full sentence."""
         return f"{str(self)[:1].upper()}{str(self)[1:]}."
 
 
 class NoJson(BadJson):
-    """It breaks the rules of JSON or of its encoding, so it may be another kind of text. ``detail``: how, and where."""
+    """A text with invalid JSON or encoding, so it may be another kind of text. ``detail``: the fault and its place."""
 
     def __init__(self, detail: str) -> None:
-        super().__init__(f"it is no JSON: {detail}")
+        super().__init__(f"it is not JSON: {detail}")
         self.detail = detail
 
 
@@ -37,7 +37,7 @@ def parse_json(text: str | bytes, *, repeated_keys: bool = False) -> Any:
 
     Args:
         text: the text, or its bytes in UTF-8, UTF-16 or UTF-32.
-        repeated_keys: of a key that an object has twice the last value counts. Only for text of which no value is used.
+        repeated_keys: accept repeated keys; the last value counts. Only for text of which no value is used.
 
     Raises:
         BadJson: it cannot be read. Python's own parser raises RecursionError or a bare ValueError for valid JSON that
@@ -54,7 +54,7 @@ def parse_json(text: str | bytes, *, repeated_keys: bool = False) -> Any:
         raise NoJson(str(error)) from error
     except RecursionError as error:
         raise BadJson("its lists or objects are nested too deep") from error
-    except ValueError as error:  # the only other one: Python's limit of digits (``sys.get_int_max_str_digits``)
+    except ValueError as error:  # the only other cause: Python's limit of digits (``sys.get_int_max_str_digits``)
         raise BadJson("it has a whole number with too many digits") from error
 
 

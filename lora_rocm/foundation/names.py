@@ -1,4 +1,4 @@
-"""Names of files: which of them are the same name, and which a system may refuse."""
+"""File names: comparison across systems, and names that a system may refuse."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ T = TypeVar("T")
 FORBIDDEN = re.compile(r'[\x00-\x1f\x7f<>:"/\\|?*]')
 """Characters that a file name cannot have on Windows."""
 DEVICE = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9\u00b9\u00b2\u00b3]) *(\..*)?", re.IGNORECASE)
-"""Names of devices of Windows, which it finds in every folder, whatever the ending."""
+"""Device names of Windows. They are reserved in every folder and with any ending."""
 BUILTIN = "builtin:"
-"""How the names of what is shipped with the package begin, in recipes and commands."""
+"""Prefix of the names of shipped files, in recipes and commands."""
 LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 MAX_STEM_BYTES = 160
-"""In UTF-8. A name has 255 bytes on most systems; a run adds endings, and more for temporary files."""
+"""In UTF-8. Most systems allow 255 bytes; a run adds endings, and longer ones for temporary files."""
 
 
 def name_key(name: str) -> str:
-    """The form in which names and paths of files are compared: NFC.
+    """The name normalised for comparison (NFC).
 
     A Mac may store ``é`` as a letter and an accent (NFD); the other systems store what was typed, which is NFC.
     """
@@ -31,7 +31,7 @@ def name_key(name: str) -> str:
 
 
 def stem_fault(stem: str) -> str:
-    """Why a file cannot have this name before its ending on every system, as a phrase; empty if it can."""
+    """The reason why some system refuses this name before the ending, as a phrase; empty if none does."""
     if found := FORBIDDEN.search(stem):
         return f"has the character {found[0]!a}, which no file name can have on Windows"
     if LONE_SURROGATE.search(stem):
@@ -46,7 +46,7 @@ def stem_fault(stem: str) -> str:
 
 
 def usable_stem(stem: str) -> str:
-    """A name that is like this one and has no such fault."""
+    """A similar name without such a fault."""
     bare = FORBIDDEN.sub("-", stem).encode("utf-8", "ignore")[: MAX_STEM_BYTES - len("lora-")]
     cleaned = bare.decode("utf-8", "ignore").strip(" .")
     return cleaned if not stem_fault(cleaned) else f"lora-{cleaned}".rstrip("-")
@@ -55,13 +55,12 @@ def usable_stem(stem: str) -> str:
 class Names(Generic[T]):
     """Values by name or path, as ``name_key`` compares them: for pairing files, rows and images by name.
 
-    A name is found as it is spelled; if it is not there so, a name that is the same in ``name_key``, if it is the only
-    one.
+    A lookup finds the exact spelling, or else the only name with the same ``name_key``.
     """
 
     def __init__(self, values: Iterable[tuple[str, T]] = ()) -> None:
         self._values: dict[str, T] = {}
-        self._spellings: dict[str, list[str]] = {}  # of names that are not ASCII: the others have only one
+        self._spellings: dict[str, list[str]] = {}  # of names that are not ASCII: an ASCII name has only one
         for name, value in values:
             self[name] = value
 
@@ -82,7 +81,7 @@ class Names(Generic[T]):
         return len(self._values)
 
     def find(self, name: str) -> tuple[str, T] | None:
-        """The name as it is spelled here, and its value; None if it is not here, or not clear."""
+        """The name as it is spelled here, and its value; None if it is missing or ambiguous."""
         if name in self._values:
             return name, self._values[name]
         found = [] if name.isascii() else self._spellings.get(name_key(name), [])
@@ -93,10 +92,7 @@ class Names(Generic[T]):
 
 
 def spelled(path: Path) -> Path:
-    """The path as the file system spells it, if it is not there as it is given.
-
-    A path that is there is returned as it is, and so is one that leads nowhere.
-    """
+    """The path as the file system spells it. An existing path, or one without a match, is returned unchanged."""
     if str(path).isascii() or os.path.lexists(path):
         return path
     parent = spelled(path.parent)

@@ -1,4 +1,4 @@
-"""The packages that the heavy half imports: finds missing ones, words the error for an unusable one, imports fast."""
+"""The packages that the heavy half imports: finds missing ones, builds the error for a broken one, imports fast."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def versions_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def imported() -> None:
-    """Search for garbage from now on, but never among what exists. Does nothing where the search is on.
+    """Enable garbage collection, but exclude all existing objects from it. Does nothing if it is enabled already.
 
-    A heavy child imports without it: searching a million objects that stay takes a sixth of the time of the imports.
+    A heavy child imports with collection off: scanning a million permanent objects takes a sixth of the import time.
     """
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
-        atexit.register(gc.unfreeze)  # extension modules look at exit whether all of their objects are gone
+        atexit.register(gc.unfreeze)  # extension modules check at exit that their objects were freed
 
 
 def unusable(error: BaseException) -> MachineError:
@@ -58,19 +58,19 @@ def unusable(error: BaseException) -> MachineError:
             "package-missing",
             f"The package {package} is not installed; training, previews and measurements need it.",
             where=f"{sys.executable} (module {error.name})",
-            fix=f"{installer(sys.platform == 'win32')}; lora-rocm doctor says which torch this machine needs.",
+            fix=f"{installer(sys.platform == 'win32')}; lora-rocm doctor shows which torch this machine needs.",
         )
     said = next(iter(str(error).splitlines()), "")
     return MachineError(
         "package-broken",
         f"A package that training needs cannot be imported: {type(error).__name__}: {said}",
         where=sys.executable,
-        fix=f"{installer(sys.platform == 'win32', repair=True)}; lora-rocm doctor says more.",
+        fix=f"{installer(sys.platform == 'win32', repair=True)}; lora-rocm doctor shows details.",
     )
 
 
 def installer(windows: bool, *, repair: bool = False) -> str:
-    """The command that installs everything, run in the folder of the repository. repair: a present torch, too."""
+    """The command that installs everything, run in the repository's folder. repair: reinstall a present torch, too."""
     if windows:
         return r"scripts\windows\install.bat" + (" --repair" if repair else "")
     return "make install" + (" ARGS=--repair" if repair else "")

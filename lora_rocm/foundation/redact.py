@@ -1,8 +1,8 @@
 r"""Removes private data from texts and facts: user paths, names of user and host, tokens, addresses, serials.
 
-A report is made from redacted facts, so nothing later has to be careful. Names are learnt from this machine's
-environment and from every path that contains one (/home/NAME, C:\Users\NAME), and then removed wherever they occur as
-words. When in doubt, text is removed.
+A report is built from redacted facts, so later code needs no care. Names come from this machine's environment and from
+every path that contains one (/home/NAME, C:\Users\NAME). They are removed wherever they occur as words. When in doubt,
+text is removed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ OTHER_PATHS = (
     r"|(?<![\w/\\.:<>~%$*-])/(?!(?:opt|usr|lib\w*|etc|dev|sys|proc|bin|sbin|tmp|run|boot|var)\b)"
     r"[^\s/:;,\"'<>|()]+/[^\s:;,\"'<>|()]+"
 )
-"""In sentences: paths outside the system's own folders, such as those of recipes and images."""
+"""In sentences: paths outside the system's own folders, such as paths of recipes and images."""
 PATH_LISTS = ("path", "hip_path", "app_dir", "variables")
-"""Names of facts whose values may be lists of paths."""
+"""Names of facts with a value that may be a list of paths."""
 SHARED_FOLDERS = {"public", "default", "all users", "shared", "linuxbrew"}
 COMMON_NAMES = set(
     "root user admin administrator system default home localhost desktop laptop test dev build runner docker wsl "
@@ -64,13 +64,13 @@ SETTING_WORDS = frozenset(
 )
 """Words of values of the variables that ROCm and torch read."""
 SETTING = re.compile(r"(?:-?\d{1,6}(?:\.\d{1,6}){0,3}[kmg]?|0x[0-9a-f]{1,8}|gfx[0-9a-f-]{3,10}|<[a-z -]+>)?")
-"""Numbers, versions, architectures, and what stands in the place of private words, in lower case."""
+"""Numbers, versions, architectures, and placeholders for private words, in lower case."""
 PATH_START = re.compile(r"(?:/|[A-Za-z]:[\\/]|\\\\)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """A pattern of private data, and what is put in its place."""
+    """A pattern of private data, and its replacement."""
 
     find: str
     put: str
@@ -114,7 +114,7 @@ class Private:
             return self.text(cleaned)
         windows = "\\" in cleaned or ";" in cleaned or re.match(r"[A-Za-z]:", cleaned) is not None
         separator = ";" if windows else ":"
-        parts = cleaned.split(separator)  # whole, because a folder's name may hold blanks
+        parts = cleaned.split(separator)  # not split at blanks, which a folder's name may have
         return self.text(separator.join("<path>" if _is_private_path(part) else part for part in parts))
 
     def setting(self, text: str) -> str:
@@ -225,7 +225,7 @@ def _loose_path(path: str) -> str:
 
 
 def _without_names(text: str, names: Iterable[str], instead: str) -> str:
-    """Replace names that are words of their own. An underscore ends a word too."""
+    """Replace names that occur as whole words. An underscore ends a word too."""
     for name in sorted(names, key=len, reverse=True):
         text = re.sub(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", instead, text, flags=re.IGNORECASE)
     return text

@@ -1,7 +1,7 @@
-"""Keeps code of the current folder from being run. Only this module makes the command of a Python child.
+"""Prevents code in the current folder from running. Only this module builds the command of a Python child.
 
-``python -m`` and ``python -c`` put the current folder first in ``sys.path``, so a ``torch.py`` beside a downloaded
-recipe would be imported in place of torch. Standard library only.
+``python -m`` and ``python -c`` insert the current folder at the start of ``sys.path``. A ``torch.py`` next to a
+downloaded recipe would then be imported in place of torch. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def python_command(*arguments: str, python: str = sys.executable) -> list[str]:
 
 
 def python_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a Python child whose libraries may themselves start Python with ``-m`` or ``-c``."""
+    """The environment of a Python child, for libraries that start Python themselves with ``-m`` or ``-c``."""
     return {**without_current_folder(environ), SAFE_PATH: "1"}
 
 

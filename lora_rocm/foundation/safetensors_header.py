@@ -1,8 +1,8 @@
 """The header of a safetensors file: the one reader, which checks it, and the one writer. Standard library only.
 
-Format: 8 bytes little-endian header size, a JSON header, then the tensors' bytes (safetensors specification). Nothing
-in a header is believed: every byte of the data belongs to exactly one tensor, and each tensor has as many as its shape
-needs, so a reader can trust offsets and shapes from here on.
+Format: 8 bytes little-endian header size, a JSON header, then the tensors' bytes (safetensors specification). A header
+is not trusted: every byte of the data has to belong to exactly one tensor, and each tensor needs the bytes that its
+shape implies. A reader can trust the checked offsets and shapes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ALIGNMENT_BYTES = 8
 MAX_NAME_LETTERS = 1000  # the longest names of published files have 130
 FOREIGN = {
     b"PK\x03\x04": "a zip archive, which torch.save writes",
-    b"GGUF": "a GGUF file, which is not read here",
+    b"GGUF": "a GGUF file, which is not supported",
     b"version ": "the pointer of Git LFS to the file",
     b"<!DOCTYP": "a web page",
     b"<!doctyp": "a web page",
 }
-"""First bytes of other files, at most eight -> what they are."""
+"""First bytes of other files, at most eight -> the kind of file."""
 DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64"), 8),
     **dict.fromkeys(("F32", "I32"), 4),
@@ -37,20 +37,20 @@ DTYPE_BYTES = {
 
 
 class DamagedHeader(Exception):
-    """The file is no whole safetensors file; the message says why."""
+    """The file is not a complete safetensors file; the message is the reason."""
 
 
 class OtherFile(DamagedHeader):
-    """It is a file of another kind; the message says which."""
+    """It is a file of another kind, which the message names."""
 
 
 class UnknownDtype(DamagedHeader):
-    """The file holds numbers in a format that is not read here; the message names it."""
+    """The file has numbers in an unsupported format, which the message names."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: ``begin`` and ``end`` are offsets in the file, in bytes."""
+    """The place of one tensor: ``begin`` and ``end`` are offsets in the file, in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -62,9 +62,10 @@ def parse_header(file: BinaryIO, num_bytes: int) -> tuple[dict[str, TensorEntry]
     """The tensors by name and the metadata of an open file of ``num_bytes``.
 
     Raises:
-        DamagedHeader: header and size do not fit each other, or the header is no header.
+        DamagedHeader: the header is invalid, or does not match the size.
         OSError: it cannot be read.
     """
+    # Read the JSON header.
     start = file.read(8)
     if (kind := next((kind for first, kind in FOREIGN.items() if start.startswith(first)), None)) is not None:
         raise OtherFile(kind)
@@ -78,21 +79,22 @@ def parse_header(file: BinaryIO, num_bytes: int) -> tuple[dict[str, TensorEntry]
         tensors = {name: _entry(value, 8 + length) for name, value in fields.items()}
         if not all(isinstance(text, str) for text in metadata.values()):
             raise TypeError("metadata are texts")
-        "".join((*tensors, *metadata, *metadata.values())).encode("utf-8")  # half of a letter is no name
+        "".join((*tensors, *metadata, *metadata.values())).encode("utf-8")  # refuses lone surrogates in names
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f": {error}" if isinstance(error, BadJson) else ""
         raise DamagedHeader(f"its header is not readable{why}") from error
+    # Check that the tensors cover the data without gaps and overlaps.
     at = 8 + length
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.dtype not in DTYPE_BYTES:
             raise UnknownDtype(printable(entry.dtype)[:40])
         if math.prod(entry.shape) * DTYPE_BYTES[entry.dtype] != entry.end - entry.begin:
-            raise DamagedHeader(f"the size of {printable(name):.100} does not fit its shape")
+            raise DamagedHeader(f"the size of {printable(name):.100} does not match its shape")
         if entry.begin != at:
             raise DamagedHeader("its tensors overlap or leave a gap")
         at = entry.end
     if at != num_bytes:
-        raise DamagedHeader(f"it has {num_bytes:,} bytes, which is not what its header says")
+        raise DamagedHeader(f"its size of {num_bytes:,} bytes does not match its header")
     return tensors, metadata
 
 
@@ -110,7 +112,7 @@ def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: 
 
 
 def _require_short(names: Iterable[str]) -> None:
-    """Refuse names that no tensor has: searching such a name takes minutes."""
+    """Refuse names longer than any tensor's: a search in such a name takes minutes."""
     longest = max(map(len, names), default=0)
     if longest > MAX_NAME_LETTERS:
         raise DamagedHeader(f"the name of a tensor has {longest:,} letters")

@@ -1,7 +1,8 @@
-"""Tables of the package: TOML files beside the code that reads them, as frozen dataclasses. Standard library only.
+"""Tables of the package: TOML files next to the code that reads them, as frozen dataclasses. Standard library only.
 
-The keys of a file or row are the fields of its dataclass. A row names a function by a key of the dictionary that the
-reading module gives. A file of facts that age has a key more at its head: ``review``, the fields of ``Review``.
+The keys of a file or row are the fields of its dataclass. A row names a function by a key of the dictionary
+that the reading module passes. A file of facts that age has one more key at its head: ``review``, the fields of
+``Review``.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ REVIEW = "review"
 
 @dataclass(frozen=True)
 class Review:
-    """When all rows of a file were last compared with the world.
+    """The last check of all rows of a file against current releases.
 
-    newest: what was the newest then ("ROCm 10.1, torch 2.14").
+    newest: the newest releases on that day ("ROCm 10.1, torch 2.14").
     """
 
     day: date
@@ -79,12 +80,12 @@ def read_rows(path: Path, row: type[Table], functions: Functions | None = None) 
 
 
 def by_name(*functions: Callable[..., object]) -> dict[str, Callable[..., object]]:
-    """The functions by the names that rows give them: their own, without a leading underscore."""
+    """The functions by the names that rows use: the function's name without a leading underscore."""
     return {function.__name__.lstrip("_"): function for function in functions}
 
 
 def _content(path: Path) -> dict[str, object]:
-    """The file without its review, which is checked all the same."""
+    """The file without its review, which is checked too."""
     content = _all_content(path)
     if REVIEW in content:
         _review(path, content.pop(REVIEW))
@@ -123,7 +124,7 @@ class _Reader:
             return self._functions[value]
         if origin is Literal and value in of:
             return value
-        raise _invalid(f"{short(value)} is none of the values that this key takes", self._path, at)
+        raise _invalid(f"{short(value)} is not a value that this key takes", self._path, at)
 
     def _row(self, kind: type[DataclassInstance], row: dict[str, object], at: tuple[str, ...]) -> object:
         hints, needed = _fields(kind)
@@ -142,7 +143,7 @@ def _fields(kind: type[DataclassInstance]) -> tuple[Mapping[str, object], frozen
 
 
 def _member(members: tuple[object, ...], value: object) -> object:
-    """The member of a union that a value is meant as: a table is a dataclass, anything else is not."""
+    """The member of a union that a value is parsed as: a dataclass for a table, another type for anything else."""
     given = [member for member in members if member is not NoneType]
     return next((member for member in given if is_dataclass(member) is isinstance(value, dict)), given[0])
 

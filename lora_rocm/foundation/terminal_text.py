@@ -33,7 +33,7 @@ def legible(text: str, keep: str = "") -> str:
 
 
 def quoted(words: Sequence[str]) -> str:
-    """A command line for the shell of this system: names in it, such as those of folders, stay single words."""
+    """A command line for the shell of this system, with each word quoted if it needs it."""
     return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
 
 

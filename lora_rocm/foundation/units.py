@@ -27,12 +27,12 @@ def rate_text(per_second: float, unit: str = "it") -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """A number with its noun, whose plural ends in s: 1 -> "1 step", 2 -> "2 steps"."""
+    """A number with a noun; the plural ends in s: 1 -> "1 step", 2 -> "2 steps"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def times_text(count: int) -> str:
-    """How often: 1 -> "once", 2 -> "2 times"."""
+    """A frequency: 1 -> "once", 2 -> "2 times"."""
     return "once" if count == 1 else f"{count} times"
 
 

@@ -1,7 +1,7 @@
 """Cache of encoder outputs across runs: content-addressed, written atomically, fingerprinted.
 
 An entry is trusted only if its fingerprints match; otherwise ``get`` raises CacheEntryBad and its caller encodes the
-entry again. Entries are read whole, not memory-mapped (a mapped file cannot be repaired on Windows), and never
+entry again. Entries are read whole, not memory-mapped: a mapped file cannot be repaired on Windows. They are never
 replaced: a repaired entry gets the next name (``key.safetensors``, ``key-1.safetensors``, ...), and the last good one
 counts.
 """
@@ -131,12 +131,13 @@ class LatentCache:
             if not torch.isfinite(tensor).all():
                 raise DataError(
                     "encoder-nonfinite",
-                    f"The encoder made values of {name} that are not finite.",
+                    f"The encoder returned values for {name} that are not finite.",
                     where=item,
                     fix="The encoder's weights are damaged (download the model again), or this machine computes "
-                    "wrongly (try runtime.device: cpu).",
+                    "incorrectly (try runtime.device: cpu).",
                 )
         stored = {name: tensor.detach().contiguous() for name, tensor in sorted(tensors.items())}
+        # The tensors are on the CPU, so int() waits for no device.
         fingerprints = {name: int(fingerprint(tensor[None])) for name, tensor in stored.items()}
         return save(stored, {METADATA_KEY: metadata_text(kind, key, fingerprints)})
 
@@ -213,5 +214,5 @@ def _checked(path: Path, kind: str, key: str, spec: Mapping[str, TensorSpec]) ->
         if tensor.dtype != getattr(torch, spec[name].dtype) or tensor.ndim != len(spec[name].dims):
             raise CacheEntryBad(f"{name} is {tensor.dtype} of {tensor.ndim} dimensions")
         if int(fingerprint(tensor[None])) != header.fingerprints[name]:
-            raise CacheEntryBad(f"{name} is not as it was written")
+            raise CacheEntryBad(f"the bytes of {name} have changed since they were written")
     return CachedItem(tensors, header.fingerprints)

@@ -1,4 +1,4 @@
-"""A file that belongs to an image, as what an encoder reads in the image's place."""
+"""A file that belongs to an image (a companion), as an encoder's input in place of the image."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lora_rocm.latent_cache.image_preprocess import Wanted, hash_of
 
 @dataclass(frozen=True, slots=True)
 class CompanionWanted(Wanted):
-    """The companion of a sample, whose entries are to be in the cache.
+    """The companion of a sample, with entries that have to be in the cache.
 
-    noun, fix: its name in errors, and their remedy.
+    noun, fix: the companion's name in errors, and the errors' remedy.
     place: the file, row, or the image itself; None if the sample has no companion.
     kind: the input that the entries are made from.
     """
@@ -54,6 +54,6 @@ class CompanionWanted(Wanted):
             raise self.unusable(f"cannot be read: {error}") from error
 
     def unusable(self, why: str) -> DataError:
-        """The error for a companion that cannot be used. ``why``: a verb and what follows."""
+        """The error for a companion that cannot be used. ``why``: the predicate of the sentence."""
         what = f"The {self.noun} of {self.sample.key} {why}."
         return DataError(f"{self.kind}-unusable", what, where=shown(self.place), fix=self.fix)

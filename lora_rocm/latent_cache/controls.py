@@ -41,7 +41,7 @@ CONTROL_ENTRY = control_entry(0)
 
 @dataclass(frozen=True)
 class ControlEncoder:
-    """Encodes control images with the family's encoder of images, and keeps the mean, which pipelines use."""
+    """Encodes control images with the family's image encoder, and keeps the mean, which pipelines use."""
 
     images: Encoder
     data: DataSection
@@ -82,7 +82,7 @@ class ControlEncoder:
 
 
 def control_encoders(recipe: Recipe, encoders: Sequence[Encoder]) -> list[ControlEncoder]:
-    """An encoder for each control image of an image. ``encoders``: those of the family."""
+    """An encoder for each control image of an image. ``encoders``: the family's encoders."""
     images = [encoder for encoder in encoders if encoder.entry.inputs == (IMAGE,)]
     keeps_size = recipe.model.controls_keep_size
     entries = [control_entry(number, keeps_size) for number in range(recipe.data.num_controls)]

@@ -1,14 +1,14 @@
 """Fills the caches: encodes missing entries one item at a time, with one encoder after the other.
 
-Items are not batched, because the exact bytes of an encoder's output depend on the rest of its batch. So an entry is
-the same whichever others were missing, and however often the run was interrupted. Each encoder is freed before the next
-is loaded.
+Items are not batched, because the exact bytes of an encoder's output depend on the rest of its batch. So an
+entry's bytes do not depend on the other missing entries, or on interruptions of the run. Each encoder is freed before
+the next is loaded.
 
 While an encoder works on one image, threads read, hash, decode and crop the next ones, and another thread writes
 entries (``latent_cache/prefetch.py``). Neither order nor bytes depend on the threads.
 
-An image that does not fit into memory is encoded in tiles, with different rounding. The tiled entry has a key of its
-own and is used if there is no entry of the whole image.
+An image that does not fit into memory is encoded in tiles, with different rounding. The tiled entry has its own
+key, and is used if there is no entry of the whole image.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Caches:
     """The caches of one run, with the data needed to encode each of their entries again.
 
     encoders: the encoders of the family, one per kind of entry.
-    all_could_be_read: no image was set aside because of an error that may be temporary.
+    all_could_be_read: no image was skipped because of an error that may be temporary.
     """
 
     encoding: Encoding
@@ -99,14 +99,14 @@ class Caches:
             samples: all samples of the run.
             memory: remembered hashes of files.
             found: called for each sample and kind of entry, in no particular order.
-            encoders: encoders whose entries to fill; None for those that read images alone.
+            encoders: fill the entries of these encoders; None for the encoders that read images alone.
 
         Returns:
-            sample key -> reason, for images that could not be read and are set aside.
+            sample key -> reason, for images that could not be read and are skipped.
 
         Raises:
             DataError: an encoder returned values that are not finite.
-            StorageError: the cache cannot be written; its entries stay.
+            StorageError: the cache cannot be written; existing entries remain.
             MachineError: an image does not fit into memory, not even in tiles; or an error of ``Encoding.look``.
         """
         if encoders is None:
@@ -162,7 +162,7 @@ class Caches:
     def text_lookup(self, caption: str) -> Tensors:
         """The cached tensors of a caption or prompt of this run, without a batch dimension, on the CPU.
 
-        A bad entry is repaired.
+        A bad entry is encoded again.
 
         Raises:
             DataError: the entry is bad or missing, and the caption is not one of this run.
@@ -175,7 +175,7 @@ class Caches:
     def mask_bytes(self, encoder: Encoder, caption: str) -> int:
         """Bytes of the ``caption_mask`` of a caption's entry; grows with the length of the caption.
 
-        A bad entry is repaired.
+        A bad entry is encoded again.
         """
         entry, key, cache = encoder.entry, self.caption_key(encoder, caption), self.encoding.cache
         try:
@@ -214,18 +214,18 @@ class Caches:
         except DataError as error:
             raise DataError(
                 "image-unreadable",
-                f"The cached image is damaged and cannot be made again. {error.what}",
+                f"The cached image is damaged and cannot be encoded again. {error.what}",
                 where=error.where,
-                fix="Restore the image, or take it away; then run the same command again.",
+                fix="Restore the image or remove it, then run the same command again.",
             ) from None
-        # Encode it as before, in tiles if the key is that of the tiled entry.
+        # Encode it as before: in tiles if the key is the tiled entry's key.
         tiled = encoder.in_tiles() if key == entry.tiled_key else None
         inputs = entry.inputs(tensors[entry.view])
         place = shown(wanted.sample.location)
         return self._encode_again(tiled if tiled is not None else encoder, inputs), place
 
     def _encode_again(self, encoder: Encoder, inputs: Inputs) -> Tensors:
-        """Encode one item; on the CPU if it does not fit on the GPU beside the model in training."""
+        """Encode one item; on the CPU if it does not fit on the GPU in addition to the model in training."""
         full: MachineError | None = None
         for device in (self.encoding.device, CPU):
             empty_pools()
@@ -341,7 +341,7 @@ class _Images:
 
 
 def entries_of(encoder: Encoder, wanted: Wanted, sha256: str) -> tuple[Entry, ...]:
-    """The entries that an encoder makes of a sample: per view, per caption. ``sha256``: hash of the file it reads."""
+    """The entries of a sample for one encoder: per view, per caption. ``sha256``: hash of the file it reads."""
     tiled, name = encoder.in_tiles(), encoder.entry.name
     entries = []
     for view in wanted.views:
@@ -355,7 +355,7 @@ def entries_of(encoder: Encoder, wanted: Wanted, sha256: str) -> tuple[Entry, ..
 
 
 def _bytes_as_before(wanted: Wanted, sha256: str) -> bytes:
-    """The undecoded bytes of an image, after checking that they still have the hash in its key.
+    """The undecoded bytes of an image, after checking that they still have the hash of the key.
 
     Raises:
         DataError: the image cannot be read, or has changed: encoding it under the old key would poison the cache.
@@ -371,5 +371,5 @@ def _changed(where: str) -> DataError:
         "image-changed",
         "The image, or a file that belongs to it, has changed since the run began.",
         where=where,
-        fix="Start again, and leave the images alone until they are cached.",
+        fix="Start again, and do not change the images until they are cached.",
     )

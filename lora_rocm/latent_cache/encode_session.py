@@ -1,4 +1,4 @@
-"""``Encoding``: the run's context that filling the caches needs, and ``HeldBack``: results that wait for a check."""
+"""``Encoding``: the run's context for filling the caches. ``HeldBack``: results that wait for a check."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 OpenDoor = Callable[[torch.device], Placement]
 Look = Callable[[Placement], None]
-"""Raises if kernels, or the weights sent through this transfer, are wrong."""
-FIRST_HELD = 1  # entries, doubled each time, so that a run that fails early has written some
+"""Raises if kernels are faulty, or if weights sent through this transfer are corrupt."""
+FIRST_HELD = 1  # entries; doubled each time, so that a run that fails early has written some
 MOST_HELD = 64  # entries: some 40 MB for images of 1024x1024
 MOST_HELD_S = 60.0  # the most work that a power failure may cost
 
@@ -39,17 +39,17 @@ def plain_door(device: torch.device) -> Placement:
 
 
 class HeldBack:
-    """Holds results back until a check of kernels and weights passes, then keeps them; without a check, at once.
+    """Keeps results pending until a check of kernels and weights passes, then writes them; without a check, at once.
 
     Otherwise a faulty kernel would poison the cache permanently: fingerprints prove that an entry is the encoder's
     output, not that the output is correct.
 
     The end of a ``with`` block settles, even after a stop request or an error. If the block failed, its error
-    propagates; further errors of the check or the disk (a lost device fails at every call) are suppressed, and the held
-    results are lost.
+    propagates. Further errors of the check or the disk are suppressed, because a lost device fails at every call, and
+    the pending results are lost.
 
     Args:
-        look: the check; called before the first result is made, and before results are kept.
+        look: the check; called before the first result is computed, and before results are written.
     """
 
     def __init__(self, look: Callable[[], None] | None) -> None:
@@ -77,10 +77,10 @@ class HeldBack:
             self._most = min(2 * self._most, MOST_HELD)
 
     def settle(self) -> None:
-        """Run the check, then keep the held results.
+        """Run the check, then write the pending results.
 
         Raises:
-            CanaryError: the check failed; the held results are discarded.
+            CanaryError: the check failed; the pending results are discarded.
         """
         held, self._held, self._since = self._held, [], time.monotonic()
         if held and self._look is not None:
@@ -94,12 +94,12 @@ class Encoding:
     """Device, cache and listeners of encoding.
 
     report: receives the progress.
-    context: receives events if an encoder moves to the CPU or to tiles, and for each damaged entry encoded again.
+    context: receives an event if an encoder moves to the CPU or to tiles, and for each damaged entry encoded again.
     tiles: image encoders work in tiles; set after running out of memory.
     open_door: opens a placement of weights on a device; its transfer sends inputs and receives results.
-    more: encoders beside those of the family, after them.
-    look: raises if kernels or the encoders' weights are wrong. Called before the first encode and before each batch of
-        entries is written (see ``quarantine.HeldBack``); not called if nothing is encoded.
+    more: encoders in addition to the family's, after them.
+    look: raises if kernels are faulty or the encoders' weights are corrupt. Called before the first encode and before
+        each batch of entries is written (see ``HeldBack``); not called if nothing is encoded.
     """
 
     cache: LatentCache
@@ -112,7 +112,7 @@ class Encoding:
     more: Sequence[Encoder] = ()
 
     def held_back(self, door: Callable[[], Placement]) -> HeldBack:
-        """A ``HeldBack`` that keeps the results of an encoder until ``look`` passes for its placement."""
+        """A ``HeldBack`` for the results of an encoder; they wait until ``look`` passes for the encoder's placement."""
         look = self.look
         return HeldBack(None if look is None else lambda: look(door()))
 

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class Filling(ExitStack):
-    """Encodes images; entries are held back until a check passes, and then written by another thread.
+    """Encodes images; entries wait until a check passes, and are then written by another thread.
 
     Use it in a ``with`` block; at its end, all entries that passed the check are written.
     """
@@ -66,7 +66,9 @@ class Filling(ExitStack):
             self._loaded = LoadedEncoder(self._encoder, self._encoding)
             self.enter_context(self._loaded.held)
         tensors = self._loaded(entry.inputs(pixels_CHW), place)
-        now = _made(entry, self._encoding.tiles)  # after the first image that did not fit, all are encoded in tiles
+        now = _made(
+            entry, self._encoding.tiles
+        )  # after the first image that did not fit, all images are encoded in tiles
         put, name = self._encoding.put_behind, self._encoder.entry.name
         self._loaded.held.add(partial(put, self._behind, name, now.key, tensors, place, entry.fault))
         return now
@@ -128,14 +130,14 @@ class LoadedEncoder:
         if not self._reads_image:
             if self._device.type == "cpu":
                 raise full
-            self.held.settle()  # check with the weights that encoded the held entries
+            self.held.settle()  # check with the weights that encoded the pending entries
             self._take_less()
         else:
             self._go_to_tiles(full, inputs, place)
         return self(inputs, place)
 
     def _take_less(self) -> None:
-        """Reload a caption encoder so that it needs less memory of the GPU: streamed, or else on the CPU."""
+        """Reload a caption encoder so that it needs less GPU memory: streamed, or else on the CPU."""
         streaming = self._door.streaming()
         self._forget()
         empty_pools()
@@ -151,7 +153,9 @@ class LoadedEncoder:
             empty_pools()
         self._device = CPU
         name = self._encoder.entry.name
-        self._encoding.context.notice(f"The encoder of {name} does not fit into the GPU's memory: it runs on the CPU.")
+        self._encoding.context.notice(
+            f"The encoder of {name} does not fit into the GPU's memory, so it runs on the CPU."
+        )
         self._load_through(self._encoding.open_door(CPU))
 
     def _go_to_tiles(self, full: MachineError, inputs: Mapping[str, Tensor | str], place: str) -> None:
@@ -163,17 +167,17 @@ class LoadedEncoder:
                 full.code,
                 f"{full.what} An image of {width}x{height} does not fit, not even in tiles.",
                 where=f"{place}: {full.where}",
-                fix="Close other programs that use the GPU, lower data.resolution, or encode on the CPU: --set "
-                "runtime.device=cpu, until training begins; what is encoded stays in the cache.",
+                fix="Close other programs that use the GPU, or lower data.resolution. Or encode on the CPU: use --set "
+                "runtime.device=cpu until training begins; encoded images stay in the cache.",
             )
         self._encoding.tiles = True
         self._encoding.context.emit(change_event("image-tiling", "out-of-memory"))
-        self.held.settle()  # check with the weights that encoded the held entries
+        self.held.settle()  # check with the weights that encoded the pending entries
         self._forget()
         empty_pools()
         self._load_through(self._encoding.open_door(self._device))
 
     def _forget(self) -> None:
-        """Drop the weights, of an encoder that may have been loaded in part only."""
+        """Drop the weights; the encoder may be only partly loaded."""
         for name in ("_encode", "_door"):
             vars(self).pop(name, None)

@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from PIL import Image
 
 DECODED_BYTES, PIXEL_BYTES = 6, 12
-"""Bytes per pixel of the file while it is decoded (RGB, and again while scaled), and per pixel of encoder input."""
+"""Bytes per pixel of the file while it is decoded (RGB and a scaled copy), and per pixel of encoder input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A sample whose entries are to be in the cache.
+    """A sample with entries that have to be in the cache.
 
     views: the versions of the image.
-    captions: captions for entries that are also made from captions; otherwise (None,).
-    sha256: hash of the bytes that its entries were made from; empty before that.
+    captions: captions for entries that are also encoded from captions; otherwise (None,).
+    sha256: hash of the bytes that the entries were encoded from; empty before that.
     """
 
     sample: Sample
@@ -49,7 +49,7 @@ class Wanted:
 
     @property
     def reads(self) -> str:
-        """The input that its entries are made from: IMAGE, or a companion of the image."""
+        """The input that the entries are encoded from: IMAGE, or a companion of the image."""
         return IMAGE
 
     @property
@@ -58,7 +58,7 @@ class Wanted:
         return self.sample.location if isinstance(self.sample.location, Path) else None
 
     def hashed(self) -> str:
-        """The hash of the bytes that its entries were made from; empty if it is not known."""
+        """The hash of the bytes that the entries were encoded from; empty if it is not known."""
         return self.sha256
 
     def read(self) -> bytes:
@@ -117,7 +117,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class VideoWanted(Wanted):
-    """A clip whose entries are to be in the cache. Its frames are cut alike, and the encoder's input is pixels_FCHW."""
+    """A clip with entries that have to be in the cache. All frames get the same crop; the encoder reads pixels_FCHW."""
 
     @property
     def file(self) -> Path | None:
@@ -125,7 +125,7 @@ class VideoWanted(Wanted):
 
     def tensors(self, content: bytes, views: Iterable[View]) -> dict[View, Tensor]:
         frames: dict[View, list[Tensor]] = {view: [] for view in views}
-        for frame in frames_in(content):  # one after the other, so that one decoded frame is in memory
+        for frame in frames_in(content):  # one at a time, so that only one decoded frame is in memory
             image = self.decoded(frame)
             for view, made in frames.items():
                 made.append(self.tensor(image, view))
@@ -160,13 +160,13 @@ class _Companions(Lazy[Wanted]):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of a sample that is made from an image.
+    """One entry of a sample, encoded from an image.
 
-    whole_key: its key if the image is encoded whole.
-    tiled_key: its key if the image is encoded in tiles; None if the encoder cannot.
-    reads: the input it is made from, besides the caption.
+    whole_key: the key if the image is encoded whole.
+    tiled_key: the key if the image is encoded in tiles; None if the encoder cannot tile.
+    reads: the input in addition to the caption.
     in_tiles: whether the tiled entry is in the cache, or will be, instead of the whole one.
-    fault: the fault of that entry; empty if there is none.
+    fault: the entry's fault; empty if there is none.
     """
 
     view: View
@@ -211,13 +211,13 @@ def pixels_of(image: Image.Image) -> Tensor:
     pixels_CHW = np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)).astype(np.float32)
     pixels_CHW /= np.float32(127.5)
     pixels_CHW -= np.float32(1.0)
-    return torch.from_numpy(pixels_CHW)  # numpy, because torch would start its own threads in each of ours
+    return torch.from_numpy(pixels_CHW)  # numpy above, because torch would start threads in each of our threads
 
 
 def looked_at(memory: HashMemory, entries_of: EntriesOf, samples: Sequence[Wanted]) -> list[Looked]:
-    """Look up the entries of samples in the cache, for warm caches.
+    """Look up the entries of samples in the cache; fast for warm caches.
 
-    Image files are not read: their hashes are remembered, or unknown. Rows of datasets are read and hashed.
+    Image files are not read: their hashes are remembered or unknown. Rows of datasets are read and hashed.
     """
     return [_looked_at(memory, entries_of, wanted) for wanted in samples]
 
@@ -257,7 +257,7 @@ def made_ready(entries_of: EntriesOf, wanted: Wanted) -> Looked:
     except LoraRocmError:
         raise
     except (MemoryError, RuntimeError) as error:
-        error.add_note(f"while this image was made ready: {shown(wanted.file or wanted.sample.location)}")
+        error.add_note(f"while this image was prepared: {shown(wanted.file or wanted.sample.location)}")
         raise
 
 
@@ -271,7 +271,7 @@ def _unusable(wanted: Wanted, error: OSError | DataError) -> Looked:
     if isinstance(error, DataError):
         return Looked(problem=Problem(error.where, error.what, error.fix), passing=passing)
     what = f"The image cannot be read: {error.strerror}."
-    fix = "Restore the file or take it away."
+    fix = "Restore the file or remove it."
     return Looked(problem=Problem(shown(wanted.file or wanted.sample.location), what, fix), passing=passing)
 
 

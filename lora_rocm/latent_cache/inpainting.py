@@ -1,7 +1,7 @@
-"""What an inpainting base is given beside the noisy image: the mask, and the image without what the mask hides.
+"""The extra inputs of an inpainting base: the mask, and the image with the masked part hidden.
 
-White is hidden, and is to be drawn. As in diffusers' ``StableDiffusionXLInpaintPipeline``, the mask is cut at one half,
-hidden pixels are grey (0), and the mask comes to the grid of the latents by its first pixel of each cell.
+White is hidden, and the model draws it. As in diffusers' ``StableDiffusionXLInpaintPipeline``, the mask's threshold is
+one half and hidden pixels are grey (0). On the grid of the latents, each cell takes the mask's first pixel.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ INPAINT_ENTRY = EntrySpec(
     follows_shape=True,
 )
 WHOLE_SHARE = 0.25
-"""Share of the drawn masks that hide all, as in the training of Stable Diffusion Inpainting (its model card)."""
-LEAST_SIDE = 0.25  # of a drawn rectangle, as a share of the image's side
+"""Share of the drawn masks that hide everything, as in the training of Stable Diffusion Inpainting (its model card)."""
+LEAST_SIDE = 0.25  # of a drawn rectangle, as a fraction of the image's side
 
 
 @dataclass(frozen=True)
 class InpaintEncoder:
-    """Encodes what is seen of an image with the family's encoder of images, and keeps the mean.
+    """Encodes the visible part of an image with the family's image encoder, and keeps the mean.
 
     step_hw: pixels per latent.
     """
@@ -83,7 +83,7 @@ class InpaintEncoder:
 
 
 def inpaint_encoder(recipe: Recipe, family: ModelFamily, encoders: Sequence[Encoder]) -> InpaintEncoder | None:
-    """The encoder of what an inpainting base is given; None for another base. ``encoders``: those of the family."""
+    """The encoder of an inpainting base's extra inputs; None for another base. ``encoders``: the family's encoders."""
     if not family.inpaints:
         return None
     images = next(encoder for encoder in encoders if encoder.entry.inputs == (IMAGE,))
@@ -93,9 +93,9 @@ def inpaint_encoder(recipe: Recipe, family: ModelFamily, encoders: Sequence[Enco
 
 @dataclass(frozen=True, slots=True)
 class HiddenWanted(Wanted):
-    """An image and what is hidden of it: pixels and mask, [4, H, W], float32.
+    """An image with its hidden part: pixels and mask, [4, H, W], float32.
 
-    place: where the mask is; None: all is hidden. drawn: the source has no masks, so one is drawn for each image.
+    place: the mask's place; None: everything is hidden. drawn: the source has no masks, so one is drawn for each image.
     """
 
     place: Path | DatasetRow | None = None
@@ -118,7 +118,7 @@ class HiddenWanted(Wanted):
         return MaskWanted(self.sample, self.geometry, self.views, place=self.place)
 
     def _hidden(self, view: View) -> NDArray[np.bool_]:
-        """What is hidden of the view [H, W]."""
+        """The mask of the view's hidden pixels [H, W]."""
         height, width = self.geometry.target_hw
         if not self.drawn:
             mask = self._mask()
@@ -129,7 +129,7 @@ class HiddenWanted(Wanted):
         return hidden_HW[:, ::-1] if view.flip else hidden_HW
 
     def _box(self) -> tuple[int, int, int, int]:
-        """(top, left, height, width) in pixels of the drawn mask: the same in each run, and another for each image."""
+        """(top, left, height, width) in pixels of the drawn mask: differs per image, equal in every run."""
         height, width = self.geometry.target_hw
         key = self.sample.key
         if fraction("all hidden", key) < WHOLE_SHARE:

@@ -43,7 +43,7 @@ CUT_NUMBERS = 4
 Rows: TypeAlias = NDArray[Any]
 """A column of N rows: one number or several bytes each."""
 ANY_SHAPE = Shape.of(samples=1)
-"""The shape of samples whose entries do not depend on size: all are in one bucket."""
+"""The shape of samples with entries that do not depend on size: all are in one bucket."""
 
 
 def _shape(lengths: Mapping[str, int]) -> Shape:
@@ -63,17 +63,17 @@ def _lengths(row: Mapping[str, Any]) -> dict[str, int]:
 
 
 def slot_bytes(sources: Iterable[ResolvedSource]) -> int:
-    """Bytes of the keys of all views of an image, with room for the views of the source that has the most."""
+    """Bytes of the keys of all views of an image, for the source with the most views."""
     return KEY_BYTES * max(MIN_VIEWS, *(len(views_of(source)) for source in sources))
 
 
 def table_schema(entries: Iterable[EntrySpec], size: int) -> Any:
     """The Arrow schema of the table: the columns of samples, then axes, crop and image hash, then keys of entries.
 
-    The crop is there if an entry is made from an image. The keys of an entry made from captions are concatenated: per
-    view, the caption variants and then the empty caption. An entry made from the image alone has a slot of ``size``
-    bytes (``slot_bytes``); "whole" holds the keys of the untiled entries. For entries with a ``caption_mask``, "length"
-    holds the bytes of that mask for each key.
+    The crop column exists if an entry is encoded from an image. The keys of an entry encoded from captions are
+    concatenated: per view, the caption variants and then the empty caption. An entry encoded from the image alone has a
+    slot of ``size`` bytes (``slot_bytes``); "whole" has the keys of the untiled entries. For entries with a
+    ``caption_mask``, "length" has the bytes of that mask for each key.
     """
     entries = list(entries)
     fields = [pyarrow.field(name, pyarrow.int32()) for name in (*(AXIS + axis for axis in axes_of(entries)), SHARE)]
@@ -98,15 +98,15 @@ def check_table(batch: Any, entries: Iterable[EntrySpec], sources: Sequence[Reso
     """
     batch.validate(full=True)
     if batch.schema != table_schema(entries, slot_bytes(sources)) or any(column.null_count for column in batch.columns):
-        raise ValueError("another table")
+        raise ValueError("the table has other columns")
     if not (0 <= compute.min(batch["source"]).as_py() and compute.max(batch["source"]).as_py() < len(sources)):
-        raise ValueError("a source that is none")
+        raise ValueError("a row refers to a source that does not exist")
     for entry in entries:
         sizes = numbers_of(compute.binary_length(batch[f"key {entry.name}"]))
         if (sizes < 2 * KEY_BYTES).any() or (sizes % KEY_BYTES).any():
-            raise ValueError("a list of keys that is none")
+            raise ValueError("a list of keys has an invalid size")
         if entry.caption_mask and (lengths_in(batch[f"length {entry.name}"])[0] * KEY_BYTES != sizes).any():
-            raise ValueError("not one length for each key")
+            raise ValueError("the numbers of keys and lengths differ")
 
 
 def entry_keys(batch: Any, entries: Iterable[EntrySpec]) -> dict[str, bytes]:
@@ -144,9 +144,9 @@ class Usable(Lazy[Wanted]):
 
     Args:
         samples: N samples.
-        rows: column of the table -> its rows: int32 for axes and SHARE, int32 [N, 4] for CUT if images are read, bytes
-            for the others: hash of each image file, zeros if it is not known, and keys of entries made from the image
-            alone.
+        rows: column of the table -> its rows: int32 for axes and SHARE, int32 [N, 4] for CUT if images are read. The
+            other columns are bytes: the hash of each image file (zeros if it is not known), and the keys of entries
+            encoded from the image alone.
     """
 
     def __init__(self, samples: Samples, rows: Mapping[str, Rows]) -> None:
@@ -159,8 +159,8 @@ class Usable(Lazy[Wanted]):
 
         Args:
             samples: N samples.
-            entries: names of the entries made from the image alone.
-            axes: the columns of axes that are known, and CUT if images are read.
+            entries: names of the entries encoded from the image alone.
+            axes: the known columns of axes, and CUT if images are read.
         """
         count, size = len(samples), slot_bytes(samples.sources)
         rows: dict[str, Rows] = {AXIS + axis: np.zeros(count, np.int32) for axis in AXES}
@@ -233,7 +233,7 @@ class Usable(Lazy[Wanted]):
 
     @property
     def ready(self) -> NDArray[np.int64]:
-        """Sorted indices of the samples whose image entries are all in the cache."""
+        """Sorted indices of the samples with all image entries in the cache."""
         num_entries = sum(name.startswith("key ") for name in self._rows)
         return np.flatnonzero(self._num_found_N == num_entries)
 
@@ -268,11 +268,13 @@ class Items(Lazy[Item]):
 
     def _item(self, sample: Sample, row: Mapping[str, Any]) -> Item:
         """Build an item from a sample and its row of the table."""
+        # Crop and views.
         options, geometry = sample.options, None
         if CUT in row:
             geometry = _geometry(sample, {**row, CUT: np.frombuffer(row[CUT], np.int32)})
         views = views_of(options)[: 1 if self.held_out else None]
         num_views = len(views)
+        # Cache keys by entry, and the content that identifies the data.
         num_captions, keys, content = 1, dict[str, Grid](), list[tuple[str, ...]]()
         for entry in self.entries:
             flat = keys_in(row[f"key {entry.name}"])
@@ -283,7 +285,7 @@ class Items(Lazy[Item]):
             size = len(flat) // (num_views if entry.has_views else 1)
             keys[entry.name] = tuple(flat[at : at + size] for at in range(0, len(flat), size))
             num_captions = size - 1
-        if sample.given.loss_weight != 1.0:  # a resumed run would see another loss
+        if sample.given.loss_weight != 1.0:  # part of the content, because a resumed run would see another loss
             content.append((f"loss weight {sample.given.loss_weight!r}",))
         batch_size = 0 if self.held_out else self.sources[sample.source].max_batch_size or 0
         if batch_size:
@@ -363,7 +365,7 @@ def byte_rows(column: Any) -> NDArray[np.uint8]:
 
 
 def lengths_in(column: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """A column of lengths: how many each row has, and all of them one after another."""
+    """A column of lengths: the number of lengths per row, and all lengths concatenated."""
     sizes_N = numbers_of(compute.binary_length(column))
     return sizes_N // LENGTH_BYTES, np.frombuffer(b"".join(column.to_pylist()), LENGTH_TYPE).astype(np.int64)
 

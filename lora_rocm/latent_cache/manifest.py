@@ -1,9 +1,9 @@
 """Manifests: stored results of preparing a large dataset, so that a start does not check every image again.
 
-A manifest is valid if the recipe (as far as it affects the data) and the files (by name, size and times of change) are
-the same, and the cache folder lists every entry. Entries are verified, and repaired if necessary, only when they are
-read. Datasets below KEPT_FROM images get no manifest: checking all their images takes seconds, and finds damaged
-entries before training.
+A manifest is valid if the data settings of the recipe and the files (by name, size and times of change) are the same,
+and the cache folder lists every entry. Entries are verified, and repaired if necessary, only when they are read.
+Datasets below KEPT_FROM images get no manifest: checking all their images takes seconds, and finds damaged entries
+before training.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Facts:
     """Statistics of the training samples for the metadata of the LoRA file.
 
     tag_frequency: folder -> tag -> number of captions. bucket_counts: shape -> samples times repeats.
-    folders: folder -> {"n_repeats", "img_count"}, as in kohya's ``ss_dataset_dirs``; with "num_reg" if it
-        has regularisation images, which is how many of these are seen in an epoch.
+    folders: folder -> {"n_repeats", "img_count"}, as in kohya's ``ss_dataset_dirs``; a folder of
+        regularisation images also has "num_reg", the number of images seen per epoch.
     """
 
     tag_frequency: dict[str, dict[str, int]]
@@ -64,13 +64,14 @@ class Facts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The samples of a run whose entries are all in the cache.
+    """The samples of a run that have all their entries in the cache.
 
     batch: the table (``item_table.table_schema``) as one Arrow record batch: the samples to train on, then the held-out
         samples.
-    items_digest: ``item_table.identity`` of the items to train on; kept because a million items take a minute.
+    items_digest: ``item_table.identity`` of the items to train on; stored because computing it takes a minute for a
+        million items.
     other_files: image files named by a dataset that are not used.
-    lasting: the manifest stays valid while the files are the same; False if a read error may be temporary.
+    lasting: the manifest stays valid while the files do not change; False if a read error may be temporary.
     """
 
     batch: Any
@@ -106,7 +107,7 @@ class Shelf:
         """Load the manifest; None if there is none, it is out of date, or an entry is missing from the cache."""
         try:
             manifest, listing = self._read(memoryview(self.path.read_bytes()))  # not mapped: another run may replace it
-            mark = _old(self.path)  # if not old, its entries were marked recently too
+            mark = _old(self.path)  # False: its entries were marked recently, too
         except (
             OSError,
             ValueError,
@@ -115,7 +116,7 @@ class Shelf:
             AttributeError,
             RecursionError,
             pyarrow.ArrowException,
-        ):  # missing, damaged, or of another version: a new one is made
+        ):  # missing, damaged, or of another version: a new one is built
             return None
         if listing != self._listings(manifest):
             return None
@@ -129,11 +130,11 @@ class Shelf:
     def keep(self, manifest: Manifest, listing: str | None) -> None:
         """Store a manifest of at least KEPT_FROM samples. Write errors are ignored: they only slow down the next start.
 
-        ``listing``: from ``listing()``, taken before the manifest was made.
+        ``listing``: from ``listing()``, called before the manifest was built.
         """
         if len(manifest.batch) < KEPT_FROM or not manifest.lasting or listing is None:
             return
-        # Put everything but the table into the metadata of its schema.
+        # Store everything but the table in the metadata of its schema.
         header = {
             "listing": self._listings(manifest, listing),
             "num_training": manifest.num_training,
@@ -174,7 +175,7 @@ class Shelf:
         return digest.hexdigest()
 
     def _read(self, content: memoryview) -> tuple[Manifest, list[str]]:
-        """Parse and validate a manifest file. Returns the manifest, and the listings it was made from.
+        """Parse and validate a manifest file. Returns the manifest, and the listings it was built from.
 
         Raises:
             ValueError, LookupError, TypeError, pyarrow.ArrowException: the file is not a manifest, or is damaged.
@@ -201,7 +202,7 @@ class Shelf:
     def _there(self, kind: str, keys: bytes, mark: bool) -> bool:
         """Whether the cache holds a file for each of these entries; ``mark``: record that they were used.
 
-        Lists whole folders, which is much faster than checking entries one by one: a folder holds many of them.
+        Lists whole folders, which is much faster than checking their many entries one by one.
         """
         wanted_N = np.unique(np.frombuffer(keys, dtype=KEY_TYPE))
         starts = [*np.searchsorted(wanted_N, [bytes([part]) for part in range(256)]).tolist(), len(wanted_N)]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TENSOR = TensorSpec("float32", "CHW")
 MASK_ENTRY = EntrySpec(MASK, (MASK,), {LOSS_MASK: TENSOR}, follows_shape=True)
 WEIGHTS_ENTRY = EntrySpec(MASK, (MASK,), {LOSS_WEIGHTS: TENSOR}, follows_shape=True)
-"""If the loss is not divided by the area of the mask."""
+"""Used if the loss is not divided by the area of the mask."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class MaskEncoder:
 
 
 def mask_place(image: Wanted) -> Path | DatasetRow | None:
-    """Where the mask of an image is; None if it has none."""
+    """The place of an image's mask; None if it has none."""
     mask = image.sample.companion(MASK)
     return None if mask is None else mask.place
 
@@ -113,9 +113,9 @@ class MaskWanted(CompanionWanted):
         mask_HW = mask_on_grid(np.asarray(image), self.geometry_of(view), view.flip, self.step_hw)
         mask_HW = mask_HW.clip(min=self.sample.options.unmasked_weight)
         if not mask_HW.any():
-            raise self.unusable("leaves nothing to train on: it is black where the image is cut")
+            raise self.unusable("leaves nothing to train on: it is black in the whole crop")
         return torch.from_numpy(mask_HW[None])
 
     def parts(self, sha256: str, view: View) -> tuple[Any, ...]:
-        colourless = replace(view, colour=0)  # so views that differ in colours alone share a mask
+        colourless = replace(view, colour=0)  # views that differ in colours alone share a mask
         return (*Wanted.parts(self, sha256, colourless), self._is_alpha, self.sample.options.unmasked_weight)

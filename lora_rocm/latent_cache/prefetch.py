@@ -27,13 +27,15 @@ Wanted = TypeVar("Wanted")
 def ahead(
     make: Callable[[Wanted], Made], wanted: Iterable[Wanted], bytes_of: Callable[[Wanted], int], threads: int = 0
 ) -> Generator[Made, None, None]:
-    """A threaded ``map`` that prefetches: the next results are made while one is used. Close it if it is left early.
+    """A threaded ``map`` that prefetches: the next results are computed while one is used.
+
+    Close it if the loop ends early.
 
     Args:
         make: called in threads.
         wanted: iterated in the caller's thread.
         bytes_of: memory needed to make one result, including the result. Prefetch is limited to MAX_AHEAD_BYTES and to
-            twice the number of threads; a single larger result is made alone.
+            twice the number of threads; a larger result is computed alone.
         threads: number of threads; 0 for the number of processors, up to MAX_THREADS.
     """
     count = threads or min(MAX_THREADS, os.cpu_count() or 1)
@@ -58,7 +60,7 @@ def ahead(
 class Behind:
     """A thread that runs writes in order. Use it in a ``with`` block; at its end, all writes are finished.
 
-    If the block fails (a stop request is no failure), its error propagates and errors of the remaining writes are
+    If the block fails (a stop request does not count), its error propagates and errors of the remaining writes are
     suppressed; only complete writes stay.
     """
 

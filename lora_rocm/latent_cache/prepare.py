@@ -1,4 +1,4 @@
-"""Prepares the data of a recipe: items whose tensors are all in the caches."""
+"""Prepares the data of a recipe: items that have all their tensors in the caches."""
 
 from __future__ import annotations
 
@@ -92,16 +92,19 @@ def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Fact
 
     Args:
         recipe: the recipe that defines the data.
-        family: the model family whose encoders fill the caches.
+        family: the model family; its encoders fill the caches.
         encoding: device, cache and listeners of encoding.
         facts: set for a run that no longer needs its samples: only prompts are encoded, and there are no items.
 
     Raises:
         DataError: the images cannot be used, or an encoder returned values that are not finite.
-        StorageError: the cache cannot be written; its entries stay.
+        StorageError: the cache cannot be written; existing entries remain.
         MachineError: an image does not fit into memory, not even in tiles; or an error of ``Encoding.look``.
     """
-    encoders = (*run_encoders(recipe, family), *encoding.more)  # locates the base model: before the long work
+    encoders = (
+        *run_encoders(recipe, family),
+        *encoding.more,
+    )  # locates the base model, so it comes before the long work
     entries = tuple(encoder.entry for encoder in encoders)
     caches = Caches(encoding, encoders)
     if facts is not None:
@@ -116,7 +119,7 @@ def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Fact
         shelf.keep(kept, listing)
     else:
         caches.fill_texts(("", *_prompts(recipe)))
-    # Tell the caches about all samples and captions, for repairs, and build the items.
+    # Give the caches all samples and captions, for repairs, and build the items.
     sources = recipe.data.resolved_sources()
     usable = Usable.of_table(kept.batch, sources)
     texts = _Texts(recipe, usable, kept.num_training, encoding.report)
@@ -186,10 +189,10 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
 
 @dataclass(frozen=True)
 class _Ordered:
-    """What a run trains on, and behind it what is held out.
+    """Training samples of a run, followed by the held-out samples.
 
-    usable: samples, or rows of several. num_training: of these to train on. num_held_out: the others.
-    indices_N: of the samples, before they were put into rows. unused, notices: messages.
+    usable: samples, or rows of several. num_training, num_held_out: numbers of either part.
+    indices_N: indices of the samples before packing into rows. unused, notices: messages.
     """
 
     usable: Usable
@@ -214,9 +217,9 @@ def _ordered(usable: Usable, ready_N: NDArray[np.int64], recipe: Recipe, reader:
 
 
 def lengths_of_texts(recipe: Recipe, reader: TextReader, samples: Samples) -> tuple[Counter[int], int]:
-    """How many samples, or rows of several, of each length an epoch has, and how many samples are held out.
+    """Samples per epoch (or rows of several) by length, and the number of held-out samples.
 
-    Lengths are in tokens, filled up to the multiple that the family takes.
+    Lengths are in tokens, rounded up to the family's multiple.
 
     ``samples``: texts that ``reader`` has cut (``TextReader.parts``).
     """
@@ -230,7 +233,7 @@ def lengths_of_texts(recipe: Recipe, reader: TextReader, samples: Samples) -> tu
 
 
 def texts_in_cache(recipe: Recipe, family: ModelFamily, cache: LatentCache, samples: Samples) -> tuple[int, int]:
-    """How many texts of a run have all their entries in the cache, and how many texts there are.
+    """The number of texts of a run with all their entries in the cache, and the number of texts.
 
     ``samples``: as in ``lengths_of_texts``. Previews' prompts are texts, too.
     """
@@ -247,9 +250,9 @@ def texts_in_cache(recipe: Recipe, family: ModelFamily, cache: LatentCache, samp
 def _in_rows(
     usable: Usable, num_training: int, recipe: Recipe, reader: TextReader | None
 ) -> tuple[Usable, int, list[str]]:
-    """With ``data.packing``, the samples to train on are put together into rows; those of one source in one row.
+    """With ``data.packing``, combine training samples into rows; a row has samples of one source.
 
-    Returns the rows and behind them the held-out samples, the number of rows, and notices.
+    Returns the rows followed by the held-out samples, the number of rows, and notices.
     """
     if not recipe.data.packing or reader is None:
         return usable, num_training, []
@@ -278,12 +281,12 @@ def _count_tokens(caches: Caches, texts: _Texts) -> None:
         tensor, axis = next((name, spec.dims.index("S")) for name, spec in entry.tensors.items() if "S" in spec.dims)
         for index, (text, *_) in enumerate(texts.of_samples()):
             found = caches.text_lookup(text)
-            share = int(found[entry.share].sum()) if entry.share else 1
+            share = int(found[entry.share].sum()) if entry.share else 1  # on the CPU: no wait for a device
             texts.usable.counted(index, found[tensor].shape[axis], share)
 
 
 def _pair_keys(caches: Caches, texts: _Texts, memory: HashMemory) -> dict[tuple[str, int], list[str]]:
-    """Fill the entries made from images and captions together; returns (entry, sample index) -> keys.
+    """Fill the entries encoded from images and captions together; returns (entry, sample index) -> keys.
 
     Raises:
         DataError: an image that was readable before can no longer be read.
@@ -301,7 +304,7 @@ def _pair_keys(caches: Caches, texts: _Texts, memory: HashMemory) -> dict[tuple[
 
 
 def _caption_keys(caches: Caches, texts: _Texts, pairs: Mapping[tuple[str, int], list[str]]) -> dict[str, KeyLists]:
-    """The columns of keys and lengths of all entries that are made from captions."""
+    """The columns of keys and lengths of all entries that are encoded from captions."""
     columns = {}
     for encoder in caches.encoders:
         entry = encoder.entry
@@ -405,7 +408,7 @@ def _held_out(usable: Usable, ready_N: NDArray[np.int64], share: float) -> NDArr
         hashes[sample.key] = usable.sha256(index) or hashlib.sha256(sample.caption.encode()).hexdigest()
         if isinstance(sample.location, DatasetRow) and not usable.sha256(index):
             cut.setdefault((sample.source, sample.location.index), []).append(sample.key)
-    for parts in cut.values():  # a text that is cut into several samples counts as the last of them
+    for parts in cut.values():  # the parts of a cut text share the last part's hash, so they stay together
         hashes |= dict.fromkeys(parts, hashes[parts[-1]])
     held = choose_held_out(hashes, share)
     return np.array([index for index, key in zip(ready_N.tolist(), hashes, strict=True) if key in held], np.int64)
@@ -419,7 +422,7 @@ def _say_copies(usable: Usable, ready_N: NDArray[np.int64]) -> list[str]:
 
 
 def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
-    """Keys of the samples to hold out: those whose content hash, as a fraction in [0, 1), is below ``share``.
+    """Keys of the samples to hold out: samples with a content hash, as a fraction in [0, 1), below ``share``.
 
     Only the content decides, so adding or renaming samples does not move others between the two parts, and copies stay
     together. If a part would be empty, one sample is moved to it, unless ``share`` is 0 or 1.
@@ -439,7 +442,7 @@ def _say_cut(limits: Sequence[TokenLimit], texts: _Texts) -> tuple[str, ...]:
 
 
 def _say_held_out(training: int, held: int, share: float) -> tuple[str, ...]:
-    if share in (0.0, 1.0):  # 1: samples that are only watched
+    if share in (0.0, 1.0):  # 1: data.watched samples
         return ()
     return (f"Validation loss: {count_text(held, 'sample')} of {training + held} held out.",)
 
@@ -455,7 +458,7 @@ def _facts(texts: _Texts) -> Facts:
     folders: dict[str, dict[str, int]] = {}
     for index, sample in enumerate(islice(texts.usable.samples.stored, texts.num_training)):
         counted = tags.setdefault(sample.folder, Counter())
-        if not texts.recipe.spec.trains_on_texts:  # a text has no tags, and a LoRA file is given away
+        if not texts.recipe.spec.trains_on_texts:  # a text has no tags, and LoRA files with these counts get published
             counted.update(captions.tags_of(captions.prepare(sample.caption, sample.options)))
         if len(counted) > 2 * MAX_TAGS:
             tags[sample.folder] = Counter(dict(counted.most_common(MAX_TAGS)))
@@ -474,10 +477,10 @@ def rows_of(lengths: Sequence[int], longest: int) -> list[list[int]]:
     """Rows of texts, each at most ``longest`` long: indices of its texts.
 
     The longest text first, each goes into the fullest row that it fits into (best fit decreasing). A length above
-    ``longest`` has a row of its own.
+    ``longest`` gets a separate row.
     """
     rows = list[list[int]]()
-    with_room: dict[int, list[int]] = {}  # room -> numbers of the rows that have so much
+    with_room: dict[int, list[int]] = {}  # room -> numbers of the rows with that room
     rooms = 0  # bit n is set if a row has room n
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         length = lengths[index]
@@ -497,7 +500,7 @@ def rows_of(lengths: Sequence[int], longest: int) -> list[list[int]]:
 
 
 def run_encoders(recipe: Recipe, family: ModelFamily) -> tuple[Encoder, ...]:
-    """All encoders of a run. The family's come last: the hash that is kept of a sample is its image's.
+    """All encoders of a run. The family's come last, so that a sample keeps its image's hash, not a companion's.
 
     Raises:
         TypeError: an entry reads a companion of the image, and its encoder has no ``companion_of``.

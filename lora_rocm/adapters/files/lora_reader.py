@@ -1,8 +1,8 @@
-"""Reads adapter files of any origin into one form: kohya and diffusers files, PEFT directories.
+"""Reads adapter files of any origin into one representation: kohya and diffusers files, PEFT directories.
 
-Each module becomes an ``Entry``. Modules are named ``component.path`` ("unet.mid_block...", and for text encoders
-without the ``text_model`` level that transformers 5 dropped from one of the two). ``lora_parts`` decides which tensors
-of a file are accepted; a file with others is refused.
+Each module becomes an ``Entry``. Modules are named ``component.path`` ("unet.mid_block..."). Names in text encoders
+omit the ``text_model`` level, which transformers 5 dropped from one of the two. ``adapter_contents`` decides which
+tensors of a file are accepted; a file with others is refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TensorNumbers:
         return stored.float().numpy()
 
     def largest(self, stored: Tensor) -> float:
-        return float(stored.float().abs().max()) if stored.numel() else 0.0
+        return float(stored.float().abs().max()) if stored.numel() else 0.0  # on the CPU: no wait for a device
 
 
 def components_of(family: ModelFamily, path: Path) -> set[str]:
@@ -60,7 +60,7 @@ def components_of(family: ModelFamily, path: Path) -> set[str]:
         found = {_component_of(name, family) for name in names}
     ours = found & {main_component(family), *family.text_components}
     if not ours and (origin := origin_of(names, shapes)) is not None and family.name in origin.families:
-        ours = {main_component(family)}  # its names, and nothing before them
+        ours = {main_component(family)}  # the component's names without a prefix
     if not ours or _foreign(family, names, shapes) is not None:
         raise _of_another_model(family, names, path, shapes=shapes)
     return ours
@@ -75,16 +75,14 @@ def _component_of(name: str, family: ModelFamily) -> str:
 def read_lora(
     family: ModelFamily, components: Mapping[str, nn.Module], path: Path, say: Say = lambda text: None
 ) -> dict[str, Any]:
-    """Read an adapter of this model, whatever its kind and its file's format: module name -> entry.
+    """Read an adapter of this model, of any kind and file format: module name -> entry.
 
-    Args:
-        family: knows the kohya names.
-        components: the model's components; modules and shapes of the file are checked against them.
-        path: a .safetensors file or a PEFT directory (one adapter, or one sub-folder per component).
-        say: receives notices about parts that are left out because they change no weight.
+    Modules and shapes of the file are checked against ``components``. ``path``: a .safetensors file or a PEFT directory
+    (one adapter, or one sub-folder per component). ``say`` receives notices about parts that are skipped because they
+    change no weight.
 
     Raises:
-        AdapterError: the file is missing, a pickle, damaged, no adapter, of several kinds, or for another model.
+        AdapterError: the file is missing, a pickle, damaged, not an adapter, of several kinds, or for another model.
     """
     return read_adapter(family, components, path, say)[1]
 
@@ -92,7 +90,7 @@ def read_lora(
 def read_for_model(
     family: ModelFamily, model: LoadedModel, path: Path, say: Say, norms: dict[str, Tensor] | None = None
 ) -> tuple[FileKind, dict[str, Entry]]:
-    """As ``read_adapter``, also of a file that adapts text encoders which are not in the model."""
+    """As ``read_adapter``, also for a file that adapts text encoders that are not loaded."""
     absent = {name: family.skeleton(name) for name in family.text_components if name not in model.components}
     return read_adapter(family, {**model.components, **absent}, path, say, norms)
 
@@ -147,7 +145,7 @@ def _read_file(
 
 
 def _read_folder(family: ModelFamily, folder: Path, component: str, say: Say) -> tuple[str, Contents[Tensor]]:
-    """Read one PEFT folder; returns the component that its name says, too, if it is among several."""
+    """Read one PEFT folder; also returns the component that its name gives, if there are several folders."""
     config = read_peft_config(folder)
     tensors = read_tensors(read_header(folder / PEFT_WEIGHTS, AdapterError), error=AdapterError)
     return component, contents_of(family.name, tensors, folder, TensorNumbers(), peft=config, with_norms=False, say=say)
@@ -162,7 +160,7 @@ def _entries(
     """Return the kind and the entries by module, in the shapes that the model's layers need."""
     kind, *others = {found.kind.name: file_kind(found.kind) for _, found in read}.values()
     if others:
-        raise ValueError(f"it holds a {kind.name} and a {others[0].name}")
+        raise ValueError(f"it contains a {kind.name} and a {others[0].name}")
     files = family.files
     ways = (files.rows, files.original, _qkv_rows(files))
     table, original, whole_qkv = (KeyTable(components, rows_of) for rows_of in ways)
@@ -176,7 +174,7 @@ def _entries(
         owners = [component] if component else sorted(components)
         owner = next((o for o in owners if all(Place(o, each.place.name) in meant for each in found.modules)), "")
         for each in found.modules:
-            # a PEFT folder of one adapter may be of any component; of its name among several, it is of that one
+            # a single PEFT folder may be for any component; one of several is for the component in its name
             name = meant.get(
                 Place(owner, each.place.name) if owner and each.key.startswith(PEFT_PREFIX) else each.place
             )
@@ -198,7 +196,7 @@ def _entries(
 
 
 def _qkv_rows(files: FileNames) -> RowsOf:
-    """As ``FileNames.original``, of query, key and value alone where the original fuses more (XLabs' FLUX)."""
+    """As ``FileNames.original``, but only query, key and value where the original fuses more (XLabs' FLUX)."""
 
     def rows_of(component: str, module: str, rows: int) -> Rows:
         named = files.original(component, module, rows)
@@ -212,7 +210,7 @@ def _qkv_rows(files: FileNames) -> RowsOf:
 def _meant(
     family: ModelFamily, components: Mapping[str, nn.Module], table: KeyTable, original: KeyTable, whole_qkv: KeyTable
 ) -> dict[Place, str]:
-    """Return every spelling of the model's modules -> the module, or the key of a table that holds several."""
+    """Return every spelling of the model's modules -> the module, or the key of a table that covers several."""
     main = main_component(family)
     found = {Place(main, plain(key)): original.whole(key) or key for key in original.parts}
     found |= {Place(main, plain(key)): key for key in whole_qkv.parts}
@@ -241,13 +239,13 @@ def _of_another_model(
     shapes: Shapes | None = None,
     known: Sequence[str] = (),
 ) -> AdapterError:
-    """Return the error for modules that this model lacks; it names the model they belong to, if known.
+    """Return the error for modules that this model lacks. It names the model that they belong to, if known.
 
     Args:
-        family: of the base model.
-        unknown: names of the modules, or of all tensors if the model was not asked.
+        family: family of the base model.
+        unknown: names of the modules, or of all tensors if the model was not searched.
         path: the file.
-        count: number of all modules; 0 if the model was not asked.
+        count: number of all modules; 0 if the model was not searched.
         shapes: of the file's tensors, if they are known.
         known: names of the modules that the model has.
     """
@@ -257,9 +255,9 @@ def _of_another_model(
         of_origin = min(unknown, key=lambda name: _doubt(name, origin, family))
         if own := _of_this_model(family, unknown, known, origin):
             what = f"This file is a mixture: it names {of_origin}, of {origin.title}, and {own}, of {base}."
-            fix = f"Use a file that is whole and for {base}; this one was put together from two."
+            fix = f"Use a complete file for {base}; this one was assembled from two."
             return file_error("lora-of-another-model", what, path, fix)
-        what = f"This is a LoRA for {origin.title}, and the base model is {base}: it names {of_origin}."
+        what = f"This is a LoRA for {origin.title}, but the base model is {base}: it names {of_origin}."
     elif count:
         what = f"This model lacks {len(unknown)} of {count_text(count, 'module')} of this LoRA, such as {unknown[0]}."
     else:
@@ -269,16 +267,16 @@ def _of_another_model(
 
 
 def _doubt(name: str, origin: Origin, family: ModelFamily) -> int:
-    """Return how badly a name shows that a file is of ``origin``, and not of the base model's family."""
+    """Return how poor a name is as evidence that a file is of ``origin``, not of the base's family (0: clear)."""
     each = origin_of([name])
     return 0 if each == origin else 1 if each is None or family.name not in each.families else 2
 
 
 def _of_this_model(family: ModelFamily, names: Sequence[str], known: Sequence[str], origin: Origin) -> str:
-    """Return a name that can only be of the base model's family, beside those of ``origin``; empty if there is none.
+    """Return a name that only the base model's family has, in a file with names of ``origin``; empty if there is none.
 
-    A module of the model counts if ``origin`` has no such module. If the model was not asked, a name counts that only
-    this family uses.
+    A module of the model counts if ``origin`` has no such module. If the model was not searched, a name counts if only
+    this family uses it.
     """
     for name in known:
         each = origin_of([name])
@@ -293,7 +291,9 @@ def _one_file(path: Path) -> Path:
         files = sorted(path.glob("*.safetensors"))
         if len(files) == 1:
             return files[0]
-        raise file_error("lora-missing", f"This folder holds {len(files)} safetensors files.", path, "Give one file.")
+        raise file_error(
+            "lora-missing", f"This folder contains {len(files)} safetensors files.", path, "Give one file."
+        )
     if not path.is_file():
         raise file_error(
             "lora-missing", "There is no such LoRA file.", path, "Give a .safetensors file or a PEFT folder."

@@ -23,7 +23,7 @@ TEXT_LEVEL = "text_model."
 
 SD_SCRIPTS = "sd-scripts"
 COMFYUI = "comfyui"
-"""The kohya form, with a DoRA's magnitudes for ComfyUI's rule (``LoraEntry.of_base_norm``)."""
+"""The kohya format, with a DoRA's magnitudes for ComfyUI's rule (``LoraEntry.of_base_norm``)."""
 
 
 def canonical(component: str, module: str) -> str:
@@ -62,7 +62,7 @@ class KeyTable:
 
     Args:
         components: the model's components.
-        rows_of: of the file (see ``FileNames``).
+        rows_of: the file's function (see ``FileNames``).
 
     Attributes:
         parts: key -> parts, in the order of the key's rows.
@@ -106,7 +106,7 @@ class KeyTable:
     def of_modules(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
         """Convert entries by key to entries by module; entries that are already by module are kept.
 
-        A module whose rows of a shared key do not change gets none.
+        A module gets no entry if its rows of a shared key do not change.
 
         Raises:
             ValueError: an entry cannot be cut, or the entries of a module cannot be joined.
@@ -121,7 +121,7 @@ class KeyTable:
         for name, several in pieces.items():
             several.sort(key=lambda piece: piece[0])
             if name in found:
-                raise ValueError(f"{name} stands in it twice, under two names")
+                raise ValueError(f"the file has {name} twice, under two names")
             found[name] = several[0][1].joined(several, self.rows[name])
         return found
 
@@ -129,7 +129,7 @@ class KeyTable:
         """Convert entries by module to entries by key.
 
         Raises:
-            ValueError: an entry cannot be cut, or the entries of a key cannot be joined; it names the keys.
+            ValueError: an entry cannot be cut, or the entries of a key cannot be joined; the message names the keys.
         """
         found, unfit = dict[str, Entry](), dict[str, str]()
         for key, parts in self.parts.items():

@@ -26,7 +26,7 @@ def check_start(
     Args:
         family: knows the target presets.
         lora: the recipe's adapter section.
-        adapter: the adapter that the recipe makes.
+        adapter: the adapter that the recipe defines.
         files: the kind of the file.
         entries: the file's entries by module name.
         path: the file.
@@ -35,7 +35,7 @@ def check_start(
         AdapterError: init-from-kind, init-from-axis, init-from-beyond, init-from-unfit.
     """
     if files is not adapter.files:
-        what = f"The file is a {files.name}, and the recipe trains a {adapter.files.name}."
+        what = f"The file is a {files.name}, but the recipe trains a {adapter.files.name}."
         fix = f"Set lora.type to {files.name.lower()}, or start without it."
         raise _unfit("init-from-kind", what, path, fix)
     adapted = adapter.modules
@@ -48,7 +48,7 @@ def check_start(
         found.append(("it adapts the text encoders", "lora.train_text_encoder to true"))
     rest = sorted(set(outside) - set(text))
     if rest:
-        what = f"it adapts {_modules(rest)}, which lora.targets leaves out"
+        what = f"it adapts {_modules(rest)}, which lora.targets does not select"
         found.append((what, f"lora.targets to {_targets_for(family, lora, adapted, rest)}"))
     found += unfit
     if found:
@@ -67,12 +67,12 @@ def _refuse_beyond_text_targets(family: ModelFamily, text: Iterable[str], path: 
             "init-from-beyond",
             f"The file adapts {_modules(beyond)}, which is not trained here.",
             path,
-            "Start without it, or from a LoRA without these modules. lora-rocm sample draws with the file as it is.",
+            "Start without it, or from a LoRA without these modules. lora-rocm sample can use the file unchanged.",
         )
 
 
 def _targets_for(family: ModelFamily, lora: AdapterSection, adapted: Iterable[str], more: Iterable[str]) -> str:
-    """Return a value of ``lora.targets`` that covers ``adapted`` and ``more``: a preset's name, else a YAML list."""
+    """Return a value of ``lora.targets`` that covers ``adapted`` and ``more``: a preset's name, or a YAML list."""
     others = [name for name in adapted if name.split(".")[0] not in family.text_components]
     more = list(more)
     presets = family.lora_targets
@@ -91,7 +91,7 @@ def _targets_for(family: ModelFamily, lora: AdapterSection, adapted: Iterable[st
 
 
 def _expressions(family: ModelFamily, preset: Mapping[str, str]) -> list[str]:
-    """Return a preset's expressions except those of the text encoders, which ``lora.targets`` does not select."""
+    """Return a preset's expressions, without the text encoders', which ``lora.targets`` does not select."""
     return [pattern for component, pattern in preset.items() if component not in family.text_components]
 
 

@@ -1,6 +1,6 @@
 """LyCORIS' IA3 (arXiv 2205.05638): each output of a layer is stretched, ``W' = (1 + w) W``, by one trained number.
 
-The bias stays, as in LyCORIS and A1111; PEFT's IA3 stretches it too, so its files are others. The numbers start at
+The bias is unchanged, as in LyCORIS and A1111. PEFT's IA3 stretches it too, so its files differ. The numbers start at
 zero.
 """
 
@@ -84,7 +84,7 @@ IA3 = FileKind(kind_named("IA3"), _entry)
 
 
 class Ia3Layer(OutputLayer):
-    """A layer whose outputs are stretched."""
+    """A layer with stretched outputs."""
 
     adapter_layer_names = (STRETCH,)
 
@@ -97,7 +97,7 @@ class Ia3Layer(OutputLayer):
 
 
 class _Model(LoHaModel):
-    """PEFT's model for LoHa, which puts in the layer class above; its config has the fields that are needed."""
+    """PEFT's model for LoHa with the layer class above; LoHa's config has the needed fields."""
 
     prefix = "ia3_"
     tuner_layer_cls = Ia3Layer

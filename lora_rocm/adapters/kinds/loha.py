@@ -1,7 +1,7 @@
 """LyCORIS' LoHa (arXiv 2108.06098): each weight's change is ``scale * (w1 * w2)``, entry by entry, of two products.
 
-A rank of R in each product gives a change of rank up to R * R. The layers are PEFT's; they build the change of a
-weight in each pass, and the backward pass builds it again. As in LyCORIS (``lycoris/modules/loha.py``) the kernel of a
+A rank of R in each product gives a change of rank up to R * R. The layers are PEFT's; they build the change of a weight
+in each forward pass, and rebuild it in the backward pass. As in LyCORIS (``lycoris/modules/loha.py``) the kernel of a
 convolution counts as inputs, the scale is alpha / rank, and ``w2_a`` starts at zero.
 
 Dimensions: a weight [O, I, ...] has w1_a and w2_a [O, R], w1_b and w2_b [R, I * ...].
@@ -99,10 +99,10 @@ def _change(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class LohaLinear(LycorisLayer, Linear):
-    """PEFT's linear layer, which does not keep the change of the weight between the passes."""
+    """PEFT's linear layer, without storing the change of the weight between the passes."""
 
     def create_adapter_parameters(self, adapter_name: str, r: int, shape: tuple[int, ...]) -> None:
-        """As PEFT's, for the dense weight: ``shape`` is that of the packed bytes of a quantised base."""
+        """As in PEFT, for the dense weight: in a quantised base, ``shape`` is the shape of the packed bytes."""
         layer: Any = self
         Linear.create_adapter_parameters(self, adapter_name, r, dense_shape(layer.get_base_layer()))
 
@@ -150,7 +150,7 @@ class LohaAdapter(FactorAdapter):
     @staticmethod
     def update_norms(modules: Sequence[Mapping[str, Tensor]]) -> Tensor:
         norms = []
-        for tensors in modules:  # one by one: each takes as much memory as a weight
+        for tensors in modules:  # one by one: a product takes as much memory as a weight
             w1, w2 = NAMES.split({role: tensor.float() for role, tensor in tensors.items()})
             norms.append(torch.linalg.vector_norm(product(w1) * product(w2)))
         return torch.stack(norms)

@@ -1,9 +1,8 @@
 """LyCORIS' LoKr: each weight's change is a Kronecker product, ``scale * kron(w1, w2)``, of two small matrices.
 
 Each factor is one matrix or a product of two. The layers are PEFT's, but apply the product factor by factor: the
-full-size change of a weight is never materialised. As in LyCORIS
-(``lycoris/modules/lokr.py``), the scale is alpha / rank, or 1 if neither factor is a low-rank product; ``w2`` (or its
-second part) starts at zero.
+full-size change of a weight is never materialised. As in LyCORIS (``lycoris/modules/lokr.py``), the scale is
+alpha / rank, or 1 if neither factor is a low-rank product. ``w2`` (or its second part) starts at zero.
 
 Dimensions: a weight [l * k, m * n, ...] has w1 [l, m] and w2 [k, n, ...]; R is the rank.
 """
@@ -176,7 +175,7 @@ class LokrAdapter(FactorAdapter):
 
     @classmethod
     def weights_of(cls, lora: AdapterSection, shape: Sequence[int]) -> int:
-        """Count trained numbers by PEFT's rule, which is LyCORIS': a factor is a product if that is clearly smaller."""
+        """Count trained numbers by the rule of PEFT and LyCORIS: a factor is a product if that is clearly smaller."""
         assert isinstance(lora, LokrSection), "a section of this kind"
         (outer, height), (inner, width) = (factorization(side, lora.factor) for side in shape[:2])
         kernel, rank = math.prod(shape[2:]), lora.rank
@@ -225,9 +224,9 @@ class LokrAdapter(FactorAdapter):
         if factor is None:
             raise AdapterError(
                 "init-from-unfit",
-                "The file does not fit the recipe: its layers are not all cut by one factor.",
+                "The file does not fit the recipe: no single factor cuts all its layers.",
                 where=f"lora.init_from: {path}",
-                fix="Start without it. lora-rocm sample draws with the file as it is.",
+                fix="Start without it. lora-rocm sample can use the file unchanged.",
             )
         if any(_cut(entry.shape, lora.factor) != entry.sides for entry in entries.values()):
             found.append((f"its layers are cut by the factor {factor}", f"lora.factor to {factor}"))
@@ -258,7 +257,7 @@ class LokrAdapter(FactorAdapter):
             return ""
         return (
             "lora.factor is above the square root of a side of a layer: LyCORIS refuses such a LoKr file. Other "
-            "programs read it. A smaller lora.factor, or -1, makes one that LyCORIS reads."
+            "programs read it. With a smaller lora.factor, or -1, LyCORIS reads the file, too."
         )
 
     def _factor(self) -> int:
@@ -272,7 +271,7 @@ class LokrAdapter(FactorAdapter):
 
 
 def _rank_of_whole(entry: LokrEntry) -> int:
-    """The least rank at which a layer has a whole second factor, as the entry; 0 if the entry has a product."""
+    """The least rank at which a layer has a whole second factor, like the entry; 0 if the entry's is a product."""
     return -(-max(entry.sides[1], entry.sides[3]) // 2) if len(entry.w2) == 1 else 0
 
 
@@ -284,7 +283,7 @@ def _cut(shape: Sequence[int], factor: int) -> tuple[int, int, int, int]:
 def _factor_of(sides: Iterable[tuple[int, int, int, int]]) -> int | None:
     """Return a factor that gives all of these (l, k, m, n); None if there is none.
 
-    Tries the largest cut first, which is the most likely.
+    Tries the largest cut first, because it is the most likely.
     """
     found = set(sides)
     largest: int = max(max(outer, inner) for outer, _, inner, _ in found)

@@ -129,16 +129,17 @@ class LoraAdapter(Adapter):
         return LoraEntry(tensors["lora_A"], tensors["lora_B"], trained_scale(layer, name), magnitude)
 
     def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
-        """Initialise as ``lora.init`` says; by default A is Kaiming uniform and B zero.
+        """Initialise according to ``lora.init``; by default A is Kaiming uniform and B zero.
 
-        eva begins as the default does, and its A comes later (``train.input_start``). A DoRA's magnitudes are the
-        base's norms. Ranks that a start has no numbers for begin as by default.
+        eva begins like the default, and gets its A later (``train.input_start``). A DoRA's magnitudes are the base's
+        norms. Ranks for which a start has no values begin like the default.
         """
         assert isinstance(lora, LoraSection), "a section of this kind"
         down, up = (torch.empty(pairs[PEFT_NAME].weight.shape) for pairs in (layer.lora_A, layer.lora_B))
         nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=rng)
         up.zero_()
         if lora.init not in ("default", "eva"):
+            # On the CPU in float32, so that a start has the same values on every device.
             weight = dense_weight(layer.get_base_layer()).detach().cpu().float().flatten(1)
             first, last = factors(lora.init, weight, len(down), trained_scale(layer), rng)
             down[: len(first)] = first.reshape(len(first), *down.shape[1:])
@@ -187,7 +188,7 @@ class LoraAdapter(Adapter):
         }
 
     def network(self) -> dict[str, str]:
-        """Return the metadata of a kohya file, whose alpha is ``scale * rank``."""
+        """Return the metadata of a kohya file; its alpha is ``scale * rank``."""
         layers = [layer for _, _, layer in self.modules.values()]
         ranks = {self.rank_in_files(layer) for layer in layers}
         alphas = {plain_number(round(trained_scale(layer) * self.rank_in_files(layer), 6)) for layer in layers}
@@ -208,9 +209,9 @@ class LoraAdapter(Adapter):
             if down is None or up is None:
                 raise AdapterError(
                     "adapter-mismatch",
-                    "This checkpoint lacks what its LoRA started from.",
+                    "This checkpoint lacks the start values of its LoRA.",
                     where=name,
-                    fix="The lora section of the recipe must be the one that the checkpoint was made with.",
+                    fix="Use the lora section of the recipe that wrote the checkpoint.",
                 )
             held = fill_start(self.modules[name][2], down, -up)
             self.constants |= {f"{name}.{role}": tensor for role, tensor in held.items()}
@@ -250,11 +251,11 @@ class LoraAdapter(Adapter):
         return {
             name: entry.of_base_norm(dense_weight(self.modules[name][2].get_base_layer()).cpu())
             for name, entry in entries.items()
-        }
+        }  # entries are on the CPU, so each weight is copied there
 
     @property
     def needs_float32(self) -> bool:
-        """Whether this is a DoRA; its norms use the base's weight in the input's dtype."""
+        """Whether this is a DoRA: its norms use the base's weight in the input's dtype."""
         return any(layer.lora_magnitude_vector for _, _, layer in self.modules.values())
 
     def narrow(self, lora: AdapterSection) -> int:
@@ -263,7 +264,7 @@ class LoraAdapter(Adapter):
         return sum(min(found["lora_A"][0].numel(), len(found["lora_B"])) < len(found["lora_A"]) for found in weights)
 
     def unstarted(self, lora: AdapterSection) -> int:
-        """As ``Adapter.unstarted``: pissa and olora have a rank for each input or output, eva for each input."""
+        """As ``Adapter.unstarted``: pissa and olora start min(inputs, outputs) ranks, eva at most one per input."""
         assert isinstance(lora, LoraSection), "a section of this kind"
         if lora.reads_inputs:
             return sum(weight.shape[1] < weight.shape[0] for weight in self.linear_downs().values())

@@ -112,7 +112,7 @@ class LoraEntry(Entry):
         return 2 * stretch * bound + CANCELLATION * (norm_of(weight) + norm_of(self.magnitude))
 
     def of_base_norm(self, weight: Tensor) -> LoraEntry:
-        """Return the entry that has this one's effect where DoRA's norm is that of the base weight, as in ComfyUI.
+        """Return the entry with the same effect for readers that take DoRA's norm from the base weight, like ComfyUI.
 
         ComfyUI computes ``m * (W + update) / ||W||`` (``comfy/weight_adapter/base.py``), so ``m`` is multiplied by
         ``||W|| / ||W + update||``.
@@ -155,21 +155,21 @@ class LoraEntry(Entry):
         return self.with_scale(1.0)
 
     def of_rank(self, rank: int) -> LoraEntry:
-        """Return a folded entry of a higher rank with the same effect: what is added to its factors is zero."""
+        """Return a folded entry of a higher rank with the same effect: its factors are padded with zeros."""
         more, entry = rank - self.rank, self.folded()
         down = torch.cat([entry.down, entry.down.new_zeros(more, *entry.down.shape[1:])])
         up = torch.cat([entry.up, entry.up.new_zeros(len(entry.up), more, *entry.up.shape[2:])], dim=1)
         return replace(entry, down=down, up=up)
 
     def rows(self, first: int, count: int) -> LoraEntry:
-        """Return an entry with these rows of ``up``, and of the ranks those that reach them, but at least one.
+        """Return an entry with these rows of ``up``, and only the ranks that reach them (at least one).
 
         On the meta device, where no value is known, all ranks stay.
         """
         if (first, count) == (0, len(self.up)):
             return self
         if self.input_magnitude is not None:
-            raise ValueError("a DoRA with one magnitude an input cannot be cut into modules")
+            raise ValueError("a DoRA with one magnitude per input cannot be cut into modules")
         part = slice(first, first + count)
         magnitude = None if self.magnitude is None else self.magnitude[part]
         if self.up.is_meta:
@@ -179,9 +179,9 @@ class LoraEntry(Entry):
         return replace(self, down=self.down[used_R], up=self.up[part][:, used_R], magnitude=magnitude)
 
     def joined(self, parts: Sequence[tuple[int, Entry]], rows: int) -> LoraEntry:
-        """Share ``down`` if all parts have the same one; otherwise add the ranks, with a block-diagonal ``up``.
+        """Share ``down`` if all parts have the same; otherwise concatenate the ranks, with a block-diagonal ``up``.
 
-        On the meta device, where no value is known, parts of several modules have different ones.
+        On the meta device, where no value is known, parts of several modules count as different.
         """
         found = [(first, entry) for first, entry in parts if isinstance(entry, LoraEntry)]
         if len(found) == 1 and len(self.up) == rows:
@@ -206,7 +206,7 @@ class LoraEntry(Entry):
 
 
 def with_one_alpha(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
-    """Return entries with the same effects whose scales are one alpha over their ranks, if all are LoRAs.
+    """Return entries with the same effects, and scales that are one alpha over their ranks, if all are LoRAs.
 
     diffusers ignores the alphas of a kohya file that differ from the most frequent one.
     """
@@ -256,7 +256,7 @@ def _magnitudes(module: FileModule, shape: tuple[int, ...], path: Path) -> tuple
         raise file_error(
             "lora-magnitudes",
             f"The DoRA magnitudes of {module.key} have the shape {list(found.shape)}; its weight is {list(shape)}, so "
-            f"{shape[0]} are needed (one an output), or {[1, shape[1]]} (one an input).",
+            f"{shape[0]} are needed (one per output), or {[1, shape[1]]} (one per input).",
             path,
             "Use another file: this one is damaged, or of another model.",
         )

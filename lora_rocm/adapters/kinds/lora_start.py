@@ -1,8 +1,8 @@
-"""What LoRA's factors start from: PEFT's ``init_lora_weights``, for linear layers and, flattened, for convolutions.
+"""Initial values of LoRA's factors: PEFT's ``init_lora_weights``, for linear layers and, flattened, for convolutions.
 
-PiSSA and OLoRA start from a part of the base's weight. PEFT takes that part off the base. Here the base stays, and a
-second, frozen pair of factors takes the part off in each pass: the sum is the same, and the result is a LoRA for the
-base itself.
+PiSSA and OLoRA start from a part of the base's weight. PEFT subtracts that part from the base. Here the base is
+unchanged, and a second, frozen pair of factors subtracts the part in each pass. The sum is the same, and the result is
+a LoRA for the base itself.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from lora_rocm.adapters.kinds.lora_entry import LoraEntry
 
 START = "peft_start"
-"""PEFT's name of the frozen pair in a layer: the start's A, and its B with the other sign."""
+"""PEFT's name of the frozen pair in a layer: the start's A, and its negated B."""
 EXACT_SIDE = 1024
-"""Up to this smaller side of a weight PiSSA's singular vectors are exact: a decomposition takes seconds."""
-ITERATIONS, LEAST_SPARE = 4, 16  # of PiSSA's fast decomposition of larger ones (arXiv 2404.02948, 4.5)
+"""PiSSA's singular vectors are exact up to this smaller side of a weight; larger decompositions take seconds."""
+ITERATIONS, LEAST_SPARE = 4, 16  # of PiSSA's fast decomposition of larger weights (arXiv 2404.02948, 4.5)
 Pair = tuple[Tensor, Tensor]
 
 
 def put_start(layer: LoraLayer, name: str) -> None:
-    """Put the frozen pair beside the adapter ``name`` of a layer, without values yet, in the dtype of the weight."""
+    """Attach the frozen pair to a layer with the adapter ``name``, without values yet, in the weight's dtype."""
     for pairs in (layer.lora_A, layer.lora_B):
         pair = copy.deepcopy(pairs[name])
         weight = pair.get_parameter("weight")
@@ -40,13 +40,13 @@ def put_start(layer: LoraLayer, name: str) -> None:
 
 
 def cast_start(layer: Any, dtype: torch.dtype) -> None:
-    """Give the frozen pair the dtype in which the layer computes. That of a packed weight is not it."""
+    """Cast the frozen pair to the compute dtype. A packed weight's dtype is not the compute dtype."""
     for pairs in (layer.lora_A, layer.lora_B):
         pairs[START].weight = pairs[START].weight.to(dtype)
 
 
 def fill_start(layer: Any, down: Tensor, up: Tensor) -> dict[str, Tensor]:
-    """Fill the frozen pair of a layer with a start. Returns role -> what the layer holds of it, on the CPU."""
+    """Fill the frozen pair of a layer with a start. Returns role -> the values as the layer stores them, on the CPU."""
     found = {}
     for role, pairs, values in (("start_A", layer.lora_A, down), ("start_B", layer.lora_B, -up)):
         held = pairs[START].weight
@@ -70,10 +70,10 @@ def factors(how: str, weight: Tensor, rank: int, scale: float, rng: torch.Genera
 
     Args:
         how: gaussian, orthogonal, pissa or olora.
-        weight: of the base, [out, in] in float32; a convolution's is flattened.
-        rank: of the layer.
+        weight: the base's weight, [out, in] in float32; a convolution's is flattened.
+        rank: the layer's rank.
         scale: factor of B @ A.
-        rng: on the CPU.
+        rng: a generator on the CPU.
     """
     outputs, inputs = weight.shape
     if how == "gaussian":
@@ -82,13 +82,13 @@ def factors(how: str, weight: Tensor, rank: int, scale: float, rng: torch.Genera
         return _orthogonal(outputs, inputs, rank, rng)
     kept = min(rank, outputs, inputs)
     if how == "olora":
-        q, _ = torch.linalg.qr(weight[:, :kept])  # the first columns of W's Q need no others
+        q, _ = torch.linalg.qr(weight[:, :kept])  # the first columns of W's Q depend on the first columns of W alone
         return q.T @ weight, q
     if min(outputs, inputs) <= EXACT_SIDE:
         u, s, v_t = torch.linalg.svd(weight, full_matrices=False)
         u, s, v = u[:, :kept], s[:kept], v_t[:kept].T
     else:
-        # without spare vectors the last of the wanted ones are poor where singular values are close to each other
+        # without spare vectors, the last ones are inaccurate where singular values are close to each other
         tried = min(kept + max(kept, LEAST_SPARE), outputs, inputs)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(torch.randint(2**62, (), generator=rng)))
@@ -99,7 +99,7 @@ def factors(how: str, weight: Tensor, rank: int, scale: float, rng: torch.Genera
 
 
 def _orthogonal(outputs: int, inputs: int, rank: int, rng: torch.Generator) -> Pair:
-    """Random factors whose product is zero: they reach through orthogonal halves of the ranks."""
+    """Random factors with a product of zero: each uses one of two orthogonal halves of the ranks."""
     q, _ = torch.linalg.qr(torch.randn(rank, rank, generator=rng))
     down = (torch.randn(inputs, rank // 2, generator=rng) @ q[0::2]).T / 10
     up = torch.randn(rank // 2, outputs, generator=rng).T @ q[1::2] / 10

@@ -1,7 +1,7 @@
-"""What LyCORIS' kinds of adapters share: layers, the place of their tensors in files, and files of two factors.
+"""Common code of LyCORIS' kinds of adapters: layers, the place of their tensors in files, and files of two factors.
 
-The layers are PEFT's with another forward pass, which draws random numbers for dropout alone; PEFT's draws one in
-every call.
+The layers are PEFT's with another forward pass. It draws random numbers only for dropout; PEFT's draws one in every
+call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def product(factor: Factor) -> Tensor:
 class FactorNames:
     """Names of the tensors of a kind's two factors, in PEFT's layers and in files.
 
-    prefix: their start ("lokr").
+    prefix: start of the names ("lokr").
     whole: whether a factor may be one matrix ("lokr_w1") instead of the two of a product ("lokr_w1_a", "lokr_w1_b").
     """
 
@@ -68,7 +68,7 @@ class FactorNames:
         for factor in self.factors:
             whole, parts = factor in tensors, f"{factor}_a" in tensors
             if whole == parts:
-                raise ValueError(f"{factor} has to be there whole or as a product, and not both")
+                raise ValueError(f"{factor} has to be given either whole or as a product")
             found.append((tensors[factor],) if whole else (tensors[f"{factor}_a"], tensors[f"{factor}_b"]))
         return found[0], found[1]
 
@@ -84,7 +84,7 @@ class FactorNames:
         """Return both factors of a module of a file, in float32.
 
         Raises:
-            ValueError: they are no matrices, or the two of a product do not fit.
+            ValueError: they are not matrices, or the two of a product do not match.
         """
         found = self.split({role: tensor.float() for role, tensor in module.parts.items() if role != "alpha"})
         for factor in found:
@@ -126,17 +126,17 @@ class FactorEntry(Entry):
 
 
 def alone(entry: Entry, parts: Sequence[tuple[int, Entry]], whole: bool, name: str) -> Entry:
-    """As ``Entry.joined``, of a kind that no other module's can be joined to."""
+    """As ``Entry.joined``, for a kind that cannot be joined with other modules."""
     if len(parts) == 1 and whole:
         return entry
-    raise ValueError(f"the {name} of several modules cannot be written as one of a weight that holds them all")
+    raise ValueError(f"the {name} of several modules cannot be written as one for their fused weight")
 
 
 class LycorisLayer(nn.Module):
-    """The forward pass of a layer. This class stands before PEFT's layer among the bases of a kind's layers.
+    """The forward pass of a layer. A kind's layers have this class as a base before PEFT's layer.
 
     input_dropout: ``change`` applies it to the tensor that it computes from.
-    dropouts: on the change of the output.
+    dropouts: applied to the change of the output.
     """
 
     input_dropout: nn.Dropout
@@ -178,7 +178,7 @@ class LycorisLayer(nn.Module):
 
 
 class OutputEntry(Entry):
-    """An entry whose whole change depends on the base weight.
+    """An entry with a change that depends completely on the base weight.
 
     shape: shape of the weight.
     """
@@ -202,10 +202,10 @@ class OutputEntry(Entry):
 
 
 class OutputLayer(LycorisLayer, BaseTunerLayer):
-    """A layer of a kind that changes the base layer's output and that PEFT lacks. Its tensors start at zero.
+    """A layer of a kind that changes the base layer's output; PEFT lacks such layers. Its tensors start at zero.
 
-    A change of ``D W`` of a weight ``W`` is one of ``D`` times the output without the bias. Input dropout is applied to
-    that output.
+    A change ``D W`` of a weight ``W`` changes the output by ``D`` times the output without the bias. Input dropout
+    is applied to that output.
     """
 
     other_param_names = ("r", "alpha", "scaling")
@@ -252,7 +252,7 @@ class LycorisAdapter(Adapter):
     @classmethod
     @abstractmethod
     def smallest(cls, pattern: str) -> PeftConfig:
-        """Return PEFT's config of the smallest layers, whose tensors ``attach`` exchanges."""
+        """Return PEFT's config of the smallest layers; ``attach`` replaces their tensors."""
 
     @classmethod
     def put(cls, component: nn.Module, config: PeftConfig) -> None:
@@ -285,7 +285,7 @@ class LycorisAdapter(Adapter):
         return {"rank_dropout": 0.0, "module_dropout": 0.0, "use_effective_conv2d": False, "init_weights": True}
 
     def arguments(self) -> dict[str, str]:
-        """Return LyCORIS' arguments besides the algorithm."""
+        """Return LyCORIS' arguments other than the algorithm."""
         return {}
 
     def network(self) -> dict[str, str]:
@@ -302,7 +302,7 @@ class LycorisAdapter(Adapter):
 
 
 class FactorAdapter(LycorisAdapter):
-    """A kind whose change of a weight is ``scale`` times a product of its tensors.
+    """A kind with a weight change of ``scale`` times a product of its tensors.
 
     Set by each kind:
         config_type: PEFT's class of its configs.
@@ -350,7 +350,7 @@ class FactorAdapter(LycorisAdapter):
 
 
 class OutputAdapter(LycorisAdapter):
-    """A kind whose layers are ``OutputLayer``; PEFT's model for LoHa puts them in, and no PEFT folder is written."""
+    """A kind with ``OutputLayer`` layers. PEFT's model for LoHa inserts them, and no PEFT folder is written."""
 
     readers = {"kohya": ("comfyui",)}
 

@@ -1,9 +1,9 @@
-"""LyCORIS' diag-oft (arXiv 2306.07280): blocks of each weight's outputs are rotated, ``W' = R W``.
+"""LyCORIS' diag-oft (arXiv 2306.07280): rotates blocks of each weight's outputs, ``W' = R W``.
 
 ``R = (I + Q) (I - Q)^-1`` is orthogonal, because ``Q`` is skew-symmetric: ``Q = B - B^T`` of the trained blocks ``B``,
 which start at zero. LyCORIS limits the norm of ``Q`` by its ``constraint`` times the number of outputs. ComfyUI limits
-it by the constraint alone, so files hold the limited blocks and the constraint 0: every program reads them alike.
-PEFT's OFT rotates the inputs, so its files are others.
+it by the constraint alone, so files have the limited blocks and the constraint 0: every program reads them alike.
+PEFT's OFT rotates the inputs, so its files differ.
 
 Dimensions: a weight [K * N, I, ...] has K blocks [N, N].
 """
@@ -50,7 +50,7 @@ def _limited(blocks_KNN: Tensor, limit: float) -> Tensor:
     """Return the blocks with the norm of ``Q`` limited; 0: no limit."""
     if not limit:
         return blocks_KNN
-    norm: Tensor = torch.linalg.vector_norm(_skew(blocks_KNN)) + 1e-8
+    norm: Tensor = torch.linalg.vector_norm(_skew(blocks_KNN)) + 1e-8  # blocks start at zero
     return blocks_KNN * (limit / norm).clamp(max=1.0)
 
 
@@ -80,7 +80,7 @@ class OftEntry(OutputEntry):
         return change
 
     def allowance(self, dtype: torch.dtype, weight: Tensor | None = None) -> float:
-        """Bound the error of R by four times that of the blocks: Q doubles it, and R's derivative is at most 2."""
+        """Bound R's error by four times the blocks' error: Q doubles it, and R's derivative is at most 2."""
         if weight is None:
             return 0.0
         size, off = rounded(self.blocks, dtype)
@@ -110,7 +110,7 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) ->
     """Return one module's entry.
 
     Raises:
-        ValueError: the tensors are no square blocks.
+        ValueError: the tensors are not square blocks.
         AdapterError: the blocks do not fit this layer, or are limited by a constraint.
     """
     blocks = module.parts[BLOCKS].float()
@@ -124,7 +124,7 @@ OFT = FileKind(kind_named("OFT"), _entry)
 
 
 class OftLayer(OutputLayer):
-    """A layer whose output is rotated in blocks.
+    """A layer with outputs rotated in blocks.
 
     constraint: largest norm of Q divided by the number of outputs; 0: no limit.
     """
@@ -134,7 +134,7 @@ class OftLayer(OutputLayer):
 
     @classmethod
     def sizes(cls, rows: int, r: int) -> dict[str, tuple[int, ...]]:
-        """Return the size by LyCORIS' rule: blocks of at most ``r`` rows, and at least as many as each has rows."""
+        """Return the size by LyCORIS' rule: at most ``r`` rows per block, and no fewer blocks than rows per block."""
         height, count = sorted(factorization(rows, r))
         return {BLOCKS: (count, height, height)}
 
@@ -149,7 +149,7 @@ class OftLayer(OutputLayer):
 
 
 class _Model(LoHaModel):
-    """PEFT's model for LoHa, which puts in the layer class above; its config has the fields that are needed."""
+    """PEFT's model for LoHa with the layer class above; LoHa's config has the needed fields."""
 
     prefix = "oft_"
     tuner_layer_cls = OftLayer
@@ -188,7 +188,7 @@ class OftAdapter(OutputAdapter):
 
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
         def fits(rank: int | None) -> bool:
-            """Whether all layers have blocks as the file's, or would have at this rank."""
+            """Whether all layers have the file's block sizes, now or at this rank."""
             return all(
                 entry.blocks.shape == OftLayer.sizes(entry.shape[0], rank or ranks.get(name, lora.rank))[BLOCKS]
                 for name, entry in entries.items()
@@ -201,9 +201,9 @@ class OftAdapter(OutputAdapter):
         if lora.overrides or not fits(size):
             raise AdapterError(
                 "init-from-unfit",
-                "The file does not fit the recipe: its blocks are not of the sizes that the ranks give.",
+                "The file does not fit the recipe: its block sizes do not match the ranks.",
                 where=f"lora.init_from: {path}",
-                fix="Start without it. lora-rocm sample draws with the file as it is.",
+                fix="Start without it. lora-rocm sample can use the file unchanged.",
             )
         return [(f"its blocks have up to {size} rows", f"lora.rank to {size}")]
 

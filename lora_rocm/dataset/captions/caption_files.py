@@ -1,4 +1,4 @@
-"""Caption files next to images: which of them belongs to which image, and what is said about the others."""
+"""Caption files next to images: pairing with images, and notices about files of no image."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lora_rocm.recipe.sections import caption_endings
 class CaptionFiles:
     """The caption files of a walk.
 
-    A file is a caption of the image with the same path without extension (a.txt of a.png), or of the one whose whole
-    name it begins with (a.png.txt of a.png). If an image has both, the first counts.
+    A file is a caption of the image with the same path without extension (a.txt for a.png), or of the image with the
+    name that it begins with (a.png.txt for a.png). If an image has both, the first counts.
 
     Args:
         caption_extension: extension of caption files, or several, as the recipe has them.
 
     Attributes:
-        endings: how their names end, in lower case, in the order of the recipe.
+        endings: endings of their names, in lower case, in the order of the recipe.
 
     Raises:
         DataError: images have such an ending.
@@ -37,8 +37,8 @@ class CaptionFiles:
         if wrong := [each for each in self.endings if "." + each.rpartition(".")[2] in readable_extensions()]:
             raise DataError(
                 "caption-extension-of-images",
-                f"{wrong[0]} is an ending of images, and so of no caption file.",
-                where="data.caption_extension, or that of an entry of data.sources",
+                f"{wrong[0]} is an ending of images, so caption files cannot have it.",
+                where="data.caption_extension, or caption_extension of an entry of data.sources",
                 fix=f"Remove {wrong[0]} there, or name the ending of text files, such as .txt.",
             )
         self._longest_first = sorted(self.endings, key=len, reverse=True)
@@ -51,7 +51,7 @@ class CaptionFiles:
         return any(map(len, (*self._of_stems.values(), *self._of_whole_names.values())))
 
     def ending_of(self, name: str) -> str:
-        """The longest ending of caption files that a file name, in lower case, has; empty if it has none."""
+        """The longest caption ending of a file name in lower case; empty if it has none."""
         return next(filter(name.endswith, self._longest_first), "")
 
     def add(self, ending: str, path: str) -> None:
@@ -70,7 +70,7 @@ class CaptionFiles:
         return [Path(paths[0]) for paths in self._all_of(image) if paths]
 
     def _all_of(self, image: Path) -> list[list[str]]:
-        """Of each ending the caption files that an image has; the first counts."""
+        """For each ending, the caption files of an image; the first counts."""
         whole = str(image)
         stem, found = os.path.splitext(whole)[0], list[list[str]]()
         for ending in self.endings:
@@ -81,11 +81,11 @@ class CaptionFiles:
     def settle(self, images: Iterable[Path], left_out: Collection[str]) -> list[str]:
         """Decide which image each file belongs to; returns notices about files of no image, and about several of one.
 
-        Of the endings .txt and _2.txt, a_2.txt has the longer one, but beside a_2.png it is no caption of a.png.
+        With the endings .txt and _2.txt, a_2.txt has the longer ending. Next to a_2.png it is not a caption of a.png.
 
         Args:
             images: the images that are trained on.
-            left_out: paths of images that are not, as they are and without extension: their captions are theirs.
+            left_out: paths of skipped images, with and without extension; their caption files get no notice.
         """
         if not self:
             return []
@@ -98,7 +98,7 @@ class CaptionFiles:
                 if whole in stems or whole in others:
                     del self._of_stems[long][stem]
                     self.add(short, stem + ending)
-        # What is left over belongs to an image of that whole name, or to none
+        # The other files belong to an image of that whole name, or to none
         rest = [
             (ending, stem, spelled)
             for ending, found in self._of_stems.items()
@@ -125,14 +125,14 @@ class CaptionFiles:
         for image in images if any(map(len, self._of_whole_names.values())) else ():
             for paths in self._all_of(Path(image)):
                 if len(paths) > 1:
-                    several.append(f"{_named(paths[0])} and not {_named(paths[1])}")
+                    several.append(f"{_named(paths[0])}, not {_named(paths[1])}")
         notices = []
         if several:
-            have = counted(several, "image has two caption files, of which", "images have two caption files, of which")
-            notices.append(f"{have} the one with its name alone counts: {some(several)}.")
+            have = counted(several, "image has two caption files", "images have two caption files")
+            notices.append(f"{have}. The file without the image's extension counts: {some(several)}.")
         if self._spelled_twice:
-            are = counted(self._spelled_twice, "caption file is", "caption files are")
-            notices.append(f"{are} there twice, and the second counts: {some(self._spelled_twice)}.")
+            are = counted(self._spelled_twice, "caption file exists", "caption files exist")
+            notices.append(f"{are} in two spellings, and the second counts: {some(self._spelled_twice)}.")
         return notices
 
 

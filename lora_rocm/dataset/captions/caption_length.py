@@ -72,7 +72,7 @@ def cut_notice(
     Args:
         captions: pairs of sample key and caption.
         limits: the tokenizers of the text encoders.
-        are_samples: the captions are the texts that the model itself is trained on.
+        are_samples: the captions are the texts on which the model itself trains.
     """
     keys, texts = tee(captions)
     count, example = 0, ""
@@ -80,7 +80,7 @@ def cut_notice(
         count += bool(lost)
         if lost and not example:
             end = f"{lost[:LOST_SHOWN]!r}{'' if len(lost) <= LOST_SHOWN else ' ...'}"
-            example = f"{key}: lost is {end}"
+            example = f"{key}, which loses {end}"
     if not count:
         return ()
     noun, limit = ("text", "the model reads") if are_samples else ("caption", "the text encoders read")

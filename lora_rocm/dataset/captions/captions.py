@@ -17,7 +17,7 @@ from lora_rocm.recipe.trigger import has_words, with_trigger
 TRIES_PER_VARIANT = 32
 WILDCARD = re.compile(r"(\{\{|\}\})|\{([^{}]+)\}")
 Draw = Callable[..., int]
-"""Maps what a number is drawn for to the number, in [0, 2**64)."""
+"""Maps a purpose to a random number in [0, 2**64)."""
 
 
 def as_read(text: str, options: SourceOptions) -> str:
@@ -35,8 +35,8 @@ def prepare(caption: str, options: SourceOptions, draw: Draw = lambda *purpose: 
 
     Args:
         caption: from ``as_read``.
-        options: of its source.
-        draw: draws the choices; if it is not given, the first line and words are taken.
+        options: options of its source.
+        draw: draws the choices; the default takes the first line and words.
     """
     if options.enable_wildcard:
         lines = caption.split("\n")
@@ -50,7 +50,7 @@ def prepare(caption: str, options: SourceOptions, draw: Draw = lambda *purpose: 
 
 
 def open_wildcard(caption: str, options: SourceOptions) -> str:
-    """The first line from a brace on that is no part of a wildcard; "" if there is none, or wildcards are not read."""
+    """The first line from its first brace outside of wildcards on; "" if there is none, or wildcards are not read."""
     for line in caption.split("\n") if options.enable_wildcard else ():
         text = _framed(line, options)
         rest = WILDCARD.sub(lambda match: " " * len(match[0]), text)
@@ -62,7 +62,7 @@ def open_wildcard(caption: str, options: SourceOptions) -> str:
 def variants(captions: str | Sequence[str], options: SourceOptions, num_variants: int, seed: int) -> tuple[str, ...]:
     """The texts to cache for an image with these captions; depends only on seed, captions and options.
 
-    Up to ``num_variants`` different ones, of each caption as many as possible; at least one of each caption.
+    Up to ``num_variants`` different texts, in turn from each caption; at least one from each caption.
     """
     captions = (captions,) if isinstance(captions, str) else captions
     of_each = [_variants(caption, options, num_variants, seed) for caption in captions]
@@ -73,9 +73,9 @@ def variants(captions: str | Sequence[str], options: SourceOptions, num_variants
 def _variants(caption: str, options: SourceOptions, num_variants: int, seed: int) -> tuple[str, ...]:
     """The texts to cache for one caption.
 
-    Up to ``num_variants`` different ones: of lines and wildcards, and of comma-separated tags that are shuffled or
-    dropped (fewer if there are not enough). Without any of these, this is the prepared caption alone. The first
-    ``keep_tokens`` tags and tags that contain the trigger word are neither moved nor dropped.
+    Up to ``num_variants`` different texts (fewer if there are not enough). They differ in lines and wildcards, and in
+    comma-separated tags that are shuffled or dropped. Without any of these, the result is the prepared caption alone.
+    The first ``keep_tokens`` tags and tags that contain the trigger word are neither moved nor dropped.
     """
     number, possible = drawer("wildcard", seed, caption), num_variants
     if not options.caption_tag_dropout_rate and not (options.enable_wildcard and re.search(r"[\n{]", caption)):
@@ -113,7 +113,7 @@ def _num_orders(prepared: str, options: SourceOptions) -> int:
 
 
 def _arranged(prepared: str, options: SourceOptions, seed: int, attempt: int) -> str:
-    """The caption with its tags shuffled and some of them dropped, as the options say."""
+    """The caption with its tags shuffled and some of them dropped, according to the options."""
     tags, rate = tags_of(prepared), options.caption_tag_dropout_rate
     movable = _movable(tags, options)
     if not rate and (not options.shuffle_caption or len(movable) < 2):

@@ -25,12 +25,12 @@ class CompanionInput(Protocol):
 
     @property
     def beside(self) -> str:
-        """The key of ``data`` with which their files lie among the images; empty if they do not."""
+        """The key of ``data``, if their files are among the images; empty if not."""
 
     def look(self, sample: Sample, header: Header, row: DatasetRow | None) -> Sequence[Companion | Problem]:
         """Count an image, find its companions and check their headers; a problem: the image cannot be used.
 
-        ``row``: the row that names or holds the image; None if it is no row of a dataset.
+        ``row``: the row that names or contains the image; None if it is not from a dataset.
         """
 
     def notices(self) -> list[str]:
@@ -42,4 +42,4 @@ class CompanionInput(Protocol):
 
 
 COMPANION_INPUTS: tuple[Callable[[ResolvedSource, int], CompanionInput], ...] = (Masks, Controls)
-"""One class a kind, made from the options of a source and its index in the recipe."""
+"""One class per kind, built from the options of a source and its index in the recipe."""

@@ -1,4 +1,4 @@
-"""Control images: further images for each image of a source, which the model sees beside the noisy one."""
+"""Control images: further images for each image of a source, which the model sees in addition to the noisy one."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from lora_rocm.dataset.sample_table import Sample
 
 CONTROL = "control"
-CONTROL_FIX = "Repair the control image, or take it away together with its image."
+CONTROL_FIX = "Repair the control image, or remove it together with its image."
 
 
 def control_name(number: int) -> str:
-    """The input that a control image is, by its number among those of its image, from 0: control, control_2, ..."""
+    """The input name of a control image, by its number per image, from 0: control, control_2, ..."""
     return f"{CONTROL}_{number + 1}" if number else CONTROL
 
 
 class Controls:
     """The control images of one source. Each image needs one of each of its ``control_places``.
 
-    A place is a folder of files (see ``PairedFiles``), or a column of the source's rows. A folder that is named several
-    times has as many numbered files of each image.
+    A place is a folder of files (see ``PairedFiles``), or a column of the source's rows. A folder that is listed n
+    times has n numbered files per image.
 
     Args:
         options: options of the source.
@@ -78,7 +78,7 @@ class Controls:
                     where = shown(control)
                     found.append(Companion(control_name(number), control, *read_header(control).size))
                 else:
-                    assert row is not None, "a recipe that gives a folder of images a column is refused"
+                    assert row is not None, "a recipe with control_column for a folder of images is refused"
                     where = f"{shown(row)}, column {shown(place)}"
                     control_header, cell = header_in(replace(row, column=place))
                     if isinstance(cell, Path) and leads_out(cell, row.dataset):
@@ -92,23 +92,24 @@ class Controls:
         return found
 
     def notices(self) -> list[str]:
-        """Notices about control images without an image, and about those outside of a dataset's folder.
+        """Notices about control images without an image, and about control images outside of a dataset's folder.
 
         Raises:
             DataError: an image has no control image, or two files have the same name.
         """
+        # Refuse missing and ambiguous control images, place by place.
         for place, without in zip(self._places, self._without, strict=True):
             if isinstance(place, str):
                 where, fix = (
                     f"{self._options.key('control_column')}: {place}",
-                    "Fill these cells, or take the rows away.",
+                    "Fill these cells, or remove the rows.",
                 )
             else:
-                where, fix = shown(place.root), "Put a control image of the same name there for each, also in the same "
-                fix += "sub-folder, or take the image away."
+                where, fix = shown(place.root), "Add a control image of the same name there for each, also in the same "
+                fix += "sub-folder, or remove the image."
                 if place is self._files.get(BESIDE):
-                    fix = "Call the control image of NAME.png NAME-condlabel.png, and the numbered ones of several "
-                    fix += "NAME_0-condlabel.png and so on, or take the image away."
+                    fix = "Name the control image of NAME.png NAME-condlabel.png, and several of them "
+                    fix += "NAME_0-condlabel.png and so on, or remove the image."
             if without:
                 what = f"{counted(without, 'image has', 'images have')} no control image: {some(without)}."
                 raise DataError("control-missing", what, where=where, fix=fix)
@@ -117,12 +118,13 @@ class Controls:
                 names = [f"{shown(first.name)} and {shown(second.name)}" for first, second in doubles]
                 raise DataError(
                     "control-ambiguous",
-                    f"Control images have the same name: {some(names)}. Which of them is meant is not clear.",
+                    f"Control images have the same name: {some(names)}. The choice is ambiguous.",
                     where=shown(doubles[0][1]),
-                    fix="Take one of each pair away.",
+                    fix="Remove one of each pair.",
                 )
+        # Report unused files and files outside of the dataset.
         said = [notice for files in self._files.values() for notice in files.notices()]
         if self._outside and os.path.exists(os.path.expanduser(self._options.dataset or "")):
-            lie = counted(self._outside, "control image lies", "control images lie")
+            lie = counted(self._outside, "control image is", "control images are")
             said.append(f"{lie} outside the dataset's folder: {some(self._outside)}.")
         return said

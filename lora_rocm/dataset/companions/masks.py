@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lora_rocm.dataset.rows.hf_datasets import DatasetRow
 
 MASK = "mask"
-MASK_FIX = "Repair the mask, or take it away: an image without a mask is trained on whole."
+MASK_FIX = "Repair the mask, or remove it: without a mask, the whole image counts."
 
 
 class Masks:
@@ -75,7 +75,7 @@ class Masks:
             return (Problem(shown(mask), f"The mask of {sample.key} cannot be read: {error}.", MASK_FIX),)
         if fits(size, (sample.width, sample.height)):
             return (Companion(MASK, mask, *size),)
-        sizes = f"{size[0]}x{size[1]}, and the image is {sample.width}x{sample.height}"
+        sizes = f"{size[0]}x{size[1]}, but the image is {sample.width}x{sample.height}"
         return (Problem(shown(mask), f"The mask of {sample.key} has other proportions: it is {sizes}.", MASK_FIX),)
 
     def notices(self) -> list[str]:
@@ -96,8 +96,8 @@ class Masks:
             )
         said = [f"Images with a mask: {self._with} of {self._with + len(self._without)} ({where})."]
         if self._without:
-            have = counted(self._without, "image has none and is", "images have none and are")
-            said.append(f"{have} trained on whole: {some(self._without)}.")
+            have = counted(self._without, "image has none and counts", "images have none and count")
+            said.append(f"{have} everywhere: {some(self._without)}.")
         if self._files is not None:
             said += self._files.notices()
             if doubles := [shown(second.name) for _, second in self._files.doubles]:
@@ -110,7 +110,7 @@ class Masks:
     def _fix_if_none(self) -> str:
         if self._options.mask_path == BESIDE:
             return (
-                "Call masks NAME-masklabel.png or put them into a sub-folder masks. Or name their folder in mask_path."
+                "Name masks NAME-masklabel.png or move them into a sub-folder masks. Or name their folder in mask_path."
             )
         if self._options.mask_path:
             return "Correct mask_path: masks have the names of the images, also of their sub-folders. Or remove it."
@@ -156,8 +156,8 @@ def mask_on_grid(mask_HW: NDArray[np.uint8], geometry: Geometry, flip: bool, ste
 
 
 def _means(values_NM: NDArray[np.generic], edges: NDArray[np.int64], whole: int) -> NDArray[np.float64]:
-    """Means over the rows between consecutive edges, which are in units in which all N rows together are ``whole``."""
-    values = values_NM.astype(np.float64)
+    """Means over the rows between consecutive edges; the edges' unit is 1 / ``whole`` of all N rows."""
+    values = values_NM.astype(np.float64)  # differences of cumulative sums would lose digits in float32
     at = edges * len(values) / whole
     lower = np.minimum(at.astype(np.int64), len(values) - 1)
     sums = np.concatenate([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0)])

@@ -25,12 +25,12 @@ class PairedFiles:
     """The image files of a folder. Each belongs to the image that has the same path relative to its own folder.
 
     The comparison ignores extensions and the endings that other trainers give ("0-masklabel", "0_mask"). If an image
-    may have several files, NAME_0 or NAME_0000 is the first file of NAME, and so on, as in musubi-tuner.
+    may have several files, NAME_0 or NAME_0000 is the first file of NAME and so on, as in musubi-tuner.
 
     Args:
         options: options of the source of images.
         index: index of the source in the recipe.
-        root: the folder of files, or ``BESIDE``: those in the folder of the images whose names say what they are.
+        root: the folder of files, or ``BESIDE``: the files in the images' folder with a name of this kind.
         key: the key of ``data`` that names the folder.
         noun: a file's name in messages, in the singular.
 
@@ -38,7 +38,7 @@ class PairedFiles:
         doubles: (file, further file with the same name), known once ``of`` was called.
 
     Raises:
-        DataError: the folder is that of the images.
+        DataError: the folder is the images' folder.
     """
 
     def __init__(self, options: ResolvedSource, index: int, root: str, key: str, noun: str) -> None:
@@ -53,7 +53,7 @@ class PairedFiles:
                 f"{key.removesuffix('_path')}-folder-same",
                 f"{key} is the folder of the images themselves.",
                 where=shown(self.root),
-                fix=f"Put the {noun}s into a folder of their own.",
+                fix=f"Move the {noun}s into a separate folder.",
             )
 
     @cached_property
@@ -84,9 +84,9 @@ class PairedFiles:
         return Names([*((COMPANION_END.sub("", name), path) for name, path in found.items()), *found.items()])
 
     def _may_enter(self, folder: Path, real_root: str) -> bool:
-        """Whether files of images may be in a folder. Outside of the root there may be any number of other files.
+        """Whether to search a folder. A linked folder outside of the root may contain any number of other files.
 
-        So a folder there is entered only if the images have one at the same place.
+        So such a folder is entered only if the images have a folder at the same place.
         """
         target, relative = real_path(folder), folder.relative_to(self.root)
         inside = target is None or target == real_root or lies_in(target, real_root)
@@ -96,7 +96,7 @@ class PairedFiles:
         return False
 
     def _owner(self, path: Path) -> str | None:
-        """Relative path without extension of the image that a file belongs to; None if its name says nothing of one."""
+        """Relative path without extension of the image that a file belongs to; None if its name does not fit any."""
         relative = path.relative_to(self.root)
         if not self._beside:
             return str(relative.with_suffix(""))
@@ -108,8 +108,8 @@ class PairedFiles:
     def of(self, sample: Sample, number: int | None = None) -> Path | None:
         """The file of an image of this source; None if there is none.
 
-        ``number``: of the file among those of the image, from 0; None: files are not numbered. The first file is NAME
-        or else NAME_0, and each further file is its NAME_1 or else NAME.
+        ``number``: the file's number within its image, from 0; None: files are not numbered. The first file is NAME or
+        else NAME_0, and each further file is its NAME_1 or else NAME.
         """
         assert isinstance(sample.location, Path), "a recipe that pairs rows of a dataset with files is refused"
         name = str(sample.location.relative_to(self._images).with_suffix(""))
@@ -125,7 +125,7 @@ class PairedFiles:
 
     @cached_property
     def _numbered(self) -> Names[Path]:
-        """Relative path without extension, its number without leading zeros -> file, of the files with a number."""
+        """Relative path without extension and without leading zeros of its number -> file, for numbered files."""
         matches = ((NUMBER_END.fullmatch(name), path) for name, path in self._files.items())
         return Names((f"{match[1]}_{int(match[2])}", path) for match, path in matches if match)
 
@@ -137,9 +137,9 @@ class PairedFiles:
         return COMPANION_END.sub("", path.stem) in self._stems[image.parent]
 
     def notices(self) -> list[str]:
-        """Sentences about files that belong to no image for which ``of`` was called, and about links out of the folder.
+        """Sentences about files without an image (after all calls of ``of``), and about links out of the folder.
 
-        Links among the images are named where these are found.
+        Links among the images are reported by the walk over the images.
         """
         names = sorted(shown(path.name) for path in {path for _, path in self._files.items()} - self._used)
         have = counted(names, f"{self._noun} has", f"{self._noun}s have")
@@ -149,7 +149,7 @@ class PairedFiles:
             and self._key == "control_path"
             and any(NUMBER_END.fullmatch(name.rpartition(".")[0]) for name in names)
         ):
-            said[0] += " Numbered ones (NAME_1) are read where control_path is a list that has their folder again."
+            said[0] += " Numbered files (NAME_1) are read if control_path lists their folder again."
         if self._outside and not self._beside:
             files = counted(self._outside, f"{self._noun} is", f"{self._noun}s are")
             said.append(f"{files} reached through links that lead out of the folder: {some(self._outside)}.")
@@ -164,5 +164,5 @@ class PairedFiles:
             f"{self._key.removesuffix('_path')}-folder-unreadable",
             f"A folder of {self._noun}s cannot be read: {error.strerror}.",
             where=shown(error.filename),
-            fix=f"Correct data.{self._key}, or the rights.",
+            fix=f"Correct data.{self._key}, or the permissions.",
         )

@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: pure maths, in pixels. Sizes are (height, width) unless a name says otherwise."""
+"""Aspect-ratio buckets: pure maths, in pixels. Sizes are (height, width) unless a name ends in wh."""
 
 from __future__ import annotations
 
@@ -91,15 +91,15 @@ def choose_bucket(
 ) -> Geometry:
     """Choose the bucket nearest in log aspect ratio; the image is scaled to cover it and cropped at the centre.
 
-    Without ``upscale``, an image smaller than its bucket gets a smaller bucket of its own: its sides rounded down to
-    ``step``, limited by the sides of the nearest bucket and by ``max_aspect``.
+    Without ``upscale``, an image smaller than its bucket gets its own, smaller bucket: the image's sides rounded down
+    to ``step``, limited by the sides of the nearest bucket and by ``max_aspect``.
     Without ``enable_bucket``, every bucket is square.
 
     Raises:
         DataError: a side of the image is smaller than one step and ``upscale`` is off, or the resolution is smaller
             than one step.
     """
-    if width < height:  # portrait is landscape lying down, so that both are treated exactly alike
+    if width < height:  # portrait is transposed to landscape, so that both are treated exactly alike
         return choose_bucket(height, width, resolution, step, max_aspect, enable_bucket, upscale).transposed()
     max_aspect = max_aspect if enable_bucket else 1.0
     aspect = math.log(width / height)
@@ -127,7 +127,7 @@ def _own_bucket(width: int, height: int, bucket_hw: Size, step: int, max_aspect:
         raise DataError(
             "image-too-small",
             f"An image of {width}x{height} pixels is smaller than one bucket step of {step} pixels.",
-            fix="Take a larger image, set data.upscale: true, or lower data.bucket_step.",
+            fix="Use a larger image, set data.upscale: true, or lower data.bucket_step.",
         )
     own_height = min(height // step * step, bucket_hw[0])
     widest = int(own_height * max_aspect) // step * step

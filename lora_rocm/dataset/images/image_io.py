@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
     from lora_rocm.dataset.images.buckets import Geometry
 
-# Supported formats; HEIF and JXL need a plugin. Pillow has more, but it detects the format by content, whatever the
-# file name: for EPS it would run Ghostscript, for WMF the drawing code of Windows, and nobody trains on the others
-# (FITS, SPIDER, ...).
+# Supported formats; HEIF and JXL need a plugin. Pillow has more, but it detects the format by content, not by file
+# name: for EPS it would run Ghostscript, for WMF the drawing code of Windows, and nobody trains on the others (FITS,
+# SPIDER, ...).
 READ = frozenset("AVIF BMP DDS DIB GIF HEIF ICO JPEG JPEG2000 JXL MPO PCX PNG PPM PSD QOI SGI TGA TIFF WEBP".split())
 MAX_HEADER_COST, COST_OF_A_READ = 1 << 24, 64  # bytes
 MAX_IMAGE_BYTES = 1 << 29  # 178 megapixels, Pillow's limit, take 512 MiB uncompressed
 TAIL_BYTES = 65536
-# A file without this mark near its end may be truncated. A whole one can lack it too: a motion photo has a film after
-# the picture, and Pillow reads a PNG without IEND. A truncated WebP has no header for Pillow.
+# A file without this mark near its end may be truncated. A complete file can lack it too: a motion photo has a video
+# after the picture, and Pillow reads a PNG without IEND. A truncated WebP has no header for Pillow.
 END_MARKS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 GIF_END = b"\0;"  # the end of the last block, and the trailer (GIF89a, 27)
 STRIPS, TILES = (273, 279), (324, 325)  # TIFF 6.0: tags of their places and of their numbers of bytes
@@ -86,8 +86,8 @@ def readable_extensions() -> frozenset[str]:
 def read_header(file: Path | BinaryIO) -> Header:
     """Read size and kind of an image without decoding pixels.
 
-    Exceptions: a PNG with trailing EXIF data (see PNG_TAIL_MARKS), a file that may be truncated, of which decoding
-    tells whether it is, and JPEG XL, whose plugin always decodes.
+    Some files are decoded: a PNG with trailing EXIF data (see PNG_TAIL_MARKS), a file that may be truncated, because
+    only decoding shows it, and JPEG XL, because its plugin always decodes.
 
     Raises:
         UnreadableImage: the file is not an image, or is damaged, unreadable or too large to decode.
@@ -178,7 +178,7 @@ def cut(image: Image.Image, geometry: Geometry, flip: bool) -> Image.Image:
     """Scale, optionally mirror, and crop an image to a geometry.
 
     The image is mirrored before it is cropped, so crop_top_left holds for both views. kohya's trainer also gives the
-    crop in the mirrored image ("crop_ltrb[2] is right, so target_size[0] - crop_ltrb[2] is left").
+    crop in the mirrored image (``crop_ltrb[2] is right, so target_size[0] - crop_ltrb[2] is left``).
     """
     from PIL import Image
 
@@ -192,8 +192,8 @@ def cut(image: Image.Image, geometry: Geometry, flip: bool) -> Image.Image:
 class _Quiet:
     """Context manager that silences Pillow's warnings about large images and odd metadata.
 
-    Python's warning filters are process-wide. If threads read images, the thread that waits for them must hold this
-    throughout; otherwise one reader could restore the filters while another is still reading.
+    Python's warning filters are process-wide. If threads read images, the thread that waits for them must stay in this
+    context throughout; otherwise one reader could restore the filters while another is still reading.
     """
 
     def __init__(self) -> None:
@@ -262,7 +262,7 @@ def _open(file: _Frugal) -> Image.Image:
 def _header(file: BinaryIO) -> Header:
     frugal = _Frugal(file)
     with _open(frugal) as image:
-        begin = file.tell()  # of the pixels: in what lies before, a small preview of a JPEG has an end mark of its own
+        begin = file.tell()  # of the pixels: the data before them may contain a JPEG preview with its own end mark
         several = image.format in SEVERAL_FRAMES and _has_several_frames(image)
         frugal.left = math.inf
         (width, height), deep_grey = image.size, image.mode in ("I", "I;16", "I;16B", "I;16L", "I;16N")
@@ -276,7 +276,7 @@ def _header(file: BinaryIO) -> Header:
 def _may_be_truncated(image: Image.Image, file: BinaryIO, begin: int) -> bool:
     """Whether a file looks truncated, by its end or by the places of its pixels; False for other formats.
 
-    ``begin``: where the pixels begin, if the header is read.
+    ``begin``: the start of the pixels, if the header is read.
     """
     from PIL import BmpImagePlugin, TiffImagePlugin
 
@@ -286,7 +286,7 @@ def _may_be_truncated(image: Image.Image, file: BinaryIO, begin: int) -> bool:
         pairs = [pair for at, of in (STRIPS, TILES) for pair in zip(tags.get(at, ()), tags.get(of, ()), strict=False)]
         return max((sum(pair) for pair in pairs if {*map(type, pair)} == {int}), default=math.inf) > size
     if isinstance(image, BmpImagePlugin.BmpImageFile):
-        codec, _, place, how = image.tile[0]  # of raw rows: mode, bytes a row, direction
+        codec, _, place, how = image.tile[0]  # of raw rows: mode, bytes per row, direction
         return codec != "raw" or not isinstance(how, tuple) or place + how[1] * image.height > size
     if image.format == "GIF":
         return not tail.endswith(GIF_END)
@@ -353,7 +353,7 @@ def _tail(file: BinaryIO, begin: int = 0) -> bytes:
 
 
 def _bits_per_sample(image: Image.Image) -> int:
-    """Bits per grey value declared by the file: 12 for a 12-bit TIFF, whose values Pillow leaves unscaled, else 16."""
+    """Bits per grey value declared by the file: 12 for a 12-bit TIFF, which Pillow does not scale, else 16."""
     from PIL import TiffImagePlugin
 
     declared = (
@@ -371,6 +371,7 @@ def _scaled_to_8_bit(image: Image.Image, bits: int) -> Image.Image:
     import numpy as np
     from PIL import Image
 
+    # float64 represents every 32-bit value exactly; NaN and infinity count as black.
     values = np.nan_to_num(np.asarray(image).astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
     peak = float(values.max())
     if image.mode == "F":

@@ -1,4 +1,4 @@
-"""Images that previews are given: control images, and masks of what an inpainting base draws anew."""
+"""Input images of previews: control images, and masks of the part that an inpainting base redraws."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MISFIT_FIX = "Give a mask of the size of its image, or of the same proportions."
 
 
 def require_preview_images(loaded: LoadedRecipe) -> None:
-    """Check the headers of the images that a recipe's previews are given; the files are there.
+    """Check the headers of the input images of a recipe's previews; the files exist.
 
     Raises:
         RecipeError: with one problem for each file that cannot be used.
@@ -33,7 +33,7 @@ def require_preview_images(loaded: LoadedRecipe) -> None:
 
 
 def faults(inputs: Mapping[str, Path]) -> Iterator[tuple[str, str, str]]:
-    """What is wrong with the images of one preview: (name, what, how to fix it)."""
+    """Faults of the input images of one preview: (name, fault, remedy)."""
     sizes: dict[str, Size] = {}
     for name, path in inputs.items():
         try:
@@ -45,10 +45,10 @@ def faults(inputs: Mapping[str, Path]) -> Iterator[tuple[str, str, str]]:
 
 
 def misfit(mask_wh: Size, image_wh: Size) -> str:
-    """What is wrong with the size of a mask; empty: nothing."""
-    from lora_rocm.dataset.companions.masks import fits  # imports numpy, which most commands do without
+    """The fault of a mask's size; empty if there is none."""
+    from lora_rocm.dataset.companions.masks import fits  # imports numpy, which most commands do not need
 
     if fits(mask_wh, image_wh):
         return ""
     mask, image = (f"{width}x{height}" for width, height in (mask_wh, image_wh))
-    return f"the mask has other proportions than its image: it is {mask}, and the image is {image}"
+    return f"the mask has other proportions than its image: it is {mask}, but the image is {image}"

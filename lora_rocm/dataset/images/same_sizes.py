@@ -1,4 +1,4 @@
-"""Finds images that have the same size at several resolutions of their source, so that an epoch repeats them."""
+"""Finds images that have the same size at several resolutions of their source: an epoch repeats such images."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Pair = tuple[int, int]
 
 
 class SameSizes:
-    """Counts images that have one size at several resolutions, by why: resolutions too close, or an image too small."""
+    """Counts images with one size at several resolutions, by cause: resolutions too close, or an image too small."""
 
     def __init__(self, data: DataSection) -> None:
         self._data, self._small = data, few()
         self._place: Path | DatasetRow | None = None
-        self._seen = dict[Size, int]()  # of the image at hand: size -> resolution
+        self._seen = dict[Size, int]()  # of the current image: size -> resolution
         self._sizes = dict[Pair, Counter[Size]]()
 
     def add(self, sample: Sample, geometry: Geometry) -> None:
-        """Check one image; its resolutions follow each other."""
+        """Check one image; calls for its resolutions follow each other."""
         if sample.location != self._place:
             self._place, self._seen = sample.location, {}
         size, resolution = geometry.target_hw, sample.options.resolution
@@ -60,7 +60,7 @@ class SameSizes:
         if self._small:
             are = counted(self._small, "image is", "images are")
             said.append(
-                f"{are} too small for a resolution, and seen at the size of a smaller one again: {some(self._small)}. "
+                f"{are} too small for a resolution, and repeated at a smaller resolution's size: {some(self._small)}. "
                 "Set data.upscale: true to enlarge them."
             )
         return said
@@ -73,7 +73,7 @@ def _sizes_text(sizes: Counter[Size]) -> str:
 
 def _fix(data: DataSection) -> str:
     return (
-        f"Take resolutions that are at least data.bucket_step ({data.bucket_step}) apart, remove one of them, or lower "
+        f"Use resolutions that are at least data.bucket_step ({data.bucket_step}) apart, remove one of them, or lower "
         "data.bucket_step."
     )
 

@@ -1,4 +1,4 @@
-"""Views of an image: the versions of it that are cached, of which each step draws one."""
+"""Views of an image: its cached versions, of which each step draws one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_GAMMA = 0.05  # more or less than 1, as there
 class View:
     """One version of an image.
 
-    flip: mirrored. crop: number of the random crop. colour: number of the change of colours; 0: as they are.
+    flip: mirrored. crop: number of the random crop. colour: number of the change of colours; 0: unchanged.
     """
 
     flip: bool = False
@@ -44,7 +44,7 @@ def views_of(options: SourceOptions) -> tuple[View, ...]:
 
 
 def price_of(options: SourceOptions) -> str:
-    """How many views an image has and what makes them; empty if it has one."""
+    """A sentence with the number of an image's views and their causes; empty if it has one view."""
     parts = {
         "random_crop": max(int(options.random_crop), 1),
         "color_aug": options.color_aug + 1,
@@ -58,7 +58,7 @@ def price_of(options: SourceOptions) -> str:
 
 
 def view_geometry(geometry: Geometry, sample: Sample, view: View) -> Geometry:
-    """The crop of one view. ``geometry``: that of the plain view."""
+    """The crop of one view. ``geometry``: the plain view's geometry."""
     if view.crop:
         geometry = randomly_cropped(geometry, sample, view.crop)
     if view.flip and sample.given.crop is not None:  # an image is mirrored before it is cropped
@@ -77,7 +77,7 @@ def randomly_cropped(geometry: Geometry, sample: Sample, number: int) -> Geometr
 
 
 def window(geometry: Geometry, crop: Rectangle | None) -> tuple[Size, Size]:
-    """(top, left) and (height, width) of the part of the scaled image that may be used; it holds the target."""
+    """(top, left) and (height, width) of the part of the scaled image that may be used; it contains the target."""
     if crop is None:
         return (0, 0), geometry.resized_hw
     left, top, width, height = crop
@@ -93,10 +93,10 @@ def _scaled(start: int, length: int, whole: int, resized: int, target: int) -> t
 
 
 def within(geometry: Geometry, original_hw: Size, crop: Rectangle) -> Geometry:
-    """The geometry of a whole image of which a given crop is used.
+    """The geometry of a whole image, of which only a given crop is used.
 
     Args:
-        geometry: that of the given crop as if it were an image.
+        geometry: geometry of the given crop, treated as an image.
         original_hw: size of the whole image.
         crop: the given crop.
     """
@@ -115,8 +115,8 @@ def within(geometry: Geometry, original_hw: Size, crop: Rectangle) -> Geometry:
 def colour_change(sample: Sample, view: View) -> tuple[str, float] | None:
     """The change of colours of a view: ("hue", steps of HUE_STEPS) or ("gamma", exponent); None: none.
 
-    A small turn of the hue, or a gamma near 1. Odd numbers are turns, even ones gammas. The limits are those of
-    sd-scripts, which changes each third image, and takes the power of values up to 255 where here they are up to 1.
+    Odd numbers are small turns of the hue, even numbers are gammas near 1. The limits are sd-scripts' limits.
+    sd-scripts changes every third image, and takes the power of values up to 255; here values go up to 1.
     """
     if not view.colour:
         return None

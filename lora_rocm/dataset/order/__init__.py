@@ -1,1 +1,1 @@
-"""How often and in which order samples are trained on."""
+"""Order and repeats of the samples in training."""

@@ -1,9 +1,9 @@
 """Assigns samples to updates, as a pure function of (seed, epoch). No torch.
 
 A micro-batch is from one bucket: samples of one shape and one batch size, as a source may have a smaller one. An epoch
-is a shuffled list of the micro-batches of all buckets. An update takes the next ``accumulation`` x ranks of them,
-whatever their buckets; the last update of an epoch takes the rest. So the same samples make an update on one GPU that
-accumulates 8 micro-batches and on four that accumulate 2. Other trainers do the same: kohya-ss/sd-scripts buckets
+is a shuffled list of the micro-batches of all buckets. An update takes the next ``accumulation`` x ranks
+micro-batches of any bucket; the last update of an epoch takes the rest. So an update has the same samples on one GPU
+that accumulates 8 micro-batches and on four that accumulate 2. Other trainers do the same: kohya-ss/sd-scripts buckets
 micro-batches in ``train_util.BucketManager``, and accelerate accumulates over whatever comes next.
 
 Smaller micro-batches and a bucket's last one are padded with rows of weight 0, so shapes never change. The first
@@ -35,7 +35,7 @@ NUM_EPOCHS_KEPT = 2  # prefetch reaches the next epoch before the training loop 
 Grid = tuple[tuple[str, ...], ...]
 """Cache keys of one entry of a sample: a tuple per view, holding a key per caption; the last is the empty caption's.
 
-An entry that is not made from an image has one view. An entry that is not made from a caption has one key per view.
+An entry that is not encoded from an image has one view. Without a caption it has one key per view.
 """
 
 
@@ -49,11 +49,11 @@ class Item:
     num_captions: number of caption variants, without the empty caption.
     dropout_rate: probability that the empty caption replaces a variant.
     loss_weight: factor of its loss.
-    share: number of places that its loss is the mean of, if samples count by these; else 1.
+    share: number of places that its loss averages, if samples count by places; else 1.
     geometry: scaling and crop of the image; None if the family reads no image.
-    crops: those of each view; empty if all views have the same.
+    crops: geometry of each view; empty if all views have the same.
     content: cache keys that identify the data independently of how it was encoded.
-    batch_size: maximum samples of its source in a micro-batch; 0: as many as the run has.
+    batch_size: maximum samples of its source in a micro-batch; 0: the run's batch size.
     lengths: a number for each caption, the empty one last, that grows with the caption's length. Captions with
         different numbers need a mask in one batch. Empty if captions never need one.
     """
@@ -194,9 +194,10 @@ class BatchPlan:
         seed: determines order, mirroring, caption variants and dropout.
         world: number of ranks.
         rank: this rank.
-        by_length: let micro-batches have captions of one length, if others need a mask.
-        one_bucket_updates: the order of runs whose checkpoints do not name an order: all micro-batches of an update are
-            from one bucket, which is filled up. With one micro-batch per update both orders are the same.
+        by_length: group captions of one length into micro-batches, if mixed lengths need a mask.
+        one_bucket_updates: use the order of runs that did not store an order in checkpoints. All micro-batches of an
+            update come from one bucket, and missing samples are padded. With one micro-batch per update both orders
+            are the same.
     """
 
     def __init__(
@@ -301,7 +302,7 @@ class BatchPlan:
     def _own_micros(self, epoch: int, step: int) -> Sequence[int]:
         """Indices in the update of this rank's micro-batches.
 
-        Several ranks get them in turn, the most expensive first: all have about as much to compute.
+        Several ranks get them in turn, the most expensive first, so that all ranks have about the same work.
         """
         micros = range(self._micros_of(step))
         if self.world == 1 or self.one_bucket_updates:
@@ -415,8 +416,8 @@ def _in_batches_of_one_length(
 ) -> NDArray[np.int64]:
     """The P sample numbers grouped by bucket, so that most micro-batches have texts of one length.
 
-    In each bucket these micro-batches come first, in drawn order; their samples are drawn too. Then come the samples
-    that are left, fewer than ``batch_size`` of each length, sorted by length. If all lengths are equal, the order is
+    In each bucket these micro-batches come first, in drawn order; their samples are drawn too. The remaining samples
+    follow, fewer than ``batch_size`` of each length, sorted by length. If all lengths are equal, the order is
     the drawn one.
     """
     order_P, number_P = np.lexsort((drawn_P, length_P, bucket_P)), np.arange(len(bucket_P))

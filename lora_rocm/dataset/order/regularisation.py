@@ -1,4 +1,4 @@
-"""Regularisation images: images of the class without the concept, as many in an epoch as of the concept."""
+"""Regularisation images: images of the class without the concept, as many per epoch as images of the concept."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lora_rocm.errors import DataError
 
 
 def evened_repeats(is_reg_N: NDArray[np.bool_], repeats_N: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The repeats of N samples, of which the regularisation images are as many in an epoch as the others.
+    """The repeats of N samples, with as many regularisation images per epoch as other images.
 
-    They are taken in their order, with their own repeats, until they are as many. If they are too few, each is seen
-    once more, from the first on, until they are. This is how kohya's sd-scripts counts.
+    Regularisation images are used in their order, with their own repeats, until there are enough. If there are too few,
+    each is seen once more, from the first on, until there are enough. kohya's sd-scripts counts in the same way.
 
     Args:
-        is_reg_N: which samples are regularisation images.
-        repeats_N: the repeats that the recipe says.
+        is_reg_N: flags of the regularisation images.
+        repeats_N: the repeats of the recipe.
 
     Returns:
-        0 for a regularisation image that is not used. Without such images the given repeats.
+        The repeats; 0 for an unused regularisation image. Without regularisation images, ``repeats_N``.
 
     Raises:
         DataError: all samples are regularisation images.
@@ -36,7 +36,7 @@ def evened_repeats(is_reg_N: NDArray[np.bool_], repeats_N: NDArray[np.int64]) ->
             "only-regularisation-images",
             "All images that can be used are regularisation images, so there is nothing to learn.",
             where="data.sources",
-            fix="Look at the images that were set aside, or remove is_reg from a source.",
+            fix="Check the skipped images, or remove is_reg from a source.",
         )
     own_R = repeats_N[is_reg_N]
     before_R = np.cumsum(own_R) - own_R
@@ -61,7 +61,7 @@ def unused_notice(num_found: int, num_used: int) -> tuple[str, ...]:
     if num_used == num_found:
         return ()
     unused = f"{num_found - num_used} of the regularisation images are not used"
-    return (f"{unused}: no more are seen in an epoch than there are other images, with their repeats.",)
+    return (f"{unused}: an epoch shows at most as many as other images, counting repeats.",)
 
 
 def class_image(number: int) -> str:

@@ -1,4 +1,4 @@
-"""What ``check`` and a run say of updates that hold more samples than those of earlier versions."""
+"""A note of ``check`` and of a run about updates with more samples than in earlier versions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lora_rocm.recipe.schema import TrainSection
 def larger_updates_note(
     train: TrainSection, steps_per_epoch: int, one_bucket_steps: int, how_sure: str = ""
 ) -> str | None:
-    """How the number of updates differs from that of earlier versions, and what to do about it; None: it does not.
+    """The note if earlier versions made more updates per epoch, with advice; None if not.
 
     Args:
-        train: the section of the recipe.
+        train: the section ``train`` of the recipe.
         steps_per_epoch: updates per epoch.
         one_bucket_steps: the same if all micro-batches of an update came from one bucket, as in earlier versions.
-        how_sure: empty, or "about " or "at most " of both numbers.
+        how_sure: empty, or "about " or "at most " for both numbers.
     """
     if one_bucket_steps <= steps_per_epoch:
         return None

@@ -1,1 +1,1 @@
-"""Tables of rows and what one row says: readers of CSV, JSON Lines, Parquet; columns, records, errors of one row."""
+"""Tables and their rows: readers of CSV, JSON Lines, Parquet; columns, records, errors of one row."""

@@ -1,4 +1,4 @@
-"""Reads the rows of a CSV file of texts (RFC 4180) whose first line names its columns."""
+"""Reads the rows of a CSV file of texts (RFC 4180). The first line names its columns."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Cells:
         return self._reader.line_num + 1
 
     def next(self) -> list[str] | None:
-        """The cells of the next row: an empty list for an empty line, None at the end. It reads no line beyond the row.
+        """The cells of the next row: an empty list for an empty line, None at the end. Reads no line beyond the row.
 
         Raises:
             DataError: table-row.
@@ -49,8 +49,8 @@ class _Cells:
             end = self._file.tell()
             self._file.seek(begin)
             if b"\r" in self._file.read(end - begin).replace(b"\r\n", b""):
-                what = "A carriage return (CR) without a line feed ends a line, or stands in a cell without quotes."
-                fix = "Save the file with CRLF or LF line ends, and put quotes around cells that have line ends."
+                what = "A carriage return (CR) without a line feed ends a line, or is in a cell without quotes."
+                fix = "Save the file with CRLF or LF line ends, and quote cells that have line ends."
             else:
                 what = f"The row that begins here cannot be read: {error}."
                 fix = f"A row has up to {MAX_ROW_BYTES >> 20} MiB: split it, or close the quotes of its cells."
@@ -73,7 +73,7 @@ class _Cells:
         if not _is_text(names):
             what, fix = NOT_UTF8.what, NOT_UTF8.fix
         elif twice is not None:
-            what, fix = f"Two columns have the name {shown(twice):.60}.", "Rename one, or take it away."
+            what, fix = f"Two columns have the name {shown(twice):.60}.", "Rename or remove one."
         elif between:
             what, fix = f"Its cells are separated by {between}.", "Save the table with commas between its cells."
         else:
@@ -82,10 +82,10 @@ class _Cells:
 
 
 def rows_in(file: BinaryIO) -> Iterator[tuple[int, Mapping[str, str] | UnusableText, int]]:
-    """Every row: its first line, its cells by column or why it has none, and the byte at which it begins.
+    """Every row: its first line, its cells by column (or the reason why it has none), and the byte at which it begins.
 
     Raises:
-        DataError: the header is wrong, or the rows cannot be told apart.
+        DataError: the header is invalid, or the rows cannot be separated.
         OSError: the file cannot be read.
     """
     rows, size_bytes = _Cells(file), os.fstat(file.fileno()).st_size
@@ -104,7 +104,7 @@ def row_at(path: Path, begin: int) -> Mapping[str, str]:
     """The cells of the row that begins at a byte.
 
     Raises:
-        OSError, LookupError, UnusableText: there is no such row; a file that was changed may have none.
+        OSError, LookupError, UnusableText: there is no such row, as after a change of the file.
     """
     try:
         with path.open("rb") as file:
@@ -121,19 +121,19 @@ def row_at(path: Path, begin: int) -> Mapping[str, str]:
 
 @lru_cache(maxsize=64)
 def _columns_of(version: FileVersion) -> Sequence[str]:
-    """The columns of a version of a file, for all its rows that are read later."""
+    """The columns of a version of a file, cached for rows that are read later."""
     with Path(version.path).open("rb") as file:
         return _Cells(file).columns()
 
 
 def _row(columns: Sequence[str], cells: Sequence[str]) -> Mapping[str, str] | UnusableText:
-    """The cells by column, or why they are no row."""
+    """The cells by column, or the reason why they do not form a row."""
     if not _is_text(cells):
         return NOT_UTF8
     more = [cell for cell in cells[len(columns) :] if cell]
     if len(cells) < len(columns) or more:
-        what = f"It has {count_text(len(cells), 'cell')}, and the table has {count_text(len(columns), 'column')}."
-        fix = "Put quotes around cells with commas." if more else "Give each column a cell, which may be empty."
+        what = f"It has {count_text(len(cells), 'cell')}, but the table has {count_text(len(columns), 'column')}."
+        fix = "Quote cells with commas." if more else "Give each column a cell, which may be empty."
         return UnusableText(what, fix)
     return dict(zip(columns, cells, strict=False))
 
@@ -159,7 +159,7 @@ def _is_open(file: BinaryIO, begin: int) -> bool:
 
 
 def _lines(file: BinaryIO) -> Iterator[str]:
-    """The lines of a file; bytes that are no UTF-8 become lone surrogates.
+    """The lines of a file; bytes that are not UTF-8 become lone surrogates.
 
     Raises:
         csv.Error: a line is longer than ``MAX_ROW_BYTES``.

@@ -24,10 +24,10 @@ from lora_rocm.recipe.schema import ResolvedSource
 
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 TEXT_TYPES = ("string", "large_string", "string_view")
-# Builders that only read rows. (The library has others; older datasets came with code to execute.)
+# Builders that only read rows. (The library has others; older datasets include code to execute.)
 READ = frozenset({"parquet", "json", "arrow", "csv", "imagefolder", "webdataset"})
 ANSWER_TIMEOUT_S = 15.0
-# Raised by the library for files that are damaged, of another format, or come with code to execute (RuntimeError).
+# Raised by the library for files that are damaged, of another format, or that include code to execute (RuntimeError).
 DATASET_ERRORS = (
     OSError,
     ValueError,
@@ -39,18 +39,18 @@ DATASET_ERRORS = (
     ImportError,
 )
 MAX_UNPACKED_BYTES, MAX_UNPACKING = 1 << 30, 50
-"""A Parquet file that unpacks to more than both limits (in bytes, and as a multiple of its own size) cannot hold
+"""A Parquet file that unpacks to more than both limits (in bytes, and as a multiple of the file's size) cannot contain
 images, which hardly compress. The library would write all of it to its cache. (Forged footers are not detected.)"""
 ADDED = ("__key__", "__url__")  # columns of a webdataset
 SAVED_MARKS = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
 
 
 class UnreadableCell(Exception):
-    """A cell that holds no usable image or caption; the message says why."""
+    """A cell without a usable image or caption; the message is the reason."""
 
 
 class EmptyCell(UnreadableCell):
-    """A cell that holds nothing."""
+    """A cell without content."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, Captions | Unr
 
 
 def givens_of(source: ResolvedSource) -> Iterator[Given | UnreadableCell]:
-    """What the columns of weights and crops say of each row.
+    """The values of each row in the columns of weights and crops.
 
     Raises:
         DataError: see ``rows_of``.
@@ -120,7 +120,7 @@ def givens_of(source: ResolvedSource) -> Iterator[Given | UnreadableCell]:
 
 
 def notices(source: ResolvedSource) -> list[str]:
-    """A notice about the columns of a dataset of images that nothing reads, except those that the library itself adds.
+    """A notice about unread columns of a dataset of images, except the columns that the library itself adds.
 
     Raises:
         DataError: see ``num_rows``.
@@ -144,9 +144,9 @@ def _caption(cell: Any, column: str | None, row: DatasetRow) -> Captions | None:
     if str(cell.type) not in TEXT_TYPES:
         raise DataError(
             "caption-not-text",
-            f"The caption column {column!r} holds {cell.type}, not text.",
+            f"The caption column {column!r} contains {cell.type}, not text.",
             where=str(row),
-            fix="Name a column with text in caption_column, or null to go without.",
+            fix="Name a column with text in caption_column, or set it to null for no captions.",
         )
     content = cell.as_buffer()
     if content is not None and len(content) > MAX_CAPTION_BYTES:  # checked before it is copied
@@ -169,11 +169,11 @@ def _cell(table: Any, index: int) -> Any:
 
 
 def header_in(row: DatasetRow) -> tuple[Header, Path | DatasetRow]:
-    """The header of the image in a cell, and where the image is: a file that the cell names, or the cell.
+    """The header of the image in a cell, and the image's place: a file that the cell names, or the cell.
 
     Raises:
         DataError: see ``image_in``.
-        EmptyCell, UnreadableCell, UnreadableImage: the cell holds no usable image.
+        EmptyCell, UnreadableCell, UnreadableImage: the cell has no usable image.
     """
     image = image_in(row)
     if image is None:
@@ -192,7 +192,7 @@ def image_in(row: DatasetRow) -> Path | memoryview | None:
     (a JSON file, a column of texts), which users write. A hub dataset may only name files in the library's own caches.
 
     Raises:
-        DataError: the column does not hold images.
+        DataError: the column does not contain images.
         UnreadableCell: the cell names a file that the dataset may not name.
     """
     value = _cell(_images(row.dataset, row.split, row.column), row.index)
@@ -209,7 +209,7 @@ def image_in(row: DatasetRow) -> Path | memoryview | None:
     if not hasattr(value, "as_buffer"):
         raise DataError(
             "image-column",
-            f"The column {row.column!r} holds {value.type}, not images.",
+            f"The column {row.column!r} contains {value.type}, not images.",
             where=str(row),
             fix="Name a column of images, of their bytes, or of paths.",
         )
@@ -246,7 +246,7 @@ def as_file(content: memoryview) -> io.BufferedReader:
 
 
 def leads_out(path: Path, dataset: str) -> bool:
-    """Whether an image of a local dataset lies outside the dataset's folder after resolving links."""
+    """Whether an image of a local dataset is outside the dataset's folder after resolving links."""
     return not _lies_in(path, _folder(dataset))
 
 
@@ -259,7 +259,7 @@ def _resolved(text: str, dataset: str, listed: bool) -> Path:
         UnreadableCell: see ``image_in``.
     """
     if text.startswith(("//", "\\\\")) or "\0" in text:  # Windows would sign in to any host in a UNC path
-        raise UnreadableCell(f"it names a place that is no file of this machine: {shown(text):.200}")
+        raise UnreadableCell(f"it names a place that is not a file on this machine: {shown(text):.200}")
     local = Path(os.path.expanduser(dataset))
     if os.path.exists(local):
         path = _folder(dataset) / text  # an absolute path stays unchanged
@@ -294,7 +294,7 @@ def _text(cell: Any) -> str:
     try:
         return str(cell.as_py())
     except UnicodeDecodeError:
-        raise UnreadableCell("it is no UTF-8 text") from None
+        raise UnreadableCell("it is not UTF-8 text") from None
 
 
 @lru_cache(maxsize=8)
@@ -306,7 +306,7 @@ def opened(dataset: str, split: str) -> Any:
     """
     import datasets
 
-    datasets.disable_progress_bars()  # they end up in logs too, and we report progress ourselves
+    datasets.disable_progress_bars()  # they would also appear in logs, and we report progress ourselves
     path = Path(os.path.expanduser(dataset))
     where = f"data: dataset {dataset}, split {split}"
     try:
@@ -361,7 +361,7 @@ def _from_folder(path: Path, split: str, where: str) -> Any:
     name files anywhere, even on the network.
 
     Raises:
-        DataError: the folder holds no dataset, or a Parquet file unpacks to too much.
+        DataError: the folder contains no dataset, or a Parquet file is too large when unpacked.
     """
     import datasets
     from datasets.data_files import DataFilesDict, get_data_patterns
@@ -403,25 +403,25 @@ def _check_parquet(files: Iterable[Path], where: str) -> None:
     for file in files:
         if file.suffix.lower() != ".parquet":
             continue
-        if parquet.read_metadata(file).num_rows == 0:  # the library fails at such a file, with words of its own
-            what, fix = "This Parquet file has no rows.", "Take it away, or give one with rows."
+        if parquet.read_metadata(file).num_rows == 0:  # the library fails at such a file with an unclear message
+            what, fix = "This Parquet file has no rows.", "Remove it, or give one with rows."
             raise DataError("dataset-empty", what, where=f"{where}: {shown(file)}", fix=fix)
-        if twice := _repeated_name(parquet.read_schema(file)):  # as a dict, a row has the last of them
-            what, fix = f"Two columns or fields have the name {shown(twice):.60}.", "Rename one, or take it away."
+        if twice := _repeated_name(parquet.read_schema(file)):  # as a dict, a row would keep only the last
+            what, fix = f"Two columns or fields have the name {shown(twice):.60}.", "Rename or remove one."
             raise DataError("dataset-column", what, where=f"{where}: {shown(file)}", fix=fix)
         limit_bytes = max(MAX_UNPACKED_BYTES, MAX_UNPACKING * file.stat().st_size)
         found_bytes = unpacked_bytes(file, limit_bytes, MAX_UNPACKING)
         if found_bytes > limit_bytes:
             raise DataError(
                 "dataset-swells",
-                f"A file of {file.stat().st_size} bytes would unpack to {found_bytes} or more: it cannot be images.",
+                f"A file of {file.stat().st_size} bytes would unpack to {found_bytes} or more: these cannot be images.",
                 where=f"{where}: {shown(file)}",
-                fix="Make the dataset again, with images in their own format (PNG, JPEG, ...) in its cells.",
+                fix="Rebuild the dataset, with images in their own format (PNG, JPEG, ...) in its cells.",
             )
 
 
 def _repeated_name(fields: Iterable[Any]) -> str:
-    """A name that two columns of an Arrow schema, or two fields of a struct at any depth, have; empty: none."""
+    """A name of two columns of an Arrow schema, or of two fields of a struct at any depth; empty: none."""
     found = list(fields)
     names = Counter(field.name for field in found)
     inner = ([kind.field(n) for n in range(kind.num_fields)] for kind in (field.type for field in found))
@@ -437,7 +437,7 @@ def _from_hub(dataset: str, split: str, where: str) -> Any:
     if builder.name not in READ:
         raise DataError(
             "dataset-kind",
-            f"A dataset of the kind {shown(builder.name)} is not read.",
+            f"A dataset of the kind {shown(builder.name)} is not supported.",
             where=where,
             fix=f"Kinds: {', '.join(sorted(READ))}.",
         )
@@ -492,5 +492,5 @@ def require_column(source: ResolvedSource, name: str, key: str) -> None:
     try:  # Arrow trusts a file's lengths and offsets unless validated: a wrong one reads arbitrary memory
         table.data.column(name).validate(full=True)
     except (ValueError, pyarrow.ArrowException) as error:
-        where, fix = f"data: dataset {dataset}, {key}: {name}", "Download or make the dataset again."
+        where, fix = f"data: dataset {dataset}, {key}: {name}", "Download or rebuild the dataset."
         raise DataError("dataset-damaged", f"A column is damaged: {shown(error):.400}", where=where, fix=fix) from error

@@ -1,4 +1,4 @@
-"""Cells and values of a row that are texts and hold JSON, as tables of texts such as CSV have them."""
+"""JSON texts in cells and values of a row, as in tables of texts such as CSV."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 from lora_rocm.dataset.rows.row_cells import UnusableText
 from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
 
-ROW_FIX = "Repair it, or take the row away."
-MESSAGES_FIX = "Messages are mappings with role and content. Beside a list of them, the other columns are lists too."
+ROW_FIX = "Repair it, or remove the row."
+MESSAGES_FIX = (
+    "Messages are mappings with role and content. If one column is a list of messages, the others are lists too."
+)
 MESSAGES_BEGIN = re.compile(r"""\s*\[\s*\{\s*['"](role|from)['"]\s*:""")
-"""How a list of messages begins, in JSON and as Python writes it."""
+"""The start of a list of messages, in JSON and as Python prints it."""
 
 
 def object_in(value: Any) -> Any:
-    """The mapping that a JSON text holds; any other value is itself.
+    """The mapping in a JSON text; any other value is returned unchanged.
 
     Raises:
         UnusableText: it is JSON that cannot be read.
@@ -32,10 +34,10 @@ def object_in(value: Any) -> Any:
 
 
 def messages_or_text(cell: object) -> object:
-    """A cell of prompts or answers. A table of texts, such as CSV, holds a list of messages as JSON.
+    """A cell of prompts or answers. In a table of texts, such as CSV, a list of messages is JSON.
 
     Raises:
-        UnusableText: it begins like such a list and is none, for example as Python writes lists.
+        UnusableText: it begins like such a list but is not valid JSON, such as a list printed by Python.
     """
     if not isinstance(cell, str) or not cell.lstrip().startswith("["):
         return cell
@@ -52,10 +54,10 @@ def messages_or_text(cell: object) -> object:
 
 
 def parsed(text: str, what: str, fix: str) -> Any:
-    """The value of a JSON text; ``what`` begins the message if there is none, and ``fix`` is its remedy."""
+    """The value of a JSON text; the error's message begins with ``what``, and ``fix`` is its remedy."""
     try:
         return parse_json(text)
     except NoJson as error:
-        raise UnusableText(f"{what} is a text that is no JSON: {error.detail}.", fix) from error
+        raise UnusableText(f"{what} is a text that is not JSON: {error.detail}.", fix) from error
     except BadJson as error:
         raise UnusableText(f"{what} cannot be read: {error}.", ROW_FIX) from error

@@ -1,6 +1,6 @@
-"""What keys of rows, messages and parts of a message say about the loss (``loss_keys.toml``).
+"""Keys of rows, messages and parts of a message that concern the loss (``loss_keys.toml``).
 
-Each is carried out, refused with the whole row, or said to count for nothing. None is only named among unread columns.
+Each key is applied, refused with the whole row, or reported as having no effect. None is merely an unread column.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ WORDS_OF_FLAGS = frozenset(
     "yes no on off y n t f none all good bad desirable undesirable chosen rejected accepted masked unmasked train skip "
     "ignore keep drop include exclude up down positive negative".split()
 )
-"""Words that say yes or no in some format, also in a key that often holds other data."""
+"""Words that mean yes or no in some format, also in a key that often has other data."""
 ANSWER_COLUMNS = ("messages", "conversations", "completion", "output")
 
 
 @dataclass(frozen=True)
 class LossKey:
-    """A row of the table. ``holds``: what such a key means. ``beside_text``: names that mean nothing beside a text."""
+    """A row of the table. ``holds``: meaning of such a key. ``beside_text``: names without a meaning for a text."""
 
     id: str
     kind: Literal["mask", "refused", "label", "pair", "harmless"]
@@ -45,14 +45,14 @@ class LossKey:
         return UnusableText(f"{where} has {key:.60} {value!a:.40}, which holds {self.holds}.", self.fix)
 
     def is_data(self, key: str, value: object) -> bool:
-        """Whether a value is a word, in a key that often holds other data."""
+        """Whether a value is a word, in a key that often has other data."""
         if spelled(key) not in map(spelled, self.everyday) or not isinstance(value, str):
             return False
         return _number(value) is None and flag_of(value) is None and value.strip().lower() not in WORDS_OF_FLAGS
 
 
 def spelled(key: object) -> str:
-    """A key without case and without what stands between its words."""
+    """A key in lower case, without the characters between its words."""
     return re.sub(r"[\W_]+", "", str(key).casefold())
 
 
@@ -68,7 +68,7 @@ def _by_name() -> tuple[dict[str, LossKey], list[tuple[str, str, LossKey]]]:
 
 @lru_cache(maxsize=4096)
 def meaning_of(key: str) -> LossKey | None:
-    """What a key says about the loss; None: nothing."""
+    """The meaning of a key for the loss; None: it has none."""
     names, patterns = _by_name()
     name = spelled(key)
     if name in names:
@@ -84,22 +84,22 @@ def _number(value: object) -> float | None:
 
 
 def flag_of(value: object) -> bool | None:
-    """Whether a value says yes or no; None: it says something else."""
+    """Whether a value means yes or no; None: it means something else."""
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         return value.strip().lower() == "true"
     return {0.0: False, 1.0: True}.get(number) if (number := _number(value)) is not None else None
 
 
 def carry_out_in_message(message: Mapping[str, Any], where: str, *, is_trained: bool) -> dict[str, Any]:
-    """A message without the keys that say whether it is trained on, and with ``TRAINED`` if they change that.
+    """A message without the keys that decide whether it is trained on, and with ``TRAINED`` if they change that.
 
     Args:
-        message: of a row, in the spelling of chat templates.
+        message: a row's message, in the spelling of chat templates.
         where: the message, for people ("Message 2").
-        is_trained: whether it is trained on if nothing is said.
+        is_trained: whether it is trained on without such a key.
 
     Raises:
-        UnusableText: a key says something that cannot be carried out, or two keys contradict each other.
+        UnusableText: a key has a value that cannot be applied, or two keys contradict each other.
     """
     kept, said = dict[str, Any](), dict[str, bool]()
     for key, value in message.items():
@@ -120,7 +120,7 @@ def carry_out_in_message(message: Mapping[str, Any], where: str, *, is_trained: 
 
 
 def refuse_in_part(part: Mapping[str, Any], where: str) -> None:
-    """Raise UnusableText if a part of a message's content says something about the loss: parts are not told apart."""
+    """Raise UnusableText if a part of a message's content has a key about the loss: all parts are trained alike."""
     for key, value in part.items():
         meaning = meaning_of(str(key))
         if meaning is None or meaning.kind == "harmless" or not says(value) or meaning.is_data(str(key), value):
@@ -130,17 +130,18 @@ def refuse_in_part(part: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_in_row(row: RowCells, *, read: Collection[str] = (), beside_text: bool = False) -> None:
-    """Raise UnusableText if a column says something about the loss that cannot be carried out.
+    """Raise UnusableText if a column about the loss cannot be applied.
 
-    Columns that are carried out count as read, and what is said to count for nothing as a remark.
+    Applied columns count as read; columns without an effect add a remark.
 
     Args:
         row: the cells by column.
-        read: columns that are the sample itself.
+        read: columns that make up the sample itself.
         beside_text: the row is a plain text.
     """
     said, answers = dict[str, bool](), [row.unread(column) for column in ANSWER_COLUMNS if column in row]
     is_chosen = any(says(each) and each == row.unread("chosen") for each in answers)
+    # Apply, refuse or report each column about the loss.
     for column in (column for column in row if column not in read):
         meaning, value = meaning_of(str(column)), row.unread(column)
         if meaning is None or (beside_text and spelled(column) in map(spelled, meaning.beside_text)):
@@ -148,10 +149,10 @@ def refuse_in_row(row: RowCells, *, read: Collection[str] = (), beside_text: boo
         name = str(column)
         if not says(value):
             if meaning.kind == "label" and not beside_text:
-                what = f"Its column {name:.60} is empty in a table that says with it whether answers are good."
-                raise UnusableText(what, "Fill it and keep only good answers, or take the column away from all rows.")
+                what = f"Its column {name:.60} is empty in a table that uses it to mark good answers."
+                raise UnusableText(what, "Fill it and keep only good answers, or remove the column from all rows.")
         elif meaning.kind == "harmless":
-            row.remarks.add(f"The column {name:.60} ({meaning.holds}) counts for nothing: each row counts alike")
+            row.remarks.add(f"The column {name:.60} ({meaning.holds}) has no effect: all rows count alike")
             row[column]
         elif meaning.kind == "mask" and flag_of(value) is not None:
             said[name] = bool(flag_of(value))
@@ -161,17 +162,18 @@ def refuse_in_row(row: RowCells, *, read: Collection[str] = (), beside_text: boo
             row[column]
         elif not meaning.is_data(name, value):
             raise meaning.refusal(name, value, "The row")
+    # Refuse a row that these columns exclude from training.
     if _agreed(said, "The row") is False:
         column = next(iter(said))
-        what = f"Its column {column:.60} is {row.unread(column)!a:.20}: it is not to be trained on."
-        raise UnusableText(what, "Take the row away.")
+        what = f"Its column {column:.60} is {row.unread(column)!a:.20}: it is excluded from training."
+        raise UnusableText(what, "Remove the row.")
 
 
 def _agreed(said: Mapping[str, bool], where: str) -> bool | None:
-    """What all keys say; None: nothing is said."""
+    """The common value of all keys; None: there is no key."""
     flags = set(said.values())
     if len(flags) == 2:
         yes, no = (next(key for key, flag in said.items() if flag is wanted) for wanted in (True, False))
-        what = f"{where} is to be trained on by {yes:.60}, and not to be trained on by {no:.60}."
+        what = f"{where} is included in training by {yes:.60}, and excluded by {no:.60}."
         raise UnusableText(what, f"Keep one of {yes:.60} and {no:.60}.")
     return next(iter(flags), None)

@@ -20,17 +20,17 @@ OFFSET_BYTES = 4  # each text in a table takes these, even if it is empty
 BATCH_BYTES, MAX_BATCH_ROWS = 1 << 26, 256
 READ_BYTES = 1 << 20
 DICTIONARY_BATCHES = 16
-"""A chunk with a dictionary is read in about this many batches; each batch holds a copy of the dictionary."""
+"""A chunk with a dictionary is read in about this many batches; each batch has a copy of the dictionary."""
 MAX_LIST_VALUES = 1 << 25
-"""Limit for chunks of lists, in which one row may hold all values: even a dictionary index takes some bytes."""
+"""Limit for chunks of lists, in which one row may have all values: even a dictionary index takes some bytes."""
 
 
 def unpacked_bytes(file: Path, limit_bytes: int, little: float = 0.0) -> int:
     """The size of all columns with every value expanded; at least the size given by the footer.
 
     Counting stops above the limit, so a larger result is only a lower bound. Memory: a few times BATCH_BYTES, or one
-    value; for lists, a few times the encoded size of a chunk. Time: that of reading the columns in which one stored
-    value may stand for many.
+    value; for lists, a few times the encoded size of a chunk. Time: reads the columns in which one stored value
+    may represent many.
 
     Args:
         file: the file.

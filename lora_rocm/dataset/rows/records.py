@@ -27,17 +27,17 @@ from lora_rocm.dataset.rows.row_cells import RowCells, listed, says
 from lora_rocm.dataset.rows.row_cells import UnusableText as UnusableText
 
 MARK = "\x1e"
-"""First character of a record that is no plain text (RFC 7464 begins its records with it)."""
+"""First character of a record that is not a plain text (RFC 7464 begins its records with it)."""
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "model": "assistant"}
 """Names of roles in ShareGPT's rows -> names that chat templates know."""
 ANSWERS, ASKS = "assistant", "user"
 KNOWN_ROLES = ("system", "developer", ASKS, ANSWERS, "tool", "function", "ipython")
 """Roles that chat templates know."""
 CALLS = ("function_call", "tool_call")
-"""Roles whose content is the JSON of calls by the assistant: LLaMA-Factory's, ms-swift's."""
+"""Roles of messages that contain the JSON of calls by the assistant: LLaMA-Factory's, ms-swift's."""
 RESULTS = ("observation", "tool_response", "function_response")
-"""Roles whose content is what a tool returned."""
-PRINTED = ("tool_calls",)  # keys of a message whose values chat templates print as JSON
+"""Roles of messages that contain the result of a tool."""
+PRINTED = ("tool_calls",)  # keys of a message that chat templates print as JSON
 Cells = Mapping[str, Any]
 """The cells of a row by column, or the fields of a record."""
 
@@ -55,13 +55,13 @@ class Conversation:
     """Messages of a chat.
 
     Attributes:
-        messages: each with the keys "role" and "content", and what else the chat template reads ("tool_calls");
-            ``TRAINED`` is False in those that are not trained on, and True where another role than the assistant's is
-            to be trained on.
+        messages: each with the keys "role" and "content", and others that the chat template reads ("tool_calls").
+            ``TRAINED`` is False in messages that are excluded from training, and True in included messages of other
+            roles than the assistant's.
         tools: descriptions of functions for the chat template.
         last_only: only the last message is trained on.
-        num_completion: number of the last messages that are a completion; each of these is trained on, whatever its
-            role. 0: the answers of all messages are.
+        num_completion: number of the last messages that form a completion; each of them is trained on, with any role.
+            0: the answers of all messages are trained on.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -79,18 +79,18 @@ class Conversation:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """Places of the messages of a completion that are trained on and are not the assistant's."""
+        """Places of a completion's trained messages that are not the assistant's."""
         places = range(len(self.messages) - (0 if self.last_only else self.num_completion), len(self.messages))
         found = ((at, self.messages[at]) for at in places)
         return tuple(at for at, message in found if message["role"] != ANSWERS and message.get(TRAINED, True))
 
     @property
     def masked(self) -> tuple[int, ...]:
-        """Places of the messages that the row says not to train on."""
+        """Places of the messages that the row excludes from training."""
         return tuple(at for at, message in enumerate(self.messages) if not message.get(TRAINED, True))
 
     def up_to(self, turn: int) -> Conversation:
-        """The messages up to one that is trained on, which is the only one."""
+        """The messages up to one trained message, which is then the only trained one."""
         return replace(self, messages=self.messages[: turn + 1], last_only=True, num_completion=0)
 
 
@@ -114,7 +114,7 @@ def part(record: Record, number: int) -> Record:
 def written(record: Record) -> str:
     """A record as one string. A plain text is itself, unless it begins with ``MARK``.
 
-    The keys of ``tools`` and of calls stay in the order of the row, because chat templates print them in it
+    The keys of ``tools`` and of calls keep the order of the row, because chat templates print them in that order
     (``tool | tojson``). All other keys are sorted: they are read by name.
     """
     if isinstance(record, str):
@@ -143,7 +143,7 @@ def _sorted(value: Any) -> Any:
 
 
 def _as_json(value: Any) -> object:
-    """What stands in a record for a value that JSON does not know: of a date, a decimal number or bytes their text."""
+    """The JSON substitute for a value that JSON does not have: a text for dates, decimal numbers and bytes."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -174,17 +174,17 @@ def _answered(found: Cells) -> Completion | Conversation:
 
 
 def encodable(text: str) -> str:
-    """A text as it is.
+    """Return the text unchanged, after a check that it can be encoded.
 
     Raises:
-        UnusableText: it holds a lone surrogate, such as half an emoji from JSON that was cut.
+        UnusableText: it has a lone surrogate, such as half an emoji from truncated JSON.
     """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
         raise UnusableText(
-            f"It holds a lone surrogate ({half}), which is half a character.", "Repair the text, or take the row away."
+            f"It has a lone surrogate ({half}), which is half a character.", "Repair the text, or remove the row."
         ) from error
     return text
 
@@ -197,7 +197,7 @@ def record_of(row: Cells, pairs: bool = False) -> Record:
         pairs: read pairs of answers (``pair_of``), and nothing else.
 
     Raises:
-        UnusableText: the columns are not known, or the row has nothing to learn from.
+        UnusableText: the columns are unknown, or the row has nothing to learn from.
     """
     cells = row if isinstance(row, RowCells) else RowCells(row)
     if pairs:
@@ -212,32 +212,32 @@ def record_of(row: Cells, pairs: bool = False) -> Record:
         return reader(cells)
     if PAIRED <= cells.keys():
         raise UnusableText(
-            "It is a pair of answers (columns chosen and rejected), and a text is wanted.",
-            "To train on pairs, set objective.loss: dpo. data.watched has texts, also beside pairs.",
+            "It is a pair of answers (columns chosen and rejected), but a text is expected.",
+            "To train on pairs, set objective.loss: dpo. data.watched takes texts even if training uses pairs.",
         )
     for column, meaning in ((str(column), meaning_of(str(column))) for column in cells):
         if meaning is not None and (meaning.kind == "pair" or spelled(column) == "inputids"):
             raise meaning.refusal(column, cells.unread(column), "The row")
     named = "; ".join(", ".join(sorted(columns)) for columns, _ in READERS)
     raise UnusableText(
-        f"Its columns are {listed(list(cells)) or 'none'}, and no form of text has these.",
-        f"Name them as one of these does: {named}.",
+        f"Its columns are {listed(list(cells)) or 'none'}, and no kind of text has these.",
+        f"Rename them to one of these sets: {named}.",
     )
 
 
-NO_PICTURES = "Language models here see only text: take the row or the column away."
+NO_PICTURES = "Language models are trained on text only: remove the row or the column."
 PARTS_FIX = (
     'Only parts of the type "text" are read: write {"type": "text", "text": ...}, give the whole content as a text, or '
-    "take the row away."
+    "remove the row."
 )
 REFUSED: Mapping[str, tuple[str, str]] = {
-    "history": ("earlier turns", "Give all turns as a list of messages in the column messages, or take it away."),
-    "reasoning_content": ("thoughts", "Give it as a key of the assistant's message, or take the column away."),
-    "chat_template_kwargs": ("settings of the chat template", "Take the column away: rows cannot set them."),
+    "history": ("earlier turns", "Give all turns as a list of messages in the column messages, or remove it."),
+    "reasoning_content": ("thoughts", "Give it as a key of the assistant's message, or remove the column."),
+    "chat_template_kwargs": ("settings of the chat template", "Remove the column: rows cannot set them."),
     **{name: ("pictures", NO_PICTURES) for name in ("image", "images")},
     **{name: ("recordings", NO_PICTURES) for name in ("audio", "audios", "video", "videos")},
 }
-"""Columns that change what a conversation means, and that no reader takes -> what they hold, and the remedy."""
+"""Columns that change the meaning of a conversation, and that no reader uses -> their content, and the remedy."""
 
 
 def _refuse_columns(row: RowCells) -> None:
@@ -246,7 +246,7 @@ def _refuse_columns(row: RowCells) -> None:
     for column in row:
         holds, fix = refused.get(spelled(column), ("", ""))
         if holds and says(row.unread(column)):
-            raise UnusableText(f"Its column {column} holds {holds}, which would be lost.", fix)
+            raise UnusableText(f"Its column {column} contains {holds}, which would be lost.", fix)
 
 
 def _of_list(column: str, row: RowCells) -> Conversation:
@@ -272,7 +272,7 @@ def _of_completion(row: RowCells) -> Record:
         return _conversation(row, [*before, *after], last_only=True)
     if others := sorted({role for role in roles if role != ANSWERS}):
         row.remarks.add(
-            f"The column completion holds messages of {', '.join(others):.60}: they are trained on too, as by TRL "
+            f"The column completion has messages of {', '.join(others):.60}: they are trained on too, as by TRL "
             "(weight: 0 on a message excludes it)"
         )
     return _conversation(row, [*before, *after], num_completion=len(after))
@@ -296,16 +296,16 @@ READERS: tuple[tuple[frozenset[str], Callable[[RowCells], Record]], ...] = (
     (frozenset({"instruction", "output"}), _of_instruction),
     (frozenset({"text"}), _of_text),
 )
-"""Columns -> reader of a row that has them; the first that fits is taken."""
+"""Columns -> reader of a row that has them; the first match is used."""
 PAIRED = frozenset({"chosen", "rejected"})
 
 
 def pair_of(cells: Cells) -> Pair:
-    """The two answers of a row, as TRL reads them: the prompt is a column of its own, or the beginning of both.
+    """The two answers of a row, as TRL reads them: the prompt is a separate column, or the beginning of both.
 
-    Answers are texts or lists of messages, and so is the prompt. A prompt that is a text before answers that begin with
-    the same messages says these once more, and so does a list of messages with which both begin. LLaMA-Factory's rows
-    have the prompt in the column conversations.
+    Answers are texts or lists of messages, and so is the prompt. The prompt is ignored as a repetition in two cases: it
+    is a text and both answers begin with the same messages, or it is a list of messages with which both begin.
+    LLaMA-Factory's rows have the prompt in the column conversations.
 
     Raises:
         UnusableText: a column is missing, an answer is empty, the answers are the same, or their prompts differ.
@@ -315,7 +315,10 @@ def pair_of(cells: Cells) -> Pair:
     missing = " and ".join(sorted(PAIRED - row.keys()))
     if missing:
         what = f"It has no column {missing}; its columns are {listed(list(row)) or 'none'}."
-        raise UnusableText(what, "objective.loss: dpo takes rows of chosen and rejected, and prompt if they lack it.")
+        raise UnusableText(
+            what,
+            "objective.loss: dpo needs the columns chosen and rejected, and prompt if the answers do not include it.",
+        )
     prompt, *answers = (messages_or_text(row.get(column)) for column in ("prompt", "chosen", "rejected"))
     prompt = _value_of(row, "conversations") if prompt is None and says(row.unread("conversations")) else prompt
     texts = [each for each in (prompt, *answers) if isinstance(each, str)]
@@ -324,7 +327,7 @@ def pair_of(cells: Cells) -> Pair:
     else:
         pair = _pair_of_messages(row, prompt, answers)
     if pair.chosen == pair.rejected:
-        raise UnusableText("The chosen and the rejected answer are the same.", "Take the row away.")
+        raise UnusableText("The chosen and the rejected answer are the same.", "Remove the row.")
     return pair
 
 
@@ -333,16 +336,17 @@ def _pair_of_texts(prompt: str | None, chosen: str, rejected: str) -> Pair:
     _require(rejected, "The rejected answer")
     if prompt or chosen == rejected:
         return Pair(Completion(prompt or "", chosen), Completion(prompt or "", rejected))
-    shared = commonprefix([chosen, rejected]).removesuffix(" ")  # a space belongs to the word behind it
+    shared = commonprefix([chosen, rejected]).removesuffix(" ")  # a space belongs to the next word
     if not shared.strip():
         raise UnusableText("Chosen and rejected begin differently, and there is no prompt.", PROMPT_FIX)
     found = [Completion(shared, answer[len(shared) :]) for answer in (chosen, rejected)]
     for name, answer in zip(("chosen", "rejected"), found, strict=True):
-        _require(answer.completion, f"Behind the beginning that both answers share, the {name} one")
+        _require(answer.completion, f"After the beginning that both answers share, the {name} answer")
     return Pair(*found)
 
 
 def _pair_of_messages(row: RowCells, prompt: object, answers: Sequence[object]) -> Pair:
+    # Convert prompt and answers to messages.
     begin = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     before = _messages(row, begin or [], "The prompt")
     sides = list[list[dict[str, Any]]]()
@@ -352,6 +356,7 @@ def _pair_of_messages(row: RowCells, prompt: object, answers: Sequence[object]) 
         last = sides[-1][-1] if sides[-1] else {"content": ""}
         if not last.get("tool_calls"):
             _require(last["content"], f"The {name} answer")
+    # Find the messages that both answers share.
     most = min(map(len, sides)) - 1
     shared = next((n for n in range(most) if sides[0][n] != sides[1][n]), most)
     if shared and (isinstance(prompt, str) or before == sides[0][: len(before)]):
@@ -361,25 +366,26 @@ def _pair_of_messages(row: RowCells, prompt: object, answers: Sequence[object]) 
     if any(len(side) != shared + 1 or side[-1]["role"] != ANSWERS for side in sides):
         what = "The prompts of chosen and rejected differ, or more than one message of the assistant differs."
         raise UnusableText(what, "Give answers of one message after the same messages.")
+    # Both answers have to count in the loss.
     excluded = [
         name for name, side in zip(("chosen", "rejected"), sides, strict=True) if not side[-1].get(TRAINED, True)
     ]
     if excluded:
         what = f"A key such as weight excludes the {' and the '.join(excluded)} answer from training"
-        raise UnusableText(f"{what}, and the loss of a pair needs both answers.", "Take the key or the row away.")
+        raise UnusableText(f"{what}, but the loss of a pair needs both answers.", "Remove the key or the row.")
     chosen, rejected = (_conversation(row, [*before, *side], last_only=True) for side in sides)
     return Pair(chosen, rejected)
 
 
-EMPTY_FIX = "Fill it, or take the row away."
-ROLE_FIX = f"Give a message with the role {ANSWERS}, or take the row away."
+EMPTY_FIX = "Fill it, or remove the row."
+ROLE_FIX = f"Give a message with the role {ANSWERS}, or remove the row."
 PROMPT_FIX = "Let both begin with the same prompt, or give it in the column prompt."
 
 
 def _conversation(
     row: RowCells, messages: Sequence[Mapping[str, Any]], last_only: bool = False, num_completion: int = 0
 ) -> Conversation:
-    """The conversation of messages from ``_message``, with what the row says beside them: ``system`` and ``tools``."""
+    """The conversation of messages from ``_message``, with the row's columns ``system`` and ``tools``."""
     found = Conversation((*_system(row, messages), *messages), _tools(row), last_only, num_completion)
     for number, message in enumerate(found.messages, 1):
         role = message["role"]
@@ -393,7 +399,7 @@ def _conversation(
     if not found.turns:
         if any(message["role"] == ANSWERS for message in found.messages):
             what = "Keys such as weight exclude every answer that would be trained on, so there is nothing to learn."
-            raise UnusableText(what, "Take the row away.")
+            raise UnusableText(what, "Remove the row.")
         raise UnusableText(f"No message has the role {ANSWERS}, so there is nothing to learn.", ROLE_FIX)
     return found
 
@@ -413,10 +419,10 @@ def _system(row: RowCells, messages: Sequence[Mapping[str, Any]]) -> list[dict[s
     if first["role"] in ("system", "developer"):
         for column, value in found.items():
             if value != first["content"]:
-                row.remarks.add(f"The column {column} is not used where the messages begin with another system message")
+                row.remarks.add(f"The column {column} is ignored where the messages begin with another system message")
         return []
     if len(found) == 2 and found["system"] != found["system_prompt"]:
-        row.remarks.add("The column system is used, and system_prompt, which says something else, is not")
+        row.remarks.add("The column system is used, and system_prompt, which differs, is ignored")
     return [
         _message(row, {"role": "system", "content": value}, f"The column {column}")
         for column, value in [*found.items()][:1]
@@ -436,12 +442,12 @@ def _functions(row: RowCells, column: str) -> tuple[Any, ...]:
         return ()
     tools = [_tool(each) for each in found] if isinstance(found, list | tuple) else [None]
     if not all(isinstance(tool, Mapping) for tool in tools):
-        raise UnusableText(f"The column {column} is no list of functions.", "Give a list of functions, or its JSON.")
+        raise UnusableText(f"The column {column} is not a list of functions.", "Give a list of functions, or its JSON.")
     return tuple(tools)
 
 
 def _tool(given: Any) -> Any:
-    """A description of a function, whose parts may be JSON texts."""
+    """A description of a function; its parts may be JSON texts."""
     tool = object_in(given)
     if not isinstance(tool, Mapping):
         return tool
@@ -453,7 +459,7 @@ def _tool(given: Any) -> Any:
 
 
 def _value_of(row: RowCells, column: str) -> object:
-    """The value of a cell that is no text; tables of texts, such as CSV, hold it as JSON. None: it is empty."""
+    """The value of a cell that is not a text; in tables of texts, such as CSV, it is JSON. None: it is empty."""
     cell = row.get(column)
     if not isinstance(cell, str) or not cell.strip():
         return None if isinstance(cell, str) else cell
@@ -470,15 +476,15 @@ def _numbered(row: RowCells, values: Sequence[Cells], column: str) -> list[dict[
 
 
 def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_trained: bool | None = None) -> dict[str, Any]:
-    """A message without empty fields, which tables add, in the spelling of chat templates.
+    """A message in the spelling of chat templates, without empty fields, which tables add.
 
-    Keys that are not known here are kept: whether the chat template reads them is known where it is rendered.
+    Unknown keys are kept: only the rendering knows whether the chat template reads them.
 
     Args:
-        row: that the message is in.
+        row: the row with the message.
         given: the message of the row.
         where: the message, for people.
-        is_trained: whether it is trained on if no key of it says so; None: if it is one of the assistant.
+        is_trained: whether it is trained on if none of its keys decides; None: only messages of the assistant are.
     """
     message = {str(key): value for key, value in given.items() if value is not None}
     # names of ShareGPT, and of roles elsewhere
@@ -492,8 +498,8 @@ def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_trained:
         raise UnusableText(f"{where} has no role; its keys are {keys}.", "Each message needs role and content.")
     message["content"] = content = _text(row, message.get("content", ""), where)
     if says(message.get("refusal")) and not content.strip() and not message.get("tool_calls"):
-        what = f"{where} has its answer in refusal ({message['refusal']!a:.40}), and no content."
-        raise UnusableText(what, "Move the text from refusal to content to learn to refuse, or take the row away.")
+        what = f"{where} has its answer in refusal ({message['refusal']!a:.40}), and has no content."
+        raise UnusableText(what, "Move the text from refusal to content to learn to refuse, or remove the row.")
     # calls of tools
     if message["role"] in CALLS:
         made = parsed(content, f"The content of the role {message['role']}", "Give calls as JSON: name and arguments.")
@@ -509,13 +515,13 @@ def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_trained:
 
 
 def _text(row: RowCells, content: object, where: str) -> str:
-    """The text of a message, whose parts of text are joined."""
+    """The text of a message; its parts of text are joined."""
     if isinstance(content, list):
         for number, part in enumerate(content, 1):
             of_part = f"Part {number} of the content of {where[:1].lower()}{where[1:]}"
             if not isinstance(part, Mapping) or part.get("type") != "text":
                 kind = part.get("type") if isinstance(part, Mapping) else part
-                what = "has the type" if isinstance(part, Mapping) else "is no mapping with type and text, but"
+                what = "has the type" if isinstance(part, Mapping) else "is not a mapping with type and text, but"
                 raise UnusableText(f"{of_part} {what} {kind!a:.40}.", PARTS_FIX)
             refuse_in_part(part, of_part)
         more = {str(key) for part in content for key in part if key not in ("type", "text") and says(part[key])}
@@ -523,29 +529,29 @@ def _text(row: RowCells, content: object, where: str) -> str:
         parts = ["" if part.get("text") is None else part["text"] for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(content, str):
-        raise UnusableText(f"{where} has a content that is no text: {content!a:.40}.", "Give its content as text.")
+        raise UnusableText(f"{where} has a content that is not text: {content!a:.40}.", "Give its content as text.")
     return content
 
 
 def _wrapped(made: Any) -> list[Any]:
-    """Calls that are not in the format of tool_calls: a name and arguments each."""
+    """Calls converted to the format of tool_calls, from a name and arguments each."""
     return [call if "function" in call else {"type": "function", "function": call} for call in _calls(made)]
 
 
 def _calls(given: Any) -> list[Any]:
-    """Calls of tools as a list of mappings; the whole, each, and the function of each may be a JSON text."""
+    """Calls of tools as a list of mappings; the list, each call, and each call's function may be a JSON text."""
     fix = "Give a list of calls, each with function: name and arguments."
     if isinstance(given, str):
         given = parsed(given, "tool_calls of a message", fix) if given.strip() else []
     calls = [given] if isinstance(given, Mapping) else [] if given is None else given
     calls = [object_in(call) for call in calls] if isinstance(calls, list | tuple) else [calls]
     if not all(isinstance(call, Mapping) for call in calls):
-        raise UnusableText("tool_calls of a message is no list of calls.", fix)
+        raise UnusableText("tool_calls of a message is not a list of calls.", fix)
     return [{**call, "function": object_in(call["function"])} if "function" in call else call for call in calls]
 
 
 def _listed(values: object, what: str) -> list[Cells]:
-    """``_mappings``, also of one message."""
+    """``_mappings``, also for a single message."""
     return _mappings([values] if isinstance(values, Mapping) else values, what)
 
 
@@ -556,11 +562,11 @@ def _mappings(values: object, what: str) -> list[Cells]:
             return found
     if values is None:
         raise UnusableText(f"{what} is empty.", EMPTY_FIX)
-    raise UnusableText(f"{what} is no list of messages.", MESSAGES_FIX)
+    raise UnusableText(f"{what} is not a list of messages.", MESSAGES_FIX)
 
 
 def _require(text: Any, what: str) -> str:
     if not isinstance(text, str) or not text.strip():
         is_empty = text is None or isinstance(text, str)
-        raise UnusableText(f"{what} is {'empty' if is_empty else 'no text'}.", EMPTY_FIX)
+        raise UnusableText(f"{what} is {'empty' if is_empty else 'not text'}.", EMPTY_FIX)
     return text

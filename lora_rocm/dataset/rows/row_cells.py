@@ -1,6 +1,6 @@
-"""The cells of a row of a table of texts, and the account of what no reader took from them.
+"""The cells of a row of a table of texts, and the account of unread cells.
 
-Every reader of a row gets ``RowCells``, so a column that no reader asks for is known without a list of columns.
+Every reader of a row gets ``RowCells``, so unread columns are known without a list of known columns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import count_text
 
 MAX_COUNTED, MAX_NAMED, MAX_LETTERS = 1000, 50, 60
-"""Columns that are counted apart, columns that a notice names, and letters of a column's name in it."""
+"""Columns that are counted separately, columns that a notice names, and letters of a column's name in a notice."""
 EMPTY_JSON = ("", "[]", "{}", "null")
 
 
@@ -31,14 +31,14 @@ class UnusableText(Exception):
 
 
 def says(value: object) -> bool:
-    """Whether a cell or a value of a message says something: an empty text, list or mapping does not."""
+    """Whether a cell or a value of a message has content: an empty text, list or mapping has none."""
     if isinstance(value, str):
         return value.strip() not in EMPTY_JSON
     return value is not None and not (isinstance(value, list | tuple | Mapping) and not value)
 
 
 class RowCells(Mapping[str, Any]):
-    """The cells of a row by column. Notes which of them are read.
+    """The cells of a row by column. Records the columns that are read.
 
     Attributes:
         remarks: sentences about the row, without the full stop; ``RowAccount`` counts rows with the same sentence.
@@ -71,7 +71,7 @@ class RowCells(Mapping[str, Any]):
 
     @property
     def left(self) -> list[str]:
-        """Columns that say something and were not read."""
+        """Columns with content that were not read."""
         return [str(column) for column, cell in self._cells.items() if column not in self._read and says(cell)]
 
 
@@ -90,7 +90,7 @@ def _short(name: str) -> str:
 
 @dataclass
 class NameCount:
-    """How many rows have a name (of a column, or of a key) that nothing reads."""
+    """Number of rows by unread name (of a column, or of a key)."""
 
     of_name: Counter[str] = field(default_factory=Counter)
     num_more: int = 0
@@ -112,7 +112,7 @@ class NameCount:
 
 @dataclass
 class RowAccount:
-    """What the rows of one source say that no reader took."""
+    """Unread content of the rows of one source."""
 
     columns: NameCount = field(default_factory=NameCount)
     remarks: Counter[str] = field(default_factory=Counter)
@@ -124,6 +124,6 @@ class RowAccount:
         self.remarks.update(row.remarks)
 
     def notices(self, source: str) -> list[str]:
-        """Notices about a source, which is given as people know it."""
+        """Notices about a source. ``source``: its name for people."""
         found = [f"{remark} ({count_text(count, 'row')} of {source})." for remark, count in self.remarks.most_common()]
         return found + self.columns.notices(f"Columns of {source} that nothing reads")

@@ -1,7 +1,7 @@
-"""The edge of a row: whatever one row raises sets that row aside, and never ends a check or a run.
+"""The edge of a row: an exception of one row skips that row, and never ends a check or a run.
 
-Reading, rendering, encoding and cutting a row call code that others wrote (the row's own values, a chat template, a
-tokenizer), which may raise anything. All of it runs inside ``row_edge``, and what leaves is ``UnusableText``.
+Reading, rendering, encoding and cutting a row call foreign code (the row's own values, a chat template, a tokenizer),
+which may raise anything. All of it runs inside ``row_edge``, which raises only ``UnusableText``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lora_rocm.errors import DataError, LoraRocmError
 
 MAX_REASON_LETTERS = 200
 Shared = Callable[[str], DataError]
-"""Makes the error for all rows from a reason."""
+"""Builds the error for all rows from a reason."""
 
 
 class SharedCause(UnusableText):
@@ -31,17 +31,17 @@ class SharedCause(UnusableText):
 
 
 def fails_for_all(part: Literal["chat template", "tokenizer"], model: str) -> Shared:
-    """What makes the error for all rows if a part of the model that all of them share fails.
+    """Return a function that builds the error for all rows, for a failing part of the model that all rows share.
 
     Args:
-        part: what fails.
-        model: its name, for messages.
+        part: the failing part.
+        model: the model's name, for messages.
     """
 
     def made(reason: str) -> DataError:
         return DataError(
             f"{part.replace(' ', '-')}-fails",
-            f"The {part} can be used for none of the rows. Of the first: {reason}",
+            f"The {part} works for none of the rows. The first failure: {reason}",
             where=f"{part} of {model}",
             fix=f"Give a tokenizer with another {part} (model.tokenizer), or change the messages of all rows."
             if part == "chat template"
@@ -52,9 +52,9 @@ def fails_for_all(part: Literal["chat template", "tokenizer"], model: str) -> Sh
 
 
 def is_of_a_row(error: BaseException) -> bool:
-    """Whether an exception may be blamed on a row. Errors of this program, Ctrl-C and the like may not.
+    """Whether a row may be the cause of an exception. Errors of this program, Ctrl-C and the like have other causes.
 
-    A panic of the tokenizers library may, though it is no ``Exception``.
+    A row may cause a panic of the tokenizers library, although that is not an ``Exception``.
     """
     if type(error).__name__ == "PanicException":
         return True
@@ -63,12 +63,12 @@ def is_of_a_row(error: BaseException) -> bool:
 
 @contextmanager
 def row_edge(what: str, fix: str, shared: Shared | None = None) -> Iterator[None]:
-    """Turn what one row raises into ``UnusableText``.
+    """Turn the exceptions of one row into ``UnusableText``.
 
     Args:
-        what: what failed ("The row cannot be read").
-        fix: what the user can do about it.
-        shared: if something that all rows share may be the cause, the error that names it.
+        what: the failure ("The row cannot be read").
+        fix: the remedy for the user.
+        shared: builds the error that names a shared cause, if all rows may share the cause.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""A text that stays in its file: a table holds where it is, and how it can be known again.
+"""A text that stays in its file: a table stores only its position and its digest.
 
-Hundreds of megabytes of conversations take no memory then. A text that is read later, for encoding or repair, has to be
-the one that was found.
+So hundreds of megabytes of conversations take no memory. The digest proves that a text that is read later, for encoding
+or repair, has not changed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import ResolvedSource
 
 REFERENCE, ROW = records.MARK + "@", records.MARK + "["
-"""First characters of a reference, and of several texts in one row; no record begins so."""
+"""First characters of a reference, and of several texts in one row; no record begins with them."""
 
 
 def reference(text: str, position: int, part: int | None, pairs: bool = False) -> str:
-    """What stands for a text in a table.
+    """The reference to a text, as a table stores it.
 
     Args:
         text: a record as one string.
-        position: of its row (``text_rows.Row``).
+        position: position of its row (``text_rows.Row``).
         part: its number, if the record of the row was cut into several (``records.part``).
         pairs: as in ``records.record_of``.
     """
@@ -47,7 +47,7 @@ def separated(stored: str) -> list[str]:
 
 
 def resolved(stored: str, source: ResolvedSource) -> str:
-    """The text that is stored, or that a reference to a row of a source stands for.
+    """The stored text, or the text behind a reference to a row of a source.
 
     Raises:
         DataError: text-changed, or the file cannot be read.
@@ -66,21 +66,21 @@ def resolved(stored: str, source: ResolvedSource) -> str:
     if not same:
         raise DataError(
             "text-changed",
-            f"The data were changed while they were in use: {_change(source)}.",
+            f"The data changed while they were in use: {_change(source)}.",
             where=f"{source.dataset}, {unit_of_position(source)} {position}",
-            fix="Put the data back as they were, or start the run again.",
+            fix="Restore the data, or start the run again.",
         )
     return text
 
 
 def _change(source: ResolvedSource) -> str:
-    """What is known of a change: of a file its present size and time, which the user may know."""
-    if unit_of_position(source) == "row":  # of a folder or the hub
+    """A description of a change, with the present size and time of a file, which the user may recognise."""
+    if unit_of_position(source) == "row":  # a folder or the hub
         return "this row is missing or has another text"
     try:
         found = table_path(source.dataset or "").stat()
     except OSError:
-        return "the file is not there any more"
+        return "the file no longer exists"
     changed = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.st_mtime))
     return f"the file has {found.st_size} bytes, last written {changed}, and this row is missing or has another text"
 

@@ -1,4 +1,4 @@
-"""Reads the rows of a table of texts: JSON Lines, JSON, CSV, or what the ``datasets`` library opens."""
+"""Reads the rows of a table of texts: JSON Lines, JSON, CSV, or a dataset of the ``datasets`` library."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.json_text import BadJson, parse_json
 from lora_rocm.recipe.schema import ResolvedSource
 
-NO_OBJECT = UnusableText("It is no JSON object.", "Give one object per row.")
+NO_OBJECT = UnusableText("It is not a JSON object.", "Give one object per row.")
 MAX_ARRAY_BYTES = 1 << 30
 CSV, PARQUET = ".csv", ".parquet"
 Row = tuple[str, Mapping[str, Any] | UnusableText, int | None]
-"""Of a row: file and line, or split and number, for messages; its cells, or why it has none; and its position, for
-``row_at``: the byte at which it begins in a file of JSON Lines or CSV, or its number in what the ``datasets`` library
-opens. None: the table is one JSON array, whose texts stay in memory."""
+"""A row: its place for messages (file and line, or split and number), its cells or the reason why it has none, and its
+position for ``row_at``. The position is the byte at which it begins in a file of JSON Lines or CSV, or its number in a
+dataset of the ``datasets`` library. None: the table is one JSON array; its texts stay in memory."""
 
 
 def rows_of(source: ResolvedSource) -> Iterator[Row]:
@@ -40,7 +40,7 @@ def rows_of(source: ResolvedSource) -> Iterator[Row]:
             "dataset-kind",
             f"Texts are not read from a {path.suffix or 'nameless'} file.",
             where=str(path),
-            fix=f"Tables are {', '.join((*READERS, PARQUET))} files. Of .txt files, give the folder as path.",
+            fix=f"Tables are {', '.join((*READERS, PARQUET))} files. For .txt files, give their folder as path.",
         )
     if reader is None or not os.path.isfile(path):
         for number, row in enumerate(opened(source.dataset, source.split)):
@@ -94,7 +94,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def unit_of_position(source: ResolvedSource) -> str:
-    """What positions in a source (``Row``) count."""
+    """The unit of positions in a source (``Row``)."""
     return "byte" if table_path(source.dataset or "").suffix.lower() in READERS else "row"
 
 
@@ -124,7 +124,7 @@ def _json_rows(file: BinaryIO) -> Numbered:
 
 
 def _parsed(content: bytes, kind: type[Any]) -> Any:
-    """The value in JSON, or why it cannot be used."""
+    """The value in JSON, or the reason why it cannot be used."""
     try:
         found = parse_json(content.decode("utf-8-sig"))
     except UnicodeDecodeError:

@@ -1,1 +1,1 @@
-"""What a recipe's sources hold: walks over folders and tables, kinds of files, metadata next to images."""
+"""Contents of a recipe's sources: walks over folders and tables, kinds of files, metadata next to images."""

@@ -17,7 +17,7 @@ LENGTH_BYTES = 8
 
 
 def in_videos(relatives: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The samples of a walk: each sub-folder with several images, all of them numbered, takes the place of these.
+    """The samples of a walk: a sub-folder with several images, all of them numbered, is one sample and replaces them.
 
     ``relatives``: as ``folders.Folder.relatives``.
     """
@@ -35,9 +35,9 @@ def in_videos(relatives: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def frames_of(video: Path, root: Path, options: ResolvedSource) -> list[Path]:
-    """The frames of a clip, in the order of their numbers, without those that ``options`` exclude.
+    """The frames of a clip, in the order of their numbers, without frames that ``options`` exclude.
 
-    ``root``: the folder of the source, below which ``exclude`` and ``include`` name files.
+    ``root``: the source's folder; ``exclude`` and ``include`` are relative to it.
 
     Raises:
         OSError: the folder cannot be read.
@@ -56,9 +56,9 @@ def frames_of(video: Path, root: Path, options: ResolvedSource) -> list[Path]:
 
 
 def read_video(video: Path, root: Path, options: ResolvedSource) -> tuple[Header, int, int]:
-    """The header that all frames of a clip share, and how many frames are used and are left.
+    """The header that all frames of a clip share, and the numbers of used and unused frames.
 
-    Used is the largest of ``options.lengths`` that the clip has. Arguments: as of ``frames_of``.
+    The largest possible one of ``options.lengths`` is used. Arguments: see ``frames_of``.
 
     Raises:
         UnreadableImage: it has fewer frames, one of them cannot be read, or they have several sizes.
@@ -70,7 +70,7 @@ def read_video(video: Path, root: Path, options: ResolvedSource) -> tuple[Header
     lengths = options.lengths
     count = max((length for length in lengths if length <= len(frames)), default=0)
     if not count:
-        raise UnreadableImage(f"it has {len(frames)} frames, and data.frames asks for at least {min(lengths)}")
+        raise UnreadableImage(f"it has {len(frames)} frames, but data.frames needs at least {min(lengths)}")
     headers = [read_header(frame) for frame in frames[:count]]
     for header, frame in zip(headers, frames, strict=False):
         if header.size != headers[0].size:
@@ -80,9 +80,9 @@ def read_video(video: Path, root: Path, options: ResolvedSource) -> tuple[Header
 
 
 def video_bytes(video: Path, root: Path, options: ResolvedSource, count: int) -> bytes:
-    """The undecoded bytes of the first frames of a clip, each behind its length, for decoding and hashing.
+    """The undecoded bytes of the first frames of a clip, each after its length, for decoding and hashing.
 
-    ``count``: of the frames. Other arguments: as of ``frames_of``.
+    ``count``: number of frames. Other arguments: see ``frames_of``.
 
     Raises:
         OSError: they cannot be read.

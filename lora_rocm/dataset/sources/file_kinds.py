@@ -40,7 +40,7 @@ class Companion:
     what: its name in messages, in the plural.
     key: the key of ``data`` that names their folder.
     stem_ends: endings of a file name, before the extension, that mark a companion.
-    folders: names of sub-folders that hold only companions.
+    folders: names of sub-folders that contain only companions.
     paired_folders: ordinary names of sub-folders. A file in one is a companion if an image elsewhere has the same name.
     """
 
@@ -53,7 +53,7 @@ class Companion:
     @property
     def unused(self) -> str:
         """The reason why they are not used."""
-        return f"data.{self.key} does not name their folder, and is not {BESIDE}"
+        return f"data.{self.key} neither names their folder nor is {BESIDE}"
 
     def owner(self, relative: str) -> str:
         """The path without extension of the image that a companion belongs to, relative to the images' folder.
@@ -67,7 +67,7 @@ class Companion:
 
 @dataclass(frozen=True)
 class FileKinds:
-    """The file. Harmless files are ignored without a notice: extensions, and whole names in lower case."""
+    """The content of the table. Harmless files (by extension, or whole name in lower case) are ignored silently."""
 
     harmless_suffixes: tuple[str, ...]
     harmless_names: tuple[str, ...]
@@ -83,14 +83,14 @@ def kinds() -> FileKinds:
 
 @dataclass(frozen=True)
 class CompanionMatch:
-    """The companion that a name stands for. ``paired``: only if an image elsewhere has the same name."""
+    """The companion kind of a name. ``paired``: only if an image elsewhere has the same name."""
 
     companion: Companion
     paired: bool
 
 
 def companion_match(relative: str) -> CompanionMatch | None:
-    """The companion that a path stands for. ``relative``: to the source's folder, with slashes."""
+    """The companion kind of a path. ``relative``: path relative to the source's folder, with slashes."""
     folder, _, name = relative.lower().rpartition("/")
     stem = name.rpartition(".")[0]
     for companion in kinds().companion:

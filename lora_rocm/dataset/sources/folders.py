@@ -44,7 +44,7 @@ CAMERA_NAME = re.compile(r"(img|image|dsc[nf]?|pxl|mvimg|photo|image|screenshot)
 
 
 class UnusableCaption(Exception):
-    """A caption file in JSON says no captions. The message says why, in a sentence that already names the file."""
+    """A caption file in JSON has no usable captions. The message continues a sentence that already names the file."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class RepeatFolder:
 
 @dataclass(frozen=True)
 class Tables:
-    """What is read of metadata files: columns of captions, ``Given.loss_weight`` and ``Given.crop``; None: not read.
+    """Columns of metadata files: captions, ``Given.loss_weight`` and ``Given.crop``; None: not read.
 
-    json_file: a JSON file of kohya's, which is read beside those next to the images.
+    json_file: a JSON file in kohya's format, which is read in addition to the metadata files next to the images.
     """
 
     caption_column: str | None = "text"
@@ -93,8 +93,8 @@ class Folder:
     """The result of a walk.
 
     relatives: sorted pairs of the printable and the real path of each file, relative to ``root``.
-    captions: the caption files; of texts there are none.
-    lasting: nothing was left out because of a read error that may be temporary.
+    captions: the caption files; texts have none.
+    lasting: nothing was skipped because of a read error that may be temporary.
     """
 
     root: Path
@@ -114,14 +114,14 @@ class Folder:
         return ((self.root / real, relative) for relative, real in self.relatives)
 
     def listed_caption(self, position: int) -> Captions | None:
-        """The caption or captions of a metadata file for the image at this position in ``relatives``, if there are."""
+        """The metadata's captions for the image at this position in ``relatives``; None if there are none."""
         return None if self.metadata is None else self.metadata.caption(position)
 
     def given(self, position: int) -> Given:
-        """What else a metadata file says of the image at this position.
+        """The metadata's other values for the image at this position.
 
         Raises:
-            UnusableValue: it says something unusable.
+            UnusableValue: a value is unusable.
         """
         return Given() if self.metadata is None else self.metadata.given(position)
 
@@ -138,14 +138,14 @@ class Folder:
 
 
 def table_path(dataset: str) -> Path:
-    """The path of a source's ``dataset``; ``builtin:demo-chats`` is the one shipped with the package."""
+    """The path of a source's ``dataset``; ``builtin:demo-chats`` ships with the package."""
     if dataset in BUILTIN_TABLES:
         return Path(str(resources.files("lora_rocm.builtin") / BUILTIN_TABLES[dataset]))
     return Path(os.path.expanduser(dataset))
 
 
 def source_folder(path: str, index: int) -> Path:
-    """The folder of a source's ``path``; ``builtin:demo`` is the one shipped with the package.
+    """The folder of a source's ``path``; ``builtin:demo`` ships with the package.
 
     Raises:
         DataError: there is no such folder.
@@ -160,7 +160,7 @@ def source_folder(path: str, index: int) -> Path:
     if os.path.isdir(folder):  # pathlib raises if a parent folder may not be read
         return folder
     if os.path.exists(folder):
-        what, fix = f"{folder} is a file, not a folder.", "Give the folder that it is in, or use dataset."
+        what, fix = f"{folder} is a file, not a folder.", "Give its folder, or use dataset."
     else:
         nearest = next(parent for parent in folder.parents if os.path.exists(parent))
         what = f"There is no folder {folder} (the part that exists: {nearest})."
@@ -183,19 +183,20 @@ def walk(
 ) -> Folder:
     """Find the images and captions in a folder and its sub-folders.
 
-    Names that begin with a dot and run directories are skipped: a run's previews are no training data. Links are
-    followed, each folder once. Links out of ``root`` are reported, as the LoRA may be given away; skipped files too.
+    Names that begin with a dot and run directories are skipped: a run's previews are not training data. Links are
+    followed, each folder once. Links out of ``root`` are reported, because the LoRA may be published. Skipped files are
+    reported, too.
 
     Args:
         root: the folder.
-        caption_extension: extension of caption files, or several. The longest with which a name ends is its own.
+        caption_extension: extension of caption files, or several. The longest match at the end of a name counts.
         recursive: also walk through sub-folders.
-        include: patterns as those of ``exclude``; if there are any, an image has to match one of them.
+        include: patterns like ``exclude``; if there are any, an image has to match one of them.
         exclude: see ``Patterns``.
-        tables: what is read of metadata files next to the images, and of a JSON file of kohya's.
-        skip: folders of other files than images, such as masks, skipped if they lie inside ``root``.
+        tables: the columns to read from metadata files next to the images, and a JSON file in kohya's format.
+        skip: folders of other files than images, such as masks; skipped if they are inside ``root``.
         beside: keys of the masks and control images among the images that are used (``Companion.key``).
-        videos: a sub-folder of numbered images is a clip, and stands for them.
+        videos: a sub-folder of numbered images is a clip, which replaces them.
         key: see ``LeftOut``.
 
     Raises:
@@ -205,6 +206,7 @@ def walk(
     left_out, inclusion, exclusion = LeftOut(beside, key), Patterns(include), Patterns(exclude)
     other_captions = {suffix: Names[None]() for suffix in CAPTION_SUFFIXES if suffix not in folder.captions.endings}
     metadata_files, taken = list[tuple[Path, str]](), set[str]()
+    # Sort the files by kind.
     for path, real in _files(folder, left_out, exclusion, recursive, skip):
         stem, suffix, name = os.path.splitext(path)[0], path.suffix.lower(), path.name.lower()
         if suffix in wanted:
@@ -217,6 +219,7 @@ def walk(
             left_out.no_image(real, stem, suffix)
             if suffix in other_captions:
                 other_captions[suffix][stem] = None
+    # Choose the images, and pair them with caption files.
     folder.relatives = sorted(folder.relatives + left_out.settle_pairs(str(root), folder.relatives))
     folder.relatives = in_videos(folder.relatives) if videos else folder.relatives
     folder.notices += left_out.notices(exclusion, inclusion)
@@ -225,6 +228,7 @@ def walk(
     _leave_out_unwanted(folder)
     if not folder.relatives:
         raise _no_images(folder, left_out, num_found)
+    # Read the metadata of the images that are left.
     _say_other_captions(folder, other_captions)
     _read_metadata(folder, tables, metadata_files)
     return folder
@@ -236,7 +240,7 @@ def _add_image(folder: Folder, left_out: LeftOut, taken: set[str], real: str, st
         return
     relative = real if real.isascii() and real.isprintable() else shown(real)
     if relative in taken:  # names that differ only in unprintable characters
-        folder.notices.append(f"Left out, as another name looks the same: {relative}.")
+        folder.notices.append(f"Skipped, because another name looks the same: {relative}.")
         return
     taken.add(relative)
     if not left_out.is_companion(relative, real, stem):
@@ -265,20 +269,20 @@ def walk_texts(
         elif include and not inclusion.fit(real):
             left_out.not_included(real, os.path.splitext(path)[0])
         elif found.setdefault(shown(real), real) != real:  # names that differ only in unprintable characters
-            folder.notices.append(f"Left out, as another name looks the same: {shown(real)}.")
+            folder.notices.append(f"Skipped, because another name looks the same: {shown(real)}.")
     folder.relatives = sorted(found.items())
     folder.notices += left_out.notices(exclusion, inclusion)
     if others:
         are = counted(others, "file is", "files are")
-        folder.notices.append(f"{are} left out, for only {TEXT_SUFFIX} files are read: {some(others)}.")
+        folder.notices.append(f"{are} skipped, because only {TEXT_SUFFIX} files are read: {some(others)}.")
     if tables:
-        folder.notices.append(f"A table of texts is named as dataset in data.sources, not as path: {tables[0]}.")
+        folder.notices.append(f"Name a table of texts as dataset in data.sources, not as path: {tables[0]}.")
     if not found:
         raise DataError(
             "data-folder-empty",
             " ".join([f"There are no texts in {shown(root)}.", *folder.notices]),
             where=shown(root),
-            fix=left_out.remedy(f"Put {TEXT_SUFFIX} files there, or correct the path."),
+            fix=left_out.remedy(f"Add {TEXT_SUFFIX} files there, or correct the path."),
         )
     return folder
 
@@ -286,12 +290,12 @@ def walk_texts(
 def _no_images(folder: Folder, left_out: LeftOut, num_found: int) -> DataError:
     left_out.suffixes.update(folder.captions.num_of_each())
     seen = ", ".join(f"{count} {suffix}" for suffix, count in left_out.suffixes.most_common(6) if count) or "no files"
-    found = f"found {seen}" if num_found == 0 else f"all {num_found} are left out"
+    found = f"found {seen}" if num_found == 0 else f"all {num_found} are skipped"
     return DataError(
         "data-folder-empty",
         " ".join([f"There are no images in {shown(folder.root)}: {found}.", *folder.notices]),
         where=shown(folder.root),
-        fix=left_out.remedy("Put images there (png, jpg, webp, and what else Pillow reads), or correct the path."),
+        fix=left_out.remedy("Add images there (png, jpg, webp or another format of Pillow), or correct the path."),
     )
 
 
@@ -303,7 +307,7 @@ def _files(
     skipped = {real_path(Path(each)) for each in skip}
     visited, outside, runs = set[tuple[int, int]](), list[str](), list[str]()
     real_root = real_path(root) or str(root)
-    # Walk depth first with a stack of our own: a tree can be deeper than Python's call stack.
+    # Walk depth first with an explicit stack: a tree can be deeper than Python's call stack.
     pending = [(root, real_root, "")]
     while pending:
         parent, real, above = pending.pop()
@@ -338,7 +342,7 @@ def _files(
 def _entries(folder: Folder, parent: Path, visited: set[tuple[int, int]]) -> list[os.DirEntry[str]]:
     """The entries of one folder, sorted by name, without hidden ones.
 
-    Empty if the folder was visited before, or if it cannot be read, which adds a notice.
+    Empty if the folder was visited before or cannot be read; the latter adds a notice.
     """
     try:
         found = parent.stat()
@@ -354,7 +358,7 @@ def _entries(folder: Folder, parent: Path, visited: set[tuple[int, int]]) -> lis
 
 
 def real_path(path: Path) -> str | None:
-    """The path with links resolved; None if a link on the way may not be read (Python 3.11 raises then)."""
+    """The path with links resolved; None if a link in it may not be read (Python 3.11 raises then)."""
     try:
         return os.path.realpath(path)
     except OSError:
@@ -363,8 +367,8 @@ def real_path(path: Path) -> str | None:
 
 def _say_left_out_and_linked(folder: Folder, runs: list[str], outside: list[str]) -> None:
     if runs:
-        were = "1 run directory was" if len(runs) == 1 else f"{len(runs)} run directories were"
-        folder.notices.append(f"{were} left out, for what is drawn there is nothing to train on: {some(runs)}.")
+        were = "1 run directory" if len(runs) == 1 else f"{len(runs)} run directories"
+        folder.notices.append(f"Skipped {were}, because previews are not training data: {some(runs)}.")
     if outside:
         files = "1 file is" if len(outside) == 1 else f"{len(outside)} files are"
         folder.notices.append(f"{files} reached through links that lead out of the folder: {some(outside)}.")
@@ -388,23 +392,23 @@ def lies_in(path: str, folder: str) -> bool:
 
 
 def _leave_out_unwanted(folder: Folder) -> None:
-    """Add a notice for each ``10_name`` folder and for images outside these; drop those of folders with 0 repeats."""
+    """Add a notice for each ``10_name`` folder and for images outside these; drop images in folders with 0 repeats."""
     found = dict.fromkeys(folder.repeat_folder(relative) for relative, _ in folder.relatives)
     for repeats in filter(lambda each: each.place, found):
-        said = f"each image is seen {times_text(repeats.repeats)} an epoch" if repeats.repeats else "left out"
+        said = f"each image is seen {times_text(repeats.repeats)} per epoch" if repeats.repeats else "skipped"
         folder.notices.append(f"Folder {repeats.place}: {said} (kohya's number_name folders).")
         if repeats.is_regularisation and repeats.repeats:
             folder.notices.append(
                 f"The images of {repeats.place} are trained on like the others. If they are kohya's regularisation "
-                "images, make their folder an entry of data.sources with is_reg: true, and the others another."
+                "images, make their folder an entry of data.sources with is_reg: true, and the others a second entry."
             )
     folder.relatives = [item for item in folder.relatives if folder.repeat_folder(item[0]).repeats]
     outside = [relative for relative, _ in folder.relatives if not folder.repeat_folder(relative).place]
     if outside and len(found) > 1:
         folder.notices.append(
-            f"{counted(outside, 'image lies', 'images lie')} outside the number_name folders and "
-            f"{'is' if len(outside) == 1 else 'are'} trained on, too: {some(outside)}. If not wanted, name the folder "
-            "with the number_name folders as path, or the others in exclude."
+            f"{counted(outside, 'image is', 'images are')} outside the number_name folders and "
+            f"{'is' if len(outside) == 1 else 'are'} trained on, too: {some(outside)}. If this is not wanted, name the "
+            "folder with the number_name folders as path, or the other images in exclude."
         )
 
 
@@ -424,7 +428,7 @@ def _say_other_captions(folder: Folder, others: Mapping[str, Names[None]]) -> No
             endings = folder.captions.endings
             value = suffix if len(endings) == 1 else f"[{', '.join((*endings, suffix))}]"
             folder.notices.append(
-                f"{have} a {suffix} file beside, which is not read ({some(names)}). If these are the captions, set "
+                f"{have} an unread {suffix} file of the same name ({some(names)}). If these are the captions, set "
                 f"data.caption_extension: {value}."
             )
 
@@ -433,6 +437,7 @@ def _read_metadata(folder: Folder, tables: Tables, files: Sequence[tuple[Path, s
     """Read metadata files, and add notices for rows and files that could not be used."""
     if not tables.json_file and not (files and tables.has_columns):
         return
+    # Read the rows by image.
     positions = Names((real, position) for position, (_, real) in enumerate(folder.relatives))
     found = Metadata(
         tables.caption_column or "",
@@ -444,7 +449,7 @@ def _read_metadata(folder: Folder, tables: Tables, files: Sequence[tuple[Path, s
         found.read_json(Path(tables.json_file), folder.root)
     for path, relative in files if tables.has_columns else ():
         if path.name == PARQUET_NAME:
-            folder.notices.append(f"{shown(relative)} is not read here: give its folder as dataset, not as path.")
+            folder.notices.append(f"{shown(relative)} is not read from a path: give its folder as dataset.")
             continue
         try:
             found.read(path, relative)
@@ -453,6 +458,7 @@ def _read_metadata(folder: Folder, tables: Tables, files: Sequence[tuple[Path, s
             folder.lasting &= isinstance(error, PermissionError)
     found.positions = Names()  # frees memory: there may be a million
     folder.metadata = found
+    # Report unusable rows, and images with two sources of captions.
     both = few()
     if folder.captions:
         for position, (path, relative) in enumerate(folder.images):
@@ -473,19 +479,19 @@ def read_caption(path: Path) -> str:
     """
     content = read_plain(path, MAX_CAPTION_BYTES)
     if content.count(0) * 3 > len(content):
-        raise UnicodeDecodeError("utf-8", content, 0, len(content), "it holds many NUL bytes")
+        raise UnicodeDecodeError("utf-8", content, 0, len(content), "it has many NUL bytes")
     return content.decode("utf-8-sig")
 
 
 def read_captions(path: Path, unread: NameCount) -> tuple[str, ...]:
-    """The captions of a caption file: its text, or of a ``.json`` file what its JSON says.
+    """The captions of a caption file: its text, or the captions in a ``.json`` file.
 
-    That is a text, a list of texts, or an object with one of these under "captions" or "caption". Its other keys are
-    added to ``unread``.
+    JSON captions are a text, a list of texts, or an object with one of these under "captions" or "caption". Other keys
+    of the object are added to ``unread``.
 
     Raises:
         OSError, UnicodeDecodeError: see ``read_caption``.
-        UnusableCaption: the JSON says something else.
+        UnusableCaption: the JSON has something else.
     """
     text = read_caption(path)
     if path.suffix.lower() != ".json":
@@ -493,7 +499,7 @@ def read_captions(path: Path, unread: NameCount) -> tuple[str, ...]:
     try:
         value = parse_json(text)
     except NoJson:
-        raise UnusableCaption("is no JSON.") from None
+        raise UnusableCaption("is not JSON.") from None
     except BadJson as error:
         raise UnusableCaption(f"cannot be read: {error}.") from None
     if isinstance(value, dict):
@@ -502,12 +508,12 @@ def read_captions(path: Path, unread: NameCount) -> tuple[str, ...]:
             unread.add(key)
         value = None if read is None else value[read]
     if (found := captions_in(value)) is None:
-        raise UnusableCaption('holds no text, no list of texts, and no object with "captions".')
+        raise UnusableCaption('is not a text, a list of texts, or an object with "captions".')
     return (found,) if isinstance(found, str) else found
 
 
 def file_name_caption(path: Path) -> str:
-    """A caption made from the file name: the stem, with underscores as spaces."""
+    """A caption from the file name: the stem, with underscores as spaces."""
     return one_line(path.stem.replace("_", " "))
 
 
@@ -519,12 +525,12 @@ def folder_name_caption(path: Path, repeat_folder: str = "") -> str:
 
 
 def describes(caption: str) -> bool:
-    """Whether a caption made from a file name is descriptive, unlike a camera's counter."""
+    """Whether a caption from a file name is descriptive, unlike a camera's counter."""
     return CAMERA_NAME.fullmatch(caption) is None
 
 
 def shown(path: object) -> str:
-    """A path as one line of printable, encodable text, whatever bytes the file name contains."""
+    """A path as one line of printable, encodable text, for any bytes in the file name."""
     return legible(str(path))
 
 

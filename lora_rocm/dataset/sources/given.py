@@ -1,4 +1,4 @@
-"""What the user's tables say of single images besides a caption: weight of the loss, crop, further captions."""
+"""Values of single images in the user's tables: weight of the loss, crop, further captions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Rectangle = tuple[int, int, int, int]
 
 
 class UnusableValue(Exception):
-    """A value of a table that says nothing usable of an image; the message says why."""
+    """An unusable value of a table; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a table says of one image.
+    """The values of a table for one image.
 
-    loss_weight: factor of its loss beside that of its source.
-    crop: the part of the image that is used; None: all of it.
+    loss_weight: factor of its loss, in addition to its source's factor.
+    crop: the used part of the image; None: the whole image.
     captions: its captions after the first.
     """
 
@@ -33,12 +33,12 @@ class Given:
 
     @property
     def text(self) -> str:
-        """As text for ``of_text``; empty if nothing is said."""
+        """The values as text for ``of_text``; empty for the defaults."""
         return "" if self == Given() else json.dumps(asdict(self))
 
     @classmethod
     def of_text(cls, text: str) -> Given:
-        """The value that ``text`` was made from."""
+        """The values that ``text`` was written from."""
         if not text:
             return cls()
         values = json.loads(text)
@@ -47,17 +47,17 @@ class Given:
 
 
 def loss_weight(value: object) -> float:
-    """The weight in a cell of a table: a number, or text that is one.
+    """The weight in a cell of a table: a number, or a number as text.
 
     Raises:
-        UnusableValue: it is none above 0 and up to MAX_LOSS_WEIGHT.
+        UnusableValue: it is not a number above 0 and up to MAX_LOSS_WEIGHT.
     """
     try:
         number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
         number = math.nan
-    if not 0.0 < number <= MAX_LOSS_WEIGHT:  # rows of weight 0 fill up batches
-        raise UnusableValue(f"its weight is no number above 0 and up to {MAX_LOSS_WEIGHT:g}: {value!r:.60}")
+    if not 0.0 < number <= MAX_LOSS_WEIGHT:  # weight 0 marks the rows that pad batches
+        raise UnusableValue(f"its weight is not a number above 0 and up to {MAX_LOSS_WEIGHT:g}: {value!r:.60}")
     return number
 
 
@@ -65,7 +65,7 @@ def rectangle(value: object) -> Rectangle:
     """The crop in a cell of a table: [x, y, width, height] as a list, or as text.
 
     Raises:
-        UnusableValue: it is no rectangle.
+        UnusableValue: it is not a rectangle.
     """
     found = value
     if isinstance(value, str):
@@ -77,4 +77,4 @@ def rectangle(value: object) -> Rectangle:
         left, top, width, height = found
         if left >= 0 and top >= 0 and width > 0 and height > 0:
             return left, top, width, height
-    raise UnusableValue(f"its crop is no [x, y, width, height] in whole pixels: {value!r:.60}")
+    raise UnusableValue(f"its crop is not [x, y, width, height] in whole pixels: {value!r:.60}")

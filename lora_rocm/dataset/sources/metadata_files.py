@@ -1,4 +1,4 @@
-"""Reads what ``metadata.jsonl`` and ``metadata.csv`` of Hugging Face's imagefolder and kohya's JSON files say.
+"""Reads ``metadata.jsonl`` and ``metadata.csv`` of Hugging Face's imagefolder, and kohya's JSON files.
 
 The files are untrusted: sizes are bounded, unusable rows are counted and the first few named, and no file name may lead
 out of the metadata file's folder.
@@ -24,7 +24,7 @@ from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
 from lora_rocm.foundation.names import Names, name_key
 from lora_rocm.foundation.terminal_text import legible, one_line
 
-MAX_CELL_LETTERS = 1 << 17  # a quote that is never closed takes the rest of the file into its cell
+MAX_CELL_LETTERS = 1 << 17  # a quote that is never closed includes the rest of the file in its cell
 READ_NAMES = ("metadata.jsonl", "metadata.csv")
 PARQUET_NAME = "metadata.parquet"
 METADATA_NAMES = (*READ_NAMES, PARQUET_NAME)
@@ -56,10 +56,10 @@ def captions_in(value: object) -> Captions | None:
 class Metadata:
     """Captions, other values and statistics from the metadata files of one source.
 
-    column: the caption column; empty: captions are not read. weight_column, crop_column: those of ``Given``.
+    column: the caption column; empty: captions are not read. weight_column, crop_column: columns for ``Given``.
     positions: position of each image, by its path on disk relative to the source's folder, with slashes.
-    bad: rows that cannot be used. unknown: files named that are not among the images.
-    repeated: images named again. other_columns: columns of the first row without the caption column.
+    bad: rows that cannot be used. unknown: named files that are not among the images.
+    repeated: images that are named again. other_columns: columns of the first row without the caption column.
     unread: columns with a value that nothing reads, in rows with the caption column or without captions.
     """
 
@@ -83,10 +83,10 @@ class Metadata:
         return self._captions[position]
 
     def given(self, position: int) -> Given:
-        """What the first row with such columns says of the image at this position besides captions.
+        """The values other than captions for the image at this position, from the first row that has any.
 
         Raises:
-            UnusableValue: the row says something unusable.
+            UnusableValue: the row has an unusable value.
         """
         found = self._given.get(position, Given())
         if isinstance(found, UnusableValue):
@@ -118,12 +118,12 @@ class Metadata:
             root: the folder of the images; they are named by paths below it, with or without extension.
 
         Raises:
-            DataError: the file cannot be read, or is no such object.
+            DataError: the file cannot be read, or is not such an object.
         """
         try:
             rows = parse_json(read_plain(path, MAX_JSON_BYTES).decode("utf-8-sig"))
             if not isinstance(rows, dict):
-                raise BadRow("no JSON object")
+                raise BadRow("not a JSON object")
         except (OSError, ValueError, BadRow) as error:
             what = f"The file of captions cannot be read: {one_line(str(error))[:200]}."
             fix = "Give a JSON file of image names, each with caption or tags, or remove data.metadata_file."
@@ -159,12 +159,13 @@ class Metadata:
             others = ", ".join(self.other_columns) or "none"
             said.append(
                 f"Rows of metadata without the column {legible(self.column)}: {self.num_without_column} (columns: "
-                f"{others}). Name another in caption_column of the source in data.sources."
+                f"{others}). Name another column in caption_column of the source in data.sources."
             )
         said += self.unread.notices("Columns of metadata that nothing reads")
         return said
 
     def _take(self, row: Mapping[str, Any], folder: str) -> None:
+        # Find the image of the row.
         name = row.get(FILE_COLUMN)
         if not isinstance(name, str) or not name:
             raise BadRow(f"no {FILE_COLUMN}")
@@ -173,13 +174,14 @@ class Metadata:
             self.unknown.append(legible(name))
             return
         position = found[1]
+        # Take its values, and then its captions.
         self._take_given(row, position)
         self._count_unread(row)
         if not self.column and row.get("") is None:
             return
         if self.column not in row:
             self.num_without_column += 1
-            if not self.other_columns:  # keep those of the first such row
+            if not self.other_columns:  # keep the columns of the first such row
                 names = [legible(str(key))[:40] for key in row if key != FILE_COLUMN]
                 self.other_columns = names[:MAX_COLUMNS_NAMED]
             return
@@ -188,7 +190,7 @@ class Metadata:
             return
         captions = captions_in(caption)
         if captions is None:
-            raise BadRow(f"{self.column} is no text and no list of texts")
+            raise BadRow(f"{self.column} is neither a text nor a list of texts")
         texts = (captions,) if isinstance(captions, str) else captions
         if sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) > MAX_CAPTION_BYTES:
             raise BadRow(f"its caption is larger than {MAX_CAPTION_BYTES >> 10} KiB")
@@ -198,7 +200,7 @@ class Metadata:
         self._captions[position] = captions
 
     def _count_unread(self, row: Mapping[str, Any]) -> None:
-        if self.column and self.column not in row:  # such rows are said with their columns
+        if self.column and self.column not in row:  # such rows have their own notice with their columns
             return
         read = (FILE_COLUMN, self.column, self.weight_column, self.crop_column)
         for key in (key for key, value in row.items() if key not in read and says(value)):
@@ -215,30 +217,30 @@ class Metadata:
 
 
 def given_of(weight: object, crop: object) -> Given:
-    """What the cells of a row say; None and an empty text say nothing.
+    """The values in the cells of a row; None and an empty text give the default.
 
     Raises:
-        UnusableValue: a cell says something unusable.
+        UnusableValue: a cell has an unusable value.
     """
     return Given(1.0 if weight in (None, "") else loss_weight(weight), None if crop in (None, "") else rectangle(crop))
 
 
 def _with_tags(values: Mapping[str, object]) -> list[str] | str | None:
-    """The caption or captions of an object of kohya's file, with its tags behind each; None if it has neither.
+    """The caption or captions of an object in kohya's file, each followed by its tags; None if it has neither.
 
     Raises:
-        BadRow: they are no texts.
+        BadRow: they are not texts.
     """
     captions, tags = captions_in(values.get("captions") or values.get("caption") or ""), values.get("tags") or ""
     if captions is None or not isinstance(tags, str):
-        raise BadRow("its caption is no text")
+        raise BadRow("its caption is not text")
     if isinstance(captions, str):
         return ", ".join(part for part in (captions, tags) if part) or None
     return [", ".join(part for part in (caption, tags) if part) for caption in captions]
 
 
 def names_files(path: Path) -> bool:
-    """Whether the first row of a metadata file has a file name column, like those of an imagefolder."""
+    """Whether the first row of a metadata file has a file name column, like an imagefolder's."""
     try:
         check_plain(path, MAX_METADATA_BYTES)
         if path.name == PARQUET_NAME:
@@ -296,22 +298,22 @@ def _json_row(line: bytes) -> Mapping[str, Any] | BadRow:
     try:
         row = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError:
-        return BadRow("no UTF-8 text")
+        return BadRow("not UTF-8 text")
     except NoJson:
-        return BadRow("no JSON")
+        return BadRow("not JSON")
     except BadJson as error:
         return BadRow(str(error))
-    return row if isinstance(row, dict) else BadRow("no JSON object")
+    return row if isinstance(row, dict) else BadRow("not a JSON object")
 
 
 def _csv_rows(file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
     """Line number and row of a CSV file with a header. A damaged row ends the file: the next row's start is unknown."""
-    csv.field_size_limit(MAX_CELL_LETTERS)  # for the whole process, and tables of texts raise it
+    csv.field_size_limit(MAX_CELL_LETTERS)  # this sets the limit of the whole process; tables of texts raise it
     reader = csv.reader(_texts(file))
     try:
         header = next(reader, [])
         if len(set(header)) != len(header):
-            yield 1, BadRow("a column stands there twice")
+            yield 1, BadRow("a column occurs twice")
             return
         for cells in reader:
             if cells:
@@ -319,9 +321,9 @@ def _csv_rows(file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]
                 row = dict(zip(header, cells, strict=True)) if fits else BadRow("another number of columns")
                 yield reader.line_num, row
     except UnicodeDecodeError:
-        yield reader.line_num + 1, BadRow("no UTF-8 text; nothing behind it was read")
+        yield reader.line_num + 1, BadRow("not UTF-8 text; nothing after it was read")
     except (csv.Error, BadRow) as error:
-        yield reader.line_num + 1, BadRow(f"{error}; nothing behind it was read")
+        yield reader.line_num + 1, BadRow(f"{error}; nothing after it was read")
 
 
 def _texts(file: BinaryIO) -> Iterator[str]:

@@ -16,7 +16,7 @@ from lora_rocm.foundation.bounded_read import read_plain
 if TYPE_CHECKING:
     from PIL import Image
 
-UNREADABLE_FIX = "Replace the file or take it away."
+UNREADABLE_FIX = "Replace or remove the file."
 
 
 def image_bytes(sample: Sample) -> bytes:
@@ -65,7 +65,7 @@ def load_image(sample: Sample, content: bytes | None = None) -> Image.Image:
 
 
 def unreadable(sample: Sample, reason: str) -> DataError:
-    """The error "image-unreadable" of a sample; ``reason``: the end of its sentence."""
+    """The error "image-unreadable" of a sample; its sentence ends with ``reason``."""
     return DataError(
         "image-unreadable", f"The image cannot be read: {reason}.", where=shown(sample.location), fix=UNREADABLE_FIX
     )

@@ -1,4 +1,4 @@
-"""Finds images and their captions. Reads only headers; odd files are set aside or reported, never guessed."""
+"""Finds images and their captions. Reads only headers; unusable files are skipped or reported, never guessed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _have = partial(counted, one="image has", many="images have")
 class Scan:
     """The result of a scan: samples in a fixed order, unusable files with reasons, and notices for the user.
 
-    lasting: nothing was left out because of a read error that may be temporary.
+    lasting: nothing was skipped because of a read error that may be temporary.
     """
 
     samples: Samples
@@ -84,7 +84,7 @@ class Scan:
 class _Findings:
     """Results collected while scanning one source.
 
-    first: index of the source at its first resolution in ``DataSection.resolved_sources``; options: of that one.
+    first: index in ``DataSection.resolved_sources`` of the source at its first resolution, which ``options`` is.
     sides: the source at each of its resolutions.
     """
 
@@ -128,9 +128,10 @@ class _Findings:
         return captions or ("",)
 
     def add(self, sample: Sample, header: Header, row: DatasetRow | None = None) -> None:
-        """Add a readable image at each resolution, or set it aside if a companion, such as its mask, cannot be used.
+        """Add a readable image at each resolution, or skip it if a companion, such as its mask, cannot be used.
 
-        ``sample``: at the first resolution, with the key of an image that has no other. ``row``: of a dataset's image.
+        ``sample``: the image at the first resolution, with a key without a resolution. ``row``: the row of a dataset's
+        image.
         """
         if (crop := sample.given.crop) and (crop[0] + crop[2] > sample.width or crop[1] + crop[3] > sample.height):
             what = f"Its crop {list(crop)} reaches beyond the image of {sample.width}x{sample.height}."
@@ -161,7 +162,7 @@ class _Findings:
 def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> Scan:
     """Find every image of every source, in a fixed order.
 
-    ``report`` receives the progress if there are very many images. ``copies``: also look for files of the same content.
+    ``report`` receives the progress if there are very many images. ``copies``: also find files of the same content.
 
     Raises:
         DataError: a folder or dataset is missing or empty, a required caption is missing, or no image is usable.
@@ -171,7 +172,7 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
     findings: list[_Findings] = []
     samples = Samples(sources)
     for first, options in enumerate(sources):
-        if first and sources[first - 1].index == options.index:  # at another resolution: scanned with the first
+        if first and sources[first - 1].index == options.index:  # another resolution, scanned with the first
             continue
         prefix = f"sources[{options.index}]/" if sources[-1].index else ""
         companions = [make(options, options.index) for make in COMPANION_INPUTS]
@@ -205,26 +206,26 @@ def is_passing(error: UnreadableImage) -> bool:
 
 
 def nothing_left(set_aside: Sequence[Problem]) -> DataError:
-    """The error for a dataset in which every image was set aside."""
+    """The error for a dataset in which every image was skipped."""
     reasons = [f"{problem.where}: {problem.what}" for problem in set_aside[:NUM_NAMED]]
     return DataError(
         "no-usable-images",
         f"No image can be used (found: {count_text(len(set_aside), 'image')}).",
         where="; ".join(reasons),
-        fix="Look at the reasons above; each image that cannot be used is named by the check command.",
+        fix="See the reasons above; the check command lists each unusable image.",
     )
 
 
 class Cropped:
-    """Counts images that lose much of their area to the crop, and those of one size at several resolutions."""
+    """Counts images that lose much of their area to the crop, and images with one size at several resolutions."""
 
     def __init__(self, data: DataSection) -> None:
         self._data, self._names, self._num_flat = data, few(), 0
         self._same = SameSizes(data)
-        self._counted: object = None  # where the last image lies that loses much
+        self._counted: object = None  # place of the last image that loses much
 
     def add(self, sample: Sample, geometry: Geometry) -> None:
-        """Check one image; its resolutions follow each other. A crop that the user gives is meant to lose the rest."""
+        """Check one image; calls for its resolutions follow each other. A crop given by the user may lose any area."""
         if sample.options.is_one_of > 1:
             self._same.add(sample, geometry)
         if sample.location == self._counted or sample.given.crop is not None:
@@ -236,7 +237,7 @@ class Cropped:
             self._num_flat += aspect > self._data.bucket_max_aspect
 
     def notices(self) -> list[str]:
-        """A notice about each of both, which names the recipe key that helps most; none if there are none."""
+        """A notice for each of the two counts, with the recipe key that helps most; none for a count of 0."""
         return [*self._same.notices(), *self._say_cropped()]
 
     def _say_cropped(self) -> list[str]:
@@ -307,12 +308,14 @@ def _scan_folder(found: _Findings) -> None:
     found.notices += (*folder.notices, *_say_own_number(root.name, options.caption_fallback))
     found.lasting &= folder.lasting and options.metadata_file is None  # a manifest's listing covers images only
     progress, unread = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S), NameCount()
-    cut: list[str] = []  # clips of which frames are left, with their number
-    most = None if options.class_prompt is None else options.num_class_images  # an earlier run may have drawn more
+    cut: list[str] = []  # clips with unused frames, and their number
+    most = (
+        None if options.class_prompt is None else options.num_class_images
+    )  # an earlier run may have drawn more images
     for position, (path, relative) in enumerate(islice(folder.images, most)):
         progress.step()
         key, repeat_folder, its = found.prefix + relative, folder.repeat_folder(relative), "Its caption file"
-        # Read the header and the captions; set the image aside if either fails.
+        # Read the header and the captions; skip the image if either fails.
         try:
             is_video = has_videos and os.path.isdir(path)
             header, frames, num_left = read_video(path, root, options) if is_video else (read_header(path), 0, 0)
@@ -334,19 +337,19 @@ def _scan_folder(found: _Findings) -> None:
         except OSError as error:
             found.lasting = False
             what = f"{its} cannot be read: {error.strerror}."
-            found.set_aside.append(Problem(shown(path), what, "Repair the caption file or take it away."))
+            found.set_aside.append(Problem(shown(path), what, "Repair or remove the caption file."))
             continue
         except (UnusableCaption, UnusableValue) as error:
             what = f"{its} {error}" if isinstance(error, UnusableCaption) else str(error)
-            found.set_aside.append(Problem(shown(path), what, "Correct it, or take the image away."))
+            found.set_aside.append(Problem(shown(path), what, "Correct it, or remove the image."))
             continue
         caption, *more = found.captions_for(key, text, _fallback(options, path, repeat_folder))
         given = replace(given, captions=tuple(more))
         name, repeats = repeat_folder.name or folder.name, options.repeats * repeat_folder.repeats
         found.add(Sample(key, found.first, name, path, caption, *header.size, repeats, options, given, frames), header)
-    # Tell what was not read.
+    # Report unread keys and frames.
     found.notices += unread.notices("Keys of caption files that nothing reads", "file")
-    found.notices += [f"Frames behind the longest of data.frames are not used: {some(cut)}."] if cut else []
+    found.notices += [f"Frames after the longest length of data.frames are not used: {some(cut)}."] if cut else []
     if found.uncaptioned and options.caption_fallback == "filename":
         if any(folder.repeat_folder(relative).name for _, relative in folder.images):
             found.notices.append(
@@ -371,7 +374,7 @@ def _say_own_number(name: str, fallback: str) -> list[str]:
         return []
     nor = "" if fallback == "folder" else " nor its name as a caption,"
     what = f"The number in {shown(name)} is not applied,{nor} because this folder itself is the source."
-    return [f"{what} For kohya's meaning give the folder above it as path, or set repeats: {match[1]}."]
+    return [f"{what} For kohya's meaning, give its parent folder as path, or set repeats: {match[1]}."]
 
 
 def _scan_dataset(found: _Findings) -> None:
@@ -382,7 +385,7 @@ def _scan_dataset(found: _Findings) -> None:
     for (row, text), given in zip(rows_of(options), givens_of(options), strict=True):
         progress.step()
         key = f"{found.prefix}{options.split}/{row.index}"
-        # Read the cell and the image's header; set the row aside if either fails.
+        # Read the cell and the image's header; skip the row if either fails.
         try:
             if isinstance(text, UnreadableCell):
                 raise text
@@ -403,14 +406,14 @@ def _scan_dataset(found: _Findings) -> None:
     found.notices += hf_datasets.notices(options)
     if outside and os.path.exists(os.path.expanduser(options.dataset or "")):
         found.notices.append(
-            f"{counted(outside, 'image lies', 'images lie')} outside the dataset's folder: {some(outside)}."
+            f"{counted(outside, 'image is', 'images are')} outside the dataset's folder: {some(outside)}."
         )
 
 
 def _fallback(options: ResolvedSource, path: Path | None, folder: RepeatFolder) -> str:
     """The fallback caption of an image. The name of a ``10_name`` folder takes precedence over a camera's file name.
 
-    path: None if it is in a table, and not a file.
+    path: None if the image is in a table, not in a file.
     """
     if options.caption_fallback == "trigger":
         return options.trigger_word or ""
@@ -432,6 +435,7 @@ def _say_captions(found: _Findings) -> None:
     extension = options.caption_extension
     endings = extension if isinstance(extension, str) else " or ".join(extension)
     where = f"{options.path or options.dataset}: {some(missing)}"
+    # Refuse missing captions that have no fallback.
     if missing and options.caption_fallback == "error":
         raise DataError(
             "caption-missing",
@@ -446,13 +450,14 @@ def _say_captions(found: _Findings) -> None:
             where=where,
             fix="Set data.trigger_word, or another data.caption_fallback.",
         )
+    # Report or refuse unfinished captions.
     if found.placeholders:
         what = f"{_have(found.placeholders)} a caption with {PLACEHOLDER} and no trigger word for it"
         found.notices.append(f"{what}: {some(found.placeholders)}. Set data.trigger_word.")
     if found.open_wildcards:
         raise DataError(
             "wildcard-open",
-            f"{_have(found.open_wildcards)} a caption with a brace that is no part of a wildcard.",
+            f"{_have(found.open_wildcards)} a caption with a brace outside of a wildcard.",
             where=f"{options.path or options.dataset}: {some(found.open_wildcards)}",
             fix="Close the wildcard, fill an empty one, write {{ or }} for a brace, or remove data.enable_wildcard.",
         )
@@ -498,13 +503,13 @@ def _say_frames_and_dark(findings: Sequence[_Findings]) -> list[str]:
             try:
                 if is_dark(image_bytes(found.samples[index])):
                     dark.append(found.samples[index].key)
-            except (UnreadableImage, DataError):  # set aside when it is encoded
+            except (UnreadableImage, DataError):  # skipped when it is encoded
                 continue
     if dark:
         looked = sum(len(found.deep_grey) for found in findings)
         said.append(
-            f"{len(dark)} of {looked} images with 16-bit grey that were looked at have no value above 1/16 of white "
-            f"and will be almost black: {some(dark)}. If they hold 12 bits, multiply their values by 16."
+            f"{len(dark)} of {looked} inspected images with 16-bit grey have no value above 1/16 of white "
+            f"and will be almost black: {some(dark)}. If they have 12 bits, multiply their values by 16."
         )
     return said
 
@@ -529,7 +534,7 @@ def say_copies(
 ) -> list[str]:
     """One notice about different files with the same bytes. The same file in two sources is intended (two resolutions).
 
-    ``groups``: positions in ``indices``, which are indices of samples, of those with the same content.
+    ``groups``: groups of positions in ``indices`` (indices of samples) with the same content.
     """
     copies = Few(NUM_NAMED)
     for group in groups:
@@ -550,9 +555,9 @@ def groups_of(values: Iterable[int | bytes]) -> list[list[int]]:
 
 
 def _num_bytes(sample: Sample) -> int | bytes:
-    """The size of a sample's image: what files of the same content share."""
+    """The size of a sample's image, which files of the same content share."""
     if sample.options.path is None and sample.options.dataset is None:
-        return sample.key.encode()  # not drawn yet, and like no other
+        return sample.key.encode()  # not drawn yet, so its content is unlike any other
     if isinstance(sample.location, Path):
         try:
             return sample.location.stat().st_size

@@ -1,4 +1,4 @@
-"""Finds texts: each ``.txt`` file of a folder is a sample, and each row of a table. Odd ones are set aside."""
+"""Finds texts: each ``.txt`` file of a folder is a sample, and each row of a table. Unusable texts are skipped."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from lora_rocm.recipe.schema import DataSection, Recipe, ResolvedSource
 
 MAX_TEXT_BYTES = 1 << 24
 Parts = Callable[[str], Sequence[str | None]]
-"""The samples that a text is cut into; None: one that is left out, and counted by who cuts. Raises UnusableText."""
+"""Cuts a text into samples; None: a skipped sample, which the cutting code counts. Raises UnusableText."""
 
 
 NUM_KEPT = 20
-"""How many of the texts that cannot be used ``Aside`` keeps."""
-ROW_FIX = "Repair it, or take it away."
+"""Number of unusable texts that ``Aside`` keeps."""
+ROW_FIX = "Repair or remove it."
 
 
 def _whole(text: str) -> Sequence[str]:
@@ -43,9 +43,9 @@ class FoundText:
     """A text of a source.
 
     Attributes:
-        sample: with the text as its caption; a row of a table is a record as one string (``records.written``).
+        sample: has the text as its caption; a row of a table is a record as one string (``records.written``).
         where: its file or row, for people.
-        position: of its row in the table (``text_rows.Row``); None: the caption itself is kept.
+        position: position of its row in the table (``text_rows.Row``); None: the caption itself is kept.
     """
 
     sample: Sample
@@ -55,7 +55,7 @@ class FoundText:
 
 @dataclass
 class Notes:
-    """What a walk over texts says beside them: ``Scan.notices`` and ``Scan.lasting``."""
+    """Notices collected while scanning texts: ``Scan.notices`` and ``Scan.lasting``."""
 
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
@@ -63,12 +63,12 @@ class Notes:
 
 @dataclass
 class Aside:
-    """The first texts that cannot be used, and how many there are.
+    """The first unusable texts, and their total number.
 
     Attributes:
-        most: how many are kept.
-        shared: errors that name the chat template or the tokenizer as the cause, the first by code.
-        num_shared: how many texts have each of these.
+        most: maximum number of kept texts.
+        shared: code -> the first error that names the chat template or the tokenizer as the cause.
+        num_shared: code -> number of texts with that error.
     """
 
     most: int = NUM_KEPT
@@ -92,7 +92,7 @@ class Aside:
 
     @property
     def all_of_them(self) -> DataError:
-        """The error if there are no others: of what most of them share, or of the texts."""
+        """The error if no text is usable: the shared cause of most texts, or the texts themselves."""
         for code, number in self.num_shared.most_common(1):
             if 2 * number > self.count:
                 return self.shared[code]
@@ -107,11 +107,11 @@ class Aside:
 
 @dataclass
 class TextCount:
-    """How many texts there are. No text is kept.
+    """Number of texts. No text is kept.
 
     Attributes:
         of_source: number of texts by index of the source.
-        aside: the texts that cannot be used.
+        ``aside``: the texts that cannot be used.
         notices: as ``Scan.notices``.
     """
 
@@ -174,15 +174,15 @@ def count_texts(recipe: Recipe) -> TextCount:
 def texts_of(
     data: DataSection, notes: Notes, report: Report = ignore, *, pairs: bool = False
 ) -> Iterator[FoundText | Problem]:
-    """Every text of every source, in a fixed order, or why a file or row has none. One is in memory at a time.
+    """Every text of every source, in a fixed order, or a problem for a file or row. One is in memory at a time.
 
-    For arguments see ``scan_texts``; ``notes`` is filled on the way.
+    For arguments see ``scan_texts``; ``notes`` is filled during the iteration.
 
     Raises:
         DataError: a source cannot be read or has no texts.
     """
     sources = data.resolved_sources()
-    for index, options in enumerate(sources):  # texts have no resolution, so each is one of the recipe's
+    for index, options in enumerate(sources):  # texts have no resolution, so each is one of the recipe's sources
         prefix = f"sources[{index}]/" if len(sources) > 1 else ""
         if options.path is None:
             yield from _of_table(index, options, prefix, notes, pairs)
@@ -191,7 +191,7 @@ def texts_of(
 
 
 def add_parts(samples: Samples, found: FoundText, parts: Parts, aside: Aside, pairs: bool = False) -> bool:
-    """Add the samples of a text, told apart by numbers if it is cut into several; or set it aside and return False."""
+    """Add the samples of a text, numbered if it is cut into several; or skip it and return False."""
     sample, text = found.sample, found.sample.caption
     try:
         with row_edge("The text cannot be used", ROW_FIX):
@@ -229,7 +229,7 @@ def _of_table(
         sample = Sample(prefix + where, index, name, place, text, 0, 0, options.repeats, options)
         yield FoundText(sample, _row(options.dataset, where), at)
     if number < 0:
-        what, fix = "This table has no rows.", "Give a table with a row for each text, or remove it."
+        what, fix = "This table has no rows.", "Give a table with a row for each text, or remove this table."
         raise DataError("dataset-empty", what, where=shown(options.dataset), fix=fix)
     notes.notices += account.notices(shown(options.dataset))
 
@@ -253,6 +253,7 @@ def _of_folder(
     )
     notes.notices += folder.notices
     notes.lasting &= folder.lasting
+    # Read each text.
     progress = Progress("sizes", len(folder.relatives), report, quiet_s=QUIET_S)
     for relative, real in folder.relatives:
         progress.step()
@@ -265,10 +266,10 @@ def _of_folder(
         except OSError as error:
             notes.lasting = False
             what = f"The text cannot be read: {error.strerror}."
-            yield Problem(shown(path), what, "Repair the file or take it away.")
+            yield Problem(shown(path), what, "Repair or remove the file.")
             continue
         if not text.strip():
-            yield Problem(shown(path), "The text is empty.", "Take the file away.")
+            yield Problem(shown(path), "The text is empty.", "Remove the file.")
             continue
         caption = written(text)
         sample = Sample(prefix + relative, index, folder.name, path, caption, 0, 0, options.repeats, options)
