@@ -106,7 +106,7 @@ def _rules_of_families(registry: Registry, sections: dict[str, Any]) -> dict[str
 
 
 def _conditions(registry: Registry, sections: dict[str, Any]) -> list[dict[str, Any]]:
-    """Conditional rules per family. Those of the default also hold if neither a base nor a family is given."""
+    """Conditional rules per family. The default family's rules also apply if neither a base nor a family is given."""
     rules = _rules_of_families(registry, sections)
     if len(rules) == 1:
         return list(rules.values())
