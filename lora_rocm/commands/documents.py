@@ -1,4 +1,4 @@
-"""The JSON documents of ``status`` and ``inspect``, whose values are dictionaries."""
+"""The JSON documents of ``status`` and ``inspect``, which are dictionaries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class RunError(TypedDict):
         code: its stable name.
         what: what happened.
         where: file, line and key with the value, or another place.
-        fix: what to do about it.
+        fix: the remedy.
     """
 
     code: str
@@ -28,21 +28,21 @@ class StatusDocument(TypedDict):
         path: the run directory.
         state: running, finished, stopped (on request), failed (with an error, or ended because it hung), died (without
             an error), or prepared.
-        updates: the step that was reached.
-        max_train_steps: steps in all; null: not known yet.
+        updates: the current step.
+        max_train_steps: total number of steps; null: not known yet.
         loss: smoothed.
         rate_per_s: steps per second; null unless it is running.
         eta_s: seconds left; null unless it is running.
         last_event_s_ago: seconds since the last event.
         incidents: number of faults that the loop handled.
-        restarts: how often the worker was restarted.
+        restarts: number of restarts of the worker.
         changes: the mitigations applied after failures, one entry per application.
-        last_checkpoint: the newest that is intact.
-        telemetry: the last readings of each GPU, as events have them, with a text.
+        last_checkpoint: the newest intact checkpoint.
+        telemetry: the last readings of each GPU, with the fields of the event and a text.
         alarms: warnings from telemetry, the newest last.
         error: the error that ended it; null: none.
         files: intact result files.
-        readers: which programs read a LoRA file, by its path.
+        readers: the programs that read a LoRA file, by its path.
         remarks: about damaged, missing and older files.
     """
 
@@ -81,15 +81,15 @@ class AlphaDocument(TypedDict):
 
 
 class AdapterDocument(TypedDict):
-    """What is in an adapter file.
+    """Contents of an adapter file.
 
     Attributes:
         kind: LoRA, DoRA, LoKr and others.
-        spelling: whose names its tensors have.
+        spelling: naming scheme of its tensors.
         modules: number of modules by component and kind of module.
         ranks: number of modules by rank.
         alpha: its alphas.
-        readers: what each program does with it; null: not known.
+        readers: support by each program; null: unknown.
     """
 
     kind: str
@@ -101,29 +101,29 @@ class AdapterDocument(TypedDict):
 
 
 class InspectDocument(TypedDict, total=False):
-    """What a file or folder is.
+    """Description of a file or folder.
 
     Attributes:
         path: the file or folder.
-        title: what it is.
-        usable: whether a recipe can name it.
+        title: its description.
+        usable: whether a recipe can use it.
         families: possible values of `model.family`.
-        trainable: those that can be trained here.
-        needed: keys of `model` that a base needs, too.
-        unusable: why none of the families can be.
+        trainable: the families that can be trained here.
+        needed: keys of `model` that a base also needs.
+        unusable: the reason why no family can be trained.
         problem: the error by which `check` and `train` refuse a base.
-        notices: what these say about one that they take.
-        keys: key of the recipe that can name a component, by family.
-        part: which part of a model a component is.
-        components: what each component is.
-        parts: the same with all keys of this document.
-        adapter: what is in an adapter file.
+        notices: notices of `check` and `train` about an accepted base.
+        keys: the recipe key that can name a component, by family.
+        part: the part of a model that a component is.
+        components: title of each component.
+        parts: each component, with all keys of this document.
+        adapter: the contents of an adapter file.
         adapters: the same by component.
-        tensors: their number.
-        bytes: their size.
+        tensors: number of tensors.
+        bytes: size of the tensors.
         dtypes: bytes by number format.
         quantised: the format; null: it is not quantised.
-        metadata: how the file was made, as far as it says.
+        metadata: the file's origin, according to its metadata.
     """
 
     path: str

@@ -1,7 +1,7 @@
-"""A training run from the parent's side: refuse what cannot run, train in a child process, write the report.
+"""A training run in the parent process: check the recipe, train in a child process, write the report.
 
-``prepare_run`` refuses; ``PreparedRun.train`` trains in the calling thread, as ``lora-rocm train`` does; ``start_run``
-does both with a thread of its own, for programs that follow several runs.
+``prepare_run`` checks; ``PreparedRun.train`` trains in the calling thread, as ``lora-rocm train`` does; ``start_run``
+does both in a new thread, for programs that follow several runs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Outcome = Literal["done", "stopped", "complete", "ended"]
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended that was not ended by an error.
+    """The end of a run that did not end with an error.
 
     Attributes:
         run_dir: its directory.
@@ -68,11 +68,11 @@ class RunResult:
         exit_code: of the command.
         files: the LoRA files of a finished run.
         remarks: about files of an earlier step.
-        stopped_by: how it stopped, if its worker did not do so by itself.
-        again: the command that goes on with it.
-        talk: the command to talk with its model; empty if it is of images.
+        stopped_by: how it was stopped, if its worker did not stop by itself.
+        again: the command that continues it.
+        talk: the command to chat with its model; empty for an image model.
         report: the report; null: none was written.
-        report_fault: why it could not be written.
+        report_fault: the reason why it could not be written.
     """
 
     run_dir: Path
@@ -88,15 +88,15 @@ class RunResult:
 
 
 def render(result: RunResult) -> str:
-    """Return the result in words; empty if the worker has said all."""
+    """Return the result as text; empty if the worker has already shown everything."""
     lines = [result.stopped_by] if result.stopped_by else []
     if result.outcome == "stopped":
-        lines.append(f"Stopped. Go on with:\n  {result.again}")
+        lines.append(f"Stopped. Continue with:\n  {result.again}")
     if result.outcome in ("done", "complete"):
         start = "Done. The LoRA" if result.outcome == "done" else "This run is complete"
         lines.append(f"{start}: {', '.join(map(str, result.files or [result.run_dir]))}")
         lines += result.remarks
-        lines += [f"Talk to it:\n  {result.talk}"] if result.talk else []
+        lines += [f"Chat with it:\n  {result.talk}"] if result.talk else []
     if result.report is not None:
         lines.append(f"Report: {result.report}")
     if result.report_fault:
@@ -118,14 +118,14 @@ def prepare_run(
     worker: str | None = None,
     say: Say = unheard,
 ) -> PreparedRun:
-    """Read the recipe and the machine, and refuse what cannot run, before any file is made.
+    """Read the recipe and the machine, and refuse a run that cannot work, before any file is created.
 
     Args:
-        recipe_path: a file, or the name of a recipe that ships.
+        recipe_path: a file, or the name of a shipped recipe.
         overrides: ``section.key=value``.
         run_dir: its directory; None: a new one in ``output.dir``.
-        resume: "latest", a run or a checkpoint to go on from; None: a new run.
-        accept_changes: go on although recipe or data have changed.
+        resume: "latest", a run or a checkpoint to continue from; None: a new run.
+        accept_changes: continue although recipe or data have changed.
         supervised: restart a worker that fails or hangs.
         gpus: number of GPUs that train together; None: one, or the number given by ``torchrun``.
         registry: the available model families.
@@ -133,7 +133,7 @@ def prepare_run(
         say: gets notices.
 
     Raises:
-        LoraRocmError: any error, in words.
+        LoraRocmError: any error, with a message for the user.
     """
     loaded = load_recipe(recipe_path, overrides, registry)
     for notice in loaded.notices:
@@ -141,7 +141,7 @@ def prepare_run(
     chosen = choose(loaded, run_dir, resume)
     if resume == LATEST and not holds_run(chosen.run_dir):
         where = f"in {run_dir}" if run_dir else f"of {loaded.name} in {loaded.recipe.output.dir}"
-        say(f"--resume latest: there is no run {where} to go on with, so a new one begins in {chosen.run_dir.path}")
+        say(f"--resume latest: there is no run {where} to continue, so a new one begins in {chosen.run_dir.path}")
     begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
     loaded.require_files(begun)  # the worker requires them if there are steps left to train
     require_preview_images(loaded)
@@ -165,10 +165,10 @@ class PreparedRun:
 
     Attributes:
         loaded: its recipe.
-        chosen: where it is, and what it goes on from.
+        chosen: its directory, and the checkpoint that it continues from.
         situation: the machine.
-        me: this process among those of ``torchrun``.
-        again: the command that goes on with it.
+        me: this process among the processes of ``torchrun``.
+        again: the command that continues it.
         accept_changes, supervised, worker: see ``prepare_run``.
         children: number of workers.
     """
@@ -197,18 +197,18 @@ class PreparedRun:
 
         Args:
             on_event: gets each event of the worker and of the supervisor.
-            say: gets what the user should know.
+            say: gets notices for the user.
             asked: requests to stop; None: Ctrl-C, SIGTERM and the end of the terminal.
 
         Raises:
-            LoraRocmError: any error, in words.
+            LoraRocmError: any error, with a message for the user.
         """
         loaded, accept_changes = self.loaded, self.accept_changes
         if not self.me.is_first:
             how = (self.me, loaded, self.chosen, self.situation, say)
             code = multi_gpu.train_rank(*how, accept_changes=accept_changes, worker=self.worker)
             return RunResult(self.run_dir.path, "ended", code)
-        if not holds_run(self.run_dir):  # refuses an unusable GPU before any file is made
+        if not holds_run(self.run_dir):  # refuses an unusable GPU before any file is created
             self.situation = selftest_runner.ensure(self.situation, loaded.recipe, say)
         run = self.run_dir.create()
         with lock.locked(run):
@@ -228,6 +228,7 @@ class PreparedRun:
 
     def _train_in(self, run: RunDir, on_event: OnEvent, say: Say, asked: Asked | None) -> RunResult:
         """Run the worker in a settled and locked run directory, and write the report."""
+        # test the GPU, apply mitigations of earlier failures, and record the environment
         recipe, accept_changes = self.loaded.recipe, self.accept_changes
         situation = selftest_runner.ensure(self.situation, recipe, say)
         situation = supervisor.in_force(run, tuning_runner.ensure(run, situation, accept_changes, say), say)
@@ -267,10 +268,11 @@ class PreparedRun:
                 with contextlib.suppress(ResumeError, StorageError):  # the user has to see the original error
                     write_report(run, self.loaded.registry)
                 if isinstance(error, MachineError) and self.again not in error.fix:
-                    say(f"What is done so far is kept. When the cause is gone, go on with:\n  {self.again}")
+                    say(f"The results so far are kept. When the cause is fixed, continue with:\n  {self.again}")
                 raise
             finally:
                 withdraw(run)
+        # write the report
         outcome: Outcome = "stopped" if code == StoppedError.exit_code else "ended" if code else "done"
         return self._result(run, outcome, code, stopped_by="" if stopped is None else stopped.what)
 
@@ -330,13 +332,13 @@ class RunHandle:
             self._result = run.train(
                 self._events.put, lambda text: self._events.put(NoticeEvent(text=text)), self._asked
             )
-        except BaseException as error:  # of any class: result() raises it in the thread that asks
+        except BaseException as error:  # of any class: result() raises it in the calling thread
             self._error = error
         finally:
             self._events.put(None)
 
     def follow(self) -> Iterator[Event]:
-        """Yield the events of worker and supervisor as they come, and what the parent says, until the run ends.
+        """Yield the events of worker and supervisor, and the parent's notices, as they come, until the run ends.
 
         One reader gets each event. Leaving the loop does not stop the run.
         """
@@ -383,7 +385,7 @@ def start_run(
     """Prepare a run and train it in a thread. For the arguments see ``prepare_run``.
 
     Raises:
-        LoraRocmError: what ``prepare_run`` refuses; what comes later is raised by ``RunHandle.result``.
+        LoraRocmError: ``prepare_run`` refuses the run. ``RunHandle.result`` raises later errors.
     """
     return RunHandle(
         prepare_run(
@@ -401,7 +403,7 @@ def start_run(
 
 
 def _telemetry(situation: Situation, recipe: Recipe, count: int) -> Telemetry:
-    """Return what watches the GPUs of ``count`` workers."""
+    """Return the telemetry of the GPUs of ``count`` workers."""
     if not recipe.runtime.telemetry:
         return Telemetry()
     device = recipe.runtime.device
@@ -409,8 +411,8 @@ def _telemetry(situation: Situation, recipe: Recipe, count: int) -> Telemetry:
 
 
 def _commands(run: RunDir, accept_changes: bool, worker: str | None) -> Callable[..., list[str]]:
-    """Return what makes the command line of each start of the worker (``supervisor.Command``)."""
-    beginnings = [BEGAN_S]  # of the first start; a restart begins when it is made
+    """Return a function that builds the command line for each start of the worker (``supervisor.Command``)."""
+    beginnings = [BEGAN_S]  # time of the first start; a restart begins at its own call
 
     def command(
         checkpoint: Path | None, attempt: int = 0, stacks_after_s: Mapping[str, float] | None = None
@@ -422,7 +424,7 @@ def _commands(run: RunDir, accept_changes: bool, worker: str | None) -> Callable
 
 
 def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
-    """Return what the user must know about the machine before a run starts; ``doctor`` reports the rest."""
+    """Return important notices about the machine for the start of a run; ``doctor`` reports all others."""
     said = [
         f"Warning: {warning.variable}={warning.value} is set here and is kept. {warning.what} (lora-rocm doctor)"
         for warning in env_plan.warnings
@@ -438,12 +440,12 @@ def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
     gpus = [gpu for gpu in situation.facts.gpus if gpu.vendor in ("amd", "nvidia")]
     if gpus and torch is not None and torch.hip is None and torch.cuda is None and not on_cpu:
         said.append(
-            f"Warning: this PyTorch ({torch.version}) is one for the CPU and cannot use the {gpus[0].name}. "
-            "Training on the CPU. (lora-rocm doctor says how to get the right one)"
+            f"Warning: this PyTorch ({torch.version}) is a CPU build and cannot use the {gpus[0].name}. "
+            "Training on the CPU. (lora-rocm doctor shows how to install the matching build)"
         )
     if torch is not None and is_newer_than_run(torch):
         newest = ".".join(map(str, NEWEST_TORCH))
-        said.append(f"torch {torch.version} is newer than {newest}, the newest that lora-rocm was run with.")
+        said.append(f"torch {torch.version} is newer than {newest}, the newest version that lora-rocm was run with.")
     return said
 
 

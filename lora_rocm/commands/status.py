@@ -19,14 +19,13 @@ from lora_rocm.telemetry.numbers import long_text
 def status(run_dir: RunDir) -> dict[str, Any]:
     """Return state and figures of a run, ready for JSON.
 
-    state: see ``RunView``. rate_per_s and eta_s are None unless the run is running. restarts: how often the worker was
-    restarted. changes: names of the mitigations applied after failures (``rules.mitigations``), one per application.
-    readers: path of a LoRA file -> which programs read it, if known. files, last_checkpoint: none that is damaged or of
-    an earlier step. remarks: about those and missing files. telemetry: last readings of each GPU. alarms: newest last.
+    For the keys see ``documents.StatusDocument``, for the state ``RunView``, and for the changes ``rules.mitigations``.
+    files and last_checkpoint omit damaged files and files of an earlier step, which remarks describe.
 
     Raises:
         ResumeError: an event file cannot be read.
     """
+    # read the state of the run
     view = RunView.of(run_dir)
     files, problem, latest_s = view.files, view.problem, view.latest_s
     step_s = (view.seconds_per_step or 0.0) if view.is_running else 0.0
@@ -39,6 +38,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     if problem is not None and not view.is_running:
         error = {"code": problem.code, "what": problem.what, "where": problem.where}
         error["fix"] = problem.fix if isinstance(problem, ErrorEvent) else ""
+    # collect the figures
     return {
         "path": str(run_dir.path),
         "state": view.state,
@@ -63,6 +63,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
 
 def status_text(found: dict[str, Any]) -> str:
     """Return ``status`` as text."""
+    # progress
     total = found["max_train_steps"]
     lines = [
         f"{found['path']}: {found['state']}",
@@ -73,18 +74,20 @@ def status_text(found: dict[str, Any]) -> str:
         left = f", {time_text(found['eta_s'])} left" if found["eta_s"] is not None else ""
         lines.append(f"  {rate_text(found['rate_per_s'])}{left}")
     if found["last_event_s_ago"] is not None:
-        lines.append(f"  last word {time_text(found['last_event_s_ago'])} ago")
+        lines.append(f"  last event {time_text(found['last_event_s_ago'])} ago")
     lines += _watched_lines(found)
+    # failures
     if found["incidents"]:
         lines.append(f"  {found['incidents']} incidents, see the report")
     if found["restarts"]:
-        lines.append(f"  started again {times_text(found['restarts'])}, see the report")
+        lines.append(f"  restarted {times_text(found['restarts'])}, see the report")
     if found["changes"]:
         counts = Counter(found["changes"])
         names = [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
         lines.append(f"  changed because of failures: {', '.join(names)}")
     if found["error"]:
         lines.append(f"  error: {found['error']['what']}")
+    # files
     lines.append(f"  last checkpoint: {found['last_checkpoint'] or 'none yet'}")
     for path in found["files"]:
         lines.append(f"  file: {path}")
@@ -95,7 +98,7 @@ def status_text(found: dict[str, Any]) -> str:
 
 
 def _watched_lines(found: dict[str, Any]) -> list[str]:
-    """Return the readings of a run that is going on, and its last warning."""
+    """Return the GPU readings of a running run, and its last warning."""
     readings = found["telemetry"] if found["state"] == "running" else []
     lines = [f"  GPU {reading['gpu']}: {reading['text']}" for reading in readings]
     return lines + [f"  warning: {text}" for text in found["alarms"][-1:]]

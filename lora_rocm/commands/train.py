@@ -33,7 +33,7 @@ def train(
     For the arguments see ``prepare_run``. ``output``: prints; None: as for a human.
 
     Raises:
-        LoraRocmError: any error, in words.
+        LoraRocmError: any error, with a message for the user.
     """
     output = output or Output()
     run = prepare_run(
@@ -60,7 +60,7 @@ def train(
 
 
 def demo_recipe(family: str | None = None) -> str:
-    """The recipe of a demo that ships with the program: demo.yaml, or that of a family.
+    """The recipe of a shipped demo: demo.yaml, or a family's own.
 
     Raises:
         UserError: the family has no demo.
