@@ -154,6 +154,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     Raises:
         RecipeError: with all problems.
     """
+    # merge the layers: base, file, --set
     notices: list[str] = []
     found = _find(Path(path), notices)
     layers = Layered(str(found))
@@ -166,6 +167,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     set_names: dict[Key, str] = {}
     for override in overrides:
         problems += _lay_override(layers, override, set_names)
+    # replace shorthand values by typed ones, then validate
     problems += resolve_rank(layers.data, layers.where)
     problems += resolve_arguments(layers)
     spoiled = {problem.where for problem in problems}
@@ -174,6 +176,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     problems += [problem for problem in more if problem.where not in spoiled]
     if problems or recipe is None:
         raise RecipeError(_in_order(problems, layers))
+    # collect notices about a valid recipe
     notices += [*_notice_of_moved(layers), *questions(recipe, layers)]
     runtime = recipe.runtime
     if runtime.workers != runtime.workers_on(sys.platform):
@@ -201,6 +204,7 @@ def _require_text_names(recipe: Recipe, found: Path) -> None:
 
 def questions(recipe: Recipe, layers: Layered) -> list[str]:
     """Notices about valid but unusual values."""
+    # learning rate and warm-up
     found = []
     steps = recipe.train.max_train_steps
     if steps and recipe.optim.warmup_steps(steps) >= steps:
@@ -217,6 +221,7 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
                 f"{layers.where(('optim', name))}: {rate:g} is very {height} for {recipe.optim.optimizer}, "
                 f"{recipe.optim.rate_advice}"
             )
+    # validation and resolution
     if recipe.data.validation_split and not any(getattr(recipe.train, key) for key in VALIDATION):
         every = " or ".join(f"train.{key}" for key in VALIDATION)
         found.append(
@@ -233,6 +238,7 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
             f"{layers.where(('train', 'validation_every_n_steps'))}: the run has only {count_text(steps, 'step')}, so "
             "it measures no held-out loss."
         )
+    # keys without effect because a feature is switched off
     switched_off = [replace(rule, unless_written=()) for rule in ALONE]
     unread = broken_rules(switched_off, values_of(recipe, recipe.spec, layers.data))
     found += [f"{layers.where(each.key)}: {each.what}." for each in unread]
@@ -420,6 +426,7 @@ def _lay_base(
 
 def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> list[Problem]:
     """Merge one ``--set`` on top. ``set_names``: new place of each key of ``MOVED`` that is set -> the name used."""
+    # parse key and value
     name, equals, text = override.partition("=")
     key: Key = tuple(name.strip().split("."))
     origin = f"--set {shown(override)}"
@@ -438,6 +445,7 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
     if len(key) == 1 and not isinstance(tree.value, dict):
         what = f"expected section.key=value, got {shown(override)}"
         return [Problem(f"--set {name}", what, "For example --set lora.rank=8")]
+    # build a layer with its places
     data: Any = tree.value
     for part in reversed(key):
         data = {part: data}
@@ -447,6 +455,7 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
     of_set = {(*key, *rest): replace(place, text=tree.texts.get(rest, "")) for rest in ((), *tree.lines)}
     places = {**sections, **of_set}
     data, places = _moved(data, places, problems)
+    # report keys that are set by their old and their new name
     for new in set(MOVED.values()) & places.keys():
         given = places[new].name or dotted(new)
         if (before := set_names.setdefault(new, given)) != given:
@@ -555,6 +564,7 @@ def resolve_rank(data: dict[str, Any], where: Callable[[tuple[str, ...]], str]) 
     del lora["rank"]  # if there is a problem, it stays the only one
     if not isinstance(file, str):
         return [Problem(place, "auto takes the rank from the file of lora.init_from, which is not set", given)]
+    # read ranks and alphas from the file
     path = Path(file).expanduser()
     try:
         headers = [read_header(each) for each in (sorted(path.rglob("*.safetensors")) if path.is_dir() else [path])]
@@ -568,6 +578,7 @@ def resolve_rank(data: dict[str, Any], where: Callable[[tuple[str, ...]], str]) 
         return [Problem(place, f"auto takes the rank from {file}, which cannot be read: {error}", given)]
     if not ranks:
         return [Problem(place, f"auto takes the rank from {file}, but no module in it has a rank", given)]
+    # set rank and alpha
     lora["rank"] = max(ranks)
     if lora.get("alpha") is not None or not alphas:
         return []

@@ -72,6 +72,7 @@ def suggest(name: str, siblings: list[str], section: str, value: str, recipe: ty
         value: the value given for it, formatted for a message.
         recipe: the recipe class of these kinds.
     """
+    # exact matches: another spelling, another section, another trainer's name
     plain = name.lower().replace("-", "_")
     here = f"{section}." if section else ""
     if plain in siblings:
@@ -87,6 +88,7 @@ def suggest(name: str, siblings: list[str], section: str, value: str, recipe: ty
             return advice()[known]
     if len(plain) > MAX_KEY_LETTERS:  # comparing long strings is slow
         return ""
+    # similar keys, else the list of known ones
     elsewhere = [key for key in _portable_keys(recipe) if key.rpartition(".")[2] == plain]
     found = (key for key in siblings if alike(plain, key) or misspelt(plain, key, recipe))
     near = (here + key for key in sorted(found, key=partial(osa_distance, plain)))
