@@ -270,7 +270,7 @@ def _notes(recipe: Recipe, footprint: Footprint) -> Iterator[str]:
     if footprint.narrow_layers:
         yield (
             "lora.rank is larger than the inputs or outputs of "
-            f"{count_text(footprint.narrow_layers, 'adapted layer')}: a lower rank has the same effect there"
+            f"{count_text(footprint.narrow_layers, 'adapted layer')}: a lower rank can have the same effect there"
         )
     if text := recipe.lora.unstarted_text(footprint.unstarted_layers):
         yield text

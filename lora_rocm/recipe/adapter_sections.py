@@ -169,12 +169,12 @@ class AdapterSection(Section):
 
     @property
     def size(self) -> str:
-        """The settings that determine the number of trained weights and their scale, in words."""
+        """The settings that determine the number of trained weights and their scale, as text."""
         return f"rank {self.rank}, alpha {self.effective_alpha:g}"
 
     @property
     def ranks(self) -> str:
-        """The settings that determine the number of trained weights of a module, in words."""
+        """The settings that determine the number of trained weights of a module, as text."""
         others = [f"of {override.match} {override.rank}" for override in self.overrides if override.rank is not None]
         return ", ".join([f"rank {self.rank}", *others])
 

@@ -157,7 +157,7 @@ class AddedLater:
 
 
 def path_rule(field: FieldInfo) -> PathRule | None:
-    """The path rule of a field; None if the field holds no path."""
+    """The path rule of a field; None if the field is not a path."""
     return next(
         (rule for rule in (*field.metadata, *_metadata_in(field.annotation)) if isinstance(rule, PathRule)), None
     )
