@@ -53,7 +53,7 @@ class NumberFormat(StrEnum):
 
 
 class Side(StrEnum):
-    """Who answers in a conversation."""
+    """Models that can answer in a conversation."""
 
     both = "both"
     base = "base"
@@ -89,7 +89,7 @@ LoraPath = Annotated[Path, typer.Argument(metavar="RUN_OR_LORA", help="A run dir
 def top(
     version: Annotated[bool, typer.Option("--version", "-V", help="Show the version.", is_eager=True)] = False,
 ) -> None:
-    """Options of the program itself. The help text is that of ``app``."""
+    """Options of the program itself. The help text comes from ``app``."""
     if version:
         Output().say(f"lora-rocm {__version__}")
         raise typer.Exit
@@ -156,7 +156,7 @@ def plan(
         str | None, typer.Option(metavar="24GB", help="Plan for a GPU of this size, not for this machine's.")
     ] = None,
 ) -> int:
-    """Estimate the memory of a step, and its time on a GPU that is here, without loading the model."""
+    """Estimate the memory of a step, and its time on this machine's GPU, without loading the model."""
     from lora_rocm.commands import plan
 
     found = plan.plan(recipe, overrides or (), card=card)
@@ -166,7 +166,7 @@ def plan(
 @app.command(cls=Command)
 @printed
 def tune(output: Output, recipe: RecipePath, overrides: Overrides = None) -> int:
-    """Find the fastest right solution of each matrix product of a recipe (ROCm); runs with profile fast use it."""
+    """Tune the matrix products of a recipe (ROCm): runs with runtime.profile: fast use the fastest correct kernels."""
     from lora_rocm.commands import tune
 
     found = tune.tune(recipe, overrides or (), say=output.say)
@@ -194,7 +194,7 @@ def sample(
     height: Annotated[int | None, typer.Option(min=1, max=16_384, help="Pixels; default: as in training.")] = None,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps.")] = 25,
     guidance_scale: Annotated[
-        float | None, typer.Option(min=1.0, max=1000.0, help="Guidance; default: what is usual for the family.")
+        float | None, typer.Option(min=1.0, max=1000.0, help="Guidance; default: the family's usual value.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first image.")] = 1234,
     strength: Annotated[float, typer.Option(min=-100.0, max=100.0, help="Strength of the LoRA; 0 disables it.")] = 1.0,
@@ -211,10 +211,10 @@ def sample(
         Path | None, typer.Option(metavar="FILE", help="Second such image, if the model takes two.")
     ] = None,
     mask: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Mask of that image; an inpainting base draws what is white.")
+        Path | None, typer.Option(metavar="FILE", help="Mask of that image; an inpainting base redraws the white part.")
     ] = None,
     folder: Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Folder for the images.")] = None,
-    base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model; default: that of the run.")] = None,
+    base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model; default: the run's.")] = None,
     config: ConfigPath = None,
     family: FamilyOfBase = None,
 ) -> int:
@@ -255,12 +255,14 @@ def chat(
     side: Annotated[Side, typer.Option(help="Who answers.")] = Side.both,
     temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0: the likeliest token each time.")] = 0.7,
     top_p: Annotated[
-        float, typer.Option(min=0.001, max=1.0, help="Draw from the likeliest tokens with this share together.")
+        float, typer.Option(min=0.001, max=1.0, help="Draw from the likeliest tokens with this probability.")
     ] = 0.9,
-    max_tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Most tokens of an answer.")] = 1024,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Maximum number of tokens of an answer.")
+    ] = 1024,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first answer.")] = 1234,
 ) -> int:
-    """Talk with the language model of a run, with its adapter and without it."""
+    """Chat with the language model of a run, with and without its adapter."""
     from lora_rocm.commands import chat as talk
 
     options = talk.Options(side.value, system, temperature, top_p, max_tokens, seed)
@@ -279,7 +281,7 @@ def compare(
         list[float] | None,
         typer.Option(min=-100.0, max=100.0, help="Strength of the LoRA; may be given several times."),
     ] = None,
-    most: Annotated[int, typer.Option(min=1, max=1000, help="LoRA files at most, evenly spread over the run.")] = 8,
+    most: Annotated[int, typer.Option(min=1, max=1000, help="Most LoRA files, evenly spread over the run.")] = 8,
 ) -> int:
     """Compare the LoRA files of a run on one page: images from the same seeds, and held-out losses."""
     from lora_rocm.commands import compare
@@ -351,7 +353,7 @@ def inspect(
 ) -> int:
     """Show what a model file is: family, components, number format, adapter and its readers.
 
-    The exit code is 0 if a recipe can name it (as base, component or start), and 2 if not; --json has it as "usable".
+    The exit code is 0 if a recipe can use it (as base, component or start), else 2. In --json it is "usable".
     """
     from lora_rocm.commands import inspect_file
     from lora_rocm.errors import UserError
@@ -364,7 +366,7 @@ def inspect(
 @app.command(cls=Command)
 @printed
 def report(output: Output, run: RunPath) -> int:
-    """Write report.html of a run, also of a running one."""
+    """Write report.html of a run, even while it is running."""
     from lora_rocm.commands.output import ReportResult
     from lora_rocm.report.report import write_report
     from lora_rocm.supervisor.resume import open_run

@@ -11,18 +11,18 @@
     +-- MachineError              exit 3: the machine or its software
     |   +-- StorageError          disk full, permission, a file that changed under us
     |   +-- ExportError           a written file did not load back with the same effect
-    |   +-- RestartError          a new start may cure it; its code is a ``RestartCode``
+    |   +-- RestartError          a restart may fix it; its code is a ``RestartCode``
     |       +-- TransferError     data did not arrive on the device as sent, by any method
     |       +-- NonFiniteError    loss or gradient not finite several times in a row, or a weight or moment to be saved
-    |       +-- StateError        what is trained is not what the last update made of it
-    |       +-- CanaryError       a calculation with a known answer came out wrong, or the frozen base has changed
-    |       +-- WorkerDiedError   the training process ended without saying why
+    |       +-- StateError        the trained weights differ from the result of the last update
+    |       +-- CanaryError       a calculation with a known answer gave a wrong result, or the frozen base has changed
+    |       +-- WorkerDiedError   the training process ended without a reason
     |       +-- WorkerHungError   the training process was silent for too long
-    +-- GaveUpError               exit 4: the budget of restarts is spent, everything is kept
+    +-- GaveUpError               exit 4: the budget of restarts is used up, everything is kept
     +-- StoppedError              exit 130: stopped on request, checkpoint saved
 
-``what`` says what happened. ``where`` is the file, line and key with the offending value. ``fix`` says what to do. A
-traceback shown to a user is a bug.
+``what`` describes what happened, ``where`` is the file, line and key with the offending value, and ``fix`` is the
+remedy. A traceback shown to a user is a bug.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ RestartCode = Literal[
     "worker-hung",
     "worker-unkillable",
 ]
-"""The codes on which a decision about a new start rests (``rules.mitigations``, ``supervisor.restart_policy``)."""
+"""The codes on which the decision about a restart depends (``rules.mitigations``, ``supervisor.restart_policy``)."""
 
 
 STEERING = ("Cc", "Cs", "Zl", "Zp")
-"""Unicode's categories of characters that change a terminal or begin a line."""
+"""Unicode categories of characters that control a terminal or begin a line."""
 
 
 RESUMED = " with --resume latest"
@@ -140,8 +140,8 @@ class Problem:
 
     Attributes:
         where: the place: file and line, or a sample.
-        what: what is wrong.
-        fix: what to do about it; may be empty.
+        what: the problem.
+        fix: the remedy; may be empty.
     """
 
     where: str
@@ -178,14 +178,14 @@ class DataError(UserError):
 
 
 class ModelFileError(UserError):
-    """A file that others made. Names from it may hold line ends and control characters: here all are escaped."""
+    """A file from elsewhere. Names in it may contain line ends and control characters, which are escaped here."""
 
     def __init__(self, code: str, what: str, *, where: str = "", fix: str = "") -> None:
         super().__init__(code, _escaped(what), where=_escaped(where), fix=_escaped(fix))
 
 
 def _escaped(text: str) -> str:
-    """Escape control characters, lone surrogates and line ends. What reorders text is escaped where it is printed."""
+    """Escape control characters, lone surrogates and line ends. Printing escapes characters that reorder text."""
     return "".join(
         letter.encode("unicode_escape").decode("ascii") if unicodedata.category(letter) in STEERING else letter
         for letter in text
@@ -215,7 +215,7 @@ class StorageError(MachineError):
 
 
 class RestartError(MachineError):
-    """A failure that a new start may cure, perhaps with something changed."""
+    """A failure that a restart may fix, perhaps with changed settings."""
 
     def __init__(
         self, code: RestartCode, what: str, *, where: str = "", fix: str = "", fix_without_checkpoint: str = ""
@@ -236,7 +236,7 @@ class StateError(RestartError):
 
 
 class CanaryError(RestartError):
-    """A calculation whose answer is known came out wrong, or the frozen base model has changed."""
+    """A calculation with a known answer gave a wrong result, or the frozen base model has changed."""
 
 
 class ExportError(MachineError):
@@ -244,15 +244,15 @@ class ExportError(MachineError):
 
 
 class WorkerDiedError(RestartError):
-    """The training process ended without saying why."""
+    """The training process ended without a reason."""
 
 
 class WorkerHungError(RestartError):
-    """The training process was silent for too long, and was ended (or could not be)."""
+    """The training process was silent for too long, and was killed (or could not be)."""
 
 
 class GaveUpError(LoraRocmError):
-    """The budget of restarts is spent (exit 4). Everything is kept."""
+    """The budget of restarts is used up (exit 4). Everything is kept."""
 
     exit_code = 4
 
@@ -269,18 +269,20 @@ MIN_FREE_BYTES = 1 << 20
 
 def storage_error(error: OSError, path: object) -> StorageError:
     """Translate an operating-system error on ``path`` into a message with a remedy."""
+    # full disk: of bytes or of inodes
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         if (free_bytes := _useless_bytes(str(path))) is not None:
             return StorageError(
                 "disk-full",
-                f"The disk is full: {free_bytes / 2**20:,.0f} MiB are free, but no more files can be made on it (its "
-                "inodes are spent).",
+                f"The disk is full: {free_bytes / 2**20:,.0f} MiB are free, but no more files can be created on it "
+                "(no inodes are left).",
                 where=str(path),
                 fix="Delete files on it, whatever their size, then run the same command again.",
             )
         return StorageError(
             "disk-full", "The disk is full.", where=str(path), fix="Free some space, then run the same command again."
         )
+    # permissions and wrong kinds of files
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return StorageError(
             "no-permission",
@@ -291,14 +293,15 @@ def storage_error(error: OSError, path: object) -> StorageError:
     if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
         return StorageError(
             "file-or-folder",
-            f"A file lies where a folder is needed, or the other way round: {error.strerror}.",
+            f"There is a file where a folder is needed, or the reverse: {error.strerror}.",
             where=str(path),
             fix="Move it away, or choose another place.",
         )
+    # removed files and unmounted drives, then any other error
     if error.errno in (errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN):
         return StorageError(
             "storage-gone",
-            f"A file or folder, or the drive that it is on, is not there any more: {error.strerror}.",
+            f"A file or folder, or its drive, is no longer there: {error.strerror}.",
             where=str(path),
             fix="Connect the drive or mount the share again, then run the same command again.",
         )

@@ -1,4 +1,4 @@
-"""The page of what each command prints with ``--json``, made of the results' classes.
+"""The reference page of each command's ``--json`` output, generated from the classes of the results.
 
 ``python -m scripts.docs_pages`` writes it to docs/reference/json.md; a test fails if the page is not current.
 """
@@ -69,15 +69,15 @@ search:
 
 This page is generated from the classes of the results: `python -m scripts.docs_pages`.
 
-Every command takes `--json`. Standard output is then exactly one JSON document, in ASCII; what happens on the way, and
-errors in words, go to standard error. `train` and `demo` print JSON lines: each event of the run as it comes, as in
-`events.jsonl` (every one has a `type`), and as the last line the document, which has none. `schema --json` prints the
-JSON Schema of recipes. The exit code is the same as without `--json`. With `--quiet` there is only the result, in
-words.
+Every command takes `--json`. Standard output is then exactly one JSON document, in ASCII; progress, and errors as
+text, go to standard error. `train` and `demo` print JSON lines: each event of the run as it occurs, as in
+`events.jsonl` (every event has a `type`). The last line is the document, which has no `type`. `schema --json` prints
+the JSON Schema of recipes. The exit code is the same as without `--json`. With `--quiet` only the result is printed,
+as text.
 
-A command that ends with an error prints the document `Failed`. `check`, `plan` and `tune` may find something and fail
-all the same: their documents have an `error` of their own. `chat --json` needs `--prompt`. `bench --output FILE`
-writes the same document to a file.
+A command that ends with an error prints the document `Failed`. `check`, `plan` and `tune` may have results even if
+they fail: their documents have an `error` field. `chat --json` needs `--prompt`. `bench --output FILE` writes the same
+document to a file.
 
 Keys may be added. Numbers that are not finite are null.
 """
@@ -93,7 +93,7 @@ class Key(NamedTuple):
 
 
 def keys_of(kind: type) -> list[Key]:
-    """The keys of a dataclass or a typed dictionary, with what its docstring says of them."""
+    """The keys of a dataclass or a typed dictionary, with their descriptions from its docstring."""
     hints = typing.get_type_hints(kind)
     said = attributes(getdoc(kind) or "")
     names = [field.name for field in fields(kind)] if is_dataclass(kind) else list(hints)
@@ -102,7 +102,7 @@ def keys_of(kind: type) -> list[Key]:
 
 
 def attributes(text: str) -> dict[str, str]:
-    """What a docstring says of attributes: in its section, or in a line as "files: their number. path: where"."""
+    """The attributes in a docstring: in its section, or in a line such as "files: their number. path: where"."""
     _, _, section = text.partition("Attributes:\n")
     if not section:
         return dict(re.findall(r"(?:^|\. |\n)([a-z_]+): (.+?)(?=\.(?: [a-z_]+: |\n|$))", text))
@@ -119,12 +119,12 @@ def attributes(text: str) -> dict[str, str]:
 
 
 def is_object(hint: Any) -> bool:
-    """Whether a type has keys of its own."""
+    """Whether a type has keys."""
     return isinstance(hint, type) and (is_dataclass(hint) or typing.is_typeddict(hint))
 
 
 def type_text(hint: Any) -> str:
-    """A type in words, as JSON has its values."""
+    """A type as text, in the terms of JSON."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return " or ".join("null" if part is type(None) else type_text(part) for part in arguments)
@@ -144,7 +144,7 @@ def type_text(hint: Any) -> str:
 
 
 def inside(hint: Any) -> Iterator[type]:
-    """The types with keys of their own in a type."""
+    """All types with keys within a type."""
     if is_object(hint):
         yield hint
     elif get_origin(hint) is not Literal:
@@ -180,7 +180,7 @@ def page() -> str:
 
 
 def summary(kind: type) -> str:
-    """The first paragraph of a docstring, without what it says of attributes."""
+    """The first paragraph of a docstring, without its attributes."""
     text = (getdoc(kind) or "").split("\n\n")[0]
     return " ".join(re.split(r"(?<=\.) (?=[a-z_]+(?:, [a-z_]+)*: )", text)[0].split())
 

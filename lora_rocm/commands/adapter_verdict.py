@@ -1,4 +1,4 @@
-"""Says for ``lora-rocm inspect`` whether a run can start from an adapter file, by the function that reads it."""
+"""Check for ``lora-rocm inspect`` whether a run can start from an adapter file, with the function that reads it."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, read_peft_config
 MAX_SHOWN = 200
 MAX_NAMED = 3
 LIMITS_HERE = ("lora-kind", "lora-magnitudes", "init-from-axis")
-"""Codes of refusals of files that are whole, and that other programs may read; any other file has a fault."""
+"""Codes of refusals of intact files, which other programs may read; any other refused file has a fault."""
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1"}
-"""Number formats that numpy has, too; BOOL is one byte each."""
+"""Number formats that numpy supports; BOOL is one byte each."""
 
 
 def peft_config(header: Header) -> Mapping[str, Any] | None:
-    """Return the config of a PEFT folder; None if the file is in none."""
+    """Return the config of a PEFT folder; None if the file is not in one."""
     return read_peft_config(header.path.parent) if header.path.name == PEFT_WEIGHTS else None
 
 
 def _refusal(
     header: Header, config: Mapping[str, Any] | None, spec: FamilySpec, numbers: StoredNumbers, say: Say
 ) -> AdapterError | None:
-    """Return why no run of a family starts from an adapter file, by the function that reads it; None if one can."""
+    """Return the error by which a run of a family refuses to start from an adapter file; None if it can start."""
     path = header.path
     try:
         found = contents_of(
@@ -66,7 +66,7 @@ def _refusal(
 def refusals(
     header: Header, families: Sequence[str], registry: Registry, say: Say = lambda text: None
 ) -> dict[str, AdapterError]:
-    """Return family -> why no run of it starts from the file, of those that are trained here. ``say``: gets notices."""
+    """Return trainable family -> the error by which its runs refuse to start from the file. ``say``: gets notices."""
     config, errors, numbers = peft_config(header), dict[str, AdapterError](), StoredNumbers(header)
     for name in families:
         if name in registry and (error := _refusal(header, config, registry[name], numbers, say)) is not None:
@@ -75,7 +75,7 @@ def refusals(
 
 
 def has_fault(refused: Mapping[str, AdapterError]) -> bool:
-    """Whether a file that no family takes is damaged or of another model, so that no program could use it."""
+    """Whether a file that every family refuses is damaged or of another model, so that no program could use it."""
     return any(error.code not in LIMITS_HERE for error in refused.values())
 
 
@@ -92,7 +92,7 @@ class StoredNumbers:
             content = file.read(stored.end - stored.begin)
         if len(content) != stored.end - stored.begin:
             raise damaged(self._header.path, "it ends inside a tensor", AdapterError)
-        with np.errstate(over="ignore"):  # what float32 does not hold becomes infinite, as in a run
+        with np.errstate(over="ignore"):  # values beyond the range of float32 become infinite, as in a run
             return decoded(stored.dtype, content).reshape(stored.shape)
 
     def largest(self, stored: TensorEntry) -> float:

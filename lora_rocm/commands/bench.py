@@ -1,4 +1,4 @@
-"""``lora-rocm bench``: starts the measuring child process, survives its crashes, and shows the results."""
+"""``lora-rocm bench``: start the measuring child process, survive its crashes, and show the results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lora_rocm.rundir.events import current_steps, read_events
 from lora_rocm.supervisor import resume, worker
 
 WARM_UP = 20
-"""Steps before the counted ones: kernels are compiled, and steps of the usual sizes captured as graphs."""
+"""Steps before the counted ones, in which kernels are compiled and steps of the usual sizes captured as graphs."""
 ONLY_STEPS = (
     "train.epochs=null",
     "train.validation_every_n_steps=0",
@@ -63,11 +63,11 @@ class BenchResult:
         bench: transfer, compute, loader or step.
         lora_rocm: version of this program.
         date: when it ended.
-        machine: what was measured: device, versions, memory, number of images (loader).
-        rows: the figures of each row of the tables; without figures its ``problem`` says why.
+        machine: the measured machine: device, versions, memory, number of images (loader).
+        rows: the figures of each row of the tables; without figures ``problem`` has the reason.
         links: the PCIe link of each GPU, null if unknown (transfer).
         recipe: the measured recipe; null: none was needed (transfer).
-        random_weights: base and images are made up (step).
+        random_weights: the base has random weights, and the images are the demo's (step).
     """
 
     bench: str
@@ -87,10 +87,10 @@ def _result(bench: str, found: Measured, recipe: Recipe | None = None, random_we
 
 
 def finish(output: Output, measure: Callable[[], BenchResult], path: Path | None) -> int:
-    """Measure, show the figures, write them to a file if one is named, and return the exit code.
+    """Measure, show the figures, write them to ``path`` if it is given, and return the exit code.
 
     Raises:
-        LoraRocmError: the benchmark's own, or the file cannot be written, which is checked before.
+        LoraRocmError: the benchmark failed, or the file cannot be written, which is checked first.
     """
     require_place(path, "--output")
     found = measure()
@@ -171,7 +171,7 @@ def step(
 def _short_run(recipe_path: str, overrides: Sequence[str], steps: int, made_up_cache: Path | None) -> LoadedRecipe:
     """Load the recipe without previews, validation loss and checkpoints.
 
-    With ``made_up_cache``, base model and data are made up, too.
+    With ``made_up_cache``, the base has random weights, and the data are the demo's.
     """
     changes = [*overrides, f"train.max_train_steps={WARM_UP + steps}", *ONLY_STEPS]
     if made_up_cache is not None:
@@ -212,7 +212,7 @@ def loader(recipe_path: str, overrides: Sequence[str] = (), say: Say = unheard) 
     loaded.require_files()
     recipe = loaded.recipe
     env = plan_here(recipe).applied_to(os.environ)
-    say("Encoding what is missing in the cache, as training would; then each row takes some seconds.")
+    say("Encoding the entries that the cache lacks, as training would. Then each row takes some seconds.")
     _measure(LoaderJob(recipe=recipe.model_dump(mode="json")), env, found)
     return _result("loader", found, recipe)
 
@@ -281,8 +281,8 @@ def _bus(found: BenchResult) -> tuple[Row | None, str]:
     if found.machine["integrated"]:
         return None, "This GPU shares main memory with the processor: there is no bus, and memory is the limit."
     if link is None:
-        return None, "What the bus allows is not known: the system does not tell the width and speed of its link."
+        return None, "The limit of the bus is unknown: the system does not report the width and speed of its link."
     text = f"PCIe {link['generation']}.0 x{link['width']} ({link['address']}): {link['gb_per_s']} GB/s each way"
     if bench_tables.best_over_bus(found.rows) > link["gb_per_s"] * 1e9:
-        return None, f"{text} says the system, and more was measured: a virtual machine does not tell the real bus."
-    return link, f"{text}, less what the bus's own protocol takes"
+        return None, f"{text} according to the system, but more was measured: a virtual machine hides the real bus."
+    return link, f"{text}, less the overhead of the bus protocol"

@@ -26,7 +26,7 @@ def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
 
 
 def transfer_table(rows: Sequence[Row], link: Row | None) -> list[str]:
-    """Return GB/s (10^9 bytes a second) by copy and size; the last column is the share of the PCIe bandwidth."""
+    """Return GB/s (10^9 bytes per second) by copy and size; the last column is the share of the PCIe bandwidth."""
     sizes = sorted({row["size_bytes"] for row in rows})
     of_the_bus = ["of the bus"] if link else []
     lines = [["GB/s", "", *(size_text(size).replace(".0 ", " ") for size in sizes), *of_the_bus]]
@@ -46,7 +46,7 @@ def _share(copy: str, by_size: Mapping[int, Row], link: Row) -> str:
 
 
 def best_over_bus(rows: Sequence[Row]) -> float:
-    """Return the fastest one-way copy between host and device, in bytes a second."""
+    """Return the fastest one-way copy between host and device, in bytes per second."""
     return max((row["per_second"] or 0.0 for row in rows if row["copy"] in ONE_WAY), default=0.0)
 
 
@@ -88,7 +88,7 @@ def best_workers_text(rows: Sequence[Row]) -> str:
 
 
 def problems(rows: Sequence[Row]) -> list[str]:
-    """Return each reason for missing figures, with the rows that it concerns."""
+    """Return each reason for missing figures, with its rows."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if row["problem"]:
@@ -97,7 +97,7 @@ def problems(rows: Sequence[Row]) -> list[str]:
 
 
 def title(row: Row) -> str:
-    """Return a row's title in words."""
+    """Return the title of a row."""
     if "copy" in row:
         return f"{row['copy']} ({row['memory']}, {size_text(row['size_bytes'])})"
     if "source" in row:
@@ -121,7 +121,7 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 PART_NAMES = {
     "loading": "loader, host",
     "copy": "copies to the device",
-    "check": "check of what arrived",
+    "check": "check of the copies",
     "wait": "waiting for the verdict, host",
 }
 
@@ -132,12 +132,12 @@ def step_table(row: Row) -> list[str]:
     The parts do not add up, because the host works ahead of the device.
     """
     parts = [
-        [f"of it {PART_NAMES[name]}, ms", f"{1e3 * seconds:.2f}", f"{seconds / row['median_s']:.1%}"]
+        [f"part: {PART_NAMES[name]}, ms", f"{1e3 * seconds:.2f}", f"{seconds / row['median_s']:.1%}"]
         for name, seconds in row["parts_s"].items()
     ]
     lines = [
-        ["ms a step, median", f"{1e3 * row['median_s']:.1f}", ""],
-        ["ms a step, 95th percentile", f"{1e3 * row['p95_s']:.1f}", ""],
+        ["ms per step, median", f"{1e3 * row['median_s']:.1f}", ""],
+        ["ms per step, 95th percentile", f"{1e3 * row['p95_s']:.1f}", ""],
         ["samples/s", f"{row['samples_per_s']:.2f}", ""],
         ["peak memory", size_text(row["memory_bytes"]), ""],
     ]

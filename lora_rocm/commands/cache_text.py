@@ -1,4 +1,4 @@
-"""What ``lora-rocm cache`` says of a cache folder (``cache_store.maintenance``)."""
+"""The text output of ``lora-rocm cache`` about a cache folder (``cache_store.maintenance``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stats_text(found: CacheStats) -> str:
 
 
 def verified_text(found: CacheVerified) -> str:
-    """Return the first wrong files, and the numbers of all."""
+    """Return the first faulty files, and the number of files in each state."""
     lines = [f"{fault.state}: {_shown(fault.path)}: {printable(fault.why)}" for fault in found.faults[:MAX_NAMED]]
     if len(found.faults) > MAX_NAMED:
         lines.append(f"... and {len(found.faults) - MAX_NAMED} more")
@@ -33,14 +33,14 @@ def verified_text(found: CacheVerified) -> str:
         summary += f", {number} {words}" if number else ""
     lines.append(summary)
     if found.bad or found.unreadable:
-        lines.append("None of them is ever trained on: the next run that wants one encodes it again.")
+        lines.append("Training never uses them: the next run that needs one encodes it again.")
     if found.bad or found.replaced:
         lines.append("To delete damaged files: lora-rocm cache prune")
     return "\n".join(lines)
 
 
 def pruned_text(found: CachePruned) -> str:
-    """Return what was deleted, and what was left alone."""
+    """Return the number of deleted files by reason, and of files that were kept."""
     words = {
         BAD: "bad",
         GOOD: "second copies",
@@ -52,7 +52,7 @@ def pruned_text(found: CachePruned) -> str:
     would = "Would free" if found.dry_run else "Freed"
     text = f"{_shown(found.folder)}: {would} {size_text(found.freed_bytes)}: {', '.join(parts) or 'nothing to delete'}"
     if found.left:
-        text += "\nLeft alone: " + ", ".join(f"{number} {why}" for why, number in sorted(found.left.items()))
+        text += "\nKept: " + ", ".join(f"{number} {why}" for why, number in sorted(found.left.items()))
     return text
 
 

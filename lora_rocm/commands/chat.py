@@ -1,4 +1,4 @@
-"""``lora-rocm chat``: a conversation with a run's language model in the terminal, with its adapter and without it."""
+"""``lora-rocm chat``: chat with a run's language model in the terminal, with and without its adapter."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from lora_rocm.supervisor.run_recipe import recipe_of_run
 SIDES = {"both": ("base", "adapter"), "base": ("base",), "adapter": ("adapter",)}
 TITLES = {"base": "base model", "adapter": "with adapter"}
 MIN_COLUMNS = 100
-"""Two answers stand side by side in a terminal that is as wide as this, else one after the other."""
+"""Minimum width of a terminal for two answers side by side; else they follow one another."""
 WEIGHTS = "adapter_model.safetensors"
 HELP = """\
-/both, /base, /adapter  who answers
-/reset [TEXT]           begin a new conversation, with TEXT as its system prompt if given
-/help                   this list
-/quit                   end, as does Ctrl-D; Ctrl-C ends an answer
-A line that begins with a space is sent as it is."""
-ENDINGS = {"limit": "[the limit of --max-tokens, or of what the model reads]", "stopped": "[stopped]"}
+/both, /base, /adapter  choose who answers.
+/reset [TEXT]           begin a new conversation, with TEXT as its system prompt if given.
+/help                   show this list.
+/quit                   end (also Ctrl-D). Ctrl-C stops an answer.
+A line that begins with a space is not a command."""
+ENDINGS = {"limit": "[the limit of --max-tokens, or of the model's context]", "stopped": "[stopped]"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """How answers are made. For the fields of the child see ``families.base.Sampling``."""
+    """Options of the answers. For the fields of the child see ``families.base.Sampling``."""
 
     side: str
     system: str
@@ -69,7 +69,7 @@ class Answer:
         side: base or adapter.
         text: the answer.
         tokens: their number.
-        ended: why: end, limit (of tokens), stopped or refused.
+        ended: the reason for its end: end, limit (of tokens), stopped or refused.
     """
 
     side: str
@@ -92,7 +92,7 @@ class ChatResult:
 
 
 def render(result: ChatResult) -> str:
-    """Return the answers as a conversation shows them."""
+    """Return the answers as text, as in a conversation."""
     headed = len(result.answers) > 1
     blocks = []
     for answer in result.answers:
@@ -104,23 +104,23 @@ def render(result: ChatResult) -> str:
 def chat(
     source: Path, prompt: str | None, options: Options, output: Output | None = None, registry: Registry = PRODUCT
 ) -> int:
-    """Talk until the user ends it; with ``prompt`` only answer that. Returns the exit code.
+    """Chat until the user ends it; with ``prompt`` answer only this. Returns the exit code.
 
     Args:
         source: a run directory, or its PEFT folder or file.
-        prompt: one message, in place of what is typed.
-        options: how answers are made.
+        prompt: one message, in place of typed ones.
+        options: of the answers.
         output: prints; for humans each answer as it comes, else all at the end.
         registry: the model families.
 
     Raises:
-        UserError: there is no run, or its model is of images; prompt-needed.
+        UserError: there is no run, or its model is an image model; prompt-needed.
         AdapterError: it has no LoRA file yet.
         LoraRocmError: any error of the child process.
     """
     output = output or Output()
     if prompt is None and output.mode != OutputMode.HUMAN:
-        what = f"--{output.mode.value} prints the answers to one prompt, and no prompt is given."
+        what = f"--{output.mode.value} prints the answers to one prompt, but no prompt is given."
         raise UserError("prompt-needed", what, where=f"--{output.mode.value}", fix='Give --prompt "...".')
     require_text("--prompt", prompt or "")
     require_text("--system", options.system)
@@ -135,7 +135,7 @@ def chat(
                 talk.read_lines()
                 return 0
             found = ChatResult(prompt, tuple(talk.answers(prompt)))
-    if output.mode != OutputMode.HUMAN:  # else they were shown as they came
+    if output.mode != OutputMode.HUMAN:  # for humans they were shown as they came
         output.show(found, render(found))
     return UserError.exit_code if any(answer.ended == "refused" for answer in found.answers) else 0
 
@@ -149,18 +149,18 @@ def _adapter_of(source: Path, registry: Registry) -> tuple[Path, Path]:
     if source.name == WEIGHTS:
         source = source.parent
     around = [RunDir(folder) for folder in (source, source.parent, source.parent.parent)]
-    # a run that has lost its recipe is one all the same: ``recipe_of_run`` says which file is missing
+    # accept a run without a recipe too, because ``recipe_of_run`` reports the missing file
     recipe = next((each.recipe for each in around if each.recipe.is_file() or holds_run(each)), None)
     if not source.exists() or recipe is None:
         raise UserError(
             "no-run",
-            "There is no run here, nor the PEFT folder of one, so base model and adapter are not known.",
+            "There is no run here, and no PEFT folder of a run, so base model and adapter are unknown.",
             where=str(source),
-            fix="Give a run directory (runs/...), or put recipe.yaml of the run beside the PEFT folder.",
+            fix="Give a run directory (runs/...), or copy recipe.yaml of the run next to the PEFT folder.",
         )
     spec = recipe_of_run(recipe, registry).spec
     if not spec.trains_on_texts:
-        what = f"This run trained {spec.title}, which makes {spec.preview}s and does not talk."
+        what = f"This run trained {spec.title}, which draws {spec.preview}s and cannot chat."
         raise UserError(
             "no-chat", what, where=str(recipe), fix=f"Use {quoted(['lora-rocm', 'sample', str(source)])} --prompt ..."
         )
@@ -178,10 +178,10 @@ class _Talk:
 
     Attributes:
         child: the process with the model.
-        options: how answers are made; commands change who answers.
-        output: prints what is said beside the answers, and these for humans.
-        console: what answers in columns are shown on.
-        num_asked: number of prompts so far; each is answered with a seed of its own.
+        options: of the answers; commands change who answers.
+        output: prints notices, and for humans the answers.
+        console: shows answers in columns.
+        num_asked: number of prompts so far; each answer gets its own seed.
     """
 
     child: Tool
@@ -214,7 +214,7 @@ class _Talk:
             except (EOFError, KeyboardInterrupt):
                 return
             if not is_clean(line):
-                self.output.say("This line is no text, and was not sent.")
+                self.output.say("This line is not valid text, so it was not sent.")
             elif line.startswith("/"):
                 if not self._obeyed(*line.split(maxsplit=1)):
                     return
@@ -222,7 +222,7 @@ class _Talk:
                 self.answers(line.removeprefix(" "))
 
     def _obeyed(self, name: str, rest: str = "") -> bool:
-        """Obey a command; False: the conversation is over."""
+        """Run a command; False: the conversation is over."""
         match name:
             case "/quit" | "/exit" | "/bye":
                 return False
@@ -237,7 +237,7 @@ class _Talk:
         return True
 
     def answers(self, prompt: str) -> list[Answer]:
-        """Ask, and show the answers to humans as they come. Ctrl-C ends them, and pressed twice the command."""
+        """Ask, and show the answers to humans as they come. Ctrl-C stops them; pressed twice, it ends the command."""
         sides = SIDES[self.options.side]
         is_shown = self.output.mode == OutputMode.HUMAN
         together = is_shown and len(sides) > 1 and self.console.is_terminal and self.console.width >= MIN_COLUMNS
@@ -276,7 +276,7 @@ class _Talk:
 
     @contextmanager
     def _alone(self, side: str, headed: bool) -> Iterator[Callable[[Event], None]]:
-        """Shows one answer as it comes. headed: with the side's title above."""
+        """Show one answer as it comes. headed: with the side's title above it."""
 
         def add(event: Event) -> None:
             match event:
@@ -294,7 +294,7 @@ class _Talk:
 
     @contextmanager
     def _beside(self, sides: Sequence[str]) -> Iterator[Callable[[Event], None]]:
-        """Shows answers in columns as they come."""
+        """Show answers in columns as they come."""
         texts = {side: Text() for side in sides}
         table = Table(expand=True)
         for side in sides:

@@ -1,4 +1,4 @@
-"""``lora-rocm check``: predicts a run from headers and arithmetic; nothing is loaded or encoded."""
+"""``lora-rocm check``: predict a run from headers and arithmetic; nothing is loaded or encoded."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class SourceFacts:
     Attributes:
         name: of the folder or dataset.
         usable: number of samples that can be used.
-        repeats: how often each is seen in an epoch.
+        repeats: how often each is seen per epoch.
         resolution: in pixels; null: the model does not read it.
         is_reg: its samples are for regularisation.
-        seen: samples in an epoch, for regularisation.
-        versions: how many versions of a sample are encoded, in words; empty if one.
+        seen: samples per epoch, for regularisation.
+        versions: the number of encoded versions of a sample, as text; empty if one.
     """
 
     name: str
@@ -62,17 +62,17 @@ class DataFacts:
     Attributes:
         kind: image, video or text.
         usable: number of samples that can be used.
-        set_aside: number of those that cannot.
-        looked_at: number of the first texts that were looked at with the tokenizer, if these are not all; else 0.
+        set_aside: number of skipped samples, which cannot be used.
+        looked_at: number of the first texts that were inspected with the tokenizer; 0 if all were.
         captioned_several_times: number of samples with several captions.
         several_captions: number of the captions of these.
         sources: the sources at each of their resolutions.
         watched: number of samples that are watched and never trained on, by the name of their source.
-        problems: samples that cannot be used, and why; of texts the first alone.
-        num_problems: how many there are in all.
-        notices: what a user should know about the samples.
-        first_notices: the same of the first texts.
-        shown: the first texts as the model reads them, with marks around what is trained on.
+        problems: samples that cannot be used, and the reasons; of texts only the first ones.
+        num_problems: total number of such samples.
+        notices: about the samples.
+        first_notices: about the first texts.
+        shown: the first texts as the model reads them, with marks around the parts that are trained on.
     """
 
     kind: str
@@ -92,19 +92,19 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What ``lora-rocm check`` found.
+    """Result of ``lora-rocm check``.
 
     Attributes:
         recipe: the recipe file.
         family: of the model.
         model: its path or name.
         schema_only: only the recipe was checked.
-        notices: what a user should know about the recipe.
-        data: the samples; null: not looked at, or they cannot be used.
-        plan: what a run would do with them.
-        weight_bytes: memory of the weights by component; null: not looked at, or the base cannot be used.
-        notes: what a user should know about the base, the captions and new tokens.
-        error: why training is not possible; null: it is.
+        notices: about the recipe.
+        data: the samples; null: not inspected, or not usable.
+        plan: their use by a run.
+        weight_bytes: memory of the weights by component; null: the base was not inspected, or is not usable.
+        notes: about the base, the captions and new tokens.
+        error: the reason why training is not possible; null: it is possible.
     """
 
     recipe: Path
@@ -127,10 +127,10 @@ def check(
     registry: Registry = PRODUCT,
     say: Say = unheard,
 ) -> CheckResult:
-    """Check a recipe, its data and its base model; what is wrong with one of these two is the result's ``error``.
+    """Check a recipe, its data and its base model. Faults of data and base are the result's ``error``.
 
     Args:
-        recipe_path: a file, or the name of a recipe that ships.
+        recipe_path: a file, or the name of a shipped recipe.
         overrides: ``section.key=value``.
         schema_only: check only the recipe.
         registry: the model families.
@@ -139,6 +139,7 @@ def check(
     Raises:
         LoraRocmError: the recipe is wrong, or names files that do not exist.
     """
+    # read the recipe, and check files and packages
     loaded = load_recipe(recipe_path, overrides, registry)
     recipe = loaded.recipe
     for notice in loaded.notices:
@@ -170,7 +171,7 @@ def check(
         errors.append(error)
     if errors:
         return replace(found, error=_failure(loaded, errors))
-    # what needs both: the first texts with the model's tokenizer, and captions that it cuts
+    # with both known: inspect the first texts with the model's tokenizer, and find captions that it cuts
     if texts is None:
         notes = (*_cut_captions(recipe, samples, base.tokenizers), *_unused_tokens(recipe, samples))
     else:
@@ -181,7 +182,7 @@ def check(
 
 
 def _failure(loaded: LoadedRecipe, errors: Sequence[LoraRocmError]) -> Failure:
-    """The one error with the place of its key in the recipe, or all of them as problems of the recipe."""
+    """A single error with the place of its key in the recipe, or several as problems of the recipe."""
     problems = [loaded.placed(error) for error in errors]
     if len(errors) == 1:
         return replace(Failure.of(errors[0]), where=problems[0].where)
@@ -209,10 +210,10 @@ def _unused_tokens(recipe: Recipe, samples: Iterable[Sample]) -> Iterator[str]:
 
 
 def _images(recipe: Recipe) -> tuple[DataFacts, RunPlan, list[Sample]]:
-    """The images of a recipe, what a run would do with them, and those that can be used.
+    """The images of a recipe, their use by a run, and the usable samples.
 
     Raises:
-        DataError: none can be used, or a source cannot be read.
+        DataError: no image can be used, or a source cannot be read.
     """
     from lora_rocm.dataset.images.views import price_of
     from lora_rocm.dataset.order.regularisation import evened, unused_notice
@@ -227,7 +228,7 @@ def _images(recipe: Recipe) -> tuple[DataFacts, RunPlan, list[Sample]]:
     if not samples:
         raise nothing_left(aside)
     num_found, num_aside, samples = len(samples), len(aside), evened(samples)
-    # a sample of each resolution has the same captions
+    # count each place once: its samples at several resolutions have the same captions
     num_captions = {sample.location: sum(text.count("\n") + 1 for text in sample.captions) for sample in samples}
     several = [number for number in num_captions.values() if number > 1]
     per_source = Counter(sample.source for sample in samples)
@@ -243,7 +244,7 @@ def _images(recipe: Recipe) -> tuple[DataFacts, RunPlan, list[Sample]]:
         )
         for index, source in enumerate(recipe.data.resolved_sources())
     )
-    # those that are only watched
+    # samples that are only watched
     watched, of_watched = None, tuple[str, ...]()
     if (watching := recipe.watching) is not None:
         of_watching = find_samples(watching)
@@ -268,14 +269,14 @@ def _images(recipe: Recipe) -> tuple[DataFacts, RunPlan, list[Sample]]:
 
 
 class _Texts:
-    """The texts of a recipe: all are counted, and a child process looks at the first with the model's tokenizer."""
+    """The texts of a recipe: all are counted, and a child process inspects the first with the model's tokenizer."""
 
     def __init__(self, recipe: Recipe, counted: TextCount, watched: TextCount | None) -> None:
         self.recipe, self._counted, self._watched = recipe, counted, watched
 
     @classmethod
     def counted(cls, recipe: Recipe) -> _Texts:
-        """Count the texts, and those that are only watched.
+        """Count the texts, also the texts that are only watched.
 
         Raises:
             DataError: as ``text_scan.count_texts``.
@@ -285,14 +286,14 @@ class _Texts:
         return cls(recipe, count_texts(recipe), count_texts(recipe.watching) if recipe.watching else None)
 
     def samples(self) -> Iterator[Sample]:
-        """The texts, read once more."""
+        """The texts, read a second time."""
         from lora_rocm.dataset.sources.text_scan import FoundText, Notes, texts_of
 
         found = texts_of(self.recipe.data, Notes(), pairs=self.recipe.objective.compares_pairs)
         return (each.sample for each in found if isinstance(each, FoundText))
 
     def looked_at(self) -> tuple[DataFacts, RunPlan]:
-        """The texts, and what a run would do with them, after a child process has looked at the first.
+        """The texts and their use by a run, after a child process has inspected the first ones.
 
         Raises:
             LoraRocmError: the error of the child process.
@@ -302,7 +303,7 @@ class _Texts:
 
         recipe, counted, watched = self.recipe, self._counted, self._watched
         seen = ask(CheckTextsJob(recipe.model_dump(mode="json")), Seen, plan_here(recipe).applied_to(os.environ))
-        # count what can be used
+        # count the usable texts
         refused = Counter(seen.refused)
         usable, num_aside = counted.of_source - refused, counted.aside.count + refused.total()
         problems = [*seen.problems, *counted.aside.first]
@@ -326,15 +327,16 @@ class _Texts:
 
 
 def render(result: CheckResult) -> str:
-    """Return the result in words, without the recipe's own notices."""
+    """Return the result as text, without the recipe's own notices."""
     if result.schema_only:
-        return f"{result.recipe}: keys and values are valid; images and base model were not looked at"
+        return f"{result.recipe}: keys and values are valid; images and base model were not checked"
     if result.data is None and result.error is not None:
-        return ""  # the error says all
+        return ""  # the error alone is shown
     return "\n".join(_lines(result))
 
 
 def _lines(result: CheckResult) -> Iterator[str]:
+    # recipe and data
     data, plan = result.data, result.plan
     yield f"recipe {result.recipe}"
     yield f"model: {result.model} ({result.family})"
@@ -343,6 +345,7 @@ def _lines(result: CheckResult) -> Iterator[str]:
         yield from _data_lines(data)
     if plan is not None and not of_texts:
         yield from _plan_lines(plan, data)
+    # base model
     if result.weight_bytes is not None:
         yield "memory of weights"
         for component, size in sorted(result.weight_bytes.items(), key=lambda pair: -pair[1]):
@@ -351,11 +354,12 @@ def _lines(result: CheckResult) -> Iterator[str]:
         yield f"  together: {size_text(total)} (training adds activations, adapter and optimizer)"
         yield f"  {BASE_JUDGED_BY}"
     yield from (f"  note: {note}" for note in result.notes)
+    # texts, which come last because their first samples are shown
     if data is not None and plan is not None and of_texts:
         first = f"of the first {count_text(data.looked_at, 'text')}: " if data.looked_at else ""
         yield from (f"  note: {first}{notice}" for notice in data.first_notices)
         if data.shown:
-            yield "the first samples, with \u27e6 \u27e7 around what is trained on"
+            yield "the first samples, with \u27e6 \u27e7 around the parts that are trained on"
         for text in data.shown:
             yield from (f"  | {line}" for line in text[:SHOWN_LETTERS].splitlines())
             yield "  " + "-" * 20
@@ -367,25 +371,25 @@ def _lines(result: CheckResult) -> Iterator[str]:
 def _data_lines(data: DataFacts) -> Iterator[str]:
     noun, of_texts = NOUNS[data.kind], data.kind == "text"
     most, least = ("at most ", "at least ") if data.looked_at else ("", "")
-    yield f"{noun}: {most}{data.usable} usable, {least}{data.set_aside} set aside"
+    yield f"{noun}: {most}{data.usable} usable, {least}{data.set_aside} skipped"
     if not of_texts:
-        yield "  judged by headers and ends of files: no pixels were decoded, and a run sets aside what fails there"
+        yield "  only headers and ends of files were checked; a run also skips images that fail to decode"
     if data.looked_at:
         first = count_text(data.looked_at, "text")
-        yield f"  the first {first} were looked at with the model's tokenizer; a run looks at all"
+        yield f"  the first {first} were checked with the model's tokenizer; a run checks all"
     if number := data.captioned_several_times:
         have = f"1 {data.kind} has" if number == 1 else f"{number} {noun} have"
         yield f"  {have} several captions, {data.several_captions} in all"
     for source in data.sources:
         resolution = f"resolution {source.resolution}, " if source.resolution is not None else ""
-        how = f"for regularisation, {source.seen} in an epoch" if source.is_reg else f"repeats {source.repeats}"
+        how = f"for regularisation, {source.seen} per epoch" if source.is_reg else f"repeats {source.repeats}"
         yield f"  {source.name}: {most}{count_text(source.usable, data.kind)}, {resolution}{how}"
         if source.versions:
             yield f"    {source.versions}"
     for name, number in (data.watched or {}).items():
         yield f"  {name}: {count_text(number, data.kind)}, watched and never trained on"
     for problem in data.problems[:MAX_NAMED]:
-        yield f"  set aside: {problem.where}: {problem.what} {problem.fix}".rstrip()
+        yield f"  skipped: {problem.where}: {problem.what} {problem.fix}".rstrip()
     if data.num_problems > MAX_NAMED:
         yield f"  ... and {data.num_problems - MAX_NAMED} more"
     yield from (f"  note: {notice}" for notice in data.notices)
@@ -394,11 +398,12 @@ def _data_lines(data: DataFacts) -> Iterator[str]:
 def _plan_lines(plan: RunPlan, data: DataFacts | None) -> Iterator[str]:
     kind = "image" if data is None else data.kind
     noun, texts, size, limit = NOUNS[kind], kind == "text", plan.data, plan.data.how_sure
+    # buckets
     if not size.buckets:
         yield "buckets: by the number of tokens, which the run counts"
     else:
         of_axes = "" if texts else "width x height: "
-        yield f"buckets ({of_axes}{'rows of ' if plan.packing else ''}{noun} an epoch)"
+        yield f"buckets ({of_axes}{'rows of ' if plan.packing else ''}{noun} per epoch)"
         by_count = sorted(size.buckets.items(), key=lambda pair: (-pair[1], pair[0].axes))
         for shape, count in by_count[: MAX_BUCKETS if texts else None]:
             yield f"  {shape}: {count}"
@@ -414,7 +419,7 @@ def _plan_lines(plan: RunPlan, data: DataFacts | None) -> Iterator[str]:
     yield (
         f"effective batch: {effective} ({plan.batch_size} x {plan.gradient_accumulation_steps}), "
         f"steps per epoch: {limit}{size.steps_per_epoch}"
-        + ("" if is_full else f" of {mean:.1f} samples on average, for {plan.fewer_because}")
+        + ("" if is_full else f" of {mean:.1f} samples on average, because {plan.fewer_because}")
     )
     yield f"steps: {'' if plan.steps_are_given else limit}{size.max_train_steps}, epochs: {plan.epochs:.2f}"
     if plan.note:
@@ -423,7 +428,7 @@ def _plan_lines(plan: RunPlan, data: DataFacts | None) -> Iterator[str]:
     captions = count_text(size.num_captions, "text" if texts else "caption")
     entries = captions if texts else f"{count_text(size.num_images, 'image')} and {captions}"
     if size.cached is None:
-        yield f"caches in {plan.cache_dir}: a run needs {entries} there, and encodes those that are missing"
+        yield f"caches in {plan.cache_dir}: a run needs {entries} there, and encodes missing ones"
     else:
         there, needed = size.cached
         looked_at = f"the first {count_text(needed, 'text')}" if limit else count_text(needed, "text")

@@ -1,4 +1,4 @@
-"""Facts about the base model of a recipe: found by a child process, and kept in the cache until a file changes."""
+"""Facts about the base model of a recipe: a child process finds them, and the cache keeps them until a file changes."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Weighing:
             self._found = ask(CheckBaseJob(self._recipe.model_dump(mode="json")), Weighed, env)
         except LoraRocmError as error:
             self._error = error
-        except OSError as error:  # no room for the file, no memory for the process
+        except OSError as error:  # no disk space for the file, or no memory for the process
             self._error = storage_error(error, error.filename or tempfile.gettempdir())
-        except BaseException as error:  # of any class: result() raises it in the thread that asks
+        except BaseException as error:  # of any class: result() raises it in the calling thread
             self._error = error
 
     def result(self) -> Weighed:
@@ -78,7 +78,7 @@ class Weighing:
 def _weights_key(recipe: Recipe, planned_precision: str | None) -> str:
     """Return a key of everything that determines the facts, including the names of the base's files."""
     model = recipe.model
-    # Names of files too: a new file may be read instead of another.
+    # include the names of files, because a new file may be read instead of another
     files = [str(file) for name in paths_of(model) for file in _files(Path(name))]
     precision = [recipe.train.mixed_precision, planned_precision, recipe.runtime.device]
     sections = [section.model_dump(mode="json") for section in (model, recipe.lora, recipe.objective)]

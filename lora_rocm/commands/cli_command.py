@@ -1,4 +1,4 @@
-"""What every command of the command line has: plain usage and errors, ``--json``, ``--quiet``, an exit code."""
+"""Shared by all commands of the command line: plain usage and errors, ``--json``, ``--quiet``, an exit code."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typer.core import TyperCommand
 from lora_rocm.commands.output import Failed, Failure, Output, OutputMode
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and all else on standard error.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result alone.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; everything else goes to standard error.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result.")]
 
 
 class Command(TyperCommand):
-    """A command whose usage line shows arguments plainly: RECIPE, or [RECIPE] if it is optional.
+    """A command with a plain usage line: RECIPE, or [RECIPE] if it is optional.
 
-    Wrong options are named without words of the library.
+    Messages about wrong options do not contain the library's own terms.
     """
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -40,25 +40,25 @@ class Command(TyperCommand):
             raise
 
     def explained(self, message: str, args: list[str]) -> str:
-        """The message about wrong arguments, or a better one."""
+        """The message about wrong arguments; a subclass may improve it."""
         return message
 
 
 class BenchCommand(Command):
-    """A command whose ``--json`` took a file in earlier versions."""
+    """A command that took a file with ``--json`` in earlier versions."""
 
     def explained(self, message: str, args: list[str]) -> str:
         word = next((word for word in args if word == "--json" or word.startswith("--json=")), None)
         if word is None or not ("extra argument" in message or "does not take a value" in message):
             return message
         file = word.partition("=")[2] or "".join(args[args.index(word) + 1 :][:1])
-        return f"--json prints to standard output and takes no file. To write the figures to one: --output {file}"
+        return f"--json prints to standard output and takes no file. To write the figures to a file: --output {file}"
 
 
 def printed(
     command: Callable[..., int | None], *, outlives_output: bool = False, follows: bool = False
 ) -> Callable[..., None]:
-    """Run a handler, which gets an ``Output`` first, with the options ``--json`` and ``--quiet``.
+    """Run a handler with the options ``--json`` and ``--quiet``. Its first argument is an ``Output``.
 
     Its return value is the exit code; errors become messages, never tracebacks.
 
@@ -89,6 +89,6 @@ def printed(
 
 
 printed_for_files = functools.partial(printed, outlives_output=True)
-"""For a command whose results are files: it continues if its terminal is closed or the disk of its log is full."""
+"""For a command that writes files: it continues if its terminal is closed or the disk of its log is full."""
 printed_lines = functools.partial(printed, outlives_output=True, follows=True)
-"""For a command that prints events as JSON lines, and whose results are files."""
+"""For a command that writes files and prints events as JSON lines."""

@@ -26,8 +26,8 @@ class ComparedFile:
     """One LoRA file of a run.
 
     Attributes:
-        updates: the step that it is of; 0: the base alone.
-        loss: mean held-out loss; null: none is known.
+        updates: its step; 0: the base alone.
+        loss: mean held-out loss; null: unknown.
     """
 
     updates: int
@@ -36,14 +36,14 @@ class ComparedFile:
 
 @dataclass(frozen=True)
 class CompareResult:
-    """What ``lora-rocm compare`` found.
+    """Result of ``lora-rocm compare``.
 
     Attributes:
         page: the page with all images.
         files: the base and the LoRA files in the order of their steps.
         strengths: of the LoRA in the images.
-        verdict: which step the held-out losses prefer; empty without them.
-        remarks: what was left out, and why.
+        verdict: the step that the held-out losses prefer; empty without them.
+        remarks: about skipped parts, with the reasons.
     """
 
     page: Path
@@ -54,7 +54,7 @@ class CompareResult:
 
 
 def render(result: CompareResult) -> str:
-    """Return the result in words."""
+    """Return the result as text."""
     return f"{result.verdict}\n{result.page}".lstrip()
 
 
@@ -70,7 +70,7 @@ def compare(
 
     Args:
         source: the run directory.
-        prompts: in place of the recipe's; empty: those of the recipe.
+        prompts: in place of the recipe's; empty: the recipe's.
         strengths: of the LoRA; empty: ``sample.lora_scale`` of the recipe.
         most: number of LoRA files, spread evenly over the run if there are more.
         registry: the model families.
@@ -80,7 +80,7 @@ def compare(
         UserError: there is no run, it has no LoRA file yet, or there is nothing to compare by.
         LoraRocmError: any error of the child process.
     """
-    # Refuse what cannot be compared
+    # Check that there is something to compare
     run_dir, recipe = open_recipe(source, registry)
     for prompt in prompts:
         (require_text if recipe.spec.trains_on_texts else require_image_prompt)("--prompt", prompt)
@@ -92,13 +92,13 @@ def compare(
     files = spread(run_dir.checkpoint_loras(), most)
     if not files:
         what = "This run has not written a LoRA file yet."
-        raise UserError("no-lora-yet", what, where=str(run_dir.path), fix="Train on first.")
+        raise UserError("no-lora-yet", what, where=str(run_dir.path), fix="Continue the training first.")
     _require_writable(run_dir)
     # Draw and measure each file
     shown = [*strengths] or [sample.lora_scale]
     found, remarks = list[Compared](), list[str]()
     if not run_dir.result.exists():
-        remarks.append("This run is not finished. LoRA files that it writes later are not compared.")
+        remarks.append("This run is not finished. Later LoRA files are not compared.")
 
     def on_event(event: Event) -> None:
         if isinstance(event, NoticeEvent):

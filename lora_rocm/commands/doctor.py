@@ -1,6 +1,6 @@
 """``lora-rocm doctor``: problems of a machine, ordered by harm, and their remedies.
 
-A machine with notes only is healthy and gets one line on standard output. Progress goes to standard error.
+A machine with only notes is healthy and gets one line on standard output. Progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from lora_rocm.supervisor.selftest_runner import self_test
 
 JSON_FORMAT = 1
 REFUSED = ("attention-images",)
-"""Findings of another level than "breaks" for which a run is refused as well (``rules.attention_refusal``)."""
+"""Findings below the level "breaks" with which a run is refused too (``rules.attention_refusal``)."""
 
 
 @dataclass(frozen=True)
 class DoctorResult:
-    """What ``lora-rocm doctor`` found.
+    """Result of ``lora-rocm doctor``.
 
     Attributes:
         format: version of this document.
         lora_rocm: version of this program.
-        machine: the machine in words.
-        healthy: there are notes only.
+        machine: the machine as text.
+        healthy: there are only notes.
         findings: the problems, the most harmful first.
         variables: the variables that training gets.
         settings: the settings of this program that training gets.
@@ -69,7 +69,7 @@ class Examined:
 
     @property
     def exit_code(self) -> int:
-        """0, or 3 if there is a finding of level "breaks", or one for which no run is started."""
+        """0, or 3 if there is a finding of level "breaks", or one with which a run is refused."""
         refused = any(finding.id in REFUSED for finding in self.findings)
         return MachineError.exit_code if refused or _breaks(self.findings) else 0
 
@@ -104,7 +104,7 @@ def doctor(
 
 
 def render(examined: Examined) -> str:
-    """Return the findings in words."""
+    """Return the findings as text."""
     return report_text(examined.situation, examined.findings, examined.tested_on).removesuffix("\n")
 
 
@@ -129,16 +129,16 @@ def _breaks(found: tuple[Finding, ...]) -> bool:
 
 
 def _tested(situation: Situation, say: Say) -> tuple[Situation, tuple[Finding, ...]]:
-    """The situation with a new verdict; or unchanged, with a finding that says why the test could not run."""
+    """The situation with a new verdict; if the test could not run, the old one with a finding about the reason."""
     try:
         return replace(situation, verdict=self_test(situation, say)), ()
     except LoraRocmError as error:
         trouble = Finding(
             "selftest-impossible",
             "breaks",
-            "The self-test of the GPU could not be made",
+            "The self-test of the GPU could not run",
             f"{error.what} {error.where}".strip(),
-            "torch does not get as far as using the GPU; a run would not either",
+            "torch cannot use the GPU, and neither could a run",
             (error.fix or "lora-rocm doctor --quick",),
             "self-test of this machine",
         )

@@ -20,15 +20,15 @@ class AlphaDocument(TypedDict):
 
 
 class AdapterDocument(TypedDict):
-    """What is in an adapter file.
+    """Contents of an adapter file.
 
     Attributes:
         kind: LoRA, DoRA, LoKr and others.
-        spelling: whose names its tensors have.
+        spelling: naming scheme of its tensors.
         modules: number of modules by component and kind of module.
         ranks: number of modules by rank.
         alpha: its alphas.
-        readers: what each program does with it; null: not known.
+        readers: support by each program; null: unknown.
     """
 
     kind: str
@@ -40,29 +40,29 @@ class AdapterDocument(TypedDict):
 
 
 class InspectDocument(TypedDict, total=False):
-    """What a file or folder is.
+    """Description of a file or folder.
 
     Attributes:
         path: the file or folder.
-        title: what it is.
-        usable: whether a recipe can name it.
+        title: its description.
+        usable: whether a recipe can use it.
         families: possible values of `model.family`.
-        trainable: those that can be trained here.
-        needed: keys of `model` that a base needs, too.
-        unusable: why none of the families can be.
+        trainable: the families that can be trained here.
+        needed: keys of `model` that a base also needs.
+        unusable: the reason why no family can be trained.
         problem: the error by which `check` and `train` refuse a base.
-        notices: what these say about one that they take.
-        keys: key of the recipe that can name a component, by family.
-        part: which part of a model a component is.
-        components: what each component is.
-        parts: the same with all keys of this document.
-        adapter: what is in an adapter file.
+        notices: notices of `check` and `train` about an accepted base.
+        keys: the recipe key that can name a component, by family.
+        part: the part of a model that a component is.
+        components: title of each component.
+        parts: each component, with all keys of this document.
+        adapter: the contents of an adapter file.
         adapters: the same by component.
-        tensors: their number.
-        bytes: their size.
+        tensors: number of tensors.
+        bytes: size of the tensors.
         dtypes: bytes by number format.
         quantised: the format; null: it is not quantised.
-        metadata: how the file was made, as far as it says.
+        metadata: the file's origin, according to its metadata.
     """
 
     path: str

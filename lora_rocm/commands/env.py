@@ -42,7 +42,7 @@ class EnvResult:
 
 
 def planned(recipe: str | None, overrides: Sequence[str], facts_path: Path | None) -> tuple[Situation, EnvPlan]:
-    """Return a machine, and the environment plan for a recipe or for none on it.
+    """Return a machine and its environment plan, with or without a recipe.
 
     Raises:
         UserError: recipe or facts cannot be read, or there are overrides without a recipe.

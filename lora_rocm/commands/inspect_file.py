@@ -1,4 +1,4 @@
-"""What a model file or folder is: family, components, storage format, and for an adapter its modules and readers."""
+"""Describe a model file or folder: family, components, storage format, and for an adapter its modules and readers."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import final_files
 
 Found = dict[str, Any]
-"""What ``inspect`` finds, or a part of it, ready for JSON."""
+"""The result of ``inspect``, or a part of it, ready for JSON."""
 STATE = "state.json"
 AIDS = ("tokenizer", "scheduler")
 """Components of a diffusers folder without weights."""
 LANGUAGE_MODEL, CAUSAL, CAUSAL_CLASSES = "language model", "causal-lm", ("ForCausalLM", "ForConditionalGeneration")
-"""Family of language models, and how their classes in transformers end."""
+"""Family of language models, and the endings of their class names in transformers."""
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 WEIGHTS, RECIPES = (".safetensors", ".sft"), (".yaml", ".yml")
 BUILTIN = "builtin:"
@@ -73,8 +73,8 @@ NOTED = (
     "ss_learning_rate",
     "ss_optimizer",
 )
-"""Metadata that say how a file was made."""
-UNKNOWN, UNKNOWN_FILE = "a model that is not known", "a file that is not known"
+"""Metadata about the origin of a file."""
+UNKNOWN, UNKNOWN_FILE = "an unknown model", "an unknown file"
 EMPTY = ("", "{}", "None", "null")
 MAX_SHOWN, MAX_NAMED, MAX_NEAR = 200, 6, 3
 BLOCK = re.compile(r".*(?:blocks?|layers|attentions|resnets|refiner)[._]\d+[._](.+)|.*?[._](.+)")
@@ -83,20 +83,20 @@ PART_ALONE = (
     "this part alone cannot be used here: give the checkpoint with text encoders and VAE, or the whole diffusers folder"
 )
 FOLDER_ALONE = "to train it, give its folder with config.json and tokenizer"
-NOT_TRAINED = "its family is known by name, and not trained here"
+NOT_TRAINED = "its family is known, but cannot be trained here"
 STARTERS = ("LoRA", "LoRA and DoRA", "LoKr", "LoHa", "OFT", "IA3")
 """Kinds of adapter that ``lora.init_from`` reads."""
 
 
 class Judge(Protocol):
-    """Says whether a path can be ``model.name_or_path`` of families, as ``lora-rocm check`` would."""
+    """Checks whether a path can be ``model.name_or_path`` of families, as ``lora-rocm check`` would."""
 
     def __call__(self, path: Path, families: Sequence[str]) -> Mapping[str, Judged]:
         """Family -> its judgement."""
 
 
 def judge_in_child(path: Path, families: Sequence[str]) -> Mapping[str, Judged]:
-    """Ask a child process, because it takes the libraries of the models.
+    """Ask a child process, because the check imports the models' libraries.
 
     Raises:
         MachineError: the child cannot run.
@@ -107,16 +107,14 @@ def judge_in_child(path: Path, families: Sequence[str]) -> Mapping[str, Judged]:
 
 
 def inspect(path: Path, registry: Registry = PRODUCT, judge: Judge = judge_in_child) -> Found:
-    """Return what a file or folder is, ready for JSON.
+    """Return the description of a file or folder, ready for JSON.
 
-    title: what it is. families: possible values of ``model.family``. trainable: those that can be trained here, for a
-    base as ``judge`` says. needed: keys of ``model`` that a base needs, too. unusable: why none of the families can be;
-    left out if one can, or if none is known. problem: code, what, where and fix of the error by which ``check`` and
-    ``train`` refuse a base or an adapter. notices: what they say about one that they take. usable: whether a recipe can
-    name it.
+    For the keys see ``documents.InspectDocument``. ``judge`` decides which families can be trained on a base. The key
+    ``unusable`` is omitted if a family can be trained, or if none is known. ``problem`` and ``notices`` are also about
+    adapters.
 
     Raises:
-        ModelError: it is missing, damaged, or no model; pickle-refused, gguf-refused.
+        ModelError: it is missing, damaged, or not a model; pickle-refused, gguf-refused.
         MachineError: the child that judges a base cannot run.
     """
     found = _judged(path, registry, judge)
@@ -125,7 +123,7 @@ def inspect(path: Path, registry: Registry = PRODUCT, judge: Judge = judge_in_ch
 
 
 def _judged(path: Path, registry: Registry, judge: Judge) -> Found:
-    """As ``inspect``, without whether a recipe can name it."""
+    """The description without the key ``usable``."""
     found = _looked_at(path, registry)
     candidates = found.pop("candidates", [])
     if not candidates:
@@ -145,16 +143,16 @@ def _judged(path: Path, registry: Registry, judge: Judge) -> Found:
 
 
 def _looked_at(path: Path, registry: Registry) -> Found:
-    """Return what a file or folder is by names and headers.
+    """Return the description of a file or folder by names and headers.
 
-    candidates: values of ``model.family`` for which it may be a base; left out if it is none.
+    candidates: values of ``model.family`` for which it may be a base; omitted if there are none.
     """
     if path.parts[:1] and path.parts[0].startswith(BUILTIN):
         return {"path": str(path), **_shipped(str(path), registry)}
     if path.is_dir():
         return {"path": str(path), **_folder(path, registry)}
     if not path.exists():
-        what, fix = "There is no such file or folder.", "Correct the path. A model of the hub is downloaded first."
+        what, fix = "There is no such file or folder.", "Correct the path. Download a model of the hub first."
         raise ModelError("model-missing", what, where=str(path), fix=fix)
     if path.suffix.lower() in PICKLES:
         raise ModelError(
@@ -165,12 +163,12 @@ def _looked_at(path: Path, registry: Registry) -> Found:
         )
     refuse_gguf(path, str(path))
     if path.is_file() and path.suffix.lower() not in WEIGHTS:
-        what = "This is a recipe" if path.suffix.lower() in RECIPES else "This is no .safetensors file"
+        what = "This is a recipe" if path.suffix.lower() in RECIPES else "This is not a .safetensors file"
         raise ModelError(
             "not-a-model",
-            f"{what}: inspect looks at models and LoRA files.",
+            f"{what}: inspect reads models and LoRA files.",
             where=str(path),
-            fix="Give a .safetensors file, a folder of a model, or a run directory; lora-rocm check looks at a recipe.",
+            fix="Give a .safetensors file, a folder of a model, or a run directory. For a recipe use lora-rocm check.",
         )
     return {"path": str(path), **_file(read_header(path), registry)}
 
@@ -197,7 +195,7 @@ def _file(header: Header, registry: Registry) -> Found:
 
 
 def _standard(header: Header) -> Header:
-    """Return the header with the names by which adapters are known; as it is, if two of its names mean the same."""
+    """Return the header with standard names of adapters; unchanged if two of its names mean the same."""
     try:
         return replace(header, tensors=standard_names(header.tensors, header.path))
     except AdapterError:
@@ -205,7 +203,7 @@ def _standard(header: Header) -> Header:
 
 
 def _folder(path: Path, registry: Registry) -> Found:
-    """Return what a folder is, by its configs: a model, a checkpoint of a run, or a PEFT adapter."""
+    """Return the description of a folder by its configs: a model, a checkpoint of a run, or a PEFT adapter."""
     if (path / PEFT_CONFIG).is_file() or (path / PEFT_WEIGHTS).is_file():
         return _looked_at(path / PEFT_WEIGHTS, registry)
     if (path / STATE).is_file() and (path / "adapter.safetensors").is_file():
@@ -224,17 +222,18 @@ def _folder(path: Path, registry: Registry) -> Found:
     aid = next((f" of a {each}" for each in AIDS if (path / f"{each}_config.json").is_file()), "")
     raise ModelError(
         "not-a-model",
-        f"This folder{aid} has no {INDEXES[0]}, no {PEFT_CONFIG}, and no {COMPONENT_CONFIG} of a component.",
+        f"This folder{aid} has no {INDEXES[0]}, no {PEFT_CONFIG} and no {COMPONENT_CONFIG} of a component.",
         where=str(path),
         fix=_given_instead(path),
     )
 
 
 def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
-    """Return what the ``peft`` folder of a run is, which has a PEFT folder for each component.
+    """Return the description of a run's ``peft`` folder, which has a PEFT folder for each component.
 
-    A component that many models have, such as a text encoder, is of the model of the others.
+    A component that many models share, such as a text encoder, belongs to the model of the other components.
     """
+    # find the families that fit all components
     found = {part.name: _looked_at(part, registry) for part in parts}
     if len(found) == 1:
         return found[parts[0].name]
@@ -245,6 +244,7 @@ def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
         for name, part in zip(found, parts, strict=True)
     }
     trainable = [family for family in families if family in registry and not any(family in r for r in refused.values())]
+    # describe each component, and the programs that read it
     why = next((error.what for errors in refused.values() for error in errors.values()), "")
     adapters = {name: part["adapter"] for name, part in found.items() if "adapter" in part}
     readers = [adapters[name]["readers"] for name in adapters if found[name]["families"]]
@@ -266,14 +266,14 @@ def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
 
 
 def _component_folder(path: Path, registry: Registry) -> Found:
-    """Return what the folder of one component is, or a folder of transformers.
+    """Return the description of the folder of one component, or of a transformers folder.
 
     Raises:
         ModelError: weights-missing.
     """
     found, above = _component(path, registry), index_of(path.parent)
     if not found["families"] and any(word in found["title"] for word in CAUSAL_CLASSES) and CAUSAL in registry:
-        return {**found, "candidates": [CAUSAL]}  # its names say nothing, and its config may
+        return {**found, "candidates": [CAUSAL]}  # only its config can identify it, not its names
     if not found["families"] or "unusable" in found:
         return found
     if found["part"] == LANGUAGE_MODEL:
@@ -283,23 +283,25 @@ def _component_folder(path: Path, registry: Registry) -> Found:
 
 
 def _component(path: Path, registry: Registry) -> Found:
-    """Return what a folder of config and weights holds, whatever may be done with it alone.
+    """Return the description of a folder of config and weights, even if it is not usable alone.
 
     Raises:
         ModelError: weights-missing, weights-damaged, weights-unreadable, config-unreadable.
     """
+    # read the config and the headers of all weight files
     config = path / COMPONENT_CONFIG
     settings = read_config(config)
     named = settings.get("_class_name") or next(iter(_listed(settings.get("architectures"))), "")
     title, files = one_line(str(named))[:MAX_SHOWN], weight_files(path)
     if not files:
-        what = f"This folder has a config.json{f' of {title}' if title else ''}, and no weights that are read with it"
+        what = f"This folder has a config.json{f' of {title}' if title else ''}, but no readable weights"
         raise ModelError("weights-missing", f"{what}.", where=str(path), fix=_given_instead(path))
     headers = [read_header(file) for file in files]
     tensors = {name: entry for header in headers for name, entry in header.tensors.items()}
     if len(tensors) != sum(len(header.tensors) for header in headers):
-        what = "Two files of this folder hold the same tensors: they are not of one download."
+        what = "Two files of this folder contain the same tensors: they come from different downloads."
         raise ModelError("weights-damaged", what, where=str(path), fix=DOWNLOAD_AGAIN)
+    # describe the weights, and compare them with the config
     whole = replace(headers[0], tensors=tensors)
     model = model_of(whole.shapes)
     found = {**_file(whole, registry), "part": "" if model is None else model.part, "trainable": []}
@@ -319,12 +321,14 @@ def _component(path: Path, registry: Registry) -> Found:
 
 
 def _diffusers_folder(path: Path, index: Found, registry: Registry) -> Found:
-    """Return what a whole diffusers folder is, with what each component of its index is."""
+    """Return the description of a whole diffusers folder and of each component in its index."""
+    # read the index
     name = str(index.get("_class_name", ""))
     known = pipeline_of(name)
     families = [family for family in known.families if family != OTHER] if known is not None else []
     classes = {part: value[1] for part, value in index.items() if isinstance(value, list) and len(value) > 1}
     classes = {part: one_line(str(kind))[:MAX_SHOWN] for part, kind in classes.items() if kind is not None}
+    # describe each component
     parts: dict[str, Found] = {}
     for part in classes:
         if (path / part / COMPONENT_CONFIG).is_file():
@@ -334,6 +338,7 @@ def _diffusers_folder(path: Path, index: Found, registry: Registry) -> Found:
                 parts[part] = {"title": error.what}
         elif not (path / part).is_dir():
             parts[part] = {"title": "not in this folder"}
+    # decide which families can be trained on it
     trained = [family for family in families if family in registry]
     spec = registry[trained[0]] if trained else None
     why = "" if spec is None else _why_not(spec, parts, families)
@@ -351,7 +356,7 @@ def _diffusers_folder(path: Path, index: Found, registry: Registry) -> Found:
 
 
 def _why_not(spec: FamilySpec, parts: Mapping[str, Found], families: Sequence[str]) -> str:
-    """Return why a diffusers folder of these families cannot be trained on; "" if it can. ``spec``: of the first."""
+    """Return why a diffusers folder of these families cannot be trained; "" if it can. ``spec``: the first family's."""
     main = spec.component
     if main not in parts:
         return f"the weights of its {main} are missing"
@@ -368,7 +373,7 @@ def _given_instead(path: Path) -> str:
     inside = path.glob(f"*/{INDEXES[0]}")
     near = sorted([*(file.parent for file in inside), *path.glob("*.safetensors")])[:MAX_NEAR]
     if near:
-        return f"Give one of what is in it: {', '.join(map(str, near))}."
+        return f"Give one of these in it: {', '.join(map(str, near))}."
     return "Give a .safetensors file, a folder of diffusers or transformers, or a PEFT folder."
 
 
@@ -377,7 +382,7 @@ def _listed(value: object) -> list[object]:
 
 
 def _shipped(name: str, registry: Registry) -> dict[str, object]:
-    """Return what a name such as builtin:tiny-sdxl stands for.
+    """Return the description of a built-in name such as builtin:tiny-sdxl.
 
     Raises:
         ModelError: nothing of this name ships.
@@ -414,12 +419,14 @@ def _model(header: Header, registry: Registry) -> Found:
 
 
 def _adapter(header: Header, kind: str, registry: Registry) -> Found:
+    # recognise the families
     standard = _standard(header)
     origin = origin_of(standard.tensors, standard.shapes)
     families = families_of(standard.shapes, header.metadata)
     titles = [registry[name].title for name in families if name in registry]
     of = titles[0] if len(families) == len(titles) == 1 else origin.title if origin is not None else ""
     trained = [name for name in families if name in registry]
+    # decide whether a run can start from it
     notices = list[str]()
     refused = refusals(header, families, registry, notices.append)
     usable = [name for name in trained if name not in refused]
@@ -430,6 +437,7 @@ def _adapter(header: Header, kind: str, registry: Registry) -> Found:
         others = {"unusable": error.what, "problem": problem}
     if trained and kind.removesuffix(" and trained norms") not in STARTERS:
         others = {"unusable": f"no run starts from a {kind.removesuffix(' and trained norms')}"}
+    # find the programs that read it; a faulty file gets none
     spelling, ranks = spelling_of(header.tensors), ranks_of(standard)
     is_faulty = "unusable" in others and has_fault(refused)
     readers = None if is_faulty or any_rewritten(header.tensors) else readers_of_file(header, families)
@@ -437,6 +445,7 @@ def _adapter(header: Header, kind: str, registry: Registry) -> Found:
         name, other = foreign
         others = {"unusable": f"no run starts from a mixture: it names {one_line(name)[:MAX_SHOWN]}, of {other.title}"}
         of, families, readers = f"{of} and {other.title}", (), None
+    # describe its modules, ranks and alphas
     config = peft_config(header)
     alpha = _alphas(standard) if config is None else dict.fromkeys(("min", "max"), as_number(config.get("lora_alpha")))
     return {
@@ -457,7 +466,7 @@ def _adapter(header: Header, kind: str, registry: Registry) -> Found:
 
 
 def _modules(header: Header) -> dict[str, dict[str, int]]:
-    """Return component, as the file names it -> kind of module -> number."""
+    """Return component (with its name in the file) -> kind of module -> number."""
     counts: dict[str, Counter[str]] = {}
     for name in sorted({name.rpartition(".lora")[0] or name.rpartition(".")[0] for name in header.tensors}):
         start = re.match(r"(?:lora|lycoris)_[a-z]+\d?(?=_)|base_model\.model|[^.]+", name)
@@ -468,7 +477,7 @@ def _modules(header: Header) -> dict[str, dict[str, int]]:
 
 
 def _alphas(header: Header) -> Found:
-    """Return the smallest and the largest alpha, and how many modules with a rank have none."""
+    """Return the smallest and the largest alpha, and the number of modules with a rank but without alpha."""
     found = alphas_of(header).values()
     missing = max(0, ranks_of(header).total() - len(found))
     return {"min": min(found, default=None), "max": max(found, default=None), "missing": missing}
@@ -479,7 +488,7 @@ def _metadata(metadata: dict[str, str]) -> Found:
     try:
         folders = parse_json(metadata.get("ss_tag_frequency", "{}"))
         tags = Counter({tag: int(count) for folder in folders.values() for tag, count in folder.items()})
-    except (ValueError, AttributeError, TypeError, RecursionError):  # another program's text, which nothing depends on
+    except (ValueError, AttributeError, TypeError, RecursionError):  # text of another program, only for display
         return found
     if tags:
         found |= {"tags": len(tags), "frequent_tags": [tag for tag, _ in tags.most_common(MAX_NAMED)]}
@@ -505,11 +514,11 @@ def inspect_text(found: Found) -> str:
     for name, value in found.get("metadata", {}).items():
         text = ", ".join(value) if isinstance(value, list) else str(value)
         lines.append(f"  {name}: {one_line(text)[:MAX_SHOWN]}")
-    return "\n".join(map(legible, lines))  # names and metadata of a file may hold line ends
+    return "\n".join(map(legible, lines))  # names and metadata of a file may contain line ends
 
 
 def _verdict_lines(found: Found) -> list[str]:
-    """Return what a file or folder can be used for, or why it cannot be."""
+    """Return the possible uses of a file or folder, or why there are none."""
     lines = list[str]()
     starts = "adapter" in found or "adapters" in found
     use = "can start a run (lora.init_from) with" if starts else "can be trained on with"
@@ -528,7 +537,7 @@ def _verdict_lines(found: Found) -> list[str]:
 
 
 def _part_text(part: Found) -> str:
-    """Return one component of a diffusers folder as text: what it is, its size and its number formats."""
+    """Return one component of a diffusers folder as text: its title, size and number formats."""
     if "tensors" not in part:
         return str(part["title"])
     size = f"{count_text(part['tensors'], 'tensor')}, {size_text(part['bytes'])}, {', '.join(part['dtypes'])}"
@@ -538,7 +547,7 @@ def _part_text(part: Found) -> str:
 
 
 def _adapter_lines(adapter: Found, *, is_refused: bool) -> list[str]:
-    """Return what is in an adapter file as text. ``is_refused``: without what programs would do with a whole one."""
+    """Return the contents of an adapter file as text. ``is_refused``: omit the notes about its use by programs."""
     lines = []
     shown = dict(list(adapter["modules"].items())[:MAX_NAMED])
     for component, modules in shown.items():
@@ -560,8 +569,8 @@ def _adapter_lines(adapter: Found, *, is_refused: bool) -> list[str]:
         missing = f", missing in {count_text(alpha['missing'], 'module')}" if alpha["missing"] else ""
         lines.append(f"  alpha {both}{missing}")
     elif alpha["missing"] and not is_refused:
-        lines.append("  no alpha: each program takes the rank, so the scale is 1")
+        lines.append("  no alpha: each program uses the rank, so the scale is 1")
     if adapter["readers"] is None:
-        unknown = "  which programs read it is not known here; lora-rocm export says it of a run's files"
+        unknown = "  the programs that read it are unknown; for the files of a run, lora-rocm export lists them"
         return lines if is_refused else [*lines, unknown]
     return lines + [f"  {PROGRAMS[name]}: {text}" for name, text in adapter["readers"].items()]

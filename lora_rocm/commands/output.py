@@ -1,7 +1,7 @@
-"""What commands print, and how: the only place that writes to the terminal.
+"""Output of commands: the only place that writes to the terminal.
 
-A command computes a frozen dataclass; ``Output.show`` prints it as text or, with ``--json``, as one JSON document. What
-happens on the way is said by ``Output.say``, so that standard output holds nothing but that document.
+A command computes a frozen dataclass; ``Output.show`` prints it as text or, with ``--json``, as one JSON document.
+``Output.say`` prints progress and notices elsewhere, so that standard output contains nothing but that document.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from lora_rocm.errors import LoraRocmError, Problem, RecipeError
 from lora_rocm.foundation.terminal_text import legible
 
 Say = Callable[[str], None]
-"""Takes a line about what is going on, or about what the user should know."""
+"""Takes a line of progress, or a notice for the user."""
 
 
 def unheard(text: str) -> None:
-    """A ``Say`` for callers who want the result alone."""
+    """A ``Say`` for callers who want only the result."""
 
 
 class OutputMode(StrEnum):
-    """How a command prints."""
+    """Output modes of a command."""
 
     HUMAN = "human"
     JSON = "json"
@@ -43,7 +43,7 @@ class Failure:
         code: its stable name.
         what: what happened.
         where: file, line and key with the value, or another place.
-        fix: what to do about it.
+        fix: the remedy.
         exit_code: of the command.
         problems: each problem of a recipe.
     """
@@ -69,10 +69,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Failed:
-    """The document of a command that has no result.
+    """The document of a command without a result.
 
     Attributes:
-        error: why.
+        error: the reason.
     """
 
     error: Failure
@@ -80,23 +80,23 @@ class Failed:
 
 @dataclass(frozen=True)
 class ReportResult:
-    """What ``lora-rocm report`` wrote. report: the page."""
+    """Result of ``lora-rocm report``. report: the page."""
 
     report: Path
 
 
 @dataclass(frozen=True)
 class ForgetResult:
-    """What ``lora-rocm forget`` did. said: which mitigations it has forgotten, in words."""
+    """Result of ``lora-rocm forget``. said: the mitigations that it has forgotten, as text."""
 
     said: tuple[str, ...]
 
 
 def json_form(value: Any) -> Any:
-    """The value as JSON has it: every field of a dataclass, paths and keys as text, null for numbers not finite.
+    """The value for JSON: every field of a dataclass, paths and keys as text, null for numbers that are not finite.
 
     Raises:
-        TypeError: a value has no form in JSON.
+        TypeError: a value cannot be written as JSON.
     """
     if value is None or isinstance(value, bool | int):
         return value
@@ -114,11 +114,11 @@ def json_form(value: Any) -> Any:
         return [json_form(each) for each in value]
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(f"{type(value).__name__} has no form in JSON")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
 class Output:
-    """Prints the result of one command, and what it says on the way.
+    """Prints the result of one command, its progress and its notices.
 
     ==========  ====================================  ===================
     mode        ``show`` (standard output)            ``say``, progress
@@ -131,8 +131,8 @@ class Output:
     Errors go to standard error in every mode; in JSON mode they are also the document.
 
     Args:
-        mode: how to print.
-        follows: in JSON mode, what happens on the way is printed too, as one JSON object per line (``follow``).
+        mode: the output mode.
+        follows: in JSON mode, print events too, as one JSON object per line (``follow``).
     """
 
     def __init__(self, mode: OutputMode = OutputMode.HUMAN, *, follows: bool = False) -> None:
@@ -140,7 +140,7 @@ class Output:
 
     @property
     def stream(self) -> TextIO:
-        """Where progress is shown. Looked up each time, because a command may outlive its standard output."""
+        """The stream for progress. Looked up each time, because a command may outlive its standard output."""
         match self.mode:
             case OutputMode.HUMAN:
                 return sys.stdout
@@ -150,16 +150,16 @@ class Output:
                 return _Nowhere()
 
     def say(self, *lines: str) -> None:
-        """Say what is going on, or what the user should know."""
+        """Print progress, or a notice for the user."""
         self.write("".join(legible(line, keep="\n") + "\n" for line in lines))
 
     def aside(self, text: str) -> None:
-        """Say something on standard error, also where the result is text: that can then be redirected alone."""
+        """Print a notice on standard error in text mode too, so that the result can be redirected alone."""
         if self.mode != OutputMode.QUIET:
             _write(sys.stderr, legible(text, keep="\n") + "\n")
 
     def write(self, text: str) -> None:
-        """Show a piece of text letter for letter as it comes, without a line end."""
+        """Show a piece of text unchanged as it comes, without a line end."""
         _write(self.stream, text)
 
     def follow(self, event: Mapping[str, Any]) -> None:
@@ -168,11 +168,11 @@ class Output:
             _write(sys.stdout, json.dumps(json_form(event)) + "\n")
 
     def show(self, result: Any, text: str, *, exact: bool = False) -> int:
-        """Print the result and return the exit code: that of its ``error``, if it has one, else 0.
+        """Print the result and return the exit code of its ``error``, or 0 if it has none.
 
         Args:
             result: a dataclass.
-            text: the same in words; nothing is printed if it is empty.
+            text: the result as text; if it is empty, nothing is printed.
             exact: the text is for another program, so unusual characters are not escaped.
         """
         if self.mode == OutputMode.JSON:
@@ -186,7 +186,7 @@ class Output:
         return failure.exit_code
 
     def fail(self, error: LoraRocmError) -> None:
-        """Print the error with which the command ends. A document that was already printed stays the only one."""
+        """Print the error with which the command ends. No second document is printed."""
         _write(sys.stderr, legible(str(error), keep="\n") + "\n")
         if self.mode == OutputMode.JSON and not self._has_document:
             self.document(Failed(Failure.of(error)))
@@ -198,7 +198,7 @@ class Output:
 
 
 class _Nowhere(io.StringIO):
-    """A stream that keeps nothing."""
+    """A stream that discards its text."""
 
     def write(self, text: str, /) -> int:
         return len(text)

@@ -1,4 +1,4 @@
-"""``lora-rocm plan``: predicts memory and time of each memory plan of a recipe, without loading anything."""
+"""``lora-rocm plan``: predict memory and time of each memory plan of a recipe, without loading anything."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rules.tuned_rules import attention_text
 
-PUBLISHED = "counted by the configuration that the family's first model has published, as all of its fine-tunes have it"
+PUBLISHED = "counted with the published configuration of the family's first model, which all its fine-tunes share"
 COUNTED = ("shape", "weight_bytes", *ADAPTER, "optimizer_bytes", "work")
 CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(?:G|GB|GiB)?", re.IGNORECASE)
 LARGEST_CARD_GIB = 4096
@@ -47,7 +47,7 @@ PRECISION_ERROR = {"fp16": 0.002, "bf16": 0.018}
 """Relative difference of a LoRA's gradients from those in float32 (``benchmarks/precision_error.py``)."""
 FITS_FP16: dict[Fp16, str] = {
     "whole": "its activations fit fp16",
-    "products": "products in fp16, the residual stream between them in float32, for its sums leave the range of fp16",
+    "products": "products in fp16, the residual stream between them in float32: its sums exceed the range of fp16",
     "never": "factors of its products are too large for fp16",
 }
 
@@ -58,7 +58,7 @@ class Room:
 
     Attributes:
         num_bytes: null if there is no limit to compare with.
-        why: how it was counted, in words.
+        why: how it was counted, as text.
         shared: this is main memory; offloading weights then saves nothing.
         parts: the amounts that were counted, in bytes; negative if subtracted.
     """
@@ -96,7 +96,7 @@ class CountedFootprint:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """What ``lora-rocm plan`` found.
+    """Result of ``lora-rocm plan``.
 
     Attributes:
         recipe: its name.
@@ -111,15 +111,15 @@ class PlanResult:
         precision: number format of the computation; no is float32.
         footprint: memory and work at the largest samples.
         room: memory available for tensors.
-        plans: for each number of parts and each mode the fastest plan that fits, else the smallest.
-        chosen: the plan that training would take; null: none fits.
-        seconds_are_known: the times are of this machine's GPU; else only their ratios mean something.
-        attention: how attention is computed.
+        plans: for each number of parts and each mode, the fastest plan that fits, else the smallest one.
+        chosen: the plan that training would use; null: none fits.
+        seconds_are_known: the times are for this machine's GPU; else only their ratios are meaningful.
+        attention: the backend of attention.
         encoders: the quantised text encoders.
         model_is_here: the model was found on this machine; else it is counted by its published configuration.
-        notes: what the recipe brings with it.
+        notes: consequences of the recipe.
         remarks: about number formats, texts and encoders.
-        error: why no plan fits; null: one does, or there is no limit to compare with.
+        error: the reason why no plan fits; null: one does, or there is no limit to compare with.
     """
 
     recipe: str
@@ -157,9 +157,9 @@ def plan(
         registry: the available model families.
 
     Raises:
-        LoraRocmError: recipe or model are wrong. That no plan fits is the ``error`` of the result.
+        LoraRocmError: recipe or model are wrong. If no plan fits, the result has an ``error`` instead.
     """
-    # Count the model and what memory there is
+    # Count the model and the available memory
     loaded = load_recipe(recipe_path, overrides, registry)
     recipe = loaded.recipe
     total = None if card is None else card_bytes(card)
@@ -206,13 +206,13 @@ def card_bytes(text: str) -> int:
     """Return the bytes of "24GB"; a card's GB are GiB.
 
     Raises:
-        UserError: the text is no amount of memory.
+        UserError: the text is not an amount of memory.
     """
     found = CARD.fullmatch(text.strip())
     amount = float(found.group(1)) if found is not None else 0.0
     if not 0 < amount <= LARGEST_CARD_GIB:
         raise UserError(
-            "card-unclear", "This is no memory of a card.", where=f"--card {text!a:.40}", fix="For example --card 24GB."
+            "card-unclear", "This is not a memory size.", where=f"--card {text!a:.40}", fix="For example --card 24GB."
         )
     return int(amount * GIB)
 
@@ -231,23 +231,23 @@ def _room_of_card(total_bytes: int) -> Room:
 
 
 def _room_here(situation: Situation, gpu: CountedGpu | None) -> Room:
-    """Return the memory that the worker would have; if torch sees no GPU, estimate it from the system's information."""
+    """Return the worker's memory; if torch sees no GPU, estimate it from the system's information."""
     known = budget_of(situation.facts, situation.gpu)
     if gpu is not None:
         parts = _parts_of(known, gpu.budget_bytes)
         counted = f": {parts_text(parts)}" if parts else ""
         return Room(gpu.budget_bytes, f"{gpu.name}, as training sees it{counted}", gpu.integrated, parts)
     if known is None or situation.gpu is None:
-        return Room(None, "no GPU is seen here; --card 24GB says whether it fits one")
-    if not known.capped:  # then nothing of it is counted yet
+        return Room(None, "no GPU is seen here; --card 24GB shows whether the recipe fits a card")
+    if not known.capped:  # the runtime's own memory is not subtracted yet
         return Room(max(0, known.total_bytes - CONTEXT_BYTES), known.why)
     return Room(known.total_bytes, parts_text(known.parts), bool(situation.gpu.integrated), known.parts)
 
 
 def _parts_of(known: MemoryBudget | None, budget_bytes: int) -> tuple[Part, ...]:
-    """What was counted of a card on the way to a budget that the worker's code measured; () if that is not known.
+    """The parts of a card's memory that lead to the budget measured by the worker's code; () if they are unknown.
 
-    What is neither for libraries nor kept free is held by others.
+    Memory that is neither for libraries nor kept free is in use by other programs.
     """
     if known is None or not known.library_bytes:
         return known.parts if known is not None and known.capped else ()
@@ -258,10 +258,10 @@ def _parts_of(known: MemoryBudget | None, budget_bytes: int) -> tuple[Part, ...]
 
 
 def _notes(recipe: Recipe, footprint: Footprint) -> Iterator[str]:
-    """What the recipe brings with it, in words."""
+    """Notes about the consequences of the recipe, as text."""
     for source in {source.index: source for source in recipe.data.resolved_sources()}.values():
         if source.class_prompt is not None:
-            yield f"before training: {source.num_class_images} {source.name}, where the cache has none"
+            yield f"before training: {source.num_class_images} {source.name}, unless they are in the cache"
     yield from alike_squares(recipe.data) if recipe.spec.reads("data.resolution") else ()
     if recipe.model.quantization != "none":
         form, spec = recipe.model.quantization, recipe.spec
@@ -270,18 +270,19 @@ def _notes(recipe: Recipe, footprint: Footprint) -> Iterator[str]:
     if footprint.narrow_layers:
         yield (
             "lora.rank is larger than the inputs or outputs of "
-            f"{count_text(footprint.narrow_layers, 'adapted layer')}: a lower rank can say as much there"
+            f"{count_text(footprint.narrow_layers, 'adapted layer')}: a lower rank can have the same effect there"
         )
     if text := recipe.lora.unstarted_text(footprint.unstarted_layers):
         yield text
 
 
 def render(result: PlanResult) -> str:
-    """Return the result in words."""
+    """Return the result as text."""
     return "\n".join(_lines(result))
 
 
 def _lines(result: PlanResult) -> Iterator[str]:
+    # model and memory
     footprint, room = result.footprint, result.room
     yield (
         f"{result.recipe}: {footprint.shape}, batch {result.batch_size} x {result.gradient_accumulation_steps}, "
@@ -295,7 +296,7 @@ def _lines(result: PlanResult) -> Iterator[str]:
     yield ""
     # table of all plans
     blocks = f"{'recomputed':>11}{'offloaded':>11}"
-    yield f"{'memory':<10}{blocks}{'at once':>9}{'graphs':>8}{'peak':>11}{'a step':>10}  fits"
+    yield f"{'memory':<10}{blocks}{'at once':>9}{'graphs':>8}{'peak':>11}{'step':>10}  fits"
     fastest = min(row.step_s for row in result.plans)
     for row in result.plans:
         seconds = f"{row.step_s:.3f} s" if result.seconds_are_known else f"{row.step_s / fastest:.2f} x"
@@ -307,7 +308,7 @@ def _lines(result: PlanResult) -> Iterator[str]:
     yield ""
     # the chosen plan
     if result.chosen is not None:
-        why = ", as train.gradient_checkpointing: true asks" if result.gradient_checkpointing else ""
+        why = ", because of train.gradient_checkpointing: true" if result.gradient_checkpointing else ""
         yield f"runtime.memory: {result.memory} would choose: {plan_text(result.chosen)}{why}"
         if result.seconds_are_known and (steps := result.max_train_steps):
             yield f"{count_text(steps, 'step')}: about {time_text(result.chosen.step_s * steps)}"
@@ -320,7 +321,7 @@ def _lines(result: PlanResult) -> Iterator[str]:
 
 
 def _remarks(recipe: Recipe, precision: str, gpu: Gpu | None, encoders: Sequence[PackedEncoder]) -> Iterator[str]:
-    """About the number format, texts and text encoders, in words."""
+    """Remarks about the number format, texts and text encoders."""
     if precision in PRECISION_ERROR:
         arch = arch_of(gpu.gfx) if gpu is not None else None
         emulates = arch is not None and not arch.bf16
@@ -332,7 +333,7 @@ def _remarks(recipe: Recipe, precision: str, gpu: Gpu | None, encoders: Sequence
         share = 100 * PRECISION_ERROR[precision]
         yield f"{precision} changes the gradients by up to about {share:.1f} % of their size"
     elif recipe.train.mixed_precision == "auto":
-        yield "train.mixed_precision: auto is no (float32) on the CPU, where this machine would train"
+        yield "train.mixed_precision: auto is no (float32): this machine would train on the CPU"
     if recipe.spec.trains_on_texts:
         of_full = "rows are full" if recipe.data.packing else "rows may be shorter"
         yield f"the texts were not read: data.max_length is counted, and {of_full}; lora-rocm check counts tokens"

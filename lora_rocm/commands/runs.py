@@ -22,12 +22,12 @@ class ListedRun:
     Attributes:
         name: of its directory.
         path: its directory.
-        state: as `status` has it, or unreadable.
-        updates: the step that was reached; null: not known.
-        max_train_steps: steps in all; null: not known.
-        loss: smoothed; null: not known.
+        state: as in `status`, or unreadable.
+        updates: the current step; null: unknown.
+        max_train_steps: total number of steps; null: unknown.
+        loss: smoothed; null: unknown.
         last_event_s: time of the last event, in seconds since the epoch; null: there is none.
-        problem: why it failed or cannot be read; null: neither.
+        problem: the reason why it failed or cannot be read; null: neither.
     """
 
     name: str
@@ -52,7 +52,7 @@ class RunsResult:
 
 
 def runs(folder: Path) -> RunsResult:
-    """Return the runs in a folder, or the run that it is.
+    """Return the runs in a folder, or the folder itself if it is a run.
 
     Raises:
         UserError: there is no such folder.
@@ -68,7 +68,7 @@ def runs(folder: Path) -> RunsResult:
 def _is_run(run_dir: RunDir) -> bool:
     try:
         return run_dir.path.is_dir() and run_dir.holds_run()
-    except OSError:  # a folder of somebody else
+    except OSError:  # no permission to open the folder
         return False
 
 

@@ -1,4 +1,4 @@
-"""Commands that need the model but do not train: each writes a job file and starts a child process."""
+"""The commands that need the model but do not train: each writes a job file and starts a child process."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from lora_rocm.supervisor.resume import holds_run, open_recipe
 
 FOLDER_FORMS = ("peft", MERGED)
 GGUF_SUFFIX, SAFETENSORS_SUFFIXES = ".gguf", (".safetensors", ".sft")
-"""How the names of single files end, the usual one first."""
+"""Endings of single files, the usual one first."""
 SCRIPT, LLAMA_CPP = "convert_lora_to_gguf.py", "LLAMA_CPP"
-LORA_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".bin", ".pt", ".pth")  # the reader refuses pickles, and says why
+LORA_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".bin", ".pt", ".pth")  # the reader refuses pickles with a reason
 RESULTS = {"sample": "drawn", "export": "export", "compare": "compared"}
-"""The event in which each tool names its results."""
+"""The event with which each tool reports its results."""
 
 
 @dataclass(frozen=True)
 class SampleResult:
-    """What ``lora-rocm sample`` made.
+    """Result of ``lora-rocm sample``.
 
     Attributes:
         images: the files; of a language model the answers.
@@ -53,16 +53,16 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What ``lora-rocm export`` wrote.
+    """Result of ``lora-rocm export``.
 
     Attributes:
         format: of the file.
         path: the file or folder.
-        max_difference: the largest difference of its effect, loaded back; null: not compared.
+        max_difference: the largest difference of its effect after loading it back; null: not compared.
         can_read: programs that read it.
-        cannot_read: programs that do not read it, or not exactly, and why.
-        updates: the step that it is of.
-        checkpoint: digest of the checkpoint that it was made from.
+        cannot_read: programs that do not read it, or not exactly, with the reasons.
+        updates: its step.
+        checkpoint: digest of its checkpoint.
     """
 
     format: str
@@ -75,12 +75,12 @@ class ExportResult:
 
 
 def sample_text(result: SampleResult) -> str:
-    """Return what was sampled in words."""
+    """Return the result as text."""
     return "\n".join(f"{'Wrote' if path.suffix == '.txt' else 'Drew'} {path}" for path in result.images)
 
 
 def export_text(result: ExportResult) -> str:
-    """Return what was exported in words."""
+    """Return the result as text."""
     text = f"Wrote {result.path}"
     if result.max_difference is not None:
         text += f", loaded back, largest difference {number_text(result.max_difference)}"
@@ -104,6 +104,7 @@ def sample(
     Raises:
         LoraRocmError: any error of the child process.
     """
+    # check the arguments before the slow start of the child process
     source = _existing(source)
     if family is not None and family not in registry:
         what, fix = registry.refusal(family)
@@ -113,8 +114,9 @@ def sample(
     if output is None:
         output = Path("samples") if source.is_file() or peft_folders(source) else RunDir(source).asked
     elif not output.is_dir() and os.path.lexists(output):
-        what = "A file lies where the folder for the images would be made."
+        what = "There is a file at the path of the folder for the images."
         raise UserError("output-no-folder", what, where=f"--output {output}", fix="Give the name of a folder.")
+    # draw in a child process
     job = SampleJob(
         **options,
         inputs=inputs,
@@ -135,7 +137,7 @@ def sample(
 
 
 def _inputs_of(named: Mapping[str, Path | None]) -> dict[str, Path]:
-    """The images that the previews are given, as absolute paths by name.
+    """The input images of the previews, as absolute paths by name.
 
     Raises:
         UserError: a file is missing or cannot be used, or a mask has no image.
@@ -146,7 +148,7 @@ def _inputs_of(named: Mapping[str, Path | None]) -> dict[str, Path]:
             what = f"There is no such {name.replace('_', ' ')}."
             raise UserError("control-missing", what, where=where[name], fix="Correct the path.")
     if named["mask"] is not None and named["control_image"] is None:
-        what, fix = "A mask says what of an image is drawn anew, and no image is given.", "Give --control-image too."
+        what, fix = "A mask selects the redrawn part of an image, but no image is given.", "Also give --control-image."
         raise UserError("mask-alone", what, where=where["mask"], fix=fix)
     paths = {name: path.absolute() for name, path in named.items() if path is not None}
     for name, what, fix in faults(paths):
@@ -158,12 +160,12 @@ def _check_options(options: dict[str, Any], unused_config: Path | None) -> None:
     for name in ("prompt", "negative_prompt"):
         require_image_prompt(f"--{name.replace('_', '-')}", options.get(name, ""))
     if unused_config is not None:
-        what, fix = "--config belongs to a single-file model given by --base.", "Give --base too, or leave it out."
+        what, fix = "--config belongs to a single-file model given by --base.", "Also give --base, or remove --config."
         raise UserError("config-unused", what, where=f"--config {unused_config}", fix=fix)
 
 
 def require_text(option: str, prompt: str) -> None:
-    """Refuse a prompt with bytes that are no text.
+    """Refuse a prompt with bytes that are not text.
 
     Raises:
         UserError: prompt-not-text.
@@ -171,12 +173,12 @@ def require_text(option: str, prompt: str) -> None:
     if not is_clean(prompt):
         fix = "Type the prompt as UTF-8 text."
         raise UserError(
-            "prompt-not-text", "The prompt has letters that are no text.", where=f"{option} {prompt!a:.60}", fix=fix
+            "prompt-not-text", "The prompt contains invalid Unicode.", where=f"{option} {prompt!a:.60}", fix=fix
         )
 
 
 def require_image_prompt(option: str, prompt: str) -> None:
-    """As ``require_text``; refuse also a prompt with options after it, which would be drawn as words.
+    """Call ``require_text``; also refuse a prompt with options after it, which would be drawn as words.
 
     Raises:
         UserError: prompt-not-text, prompt-options.
@@ -186,9 +188,9 @@ def require_image_prompt(option: str, prompt: str) -> None:
     if inside is not None:
         raise UserError(
             "prompt-options",
-            f"The prompt has --{inside} in its text, read in sample.prompts of a recipe; here they would be words.",
+            f"The prompt contains --{inside}. Only sample.prompts of a recipe may have options in the text.",
             where=f"{option} {prompt!a:.60}",
-            fix="Take it out of the text. lora-rocm sample has options of its own, such as --negative-prompt, --width, "
+            fix="Remove it from the text. lora-rocm sample has its own options, such as --negative-prompt, --width, "
             "--seed and --guidance-scale.",
         )
 
@@ -217,37 +219,41 @@ def export(
         say: gets notices.
 
     Raises:
-        AdapterError: export-form: nothing reads such an adapter in this format.
+        AdapterError: ``export-form``: no program reads such an adapter in this format.
         UserError: ``output`` is of the wrong kind, an option does not apply, or the run cannot be exported.
         LoraRocmError: any error of the child process.
     """
+    # check the format and the place of the output
     run_dir, recipe = open_recipe(source, registry)
     if form not in recipe.exportable:
         what, fix = recipe.unwritten(form, recipe.exportable)
         raise AdapterError("export-form", f"{what[0].upper()}{what[1:]}.", where=f"--format {form}", fix=fix)
     if output is not None and (output.is_file() if form in FOLDER_FORMS else output.is_dir()):
         is_now, wanted = ("file", "folder") if form in FOLDER_FORMS else ("folder", "file")
-        what = f"There is a {is_now}, and the {form} form is a {wanted}."
+        what = f"There is a {is_now} at this path, but the format {form} writes a {wanted}."
         raise UserError("output-kind", what, where=f"--output {output}", fix=f"Move it away, or name a {wanted}.")
     if output is not None:
         _require_suffix(output, form)
     if form not in FOLDER_FORMS:
         require_place(output, "--output")
+    # check options that apply only to some formats
     if form == MERGED and dtype is not None:
         what = "Merged weights have the dtype of the base."
-        raise UserError("dtype-unused", what, where=f"--dtype {dtype}", fix="Leave it out.")
+        raise UserError("dtype-unused", what, where=f"--dtype {dtype}", fix="Remove this option.")
     if form != GGUF and converter is not None:
-        what = f"The {form} form is written without a converter."
-        raise UserError("converter-unused", what, where=f"--converter {converter}", fix="Leave it out.")
+        what = f"The format {form} is written without a converter."
+        raise UserError("converter-unused", what, where=f"--converter {converter}", fix="Remove this option.")
     script = _converter(converter) if form == GGUF else None
+    # choose the checkpoint
     steps = [updates for updates, _ in run_dir.list_checkpoints()]
     if not steps:
-        what = "This run has no checkpoint yet, and an export is made from one."
-        raise UserError("no-checkpoint", what, where=str(run_dir.path), fix="Train on first.")
+        what = "This run has no checkpoint yet, and an export needs one."
+        raise UserError("no-checkpoint", what, where=str(run_dir.path), fix="Continue the training first.")
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps))
         what, fix = f"This run has no checkpoint of step {step}.", f"Give a step that has one: {there}."
         raise UserError("no-such-step", what, where=f"--step {step}", fix=fix)
+    # export in a child process
     place = output or run_dir.export_of(form)
     if form == MERGED and place.is_dir() and any(place.iterdir()):
         what = "There are files in the folder for the merged model."
@@ -256,7 +262,7 @@ def export(
 
 
 def _require_suffix(output: Path, form: str) -> None:
-    """Refuse the name of a file that other programs would not know by its ending, and such a name for a folder.
+    """Refuse a file name with an ending that other programs would not recognise, and a file name for a folder.
 
     Raises:
         UserError: output-suffix.
@@ -265,10 +271,10 @@ def _require_suffix(output: Path, form: str) -> None:
     names_file = suffix in (GGUF_SUFFIX, *LORA_SUFFIXES)
     name = output.stem if names_file else output.name
     if form in FOLDER_FORMS:
-        fits, what = not names_file, f"The {form} form is a folder, and this is the name of a file."
+        fits, what = not names_file, f"The format {form} writes a folder, but this is the name of a file."
     else:
         wanted = (GGUF_SUFFIX,) if form == GGUF else SAFETENSORS_SUFFIXES
-        fits, what = suffix in wanted, f"The name of a file of the {form} form ends in {wanted[0]}."
+        fits, what = suffix in wanted, f"The name of a {form} file ends in {wanted[0]}."
         name += wanted[0]
     if not fits:
         fix = f"Give --output {output.with_name(name)}."
@@ -276,7 +282,7 @@ def _require_suffix(output: Path, form: str) -> None:
 
 
 def _converter(asked: Path | None) -> Path:
-    """llama.cpp's ``convert_lora_to_gguf.py``: as asked, else by the variable ``LLAMA_CPP``, else of PATH.
+    """llama.cpp's ``convert_lora_to_gguf.py``: the given one, else from the variable ``LLAMA_CPP``, else from PATH.
 
     Raises:
         UserError: gguf-converter-missing.
@@ -287,7 +293,7 @@ def _converter(asked: Path | None) -> Path:
     if found is None or not found.is_file():
         raise UserError(
             "gguf-converter-missing",
-            f"A GGUF adapter is made by llama.cpp's {SCRIPT}, which is not "
+            f"llama.cpp's {SCRIPT}, which writes GGUF adapters, is not "
             + ("here." if found is not None else f"named by --converter or {LLAMA_CPP}, nor in PATH."),
             where=str(found or "--format gguf"),
             fix="git clone https://github.com/ggml-org/llama.cpp, then give its folder: --converter llama.cpp.",
@@ -296,16 +302,16 @@ def _converter(asked: Path | None) -> Path:
 
 
 def _in_path(name: str) -> Path | None:
-    """A file of this name in a folder of PATH, which need not be a program for this system (no bit, no ``.py``)."""
+    """A file of this name in a folder of PATH. Neither an executable bit nor Windows' PATHEXT is required."""
     folders = [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if os.path.isabs(folder)]
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
 def make_again(run_dir: RunDir, recipe: Recipe, say: Say) -> bool:
-    """Write missing or damaged result files of a finished run again; return False if all files were intact.
+    """Rewrite missing or damaged result files of a finished run; return False if all files were intact.
 
     Raises:
-        StorageError: the last checkpoint is missing or damaged, too.
+        StorageError: the last checkpoint is also missing or damaged.
         LoraRocmError: any error of the child process.
     """
     for fault in results.wrong_checkpoint_loras(run_dir):
@@ -314,7 +320,7 @@ def make_again(run_dir: RunDir, recipe: Recipe, say: Say) -> bool:
     wrong = {form: f"{each.path.name}: {each.reason}." for form, each in stale.items()}
     wrong |= results.wrong_exports(run_dir, recipe.formats)
     for form, what in wrong.items():
-        say(f"{what} It is made again from the last checkpoint.")
+        say(f"{what} It is rewritten from the last checkpoint.")
         updates = results.updates_of(run_dir)
         say(export_text(_export(run_dir, form, say, output=None, dtype=recipe.output.dtype, updates=updates)))
     return bool(wrong)
@@ -332,7 +338,7 @@ def _export(
 ) -> ExportResult:
     place = output.absolute() if output else None
     job = ExportJob(source=run_dir.path, format=form, output=place, dtype=dtype, updates=updates, converter=converter)
-    # What killed exports left may be as large as the base, and the space may be needed
+    # Remains of killed exports may be as large as the base, and the space may be needed
     run_dir.discard_unfinished_exports()
     discard_abandoned(followed(output) if output else run_dir.export_of(form))
     written: list[ExportResult] = []
@@ -358,11 +364,9 @@ def _existing(source: Path) -> Path:
         and not any(source.glob("*.safetensors"))
         and not peft_folders(source)
     ):
-        raise UserError("no-lora", "There is no run and no LoRA here.", where=str(source), fix=fix)
+        raise UserError("no-lora", "There is no run or LoRA here.", where=str(source), fix=fix)
     if source.is_file() and source.suffix.lower() not in LORA_SUFFIXES:
-        what = (
-            "This is a recipe, and no LoRA." if source.suffix.lower() in (".yaml", ".yml") else "This is no LoRA file."
-        )
+        what = "This is a recipe, not a LoRA." if source.suffix.lower() in (".yaml", ".yml") else "This is not a LoRA."
         raise UserError("no-lora", what, where=str(source), fix=fix)
     return source
 
@@ -371,7 +375,7 @@ def run_model_tool(job: SampleJob | ExportJob | CompareJob, listen: OnEvent, say
     """Run a job in the heavy child; ``listen`` gets every event, ``say`` the notices.
 
     Raises:
-        MachineError: it ended without naming a result.
+        MachineError: it ended without a result.
         LoraRocmError: any error of the child process.
     """
     heard: set[str] = set()
@@ -387,7 +391,7 @@ def run_model_tool(job: SampleJob | ExportJob | CompareJob, listen: OnEvent, say
     if RESULTS[tool] not in heard:
         raise MachineError(
             "no-result",
-            f"lora-rocm {tool} ended without naming a file that it made.",
+            f"lora-rocm {tool} ended without reporting a written file.",
             where=str(job.output or job.source),
-            fix="Please report it with the command.",
+            fix="Please report this error with the command.",
         )

@@ -1,7 +1,7 @@
-"""A training run from the parent's side: refuse what cannot run, train in a child process, write the report.
+"""A training run in the parent process: check the recipe, train in a child process, write the report.
 
-``prepare_run`` refuses; ``PreparedRun.train`` trains in the calling thread, as ``lora-rocm train`` does; ``start_run``
-does both with a thread of its own, for programs that follow several runs.
+``prepare_run`` checks; ``PreparedRun.train`` trains in the calling thread, as ``lora-rocm train`` does; ``start_run``
+does both in a new thread, for programs that follow several runs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Outcome = Literal["done", "stopped", "complete", "ended"]
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended that was not ended by an error.
+    """The end of a run that did not end with an error.
 
     Attributes:
         run_dir: its directory.
@@ -68,11 +68,11 @@ class RunResult:
         exit_code: of the command.
         files: the LoRA files of a finished run.
         remarks: about files of an earlier step.
-        stopped_by: how it stopped, if its worker did not do so by itself.
-        again: the command that goes on with it.
-        talk: the command to talk with its model; empty if it is of images.
+        stopped_by: how it was stopped, if its worker did not stop by itself.
+        again: the command that continues it.
+        talk: the command to chat with its model; empty for an image model.
         report: the report; null: none was written.
-        report_fault: why it could not be written.
+        report_fault: the reason why it could not be written.
     """
 
     run_dir: Path
@@ -88,15 +88,15 @@ class RunResult:
 
 
 def render(result: RunResult) -> str:
-    """Return the result in words; empty if the worker has said all."""
+    """Return the result as text; empty if the worker has already shown everything."""
     lines = [result.stopped_by] if result.stopped_by else []
     if result.outcome == "stopped":
-        lines.append(f"Stopped. Go on with:\n  {result.again}")
+        lines.append(f"Stopped. Continue with:\n  {result.again}")
     if result.outcome in ("done", "complete"):
         start = "Done. The LoRA" if result.outcome == "done" else "This run is complete"
         lines.append(f"{start}: {', '.join(map(str, result.files or [result.run_dir]))}")
         lines += result.remarks
-        lines += [f"Talk to it:\n  {result.talk}"] if result.talk else []
+        lines += [f"Chat with it:\n  {result.talk}"] if result.talk else []
     if result.report is not None:
         lines.append(f"Report: {result.report}")
     if result.report_fault:
@@ -113,7 +113,7 @@ def prepare_run(request: RunRequest, say: Say = unheard) -> PreparedRun:
         say: gets notices.
 
     Raises:
-        LoraRocmError: any error, in words.
+        LoraRocmError: any error, with a message for the user.
     """
     loaded = load_recipe(request.recipe_path, request.overrides, request.registry)
     for notice in loaded.notices:
@@ -144,7 +144,7 @@ class PreparedRun:
     Attributes:
         request: what was asked for.
         loaded: its recipe.
-        chosen: where it is, and what it goes on from.
+        chosen: its directory, and the checkpoint that it continues from.
         situation: the machine.
         me: this process among those of ``torchrun``.
     """
@@ -183,18 +183,18 @@ class PreparedRun:
 
         Args:
             on_event: gets each event of the worker and of the supervisor.
-            say: gets what the user should know.
+            say: gets notices for the user.
             asked: requests to stop; None: Ctrl-C, SIGTERM and the end of the terminal.
 
         Raises:
-            LoraRocmError: any error, in words.
+            LoraRocmError: any error, with a message for the user.
         """
         loaded, accept_changes = self.loaded, self.request.accept_changes
         if not self.me.is_first:
             how = (self.me, loaded, self.chosen, self.situation, say)
             code = multi_gpu.train_rank(*how, accept_changes=accept_changes, worker=self.request.worker)
             return RunResult(self.run_dir.path, "ended", code)
-        if not holds_run(self.run_dir):  # refuses an unusable GPU before any file is made
+        if not holds_run(self.run_dir):  # refuses an unusable GPU before any file is created
             self.situation = selftest_runner.ensure(self.situation, loaded.recipe, say)
         run = self.run_dir.create()
         with lock.locked(run):
@@ -253,10 +253,11 @@ class PreparedRun:
                 with contextlib.suppress(ResumeError, StorageError):  # the user has to see the original error
                     write_report(run, self.loaded.registry)
                 if isinstance(error, MachineError) and self.again not in error.fix:
-                    say(f"What is done so far is kept. When the cause is gone, go on with:\n  {self.again}")
+                    say(f"The results so far are kept. When the cause is fixed, continue with:\n  {self.again}")
                 raise
             finally:
                 withdraw(run)
+        # write the report
         outcome: Outcome = "stopped" if code == StoppedError.exit_code else "ended" if code else "done"
         return self._result(run, outcome, code, stopped_by="" if stopped is None else stopped.what)
 
@@ -316,13 +317,13 @@ class RunHandle:
             self._result = run.train(
                 self._events.put, lambda text: self._events.put(NoticeEvent(text=text)), self._asked
             )
-        except BaseException as error:  # of any class: result() raises it in the thread that asks
+        except BaseException as error:  # of any class: result() raises it in the calling thread
             self._error = error
         finally:
             self._events.put(None)
 
     def follow(self) -> Iterator[Event]:
-        """Yield the events of worker and supervisor as they come, and what the parent says, until the run ends.
+        """Yield the events of worker and supervisor, and the parent's notices, as they come, until the run ends.
 
         One reader gets each event. Leaving the loop does not stop the run.
         """
@@ -358,13 +359,13 @@ def start_run(request: RunRequest) -> RunHandle:
     """Prepare a run and train it in a thread.
 
     Raises:
-        LoraRocmError: what ``prepare_run`` refuses; what comes later is raised by ``RunHandle.result``.
+        LoraRocmError: ``prepare_run`` refuses the run. ``RunHandle.result`` raises later errors.
     """
     return RunHandle(prepare_run(request))
 
 
 def _telemetry(situation: Situation, recipe: Recipe, count: int) -> Telemetry:
-    """Return what watches the GPUs of ``count`` workers."""
+    """Return the telemetry of the GPUs of ``count`` workers."""
     if not recipe.runtime.telemetry:
         return Telemetry()
     device = recipe.runtime.device
@@ -372,8 +373,8 @@ def _telemetry(situation: Situation, recipe: Recipe, count: int) -> Telemetry:
 
 
 def _commands(run: RunDir, accept_changes: bool, worker: str | None) -> Callable[..., list[str]]:
-    """Return what makes the command line of each start of the worker (``supervisor.Command``)."""
-    beginnings = [BEGAN_S]  # of the first start; a restart begins when it is made
+    """Return a function that builds the command line for each start of the worker (``supervisor.Command``)."""
+    beginnings = [BEGAN_S]  # time of the first start; a restart begins at its own call
 
     def command(
         checkpoint: Path | None, attempt: int = 0, stacks_after_s: Mapping[str, float] | None = None
@@ -385,7 +386,7 @@ def _commands(run: RunDir, accept_changes: bool, worker: str | None) -> Callable
 
 
 def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
-    """Return what the user must know about the machine before a run starts; ``doctor`` reports the rest."""
+    """Return important notices about the machine for the start of a run; ``doctor`` reports all others."""
     said = [
         f"Warning: {warning.variable}={warning.value} is set here and is kept. {warning.what} (lora-rocm doctor)"
         for warning in env_plan.warnings
@@ -409,5 +410,5 @@ def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
             )
     if torch is not None and is_newer_than_run(torch):
         newest = ".".join(map(str, NEWEST_TORCH))
-        said.append(f"torch {torch.version} is newer than {newest}, the newest that lora-rocm was run with.")
+        said.append(f"torch {torch.version} is newer than {newest}, the newest version that lora-rocm was run with.")
     return said

@@ -87,6 +87,7 @@ def status(run_dir: RunDir) -> StatusDocument:
     Raises:
         ResumeError: an event file cannot be read.
     """
+    # read the state of the run
     view = RunView.of(run_dir)
     files, problem, latest_s = view.files, view.problem, view.latest_s
     step_s = (view.seconds_per_step or 0.0) if view.is_running else 0.0

@@ -20,7 +20,7 @@ def train(request: RunRequest, output: Output | None = None) -> int:
         output: prints; None: as for a human.
 
     Raises:
-        LoraRocmError: any error, in words.
+        LoraRocmError: any error, with a message for the user.
     """
     output = output or Output()
     run = prepare_run(request, output.say)
@@ -36,7 +36,7 @@ def train(request: RunRequest, output: Output | None = None) -> int:
 
 
 def demo_recipe(family: str | None = None) -> str:
-    """The recipe of a demo that ships with the program: demo.yaml, or that of a family.
+    """The recipe of a shipped demo: demo.yaml, or a family's own.
 
     Raises:
         UserError: the family has no demo.

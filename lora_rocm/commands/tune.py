@@ -1,4 +1,4 @@
-"""``lora-rocm tune``: finds the fastest right solution of each matrix product of a recipe, once for this machine."""
+"""``lora-rocm tune``: find the fastest correct kernel for each matrix product of a recipe, once per machine."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class TunedProduct:
 
     Attributes:
         product: its sizes and number format.
-        problem: why it was left out; null: it was tuned.
-        count: how often a step has it.
+        problem: why it was skipped; null: it was tuned.
+        count: number of times that a step computes it.
         default_s: its time with the library's own choice.
-        seconds: its time with the fastest right solution.
-        solutions: their names; empty if it was tuned before.
+        seconds: its time with the fastest correct solution.
+        solutions: names of the chosen solutions; empty if it was tuned before.
     """
 
     product: str
@@ -46,12 +46,12 @@ class TunedProduct:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What ``lora-rocm tune`` found.
+    """Result of ``lora-rocm tune``.
 
     Attributes:
         products: the products of a step that were measured now.
         table: the file that runs with ``runtime.profile: fast`` use.
-        error: why there is no table; null: there is one.
+        error: the reason why there is no table; null: there is one.
     """
 
     products: tuple[TunedProduct, ...]
@@ -73,11 +73,12 @@ def tune(
         overrides: ``section.key=value``.
         registry: the available model families.
         module: in place of the child's module.
-        say: gets each product when it was measured.
+        say: gets each product after its measurement.
 
     Raises:
         LoraRocmError: the recipe is wrong, there is no GPU, or the table cannot be written.
     """
+    # check that there is a GPU
     recipe = load_recipe(recipe_path, overrides, registry).recipe
     situation = situation_here(recipe)
     stack = stack_of(situation.facts, situation.selection)
@@ -86,10 +87,11 @@ def tune(
             "no-gpu-to-tune",
             "There is no GPU here that the installed PyTorch could use, so there is nothing to tune.",
             where=f"runtime.device: {recipe.runtime.device}",
-            fix="lora-rocm doctor says what it sees.",
+            fix="lora-rocm doctor shows which GPUs it sees.",
         )
+    # measure in child processes, and keep the results even if they fail or the user stops
     env = plan(replace(situation, tuned=Tuned())).applied_to(os.environ)
-    if env.get("ROCBLAS_USE_HIPBLASLT") == "0":  # this GPU must not try its solutions either
+    if env.get("ROCBLAS_USE_HIPBLASLT") == "0":  # hipBLASLt is off for this GPU, so its solutions must not be tried
         env["PYTORCH_TUNABLEOP_HIPBLASLT_ENABLED"] = "0"
     rows: list[Row] = []
 
@@ -104,17 +106,18 @@ def tune(
     except WorkerDiedError as error:
         if not rows:
             raise
-        say(f"Given up after {len(rows)} products: {how_it_died(error)}. What was tuned before is kept.")
+        say(f"Tuning ended early, after {len(rows)} products: {how_it_died(error)}. The results so far are kept.")
     finally:
         kept = _with_those_before(rows, stored(folder, "products", key))
         table = table_text(kept)
         if rows:
             store(folder, Choice("products", key, table, kept))
+    # report the table, or why there is none
     nothing = MachineError(
         "nothing-tuned",
         "No product could be tuned, so there is no table.",
         where=str(folder),
-        fix="The reasons stand above. Runs go on with the library's own choice.",
+        fix="See the reasons above. Runs continue with the library's own choice.",
     )
     products, path = tuple(map(_product, rows)), table_of(path_of(folder, "products", key))
     return TuneResult(products, path, None if table else Failure.of(nothing))
@@ -128,13 +131,13 @@ def _product(row: Row) -> TunedProduct:
 
 
 def _with_those_before(rows: Sequence[Row], before: Choice | None) -> list[Row]:
-    """The rows, after those of products that were tuned before and are not among them: what is wrong now leaves."""
+    """The new rows, after the stored rows of other products. A product that fails now loses its stored row."""
     products = {row["product"] for row in rows}
     return [*(dict(row) for row in (before.rows if before else ()) if row["product"] not in products), *rows]
 
 
 def table_text(rows: Sequence[Row]) -> str:
-    """The table of all products that were right, as torch reads it."""
+    """The table of all products with a correct solution, in torch's format."""
     good = [row for row in rows if row["problem"] is None]
     validators = good[-1]["validators"] if good else []
     entries = {tuple(entry[:2]): entry for row in good for entry in row["entries"]}
@@ -143,25 +146,23 @@ def table_text(rows: Sequence[Row]) -> str:
 
 
 def row_text(row: TunedProduct) -> str:
-    """A product for the terminal."""
+    """A product as text for the terminal."""
     if row.problem is not None:
-        return f"  {row.product}: left out: {row.problem}"
+        return f"  {row.product}: skipped: {row.problem}"
     solutions = ", ".join(row.solutions) or "tuned before"
     before, after = (row.default_s or 0.0) * 1e6, (row.seconds or 0.0) * 1e6
-    return f"  {row.product} ({row.count} in a step): {before:.1f} us by default, {after:.1f} us by {solutions}"
+    return f"  {row.product} ({row.count} per step): {before:.1f} us by default, {after:.1f} us by {solutions}"
 
 
 def render(result: TuneResult) -> str:
-    """What was tuned, and the time of a step's products before and after."""
+    """The number of tuned products, and the time of a step's products before and after."""
     good = [row for row in result.products if row.problem is None]
     before, after = (sum((row.count or 0) * (getattr(row, name) or 0.0) for row in good) * 1e3 for name in TIMES)
     counted = f"{len(good)} of {len(result.products)} products tuned"
-    lines = [f"{counted}: {before:.2f} ms of a step by default, {after:.2f} ms tuned."]
+    lines = [f"{counted}: {before:.2f} ms per step by default, {after:.2f} ms tuned."]
     if good and all(name == "Default" for row in good for name in row.solutions):
-        lines.append(
-            "This PyTorch knows only its default solutions, so nothing can become faster (ROCm builds know others)."
-        )
+        lines.append("This PyTorch has only default solutions, so nothing can become faster (ROCm builds have others).")
     if result.error is None:
         lines.append(f"Wrote {result.table}")
-        lines.append("New runs of this recipe on this GPU and software use it in the profile fast (runtime.profile).")
+        lines.append("New runs of this recipe on this GPU and software use it with runtime.profile: fast.")
     return "\n".join(lines)

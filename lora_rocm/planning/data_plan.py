@@ -1,4 +1,4 @@
-"""What training on given samples would do: steps, buckets, cache entries. Only arithmetic."""
+"""Steps, buckets and cache entries of training on given samples. Only arithmetic."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Seen:
-    """What the model sees of the data. It is filled while the texts are read.
+    """The data as the model gets it. It is filled while the texts are read. Only the first texts are inspected.
 
     Attributes:
-        shown: the first samples, with marks around what is trained on.
-        notices: about the texts that were looked at.
-        looked_at: number of texts that were looked at, the first ones.
-        refused: index of a source -> number of those that cannot be trained on.
-        problems: the first of these.
-        lengths: tokens -> samples in an epoch, or rows of several, of what was looked at; None: only a run counts them.
-        held_out: number of samples that are held out, of what was looked at.
-        cached: texts whose entries are in the cache, and all texts, of what was looked at and of prompts; None: not
-            counted.
+        shown: the first samples, with marks around the parts that are trained on.
+        notices: about the inspected texts.
+        looked_at: number of inspected texts.
+        refused: index of a source -> number of its inspected texts that cannot be trained on.
+        problems: the first problems with such texts.
+        lengths: tokens -> inspected samples per epoch, or packed rows; None: only a run counts them.
+        held_out: number of inspected samples that are held out.
+        cached: of the inspected texts and the prompts, the number in the cache and the total; None: not counted.
     """
 
     shown: list[str] = field(default_factory=list)
@@ -54,12 +53,12 @@ class DataPlan:
         max_train_steps: updates in all.
         num_images: images in the cache, each version of an image counted.
         num_captions: captions or texts in the cache.
-        how_sure: empty, or "about " or "at most " of the numbers.
-        held_out: number of samples for the validation loss; null: not known.
+        how_sure: "about " or "at most ", which qualifies the numbers, or empty.
+        held_out: number of samples for the validation loss; null: unknown.
         num_samples: samples per epoch.
         one_bucket_steps: updates per epoch if all micro-batches of an update came from one bucket, as in earlier
             versions.
-        cached: texts that are in the cache, and texts that were looked for there; null: not looked for.
+        cached: number of texts in the cache, and of texts that were searched there; null: not searched.
     """
 
     buckets: dict[Shape, int]
@@ -76,20 +75,20 @@ class DataPlan:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run would do with its data.
+    """Use of the data by a run.
 
     Attributes:
         data: its size.
         batch_size: samples of a micro-batch.
         gradient_accumulation_steps: micro-batches of an update.
-        epochs: as the recipe has them, or as the steps give them.
+        epochs: from the recipe, or computed from its steps.
         steps_are_given: the recipe has the number of steps, not of epochs.
-        fewer_because: why an update holds fewer samples than the recipe says, should it be so.
-        note: how the number of updates differs from that of earlier versions; null: it does not.
-        packing: a row of a batch holds several texts.
+        fewer_because: possible reasons for an update with fewer samples than in the recipe.
+        note: difference of the number of updates from earlier versions; null: none.
+        packing: a row of a batch contains several texts.
         validation_split: the share that is held out for the validation loss.
         cache_dir: folder of the caches.
-        output_dir: folder in which the run directory will be.
+        output_dir: folder of the run directory.
     """
 
     data: DataPlan
@@ -106,7 +105,7 @@ class RunPlan:
 
 
 def run_plan(recipe: Recipe, data: DataPlan) -> RunPlan:
-    """Return what a run of this recipe would do with data of this size."""
+    """Return the use of data of this size by a run of this recipe."""
     train = recipe.train
     why = ["the last batch of a bucket is not full"]
     if train.gradient_accumulation_steps > 1:
@@ -134,7 +133,7 @@ def plan_data(recipe: Recipe, samples: Sequence[Sample], shapes: Mapping[str, Sh
     from lora_rocm.dataset.images.views import views_of
 
     buckets: Counter[Shape] = Counter()
-    of_size: dict[int, Counter[Shape]] = {}  # batch size -> the same of the sources that have it
+    of_size: dict[int, Counter[Shape]] = {}  # batch size -> buckets of the sources with this batch size
     sizes = [source.max_batch_size or recipe.train.batch_size for source in recipe.data.resolved_sources()]
     captions: set[str] = {"", recipe.sample.negative_prompt, *recipe.sample.texts}
     for sample in samples:
@@ -152,11 +151,11 @@ def plan_texts(recipe: Recipe, of_source: Counter[int], said: Seen) -> DataPlan:
     Args:
         recipe: the recipe.
         of_source: number of texts by index of the source.
-        said: what the child process has seen.
+        said: the result of the child process.
     """
     num_texts = of_source.total() - sum(said.refused.values())
     num_captions = num_texts + len({"", recipe.sample.negative_prompt, *recipe.sample.texts})
-    if said.lengths is None:  # in the worst case each text has a length of its own
+    if said.lengths is None:  # in the worst case no two texts have the same length
         sources = recipe.data.resolved_sources()
         alone = chain.from_iterable(repeat(sources[index].repeats, number) for index, number in of_source.items())
         return replace(_plan(recipe, {recipe.train.batch_size: alone}, num_captions), how_sure="at most ")
@@ -169,7 +168,7 @@ def plan_texts(recipe: Recipe, of_source: Counter[int], said: Seen) -> DataPlan:
 
 
 def _plan(recipe: Recipe, counts: Mapping[int, Iterable[int]], num_captions: int) -> DataPlan:
-    """The plan of buckets with these numbers of samples per epoch, by batch size; their shapes are left open."""
+    """The plan of buckets with these numbers of samples per epoch, by batch size, without their shapes."""
     from lora_rocm.dataset.order.batch_sampler import num_batches, num_updates
 
     accumulation, of_size = (

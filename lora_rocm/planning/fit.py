@@ -1,4 +1,4 @@
-"""Finds a plan that fits, and the changes of a recipe to suggest if none does."""
+"""Requirements of a recipe on a step, and the change of the recipe to suggest if no plan fits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_SIDES = 32  # resolutions to try, each of which costs one choice
 
 @dataclass(frozen=True)
 class RecipeJob(Job):
-    """A job, and the modes that it would have with other recipe settings.
+    """A job, and the modes that other recipe settings would allow.
 
     Attributes:
         auto_modes: with ``runtime.memory: auto``.
@@ -61,7 +61,7 @@ def job_of(
 
 
 def _allowed(modes: tuple[Mode, ...], recomputes: bool) -> tuple[Mode, ...]:
-    """The modes that recompute at least what has to be recomputed."""
+    """The modes that recompute enough. ``recomputes``: all blocks have to be recomputed."""
     if not recomputes:
         return modes
     return tuple(mode for mode in modes if mode in AT_LEAST_RECOMPUTED) or ("recompute",)
@@ -72,19 +72,19 @@ def does_not_fit(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, b
     least = smallest(footprint, job, rates)
     return UserError(
         "does-not-fit",
-        f"This recipe does not fit: the least that it needs is {size_text(least.needed_bytes)} "
-        f"({plan_text(least)}), and there is {size_text(budget_bytes)} for it.",
+        f"This recipe does not fit: it needs at least {size_text(least.needed_bytes)} "
+        f"({plan_text(least)}), and {size_text(budget_bytes)} are available.",
         where=f"{_shown_resolution(recipe)}lora.rank: {recipe.lora.rank}, runtime.memory: {recipe.runtime.memory}",
         fix=_nearest(recipe, footprint, job, rates, budget_bytes),
     )
 
 
 def _nearest(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budget_bytes: int) -> str:
-    """The mildest change of the recipe for which a plan exists, as text."""
+    """The smallest change of the recipe for which a plan exists, as text."""
     ways = _ways(recipe, job)
 
     def besides(side: int, adapter: SmallerAdapter | None) -> tuple[str, ...] | None:
-        """Further changes of ``runtime`` that are needed; None if none of them helps."""
+        """Changes of ``runtime`` that are also needed; None if none of them helps."""
         reduced = _reduced(recipe, footprint, side, adapter)
         return next((texts for texts, way in ways if choose(budget_bytes, reduced, way, rates) is not None), None)
 
@@ -96,13 +96,13 @@ def _nearest(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budge
             slimmed = [adapter.setting] if adapter is not None else []
             return f"Set {_listed([*resized, *slimmed, *more])}: that would fit."
     if not recipe.spec.reads("data.resolution"):
-        return "Free memory of the GPU, or take a smaller model: no rank would fit."
+        return "Free memory of the GPU, or use a smaller model: no rank would fit."
     least = min(SMALLEST_RESOLUTION, _resolution(recipe))
-    return f"Free memory of the GPU, or take a smaller model: no rank would fit, at any resolution from {least} on."
+    return f"Free memory of the GPU, or use a smaller model: no rank would fit, at any resolution from {least} on."
 
 
 def _ways(recipe: Recipe, job: Job) -> list[tuple[tuple[str, ...], Job]]:
-    """Changes of ``runtime`` as text, first none, each with the job that it gives."""
+    """Changes of ``runtime`` as text, each with its resulting job; the first entry changes nothing."""
     found: list[tuple[tuple[str, ...], Job]] = [((), job)]
     if isinstance(job, RecipeJob):
         auto = () if recipe.runtime.memory == "auto" else ("runtime.memory to auto",)
@@ -117,7 +117,7 @@ def _ways(recipe: Recipe, job: Job) -> list[tuple[tuple[str, ...], Job]]:
 def _milder_first(
     recipe: Recipe, smaller: Sequence[SmallerAdapter], fits: Callable[[int, SmallerAdapter], bool]
 ) -> Iterator[tuple[int, SmallerAdapter | None]]:
-    """Resolutions and adapters to try: the recipe's (None), then less of one, then less of both, the mildest first.
+    """Resolutions and adapters to try: the recipe's (None), then one reduced, then both, the smallest change first.
 
     ``fits`` skips all resolutions for an adapter that is too large even at the smallest one.
     """
@@ -146,12 +146,12 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _resolution(recipe: Recipe) -> int:
-    """The largest resolution of all sources, which the footprint is for."""
+    """The largest resolution of all sources; the footprint is for this one."""
     return max(source.resolution for source in recipe.data.resolved_sources())
 
 
 def _shown_resolution(recipe: Recipe) -> str:
-    """The start of a place; empty if the family has no resolution."""
+    """The resolution key and value for the place of an error; empty if the family has no resolution."""
     return f"{_resolution_key(recipe)}: {_resolution(recipe)}, " if recipe.spec.reads("data.resolution") else ""
 
 

@@ -1,4 +1,4 @@
-"""What the formats of a frozen base cost in quality: measured shares (``format_errors.toml``), as sentences."""
+"""Loss of quality by the number formats of a frozen base: measured shares (``format_errors.toml``) as sentences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lora_rocm.foundation.tables import read_rows
 class WholeModel:
     """A full-size model with random weights.
 
-    output, a, b: relative errors of what it predicts, and of the gradients of a LoRA's A and B.
+    output, a, b: relative errors of its predictions, and of the gradients of a LoRA's A and B.
     """
 
     family: str
@@ -24,7 +24,7 @@ class WholeModel:
 
 @dataclass(frozen=True)
 class FormatError:
-    """A row of the file, whose first lines say what the fields are. name: a value of ``model.quantization``."""
+    """A row of the file, which describes the fields at its top. name: a value of ``model.quantization``."""
 
     name: str
     weights: float
@@ -44,17 +44,17 @@ def weights_text(name: str) -> str:
 
 
 def loss_text(name: str) -> str:
-    """Return what a format changed of the loss, as a clause."""
+    """Return the change of the loss by a format, as a clause."""
     low, high = (100 * share for share in format_errors()[name].loss)
     return f"a tiny model's loss after 200 steps changed by {low:+.1f} to {high:+.1f} %"
 
 
 def whole_text(name: str, family: str, title: str) -> str:
-    """Return what a format changes over a whole model, as a clause.
+    """Return the effect of a format over a whole model, as a clause.
 
     Args:
         name: of the format.
-        family: of the model. If it was not measured, the range of those that were is said.
+        family: of the model. If it was not measured, the clause has the range over all measured families.
         title: of the family.
     """
     row = format_errors()[name]
@@ -62,12 +62,12 @@ def whole_text(name: str, family: str, title: str) -> str:
     of, model = own or row.whole, title if own else "image models"
     gradients = _range([share for each in of for share in (each.a, each.b)])
     return (
-        f"over full-size {model} with random weights, whose errors add up more than those of trained ones, it changes "
-        f"what is predicted by {_range([each.output for each in of])} and the LoRA's gradients by {gradients}"
+        f"over full-size {model} with random weights (errors add up less in trained ones) it changes the predictions "
+        f"by {_range([each.output for each in of])} and the LoRA's gradients by {gradients}"
     )
 
 
 def _range(shares: list[float]) -> str:
-    """Return shares as "4 to 5 %"; those that round to the same number as "4 %"."""
+    """Return shares as "4 to 5 %", or as "4 %" if they round to the same number."""
     low, high = (f"{100 * share:.0f}" for share in (min(shares), max(shares)))
     return f"{low} %" if low == high else f"{low} to {high} %"

@@ -1,11 +1,11 @@
 """Memory and time of a training step for each plan, and the choice of the fastest plan that fits. Only arithmetic.
 
-Its input (``Footprint``) is counted on a model without weights, for one sample; see ``memory.footprint``. Activations
-grow with the number of samples computed at once; everything else does not.
+Its input (``Footprint``) is counted on a model without weights, for one sample; see ``memory.footprint``. Only
+activations grow with the number of samples computed at once.
 
-Modes, from most memory to most time: all activations are kept (*keep*); those of some blocks (*selective*) or of all
-(*recompute*, arXiv 1604.06174) are recomputed in the backward pass; in addition the frozen weights of blocks stay in
-main memory (*offload*). Each micro-batch can also be cut into parts (arXiv 1811.06965).
+Modes, from most memory to most time: *keep* keeps all activations. *selective* recomputes the activations of some
+blocks in the backward pass, *recompute* of all blocks (arXiv 1604.06174). *offload* recomputes all, and the frozen
+weights of blocks stay in main memory. Each micro-batch can also be split into parts (arXiv 1811.06965).
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ MIB = 2**20
 SLOTS = 2
 """Slots on the GPU for offloaded blocks: the one in use, and the one being fetched."""
 WORKSPACE_BYTES = 64 * MIB
-"""Workspaces of the matrix libraries, kept from their first call on: 32 MiB each for cuBLAS and hipBLASLt on large
-GPUs.
+"""Workspaces of the matrix libraries, which stay allocated after their first call.
+
+cuBLAS and hipBLASLt take 32 MiB each on large GPUs.
 """
 SLACK_BYTES = 256 * MIB
 SLACK_SHARE = 0.06
@@ -30,10 +31,11 @@ SLACK_SHARE = 0.06
 SLACK_RECOMPUTED = 0.5
 """Extra fragmentation allowance, as a fraction of the activations of a fully recomputed pass."""
 GRAPH_BYTES = 512 * MIB
-"""Extra memory of captured steps: the nodes of the graphs, and a pool of their own."""
+"""Extra memory of captured steps: the nodes of the graphs, and their own memory pool."""
 PROOF_BUFFERS, SUM_BUFFERS = 1, 1
-"""Extra gradient buffers while a captured pass is compared with the eager one: for the eager gradients, and if a step
-has several passes for the sum of those before.
+"""Extra gradient buffers while a captured pass is compared with the eager pass.
+
+One is for the eager gradients. If a step has several passes, another one is for the sum of the previous passes.
 """
 MIN_CORRECTION = 0.25
 """Lower limit of a measured correction; a smaller one means that something was miscounted."""
@@ -78,8 +80,8 @@ class Block:
 class Moment:
     """A peak sample: the peak memory of one part of a pass, for one sample with everything kept.
 
-    before: number of preceding blocks, whose kept activations exist now.
-    within: it is the forward pass of the next block.
+    before: number of preceding blocks; their kept activations exist now.
+    within: it is in the forward pass of the next block.
     """
 
     before: int
@@ -89,7 +91,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class SmallerAdapter:
-    """The adapter's memory with a smaller setting ("lora.rank to 8"); the figures are those of ``Footprint``."""
+    """The adapter's memory with a smaller setting ("lora.rank to 8"); fields as in ``Footprint``."""
 
     setting: str
     adapter_bytes: int
@@ -106,17 +108,17 @@ class Footprint:
         cost: activations and work are proportional to it.
         weight_bytes: frozen weights, on the device without offload.
         adapter_bytes: trained weights, a pass's gradients, moments and average.
-        gradient_bytes: the buffer that accumulates gradients; allocated after activations are freed, unless it is kept.
+        gradient_bytes: the buffer that accumulates gradients; unless kept, it is allocated after activations are freed.
         landing_bytes: the staging buffer of the gradients, also allocated after activations are freed.
         blocks: the repeated blocks in forward order.
         moments: peak samples of one forward and backward pass of one sample.
         work: of that pass.
-        recomputed_bytes: peak of one sample's activations if all blocks are recomputed, some together, and none is
-            offloaded. None: computed from the blocks.
+        recomputed_bytes: peak of one sample's activations if all blocks are recomputed, some of them together, and none
+            is offloaded. None: computed from the blocks.
         narrow_layers: adapted layers with fewer inputs or outputs than the rank.
         unstarted_layers: adapted layers with ranks for which ``lora.init`` has no numbers.
-        optimizer_bytes: what of ``adapter_bytes`` is the optimizer's state, with the adapter of the recipe.
-        smaller: the adapter with smaller settings, the mildest first.
+        optimizer_bytes: the optimizer's state, a part of ``adapter_bytes``, with the adapter of the recipe.
+        smaller: the adapter with smaller settings, the smallest change first.
         kernels: names of the Triton kernels that a step launches (``kernels.backend.launches``).
     """
 
@@ -145,7 +147,7 @@ class Footprint:
         moments = tuple(Moment(**moment) for moment in value["moments"])
         smaller = tuple(SmallerAdapter(**each) for each in value["smaller"])
         work = Work(**value["work"])
-        state = value["optimizer_bytes"]  # lacking in what an earlier version counted
+        state = value["optimizer_bytes"]  # missing in footprints of earlier versions
         parts = {"blocks": blocks, "moments": moments, "work": work, "optimizer_bytes": state, "smaller": smaller}
         kernels = tuple(value["kernels"])
         return cls(**{**value, **parts, "kernels": kernels})
@@ -160,9 +162,9 @@ class Footprint:
         )
 
     def scaled(self, share: float) -> Footprint:
-        """The footprint for samples of another cost; activations and work are proportional to the cost.
+        """The footprint for samples of another cost.
 
-        This holds because attention is fused.
+        Activations and work are proportional to the cost because attention is fused.
         """
         blocks = tuple(
             replace(
@@ -191,11 +193,11 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Rates:
-    """Speed of a machine per second.
+    """Rates of a machine per second.
 
     launch_s: minimum device time of a launch.
     host_launch_s: host time of a launch that is not captured.
-    known: measured here; else only ratios of times are meaningful.
+    known: measured on this machine; else only ratios of times are meaningful.
     """
 
     flops: float = 100e12
@@ -216,7 +218,8 @@ class Job:
         modes: the modes to choose from.
         min_parts: minimum number of parts of a micro-batch.
         graphs: passes may be captured.
-        shapes: number of sample shapes. The first pass of a new shape is not captured, and runs beside captured ones.
+        shapes: number of sample shapes. The first pass of a new shape is not captured; it needs memory in addition to
+            the captured passes.
         correction: measured activations over counted ones.
         all_offloaded: offload every block, not as few as possible.
     """
@@ -233,15 +236,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to compute a step.
+    """A plan for the computation of a step.
 
     Attributes:
         mode: keep, selective, recompute or offload.
-        parts: parts into which a micro-batch is cut.
+        parts: number of parts that a micro-batch is split into.
         rows: samples computed at once.
         recomputed, offloaded: indices into ``Footprint.blocks``.
         peak_bytes: peak of the tensors.
-        needed_bytes: memory that the allocator needs for that.
+        needed_bytes: memory that the allocator needs for this peak.
         step_s: estimated time of a step.
         graphs: passes are captured.
         keeps_gradients: the gradient buffer stays allocated during the passes of a step.
@@ -279,7 +282,7 @@ def smallest(footprint: Footprint, job: Job, rates: Rates) -> Plan:
 
 
 def table(budget_bytes: int | None, footprint: Footprint, job: Job, rates: Rates) -> list[Plan]:
-    """For each number of parts and each mode the fastest plan that fits, else the smallest."""
+    """For each number of parts and each mode: the fastest plan that fits, else the smallest one."""
     limit = float("inf") if budget_bytes is None else budget_bytes
     return [
         fit(limit, mode, parts, footprint, job, rates)
@@ -361,8 +364,7 @@ def planned(
 def correction(plan: Plan, peak_bytes: int, footprint: Footprint, before: float = 1.0) -> float:
     """Measured activations over counted ones, from the peak of one pass of a plan.
 
-    Returns ``before`` if the peak occurred while gradients were gathered, because it then says nothing about
-    activations.
+    Returns ``before`` if the peak occurred while gradients were gathered: such a peak does not depend on activations.
     """
     counted = plan.rows * activation_bytes(footprint, plan.recomputed, plan.offloaded)
     resident = resident_bytes(footprint, plan.offloaded)
@@ -373,17 +375,17 @@ def correction(plan: Plan, peak_bytes: int, footprint: Footprint, before: float 
 
 
 def resident_bytes(footprint: Footprint, offloaded: Sequence[int]) -> int:
-    """Memory that does not depend on the samples."""
+    """Memory that does not depend on the samples: weights, adapter and workspaces."""
     waiting = [footprint.blocks[index].weight_bytes for index in offloaded]
     weights = footprint.weight_bytes - sum(waiting) + min(SLOTS, len(waiting)) * max(waiting, default=0)
     return weights + footprint.adapter_bytes + WORKSPACE_BYTES
 
 
 def activation_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded: Sequence[int] = ()) -> int:
-    """Peak activations of one sample if the ``recomputed`` blocks do not keep theirs.
+    """Peak activations of one sample if the ``recomputed`` blocks do not keep their activations.
 
-    The kept bytes of a recomputed block are absent until its own backward pass. There it is recomputed first, which
-    adds the memory of its forward pass to the memory in use.
+    The kept bytes of a recomputed block are absent until its own backward pass. Its recomputation there adds the
+    memory of its forward pass to the memory in use.
     """
     chosen = set(recomputed)
     if footprint.recomputed_bytes is not None and len(chosen) == len(footprint.blocks) and not offloaded:
@@ -437,7 +439,7 @@ def spread(count: int, total: int) -> list[int]:
 def step_seconds(
     parts: int, recomputed: Sequence[int], offloaded: Sequence[int], footprint: Footprint, job: Job, rates: Rates
 ) -> float:
-    """Estimated time of a step: products by their rate, the rest by bytes moved, plus a minimum per launch.
+    """Estimated time of a step: products by FLOPs, all other work by bytes moved, plus a minimum per launch.
 
     Copies overlap with computation, so the longer of the two counts. Each offloaded block is fetched twice, forward and
     backward.

@@ -1,4 +1,4 @@
-"""The ``lora`` section of a recipe: the keys of all adapters, and those of each kind."""
+"""The ``lora`` section of a recipe: the shared keys of all adapters, and the keys of each kind."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Pattern = Annotated[str, Field(min_length=1)]  # an empty expression matches no 
 Rank = Annotated[int, Field(gt=0, le=MAX_RANK)]
 Alpha = Annotated[float, Field(gt=0, le=100_000.0)]
 MERGED, GGUF = "merged", "gguf"
-"""Forms that ``lora-rocm export`` makes, and a run does not write by itself."""
+"""Formats that only ``lora-rocm export`` writes, not a run."""
 FORMS_WITH_NORMS = ("kohya", "comfyui")
-"""The forms in which trained norms have a place."""
+"""The formats that can store trained norms."""
 FROM_BASE = ("pissa", "olora")
-"""The values of ``lora.init`` with which A and B start from the base's weight."""
+"""The values of ``lora.init`` that derive the initial A and B from the base's weight."""
 DROPOUTS = ("dropout", "rank_dropout", "module_dropout")
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Rate = Annotated[float, Field(gt=0)]
 
 
 def has_kernel(shape: Sequence[int]) -> bool:
-    """Whether a weight, [out, in] or [out, in, kh, kw], is that of a convolution larger than 1 x 1."""
+    """Whether a weight, [out, in] or [out, in, kh, kw], belongs to a convolution larger than 1 x 1."""
     return any(side > 1 for side in shape[2:])
 
 
 class ModuleOverride(Section):
-    """Rank, alpha and learning rate of some modules. What it leaves out is as in the other modules."""
+    """Rank, alpha and learning rate of some modules. Omitted keys are as in the other modules."""
 
     match: Pattern = Field(
-        description="A regular expression of whole module names with their component, such as "
+        description="A regular expression for whole module names with their component, such as "
         "unet\\.up_blocks\\..* or text_encoder_2\\..*."
     )
     rank: Rank | None = Field(None, description="Rank of the update.")
@@ -45,11 +45,11 @@ class ModuleOverride(Section):
 
 
 RESERVED_STEM = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9])?", re.IGNORECASE)
-"""Names that a file cannot have on Windows, without their endings."""
+"""Names that a file cannot have on Windows, without their extensions."""
 
 
 def file_stem(token: str) -> str:
-    """A token without what no file name can have: the name of its embedding's file without the ending."""
+    """The token without characters that are invalid in file names: its embedding's file name without extension."""
     return re.sub(r'[<>:"/\\|?*.]', "", token)
 
 
@@ -64,7 +64,7 @@ Token = Annotated[str, Field(pattern=r"^[^\s\x00-\x1f\x7f]+$", max_length=64), A
 
 
 class NewToken(Section):
-    """A token that the vocabulary lacks. Each text encoder gets vectors of its own for it, which are trained."""
+    """A token that the vocabulary lacks. Each text encoder gets its own trained vectors for it."""
 
     token: Token = Field(
         description="The word in captions and prompts, without blanks, such as <zibu>. Small and capital letters are "
@@ -78,7 +78,7 @@ class NewToken(Section):
 
     @property
     def file_stem(self) -> str:
-        """The name of the embedding's file without its ending."""
+        """The name of the embedding's file without its extension."""
         return file_stem(self.token)
 
     @property
@@ -93,7 +93,7 @@ class NewToken(Section):
 
 
 def normalised(text: str) -> str:
-    """Return a text as CLIP's tokenizers read it: in small letters, with composed characters."""
+    """Return a text as CLIP's tokenizers read it: in lower case, with composed characters."""
     return unicodedata.normalize("NFC", text).lower()
 
 
@@ -110,45 +110,46 @@ class AdapterSection(Section):
         16,
         gt=0,
         le=MAX_RANK,
-        description="Rank of the update. auto: the highest rank in the file of init_from, and unless alpha is given "
-        "the highest alpha.",
+        description="Rank of the update. auto: the highest rank in the file of init_from, and its highest alpha unless "
+        "alpha is given.",
     )
     alpha: float | None = Field(
         None, gt=0, le=100_000.0, description="Scale is alpha / rank; unset means alpha = rank."
     )
     dropout: Share = Field(
-        0.0, description="Dropout on the adapter's input; of OFT and IA3 on the output that they change."
+        0.0, description="Dropout on the adapter's input; for OFT and IA3 on the output that they change."
     )
     targets: Pattern | Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=MAX_ITEMS)] = Field(
         "attention-mlp",
-        description="A preset or regular expressions of module names. Presets: attention, attention-mlp, and "
-        "attention-mlp-conv of models with convolutions, all-linear of others.",
+        description="A preset, or regular expressions for module names. Presets: attention, attention-mlp; for models "
+        "with convolutions attention-mlp-conv, for others all-linear.",
     )
     train_text_encoder: bool = Field(False, description="Also adapt the text encoders.")
     new_tokens: tuple[NewToken, ...] = Field(
         (),
         max_length=MAX_ITEMS,
-        description="New tokens whose vectors are trained beside the adapter (pivotal tuning). Each is written as an "
-        "embedding file beside the LoRA file.",
+        description="New tokens with vectors that are trained together with the adapter (pivotal tuning). Each is "
+        "written as an embedding file next to the LoRA file.",
     )
     weight_dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32",
         description="Dtype of the trained weights and their moments. bf16 and fp16 take less memory, but lose small "
-        "updates; fp16 only with optimizers whose second moments are never fp16.",
+        "updates. fp16 works only with optimizers that never keep second moments in fp16.",
     )
     init_from: InputFile | None = Field(
         None,
         description="Start from this file (kohya, diffusers or PEFT) of the same type. Modules of a lower rank are "
-        "padded to rank; the effect is that of the file.",
+        "padded to rank, without a change of their effect.",
     )
 
     train_norms: bool = Field(
         False,
-        description="Also train the norms of what is always trained: differences of their weights and biases, as "
-        "LyCORIS' train_norm. LyCORIS and ComfyUI read such a file. Steps are slower, for these norms are not fused.",
+        description="Also train the norms of the components that are always trained: differences of their weights and "
+        "biases, as LyCORIS' train_norm. LyCORIS and ComfyUI read such a file. Steps are slower because these norms "
+        "are not fused.",
     )
     overrides: Annotated[tuple[ModuleOverride, ...], Field(max_length=MAX_OVERRIDES)] = Field(
-        (), description="Other ranks, alphas and learning rates of some modules. The first entry that matches counts."
+        (), description="Other ranks, alphas and learning rates for some modules. The first entry that matches counts."
     )
 
     @property
@@ -158,7 +159,7 @@ class AdapterSection(Section):
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """As ``formats``, of the adapter as it is set."""
+        """The ``formats`` that fit these settings."""
         return tuple(form for form in self.formats if form in FORMS_WITH_NORMS or not self.train_norms)
 
     @property
@@ -168,18 +169,18 @@ class AdapterSection(Section):
 
     @property
     def size(self) -> str:
-        """What decides the number of trained weights, and their scale, in words."""
+        """The settings that determine the number of trained weights and their scale, as text."""
         return f"rank {self.rank}, alpha {self.effective_alpha:g}"
 
     @property
     def ranks(self) -> str:
-        """What decides the number of trained weights of a module, in words."""
+        """The settings that determine the number of trained weights of a module, as text."""
         others = [f"of {override.match} {override.rank}" for override in self.overrides if override.rank is not None]
         return ", ".join([f"rank {self.rank}", *others])
 
     @property
     def drops(self) -> tuple[str, ...]:
-        """The kinds of dropout in training, which draws random numbers for them."""
+        """The active kinds of dropout, for which training draws random numbers."""
         return tuple(name for name in DROPOUTS if getattr(self, name, 0.0))
 
     @property
@@ -189,11 +190,11 @@ class AdapterSection(Section):
 
     @property
     def reads_inputs(self) -> bool:
-        """Whether the adapter starts from what its layers are given before the first step."""
+        """Whether the initial adapter depends on the inputs that its layers get before the first step."""
         return False
 
     def unstarted_text(self, num_layers: int) -> str:
-        """A notice that ``init`` fills not all ranks of so many layers; empty: there are none."""
+        """A notice that ``init`` does not fill all ranks of ``num_layers`` layers; empty for 0 layers."""
         return ""
 
     def at(self, override: ModuleOverride | None, shape: Sequence[int]) -> Self:
@@ -208,11 +209,11 @@ class AdapterSection(Section):
         return self.model_copy(update={"rank": override.rank or self.rank, "alpha": override.alpha or self.alpha})
 
     def as_written(self) -> Self:
-        """The section of an adapter as its files have it, which may be of another rank than the trained one."""
+        """The section that describes the adapter in its files, which may have another rank than in training."""
         return self
 
     def rate_factor(self, role: str) -> float:
-        """What the learning rate of the tensors of a role is multiplied by."""
+        """The factor of the learning rate for the tensors of a role."""
         return 1.0
 
     @property
@@ -221,19 +222,19 @@ class AdapterSection(Section):
 
 
 class ProductSection(AdapterSection):
-    """The keys of adapters whose update is a product of their tensors."""
+    """The keys of adapters with an update that is a product of their tensors."""
 
     rank_dropout: Share = Field(
         0.0,
-        description="LoRA: share of the ranks that each sample of a batch is trained without, the others scaled to the "
-        "same mean. LoKr and LoHa, as in LyCORIS: share of a layer's outputs that a batch is trained without.",
+        description="LoRA: share of the ranks dropped for each sample of a batch; the others are scaled to the same "
+        "mean. LoKr and LoHa, as in LyCORIS: share of a layer's outputs dropped for a batch.",
     )
-    module_dropout: Share = Field(0.0, description="Share of the modules that a batch is trained without.")
+    module_dropout: Share = Field(0.0, description="Share of the modules dropped for a batch.")
     scale_weight_norms: float | None = Field(
         None,
         gt=0,
         le=1e6,
-        description="Largest norm of a module's update with its scale. After each step the tensors of larger ones are "
+        description="Largest norm of a module's scaled update. After each step the tensors of a larger update are "
         "scaled down, all by the same factor; 1 is usual.",
     )
 
@@ -254,13 +255,13 @@ class LoraSection(ProductSection):
     conv_alpha: Alpha | None = Field(None, description="Alpha of these convolutions; unset means alpha, else the rank.")
     init: Literal["default", "gaussian", "orthogonal", "pissa", "olora", "eva"] = Field(
         "default",
-        description="Start of the factors A and B, as PEFT's init_lora_weights. default: A Kaiming uniform, B zero; "
-        "gaussian: A normal, B zero; orthogonal: both random with the product zero; pissa (arXiv 2404.02948), olora "
-        "(arXiv 2406.01775): both from the base's weight, and the result has twice the rank; eva (arXiv 2410.07170): A "
-        "from the inputs that linear layers get from the first batches, B zero.",
+        description="Initial factors A and B, as PEFT's init_lora_weights. default: A Kaiming uniform, B zero. "
+        "gaussian: A normal, B zero. orthogonal: both random with the product zero. pissa (arXiv 2404.02948), olora "
+        "(arXiv 2406.01775): both from the base's weight; the result has twice the rank. eva (arXiv 2410.07170): A "
+        "from the inputs of linear layers in the first batches, B zero.",
     )
     loraplus_lr_ratio: float = Field(
-        1.0, gt=0, le=10_000.0, description="LoRA+: learning rate of B as a multiple of that of A; 16 is usual."
+        1.0, gt=0, le=10_000.0, description="LoRA+: learning rate of B as a multiple of A's; 16 is usual."
     )
 
     @property
@@ -273,7 +274,7 @@ class LoraSection(ProductSection):
 
     @property
     def takes_off_start(self) -> bool:
-        """Whether A and B start from the base's weight, so that their first product is taken off the result."""
+        """Whether A and B start from the base's weight, so that the result subtracts their first product."""
         return self.init in FROM_BASE
 
     @property
@@ -287,7 +288,7 @@ class LoraSection(ProductSection):
         than = "inputs" if self.reads_inputs else "inputs or outputs"
         return (
             f"lora.init: {self.init} fills only a part of the ranks of {layers} fewer {than} than ranks. The other "
-            "ranks start as by default. A lower rank there (lora.rank, or a rank in lora.overrides) is filled whole."
+            "ranks start as by default. Use a lower rank there (lora.rank, or a rank in lora.overrides)."
         )
 
     def as_written(self) -> Self:
@@ -321,8 +322,8 @@ class LokrSection(ProductSection):
 
     formats = ("kohya", "peft", MERGED)
     above_limit = {
-        "rank": f"Of a LoKr {MAX_RANK} means what 10000 and 100000 mean in kohya's scripts: whole second factors, of "
-        f"up to {2 * MAX_RANK} rows or columns."
+        "rank": f"For a LoKr, {MAX_RANK} has the meaning of 10000 and 100000 in kohya's scripts: whole second factors, "
+        f"of up to {2 * MAX_RANK} rows or columns."
     }
 
     type: Literal["lokr"] = Field("lokr", description="Kind of adapter.")
@@ -331,7 +332,7 @@ class LokrSection(ProductSection):
         ge=-1,
         le=MAX_RANK,
         description="Size of the first matrix. If it does not divide a side, the next smaller divisor is used. -1: "
-        "near the square root of each side. LyCORIS refuses a file whose factor is above the square root of a side.",
+        "near the square root of each side. LyCORIS refuses a file with a factor above the square root of a side.",
     )
     decompose_both: bool = Field(False, description="Factorise the first matrix to rank as well, if that is smaller.")
 
@@ -387,7 +388,7 @@ class Ia3Section(AdapterSection):
 
     @property
     def size(self) -> str:
-        return "one number an output"
+        return "one number per output"
 
 
 ADAPTERS: Mapping[str, type[AdapterSection]] = {

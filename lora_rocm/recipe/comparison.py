@@ -1,4 +1,4 @@
-"""Which values of two recipes have to be equal: those of a run and of its resume, and those of all ranks."""
+"""Values that have to be equal in two recipes: of a run and its resume, and of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lora_rocm.recipe.sections import AddedLater
 from lora_rocm.recipe.source_sections import SourceOptions
 from lora_rocm.recipe.yaml_tree import Key, dotted
 
-# Ranks may differ in these keys: they say where and how each rank does the same work.
+# Ranks may differ in these keys: they define where and how each rank does the same work.
 OF_A_PROCESS = frozenset({
     "cache.dir", "output.dir", "train.gradient_checkpointing", "runtime.device", "runtime.workers",
     "runtime.worker_timeout_s", "runtime.persistent_workers", "runtime.workers_on_windows", "runtime.pin_memory",
@@ -31,7 +31,7 @@ LATER: dict[str, Any] = {
 }
 """Keys that were added to the recipe after 2026-11-27 -> their default. Options of sources are marked ``AddedLater``.
 
-The fingerprints of earlier checkpoints are without them, so they are left out while they have it.
+The fingerprints of earlier checkpoints lack them, so they are omitted while they have their default.
 """
 
 
@@ -45,7 +45,7 @@ def fixed_values(recipe: Recipe) -> dict[str, Any]:
     values = {dotted(key): value for key, value, may_change in _leaves(recipe) if not may_change}
     values = {key: value for key, value in values.items() if key not in LATER or value != LATER[key]}
     of_data = {key.removeprefix("data.") for key in LATER}
-    values["data.sources"] = [  # where None is the default
+    values["data.sources"] = [  # in an entry the default is None
         {key: value for key, value in source.items() if key not in of_data or value is not None}
         for source in values["data.sources"]
     ]
@@ -60,7 +60,7 @@ def shared_values(recipe: Recipe) -> dict[str, Any]:
 def resume_differences(old: Recipe, new: Recipe) -> list[Problem]:
     """The forbidden differences between a run's recipe and the recipe to resume it with."""
     after = {key: value for key, value, _ in _leaves(new)}
-    return [  # a key of only one recipe belongs to another kind, whose naming key differs too
+    return [  # a key of only one recipe belongs to another kind, and the key that names the kind differs too
         Problem(dotted(key), f"{shown(before)} -> {shown(after[key])}")
         for key, before, may_change in _leaves(old)
         if not may_change and key in after and before != after[key]

@@ -1,4 +1,4 @@
-"""Turns pydantic's errors into problems for users: the expected value, the given value, and the remedy."""
+"""Turn pydantic's errors into problems for users: the expected value, the given value, and the remedy."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def explain(
         error: of ``kinds.recipe``.
         data: the validated data.
         where: turns a key into "file.yaml:12 lora.rank".
-        written: what is written for a key whose value is a number, true, false or null (``YamlTree.texts``).
-        kinds: the kinds of ``data``. In a section of an unknown kind only keys that all its kinds have are reported.
+        written: turns the key of a number, true, false or null into its spelling in the file (``YamlTree.texts``).
+        kinds: the kinds of ``data``. In a section of an unknown kind, only keys that all its kinds have are reported.
     """
     expected: dict[Key, dict[str, None]] = {}
     problems: dict[Key, Problem] = {}
@@ -77,14 +77,14 @@ def explain(
             break
         key = real_key(detail, data)
         if detail["type"] == "too_short" and any(other[: len(key)] == key for other in problems):
-            continue  # the items that are refused are not counted
+            continue  # pydantic does not count refused items, so that a list with some seems too short
         if not kinds.judges(key):
             continue
         phrase = None if detail["type"] in NOT_ALLOWED else EXPECTED.get(detail["type"].partition("_")[0])
         if phrase is not None:
             phrases = expected.setdefault(key, dict.fromkeys(choices.get(key, ())))
             phrases[phrase] = None  # an ordered set: thousands of list items may share a problem
-            # what the user wrote: pydantic's own input for a union member may be only a part of it
+            # the value from the file, because pydantic's own input for a union member may be only a part of it
             value = value_at(data, key, detail["input"])
             if phrase == "a whole number" and isinstance(value, float) and value.is_integer():  # far beyond 64 bits
                 problems[key] = Problem(
@@ -126,7 +126,7 @@ def real_key(detail: ErrorDetails, data: Any) -> Key:
 
 
 def _of_rule(detail: ErrorDetails, key: Key) -> tuple[Key, str, str]:
-    """Place, problem and remedy of a broken rule, or of what a field itself refuses ``at`` a place below it."""
+    """Place, problem and remedy of a broken rule, or of a field's own error ``at`` a place below it."""
     context = detail["ctx"]
     return tuple(context.get("place") or (*key, *context["at"])), context["what"], context["fix"]
 
@@ -163,12 +163,12 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str
 
 
 def _choices(detail: ErrorDetails) -> list[str]:
-    """The values that a literal_error names."""
+    """The valid values in a literal_error."""
     return [choice.strip("'\" ") for choice in detail["ctx"]["expected"].replace(" or ", ", ").split(",")]
 
 
 def _near_choice(value: Any, choices: Collection[str]) -> str:
-    """A choice of nearly the same letters. Names of number formats differ in one letter: there all have to be there."""
+    """A choice with nearly the same letters. Number formats differ in one letter only: for them all have to match."""
     if isinstance(value, str) and value.strip().lower() in choices:
         return f"Write {value.strip().lower()}."
     given = str(value)[:MAX_VALUE_LETTERS].lower()
@@ -180,14 +180,14 @@ def _near_choice(value: Any, choices: Collection[str]) -> str:
 
 
 def _quote_advice(expected: Collection[str], value: Any, written: str) -> str:
-    """How to mean the text that a number, true, false or null is written with; quotes keep its zeros and its case."""
+    """Advice to quote text that YAML reads as a number, true, false or null; quotes keep its zeros and its case."""
     if "text" in expected and not isinstance(value, str | list | dict) and (written or value is not None):
-        return f'To mean the text, put it in quotes: "{written or value}".'
+        return f'If it is text, quote it: "{written or value}".'
     return ""
 
 
 def _section_at(key: Key, model: type[BaseModel]) -> type[BaseModel]:
-    """The section class that holds the keys below ``key``."""
+    """The section class that contains the keys below ``key``."""
     for part in key:
         if isinstance(part, str):
             found = section_class(model.model_fields[part].annotation)
@@ -201,14 +201,14 @@ def _field_at(key: Key, model: type[BaseModel]) -> FieldInfo:
 
 
 def _instead_of_more(key: Key, model: type[BaseModel]) -> str:
-    """What the section says about values beyond a key's upper limit."""
+    """The section's remedy for values beyond a key's upper limit."""
     *sections, name = (part for part in key if isinstance(part, str))
     section = _section_at(tuple(sections), model)
     return section.above_limit.get(name, "") if issubclass(section, Section) else ""
 
 
 def _about(key: Key, model: type[BaseModel]) -> str:
-    """What a key is and what it is by default, as a fix where nothing better is known."""
+    """The description and the default of a key, as a fix where nothing better is known."""
     names = tuple(part for part in key if isinstance(part, str))
     if not names:
         return ""

@@ -1,4 +1,4 @@
-"""Rules of a family for shared keys: unread keys are refused, and sizes, precision and formats have to fit."""
+"""Rules of a family for shared keys: unread keys are refused, and sizes, precision and formats have to be supported."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ def without_unread(data: dict[str, Any], spec: FamilySpec) -> dict[str, Any]:
 
 
 def unwritten(spec: FamilySpec, lora: AdapterSection, form: str, forms: Sequence[str]) -> tuple[str, str]:
-    """(problem, remedy) for a form in which an adapter is not written. ``forms``: those in which it is."""
+    """(problem, remedy) for a format in which an adapter cannot be written. ``forms``: the possible formats."""
     title = f"{lora.title} of {spec.title}{' with trained norms' if lora.train_norms else ''}"
     title = f"{'an' if title[0] in 'AEIO' else 'a'} {title}"
-    why, take = "nothing would read it", ""
+    why, take = "no program would read it", ""
     if form in lora.formats and form not in lora.forms and lora.train_norms:
-        why = "trained norms have no place in it"
+        why = "it cannot store trained norms"
     elif form in (MERGED, GGUF) and form not in spec.conversions:
-        why = "it is a form of language models"
+        why = "it is a format for language models"
     elif form == "comfyui" and "kohya" in forms:
-        why, take = "it differs from the form kohya only in the magnitudes of a DoRA", "Take kohya. "
-    return f"{title} is not written in the form {form}: {why}", f"{take}Forms of {title}: {', '.join(forms)}."
+        why, take = "it differs from kohya only in the magnitudes of a DoRA", "Use kohya. "
+    return f"{title} cannot be written as {form}: {why}", f"{take}Formats of {title}: {', '.join(forms)}."
 
 
 def _unwritten_format(
@@ -147,9 +147,9 @@ FAMILY_RULES: tuple[Rule, ...] = (
 
 
 def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
-    """The rules about frames, and about images that a model of a family is given.
+    """The rules about frames, and about input images of a family's models.
 
-    It takes those with ``ModelSection.control_keys``, or with masks.
+    A model takes input images if ``ModelSection.control_keys`` are set, or with masks.
     """
     control_keys = spec.model_section.control_keys
     keys = (FAMILY, *(f"model.{key}" for key in control_keys or ()))
@@ -158,7 +158,7 @@ def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
     if spec.reads("data.control_path"):
         rules.append(Rule(f"{spec.name}:controls", (*keys, *CONTROLS), partial(_controls, len(keys)), what, fix))
     if "frames" in spec.axes:
-        what = "clips of {1.title} have {lengths} frames, and this is {wrong}"
+        what = "clips of {1.title} have {lengths} frames, not {wrong}"
         keys_of_frames = ("data.frames", "data.sources[each].frames")
         rules.append(unread_of_class_images("frames"))
         rules += [Rule(f"{spec.name}:{key}", (key, FAMILY), _unfit_frames, what, "{take}") for key in keys_of_frames]
@@ -182,13 +182,13 @@ def _num_taken(spec: FamilySpec, given: Sequence[object]) -> int:
 
 def _fix(spec: FamilySpec, taken: int) -> str:
     shown = ", ".join(f"model.{key}: {value}" for key, value in (spec.model_section.control_keys or {}).items())
-    return f"Leave {taken} of them." if taken else f"Remove it, or set {shown}." if shown else "Remove it."
+    return f"Keep {taken} of them." if taken else f"Remove it, or set {shown}." if shown else "Remove it."
 
 
 def _controls(num_keys: int, *values: Any) -> list[Breach]:
     """The keys that give more control images than the model takes.
 
-    ``values``: the family and its ``control_keys``, together ``num_keys`` values, then those of ``CONTROLS``.
+    ``values``: the family and its ``control_keys``, together ``num_keys`` values, then the values of ``CONTROLS``.
     """
     spec, *given = values[:num_keys]
     taken = _num_taken(spec, given)
@@ -198,7 +198,7 @@ def _controls(num_keys: int, *values: Any) -> list[Breach]:
 
 
 def _preview_images(prompts: Prompts, control_prompts: Prompts, *rest: Any) -> list[Breach]:
-    """The images of previews that neither a model with control images takes nor, with their mask, an inpainting one.
+    """The input images of previews that the model takes neither as control images nor, with a mask, to inpaint.
 
     ``rest``: the files of ``INPUTS``, the family, and the values of its ``control_keys``.
     """

@@ -1,6 +1,6 @@
-"""Recognises files of other trainers by their keys (``foreign.toml``), for users who pass one as a recipe.
+"""Recognise files of other trainers by their keys (``foreign.toml``), for users who pass one as a recipe.
 
-Nothing is executed and no other file is read. The text is at most as long as a recipe may be.
+Nothing is executed, and no other file is read. The text is no longer than a recipe may be.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lora_rocm.recipe.schema import Recipe
 MAX_NAMED = 6
 MAX_DEPTH = 6  # nesting of keys
 MAX_KEYS = 20_000
-MAX_DOTS = 1000  # in a line of TOML: keys with many parts take the library very long
+MAX_DOTS = 1000  # in a line of TOML: the library is very slow for keys with many parts
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=", re.MULTILINE)
 USUAL_START = "sdxl.yaml"
 NAMES_IN_OTHER_TRAINERS = "docs/reference/kohya-names.md"
@@ -51,8 +51,8 @@ class ForeignTable:
     Attributes:
         base_keys: keys of the base model.
         recipes: regular expression for "key=value" of such a key -> name of the recipe to start from.
-        scripts: text in a file that is no mapping -> name of the kind of file.
-        trainer: marks of each kind of file; the first that fits counts.
+        scripts: text in a file that is not a mapping -> name of the kind of file.
+        trainer: marks of each kind of file; the first match counts.
     """
 
     base_keys: tuple[str, ...]
@@ -67,12 +67,12 @@ def _table() -> ForeignTable:
 
 
 def recognised(text: str, path: str, value: Any) -> Problem | None:
-    """The problem that names another trainer's file; None for a recipe or an unknown file.
+    """The problem for another trainer's file; None for a recipe or an unknown file.
 
     Args:
         text: content of the file.
         path: path of the file, for the problem.
-        value: content parsed as YAML (which includes JSON); None if it is no YAML.
+        value: content parsed as YAML (which includes JSON); None if it is not YAML.
     """
     if _is_ours(value):
         return None
@@ -95,7 +95,7 @@ def _problem(path: str, what: str, renamed: str, start: str = USUAL_START) -> Pr
 
 
 def _start(data: object) -> str:
-    """Name of the recipe for the base that another trainer's file names."""
+    """Name of the recipe for the base model in another trainer's file."""
     named = "\n".join(islice(_bases(data), MAX_KEYS)).lower()
     found = (recipe for pattern, recipe in _table().recipes.items() if re.search(pattern, named))
     return next(found, USUAL_START)
@@ -141,7 +141,7 @@ def _paths(data: Any, above: str = "", depth: int = 0) -> Iterator[str]:
 
 
 def _is_ours(data: Any) -> bool:
-    """Whether the data is meant as a recipe, however wrong: it has ``base``, or at least two of our sections."""
+    """Whether the data is meant as a recipe, even with errors: it has ``base``, or two or more of our sections."""
     if not isinstance(data, dict):
         return False
     sections = [name for name in data if name in Recipe.model_fields and isinstance(data[name], dict)]

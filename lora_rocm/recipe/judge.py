@@ -1,4 +1,4 @@
-"""Reads as many values of a recipe as are valid by themselves, and checks all rules over them."""
+"""Read all values of a recipe that are valid by themselves, and check all rules over them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Values:
     """The values of a recipe that could be read.
 
     Attributes:
-        written: what is given, as unvalidated sections.
+        written: the given values, as unvalidated sections.
         defaults: key without indices -> its default, of all keys of these kinds.
-        read: key -> value of every key that is valid by itself or has its default. As ``Rule.keys`` says, a list of
-            sections gives its length, a section that may be missing whether it is there, the family its spec.
+        read: key -> value of every key that is valid by itself or has its default. As in ``Rule.keys``, the value of a
+            list of sections is its length, of an optional section whether it is given, of the family its spec.
     """
 
     written: Mapping[str, Any]
@@ -50,14 +50,14 @@ class Broken:
 
 
 def values_of(recipe: Section, spec: FamilySpec, written: Mapping[str, Any], failed: Collection[Key] = ()) -> Values:
-    """The values of a valid recipe but for the keys ``failed``, and everything below these."""
+    """The values of a valid recipe, without the keys ``failed`` and everything below them."""
     reader = _Reader(frozenset(failed))
     reader.section(type(recipe), vars(recipe), (), validated=True)
     return reader.values(type(recipe), spec, written)
 
 
 def readable(cls: type[Section], spec: FamilySpec, written: Mapping[str, Any], failed: Collection[Key]) -> Values:
-    """The values of a recipe that is not valid: all but ``failed``, what is below these, and what is unknown.
+    """The values of an invalid recipe, without the keys ``failed``, everything below them, and unknown keys.
 
     Args:
         cls: class of the recipe.
@@ -81,7 +81,7 @@ class _Reader:
         return Values(written, keys_of(cls), self.read)
 
     def section(self, cls: type[Section], given: Mapping[str, Any], key: Key, validated: bool) -> None:
-        """Read the keys of a section. ``validated``: the given values are of a section object."""
+        """Read the keys of a section. ``validated``: the given values come from a section object."""
         for name, (info, inner) in _fields(cls).items():
             child = (*key, name)
             is_raw = name in given and not validated
@@ -112,7 +112,7 @@ class _Reader:
         if is_raw:
             try:
                 value = _adapter(cls, str(key[-1])).validate_python(value)
-            except ValidationError:  # its problem is told by the validation of the whole recipe
+            except ValidationError:  # the validation of the whole recipe reports it
                 return
         self.read[key] = value
 
@@ -120,13 +120,13 @@ class _Reader:
 @cache
 def _adapter(cls: type[Section], name: str) -> TypeAdapter[Any]:
     info = cls.model_fields[name]
-    annotated: Any = Annotated[(info.annotation, *info.metadata, None)]  # None: at least one is needed
+    annotated: Any = Annotated[(info.annotation, *info.metadata, None)]  # None: Annotated needs some metadata
     return TypeAdapter(annotated)
 
 
 @dataclass(frozen=True)
 class _Inner:
-    """The section class in a field: of one section, that may be missing (optional), or of a list (many)."""
+    """The section class in a field of one section, which may be optional, or of a list of sections (many)."""
 
     cls: type[Section]
     optional: bool = False
@@ -158,7 +158,7 @@ def _section_of(annotation: Any) -> _Inner | None:
 
 @cache
 def keys_of(cls: type[Section]) -> Mapping[Key, Any]:
-    """Every key below a section, without the places of lists -> its default."""
+    """Every key below a section, without list indices -> its default."""
 
     def below(section: type[Section], key: Key) -> Iterator[tuple[Key, Any]]:
         for name, (info, inner) in _fields(section).items():
@@ -170,12 +170,12 @@ def keys_of(cls: type[Section]) -> Mapping[Key, Any]:
 
 
 def broken_rules(rules: Iterable[Rule], values: Values, *, of_file: bool = False) -> list[Broken]:
-    """Check every rule whose values could be read; at most MAX_PROBLEMS breaches.
+    """Check every rule with readable values; return at most MAX_PROBLEMS breaches.
 
     Args:
         rules: the table.
         values: of a recipe.
-        of_file: ``values.written`` is what a user has written, so that rules with ``unless_written`` are checked too.
+        of_file: a user wrote ``values.written``, so that rules with ``unless_written`` are checked too.
     """
     found = (each for rule in rules for each in _breaches(rule, values, of_file))
     return list(islice(dict.fromkeys(found), MAX_PROBLEMS))
@@ -202,7 +202,7 @@ def _breaches(rule: Rule, values: Values, of_file: bool) -> Iterator[Broken]:
 
 
 def _given(rule: Rule, index: int | None, values: Values) -> list[Any] | None:
-    """The values of a rule's keys; None: one of them could not be read, or is not there in these kinds."""
+    """The values of a rule's keys; None: one of them could not be read, or these kinds lack it."""
     found = list[Any]()
     for key, parts in zip(rule.keys, rule.parts, strict=True):
         if ALL in parts:
@@ -224,14 +224,14 @@ def _given(rule: Rule, index: int | None, values: Values) -> list[Any] | None:
 
 
 def _at(parts: Parts, index: int | None) -> Key:
-    """The key of the entry ``index`` of the list for whose entries a rule is checked."""
+    """The key in the entry ``index`` of the list that a rule is checked for."""
     if index is None or EACH not in parts:
         return parts
     return tuple(index if part == EACH else part for part in parts)
 
 
 def _place(keys: Sequence[Key], written: Mapping[str, Any]) -> Key:
-    """The key that is written last; if none is, what holds all of them."""
+    """The key that is written last; if none is, the section that contains all of them."""
     given = [key for key in keys if _is_written(key, written)]
     if given:
         return max(given, key=lambda key: _order(key, written))
@@ -255,7 +255,7 @@ def _is_written(key: Key, written: Any) -> bool:
 
 
 def _order(key: Key, written: Any) -> tuple[int, ...]:
-    """Where a written key is, for comparisons: its number in each of the sections that hold it."""
+    """The position of a written key, for comparisons: its index in each of the sections that contain it."""
     numbers = list[int]()
     for part in key:
         below: Any = vars(written) if isinstance(written, Section) else written

@@ -18,7 +18,7 @@ from lora_rocm.recipe.yaml_tree import dotted
 
 FAMILY, ADAPTER, OPTIMIZER = ("model", "family"), ("lora", "type"), ("optim", "optimizer")
 NAMED_BY = (FAMILY, ADAPTER, OPTIMIZER)
-"""Keys that name a kind. Each decides which keys its section has."""
+"""Keys that name a kind. Each determines the keys of its section."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Kinds:
         family: of the base model.
         adapter: class of the adapter's section.
         optimizer: class of the optimizer's section.
-        unknown: keys whose value names no kind, or that the recipe gives by another name (``optimizer_type``); their
-            default is used.
+        unknown: keys that do not name a known kind, or that the recipe gives under another name (``optimizer_type``);
+            their default is used.
     """
 
     registry: Registry
@@ -59,9 +59,9 @@ class Kinds:
         return self.family.name
 
     def judges(self, key: tuple[str | int, ...]) -> bool:
-        """Whether an error in a value is one for sure: its section is of a known kind, or all kinds have its key.
+        """Whether an error in a value is certain: its section is of a known kind, or all kinds have its key.
 
-        So is a key that no kind has, such as the name by which the recipe gives the kind.
+        A key that no kind has is certain too, such as another name for the key of the kind.
         """
         named_by = kind_key(str(key[0])) if len(key) > 1 else None
         if named_by is None or named_by not in self.unknown:
@@ -69,19 +69,19 @@ class Kinds:
         section, name = str(key[0]), str(key[1])
         kinds = every_kind(named_by[0], self.registry)
         if name == ARGUMENTS_KEY:
-            return False  # its arguments are those of the optimizer that is meant
+            return False  # the intended optimizer, which is unknown, defines its arguments
         have_it = [name in each.section(section).model_fields for each in kinds]
         return all(have_it) or not any(have_it)
 
     @property
     def unjudged(self) -> frozenset[tuple[str, ...]]:
-        """What no rule reads: keys whose value names no kind, and those that not all of the possible kinds have."""
+        """Keys that no rule reads: those with an unknown kind, and keys that only some possible kinds have."""
         sections = [name for name in self.recipe.model_fields if kind_key(name) in self.unknown]
         keys = {(name, each) for name in sections for each in self.section(name).model_fields}
         return self.unknown | {key for key in keys if not self.judges(key)}
 
     def owners(self, section: str, key: str) -> str:
-        """The other kinds whose section has a key, as "optim.optimizer: adamw"; empty if there is none."""
+        """The other kinds with a key in their section, as "optim.optimizer: adamw"; empty if there is none."""
         named_by = kind_key(section)
         if named_by is None:
             return ""
@@ -142,13 +142,13 @@ def recipe_from(data: Any, registry: Registry = PRODUCT) -> Recipe:
     """Build a recipe from data written by this program: sections by name, as ``Recipe.model_dump`` gives them.
 
     Raises:
-        pydantic.ValidationError: the data is no recipe.
+        pydantic.ValidationError: the data is not a valid recipe.
     """
     return kinds_of(data, registry).recipe.model_validate(data)
 
 
 def _names_of_no_key(data: object, recipe: type[Recipe]) -> list[tuple[str, str]]:
-    """(section, name) of all names in the data that are no keys of these kinds: none in a valid recipe."""
+    """(section, name) of all names in the data that are not keys of these kinds; a valid recipe has none."""
     found = []
     for name, section in data.items() if isinstance(data, dict) else ():
         field = recipe.model_fields.get(name) if isinstance(name, str) else None
@@ -159,7 +159,7 @@ def _names_of_no_key(data: object, recipe: type[Recipe]) -> list[tuple[str, str]
 
 
 def _is_given_as(section: str, name: str, key: tuple[str, str]) -> bool:
-    """Whether a name in a section stands for a key: as another trainer has it, or misspelled."""
+    """Whether a name in a section means a key: another trainer's name for it, or a misspelling."""
     plain = name.lower().replace("-", "_")
     near = section == key[0] and len(plain) <= MAX_KEY_LETTERS and alike(plain, key[1])
     return near or peer_names().same_value.get(plain) == dotted(key)

@@ -20,7 +20,7 @@ EITHER_OR: dict[Key, Key] = {
 class Place:
     """The origin of a value: a file and line, or ``--set``.
 
-    name: the old name of a key that has moved. text: what is written there for a number, true, false or null.
+    name: the old name of a key that has moved. text: the spelling in the file of a number, true, false or null.
     """
 
     origin: str
@@ -48,7 +48,7 @@ class Layered:
         return f"{known or self.origin} {name}".rstrip()
 
     def written(self, key: Key) -> str:
-        """What is written for a number, true, false or null; empty for other values."""
+        """The spelling in the file of a number, true, false or null; empty for other values."""
         return self.places[key].text if key in self.places else ""
 
     def merge(self, data: dict[str, Any], places: dict[Key, Place]) -> None:

@@ -1,4 +1,4 @@
-"""Loads a recipe file into a ``Recipe``: base recipe, ``--set``, and all problems at once with file, line and key."""
+"""Load a recipe file into a ``Recipe``: base recipe, ``--set``, and all problems at once with file, line and key."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ CONTROL, VARIABLE = re.compile(r"[\0-\x1f]"), re.compile(r"\$\w|\$\{|%\w+%")
 KEY_PATH = re.compile(r"(\w+)(\.\w+|\[\d+\])+")
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 FOR_IMAGES = "sdxl.yaml"
-"""The shipped recipe that is named to somebody who gives a folder of images in place of a recipe."""
-TABLE_FIX = "A table is given as dataset, in an entry of data.sources or in data.watched; path is a folder."
+"""The shipped recipe in the advice for a user who gives a folder of images in place of a recipe."""
+TABLE_FIX = "Give a table as dataset, in an entry of data.sources or in data.watched; path is a folder."
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,10 @@ class LoadedRecipe:
     overrides: tuple[str, ...] = ()
 
     def require_files(self, begun: bool = False) -> None:
-        """Check that the folders and files that the recipe names exist, and that those it will make can be made.
+        """Check that the input files and folders of the recipe exist, and that its output folders can be created.
 
-        ``begun``: without the folders of images, which a run whose training is complete can do without, without the
-        file of lora.init_from, whose effect is in the checkpoints, and without output.name, as such a run keeps the
-        names of its files.
+        ``begun``: skip the image folders, which a run with complete training does not need; the file of lora.init_from,
+        which is already in the checkpoints; and output.name, because such a run keeps the names of its files.
 
         Raises:
             RecipeError: with one problem per path.
@@ -102,24 +101,25 @@ class LoadedRecipe:
                 continue
             if not (os.path.isdir if rule.must_be == "folder" else os.path.exists)(value):
                 path = shown(value, PATH_LETTERS)
-                what = f"{path} is no {rule.must_be}" if os.path.exists(value) else f"there is no {rule.must_be} {path}"
+                kind = rule.must_be
+                what = f"{path} is not a {kind}" if os.path.exists(value) else f"there is no {kind} {path}"
                 is_table = rule.must_be == "folder" and key[0] == "data" and Path(value).suffix.lower() in TABLES
                 problems.append(Problem(self.layers.where(key), what, TABLE_FIX if is_table else _path_fix(value)))
         if problems:
             raise RecipeError(problems)
 
     def name_problems(self) -> list[Problem]:
-        """A problem if no file can have the name ``output.name`` on every system."""
+        """A problem if ``output.name`` is not a valid file name on every system."""
         name = name_key(self.recipe.output.name)
         if not (fault := output_name_fault(name)):
             return []
         better = usable_stem(name)
         better = f"lora-{better}" if output_name_fault(better) else better
-        fix = f"Take another, such as {better}. output.description takes any text."
+        fix = f"Choose another name, such as {better}. output.description takes any text."
         return [Problem(self.layers.where(("output", "name")), f"{shown(name)} {fault}", fix)]
 
     def placed(self, error: LoraRocmError) -> Problem:
-        """The problem of an error whose ``where`` begins with a key of the recipe, with the key's file and line."""
+        """The problem of an error. If ``where`` begins with a recipe key, it gets the key's file and line."""
         named = KEY_PATH.match(error.where)
         if named is None or named[1] not in Recipe.model_fields:
             return Problem(error.where, error.what, error.fix)
@@ -135,11 +135,11 @@ class LoadedRecipe:
 
 
 def _path_fix(path: str) -> str:
-    """The remedy for a path at which nothing is."""
+    """The remedy for a path that does not exist."""
     if CONTROL.search(path):
         return ESCAPE_FIX
     if VARIABLE.search(path):
-        return "Write the folder itself: variables are not expanded in a recipe; ~ for the home folder is."
+        return "Write the folder itself: a recipe does not expand variables, only ~ for the home folder."
     return PATH_FIX
 
 
@@ -147,13 +147,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     """Read, merge and validate a recipe.
 
     Args:
-        path: a file, or if there is none, the name of a recipe that ships with the program.
+        path: a file; if it does not exist, the name of a shipped recipe.
         overrides: ``section.key=value``; the value is parsed as YAML.
         registry: the available families.
 
     Raises:
         RecipeError: with all problems.
     """
+    # merge the layers: base, file, --set
     notices: list[str] = []
     found = _find(Path(path), notices)
     layers = Layered(str(found))
@@ -166,6 +167,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     set_names: dict[Key, str] = {}
     for override in overrides:
         problems += _lay_override(layers, override, set_names)
+    # replace shorthand values by typed ones, then validate
     problems += resolve_rank(layers.data, layers.where)
     problems += resolve_arguments(layers)
     spoiled = {problem.where for problem in problems}
@@ -174,12 +176,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     problems += [problem for problem in more if problem.where not in spoiled]
     if problems or recipe is None:
         raise RecipeError(_in_order(problems, layers))
+    # collect notices about a valid recipe
     notices += [*_notice_of_moved(layers), *questions(recipe, layers)]
     runtime = recipe.runtime
     if runtime.workers != runtime.workers_on(sys.platform):
         notices.append(
-            f"runtime.workers: {runtime.workers} counts as 0 on Windows, where loader workers often hang; "
-            "to have them all the same, add runtime.workers_on_windows: true."
+            f"runtime.workers: {runtime.workers} counts as 0 on Windows, where loader workers often hang. "
+            "To use them anyway, add runtime.workers_on_windows: true."
         )
     absolute = with_absolute_paths(recipe)
     _require_text_names(absolute, found)
@@ -187,10 +190,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
 
 
 def _require_text_names(recipe: Recipe, found: Path) -> None:
-    """Check the recipe's file name, of which run directories are named, and the absolute paths.
+    """Check the recipe's file name, which run directories are named after, and the absolute paths.
 
     Raises:
-        RecipeError: one of them is not text. Paths in a recipe are; the folder in which the command runs may not be.
+        RecipeError: one of them is not text. Paths in a recipe are text; the current folder may not be.
     """
     for place in (Path(found.name), *map(Path, paths_of(recipe))):
         if (fix := fix_of_name(place)) is not None:
@@ -201,6 +204,7 @@ def _require_text_names(recipe: Recipe, found: Path) -> None:
 
 def questions(recipe: Recipe, layers: Layered) -> list[str]:
     """Notices about valid but unusual values."""
+    # learning rate and warm-up
     found = []
     steps = recipe.train.max_train_steps
     if steps and recipe.optim.warmup_steps(steps) >= steps:
@@ -217,11 +221,12 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
                 f"{layers.where(('optim', name))}: {rate:g} is very {height} for {recipe.optim.optimizer}, "
                 f"{recipe.optim.rate_advice}"
             )
+    # validation and resolution
     if recipe.data.validation_split and not any(getattr(recipe.train, key) for key in VALIDATION):
         every = " or ".join(f"train.{key}" for key in VALIDATION)
         found.append(
-            f"{layers.where(('data', 'validation_split'))}: these samples are not trained on, and their loss is taken "
-            f"by `lora-rocm compare` alone. For their loss during the run set {every}."
+            f"{layers.where(('data', 'validation_split'))}: these samples are not trained on, and only "
+            f"`lora-rocm compare` measures their loss. For their loss during the run, set {every}."
         )
     if (sides := _sides_of_a_size(recipe.data)) is not None:
         found.append(
@@ -230,9 +235,10 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
         )
     if steps and recipe.train.validation_every_n_steps > steps:
         found.append(
-            f"{layers.where(('train', 'validation_every_n_steps'))}: the run has {count_text(steps, 'step')}, so no "
-            "held-out loss is taken during it."
+            f"{layers.where(('train', 'validation_every_n_steps'))}: the run has only {count_text(steps, 'step')}, so "
+            "it measures no held-out loss."
         )
+    # keys without effect because a feature is switched off
     switched_off = [replace(rule, unless_written=()) for rule in ALONE]
     unread = broken_rules(switched_off, values_of(recipe, recipe.spec, layers.data))
     found += [f"{layers.where(each.key)}: {each.what}." for each in unread]
@@ -242,7 +248,7 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
 def _sides_of_a_size(data: DataSection) -> tuple[int, ...] | None:
     """The two resolutions of ``data`` if a source uses them and the user may mean a width and a height.
 
-    Two multiples of 256, the smaller one first, are taken for resolutions.
+    Two multiples of 256, the smaller one first, count as resolutions.
     """
     sides = data.resolution
     if not isinstance(sides, tuple) or len(sides) != 2:
@@ -272,7 +278,7 @@ def _in_order(problems: list[Problem], layers: Layered) -> list[Problem]:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The recipes that ship with the program, by file name: in the package, or beside it in a checkout."""
+    """The shipped recipes, by file name: inside the package, or next to it in a checkout."""
     package = Path(str(files("lora_rocm")))
     found: dict[str, Path] = {}
     for folder in (package.parent / "recipes", package / "recipes"):
@@ -283,7 +289,7 @@ def shipped_recipes() -> dict[str, Path]:
 def dump_recipe(recipe: Recipe) -> str:
     """The whole recipe as YAML with all defaults written out. ``load_recipe`` reads it back to an equal recipe.
 
-    Keys that the family does not read are left out.
+    Keys that the family does not read are omitted.
     """
     yaml = YAML()
     yaml.width = 4096
@@ -293,7 +299,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _quoted(value: Any) -> Any:
-    """The value, with strings quoted that contain NEXT_LINE: the YAML library would not read them back unchanged."""
+    """The value; strings with NEXT_LINE are quoted, because the YAML library would not read them back unchanged."""
     if isinstance(value, dict):
         return {_quoted(key): _quoted(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -308,12 +314,12 @@ def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
         return here
     if _is_locked(here):
         fix = "Change the permissions of the folder."
-        raise RecipeError([Problem(str(here), "cannot be read: you may not look into its folder", fix)])
+        raise RecipeError([Problem(str(here), "cannot be read: no permission to open its folder", fix)])
     if os.path.isdir(here):
         raise RecipeError([Problem(str(here), "is a folder, not a recipe", _folder_fix(here))])
     shipped = shipped_recipes()
     if path.name in shipped and not path.is_absolute() and path.parent in (Path(), Path("recipes")):
-        notices.append(f"There is no {here}; using the recipe of that name that ships with the program.")
+        notices.append(f"{here} does not exist; using the shipped recipe of that name.")
         return shipped[path.name]
     near = [str(file) for file in sorted(here.parent.glob("*.y*ml"))] if os.path.isdir(here.parent) else []
     parts = [f"Recipes there: {', '.join(near[:10])}."] if near else []
@@ -322,11 +328,11 @@ def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
 
 
 def _folder_fix(folder: Path) -> str:
-    """The command to type in place of ``train FOLDER``: of a run, of the recipes in it, or of its images."""
+    """The command to type in place of ``train FOLDER``: for a run, for the recipes in it, or for its images."""
     train = ["lora-rocm", "train"]
     if RunDir(folder).holds_run():
         words = [*train, str(RunDir(folder).recipe), "--run-dir", str(folder), "--resume", "latest"]
-        return f"It is a run directory. To go on with the run: {quoted(words)}"
+        return f"It is a run directory. To continue the run: {quoted(words)}"
     inside = [str(file) for file in sorted(folder.glob("*.yaml"))]
     if inside:
         return f"Recipes in it: {', '.join(inside[:10])}. The command: {quoted([*train, inside[0]])}"
@@ -340,7 +346,7 @@ def _is_locked(path: Path) -> bool:
         os.stat(path)
     except PermissionError:
         return True
-    except (OSError, ValueError):  # it is not there, or no file can have this name
+    except (OSError, ValueError):  # it does not exist, or the name is not valid for a file
         pass
     return False
 
@@ -350,7 +356,7 @@ def _read_text(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_RECIPE_BYTES + 1)
         if len(content) > MAX_RECIPE_BYTES:
-            raise RecipeError([Problem(str(path), f"is larger than {MAX_RECIPE_BYTES >> 10} KiB: this is no recipe")])
+            raise RecipeError([Problem(str(path), f"is larger than {MAX_RECIPE_BYTES >> 10} KiB: not a recipe")])
         return content.decode("utf-8-sig")
     except OSError as error:
         raise RecipeError([Problem(str(path), f"cannot be read: {error.strerror}")]) from None
@@ -379,7 +385,7 @@ def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], di
         raise RecipeError([Problem(str(path), "the file is empty", "A recipe has at least model, data and train.")])
     if not isinstance(tree.value, dict):
         fix = "A recipe is sections with keys, such as `lora:` and below it `  rank: 16`."
-        raise RecipeError([*problems, Problem(f"{path}:1", "the file holds no sections", fix)])
+        raise RecipeError([*problems, Problem(f"{path}:1", "the file has no sections", fix)])
     return tree.value, _places(tree, str(path))
 
 
@@ -390,13 +396,13 @@ def _places(tree: YamlTree, origin: str) -> dict[Key, Place]:
 def _lay_base(
     layers: Layered, base: Any, path: Path, places: dict[Key, Place], notices: list[str], problems: list[Problem]
 ) -> None:
-    """Lay the base recipe. Problems inside go to ``problems``; one that cannot be read raises, as keys may be in it."""
+    """Merge the base recipe. Its problems go to ``problems``; an unreadable base raises, as its keys are unknown."""
     where = f"{places[('base',)]} base"
     if not isinstance(base, str) or not base:
         wrong = Problem(where, f"expected the path of another recipe, got {shown(base)}", "Give a .yaml file.")
         raise RecipeError([*problems, wrong])
     try:
-        beside = (path.parent, path.resolve().parent)  # of a link first, then of the file that it leads to
+        beside = (path.parent, path.resolve().parent)  # the link's folder first, then its target's
         folder = next((each for each in beside if os.path.isfile(each / base)), path.parent)
         found = _find(Path(base), notices, folder)
         if found.resolve() == path.resolve():
@@ -419,7 +425,8 @@ def _lay_base(
 
 
 def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> list[Problem]:
-    """Lay one ``--set`` on top. ``set_names``: place of each key of ``MOVED`` that is set -> the name it was set by."""
+    """Merge one ``--set`` on top. ``set_names``: new place of each key of ``MOVED`` that is set -> the name used."""
+    # parse key and value
     name, equals, text = override.partition("=")
     key: Key = tuple(name.strip().split("."))
     origin = f"--set {shown(override)}"
@@ -430,7 +437,7 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
     try:
         tree = parse_yaml(text)
     except YamlSyntaxError:
-        tree = YamlTree(text)  # a string whose quotes the shell has removed
+        tree = YamlTree(text)  # a string: the shell has removed its quotes
     if isinstance(tree.value, str) and text.strip().startswith(tree.value):
         tree = YamlTree(text.strip())  # "#" after a space begins a comment only in files
     if tree.problems:
@@ -438,6 +445,7 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
     if len(key) == 1 and not isinstance(tree.value, dict):
         what = f"expected section.key=value, got {shown(override)}"
         return [Problem(f"--set {name}", what, "For example --set lora.rank=8")]
+    # build a layer with its places
     data: Any = tree.value
     for part in reversed(key):
         data = {part: data}
@@ -447,10 +455,11 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
     of_set = {(*key, *rest): replace(place, text=tree.texts.get(rest, "")) for rest in ((), *tree.lines)}
     places = {**sections, **of_set}
     data, places = _moved(data, places, problems)
+    # report keys that are set by their old and their new name
     for new in set(MOVED.values()) & places.keys():
         given = places[new].name or dotted(new)
         if (before := set_names.setdefault(new, given)) != given:
-            what = f"is given twice: it is the same key as {before}, which is set too"
+            what = f"is given twice: {before}, which is also set, is the same key"
             problems.append(Problem(f"--set {given}", what, f"Remove one of them: {dotted(new)} is its name now."))
     layers.merge(data, places)
     return problems
@@ -470,7 +479,7 @@ def _moved(
         place = below.get(old, places.get(old[:1], Place("--set")))
         places = {key: place for key, place in places.items() if key not in below}
         if new in places:
-            what = f"is {dotted(new)} by its old name, which is given too, in {places[new]}"
+            what = f"is the old name of {dotted(new)}, which is also given, in {places[new]}"
             problems.append(Problem(f"{place} {dotted(old)}", what, f"Remove one of them: {dotted(old)}."))
         elif isinstance(target := data.get(new[0], {}), dict):
             data[new[0]] = {**target, new[1]: section[old[1]]}
@@ -486,13 +495,13 @@ def _notice_of_moved(layers: Layered) -> list[str]:
     ]
     if not given:
         return []
-    moves = ", ".join(f"{where} is {new} now" for where, new in given)
-    return [f"{moves}. The old place is still read; write the new one."]
+    moves = ", ".join(f"{where} is now {new}" for where, new in given)
+    return [f"{moves}. The old place still works; write the new one."]
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What is known of recipe data. recipe: None if a value is wrong, as ``error`` says. broken: all broken rules."""
+    """The result of ``judge``. recipe: None if a value is wrong (see ``error``). broken: all broken rules."""
 
     recipe: Recipe | None
     error: ValidationError | None
@@ -505,7 +514,7 @@ def judge(data: Mapping[str, Any], kinds: Kinds, failed: Collection[Key] = ()) -
     Args:
         data: unvalidated sections by name, as a user has written them.
         kinds: of the data.
-        failed: keys that are wrong already. No rule reads them.
+        failed: keys that already have a problem. No rule reads them.
     """
     cls, spec, rules = kinds.recipe, kinds.family, rules_for(kinds.family)
     try:
@@ -519,7 +528,7 @@ def judge(data: Mapping[str, Any], kinds: Kinds, failed: Collection[Key] = ()) -
 def _validate(layers: Layered, registry: Registry, spoiled: Collection[str]) -> tuple[Recipe | None, list[Problem]]:
     """The recipe, if its values are valid, and all problems: of single values, of unknown keys, of broken rules.
 
-    ``spoiled``: the places that have a problem already.
+    ``spoiled``: the places that already have a problem.
     """
     data, where = layers.data, layers.where
     kinds = kinds_of(data, registry)
@@ -554,7 +563,8 @@ def resolve_rank(data: dict[str, Any], where: Callable[[tuple[str, ...]], str]) 
     place, file, given = where(("lora", "rank")), lora.get("init_from"), "Give lora.rank as a number."
     del lora["rank"]  # if there is a problem, it stays the only one
     if not isinstance(file, str):
-        return [Problem(place, "auto is the rank of the file of lora.init_from, which is not set", given)]
+        return [Problem(place, "auto takes the rank from the file of lora.init_from, which is not set", given)]
+    # read ranks and alphas from the file
     path = Path(file).expanduser()
     try:
         headers = [read_header(each) for each in (sorted(path.rglob("*.safetensors")) if path.is_dir() else [path])]
@@ -565,15 +575,16 @@ def resolve_rank(data: dict[str, Any], where: Callable[[tuple[str, ...]], str]) 
             for name, alpha in alphas_of(header, of_ranks=True).items()
         }
     except (ModelError, OSError) as error:
-        return [Problem(place, f"auto is the rank of {file}, which cannot be read: {error}", given)]
+        return [Problem(place, f"auto takes the rank from {file}, which cannot be read: {error}", given)]
     if not ranks:
-        return [Problem(place, f"auto is the rank of {file}, whose modules have none", given)]
+        return [Problem(place, f"auto takes the rank from {file}, but no module in it has a rank", given)]
+    # set rank and alpha
     lora["rank"] = max(ranks)
     if lora.get("alpha") is not None or not alphas:
         return []
     for (of_file, name), alpha in alphas.items():
         if not 0 < alpha <= IMPLAUSIBLE:
-            what = f"auto is the rank of {of_file}, in which {legible(name):.200} is {alpha:g}: no run starts with that"
+            what = f"auto takes the alpha from {of_file}, but {legible(name):.200} there is {alpha:g}: it is not usable"
             return [Problem(place, what, "Use another file, or give lora.rank and lora.alpha as numbers.")]
     lora["alpha"] = max(alphas.values())
     return []

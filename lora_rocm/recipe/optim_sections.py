@@ -1,4 +1,4 @@
-"""The ``optim`` section of a recipe: the keys of all optimizers and schedules, and those of each optimizer."""
+"""The ``optim`` section of a recipe: the shared keys of all optimizers and schedules, and each optimizer's own keys."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ READ_BY_SCHEDULE: Mapping[str, tuple[str, ...]] = {
 
 
 ARGUMENTS_KEY = "optimizer_args"
-"""The key by which the keys of an optimizer may be given as other trainers write them."""
+"""The key that takes an optimizer's keys in the format of other trainers."""
 
 
 def _describe_arguments(schema: JsonDict) -> None:
-    """Add ``ARGUMENTS_KEY`` to the schema of a section: the loader replaces it by typed keys, so it is no field."""
+    """Add ``ARGUMENTS_KEY`` to a section's schema. It is not a field, because the loader replaces it by typed keys."""
     text: JsonDict = {"type": "array", "items": {"type": "string"}}
     description = (
         "Keys of the optimizer as kohya's scripts write them, such as [weight_decay=0.01, betas=0.9,0.99], or as a "
@@ -46,10 +46,10 @@ class OptimSection(Section):
     Attributes:
         usual_rates: (lowest, highest) learning rate without a notice.
         rate_advice: half a sentence about its usual learning rate.
-        published: class of the library that users of other trainers know it by, for metadata.
-        implied: what this class is always given.
+        published: the library class that users of other trainers know, for metadata.
+        implied: arguments that this class always gets.
         averages: it keeps an average of the weights, which is the result.
-        weight_dtypes: what ``lora.weight_dtype`` may be.
+        weight_dtypes: the valid values of ``lora.weight_dtype``.
     """
 
     model_config = ConfigDict(json_schema_extra=_describe_arguments)
@@ -66,13 +66,13 @@ class OptimSection(Section):
         None, gt=0, description="Peak learning rate of the text encoders; unset means learning_rate."
     )
     embedding_learning_rate: float | None = Field(
-        None, gt=0, description="As text_encoder_learning_rate, of lora.new_tokens; unset means the same."
+        None, gt=0, description="Peak learning rate of lora.new_tokens; unset means text_encoder_learning_rate."
     )
     embedding_until_step: int = Field(
         0,
         ge=0,
         le=MAX_STEPS,
-        description="Number of updates after which lora.new_tokens are not trained any more; 0: they always are.",
+        description="Number of updates after which lora.new_tokens are no longer trained; 0: they always are.",
     )
     embedding_until_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.0, description="The same as a share of the run, in place of embedding_until_step."
@@ -88,12 +88,12 @@ class OptimSection(Section):
         None,
         gt=0,
         le=MAX_STEPS,
-        description="Updates from the warm-up until cosine is at its lowest, as T_max of PyTorch's CosineAnnealingLR: "
-        "after it the rate rises for as many, and so on. Unset: until the end of the run.",
+        description="Updates from the warm-up to the minimum of cosine, like T_max of PyTorch's CosineAnnealingLR. "
+        "After them the rate rises for the same number of updates, and so on. Unset: until the end of the run.",
     )
     lr_scheduler_power: float = Field(1.0, gt=0, le=100.0, description="Power of polynomial; 1 is linear.")
     lr_min_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.0, description="Where the schedule ends, as a share of the peak learning rate; not for constant."
+        0.0, description="Learning rate at the end of the schedule, as a share of its peak; not for constant."
     )
     lr_warmup_steps: int = Field(
         0, ge=0, le=MAX_STEPS, description="Linear warm-up: update i of w uses i / (w + 1) of the rate."
@@ -109,11 +109,11 @@ class OptimSection(Section):
 
     @property
     def embedding_until_key(self) -> str:
-        """The given one of embedding_until_step and embedding_until_ratio; empty if neither is."""
+        """The key that is set, of embedding_until_step and embedding_until_ratio; empty if neither is."""
         return next((key for key in ("embedding_until_step", "embedding_until_ratio") if getattr(self, key)), "")
 
     def embedding_until(self, max_train_steps: int) -> int | None:
-        """The number of updates after which new tokens are not trained any more; None: they always are."""
+        """The number of updates after which new tokens are no longer trained; None: they always are."""
         if not self.embedding_until_key:
             return None
         return self.embedding_until_step or math.ceil(self.embedding_until_ratio * max_train_steps)
@@ -135,7 +135,7 @@ class OptimSection(Section):
 
     @property
     def description(self) -> str:
-        """Class and arguments in the form of kohya's metadata field ``ss_optimizer``."""
+        """Class and arguments in the format of kohya's metadata field ``ss_optimizer``."""
         values = {name: getattr(self, name) for name in self.arguments()}
         given = {"eps" if name == "epsilon" else name: value for name, value in values.items()}
         return f"{self.published}({','.join(f'{name}={value}' for name, value in {**self.implied, **given}.items())})"
@@ -177,7 +177,7 @@ class ProdigyKeys(EstimatedRateSection):
     """The keys of Prodigy (arXiv 2306.06101), with a schedule and without."""
 
     rate_advice: ClassVar[str] = (
-        "which estimates the learning rate itself and takes 1.0 as its factor; optim.d_coef is the way to tune it."
+        "which estimates the learning rate itself and takes 1.0 as its factor. Tune it with optim.d_coef."
     )
 
     beta3: Decay | None = Field(
@@ -230,10 +230,10 @@ class AdafactorSection(OptimSection):
 
     optimizer: Literal["adafactor"] = Field("adafactor", description="Optimizer.")
     eps: tuple[Small, Small] = Field(
-        (1e-30, 1e-3), description="Added to squared gradients; least size of weights for scale_parameter."
+        (1e-30, 1e-3), description="Added to squared gradients; lowest size of weights for scale_parameter."
     )
-    clip_threshold: float = Field(1.0, gt=0, le=1e9, description="Greatest root mean square of an update.")
-    decay_rate: float = Field(-0.8, lt=0, ge=-10.0, description="Power of the step that the second moment forgets by.")
+    clip_threshold: float = Field(1.0, gt=0, le=1e9, description="Largest root mean square of an update.")
+    decay_rate: float = Field(-0.8, lt=0, ge=-10.0, description="Power of the step in the second moment's decay.")
     beta1: Decay | None = Field(None, description="Decay of a first moment; unset means none.")
     scale_parameter: bool = Field(False, description="Multiply the rate by the root mean square of each weight.")
     relative_step: bool = Field(
@@ -255,7 +255,7 @@ class CameSection(OptimSection):
         (0.9, 0.999, 0.9999), description="Decay of the update, of the second moment, and of the instability."
     )
     eps: tuple[Small, Small] = Field((1e-30, 1e-16), description="Added to squared gradients; to the instability.")
-    clip_threshold: float = Field(1.0, gt=0, le=1e9, description="Greatest root mean square of an update.")
+    clip_threshold: float = Field(1.0, gt=0, le=1e9, description="Largest root mean square of an update.")
 
 
 class ScheduleFreeSection(OptimSection):
@@ -290,7 +290,7 @@ class ProdigyScheduleFreeSection(ProdigyKeys):
     betas: tuple[Share, Decay] = Field(
         (0.9, 0.99), description="Share of the average in the trained weights; decay of the second moment."
     )
-    d_limiter: bool = Field(True, description="Let the estimate grow by a fifth at most in an update.")
+    d_limiter: bool = Field(True, description="Limit the growth of the estimate to a fifth per update.")
 
 
 class DAdaptAdamSection(EstimatedRateSection):
@@ -303,7 +303,7 @@ class DAdaptAdamSection(EstimatedRateSection):
     epsilon: float = Field(1e-8, gt=0, le=1.0, description=EPSILON)
     d0: float = Field(1e-6, gt=0, le=1.0, description="The estimate at the start.")
     growth_rate: float | None = Field(
-        None, gt=1.0, le=1e9, description="Greatest growth of the estimate in an update, such as 1.02; unset: any."
+        None, gt=1.0, le=1e9, description="Largest growth of the estimate per update, such as 1.02; unset: any."
     )
     use_bias_correction: bool = Field(False, description="Adam's bias correction of the rate.")
 
@@ -320,14 +320,14 @@ class MuonSection(OptimSection):
     nesterov: bool = Field(True, description="Nesterov's momentum.")
     ns_steps: int = Field(5, gt=0, le=100, description="Steps of the Newton-Schulz iteration.")
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
-        "match_rms_adamw", description="How the shape of a matrix changes its rate; original wants rates near 0.02."
+        "match_rms_adamw", description="Scaling of the rate by a matrix's shape; original needs rates near 0.02."
     )
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of AdamW's two moments.")
     epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to AdamW's denominator.")
 
 
 class AdamwBf16Section(AdamwSection):
-    """AdamW for lora.weight_dtype: bf16, which loses no small updates to rounding. Steps are optimizer updates."""
+    """AdamW for lora.weight_dtype: bf16 that does not lose small updates to rounding. Steps are optimizer updates."""
 
     published: ClassVar[str] = "lora_rocm.AdamWBF16"
     weight_dtypes: ClassVar[tuple[str, ...]] = ("bf16",)
@@ -335,7 +335,7 @@ class AdamwBf16Section(AdamwSection):
     optimizer: Literal["adamw_bf16"] = Field("adamw_bf16", description="Optimizer.")  # type: ignore[assignment]
     rounding: Literal["stochastic", "kahan"] = Field(
         "stochastic",
-        description="Round the weights up or down by chance, or keep what rounding left out (2 bytes more a weight).",
+        description="Round the weights up or down by chance, or keep the rounding error (2 more bytes per weight).",
     )
 
 
@@ -353,4 +353,4 @@ SECTIONS: tuple[type[OptimSection], ...] = (
     DAdaptAdamSection,
 )
 OPTIMIZERS: Mapping[str, type[OptimSection]] = {each.model_fields["optimizer"].default: each for each in SECTIONS}
-"""The section of each ``optim.optimizer``; the first is that of a recipe that names none."""
+"""The section of each ``optim.optimizer``; the first is the default."""

@@ -1,6 +1,6 @@
-"""Puts the typed keys of the optimizer in the place of ``optim.optimizer_args``, kohya's arguments of optimizers.
+"""Replace ``optim.optimizer_args`` (kohya's optimizer arguments) by the typed keys of the optimizer.
 
-After this the recipe has typed keys alone: they are validated, written to the run's recipe and compared on a resume.
+The recipe then has only typed keys, which are validated, written to the run's recipe and compared on a resume.
 """
 
 from __future__ import annotations
@@ -79,15 +79,15 @@ class Argument:
 
 
 def resolve_arguments(layers: Layered) -> list[Problem]:
-    """Replace ``optim.optimizer_args`` by the keys that it stands for; a key of a layer above takes precedence.
+    """Replace ``optim.optimizer_args`` by typed keys; a key of a higher layer takes precedence.
 
-    If the optimizer is unknown, nothing changes: its arguments are unknown too, and its name is a problem already.
+    If the optimizer is unknown, nothing changes: its arguments are unknown too, and its name is already reported.
 
     Args:
         layers: all layers of a recipe, before its validation; changed in place.
 
     Returns:
-        A problem for each entry that the optimizer does not take, and for each key with two values in one layer.
+        A problem for each entry that the optimizer does not accept, and for each key with two values in one layer.
     """
     optim = layers.data.get("optim")
     if not isinstance(optim, dict) or ARGUMENTS_KEY not in optim:
@@ -125,7 +125,7 @@ def _entries(given: object, layers: Layered, problems: list[Problem]) -> Iterato
 
 
 def _read(value: object) -> object:
-    """A value written as text, read as a Python literal as kohya does; ``true``, ``none`` and ``inf`` in any case."""
+    """Parse text as a Python literal, as kohya does; ``true``, ``none`` and ``inf`` in any case."""
     if not isinstance(value, str) or len(value) > MAX_LETTERS:
         return value
     if value.lower() in WORDS:
@@ -138,7 +138,7 @@ def _read(value: object) -> object:
 
 
 def _key(entry: Argument, optimizer: str) -> str:
-    """The key of ``optim`` that an entry stands for; empty if the optimizer has none for it."""
+    """The key of ``optim`` for an entry; empty if the optimizer has none."""
     if entry.name in OPTIMIZERS[optimizer].arguments():
         return entry.name
     rows = (row for row in names().renamed if row.name == entry.name and optimizer in row.optimizers)
@@ -161,7 +161,7 @@ def _place(layers: Layered, entry: Argument) -> Place:
 
 
 def _put(optim: dict[str, object], key: str, entry: Argument, layers: Layered) -> list[Problem]:
-    """Set a key, unless a layer above sets it. Another value in the same layer is a problem."""
+    """Set a key, unless a higher layer sets it. A different value in the same layer is a problem."""
     value = None if any((row.key, _read(row.value)) == (key, entry.value) for row in names().unset) else entry.value
     at, place = ("optim", key), replace(_place(layers, entry), name=f"optim.{ARGUMENTS_KEY}.{entry.name}")
     if key in optim:
@@ -179,7 +179,7 @@ def _put(optim: dict[str, object], key: str, entry: Argument, layers: Layered) -
 
 
 def _height(place: Place, layers: Layered) -> int:
-    """Which layer a place is in: 0 the base, 1 the file, 2 ``--set``."""
+    """The layer of a place: 0 the base, 1 the file, 2 ``--set``."""
     return {"--set": 2, layers.origin: 1}.get(place.origin, 0)
 
 
@@ -197,7 +197,7 @@ def _unknown(entry: Argument, optimizer: str, where: str) -> Problem:
 
 
 def _taken(optimizer: str, section: type[OptimSection]) -> list[str]:
-    """The arguments of an optimizer, with the names that libraries have for them."""
+    """The arguments of an optimizer, with the libraries' names for them."""
     other = {row.key: row.name for row in names().renamed if optimizer in row.optimizers}
     known = [f"{key} ({other[key]})" if key in other else key for key in section.arguments()]
     return known + [name for key, name in other.items() if key not in section.arguments()]

@@ -1,4 +1,4 @@
-"""Paths in a recipe: made absolute, replaced by defaults, left out, or listed (``sections.path_rule`` marks them)."""
+"""Make the paths of a recipe absolute, set their defaults, omit or list them (``sections.path_rule`` marks a path)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AnySection = TypeVar("AnySection", bound=BaseModel)
 
 
 def made_absolute(value: str, rule: PathRule) -> str:
-    """The absolute form of a path; hub ids and built-in names are unchanged."""
+    """The absolute path; hub ids and built-in names are unchanged."""
     if value in rule.words:
         return value
     path = str(spelled(Path(os.path.abspath(os.path.expanduser(value)))))
@@ -38,12 +38,12 @@ def with_absolute_paths(section: AnySection) -> AnySection:
 
 
 def with_default_outputs(section: AnySection) -> AnySection:
-    """The section with the default of every folder that is written to, relative to the current folder."""
+    """The section with every output folder at its default, relative to the current folder."""
     return _with_paths(section, lambda _, default, rule: made_absolute(default, rule) if rule.is_output else None)
 
 
 def _with_paths(section: AnySection, new: Callable[[Any, Any, PathRule], Any]) -> AnySection:
-    """The section with other paths at any depth. ``new``: (value, default, rule) -> the new value; None: as it is."""
+    """The section with other paths at any depth. ``new``: (value, default, rule) -> the new value, None to keep it."""
     changed: dict[str, Any] = {}
     for name, info in type(section).model_fields.items():
         value, rule = getattr(section, name), path_rule(info)
@@ -58,7 +58,7 @@ def _with_paths(section: AnySection, new: Callable[[Any, Any, PathRule], Any]) -
 
 
 def settings_without_paths(section: BaseModel) -> dict[str, object]:
-    """The values of a recipe or section as JSON has them, without paths of this machine; hub ids are none."""
+    """The values of a recipe or section as JSON values, without paths of this machine. Hub ids are kept."""
     found: dict[str, object] = {}
     for name, info in type(section).model_fields.items():
         value, is_path = getattr(section, name), path_rule(info) is not None

@@ -19,7 +19,7 @@ PER_EPOCH = "multiply by the steps per epoch, which lora-rocm check prints"
 
 @dataclass(frozen=True)
 class Advice:
-    """What to write instead of some names if the value has to change, or why there is no such key."""
+    """Advice for names with another value in our recipe, or the reason why there is no such key."""
 
     names: tuple[str, ...]
     text: str
@@ -27,7 +27,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class TheirSampling:
-    """A distribution of the noise level in another program -> ours. number: their key that gives the shift, if set."""
+    """A distribution of the noise level in another program and ours. number: their key that sets the shift."""
 
     program: str
     name: str
@@ -37,7 +37,7 @@ class TheirSampling:
 
     @property
     def ours(self) -> str:
-        """What to write for it."""
+        """The keys to write for it."""
         given = f" (or its {self.number})" if self.number else ""
         return f"{self.timestep_sampling} with shift: {self.shift}{given}"
 

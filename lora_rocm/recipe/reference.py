@@ -21,12 +21,14 @@ def json_schema(registry: Registry = PRODUCT) -> dict[str, Any]:
     With ``base`` nothing is required, not even the keys that name kinds, because the base may give them. ``resume: may
     change`` is an annotation.
     """
+    # sections of the default kinds; their required keys depend on `base`
     default = kinds_of({}, registry)
     schema, sections = schema_of(default)
     required = schema.pop("required")
     needed = {name: sections[ref_name(schema["properties"][name])].pop("required", []) for name in required}
     for value in schema["properties"].values():
         value.pop("default", None)  # the keys have the defaults
+    # alternatives for the other kinds
     then = {name: {"required": keys} for name, keys in needed.items() if keys}
     for section, key in NAMED_BY:
         refs = _sections_of_kinds(section, registry, sections)
@@ -106,7 +108,7 @@ def _rules_of_families(registry: Registry, sections: dict[str, Any]) -> dict[str
 
 
 def _conditions(registry: Registry, sections: dict[str, Any]) -> list[dict[str, Any]]:
-    """Conditional rules per family. Those of the default also hold if neither a base nor a family is given."""
+    """Conditional rules per family. The default family's rules also apply if neither a base nor a family is given."""
     rules = _rules_of_families(registry, sections)
     if len(rules) == 1:
         return list(rules.values())

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 Breach = Mapping[str, object]
-"""Words of one breach of a rule, for its texts. "at": the key of its place, in place of ``Rule.at``."""
+"""Words that fill in a rule's texts for one breach. "at": the key of the breach, in place of ``Rule.at``."""
 EACH, ALL, OPTIONAL = "[each]", "[all]", "?"
 Parts = tuple[str | int, ...]
-"""A key as ``yaml_tree.Key``, perhaps with EACH or ALL in the place of a number."""
+"""A key like ``yaml_tree.Key``; a list index may be EACH or ALL."""
 
 
 @cache
@@ -25,25 +25,26 @@ def parts_of(key: str) -> Parts:
 
 
 def names_of(parts: Parts) -> tuple[str, ...]:
-    """A key without the places of lists: ("data", "sources", "path")."""
+    """A key without list indices: ("data", "sources", "path")."""
     return tuple(part for part in parts if isinstance(part, str) and part not in (EACH, ALL))
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One fact about the values of several keys. It is checked if all these values could be read.
+    """A rule about the values of several keys. It is checked if all these values could be read.
 
     Attributes:
         id: a short name that never changes.
-        keys: the dotted keys that it reads, and the only ones that it can read. ``data.sources[each].path``: the rule
-            is checked for each entry of the list; ``data.sources[all].path``: a tuple of the values of all entries.
-            A list of sections gives its number of entries, a section that may be missing whether it is there, and
-            ``model.family`` its ``FamilySpec``. A key ending in ``?`` is None in kinds of a section that lack it.
-        broken: takes the values of ``keys`` in their order. True: the rule is broken; a list: once for each item.
+        keys: the dotted keys that it reads; it can read no others. ``data.sources[each].path``: the rule is checked for
+            each entry of the list; ``data.sources[all].path``: a tuple of the values of all entries. The value of a
+            list of sections is its length, of an optional section whether it is given, of ``model.family`` its
+            ``FamilySpec``. A key ending in ``?`` is None in kinds of a section that lack it.
+        broken: takes the values of ``keys`` in their order. True: the rule is broken; a list: broken once per item.
         what: the problem, a format string for the values ({0}, {1}) and the words of the breach.
-        fix: the remedy, likewise.
-        at: the key of the problem's place. Empty: of the given keys the one that is written last, else what holds them.
-        only_if_set: the rule is about a first key with another value than its default.
+        fix: the remedy, a format string likewise.
+        at: the key at which the problem is reported. Empty: the last written of the given keys, else the section that
+            contains them.
+        only_if_set: the rule is checked only if the first key differs from its default.
         unless_written: the rule is checked only for recipe files, and only if none of these keys is written there.
     """
 
@@ -63,12 +64,12 @@ class Rule:
 
     @cached_property
     def names(self) -> tuple[tuple[str, ...], ...]:
-        """``parts`` without the places of lists."""
+        """``parts`` without list indices."""
         return tuple(map(names_of, self.parts))
 
     @cached_property
     def each(self) -> Parts | None:
-        """The list for whose entries the rule is checked; None: it is checked once."""
+        """The list with the entries that the rule is checked for; None: it is checked once."""
         lists = {parts[: parts.index(EACH)] for parts in self.parts if EACH in parts}
         assert len(lists) < 2, self.id
         return next(iter(lists), None)
@@ -85,7 +86,7 @@ def leaf(key: str) -> str:
 
 
 def not_both(first: str, second: str) -> Rule:
-    """Two keys of one section of which one takes the place of the other."""
+    """Two keys of one section that replace each other."""
     return Rule(
         f"not-both:{first},{leaf(second)}",
         (first, second),
@@ -96,7 +97,7 @@ def not_both(first: str, second: str) -> Rule:
 
 
 def exactly_one(first: str, second: str, *unless: str) -> tuple[Rule, Rule]:
-    """One of two keys of a section is needed, and not both. It holds too if one of the keys ``unless`` is given."""
+    """A section needs exactly one of two keys. Neither is needed if one of the keys ``unless`` is given."""
     what, keys = f"give exactly one of {leaf(first)} and {leaf(second)}", (first, second, *unless)
     return (
         Rule(
@@ -117,7 +118,7 @@ def exactly_one(first: str, second: str, *unless: str) -> tuple[Rule, Rule]:
 
 
 def no_effect(key: str, others: Sequence[str], when: Callable[..., bool], why: str, fix: str) -> Rule:
-    """A key that has no effect where ``when`` of the values of ``others`` is true. At its default it is never wrong.
+    """A key has no effect if ``when``, called with the values of ``others``, is true. Its default is always accepted.
 
     ``why`` and ``fix`` are format strings: {1} is the value of the first of ``others``.
     """

@@ -45,11 +45,11 @@ PREVIEW_INPUTS: Mapping[str, str] = {
     "control_image_2": "control_images_2",
     "mask": "masks",
 }
-"""The files that a preview is given: key of ``PreviewPrompt`` -> key of ``SampleSection`` with those of all prompts."""
+"""Input files of a preview: key of ``PreviewPrompt`` -> key of ``SampleSection`` with the files of all prompts."""
 
 
 class PreviewPrompt(Section):
-    """A prompt of the previews with options of its own. What is not set comes from ``sample``."""
+    """A prompt of the previews with its own options. Options that are not set come from ``sample``."""
 
     prompt: str = Field(description="The prompt.")
     negative_prompt: str | None = Field(None, description="Its negative prompt.")
@@ -66,7 +66,7 @@ class PreviewPrompt(Section):
 
     @property
     def inputs(self) -> dict[str, Path]:
-        """The files that are given, by name."""
+        """The given files, by name."""
         return {name: Path(file) for name in PREVIEW_INPUTS if (file := getattr(self, name))}
 
 
@@ -75,7 +75,7 @@ def _form_of(value: Any) -> str:
 
 
 Prompt = Annotated[Annotated[str, Tag("text")] | Annotated[PreviewPrompt, Tag("mapping")], Discriminator(_form_of)]
-"""A prompt, alone or with options of its own."""
+"""A prompt, alone or with its own options."""
 
 
 def of_text(text: str, number: int = 0) -> PreviewPrompt:
@@ -87,12 +87,12 @@ def of_text(text: str, number: int = 0) -> PreviewPrompt:
     prompt, *rest = OPTION.split(f" {text}" if text.startswith("--") else text)
     found: dict[str, str] = {"prompt": prompt.strip()}
     for option, value in zip(rest[::2], rest[1::2], strict=True):
-        key = OPTIONS_OF_KOHYA.get(option.lower())  # as in sd-scripts, in capitals too
+        key = OPTIONS_OF_KOHYA.get(option.lower())  # sd-scripts accepts capitals too
         if key is None:
             fix = f"Options of a prompt: {OPTIONS}. Write {{prompt: ...}} for others, or for a text with -- in it."
             raise _wrong(f"there is no option --{option}", fix, number)
         if key in found:
-            raise _wrong(f"--{option} gives this prompt a second {key}", "Leave one of them.", number)
+            raise _wrong(f"--{option} gives this prompt a second {key}", "Keep one of them.", number)
         found[key] = SAMPLERS_OF_KOHYA.get(value.strip(), value.strip())
     try:
         return TypeAdapter(PreviewPrompt).validate_python(found)
@@ -119,8 +119,8 @@ class SampleSection(Section):
     )
     prompts: tuple[Prompt, ...] = on_resume(
         (),
-        "Prompts of the previews; empty means no previews. An item is a text, also with kohya's options after it "
-        "(a cat --n dog --w 512 --h 768 --d 7 --s 30 --l 5), or a mapping of prompt and its own options: "
+        "Prompts of the previews; empty means no previews. An item is a text, which may end with kohya's options "
+        "(a cat --n dog --w 512 --h 768 --d 7 --s 30 --l 5). Or it is a mapping of prompt and its own options: "
         "negative_prompt, width, height, steps, guidance_scale, seed, sampler, lora_scale, "
         f"{', '.join(PREVIEW_INPUTS)}.",
         max_length=MAX_ITEMS,
@@ -132,8 +132,8 @@ class SampleSection(Section):
     negative_prompt: str = on_resume("", "Negative prompt of the previews.")
     control_images: Annotated[tuple[InputFile, ...], Field(max_length=MAX_ITEMS)] = on_resume(
         (),
-        "Images that the model is given in previews: control images, or images of which an inpainting base redraws a "
-        "part. They are in the order of the prompts; the last one is for all further prompts too.",
+        "Input images of previews: control images, or images of which an inpainting base redraws a part. They are in "
+        "the order of the prompts; the last one is also used for all further prompts.",
     )
     control_images_2: Annotated[tuple[InputFile, ...], Field(max_length=MAX_ITEMS)] = on_resume(
         (), "Second control images, for models that take two, likewise in the order of the prompts."
@@ -145,7 +145,7 @@ class SampleSection(Section):
     lora_scale: float = on_resume(1.0, "Strength of the LoRA in previews.", ge=-100.0, le=100.0)
     seed: int = on_resume(1234, "Seed of the first image; it increases by one per image.", ge=0, lt=2**31)
     guidance_scale: float | None = on_resume(
-        None, "Guidance; unset means what is usual for the family.", ge=1.0, le=MAX_GUIDANCE
+        None, "Guidance; unset means the family's usual value.", ge=1.0, le=MAX_GUIDANCE
     )
     steps: int = on_resume(25, "Denoising steps.", gt=0, le=MAX_SAMPLE_STEPS)
     width: int | None = on_resume(None, "Width in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX)
@@ -157,8 +157,8 @@ class SampleSection(Section):
         for number, prompt in enumerate(prompts if isinstance(prompts, list | tuple) else ()):
             if isinstance(prompt, dict) and len(prompt) == 1 and not PreviewPrompt.model_fields.keys() & prompt:
                 ((name, value),) = prompt.items()
-                what = "a text with a colon and a blank in it is a key and its value in YAML"
-                raise _wrong(what, f'To mean a text, put it in quotes: "{name}: {value}".', number)
+                what = "YAML reads a text with a colon and a blank as a key and its value"
+                raise _wrong(what, f'If it is text, quote it: "{name}: {value}".', number)
         return prompts
 
     @field_validator("prompts", "control_prompts")
@@ -174,7 +174,7 @@ class SampleSection(Section):
         return self.every_n_steps or self.every_n_epochs * steps_per_epoch
 
     def numbered(self) -> Iterator[tuple[str, int, PreviewPrompt]]:
-        """Every prompt with its options, those of this section filled in: (key, number in its list, prompt)."""
+        """Every prompt, with missing options from this section: (key, number in its list, prompt)."""
         own_only = ("prompt", "seed", *PREVIEW_INPUTS)
         shared = {name: getattr(self, name) for name in PreviewPrompt.model_fields if name not in own_only}
         for key in ("prompts", "control_prompts"):
@@ -184,14 +184,14 @@ class SampleSection(Section):
                 yield key, number, PreviewPrompt.model_validate({**shared, **files, **own})
 
     def key_of(self, name: str, key: str, number: int) -> tuple[str | int, ...]:
-        """Where an input of a prompt (``name``, of ``PREVIEW_INPUTS``) is named, as a key of the recipe."""
+        """The recipe key that names an input file of a prompt. ``name``: of ``PREVIEW_INPUTS``."""
         given = getattr(self, key)[number]
         if isinstance(given, PreviewPrompt) and getattr(given, name) is not None:
             return "sample", key, number, name
         return "sample", PREVIEW_INPUTS[name], self._listed(name, key, number)[0]
 
     def _listed(self, name: str, key: str, number: int) -> tuple[int, str | None]:
-        """(number in its list, file) of what the section names for a prompt; None: nothing."""
+        """(number in its list, file) of this section's input file for a prompt. The file is None if there is none."""
         files = getattr(self, PREVIEW_INPUTS[name])
         place = min(number + (len(self.prompts) if key == "control_prompts" else 0), len(files) - 1)
         return place, files[place] if files else None
@@ -202,13 +202,13 @@ class SampleSection(Section):
         return [preview.prompt for _, _, preview in self.numbered() for _ in range(self.images_per_prompt)]
 
     def only(self, prompts: Sequence[str]) -> SampleSection:
-        """This section with other prompts, which are read as they are."""
+        """This section with other prompts, which are not parsed for options."""
         plain = tuple(PreviewPrompt(prompt=prompt) for prompt in prompts)
         return self.model_copy(update={"prompts": plain, "control_prompts": ()})
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All texts that previews are drawn from."""
+        """All prompts and negative prompts of previews."""
         previews = [preview for _, _, preview in self.numbered()]
         return (*(each.prompt for each in previews), *(each.negative_prompt or "" for each in previews))
 

@@ -1,4 +1,4 @@
-"""Says what is wrong with the recipe that a run keeps, for commands that only show the run."""
+"""Describe faults of the recipe in a run directory, for commands that only show the run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lora_rocm.rundir.layout import RunDir
 
 
 def recipe_fault(run_dir: RunDir, registry: Registry = PRODUCT) -> str:
-    """Why ``recipe.yaml`` of a run cannot be used, with a remedy, as sentences; empty if it can."""
+    """The reason why ``recipe.yaml`` of a run cannot be used, with a remedy, as sentences; empty if it can."""
     try:
         if not os.path.lexists(run_dir.recipe):
-            fault = "is not there any more"
+            fault = "no longer exists"
         elif not run_dir.holds(run_dir.recipe):
-            fault = "is a link to something outside of the run"
+            fault = "is a link to a place outside the run"
         else:
             check_plain(run_dir.recipe, MAX_RECIPE_BYTES)
             load_recipe(run_dir.recipe, registry=registry)
@@ -26,4 +26,4 @@ def recipe_fault(run_dir: RunDir, registry: Registry = PRODUCT) -> str:
         fault = f"cannot be read: {error.strerror}"
     except RecipeError as error:
         fault = f"cannot be read: {error.problems[0].where}: {error.problems[0].what}"
-    return f"{run_dir.recipe} {fault}. Put the recipe of this run there: chat, sample, compare and export need it."
+    return f"{run_dir.recipe} {fault}. Copy the recipe of this run there: chat, sample, compare and export need it."

@@ -1,8 +1,8 @@
 """The recipe as frozen, typed sections: all keys with their defaults and descriptions.
 
 The JSON Schema (``lora-rocm schema``), the reference page and ``check`` are generated from this file. Units are pixels,
-steps (optimizer updates) and seconds unless a name says otherwise. Limits of numbers lie far beyond useful values, to
-catch typing errors before they exhaust the machine's memory.
+steps (optimizer updates) and seconds unless a name has another unit. Limits of numbers are far beyond useful values:
+they catch typing errors before these exhaust the machine's memory.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class DataSection(SourceOptions):
         4,
         gt=0,
         le=1000,
-        description="The most texts that shuffle_caption, caption_tag_dropout_rate and enable_wildcard make of each "
-        "caption. All are cached.",
+        description="Maximum number of variants of each caption by shuffle_caption, caption_tag_dropout_rate and "
+        "enable_wildcard. All are cached.",
     )
     max_length: int = Field(
-        2048, gt=0, le=MAX_TOKENS, description="Most tokens of a text that is trained on; the rest of it is cut off."
+        2048, gt=0, le=MAX_TOKENS, description="Maximum number of tokens of a text in training; the rest is cut off."
     )
     packing: bool = Field(
         False,
-        description="Train on rows of several texts, none of which sees another: as many as fit into max_length. "
+        description="Train on rows of several texts, as many as fit into max_length. No text attends to another. "
         "batch_size then counts rows.",
     )
     normalize_masked_area_loss: bool = Field(
@@ -84,18 +84,18 @@ class DataSection(SourceOptions):
     watched: NamedSource | None = on_resume(
         None,
         "A source that is never trained on: path or dataset, with the keys split, image_column and caption_column of "
-        "an entry of sources. Its loss is taken before training and with each held-out loss: it shows what is "
-        "forgotten.",
+        "an entry of sources. Its loss is measured before training and with each held-out loss: it shows what the "
+        "model forgets.",
     )
 
     @property
     def largest_resolution(self) -> int:
-        """The largest resolution that ``data`` itself names, in pixels."""
+        """The largest resolution in ``data`` itself, in pixels."""
         return max(sides_of(self.resolution))
 
     @property
     def most_frames(self) -> int:
-        """The most frames of a clip; 1 if there are no clips."""
+        """The maximum number of frames of a clip; 1 if there are no clips."""
         return max(max(source.lengths) for source in self.resolved_sources())
 
     @property
@@ -135,7 +135,7 @@ class DataSection(SourceOptions):
 
 
 def sides_of(resolution: int | tuple[int, ...]) -> tuple[int, ...]:
-    """The resolutions that a key names, in pixels."""
+    """The resolutions of a key, in pixels."""
     return resolution if isinstance(resolution, tuple) else (resolution,)
 
 
@@ -165,7 +165,7 @@ class ResolvedSource(SourceOptions):
 
     @property
     def name(self) -> str:
-        """What users know it by."""
+        """The name for users."""
         return self.path or self.dataset or f"class images of {self.class_prompt!r}, which the base draws"
 
     def key(self, option: str) -> str:
@@ -214,7 +214,7 @@ class TrainSection(Section):
 
 
 RULES_ARE_JUDGED_APART: Mapping[str, object] = {"rules": "judged apart"}
-"""The context of a validation whose caller checks the rules itself, also where some values are wrong."""
+"""The context of a validation without rules: the caller checks them, even if some values are wrong."""
 
 
 def _error(broken: Broken) -> InitErrorDetails:
@@ -223,7 +223,7 @@ def _error(broken: Broken) -> InitErrorDetails:
 
 
 class Recipe(Section):
-    """A whole recipe. Its class is made by ``recipe_class``. ``spec``: its family, one of those in ``registry``."""
+    """A whole recipe. ``recipe_class`` creates its class. ``spec``: its family, from ``registry``."""
 
     spec: ClassVar[FamilySpec]
     registry: ClassVar[Registry]
@@ -253,22 +253,22 @@ class Recipe(Section):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The forms in which the result is written: as given, else the family's usual one."""
+        """The formats in which the result is written: as given, else the family's usual one."""
         return self.output.formats or self.spec.formats[:1]
 
     @property
     def exportable(self) -> tuple[str, ...]:
-        """The forms in which ``lora-rocm export`` writes the result."""
+        """The formats in which ``lora-rocm export`` can write the result."""
         spec = self.spec
         return tuple(form for form in (*spec.formats, *spec.conversions) if form in self.lora.forms)
 
     def unwritten(self, form: str, forms: Sequence[str]) -> tuple[str, str]:
-        """(problem, remedy) for a form in which the adapter is not written. ``forms``: those in which it is."""
+        """(problem, remedy) for a format in which the adapter cannot be written. ``forms``: the possible formats."""
         return unwritten(self.spec, self.lora, form, forms)
 
     @property
     def watching(self) -> Recipe | None:
-        """The recipe whose samples are those of ``data.watched``, all held out; None: none is watched."""
+        """The recipe with the samples of ``data.watched``, all held out; None: none are watched."""
         train, watched = self.train, self.data.watched
         if watched is None or not (train.validation_every_n_steps or train.validation_every_n_epochs):
             return None
@@ -279,12 +279,12 @@ class Recipe(Section):
         return self.model_copy(update={"data": data, "objective": self.objective.watching, "sample": SampleSection()})
 
     def trains(self, component: str) -> bool:
-        """Whether a component of an adapter's runs in a step: text encoders do if they, or new tokens, are trained."""
+        """Whether an adapter's component runs in a step: text encoders do if they, or new tokens, are trained."""
         return component not in self.spec.text_components or self.lora.tokenises
 
     @property
     def preview_size(self) -> tuple[int, int]:
-        """(width, height) of previews in pixels: as given, else the resolution rounded down to fit the family."""
+        """(width, height) of previews in pixels: as given, else the resolution, rounded down for the family."""
         step = self.spec.axes.multiple_px
         side = max(self.data.largest_resolution // step, 1) * step
         return self.sample.width or side, self.sample.height or side
@@ -298,7 +298,7 @@ MOVED = {("train", name): ("objective", name) for name in ("min_snr_gamma", "noi
 def recipe_class(
     registry: Registry, family: FamilySpec, adapter: type[AdapterSection], optimizer: type[OptimSection]
 ) -> type[Recipe]:
-    """The recipe class of these kinds: ``Recipe`` with their sections. The same kinds give the same class."""
+    """The recipe class of these kinds: ``Recipe`` with their sections. Equal kinds give the same class."""
     made = create_model(
         "Recipe",
         __base__=Recipe,

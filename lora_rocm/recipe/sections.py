@@ -37,7 +37,7 @@ Resolution = Annotated[int, Field(gt=0, le=MAX_SIDE_PX)]
 
 
 LIST_TAG = "list"
-"""The part of a pydantic location that stands for the list of one value or several."""
+"""The part of a pydantic location that names the list variant of a field for one value or several."""
 
 
 def _kind_of_value(value: object) -> str:
@@ -60,13 +60,13 @@ Resolutions = Annotated[
         AfterValidator(_no_twins),
         Tag(LIST_TAG),
     ],
-    Discriminator(_kind_of_value),  # a wrong value is then explained by the kind that was meant
+    Discriminator(_kind_of_value),  # so that an error names only the variant that the user wrote
 ]
 """One resolution, or a list of different ones."""
 
 
 def caption_endings(extension: str | Sequence[str]) -> tuple[str, ...]:
-    """How the names of caption files end, in lower case. A dot is added to what begins neither with one nor with _."""
+    """The endings of caption files, in lower case. A leading dot is added unless there is one, or an underscore."""
     given = (extension,) if isinstance(extension, str) else extension
     return tuple(each.lower() if each.startswith("_") else "." + each.lower().lstrip(".") for each in given)
 
@@ -104,8 +104,8 @@ class PathRule:
     Attributes:
         absolute: when it is made absolute, because the worker and a later resume run in other folders. "if there"
             leaves a hub id unchanged, "unless builtin" a built-in name.
-        must_be: what has to exist before a run; "": nothing, or it is checked later.
-        words: values that are no paths.
+        must_be: the kind of file that has to exist before a run; "": none, or it is checked later.
+        words: values that are not paths.
     """
 
     absolute: Literal["always", "unless builtin", "if there"]
@@ -114,14 +114,14 @@ class PathRule:
 
     @property
     def is_output(self) -> bool:
-        """Whether the program makes the folder and writes to it; anything else that a recipe names is only read."""
+        """Whether the program creates the folder and writes to it; all other paths of a recipe are only read."""
         return self.absolute == "always"
 
 
 InputFolder = Annotated[PathText, PathRule("unless builtin", "folder")]
 BESIDE = "beside"
 FolderOrBeside = Annotated[PathText, PathRule("unless builtin", "folder", words=(BESIDE,))]
-"""A folder, or ``BESIDE``: the files that lie with the images under the names that other trainers give."""
+"""A folder, or ``BESIDE``: the files are with the images and have other trainers' names."""
 Frames = Annotated[int, Field(gt=0, le=MAX_FRAMES)]
 Lengths = Annotated[
     Annotated[Frames, Tag("one")]
@@ -137,7 +137,7 @@ ControlPath = Annotated[
     | Annotated[tuple[FolderOrBeside, ...], Field(min_length=1, max_length=MAX_CONTROLS), Tag(LIST_TAG)],
     Discriminator(_kind_of_value),
 ]
-"""Where control images are: of each image one, or with a list one of each folder."""
+"""The places of control images: a folder with one per image, or a list with one per image in each folder."""
 Columns = Annotated[
     Annotated[PathText, Tag("one")]
     | Annotated[
@@ -153,11 +153,11 @@ OutputFolder = Annotated[PathText, PathRule("always")]
 
 @dataclass(frozen=True)
 class AddedLater:
-    """Mark of a key that was added after 2026-11-27: recipes of earlier runs are without it, see ``comparison``."""
+    """Mark of a key that was added after 2026-11-27: recipes of earlier runs lack it, see ``comparison``."""
 
 
 def path_rule(field: FieldInfo) -> PathRule | None:
-    """The path rule of a field; None if the field holds no path."""
+    """The path rule of a field; None if the field is not a path."""
     return next(
         (rule for rule in (*field.metadata, *_metadata_in(field.annotation)) if isinstance(rule, PathRule)), None
     )
@@ -170,14 +170,14 @@ def _metadata_in(annotation: Any) -> Iterator[Any]:
 
 
 def on_resume(default: Any, description: str, **limits: Any) -> Any:
-    """A field whose value may change when a run is resumed (more steps, sample, output, runtime)."""
+    """A field that may change when a run is resumed (more steps, sample, output, runtime)."""
     return Field(default, description=description, json_schema_extra={"resume": "may change"}, **limits)
 
 
 class Section(BaseModel):
     """Base class of all sections: unknown keys are refused, values are immutable.
 
-    above_limit: key -> what to do about a value above its limit, where the description of the key does not help.
+    above_limit: key -> remedy for a value above its limit, where the description of the key does not help.
     """
 
     above_limit: ClassVar[Mapping[str, str]] = {}
@@ -188,7 +188,7 @@ class Section(BaseModel):
         strict=False,
         allow_inf_nan=False,
         protected_namespaces=(),
-        defer_build=True,  # of many optimizers and adapters a recipe has one each
+        defer_build=True,  # a recipe needs only one of many optimizers and adapters
     )
 
 
@@ -196,11 +196,11 @@ class ModelSection(Section):
     """The base model.
 
     Attributes:
-        part_keys: the keys, named like components and tokenizers, that take these from elsewhere.
-        control_keys: keys and their values with which a base takes control images; None: none of this family does.
-        max_controls: the most control images that a base takes beside an image.
-        controls_keep_size: a control image is encoded in a bucket of its own, not in the bucket of its image.
-        may_inpaint: a base of this family may be one for inpainting, whose previews take control images with masks.
+        part_keys: the keys, named like components and tokenizers, that load these from elsewhere.
+        control_keys: keys and values with which a base takes control images; None: no base of this family does.
+        max_controls: the maximum number of control images per image.
+        controls_keep_size: a control image is encoded in its own bucket, not in the bucket of its image.
+        may_inpaint: the family has inpainting bases; their previews take control images with masks.
     """
 
     part_keys: ClassVar[tuple[str, ...]] = ()
@@ -214,19 +214,19 @@ class ModelSection(Section):
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
     quantization: Quantization = Field(
         "none",
-        description="Format of the frozen linear layers in the blocks: a half (int8, fp8) or a quarter (nf4) of the "
-        "memory of bf16, for a slower step and less exact weights.",
+        description="Format of the frozen linear layers in the blocks: half (int8, fp8) or a quarter (nf4) of the "
+        "memory of bf16. Steps are slower and weights less exact.",
     )
 
     training_adapter: InputFile | None = Field(
         None,
-        description="A LoRA file that takes part in training and is not trained; previews and results are without it. "
-        "For bases distilled to few steps: their training adapter undoes that.",
+        description="A LoRA file that is active during training but not trained; previews and results do not have it. "
+        "For bases distilled to few steps: their training adapter undoes the distillation.",
     )
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """Components and tokenizers that are taken from elsewhere: name -> file or folder."""
+        """Components and tokenizers that are loaded from elsewhere: name -> file or folder."""
         return {key: value for key in self.part_keys if (value := getattr(self, key)) is not None}
 
     @property
@@ -242,11 +242,11 @@ class ModelSection(Section):
 
     @property
     def for_control(self) -> str:
-        """``control_keys`` as a recipe has them."""
+        """``control_keys`` as written in a recipe."""
         return ", ".join(f"model.{key}: {value}" for key, value in (self.control_keys or {}).items())
 
     def metadata(self) -> Mapping[str, object]:
-        """The ``ss_`` fields that kohya has for these keys, for the metadata of a LoRA file; None: left out."""
+        """Kohya's ``ss_`` fields for these keys, for the metadata of a LoRA file. None omits a field."""
         return {}
 
 
@@ -255,21 +255,21 @@ class ObjectiveSection(Section):
 
     @property
     def compares_pairs(self) -> bool:
-        """Whether a sample is a pair: what is preferred, and what is not."""
+        """Whether a sample is a pair: a preferred answer and a rejected one."""
         return False
 
     @property
     def watching(self) -> ObjectiveSection:
-        """The objective whose loss is taken of the data of ``data.watched``."""
+        """The objective for the loss on the samples of ``data.watched``."""
         return self
 
     def metadata(self) -> Mapping[str, object]:
-        """The ``ss_`` fields of kohya for these keys, for the metadata of a LoRA file. None leaves a field out."""
+        """Kohya's ``ss_`` fields for these keys, for the metadata of a LoRA file. None omits a field."""
         return {}
 
 
 class DenoisingSection(ObjectiveSection):
-    """The keys of all objectives that remove noise. Timesteps count from 0, the image, to 1000, noise."""
+    """The keys of all denoising objectives. Timesteps count from 0 (the image) to 1000 (noise)."""
 
     timestep_sampling: Literal["logit-normal", "uniform"] = Field(
         "uniform",
@@ -280,7 +280,7 @@ class DenoisingSection(ObjectiveSection):
         0.0,
         ge=-10.0,
         le=10.0,
-        description="Above 0: more noise; below 0: less. In the scripts of diffusers it is the other way round.",
+        description="Above 0: more noise; below 0: less. The scripts of diffusers use the opposite sign.",
     )
     logit_std: float = Field(
         1.0, gt=0, le=10.0, description="Spread of the logit-normal distribution (sigmoid_scale elsewhere)."
@@ -289,22 +289,22 @@ class DenoisingSection(ObjectiveSection):
         0,
         ge=0,
         lt=NUM_TIMESTEPS,
-        description="The least noise that is trained on, in thousandths. The distribution is scaled to the range.",
+        description="Lowest noise level in training, in thousandths. The distribution is scaled to the range.",
     )
     max_timestep: int = Field(
-        NUM_TIMESTEPS, gt=0, le=NUM_TIMESTEPS, description="The most noise that is trained on, in thousandths."
+        NUM_TIMESTEPS, gt=0, le=NUM_TIMESTEPS, description="Highest noise level in training, in thousandths."
     )
     loss_type: Literal["l2", "l1", "huber", "smooth_l1"] = Field(
         "l2",
-        description="Distance of prediction and target: its square (l2), its size (l1), or pseudo-Huber, which is l2 "
-        "for small errors and l1 for large ones; smooth_l1 is huber divided by its threshold.",
+        description="Loss of the error of a prediction: its square (l2), its absolute value (l1), or pseudo-Huber, "
+        "which is l2 for small errors and l1 for large ones. smooth_l1 is huber divided by its threshold.",
     )
     huber_schedule: Literal["constant", "exponential", "snr"] = Field(
         "snr",
-        description="Threshold of huber and smooth_l1: huber_c at all noise levels (constant), or from 1 without noise "
-        "down to huber_c, by the timestep (exponential) or by the signal-to-noise ratio (snr).",
+        description="Threshold of huber and smooth_l1. constant: huber_c at all noise levels. exponential, snr: from 1 "
+        "without noise down to huber_c, by the timestep or by the signal-to-noise ratio.",
     )
-    huber_c: float = Field(0.1, gt=0, le=1000.0, description="Least threshold of huber and smooth_l1.")
+    huber_c: float = Field(0.1, gt=0, le=1000.0, description="Lowest threshold of huber and smooth_l1.")
     huber_scale: float = Field(
         1.0, gt=0, le=1000.0, description="Factor of the threshold; not with huber_schedule: snr."
     )
@@ -316,7 +316,7 @@ class DenoisingSection(ObjectiveSection):
         0.0,
         ge=-10.0,
         le=10.0,
-        description="Added to noise_offset, times the size of the mean of each channel of the image's latents.",
+        description="Added to noise_offset, times the absolute mean of each channel of the image's latents.",
     )
     multires_noise_iterations: int = Field(
         0, ge=0, le=100, description="Most resolutions of multi-resolution (pyramid) noise; 0 off, 6 to 10 usual."
@@ -366,7 +366,7 @@ class DdpmSection(DenoisingSection):
         0.0, ge=0, le=1000.0, description="Add the loss of the velocity, times this; for noise predictions."
     )
     scale_v_pred_loss_like_noise_pred: bool = Field(
-        False, description="Scale the loss of a velocity to that of the noise; for velocity predictions."
+        False, description="Scale the velocity loss to the scale of the noise loss; for velocity predictions."
     )
     zero_terminal_snr: bool = Field(
         False,
@@ -396,6 +396,6 @@ class FlowSection(DenoisingSection):
     )
     shift: Literal["auto", "resolution"] | Annotated[float, Field(gt=0, le=1000.0)] = Field(
         "auto",
-        description="Above 1: more noise. A number, resolution (grows with the image's tokens), or auto, which takes "
-        "what the base's scheduler config says. Previews always use that.",
+        description="Above 1: more noise. A number, resolution (grows with the image's tokens), or auto (the value in "
+        "the base's scheduler config). Previews always use auto.",
     )

@@ -1,4 +1,4 @@
-"""Sources of images as sections of a recipe: their options, and the entries of ``data.sources``."""
+"""Sources of images as recipe sections: their options, and the entries of ``data.sources``."""
 
 from __future__ import annotations
 
@@ -37,89 +37,90 @@ class SourceOptions(Section):
 
     resolution: Resolutions = Field(
         1024,
-        description="Side in pixels of the square whose area the buckets keep to. A list, such as [512, 768, 1024]: "
-        "each image is seen once at each of these in an epoch.",
+        description="Side in pixels of a square; all buckets have about its area. A list, such as [512, 768, 1024]: "
+        "each image is seen once per epoch at each of these.",
     )
     frames: Annotated[Lengths, AddedLater()] = Field(
         1,
-        description="Frames of a clip, from its first on: a sub-folder of numbered images is one, and its caption file "
-        "lies beside it (walk.txt for the folder walk). A list, such as [17, 33]: of each clip the most that it has. "
-        "1: each image is for itself.",
+        description="Frames of a clip, from its first on. A sub-folder of numbered images is a clip; its caption file "
+        "is next to it (walk.txt for the folder walk). A list, such as [17, 33]: each clip uses the longest length "
+        "that it has frames for. 1: single images.",
     )
-    repeats: Repeats = Field(1, description="Number of times that each image is seen in an epoch.")
+    repeats: Repeats = Field(1, description="Number of times that each image is seen per epoch.")
     loss_weight: Weight = Field(1.0, description="Factor of the loss of each image.")
     caption_extension: CaptionExtension = Field(
         ".txt",
-        description="Extension of the caption files beside the images. A list, such as [.txt, .tags.txt, _2.txt]: each "
-        "of these files that an image has is a caption of it.",
+        description="Extension of the caption files next to the images. A list, such as [.txt, .tags.txt, _2.txt]: "
+        "each of these files of an image is one of its captions.",
     )
     caption_fallback: CaptionFallback = Field(
         "filename",
-        description="Caption of an image without a caption file: its file name, the name of its folder (of 10_zwx "
-        "woman it is zwx woman, as in kohya's scripts), the trigger word, an empty text, or an error.",
+        description="Caption of an image without a caption file: its file name, the name of its folder, the trigger "
+        "word, an empty text, or an error. The folder 10_zwx woman gives zwx woman, as in kohya's scripts.",
     )
     trigger_word: str | None = Field(
         None,
-        description="Word that takes the place of [trigger] in captions and prompts. It is put in front of every "
-        "caption that does not contain it.",
+        description="Word that replaces [trigger] in captions and prompts. It is added in front of every caption that "
+        "does not contain it.",
     )
-    caption_prefix: str = Field("", description="Text put in front of every caption.")
-    caption_suffix: str = Field("", description="Text put behind every caption.")
+    caption_prefix: str = Field("", description="Text added in front of every caption.")
+    caption_suffix: str = Field("", description="Text added after every caption.")
     enable_wildcard: bool = Field(
         False,
-        description="Read {a|b} in a caption as a or b, and each line of a caption as a caption of its own. {{ and }} "
+        description="Read {a|b} in a caption as a or b, and each line of a caption as a separate caption. {{ and }} "
         "are braces.",
     )
     caption_tag_dropout_rate: Fraction = Field(
-        0.0, description="Share of the comma-separated tags of a caption that are left out."
+        0.0, description="Share of the comma-separated tags of a caption that are dropped."
     )
     shuffle_caption: bool = Field(False, description="Shuffle the comma-separated tags of a caption.")
-    keep_tokens: Tags = Field(0, description="Number of tags at the front that are never shuffled or left out.")
+    keep_tokens: Tags = Field(0, description="Number of tags at the front that are never shuffled or dropped.")
     caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption.")
     flip_aug: bool = Field(False, description="Also train on mirrored images (cached; half of the draws).")
     random_crop: Crops = Field(
         False,
-        description="Crop at a random place in place of the centre: one for each image, the same in each run. A number "
-        "N: N such crops of each image, of which each step draws one. All are cached: N times the time to encode and "
-        "the disk.",
+        description="Crop at a random place instead of the centre: one place per image, the same in each run. A number "
+        "N: N such crops of each image, of which each step draws one. All are cached: N times the encoding time and "
+        "disk space.",
     )
     color_aug: Colours = Field(
         0,
-        description="A number N: beside each image N versions with slightly other colours (hue turned by up to 16 "
-        "degrees, or gamma 0.95 to 1.05) are cached, and each step draws one: N + 1 times the time and disk.",
+        description="A number N: cache N more versions of each image with slightly different colours (hue turned by up "
+        "to 16 degrees, or gamma 0.95 to 1.05). Each step draws one. Encoding time and disk space: N + 1 times.",
     )
-    recursive: bool = Field(True, description="Read the sub-folders of a folder too.")
+    recursive: bool = Field(True, description="Also read the sub-folders of a folder.")
     include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
-        (), description="If given, only images that match one of these are used: patterns as for exclude."
+        (), description="If given, use only images that match one of these patterns, written as for exclude."
     )
     exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
         (),
-        description="Files and sub-folders to leave out: names, or paths below the folder with slashes. * matches "
+        description="Files and sub-folders to exclude: names, or paths below the folder with slashes. * matches "
         "anything, also slashes; case does not matter.",
     )
     metadata_file: InputFile | None = Field(
         None,
-        description="A JSON file with captions, as kohya's: image names with caption and tags. The caption file of an "
-        "image takes precedence.",
+        description="A JSON file with captions in kohya's format: image names with caption and tags. The caption file "
+        "of an image takes precedence.",
     )
     mask_path: FolderOrBeside | None = Field(
         None,
-        description="A folder of masks with the names of the images: the loss counts white, not black, grey in part. "
-        "beside: the masks that lie with the images, as NAME-masklabel.png or in a sub-folder such as masks.",
+        description="A folder of masks with the names of the images. The loss counts white, ignores black, and counts "
+        "grey in part. `beside`: the masks are with the images, as NAME-masklabel.png or in a sub-folder such as "
+        "masks.",
     )
     alpha_mask: bool = Field(False, description="Take the alpha channel of each image as its mask.")
-    unmasked_weight: Fraction = Field(0.0, description="Least weight of a place in the loss: that of black in a mask.")
+    unmasked_weight: Fraction = Field(0.0, description="Lowest weight of a place in the loss, where its mask is black.")
     control_path: ControlPath | None = Field(
         None,
-        description="A folder of control images with the names of the images, for models that edit an image: what the "
-        "model is given, while the image is what it should make of it. beside: those that lie with the images, as "
-        "NAME-condlabel.png or in a sub-folder such as _controls. For models that take several, a list of folders, or "
-        "the same folder as often for control images called NAME_0, NAME_1 and so on.",
+        description="A folder of control images with the names of the images, for models that edit an image. The "
+        "control image is the model's input, the image its target. `beside`: they are with the images, as "
+        "NAME-condlabel.png or in a sub-folder such as _controls. For models that take several: a list of folders, or "
+        "the same folder several times for control images named NAME_0, NAME_1 and so on.",
     )
     control_column: Annotated[Columns | None, AddedLater()] = Field(
         None,
         description="Column with the control image of each row of a dataset, in place of control_path: an image or a "
-        "path, as in image_column. For models that take several, a list of columns.",
+        "path, as in image_column. For models that take several: a list of columns.",
     )
 
     @property
@@ -129,18 +130,18 @@ class SourceOptions(Section):
 
     @property
     def control_places(self) -> tuple[str, ...]:
-        """Where control images are, one of each place: folders, BESIDE, or ``control_columns``."""
+        """The places of control images, one image from each: folders, ``BESIDE``, or ``control_columns``."""
         folders = (self.control_path,) if isinstance(self.control_path, str) else self.control_path or ()
         return *folders, *self.control_columns
 
     @property
     def control_columns(self) -> tuple[str, ...]:
-        """The columns with control images; a source that has any has no other places of these."""
+        """The columns with control images; a source with such columns has no other places for them."""
         return (self.control_column,) if isinstance(self.control_column, str) else self.control_column or ()
 
 
 class NamedSource(Section):
-    """A folder, or a ``datasets`` source, alone. Its options are those of ``data``."""
+    """A folder, or a ``datasets`` source, without options of a source. ``data`` gives the options."""
 
     path: InputFolder | None = Field(None, description="A folder of images, with its sub-folders.")
     dataset: PathOrHubId | None = Field(
@@ -152,25 +153,25 @@ class NamedSource(Section):
     image_column: str = Field("image", description="Column with the image.")
     caption_column: str | None = Field(
         "text",
-        description="Column with the caption, or a list of captions; with path, of metadata.jsonl or metadata.csv "
-        "beside the images.",
+        description="Column with the caption, or with a list of captions; with path, a column of metadata.jsonl or "
+        "metadata.csv next to the images.",
     )
     crop_column: PathText | None = Field(
         None,
         description="Column with the part of each image that is used, [x, y, width, height] in pixels of the upright "
-        "image: it is cropped to its bucket in place of the whole; with path, of the same files and of metadata_file.",
+        "image. This part is cropped to its bucket. With path: a column of the same files and of metadata_file.",
     )
 
 
 OF_FOLDERS = ("caption_extension", "recursive", "include", "exclude")
-"""The options of a source that mean something for the files of a folder alone."""
+"""The options of a source that apply only to the files of a folder."""
 MAX_CLASS_IMAGES = 100_000
 OPTIONS_OF_CLASS_IMAGES = ("resolution", "repeats", "loss_weight", "caption_dropout_rate", "flip_aug")
-"""The options of a source that mean something for images that the base draws."""
+"""The options of a source that apply to images that the base draws."""
 OF_VIDEOS = frozenset({"frames"})
-"""The options of a source that only families with an axis of frames read."""
+"""The options of a source that only video families read."""
 OF_TEXTS_TOO = frozenset({"path", "dataset", "split", "repeats", "loss_weight", "recursive", "include", "exclude"})
-"""The options of a source that families read whose samples are texts. All others are about images."""
+"""The options of a source that language models read too. All others are about images."""
 OF_CLASS_IMAGES = frozenset((*OPTIONS_OF_CLASS_IMAGES, "is_reg", "class_prompt", "num_class_images", "max_batch_size"))
 
 
@@ -179,26 +180,26 @@ class DataSource(NamedSource):
 
     loss_weight_column: PathText | None = Field(
         None,
-        description="Column with the factor of the loss of each image, beside loss_weight: above 0, up to 1000; "
-        "with path, of the same files and of metadata_file.",
+        description="Column with a loss factor for each image, multiplied by loss_weight: above 0, up to 1000. With "
+        "path: a column of the same files and of metadata_file.",
     )
     is_reg: bool = Field(
         False,
-        description="These are regularisation images: images of the class without the concept. As many are used in an "
-        "epoch as there are others, and none is held out.",
+        description="These are regularisation images: images of the class without the concept. An epoch uses as many "
+        "of them as of the other images, and none is held out.",
     )
     class_prompt: PathText | None = Field(
         None,
         description="In place of path, with is_reg: the base draws the images before training from this prompt, which "
-        "is also their caption. Sampler, steps, guidance and negative prompt are those of sample.",
+        "is also their caption. Sampler, steps, guidance and negative prompt come from sample.",
     )
     num_class_images: int = Field(
         100, gt=0, le=MAX_CLASS_IMAGES, description="Number of images of class_prompt. They stay in the cache."
     )
     max_batch_size: Batch | None = Field(
         None,
-        description="A smaller train.batch_size for this source: its samples are in batches of their own, which are "
-        "filled up with samples that do not count. So memory and time of a step are those of train.batch_size.",
+        description="A smaller train.batch_size for this source. Its samples are in separate batches, filled up with "
+        "samples that do not count. A step takes the memory and time of train.batch_size.",
     )
     resolution: Resolutions | None = None
     frames: Lengths | None = None

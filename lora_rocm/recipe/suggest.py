@@ -1,7 +1,7 @@
 """Did-you-mean for unknown keys: names of other trainers, the same key in another section, then similar spelling.
 
-Users follow a suggestion, so a wrong one does harm. A key is proposed only if it means the same: by the table of other
-trainers' names, or if only letters differ, never a word, a number or the unit.
+Users follow a suggestion, so a wrong one does harm. A key is proposed only if it means the same: according to the table
+of other trainers' names, or if only letters differ, never a word, a number or the unit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SPEAK_ALONE = frozenset({
 })  # fmt: skip
 """Keys of one word with one meaning in every section."""
 NEED_THEIR_SECTION = frozenset({"every_n_steps", "every_n_epochs", "keep_last", "first_step"})
-"""Keys of several words whose meaning depends on the section."""
+"""Keys of several words with a meaning that depends on the section."""
 
 
 def section_class(annotation: Any) -> type[BaseModel] | None:
@@ -42,7 +42,7 @@ def section_class(annotation: Any) -> type[BaseModel] | None:
 def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every key of a recipe class as ``section.key`` in schema order, sections included.
 
-    Keys of sections in lists, and of sections that may be missing, are left out.
+    It omits the keys of sections in lists, and of optional sections.
     """
     for name, field in model.model_fields.items():
         yield prefix + name
@@ -67,11 +67,12 @@ def suggest(name: str, siblings: list[str], section: str, value: str, recipe: ty
 
     Args:
         name: the key.
-        siblings: the keys that ``section`` has.
-        section: dotted name of the section that holds the key; "" at the top.
+        siblings: the keys of ``section``.
+        section: dotted name of the section that contains the key; "" at the top.
         value: the value given for it, formatted for a message.
         recipe: the recipe class of these kinds.
     """
+    # exact matches: another spelling, another section, another trainer's name
     plain = name.lower().replace("-", "_")
     here = f"{section}." if section else ""
     if plain in siblings:
@@ -87,6 +88,7 @@ def suggest(name: str, siblings: list[str], section: str, value: str, recipe: ty
             return advice()[known]
     if len(plain) > MAX_KEY_LETTERS:  # comparing long strings is slow
         return ""
+    # similar keys, else the list of known ones
     elsewhere = [key for key in _portable_keys(recipe) if key.rpartition(".")[2] == plain]
     found = (key for key in siblings if alike(plain, key) or misspelt(plain, key, recipe))
     near = (here + key for key in sorted(found, key=partial(osa_distance, plain)))
@@ -131,7 +133,7 @@ def alike(name: str, key: str) -> bool:
 
 
 def osa_distance(first: str, second: str) -> int:
-    """Optimal string alignment: letters put in, left out or replaced, and neighbours exchanged, to make the second."""
+    """Optimal string alignment distance: the number of letters to insert, delete, replace or swap with a neighbour."""
     before, row = list[int](), list(range(len(second) + 1))
     for i, letter in enumerate(first, start=1):
         before, row, above = row, [i], before
@@ -143,7 +145,7 @@ def osa_distance(first: str, second: str) -> int:
 
 
 def misspelt(name: str, key: str, recipe: type[Recipe]) -> bool:
-    """Whether a name is a key with one slip of the keyboard. A name of known words means something else."""
+    """Whether a name is a key with one typing error. A name that consists of known words means something else."""
     if abs(len(name) - len(key)) > 1 or re.findall(r"\d", name) != re.findall(r"\d", key):
         return False
     of_known_words = _known_words(recipe).issuperset(_words(name))
@@ -152,7 +154,7 @@ def misspelt(name: str, key: str, recipe: type[Recipe]) -> bool:
 
 @cache
 def _known_words(recipe: type[Recipe]) -> frozenset[str]:
-    """The words of all keys, ours and those of other trainers."""
+    """The words of all keys, ours and other trainers'."""
     theirs = (*peer_names().same_value, *advice())
     names = (key.rpartition(".")[2] for key in (*all_keys(recipe), *theirs))
     return frozenset(word for name in names for word in _words(name))

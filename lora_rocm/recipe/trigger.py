@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from lora_rocm.recipe.schema import Recipe
 
 PLACEHOLDER = "[trigger]"
-"""ai-toolkit's, which replaces it likewise."""
+"""The placeholder of ai-toolkit, which replaces it likewise."""
 
 
 def with_trigger(text: str, trigger_word: str | None) -> str:
-    """The text with the trigger word in place of ``PLACEHOLDER``. Without a word it stays as it is."""
+    """The text with the trigger word in place of ``PLACEHOLDER``; unchanged if there is no trigger word."""
     word = (trigger_word or "").strip()
     return text.replace(PLACEHOLDER, word) if word else text
 
 
 def has_words(text: str, words: str) -> bool:
-    """Whether a text has these words as whole words; in small or capital letters, as CLIP's tokenizers see it."""
+    """Whether a text has these words as whole words, in any case, as for CLIP's tokenizers."""
     return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text, re.IGNORECASE) is not None
 
 
@@ -50,7 +50,7 @@ def filled_in(option: str, prompt: str, recipe: Recipe) -> str:
     """
     word = trigger_of_prompts(recipe)
     if PLACEHOLDER in prompt and not word and recipe.spec.reads("data.trigger_word"):
-        what = f"{PLACEHOLDER} stands for the trigger word, and the recipe names none, or several."
+        what = f"{PLACEHOLDER} stands for the trigger word, but the recipe has none, or several."
         raise UserError("trigger-unknown", what, where=f"{option} {prompt!a:.60}", fix="Write the word itself.")
     return with_trigger(prompt, word)
 
@@ -77,7 +77,7 @@ def with_prompts_filled_in(recipe: Recipe) -> Recipe:
 
 
 def trigger_notices(recipe: Recipe, where: Callable[[Key], str]) -> Iterator[str]:
-    """Notices about prompts without the trigger word, and about placeholders that nothing fills in.
+    """Notices about prompts without the trigger word, and about placeholders that cannot be replaced.
 
     Args:
         recipe: with its prompts filled in.
@@ -87,14 +87,14 @@ def trigger_notices(recipe: Recipe, where: Callable[[Key], str]) -> Iterator[str
     if any(PLACEHOLDER in text for text in recipe.sample.texts) and recipe.spec.reads("data.trigger_word"):
         why = f"there are several trigger words ({', '.join(words)})" if words else "data.trigger_word is not set"
         yield (
-            f"{where(('sample', 'prompts'))}: {PLACEHOLDER} stands for the trigger word, and {why}, so the previews "
-            "are drawn with these letters. Write the word itself."
+            f"{where(('sample', 'prompts'))}: {PLACEHOLDER} stands for the trigger word, but {why}, so the previews "
+            "are drawn with the placeholder. Write the word itself."
         )
         return
     parts = [part.strip() for word in words for part in word.split(",") if part.strip()]
     prompts = [preview.prompt for key, _, preview in recipe.sample.numbered() if key == "prompts"]
     if parts and prompts and not any(has_words(prompt, part) for prompt in prompts for part in parts):
         yield (
-            f"{where(('sample', 'prompts'))}: no prompt has the trigger word {' or '.join(words)}, so the previews and "
-            f"what is measured by them show nothing of it. Write {PLACEHOLDER} where it belongs."
+            f"{where(('sample', 'prompts'))}: no prompt has the trigger word {' or '.join(words)}, so the previews do "
+            f"not show its effect. Write {PLACEHOLDER} in the prompts."
         )

@@ -1,7 +1,7 @@
-"""Parses YAML text into plain values with their line numbers.
+"""Parse YAML text into plain values with their line numbers.
 
-It uses ruamel's node tree, not its constructors: the result holds only strings, numbers, true/false, null, lists and
-mappings, whatever tags a file has, and all problems of a file are found in one pass.
+It uses ruamel's node tree, not its constructors. Whatever tags a file has, the result holds only strings, numbers,
+true/false, null, lists and mappings. One pass finds all problems of a file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lora_rocm.errors import Problem
 Key = tuple[str | int, ...]
 
 MAX_DEPTH = 20
-MAX_NODES = 20_000  # with aliases expanded: a few lines of aliases can stand for billions of values
+MAX_NODES = 20_000  # with aliases expanded: a few lines of aliases can expand to billions of values
 MAX_PROBLEMS = 50
 MAX_OPEN_BRACKETS, BRACKET = 200, re.compile(r"[][{}]")
 STANDARD_TAG = "tag:yaml.org,2002:"
@@ -37,21 +37,21 @@ SYNTAX_FIXES = {
     "a tab": "Replace the tab by spaces.",
     "escape": ESCAPE_FIX,
     "quoted scalar": "Close the quotation mark. Inside single quotes, write '' for one.",
-    "mapping values are not allowed": "Indent the keys of a section alike, and put text with a colon in quotes.",
+    "mapping values are not allowed": "Indent the keys of a section alike, and quote text that contains a colon.",
     "expected ':'": "Write a colon after the key.",
-    "alias": "Put text that begins with * or & in quotes.",
-    "cannot start any token": "Put text that begins with this character in quotes.",
+    "alias": "Quote text that begins with * or &.",
+    "cannot start any token": "Quote text that begins with this character.",
     "single document": "Remove the line with ---: a recipe is one document.",
     "']'": "Close the bracket.",
     "'}'": "Close the bracket.",
     "special characters": "Remove the character; it may be invisible in an editor.",
     "deeply": "Remove brackets or levels: no key of a recipe is that deep.",
 }
-"""Words of a syntax error -> remedy; the first row that fits counts."""
+"""Words of a syntax error -> remedy; the first match counts."""
 
 
 class YamlSyntaxError(Exception):
-    """The text is no YAML. ``line`` and ``column`` count from 1; ``fix``: the remedy."""
+    """The text is not YAML. ``line`` and ``column`` count from 1; ``fix``: the remedy."""
 
     def __init__(self, message: str, line: int, column: int) -> None:
         super().__init__(message)
@@ -66,7 +66,7 @@ class YamlTree:
 
     value: plain Python values.
     lines: line (from 1) of every key and list item.
-    texts: what the file has for each value that is a number, true, false or null: 007 of 7, yes of true.
+    texts: the spelling in the file of each number, true, false or null: 007 for 7, yes for true.
     problems: (key, line, what, fix).
     """
 
@@ -101,7 +101,7 @@ def parse_yaml(text: str) -> YamlTree:
     """Parse one YAML document.
 
     Raises:
-        YamlSyntaxError: the text is no YAML, has several documents, or is nested too deeply.
+        YamlSyntaxError: the text is not YAML, has several documents, or is nested too deeply.
     """
     _refuse_deep_brackets(text)
     try:
@@ -145,7 +145,7 @@ def _syntax_message(text: str, error: MarkedYAMLError, line: int) -> str:
 
 
 class _Reader:
-    """Walks the nodes once. An unusable value becomes None and a problem."""
+    """Read each node once. An unusable value becomes None and a problem."""
 
     def __init__(self, tree: YamlTree) -> None:
         self.tree, self.count = tree, 0
@@ -193,7 +193,7 @@ class _Reader:
     def read_scalar(self, node: ScalarNode, key: Key) -> Any:
         tag, text = str(node.tag), node.value
         if not is_clean(text):
-            self.problem(node, key, f"{text!a:.60} has characters that no text can have here")
+            self.problem(node, key, f"{text!a:.60} has characters that are not allowed here")
             return None
         try:
             value = _scalar(tag, text)
@@ -206,12 +206,12 @@ class _Reader:
                 fix = "Write a number in digits, or remove the key." if named else "Write a number that is smaller."
                 self.problem(node, key, f"expected a finite number, got {text:.60}", fix)
             else:
-                self.problem(node, key, f"{text!a:.60} is not a usable value", "Put text in quotes, without a tag (!).")
+                self.problem(node, key, f"{text!a:.60} is not a usable value", "Quote text, and use no tag (!).")
             return None
 
 
 def is_clean(text: Any) -> bool:
-    """Whether the value is a string that can be printed and used in file names: no NUL, no lone surrogates."""
+    """Whether the value is a string without NUL and lone surrogates, fit for printing and file names."""
     return isinstance(text, str) and "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 

@@ -1,4 +1,4 @@
-"""Rules about the keys of ``lora``, alone and with how the base is kept and computed."""
+"""Rules about the keys of ``lora``, alone and with the base's storage and computation."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ RULES: tuple[Rule, ...] = (
         "tokens-have-names-of-their-own",
         ("lora.new_tokens[all].token",),
         _same_names,
-        "another token has the name {name}, too",
-        "Give each token a file name of its own.",
+        "another token has the same file name {name}",
+        "Give each token its own file name.",
     ),
     Rule(
         "an-override-sets-something",
@@ -82,7 +82,7 @@ RULES: tuple[Rule, ...] = (
         ("lora.init", "lora.rank", "lora.conv_rank", "lora.overrides[all].rank"),
         _odd_ranks,
         "init: orthogonal needs even ranks, and one is {odd}",
-        "Take {even}, or another init.",
+        "Use {even}, or another init.",
         at="lora.init",
     ),
     # The base
@@ -94,7 +94,7 @@ RULES: tuple[Rule, ...] = (
         "Train without lora.use_dora, or set model.quantization: none.",
         at="lora",
     ),
-    # A layer makes the tensor for a new number of rows within a pass, which compiled code cannot do.
+    # A layer creates its mask tensor within a pass for a new number of rows, which compiled code cannot do.
     *(
         Rule(
             f"compiled-code-draws-nothing:{name}",

@@ -1,4 +1,4 @@
-"""Rules about the keys of ``data``: where samples come from, and what is beside them."""
+"""Rules about the keys of ``data``: the sources of samples, and the files that go with them."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ Lengths = int | tuple[int, ...] | None
 
 
 def holding(own: object, shared: object, class_prompt: str | None) -> bool:
-    """Whether a source has an option, by its own entry or by ``data``, from which class images take none."""
+    """Whether a source has an option, from its own entry or from ``data``. Class images take none from ``data``."""
     return bool(shared if own is None and class_prompt is None else own)
 
 
 def any_holding(shared: object, number: int, own: Sequence[object], class_prompts: Paths) -> bool:
-    """As ``holding``, of any of ``number`` sources; of no entries the options of ``data`` count."""
+    """``holding`` for any of ``number`` sources; without entries the options of ``data`` count."""
     if not number:
         return bool(shared)
     return any(holding(each, shared, prompt) for each, prompt in zip(own, class_prompts, strict=True))
 
 
 CONTROL_KEYS = ("control_path", "control_column")
-"""The options with which a source has control images: one place, or a list of places. All rules about these follow."""
+"""The options that give a source control images: one place, or a list of places. All rules about them are derived."""
 CONTROLS = (
     *("data.sources", f"{SOURCES}.class_prompt"),
     *(key for name in CONTROL_KEYS for key in (f"data.{name}", f"{SOURCES}.{name}")),
 )
-"""The keys that say whether samples have control images, in the order of the arguments of ``controls_of``."""
+"""The keys that determine whether samples have control images, in the order of the arguments of ``controls_of``."""
 
 
 def controls_of(number: int, class_prompts: Paths, *values: Any) -> list[tuple[int, str]]:
-    """Of each source the number of control images of an image, and the key that gives them. ``values``: of CONTROLS."""
+    """For each source: the number of control images per image, and the key that gives them. ``values``: of CONTROLS."""
     given, found = list(zip(CONTROL_KEYS, values[::2], values[1::2], strict=True)), []
     for index in range(number or 1):  # without entries the options of data count
         options = []
@@ -51,7 +51,7 @@ def controls_of(number: int, class_prompts: Paths, *values: Any) -> list[tuple[i
 
 
 MASK_KEYS = ("mask_path", "alpha_mask")
-"""The options with which a source has masks."""
+"""The options that give a source masks."""
 MASKS = (
     *("data.mask_path", "data.alpha_mask", "data.sources", f"{SOURCES}.mask_path", f"{SOURCES}.alpha_mask"),
     f"{SOURCES}.class_prompt",
@@ -63,7 +63,7 @@ def _no_masks(mask: object, alpha: object, number: int, masks: Paths, alphas: Se
 
 
 def _place(path: str | None, dataset: str | None, split: str = "") -> tuple[str, ...]:
-    """Where the samples of a source are."""
+    """The normalised place of a source's samples."""
     if dataset is None:
         return (normpath(path),) if path else ()
     return normpath(dataset), split
@@ -93,7 +93,7 @@ def _without_controls(
 
 
 def _both_of_a_source(key: str, other: str, fix: str) -> tuple[Rule, ...]:
-    """A source, or the one folder of ``data``, cannot have two options, which ``data`` gives to all sources."""
+    """A source, or the one folder of ``data``, cannot have both options. ``data`` gives its options to all sources."""
 
     def broken(
         own: object, shared: object, others_own: object, others_shared: object, class_prompt: str | None, path: str
@@ -117,7 +117,7 @@ def _both_of_a_source(key: str, other: str, fix: str) -> tuple[Rule, ...]:
 
 
 def _of_folders(key: str) -> Rule:
-    """A source of rows, which have no file names, cannot have files beside them."""
+    """A source of rows, which have no file names, cannot have companion files."""
 
     def broken(own: object, shared: object, dataset: str | None, class_prompt: str | None) -> list[Breach]:
         wrong = dataset is not None and holding(own, shared, class_prompt)
@@ -161,7 +161,7 @@ def _of_rows(key: str, instead: str) -> tuple[Rule, ...]:
 
 
 def not_of_videos(key: str) -> tuple[Rule, ...]:
-    """A source of clips cannot have files or channels that belong to single images."""
+    """A source of clips cannot have files or channels for single images."""
 
     def broken(
         own: object, shared: object, own_frames: Lengths, shared_frames: Lengths, class_prompt: str | None, *_: object
@@ -172,7 +172,7 @@ def not_of_videos(key: str) -> tuple[Rule, ...]:
 
     keys = (f"{SOURCE}.{key}", f"data.{key}", f"{SOURCE}.frames", "data.frames", f"{SOURCE}.class_prompt")
     what = f"cannot have both {key} and clips (frames above 1)"
-    fix = f"Remove {key}, or set frames: 1. {key} is read for single images alone: give these a source of their own."
+    fix = f"Remove {key}, or set frames: 1. {key} is read for single images only: give these their own source."
     return (
         Rule(f"source-not-both:{key},frames", (*keys, f"{SOURCE}.path"), broken, f"{{5}} {what}", fix),
         Rule(
@@ -187,7 +187,7 @@ def not_of_videos(key: str) -> tuple[Rule, ...]:
 
 
 def frames_of_folders() -> tuple[Rule, ...]:
-    """Clips are folders, so a dataset has none."""
+    """Clips are folders, so a dataset cannot have clips."""
     fix = "Remove it: clips are sub-folders of a source with path."
     return (
         Rule(
@@ -218,15 +218,15 @@ def _has_videos(frames: Lengths) -> bool:
 
 
 def unread_of_class_images(name: str) -> Rule:
-    """Class images do not have an option of sources."""
-    what = "beside class_prompt, whose images the base draws and which is their caption"
+    """Class images do not read this option of sources."""
+    what = "with class_prompt: the base draws the images, and the prompt is their caption"
     return no_effect(
         f"{SOURCE}.{name}", (f"{SOURCE}.class_prompt",), lambda prompt: prompt is not None, what, "Remove it."
     )
 
 
 def _changes_the_image(key: str) -> str:
-    return f"Remove {key}: it would change the image, and not its control image with it."
+    return f"Remove {key}: it would change the image but not its control image."
 
 
 FOLDER_ALONE, ROWS_ALONE = (
@@ -255,7 +255,7 @@ RULES: tuple[Rule, ...] = (
             f"{SOURCE}.{name}",
             (f"{SOURCE}.dataset", f"{SOURCE}.path"),
             lambda dataset, path: dataset is not None and path is None,
-            "on a dataset, whose rows are no files",
+            "on a dataset: its rows are not files",
             "Remove it.",
         )
         for name in OF_FOLDERS
@@ -292,7 +292,7 @@ RULES: tuple[Rule, ...] = (
         (f"{SOURCES}.is_reg",),
         lambda are_reg: bool(are_reg) and all(are_reg),
         "all sources are regularisation images, so there is nothing to learn",
-        "Add the images that are to be learned as a source, or remove is_reg.",
+        "Add the images to learn as a source, or remove is_reg.",
         at="data.sources[0].is_reg",
     ),
     no_effect(
@@ -340,7 +340,7 @@ RULES: tuple[Rule, ...] = (
         (f"{SOURCES}.path", f"{SOURCES}.dataset", *CONTROLS),
         _without_controls,
         "an image of {name} has {has} control images, and an image of another source has {most}",
-        f"Add its {' or '.join(CONTROL_KEYS)}, with as many places, or train on it in a run of its own.",
+        f"Add its {' or '.join(CONTROL_KEYS)} with as many places, or train on it in a separate run.",
         at="data.sources",
     ),
     Rule(
@@ -366,7 +366,7 @@ RULES: tuple[Rule, ...] = (
         "watched-without-controls",
         (WATCHED, *CONTROLS),
         lambda watched, *controls: watched and any(count for count, _ in controls_of(*controls)),
-        "cannot be watched beside control images",
+        "cannot be used with control images",
         "Remove it.",
         at=WATCHED,
     ),
@@ -377,7 +377,7 @@ RULES: tuple[Rule, ...] = (
             *("data.path", f"{SOURCES}.path", f"{SOURCES}.dataset", f"{SOURCES}.split"),
         ),
         _is_trained,
-        "is trained on, so its loss would not show what is forgotten",
+        "is trained on, so its loss would not show what the model forgets",
         "Watch other samples.",
         at=WATCHED,
     ),

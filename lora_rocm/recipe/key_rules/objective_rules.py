@@ -1,4 +1,4 @@
-"""Rules about the keys of ``objective`` that several families have. Those of one family are in its ``spec.py``."""
+"""Rules about the keys of ``objective`` that several families share. A family's own rules are in its ``spec.py``."""
 
 from __future__ import annotations
 

@@ -64,12 +64,12 @@ RULES: tuple[Rule, ...] = (
         for name in OptimSection.model_fields
         if name.startswith("lr_") or name.endswith("learning_rate")
     ),
-    # What is trained
+    # The trained weights
     Rule(
         "average-is-the-result",
         (OPTIMIZER, "train.ema_decay"),
         lambda optimizer, decay: _averages(optimizer) and bool(decay),
-        "{0} keeps an average of its own, which is the result",
+        "{0} keeps its own average, which is the result",
         "Remove train.ema_decay.",
         at="train.ema_decay",
     ),

@@ -1,4 +1,4 @@
-"""Rules about previews: what the family draws, and which images and masks it is given."""
+"""Rules about previews: samplers, sizes and prompts that the family supports, and its input images and masks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def section(prompts: Prompts, control_prompts: Prompts, **known: Any) -> SampleS
 
 
 def with_inputs(prompts: Prompts, control_prompts: Prompts, *files: Sequence[str]) -> SampleSection:
-    """The section with the keys of INPUTS, in their order."""
+    """The section with the values of the keys INPUTS, in their order."""
     return section(prompts, control_prompts, **dict(zip(PREVIEW_INPUTS.values(), map(tuple, files), strict=True)))
 
 
@@ -59,7 +59,7 @@ def _sides(spec: FamilySpec, prompts: Prompts, control_prompts: Prompts) -> list
 
 
 def _inputs(name: str, wrong: Callable[[FamilySpec, PreviewPrompt], object]) -> Callable[..., list[Breach]]:
-    """The breaches at an input (``name``) of previews of which ``wrong`` is true."""
+    """The breaches at an input (``name``) of all previews for which ``wrong`` is true."""
 
     def broken(spec: FamilySpec, prompts: Prompts, control_prompts: Prompts, *files: Sequence[str]) -> list[Breach]:
         sample = with_inputs(prompts, control_prompts, *files)
@@ -77,7 +77,7 @@ RULES: tuple[Rule, ...] = (
         "sampler-of-family",
         ("model.family", *PROMPTS, "sample.sampler"),
         _samplers,
-        "{family} is not drawn with the sampler {sampler}",
+        "{family} cannot use the sampler {sampler}",
         "Take {usual}.",
     ),
     Rule(

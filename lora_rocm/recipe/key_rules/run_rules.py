@@ -13,8 +13,8 @@ MANY_CAPTIONS = tuple(
 def _alone(key: str, others: tuple[str, ...], off: str) -> Rule:
     """A key that is read only if one of the others is set.
 
-    Whoever writes one of these as off (false, 0 or []) has switched a feature off and keeps its settings: that is no
-    problem. ``off``: the first one's default, as YAML.
+    A user who sets one of these to off (false, 0 or []) has switched a feature off and keeps its settings: that is
+    fine. ``off``: the first one's default, as YAML.
     """
     named = " or ".join(others)
     return Rule(
@@ -35,7 +35,7 @@ ALONE: tuple[Rule, ...] = (
     *(_alone(key, ("data.validation_split", "data.watched"), "0.0") for key in VALIDATION),
     _alone("data.watched", VALIDATION, "0"),
     *(_alone(f"data.{key}", MANY_CAPTIONS, "false") for key in ("keep_tokens", "caption_variants")),
-    # the other keys of sample are for `compare --prompt` too
+    # `compare --prompt` uses the other keys of sample too
     *(
         _alone(f"sample.{key}", ("sample.prompts",), "[]")
         for key in ("every_n_steps", "every_n_epochs", "control_prompts")

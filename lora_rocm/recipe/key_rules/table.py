@@ -1,4 +1,4 @@
-"""The table of all rules over several keys of a recipe, and which of them read a key."""
+"""The table of all rules over several keys of a recipe, and a lookup of the rules that read a key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RULES: tuple[Rule, ...] = (
     *preview_rules.RULES,
     *FAMILY_RULES,
 )
-"""The rules of all recipes. One whose keys a recipe does not have, because of its kinds, does not apply to it."""
+"""The rules of all recipes. A rule does not apply to a recipe of kinds that lack its keys."""
 
 
 @cache
