@@ -1,4 +1,4 @@
-"""Reads the JSON config of a component, and refuses one that describes what no model has."""
+"""Reads the JSON config of a component, and refuses sizes that no model has."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES: Mapping[type, str] = {
     type(None): "null",
 }
 POSITIVE = re.compile(r"(^|_)(eps|epsilon|theta|scale|scaling|factor|multiplier|scalar|softcapping|max_distance)$")
-"""Keys whose numbers a model divides by, takes the root of, or multiplies everything with."""
+"""Keys with numbers that a model divides by, takes the root of, or multiplies everything with."""
 OF_ANY_SIGN = ("shift_factor",)
 EPSILON = re.compile(r"(^|_)(eps|epsilon)$")
 COUNT = re.compile(r"^(num|n)_|_(size|dim|channels|layers|heads|groups)$")
@@ -65,7 +65,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def json_fault(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str:
-    """Why a file holds no JSON object, as a phrase; empty if it does. Errors of libraries speak of codecs and types."""
+    """Why a file holds no JSON object, as a phrase; empty if it does. Library errors only name codecs and types."""
     try:
         found = parse_json(read_plain(path, max_bytes).decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -82,7 +82,7 @@ def given(config: Mapping[str, Any], key: str, kind: type[dict[Any, Any]], path:
 @overload
 def given(config: Mapping[str, Any], key: str, kind: type[T], path: Path, or_null: bool = ...) -> T | None: ...
 def given(config: Mapping[str, Any], key: str, kind: type[Any], path: Path, or_null: bool = False) -> Any:
-    """Return the value of a key of a foreign config, which has the type ``kind``; None if the key is not there.
+    """Return the value of a key of a foreign config, checked to have the type ``kind``; None if the key is not there.
 
     or_null: null means the same as no key.
 
@@ -115,7 +115,7 @@ class Config:
     missing one that has no default.
 
     Attributes:
-        values: all values as the file has them, for code that hands them on to a library.
+        values: all values as the file has them, for code that passes them to a library.
         path: of the file.
     """
 
@@ -139,7 +139,7 @@ class Config:
         self._refuse(key, value, "a number" if above == -math.inf else f"a number above {above:g}")
 
     def numbers(self, key: str, count: int, above: float = -math.inf) -> list[float] | None:
-        """Return a list of so many finite numbers larger than ``above``; None if it is missing or null."""
+        """Return a list of ``count`` finite numbers larger than ``above``; None if it is missing or null."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -199,7 +199,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def mistyped(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a config whose values are of another type than the defaults. Null may stand for false."""
+    """Return the keys of a config with values of another type than the defaults. Null may mean false."""
 
     def kind(value: object) -> type:
         return float if _is_number(value) else list if isinstance(value, list | tuple) else type(value)
@@ -215,8 +215,8 @@ def mistyped(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str
 def suspects(values: Mapping[str, Any], defaults: Mapping[str, Any], error: BaseException) -> Sequence[str]:
     """Return the keys of a config in the order in which an error of a library suggests that they are its cause.
 
-    First those of another type than the default, then those whose name or value the message has, then numbers that are
-    not above zero.
+    Keys with another type than the default come first, then keys with their name or value in the message, then numbers
+    that are not above zero.
     """
     said, odd = str(error), mistyped(values, defaults)
 
