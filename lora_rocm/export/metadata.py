@@ -25,7 +25,7 @@ class Facts:
 
     steps: updates made; epochs: passes over the data, rounded down.
     num_images: images of an epoch, repeats included.
-    tag_frequency: folder -> tag -> count; buckets: "WxH" -> images.
+    tag_frequency: folder -> tag -> count; buckets: "WxH" -> number of images.
     dataset_dirs: folder -> {n_repeats, img_count}; num_reg, the number in an epoch, if these are regularisation images.
     base_name: of the base model.
     finished_at_s: seconds since the epoch, only where SOURCE_DATE_EPOCH fixes it: result files carry no time of day.
@@ -102,7 +102,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
 
 
 def modelspec(recipe: Recipe, family: ModelFamily, facts: Facts, model_hash: str) -> dict[str, str]:
-    """The ``modelspec.`` metadata; fields that nobody filled in are left out."""
+    """The ``modelspec.`` metadata; fields without a value are omitted."""
     side, prediction = _side(recipe), family.base_facts()["prediction_type"]
     values = {
         "sai_model_spec": SPEC_VERSION,
