@@ -15,7 +15,7 @@ NTSTATUS = {0xC0000005: "access violation", 0xC00000FD: "stack overflow", 0xC000
 
 
 def died(who: str, returncode: int, log: bytes, fix: str = "") -> WorkerDiedError:
-    """The error for a child that ended without an error of its own; ``log`` is the end of its output."""
+    """The error for a child that ended without reporting an error; ``log`` is the end of its output."""
     what = f"{who} ended without saying why: {describe_exit(returncode)}."
     if returncode in (-9, 137):
         what += " The system does this when memory (RAM) runs out."
@@ -49,7 +49,7 @@ def tail_bytes(log: Path, start: int) -> bytes:
 
 
 def _last_lines(log: bytes) -> list[str]:
-    """The last lines, made printable. Of a traceback only the last line is kept (the log has the rest)."""
+    """The last lines, made printable. Only the last line of a traceback is kept (the log has the rest)."""
     lines = log[-TAIL_BYTES:].decode("utf-8", "replace").splitlines()
     first = next((n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call")), len(lines))
     kept = lines[:first] + ([lines[-1]] if first < len(lines) else [])
