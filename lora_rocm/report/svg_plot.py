@@ -17,7 +17,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """One line. kind: CSS class (raw, smooth, plain, dots). Non-finite points are left out."""
+    """One line. kind: CSS class (raw, smooth, plain, dots). Non-finite points are omitted."""
 
     name: str
     points: Sequence[Point]
@@ -61,7 +61,7 @@ def line_plot(series: Sequence[Series], x_label: str) -> Markup:
 
 
 def _element(name: str, attributes: Mapping[str, object], content: Iterable[str] = ()) -> Markup:
-    """The only place that writes markup: ``Markup.format`` and ``Markup.join`` escape all but other elements."""
+    """Only this writes markup: ``Markup.format`` and ``Markup.join`` escape everything except elements."""
     written = Markup().join(Markup(' {}="{}"').format(key, value) for key, value in attributes.items())
     inside = Markup().join(content)
     if not inside:
