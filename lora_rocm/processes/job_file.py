@@ -1,7 +1,7 @@
 """Jobs and answers of child processes as JSON: dataclasses, written and read back with the same types.
 
-Fields may be texts, numbers, bool, None, ``Path``, tuples, lists, dictionaries, unions with None, other
-dataclasses, and ``Any`` for what is JSON already.
+Fields may be texts, numbers, bool, None, ``Path``, tuples, lists, dictionaries, unions with None, other dataclasses,
+and ``Any`` for values that are JSON already.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _key(kind: Any, key: str, at: str) -> Any:
     try:
         return int(key)
     except ValueError:
-        raise MisfitError(f"{at} has the key {short(key)}, which is no number") from None
+        raise MisfitError(f"{at} has the key {short(key)}, which is not a number") from None
 
 
 @cache
@@ -110,11 +110,11 @@ def write_job_file(path: Path, child: str, job: object) -> None:
 
 
 def read_job_file(path: Path, kinds: Mapping[str, type[T]]) -> T:
-    """The job in a file: ``kinds`` are the jobs that the reader takes, by the names of their children.
+    """The job in a file. ``kinds``: the jobs that the reader accepts, by the names of their children.
 
     Raises:
-        MachineError: job-unreadable: the file is no job, is one of another child, or a field is missing, unknown or of
-            another type.
+        MachineError: job-unreadable: the file is not a job or is for another child, or a field is missing, unknown or
+            of another type.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
