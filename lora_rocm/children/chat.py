@@ -1,7 +1,7 @@
 """``lora-rocm chat`` in the heavy child: answers prompts with the base model and with its adapter, token by token.
 
 Requests are JSON lines of standard input: {"ask": prompt, "sides": [...], and the fields of ``Sampling``}, {"reset":
-system prompt}, {"stop": true}. What is written is sent as events. The end of standard input ends the child.
+system prompt}, {"stop": true}. The answers are sent as events. The end of standard input ends the child.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Requests(Protocol):
     """The requests of the parent."""
 
     def next(self) -> Request | None:
-        """The next request, once there is one; None at their end."""
+        """Wait for the next request; None at the end of the requests."""
         ...
 
     @property
@@ -85,7 +85,7 @@ class Side:
 
     Attributes:
         name: BASE or ADAPTER.
-        as_it_is: a context in which the loaded model is this one.
+        as_it_is: a context in which the loaded model acts as this side.
         messages: role and content of each message so far.
     """
 
@@ -94,7 +94,7 @@ class Side:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def answer(self, pieces: Generator[str, None, str], emit: Emit, is_stopped: Callable[[], bool]) -> Iterator[None]:
-        """Emit the pieces of an answer, one in each step, and put it into the conversation."""
+        """Emit the pieces of an answer, one per step, and add the answer to the conversation."""
         written, count, ended = list[str](), 0, ""
         while not ended:
             try:
