@@ -1,4 +1,4 @@
-"""The worker processes of a run: start, follow, stop them and judge how they ended."""
+"""The worker processes of a run: start, follow and stop them, and judge their end."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from lora_rocm.rundir.exit_status import TAIL_BYTES, died, size_of, tail_bytes
 from lora_rocm.rundir.layout import RunDir
 
 LAST_WORDS_S = 1.0
-"""After one of several workers has failed, the others have this long to report their own errors."""
+"""Time for the other workers to report their own errors after one has failed."""
 STOPPING = "Finishing the step and saving; Ctrl-C again ends it now (the last checkpoint is kept)."
 WORKER = "lora_rocm.train.worker"
 E = TypeVar("E", bound=LoraRocmError)
 RESUME = re.compile(r"( with| and)? --resume latest")
-"""What advice says of a run that goes on from a checkpoint."""
+"""Part of an advice for a run that continues from a checkpoint."""
 
 
 def worker_command(
@@ -58,7 +58,7 @@ def worker_command(
 ) -> list[str]:
     """The command of the training child. Without ``checkpoint`` it resumes from the newest valid one.
 
-    worker: the module whose ``main`` trains; None: this program's, with this program's model families.
+    worker: the module with the training ``main``; None: this program's, with this program's model families.
     began_s: when the command began, in seconds since the epoch.
     """
     command = heavy_command(worker or WORKER, str(run_dir.path), reads_input=True)
@@ -114,7 +114,7 @@ class Worker:
         self._job.close()
 
     def look(self, number: int) -> bool:
-        """Whether it still runs; records its end as seen in round ``number`` of ``follow``."""
+        """Return whether it still runs; record its end as seen in round ``number`` of ``follow``."""
         if self._child.poll() is None:
             return True
         self.ended_in = number if self.ended_in is None else self.ended_in
@@ -154,7 +154,7 @@ class Worker:
             self._child.stdin.close()
 
     def give_up(self) -> None:
-        """Kill it because another rank, which it needs, is gone.
+        """Kill it because another rank, which it needs, has ended.
 
         Raises:
             WorkerHungError: it cannot be killed.
@@ -164,9 +164,9 @@ class Worker:
             raise unkillable(self.pid)
 
     def kill(self) -> bool:
-        """Kill it and everything that it started, including processes whose own parent has ended.
+        """Kill it and everything that it started, including processes without a living parent.
 
-        Returns False if it cannot be killed, because a driver holds it.
+        Returns False if it cannot be killed, because a driver blocks it.
         """
         if self._child.returncode is not None:  # its pid may have been reused, but not the id of its group
             kill_group(self.pid, self._job)
@@ -177,7 +177,7 @@ class Worker:
         return self._child.returncode is not None
 
     def verdict(self) -> int:
-        """Its exit code. Its own last event (``end``, ``error``) counts before the system's exit status.
+        """Its exit code. Its own last event (``end``, ``error``) takes precedence over the system's exit status.
 
         Raises:
             LoraRocmError: the error that it reported, with its exit code.
@@ -237,7 +237,7 @@ def run_worker(
     say: Callable[[str], None],
     asked: Asked | None = None,
 ) -> int:
-    """Start the worker, pass on its events until it ends, and return its exit code. Without hang detection or restarts.
+    """Start the worker without hang detection or restarts, pass on its events until it ends, and return its exit code.
 
     Args:
         run_dir: a prepared and locked run directory.
@@ -277,7 +277,7 @@ def _verdict(
     log_start: int,
     log: Path | None = None,
 ) -> int:
-    """The worker's exit code. Its own last event (``end``, ``error``) counts before the exit status."""
+    """The worker's exit code. Its own last event (``end``, ``error``) takes precedence over the exit status."""
     if isinstance(last, EndEvent):  # a crash while the interpreter shuts down does not matter
         return last.exit_code
     if last is not None:
@@ -295,7 +295,7 @@ def _verdict(
 
 
 def with_fitting_fix(error: E, run_dir: RunDir) -> E:
-    """Return an error of a run whose advice names --resume latest only if there is a checkpoint to resume from."""
+    """Return an error of a run; its advice names --resume latest only if there is a checkpoint to resume from."""
     if RESUME.search(error.fix) and not run_dir.list_checkpoints():
         error.fix = f"{RESUME.sub('', error.fix)} There is no checkpoint yet: training begins anew."
     return error
