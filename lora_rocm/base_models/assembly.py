@@ -135,6 +135,7 @@ class Assembly:
 
 def _kept_nf4(weights: Nf4, layer: nn.Linear, stored: FourBitWeight) -> PackedLinear | None:
     sizes, codes_K = [stored.state.get(key) for key in ("blocksize", "nested_blocksize")], stored.absmax
+    # Both maps are on the CPU: comparing them does not wait for a GPU
     if sizes != [BLOCK, NESTED_BLOCK] or stored.quant_map.tolist() != torch.tensor(LEVELS).tolist():
         return None
     if stored.nested_absmax is None or stored.nested_quant_map is None:

@@ -465,6 +465,7 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
     name = choice.name_or_path
     own = {part: _part_path(part, given) for part, given in choice.parts.items()}
     path = Path(os.path.expanduser(name))  # pathlib raises for unknown users and overlong names
+    # Refuse a config folder with a model that has its own configs
     whole = name.startswith(BUILTIN) or os.path.isdir(path) or hub.looks_like_id(name)
     if choice.configs is not None and whole and not os.path.isfile(path):
         raise ModelError(
@@ -473,6 +474,7 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
             where=f"model.config: {choice.configs} (model.name_or_path: {name})",
             fix="Remove model.config, or give the checkpoint file.",
         )
+    # Packaged model, single file, folder or hub id
     if name.startswith(BUILTIN):
         folder = builtin_folder(name)
     elif os.path.isfile(path):

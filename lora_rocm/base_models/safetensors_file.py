@@ -186,6 +186,7 @@ def _by_threads(
                 if name in found:
                     raise damaged(header.path, f"{printable(name):.100} is in another file of the model, too")
                 found[name] = looked
+    # No file may have changed while it was read
     for header in headers:
         try:
             # fstat, because by name Windows may report another number for the same file

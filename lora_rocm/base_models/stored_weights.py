@@ -306,6 +306,7 @@ def _four_bits(header: Header, weight: str, state: dict[str, Any]) -> Storage:
     parts = {"weight": weight} | {role: f"{weight}.{role}" for role in OF_FOUR_BITS}
     parts = {role: name for role, name in parts.items() if name in header.tensors}
     is_nested = "nested_absmax" in parts or "nested_quant_map" in parts or any(key in state for key in NESTED_KEYS)
+    # The description: sizes and kind of the codes
     shape, block, nested_block = state.get("shape"), state.get("blocksize"), state.get("nested_blocksize")
     if not isinstance(shape, list) or not shape or not all(type(size) is int and size > 0 for size in shape):
         raise damaged(header.path, f"its description of {weight:.200} is incomplete: shape")
@@ -325,6 +326,7 @@ def _four_bits(header: Header, weight: str, state: dict[str, Any]) -> Storage:
         is_number = isinstance(offset, int | float) and not isinstance(offset, bool)
         if not is_number or offset is None or not abs(offset) <= LARGEST["nested_absmax"]:  # NaN fails this comparison
             raise damaged(header.path, f"its description of {weight:.200} is incomplete: nested_offset")
+    # Compare with the stored parts
     found = {role: header.tensors[name] for role, name in parts.items()}
     for role, (dtype, count) in wanted.items():
         if role not in found or found[role].dtype != dtype or found[role].shape != (count,):

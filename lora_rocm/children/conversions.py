@@ -55,6 +55,7 @@ def convert(job: ExportJob, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpo
             writers.verify("peft", folder, family, model, adapter)
             lora, base, dtype = folder / files.component, files.beside[0].parent, recipe.output.dtype
             write_gguf(path, lora, base, job.converter, dtype, len(adapter.modules))
+    # Report
     emit(
         ExportEvent(
             format=form,

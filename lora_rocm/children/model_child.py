@@ -219,6 +219,7 @@ def require_inputs_read(job: SampleJob, recipe: Recipe) -> None:
     Raises:
         UserError: prompt-unused, control-unused, sampler-unfit.
     """
+    # Sampler and negative prompt
     title, sampler = recipe.spec.title, job.sampler
     if sampler and not recipe.spec.reads("sample.sampler"):
         raise UserError(
@@ -233,6 +234,7 @@ def require_inputs_read(job: SampleJob, recipe: Recipe) -> None:
     if job.negative_prompt and not recipe.spec.reads("sample.negative_prompt"):
         what = f"{title} does not use negative prompts."
         raise UserError("prompt-unused", what, where="--negative-prompt", fix="Remove it.")
+    # Masks and control images
     model = recipe.model
     if "mask" in job.inputs and not model.may_inpaint:
         raise UserError("control-unused", f"{title} takes no masks.", where="--mask", fix="Remove it.")
@@ -296,6 +298,7 @@ def recipe_for(job: SampleJob, lora: Path, registry: Registry) -> Recipe:
     Raises:
         UserError: neither the run nor ``--base`` names the base model, or its family is unknown.
     """
+    # A LoRA outside of a run needs --base
     run_dir = run_of(lora)
     found = None if run_dir is None else run_dir.recipe
     if found is None and job.base is None:
@@ -310,6 +313,7 @@ def recipe_for(job: SampleJob, lora: Path, registry: Registry) -> Recipe:
         )
     if found is None:
         return _recipe_of_base(job, lora, registry)
+    # The recipe of the run, with another base if --base names one
     recipe = recipe_of_run(found, registry, job.spare_cache)
     if job.family not in (None, recipe.spec.name):
         raise AdapterError(

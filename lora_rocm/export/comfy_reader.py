@@ -42,6 +42,7 @@ def apply_comfy(
     Raises:
         KeyError: a key of the file belongs to no weight of the model. ComfyUI would only log it.
     """
+    # Refuse keys of unknown modules
     known = {f"{key}.{suffix}" for key in base_weights for suffix in SUFFIXES}
     strays = sorted(name for name in tensors if name not in known)
     if strays:
@@ -51,6 +52,7 @@ def apply_comfy(
         if not parts:
             continue
         weight = base_weights[key].float()
+        # The file was read to the CPU, so .item() does not wait for a GPU
         alpha = parts["alpha"].item() if "alpha" in parts else None
         if any(suffix in parts for suffix in LOKR):
             patched = weight + _kronecker(parts, alpha).reshape(weight.shape)
@@ -68,6 +70,7 @@ def apply_comfy(
             patched = weight + torch.mm(scale * up.flatten(1), down.flatten(1)).reshape(weight.shape)
         else:
             continue
+        # DoRA comes last, on the adapted weight
         dora_scale = parts.get("dora_scale")
         if dora_scale is not None:
             patched = _decompose(weight, patched, dora_scale, norm_of_base)

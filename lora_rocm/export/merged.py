@@ -175,6 +175,7 @@ class _Merge:
         """The bytes of a tensor that differs from the base's file."""
         weight = self.base(header, name)
         if name in self.entries:
+            # Add in float32, then round once
             weight = weight + self.entries[name].effect(weight)
         rounded_weight = weight.to(dtype)
         if not torch.isfinite(rounded_weight).all():
@@ -227,6 +228,7 @@ class _Merge:
         weight = self.base(header, name)
         change = self.entries[name].effect(weight)
         weight += change
+        # In float32 the difference is the rounding of the written weight alone
         difference = found.float() - weight
         norm = norm_of(difference)
         if found.dtype != dtype or not norm <= rounded(weight, dtype)[1]:

@@ -48,6 +48,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
     ``network``: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of the adapter.
     """
     optim, train, names = recipe.optim, recipe.train, recipe.spec.metadata
+    # Regularisation images are counted apart from the others
     reg_dirs = {name: folder for name, folder in facts.dataset_dirs.items() if "num_reg" in folder}
     own_dirs = {name: folder for name, folder in facts.dataset_dirs.items() if name not in reg_dirs}
     num_reg_images = sum(folder["num_reg"] for folder in reg_dirs.values())

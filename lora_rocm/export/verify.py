@@ -157,6 +157,7 @@ def _compare_norms(comparison: _Comparison, adapter: Adapter, tensors: dict[str,
 
 def _weight(layer: BaseTunerLayer) -> Tensor:
     """A layer's base weight, float32 on the CPU."""
+    # On the CPU, so that a faulty GPU cannot hide an error; this waits for the GPU
     weight = dense_weight(layer.get_base_layer())
     return weight.detach().float().cpu()
 

@@ -134,6 +134,7 @@ def contents_of(
         what = "This DoRA is in the comfyui format: its magnitudes fit ComfyUI's rule only."
         fix = "Give the same run's file in the kohya or diffusers format."
         raise AdapterError("lora-magnitudes", what, where=str(path), fix=fix)
+    # Sort the tensors: norms, modules, configs
     standard, norms = standard_names(tensors, path), dict[str, Values]()
     kind = kind_with(standard)
     dotted = tuple(f"{row.name}." for row in components(family) if row.own_prefixes)
@@ -143,6 +144,7 @@ def contents_of(
     configs = {"": dict(peft)} if peft is not None else _configs(metadata or {}, dotted, path)
     for config in configs.values():
         check_config({**config, "peft_type": config.get("peft_type", kind.peft_type)}, path, kind)
+    # Find the module and the strength of each group
     found, unknown = list[StoredModule[Values]](), list[str]()
     for key, parts in groups.items():
         place = place_of(family, key)
@@ -155,6 +157,7 @@ def contents_of(
             of_component = configs.get(f"{place.component}.", configs.get(""))
             found.append(_by_config(key, place, parts, of_component, kind, path, whole_config=peft is not None))
     _name_unused_patterns(configs if kind.alpha_of else {}, found, _config_place(path, peft is not None), say)
+    # Check the numbers, then the strength of the whole file
     for each in found:
         _check(each, kind, path, numbers)
     _check_zero_or_negative(found, norms, kind, path, say)

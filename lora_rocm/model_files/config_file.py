@@ -234,6 +234,7 @@ def require_bounded(config: Mapping[str, Any], path: Path) -> None:
     Raises:
         ModelError: config-absurd.
     """
+    # Single numbers
     for key, value in config.items():
         largest = max((abs(number) for number in _numbers(value)), default=0)
         if largest > MAX_CONFIG_NUMBER:
@@ -248,6 +249,7 @@ def require_bounded(config: Mapping[str, Any], path: Path) -> None:
             or (COUNT.search(name) and any(each < 0 for each in numbers))
         ):
             raise _absurd(path, f"{key} is {json.dumps(value)[:60]}", key)
+    # The number of layers
     text = config.get("text_config")
     text = text if isinstance(text, dict) else {}
     blocks = max(len(_listed(config.get(key))) for key in ("down_block_types", "up_block_types", "block_out_channels"))
@@ -256,6 +258,7 @@ def require_bounded(config: Mapping[str, Any], path: Path) -> None:
     layers = 2 * blocks * (most[0] + 1) * max(1, most[1]) + alike
     if layers > MAX_LAYERS:
         raise _absurd(path, f"it describes {layers:,.0f} layers")
+    # The number of experts
     for each in (config, *(value for value in config.values() if isinstance(value, dict))):
         layers = max(1.0, *(_most(each.get(key)) for key in LAYER_KEYS))
         experts = layers * max(_most(each.get(key)) for key in EXPERT_KEYS)

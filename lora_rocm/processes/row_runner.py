@@ -64,6 +64,7 @@ def run_rows(
     def is_late() -> bool:
         return time.monotonic() > deadline
 
+    # A child that dies loses its current row; the next child starts at the row after it
     with temporary_folder() as folder:
         while True:
             path = write_job(folder, replace(job, start=rows))

@@ -235,6 +235,7 @@ def run_for_json(
     finally:
         os.close(alive)
         os.close(ours)
+    # The result: an error event, the answer, an error text, or a death
     found = _last_object(done.stdout)
     if found is not None and found.get("type") == "error":
         raise process.error_from_event(ErrorEvent.read(found))

@@ -110,6 +110,7 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
             where=str(run_dir.events()),
             fix="Restore the file from a copy. The existing report was kept.",
         )
+    # Read the run; a damaged part only loses its own sections
     try:
         recipe = load_recipe(run_dir.recipe, registry=registry).recipe
     except RecipeError:
@@ -120,6 +121,7 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
     title = recipe.output.name if recipe else run_dir.path.name
     remarks = [recipe_fault(run_dir, registry), *view.remarks_on_events()]
     remarks += faults_of_finished(run_dir) if run_dir.result.exists() else []
+    # Build the page
     html = page(
         f"{title}: lora-rocm report",
         title,
@@ -168,6 +170,7 @@ def _headline(facts: Facts) -> list[Block]:
 
 
 def _usage(facts: Facts) -> Section | None:
+    # The table of files
     stale = {path: f"{each.reason}: {each.remedy}" for path, each in facts.view.files.stale.items()}
     rows = [
         (path.relative_to(facts.run_dir.path).as_posix(), _file_size(path), stale.get(export, ""))
@@ -178,6 +181,7 @@ def _usage(facts: Facts) -> Section | None:
     lost = [Paragraph(text, "bad") for text in facts.view.files.lost]
     if not rows:
         return section("Files and how to use them", *lost) if lost else None
+    # How to use the files in each program
     hints, lora = list[Block](), facts.run_dir.lora
     if lora.exists():
         exported = next((event for event in reversed(facts.view.all(ExportEvent)) if event.path == lora.name), None)
@@ -240,6 +244,7 @@ def _before_after(facts: Facts) -> Section | None:
 
 
 def _curves(facts: Facts) -> Section | None:
+    # The points
     steps = facts.view.steps
     loss: list[Point] = [*steps.curve("loss")]
     rate: list[Point] = [*steps.curve("learning_rate")]
@@ -249,6 +254,7 @@ def _curves(facts: Facts) -> Section | None:
     watched: list[Point] = [
         (event.updates, event.loss) for event in facts.view.all(WatchedEvent) if event.loss is not None
     ]
+    # The plots; one without finite points is omitted
     texts = facts.recipe is not None and facts.recipe.spec.trains_on_texts
     pairs = facts.recipe is not None and facts.recipe.objective.compares_pairs
     plots = [
@@ -298,6 +304,7 @@ def _measures(facts: Facts) -> dict[str, list[Point]]:
 
 
 def _previews(facts: Facts) -> Section | None:
+    # The files; links to files outside of the run are not opened
     rounds = [(updates, sorted(folder.glob("[0-9]*.*"))) for updates, folder in facts.run_dir.list_samples()]
     num_files = sum(len(files) for _, files in rounds)
     rounds = [(updates, [file for file in files if facts.run_dir.holds(file)]) for updates, files in rounds]
@@ -308,6 +315,7 @@ def _previews(facts: Facts) -> Section | None:
     )
     if not rounds:
         return section("Previews over time", outside) if outside else None
+    # Evenly chosen rounds, and the first prompts
     num_rounds = len(rounds)
     if num_rounds > MAX_ROUNDS:
         stride = (len(rounds) - 1) / (MAX_ROUNDS - 1)

@@ -54,6 +54,7 @@ class Steps(Sequence[StepEvent]):
         columns: dict[str, Sequence[Any]] = dict(
             zip((*WHOLE, *REAL, *NAMED), zip(*map(_values_of, map(vars, steps)), strict=True), strict=True)
         )
+        # Whole numbers and numbers: one array per field
         for name in WHOLE:
             self.whole[name].extend(array("q", columns[name]))
         for name in REAL:
@@ -62,6 +63,7 @@ class Steps(Sequence[StepEvent]):
             self.real[name].extend(
                 array("d", (math.nan if value is None else value for value in values) if has_null else values)
             )
+        # Numbers by name: two arrays per name
         for field, of_name in self.named.items():
             found: Sequence[dict[str, float]] = columns[field]
             names = found[0].keys()

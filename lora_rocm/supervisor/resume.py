@@ -144,9 +144,11 @@ def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
             where=str(run_dir.path),
             fix="Continue it with --resume latest, or give another --run-dir.",
         )
+    # Remove what an earlier start left
     run_dir.discard_unfinished(of_parent=True)
     run_dir.discard_unfinished_exports()
     withdraw(run_dir)
+    # A run with checkpoints: the worker still has to accept the recipe
     started = run_dir.result.exists() or bool(run_dir.list_checkpoints())
     if started and run_dir.recipe.exists():  # before the first checkpoint, a change is harmless
         old = _old_recipe(run_dir, loaded.registry)
@@ -156,6 +158,7 @@ def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
             return False
         write_atomic(run_dir.recipe_asked, dump_recipe(recipe).encode("utf-8"), run_dir.path)
         return True
+    # A new run, or one that lost its recipe
     keep_made(run_dir)
     run_dir.result.unlink(missing_ok=True)
     if not started:

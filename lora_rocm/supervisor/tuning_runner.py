@@ -60,6 +60,7 @@ def ensure(run: RunDir, situation: Situation, accept_changes: bool, say: Say, mo
         if run.tuned.exists():
             say("Processes started by torchrun cannot use the measured choices that this run began with.")
         return without(situation)
+    # Which choices this run wants
     wanted = [kind for kind in KINDS if wants(kind, recipe)] if stack is not None else []
     if "attention" not in wanted:
         _require_measurable(recipe, "it needs a GPU, and neither runtime.deterministic nor runtime.compile")

@@ -107,6 +107,7 @@ def _links(gpus: list[torch.device]) -> list[dict[str, object] | None]:
             copy()
         address = address_of(torch.cuda.get_device_properties(gpu))
         link = link_to(address) if address else None
+        # The copies must end before the next GPU is measured
         torch.cuda.synchronize(gpu)
         found.append(asdict(link) if link else None)
     return found

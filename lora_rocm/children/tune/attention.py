@@ -93,6 +93,7 @@ class Trial:
         errors = []
         for part, found, wanted in zip(PARTS, self.run(context), self.wanted, strict=True):
             off, eps = found.detach().float() - wanted, torch.finfo(found.dtype).eps
+            # float() waits for the GPU: the check must end before the time is measured
             largest, norm = float(off.abs().max() / wanted.abs().max()), float(off.norm() / wanted.norm())
             of_one, of_all = MAX_EPS[found.dtype]
             if not (largest <= of_one * eps and norm <= of_all * eps):
