@@ -65,7 +65,7 @@ def cause_of(
     error: BaseException,
     use: Callable[[Mapping[str, Any]], object],
 ) -> str:
-    """Return the key without which ``use`` does not fail, the likeliest tried first; "" if there is none.
+    """Return the key without which ``use`` succeeds, trying the likeliest first; "" if there is none.
 
     If only one key has another type than its default, it is the cause even if the default fails, as in a model of
     another size.

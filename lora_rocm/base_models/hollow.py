@@ -56,7 +56,7 @@ def new_hollow(cls: Any, finish: Finish, config: str) -> nn.Module:
     """Build a component from its config (JSON).
 
     Raises:
-        ValueError: a weight has a size of zero, of which PyTorch only warns.
+        ValueError: a weight has a size of zero, for which PyTorch only issues a warning.
     """
     with warnings.catch_warnings(), LargeOnMeta(), init_empty_weights():
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")

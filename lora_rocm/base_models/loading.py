@@ -291,7 +291,7 @@ class Source:
                 f"The weights of {name} differ from the weights that were read before. If neither size nor times of "
                 "their file changed, the file is damaged or was altered.",
                 where=", ".join(str(header.path) for header in headers),
-                fix="Check the file (download it again if nobody changed it), then run the same command again.",
+                fix="Check the file (download it again, unless you changed it), then run the same command again.",
             )
 
     def look(self, name: str) -> Found:

@@ -28,7 +28,7 @@ def weigh(recipe: Recipe) -> Weighed:
     """Examine a recipe's base model, the modules that its adapter targets, and the LoRA file that it starts from.
 
     Raises:
-        ModelError: the base model is missing, damaged, of another family, or cannot be trained as it is.
+        ModelError: the base model is missing, damaged, of another family, or cannot be trained as asked.
         AdapterError: targets match nothing, or the LoRA file does not fit.
         MachineError: a GPU is asked for and there is none, or the stored settings are damaged.
     """

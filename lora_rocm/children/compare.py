@@ -112,7 +112,7 @@ def _states(
     files: Sequence[tuple[int, Path]],
     tokens: Sequence[NewToken],
 ) -> dict[int, dict[str, Tensor]]:
-    """Number of updates -> trained tensors. Files that are damaged, or deleted by the run since, are named.
+    """Number of updates -> trained tensors. Files that are damaged, or that the run deleted, are skipped.
 
     Raises:
         AdapterError: the first file's, if none can be read.

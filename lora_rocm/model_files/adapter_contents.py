@@ -215,7 +215,7 @@ def _by_config(
     ``whole_config``: it is the file of a PEFT folder, which has all fields.
 
     Raises:
-        AdapterError: lora-strength: the config does not give them, or is of another file.
+        AdapterError: lora-strength: the config does not give them, or belongs to another file.
     """
     if config is None or not kind.alpha_of:
         return StoredModule(key, place, parts, None, None, False)
@@ -462,7 +462,7 @@ def other_axis(module: str, shape: Sequence[int], path: Path) -> AdapterError:
         "here uses one per output, so it cannot continue from this file.",
         where=f"lora.init_from: {path}",
         fix="Start without it, or from a DoRA that was trained with one magnitude per output (OneTrainer: Apply on "
-        "output axis; LyCORIS: wd_on_output=True). lora-rocm sample draws with the file as it is.",
+        "output axis; LyCORIS: wd_on_output=True). lora-rocm sample can use this file.",
     )
 
 

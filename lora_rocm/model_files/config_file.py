@@ -213,7 +213,7 @@ def mistyped(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str
 
 
 def suspects(values: Mapping[str, Any], defaults: Mapping[str, Any], error: BaseException) -> Sequence[str]:
-    """Return the keys of a config in the order in which an error of a library suggests that they are its cause.
+    """Return the keys of a config in the order in which a library's error suggests them as its cause.
 
     Keys with another type than the default come first, then keys with their name or value in the message, then numbers
     that are not above zero.

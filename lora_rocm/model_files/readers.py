@@ -56,7 +56,7 @@ class Readers:
     families: values of ``model.family``. kinds: kinds of adapter as ``kind_of`` names them, without trained norms;
     none: all. spelling: the file's spelling; empty: one without a name. pattern: found in the names of tensors, with
     dots as ``_``.
-    alpha: the file has alphas. unlike_alphas: they are several numbers. metadata: a field of its metadata, or any if it
+    alpha: the file has alphas. unlike_alphas: its alphas differ. metadata: a field of its metadata, or any if it
     is empty. The other fields describe what each program does; empty: the file is not meant for it.
     """
 
@@ -105,7 +105,7 @@ class Readers:
 
     @property
     def cannot_read(self) -> tuple[str, ...]:
-        """The programs that do not read the file, or not exactly, in words."""
+        """The programs that do not read the file, or not exactly, as text."""
         return tuple(f"{PROGRAMS[field]} ({text})" for field, text in self.told.items() if not is_read(text))
 
     @property
@@ -136,13 +136,13 @@ def spelling_of(names: Collection[str]) -> str:
 def readers_of(
     names: Collection[str], families: Collection[str], metadata: Collection[str] = (), *, unlike_alphas: bool = False
 ) -> Readers | None:
-    """Return what programs do with an adapter file; None: not known.
+    """Return the compatibility of an adapter file; None: not known.
 
     Args:
-        names: of its tensors.
+        names: names of its tensors.
         families: the families it may be of.
         metadata: the fields of its metadata.
-        unlike_alphas: whether its alphas are several numbers.
+        unlike_alphas: whether its alphas differ.
     """
     spelling, text, kind = spelling_of(names), "\n".join(name.replace(".", "_") for name in names), kind_of(names)
     has_alpha = any(name.endswith(".alpha") for name in names)
@@ -157,7 +157,7 @@ def readers_of(
 
 
 def readers_line(can_read: Collection[str], cannot_read: Collection[str]) -> str:
-    """Return one line about who reads a file, from the texts of ``Readers``; empty if nothing is known."""
+    """Return one line about the programs that read a file, from the texts of ``Readers``; empty if nothing is known."""
     if not cannot_read:
         return f"Read by {', '.join(can_read)}" if can_read else ""
     read = f"Read by {', '.join(can_read)}; not" if can_read else "Not"

@@ -186,7 +186,7 @@ def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> Picture |
         check_plain(path, MAX_IMAGE_BYTES)
         with warnings.catch_warnings(action="ignore"), Image.open(path, formats=("PNG",)) as file:
             if file.width * file.height > MAX_PIXELS:
-                raise OSError("no preview is so large")
+                raise OSError("too large for a preview")
             image = file.convert("RGB")
     except (OSError, ValueError, SyntaxError, LookupError, TypeError, struct.error, Image.DecompressionBombError):
         return Unread()

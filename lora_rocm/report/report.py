@@ -214,7 +214,7 @@ def _file_size(path: Path) -> str:
 
 
 def _concept(facts: Facts, headline: bool) -> Section | None:
-    """The concept score, if it is a headline or not, as asked. Runs of earlier versions have one for texts, too."""
+    """The concept score, if ``headline`` matches it. Runs of earlier versions have a score for texts, too."""
     found, of_texts = facts.view.last(ConceptEvent), facts.recipe is not None and facts.recipe.spec.trains_on_texts
     if found is None or of_texts or is_headline(found) != headline:
         return None

@@ -251,7 +251,7 @@ class WatchState:
         self.log_bytes = size_bytes
 
     def on_look(self, now: float) -> None:
-        """Record a check. Time in which nobody could check (``ABSENT_S``) does not count as silence."""
+        """Record a check. Time without checks (``ABSENT_S``) does not count as silence."""
         absent_s = now - self._looked_at if self._looked_at is not None else 0.0
         if absent_s > ABSENT_S:
             self.heard_at = min(self.heard_at + absent_s, now)

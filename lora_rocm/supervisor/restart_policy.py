@@ -184,7 +184,7 @@ def after(failure: Failure, history: History, situation: Situation) -> Judgement
     if history.spent + history.cost > history.budget:
         return GiveUp(f"The budget of restarts is used up (runtime.max_restarts: {history.budget}).")
     if failure.error.code in GPU_IS_AWAY or (failure.seen == "died" and not history.is_stuck):
-        change = None  # somebody may have killed it; any other cause would strike again
+        change = None  # a user may have killed it; any other cause would occur again
     return Restart((change.id,) if change is not None else (), history.attempt + rollback)
 
 
@@ -258,7 +258,7 @@ def gave_up(history: History, reason: str, changes: Iterable[str], where: str, a
         account(history, reason, changes),
         where=where,
         fix=f"{cure}Everything up to the last checkpoint is kept. lora-rocm doctor lists known problems of this "
-        f"machine. To go on:\n  {again}",
+        f"machine. To continue:\n  {again}",
     )
 
 

@@ -24,7 +24,7 @@ from lora_rocm.telemetry.thinning import Thinned
 
 MODULE = "lora_rocm.telemetry.reader_child"
 LIMIT_S = 60.0
-"""Seconds of silence after which the reading process is given up."""
+"""Seconds of silence after which the reading process is killed."""
 END_WAIT_S = 0.2
 CHUNK_BYTES, MAX_LINE_BYTES, MAX_WAITING = 1 << 16, 1 << 20, 1000
 LEFT_ALONE = (
