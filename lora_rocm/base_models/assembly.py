@@ -1,4 +1,4 @@
-"""Builds a component while its files are read, so that its packed layers never are dense all at once."""
+"""Builds a component while its files are read, so that its packed layers are never all dense at the same time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lora_rocm.kernels.weight_format import PackedLinear, WeightFormat
 
 
 class Assembly:
-    """Collects the tensors of a component, which come in any order and from several threads.
+    """Collects the tensors of a component, which arrive in any order and from several threads.
 
-    The thread that reads the last part of a tensor of the component computes it and, if it is of a chosen layer, packs
-    it. Then the dense weight is freed.
+    The thread that reads the last part of a tensor computes it and, if it belongs to a chosen layer, packs it. Then the
+    dense weight is freed.
 
-    A weight that a file stores with scales is taken as soon as all its parts were read. Its layer stays as it is stored
-    if the wanted format is the same, and its numbers then are. So does one in fp8 without a scale.
+    A weight stored with scales is taken as soon as all its parts were read. Its layer keeps the stored codes if the
+    wanted format is the same and gives the same numbers. So does a layer in fp8 without a scale.
 
     Args:
         module: the component, with weights on the meta device.
@@ -55,7 +55,7 @@ class Assembly:
     def take(self, name: str, tensor: Tensor) -> None:
         """Take a tensor of a file; one that the component does not need is ignored.
 
-        Threads compute and pack side by side: the lock is held only for what they share.
+        Threads compute and pack in parallel: the lock protects only their shared state.
         """
         source = self._weight_of.get(name, name)
         if source not in self._users:
@@ -91,7 +91,7 @@ class Assembly:
         return user in self._layers and is_source(made) and made.dtype is not torch.float8_e4m3fn  # its codes may stay
 
     def finished(self) -> nn.Module:
-        """The component, frozen and in eval mode, after all of its files were read."""
+        """The component, frozen and in eval mode, after all its files were read."""
         constants = {name: tensor for name, tensor in self._made.items() if not sources_of(tensor)}
         self._module.load_state_dict({**self._dense, **constants}, strict=False, assign=True)
         return self._module.requires_grad_(False).eval()
@@ -121,7 +121,7 @@ class Assembly:
             codes = {source: weight.codes_OI for source, weight in scaled.items()}
             if {tensor.dtype for tensor in codes.values()} != {self._weights.stored}:
                 return None
-            # What moves rows moves their scales alike.
+            # An operation that moves rows moves their scales in the same way.
             as_bytes = {source: tensor.view(torch.uint8) for source, tensor in codes.items()}
             scales = {source: weight.scale_O1.expand_as(weight.codes_OI) for source, weight in scaled.items()}
             codes_OI, scale_O1 = computed(made, as_bytes).contiguous(), computed(made, scales)[:, :1].contiguous()
@@ -135,6 +135,7 @@ class Assembly:
 
 def _kept_nf4(weights: Nf4, layer: nn.Linear, stored: FourBitWeight) -> PackedLinear | None:
     sizes, codes_K = [stored.state.get(key) for key in ("blocksize", "nested_blocksize")], stored.absmax
+    # Both maps are on the CPU: comparing them does not wait for a GPU
     if sizes != [BLOCK, NESTED_BLOCK] or stored.quant_map.tolist() != torch.tensor(LEVELS).tolist():
         return None
     if stored.nested_absmax is None or stored.nested_quant_map is None:

@@ -1,4 +1,4 @@
-"""Which key of a config is to blame if a library cannot use it."""
+"""Finds the key of a config that makes a library fail."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def config_unfit(
     error: BaseException,
     use: Callable[[Mapping[str, Any]], object],
 ) -> ModelError:
-    """Return the error for a config that a library cannot use. It names the key that is to blame, if that is found.
+    """Return the error for a config that a library cannot use. It names the faulty key, if that is found.
 
     Args:
-        what: what cannot be done.
+        what: description of the failed action.
         cls: of the component.
         path: of the config.
         values: of the config.
@@ -53,7 +53,7 @@ def config_unfit(
     said = " ".join(str(error).split())[:200].rstrip(".")
     return ModelError(
         "config-unfit",
-        f"{what}.{cause} The library says: {type(error).__name__}{f': {said}' if said else ''}.",
+        f"{what}.{cause} Error of the library: {type(error).__name__}{f': {said}' if said else ''}.",
         where=f"{path}: {key}" if key else str(path),
         fix=f"{f'Correct {key} there. ' if key else ''}{DOWNLOAD_AGAIN}",
     )
@@ -65,15 +65,16 @@ def cause_of(
     error: BaseException,
     use: Callable[[Mapping[str, Any]], object],
 ) -> str:
-    """Return the key without which ``use`` does not fail, the likeliest tried first; "" if there is none.
+    """Return the key without which ``use`` succeeds, trying the likeliest first; "" if there is none.
 
-    The only key of another type than its default is to blame also if the default fails, as in a model of another size.
+    If only one key has another type than its default, it is the cause even if the default fails, as in a model of
+    another size.
 
     Args:
-        values: with which it fails.
+        values: values that fail.
         defaults: values of missing keys.
         error: of the library.
-        use: as of ``config_unfit``.
+        use: as in ``config_unfit``.
     """
     odd = mistyped(values, defaults)
     for key in odd if len(odd) == 1 else suspects(values, defaults, error):

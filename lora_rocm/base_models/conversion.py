@@ -1,4 +1,4 @@
-"""Converts tensor names of a file to a component's own, and reports missing and unknown tensors.
+"""Converts tensor names of a file to the component's names, and reports missing and unknown tensors.
 
 Loading and checking use the same functions. Checking passes tensors on the meta device, built from a header, which have
 shapes but no data.
@@ -40,21 +40,21 @@ UNREAD_ENDS = (
 
 
 class UnfitError(ValueError):
-    """The tensors of a file do not fit the component that its config describes. The message is part of a sentence."""
+    """The tensors of a file do not fit the component described by its config. The message is part of a sentence."""
 
 
 def after(prefix: str, converter: Converter) -> Converter:
-    """Return a converter from names that all have a prefix, by one from names without it."""
+    """Return a converter for names that all have a prefix, given one for names without it."""
     return lambda state, module: converter({name.removeprefix(prefix): t for name, t in state.items()}, module)
 
 
 def own_names(state: Mapping[str, Tensor], module: nn.Module) -> State:
-    """Rename tensors of a folder from the names of older libraries to present names."""
+    """Rename tensors of a folder from the names of older library versions to present names."""
     expected = set(module.state_dict(keep_vars=True))
     renamed = {}
     for name, tensor in state.items():
         renamed[name if name in expected else _present(name, expected)] = tensor
-    for pair in (getattr(module, "_tied_weights_keys", None) or {}).items():  # with both, they are not tied
+    for pair in (getattr(module, "_tied_weights_keys", None) or {}).items():  # if a file has both, they are not tied
         there = next((renamed[name] for name in pair if name in renamed), None)
         renamed |= {name: there for name in pair if there is not None and name in expected - renamed.keys()}
     return renamed
@@ -80,7 +80,7 @@ def fitted(state: State, module: nn.Module) -> State:
     if wrong:
         shapes = f"{tuple(state[wrong[0]].shape)}, not {tuple(expected[wrong[0]].shape)}"
         raise UnfitError(f"{_count(wrong, 'of another shape')} ({shapes})")
-    # Codes that the component keeps as whole numbers: read as other numbers they are another weight.
+    # Codes that the component keeps as whole numbers: another number format would change the weight.
     wrong = [name for name, t in expected.items() if not t.is_floating_point() and state[name].dtype != t.dtype]
     if wrong:
         raise UnfitError(f"{_count(wrong, 'of another number format')} ({state[wrong[0]].dtype})")
@@ -110,7 +110,7 @@ class Found:
 
     unread: names in the files that the component does not use.
     made_of: name in the component -> names in the files.
-    codes: names in the files of what the component itself keeps as whole numbers.
+    codes: names in the files of tensors that the component itself keeps as whole numbers.
     """
 
     unread: tuple[str, ...]
@@ -123,7 +123,7 @@ def look(
 ) -> Found:
     """Predict the result of loading these tensors from their headers alone.
 
-    ``ignored``: patterns in the names of tensors that nothing reads and nobody misses, beside ``UNREAD_ENDS``.
+    ``ignored``: patterns in the names of tensors that are not needed, in addition to ``UNREAD_ENDS``.
 
     Raises:
         UnfitError: as in ``converted`` and ``fitted``.
@@ -141,7 +141,7 @@ def look(
 
 
 def traced(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Converter) -> State:
-    """Return what a component needs, without data: tensors that know how they are computed from those of the files.
+    """Return the tensors that a component needs, without data; each records how it is computed from the files' tensors.
 
     Raises:
         UnfitError: as in ``converted`` and ``fitted``.
@@ -152,7 +152,7 @@ def traced(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Con
         tensor.sources, tensor.compute = frozenset([name]), itemgetter(name)
         state[name] = tensor
     made = converted(state, module, converter)
-    with torch._C.DisableTorchFunctionSubclass():  # to look at a shape is no operation to record
+    with torch._C.DisableTorchFunctionSubclass():  # reading a shape must not be recorded as an operation
         return fitted(made, module)
 
 
@@ -174,7 +174,7 @@ def computed(tensor: Tensor, read: Mapping[str, Tensor]) -> Tensor:
 class _Traced(Tensor):
     """A tensor without data that records which tensors it is computed from, and how.
 
-    Operations must not write into their inputs: only what they return is recorded.
+    Operations must not write into their inputs: only their results are recorded.
     """
 
     sources: frozenset[str]

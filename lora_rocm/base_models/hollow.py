@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 Finish = Callable[[nn.Module], None] | None
-"""What changes a component after its class built it."""
+"""Changes a component after its class built it."""
 FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn))
 LARGE = 1 << 27  # elements: half a gigabyte of float32
 
@@ -26,8 +26,9 @@ LARGE = 1 << 27  # elements: half a gigabyte of float32
 class LargeOnMeta(TorchFunctionMode):
     """New tensors of more than ``LARGE`` elements have no data from the start.
 
-    ``init_empty_weights`` lets a parameter be made before it takes its data away, so one with an absurd size, or of all
-    experts of a large model, would ask for all of its memory. Buffers, which stay, are far smaller.
+    ``init_empty_weights`` creates each parameter with data before it removes the data. A parameter of an absurd size,
+    or one for all experts of a large model, would allocate all its memory. Buffers keep their data; they are far
+    smaller.
     """
 
     def __torch_function__(
@@ -42,7 +43,7 @@ class LargeOnMeta(TorchFunctionMode):
 
 
 def defaults_of(cls: Any) -> dict[str, Any]:
-    """Return the values that a class takes for keys that its config lacks, as far as they are declared."""
+    """Return the declared defaults of a class for keys that its config lacks."""
     if issubclass(cls, ConfigMixin):
         declared = inspect.signature(cls.__init__).parameters.values()
         return {each.name: each.default for each in declared if each.default is not each.empty}
@@ -55,7 +56,7 @@ def new_hollow(cls: Any, finish: Finish, config: str) -> nn.Module:
     """Build a component from its config (JSON).
 
     Raises:
-        ValueError: a weight has a size of zero, of which PyTorch only warns.
+        ValueError: a weight has a size of zero, for which PyTorch only issues a warning.
     """
     with warnings.catch_warnings(), LargeOnMeta(), init_empty_weights():
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")
@@ -73,17 +74,17 @@ def new_hollow(cls: Any, finish: Finish, config: str) -> nn.Module:
 
 @lru_cache(maxsize=16)
 def hollow_shared(cls: Any, finish: Finish, config: str) -> nn.Module:
-    """Return a component to look at: a process may look at the same one many times, and changes none."""
+    """Return a shared read-only component: all callers in a process get the same one, and must not change it."""
     return new_hollow(cls, finish, config)
 
 
 @lru_cache(maxsize=16)
 def _hollow_bytes(cls: Any, finish: Finish, config: str) -> bytes:
-    """Return a component as bytes: a copy is read from them in a seventh of the time that building takes."""
+    """Return a component as bytes: reading a copy from them takes a seventh of the time of building one."""
     return pickle.dumps(hollow_shared(cls, finish, config))
 
 
 def hollow_copy(cls: Any, finish: Finish, config: str) -> nn.Module:
-    """Return a component of one's own."""
+    """Return a private copy of the component on the meta device."""
     copy: nn.Module = pickle.loads(_hollow_bytes(cls, finish, config))
     return copy

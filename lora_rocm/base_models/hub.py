@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from huggingface_hub import model_info, snapshot_download
-from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of whichever library it uses
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is from the HTTP library that it uses
     GatedRepoError,
     HFValidationError,
     HTTPError,
@@ -26,7 +26,7 @@ FILE_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES, ".yaml", ".json")
 
 
 def looks_like_id(name: str) -> bool:
-    """Return whether a name that is no path can be a hub id (``owner/model``)."""
+    """Return whether a name that is not a path can be a hub id (``owner/model``)."""
     return HUB_ID.fullmatch(name) is not None and not name.endswith(FILE_SUFFIXES)
 
 
@@ -48,7 +48,7 @@ def download_model(repo: str, revision: str | None, parts: Sequence[str], tokeni
     full = [*configs, *(f"{part}/*.safetensors" for part in parts)]
     folder = download(repo, revision, half, has_weights) or download(repo, revision, full, has_weights)
     if folder is None:
-        what = "Not all parts of this model are here as safetensors weights."
+        what = "Some parts of this model are not on this machine as safetensors weights."
         fix = "Connect to the network to finish the download, or choose a model that has safetensors weights."
         raise _error("hub-incomplete", what, repo, fix)
     return folder

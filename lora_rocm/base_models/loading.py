@@ -1,10 +1,10 @@
 """Finds and reads base weights: a folder, a one-file checkpoint, the hub, or the package.
 
-Only safetensors weights are read. Configs and headers come first, so a model of another family, or one that lacks
+Only safetensors weights are read. Configs and headers come first, so a model of another family, or with missing
 tensors, is refused before its gigabytes are read. Files are never mapped (see ``train.checkpoint.tensors``).
 
 A component's identity covers every byte of its weights, and is computed while loading. If all cache entries of an
-encoder may exist, its files are read for the identity alone; the digest is cached by the versions of the files.
+encoder may exist, its files are read for the identity only. The digest is cached by the versions of the files.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ class Part:
     """One component: its class, and the prefix and converter of its tensors in a one-file checkpoint.
 
     from_single_file: the names have the prefix if a single file holds all components, else none (``Layout.alone``).
-    other_prefixes: further prefixes, if a single file may lack components, and in a file of its own.
+    other_prefixes: further prefixes, for single files without all components and for its own file.
     from_folder: converter of its tensors in a folder.
-    ignored: parts of the names of tensors that files hold of it, and nothing reads.
-    unread: patterns of such names that only the component, without weights, tells.
-    finish: changes the component after its class made it, without weights.
+    ignored: patterns in the names of its tensors in files that nothing reads.
+    unread: patterns of such names, computed from the component without weights.
+    finish: changes the component after its class built it, without weights.
     """
 
     cls: type[Any]
@@ -104,8 +104,8 @@ class TokenizerOf:
     """A tokenizer of a model.
 
     packaged: its name in ``base_models.tokenizers``, for a one-file checkpoint; "" if there is none.
-    component: the component whose table of embeddings has a row for each of its ids.
-    pools: what the component gives at the end of a text is used.
+    component: the component with an embedding row for each of its ids.
+    pools: the component's output at the end of a text is used.
     """
 
     packaged: str
@@ -115,13 +115,13 @@ class TokenizerOf:
 
 @dataclass(frozen=True)
 class Layout:
-    """The components of a family's models, that which is always trained first.
+    """The components of a family's models; the one that is always trained comes first.
 
     configs: packaged folder with the family's published configs, for one-file checkpoints.
-    tokenizers: folder of a tokenizer in a model -> what it belongs to.
-    alone: the components that every single file holds, some without the others; empty if each file holds them all.
-    changed: component -> function that returns the keys of its config that are others here. It gets the config, and the
-        shapes of the tensors by name if it is the packaged one of a file.
+    tokenizers: folder of a tokenizer in a model -> the tokenizer's description.
+    alone: the components in every single file, where some files lack the others; empty if each file has all components.
+    changed: component -> function that returns the changed keys of its config. It gets the config and, if that is the
+    packaged config of a file, the shapes of the tensors by name.
     """
 
     parts: Mapping[str, Part]
@@ -136,7 +136,7 @@ class Source:
     """A base model that was found but not loaded.
 
     folder: configs (and weights if ``single_file`` is None) in one sub-folder per component.
-    own: component or tokenizer -> file or folder of its own.
+    own: component or tokenizer -> its own file or folder.
     """
 
     name: str
@@ -185,9 +185,9 @@ class Source:
         return tensors.headers, tensors.prefix
 
     def tensors(self, name: str) -> ComponentTensors:
-        """Return a component's tensors, of which those that are stored with scales are seen as whole weights.
+        """Return a component's tensors; weights stored with scales appear as whole weights.
 
-        The headers are read once: reading the data refuses a file that is no longer the one whose header was read.
+        The headers are read once. Reading the data refuses a file that changed since then.
 
         Raises:
             ModelError: as in ``weights``, and weights-quantised.
@@ -208,7 +208,7 @@ class Source:
         return headers_in(self.folder / name), ""
 
     def _converter(self, name: str) -> Converter:
-        """Return the converter from the tensor names in a component's files to its own."""
+        """Return the converter from the tensor names in a component's files to the component's names."""
         part = self.layout.parts[name]
         if not self._in_one_file(name):
             return part.from_folder
@@ -225,7 +225,7 @@ class Source:
         return file is not None and file.is_file()
 
     def settings(self, name: str) -> str:
-        """Return a component's config as text, without keys that do not affect computation."""
+        """Return a component's config as text, without keys that do not affect the computation."""
         found = {key: value for key, value in self.config(name).values.items() if key not in VOLATILE_CONFIG_KEYS}
         return json.dumps(found, sort_keys=True)
 
@@ -288,10 +288,10 @@ class Source:
             self._remember(WeightsVersion(prefix, tuple(header.version for header in headers)), sha256)
             raise StorageError(
                 "weights-changed",
-                f"The weights of {name} are not those that were read before. Where neither their size nor the times of "
-                "their file changed, it is damaged or was altered.",
+                f"The weights of {name} differ from the weights that were read before. If neither size nor times of "
+                "their file changed, the file is damaged or was altered.",
                 where=", ".join(str(header.path) for header in headers),
-                fix="Check the file (download it again if nobody changed it), then run the same command again.",
+                fix="Check the file (download it again, unless you changed it), then run the same command again.",
             )
 
     def look(self, name: str) -> Found:
@@ -307,7 +307,7 @@ class Source:
             return conversion.look(tensors.entries, module, self._converter(name), ignored)
 
     def stored_names(self, name: str) -> dict[str, str]:
-        """Return the name of each of a component's tensors that its files hold unchanged -> its name there.
+        """Return name -> name in the files, for each of a component's tensors that its files store unchanged.
 
         Raises:
             ModelError: weights-unfit.
@@ -316,7 +316,7 @@ class Source:
         return {key: file for key, tensor in made.items() if is_source(tensor) for file in sources_of(tensor)}
 
     def read_names(self, name: str) -> dict[str, str]:
-        """Return the name in the files of each tensor that a component is computed from -> a weight that it is part of.
+        """Return name in the files -> a weight computed from it, for each tensor that a component needs.
 
         Raises:
             ModelError: weights-unfit.
@@ -328,7 +328,7 @@ class Source:
         return found
 
     def _traced(self, name: str) -> conversion.State:
-        """Return what a component needs, as ``conversion.traced`` does."""
+        """Return the tensors that a component needs, as ``conversion.traced`` does."""
         tensors = self.tensors(name)
         with self._explained(name):
             return conversion.traced(tensors.entries, self._hollow(name), self._converter(name))
@@ -350,7 +350,7 @@ class Source:
 
         Args:
             name: name of the component.
-            shared: nothing changes the module, so one may serve all calls.
+            shared: the caller does not change the module, so one instance serves all calls.
 
         Raises:
             ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
@@ -369,7 +369,9 @@ class Source:
         except (*UNFIT_ERRORS, ImportError) as error:  # some classes need a library that is not installed
             if out_of_memory(error):
                 raise
-            raise config_unfit(f"No {name} can be made from its config", part.cls, path, config, error, made) from error
+            raise config_unfit(
+                f"The {name} cannot be built from its config", part.cls, path, config, error, made
+            ) from error
 
     @contextlib.contextmanager
     def _explained(self, name: str) -> Iterator[None]:
@@ -382,7 +384,7 @@ class Source:
             raise _unfit(self, name, error) from error
 
     def skeleton(self, name: str) -> nn.Module:
-        """Build a component from its config, with zero weights of the right shapes that take no memory.
+        """Build a component from its config, with zero weights of the correct shapes that take no memory.
 
         The weights are one expanded zero instead of meta tensors, because PEFT creates new layers on the base's device.
 
@@ -398,9 +400,9 @@ class Source:
         return module
 
     def table_rows(self, tokenizer: str) -> int:
-        """Return the number of rows of the table of embeddings that takes a tokenizer's ids.
+        """Return the number of rows of the embedding table for a tokenizer's ids.
 
-        It is that of the config, and loading and ``look`` refuse files whose table has another one.
+        The config gives the number; loading and ``look`` refuse files with a table of another size.
 
         Raises:
             ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
@@ -426,9 +428,9 @@ class Source:
             return self.tokenizer_folder / name
         raise ModelError(
             "tokenizer-missing",
-            f"The model comes without {name}.",
+            f"The model has no {name}.",
             where=f"model.name_or_path: {self.name}",
-            fix=f"Add the folder {self.tokenizer_folder / name}: a model and model.config have all tokenizers.",
+            fix=f"Add the folder {self.tokenizer_folder / name}: a model (or model.config) needs all tokenizers.",
         )
 
 
@@ -463,14 +465,16 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
     name = choice.name_or_path
     own = {part: _part_path(part, given) for part, given in choice.parts.items()}
     path = Path(os.path.expanduser(name))  # pathlib raises for unknown users and overlong names
+    # Refuse a config folder with a model that has its own configs
     whole = name.startswith(BUILTIN) or os.path.isdir(path) or hub.looks_like_id(name)
     if choice.configs is not None and whole and not os.path.isfile(path):
         raise ModelError(
             "config-unused",
             "A config folder is for a single-file checkpoint; this model brings its own.",
             where=f"model.config: {choice.configs} (model.name_or_path: {name})",
-            fix="Take model.config out, or give the checkpoint file.",
+            fix="Remove model.config, or give the checkpoint file.",
         )
+    # Packaged model, single file, folder or hub id
     if name.startswith(BUILTIN):
         folder = builtin_folder(name)
     elif os.path.isfile(path):
@@ -497,7 +501,7 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
 
 
 def _beside(path: Path, layout: Layout, own: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the paths of all components: a file that holds some of them, and those given for the others.
+    """Return the paths of all components: the file with some of them, and the paths given for the others.
 
     Raises:
         ModelError: incomplete-model, or the file's header cannot be read.
@@ -530,13 +534,13 @@ def builtin_folder(name: str) -> Path:
             "model-missing",
             "No such model ships with the package.",
             where=f"model.name_or_path: {name}",
-            fix=f"Those that do: {', '.join(sorted(known))}.",
+            fix=f"Available: {', '.join(sorted(known))}.",
         )
     return folder
 
 
 def _part_path(part: str, given: str) -> Path:
-    """Return the file of a component, or its folder, which may be given by that of the whole model."""
+    """Return the file of a component, or its folder, which may be given as the folder of the whole model."""
     path = Path(os.path.expanduser(given))
     if os.path.isfile(path):
         refuse_other_files(path, f"model.{part}")
@@ -549,10 +553,10 @@ def _unfit(source: Source, name: str, error: object) -> ModelError:
     reason = str(error)
     if not isinstance(error, UnfitError):
         first_line = next(iter(reason.strip().splitlines()), type(error).__name__)
-        reason = " ".join(first_line.partition(". ")[0].split()).rstrip(".")  # the rest is for programmers
+        reason = " ".join(first_line.partition(". ")[0].split()).rstrip(".")  # the rest is for developers
     where, what, fix = source.place(name), f"The weights of {name} do not fit its config: {reason}.", DOWNLOAD_AGAIN
     if where.startswith(f"model.{name}:"):
         found = model_of({key: each.shape for key, each in source.tensors(name).entries.items()})
         what += f" This is {found.title}." if found is not None else ""
-        fix = f"Give the {name} that belongs to this model. If it is that one, download it again."
+        fix = f"Give the {name} that belongs to this model. If it is the correct one, download it again."
     return ModelError("weights-unfit", what, where=where, fix=fix)

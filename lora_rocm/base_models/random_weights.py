@@ -23,7 +23,7 @@ CODE = 120
 
 
 class RandomSource(Source):
-    """A base with normally distributed weights of a fresh layer's scale, equal at each load. Norm weights are one."""
+    """A base with normally distributed weights on a fresh layer's scale, equal at each load. Norm weights are one."""
 
     def fingerprint(self, name: str) -> str:
         """Return the identity of a component, which is its settings."""
@@ -37,7 +37,7 @@ class RandomSource(Source):
         for path, owner in list(module.named_modules()):
             for key, hollow in list(owner.named_parameters(recurse=False)):
                 weight = _weight(hollow.shape, key, pool_N, at)
-                if not hollow.is_floating_point():  # codes of weights in few bits, or exponents of their scales
+                if not hollow.is_floating_point():  # codes of quantised weights, or exponents of their scales
                     weight = weight.sign().add_(CODE).to(hollow.dtype)
                 owner.register_parameter(key, nn.Parameter(weight, requires_grad=False))
                 at = (at + weight.numel()) % POOL
@@ -58,7 +58,7 @@ def random_source(name: str, layout: Layout) -> RandomSource:
     """Return a random base with the structure of a packaged model or local folder, else of the published configs.
 
     Args:
-        name: PREFIX followed by a name as in ``model.name_or_path``.
+        name: PREFIX, then a name as in ``model.name_or_path``.
         layout: the layout of the family, with its published configs.
     """
     model = name.removeprefix(PREFIX)

@@ -11,7 +11,7 @@ from lora_rocm.rundir.results import LORA_FORMS, is_whole
 
 
 def refuse_run(folder: Path) -> None:
-    """Refuse a run directory as a base. A folder that is a model, too, is one.
+    """Refuse a run directory as a base. A run directory that is also a model is accepted.
 
     Raises:
         ModelError: base-is-run.
@@ -22,7 +22,7 @@ def refuse_run(folder: Path) -> None:
         lora = next((path for path in loras if is_whole(path)), run_dir.lora)
         raise ModelError(
             "base-is-run",
-            "This is a run directory: it holds what was trained on a base model, and no base model.",
+            "This is a run directory: it holds a LoRA trained on a base model, but no base model.",
             where=f"model.name_or_path: {folder}",
             fix=f"Give the base that model.name_or_path of {run_dir.recipe} names. To start from this run's LoRA, set "
             f"lora.init_from: {lora} too.",

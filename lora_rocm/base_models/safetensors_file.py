@@ -1,7 +1,7 @@
 """Safetensors files: plain reads (never mapped files), and the digest of their content.
 
-A digest covers every byte. A few threads read and hash tensors at once, so the digest adds almost nothing to the time
-of a load: hashlib and reads release the interpreter lock.
+A digest covers every byte. A few threads read and hash tensors in parallel, so the digest adds almost nothing to the
+load time: hashlib and reads release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DTYPES = {
 }
 Looked = TypeVar("Looked")
 READERS = 12  # threads: enough to hash what a fast disk reads, and few enough to limit seeks on a slow one
-RUN_BYTES = 64 << 20  # read by one thread in one go
+RUN_BYTES = 64 << 20  # read by one thread as one task
 PIECE_BYTES = 4 << 20  # read, then hashed while in the CPU's cache
 KOHYA_HASH_OFFSET, KOHYA_HASH_BYTES = 0x100000, 0x10000
 
@@ -49,7 +49,7 @@ KOHYA_HASH_OFFSET, KOHYA_HASH_BYTES = 0x100000, 0x10000
 def read_tensors(
     header: Header, wanted: Callable[[str], bool] = lambda name: True, error: type[UserError] = ModelError
 ) -> dict[str, Tensor]:
-    """Read tensors with plain reads into memory of their own, in the order of the file.
+    """Read tensors with plain reads into new memory, in the order of the file.
 
     Raises:
         ModelError: weights-damaged, if the file ends early.
@@ -69,18 +69,18 @@ def read_hashed(
     take: Callable[[str, Tensor], None],
     reusable: Callable[[str], bool] = lambda name: False,
 ) -> str:
-    """Read tensors into memory of their own and return the digest of the read data.
+    """Read tensors into new memory and return the digest of the read data.
 
     Args:
         headers: headers of the files.
         wanted: whether to read the tensor of a name.
         take: gets each tensor as soon as it is read, in any order and from several threads.
         reusable: whether ``take`` keeps nothing of the tensor of a name. A thread reads all such tensors into the same
-            memory. New memory costs as much time as reading, because the system clears each page.
+            buffer. New memory costs as much time as reading, because the system clears each page.
 
     Raises:
         ModelError: weights-damaged.
-        StorageError: weights-changed: a file is not the one whose header was read.
+        StorageError: weights-changed: a file changed after its header was read.
     """
     memory = _Reused()
 
@@ -186,6 +186,7 @@ def _by_threads(
                 if name in found:
                     raise damaged(header.path, f"{printable(name):.100} is in another file of the model, too")
                 found[name] = looked
+    # No file may have changed while it was read
     for header in headers:
         try:
             # fstat, because by name Windows may report another number for the same file
@@ -197,7 +198,7 @@ def _by_threads(
 
 
 def _runs(header: Header, wanted: Callable[[str], bool]) -> Iterator[list[str]]:
-    """Yield names of neighbouring tensors, as many as one thread reads in one go."""
+    """Yield lists of neighbouring tensor names; one thread reads each list as one task."""
     names: list[str] = []
     num_bytes = 0
     for name, entry in _in_order(header, wanted):
@@ -223,7 +224,7 @@ def _changed(header: Header) -> StorageError:
         "weights-changed",
         "This file changed while it was being read.",
         where=str(header.path),
-        fix="Wait until nothing writes it any more, then run the same command again.",
+        fix="Wait until no program writes to it, then run the same command again.",
     )
 
 

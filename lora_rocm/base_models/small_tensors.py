@@ -1,4 +1,4 @@
-"""Reads the small tensors of a base before its weights are loaded: norms and biases, where one number spoils all."""
+"""Reads the small tensors of a base before its weights are loaded: norms and biases. One bad number ruins all."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.errors import ModelError
 
 MAX_SMALL_BYTES = 256 << 10
-"""Larger tensors are looked at when a run has loaded them: reading all of a base takes minutes from a slow disk."""
+"""Larger tensors are checked when a run has loaded them: reading a whole base takes minutes from a slow disk."""
 
 
 def require_finite(source: Source) -> None:
-    """Refuse a base one of whose small tensors has a number that is not finite.
+    """Refuse a base with a number that is not finite in a small tensor.
 
     Raises:
         ModelError: weights-not-finite.
     """
     for component in source.layout.parts:
         headers, _ = source.weights(component)
-        names = source.read_names(component)  # also what is converted, such as one bias that three layers share
+        names = source.read_names(component)  # includes converted tensors, such as one bias that three layers share
         for header in headers:
             small = {
                 name

@@ -1,8 +1,8 @@
-"""Weights that a file stores in few bits with scales beside them, each seen as one tensor.
+"""Weights that a file stores in few bits with separate scales; each appears as one tensor.
 
-ComfyUI's scaled fp8 and int8: ``X.weight`` times ``X.scale_weight`` (older files) or ``X.weight_scale``, one number or
-one for each output. ``X.comfy_quant`` names the format as JSON. Scales of inputs are not used: products are computed in
-the precision of the run. bitsandbytes in 4 bits: two codes a byte in ``X.weight``, what they mean in
+ComfyUI's scaled fp8 and int8: ``X.weight`` times ``X.scale_weight`` (older files) or ``X.weight_scale``, with one
+number or one per output. ``X.comfy_quant`` names the format as JSON. Scales of inputs are not used: products are
+computed in the precision of the run. bitsandbytes in 4 bits: two codes per byte in ``X.weight``, their values in
 ``X.weight.quant_map``, the largest magnitude of each block in ``X.weight.absmax`` (or quantised again, with
 ``nested_absmax`` and ``nested_quant_map``), and shape and sizes of blocks as JSON in ``X.weight.quant_state.*``.
 """
@@ -42,9 +42,9 @@ FP8, FLOATS = ("F8_E4M3", "F8_E5M2"), ("F64", "F32", "F16", "BF16")
 COMFY_FORMATS = {"float8_e4m3fn": ("F8_E4M3", "U8"), "float8_e5m2": ("F8_E5M2",), "int8_tensorwise": ("I8",)}
 """Format of ComfyUI -> number formats of its codes."""
 SCALED_DTYPES = (*FP8, "I8")
-"""Number formats of codes that nothing describes."""
+"""Number formats of codes without a description."""
 EMBEDDINGS = ("embed", "shared", "wte")
-"""In the names of tables of tokens, which are stored in fp8 without a scale where the layers have one."""
+"""Parts of the names of embedding tables, which are stored in fp8 without a scale even if the layers have one."""
 LARGEST = {
     "scale": 1024.0,
     "absmax": 65504.0,
@@ -73,9 +73,9 @@ class ScaledWeight:
 class FourBitWeight:
     """A weight of bitsandbytes in 4 bits.
 
-    pairs: uint8, two codes a byte, the first in its upper half. quant_map: the numbers of the codes. absmax: of each
-    block, float32; or codes, whose numbers are ``nested_quant_map``, times ``nested_absmax`` of each nested block, plus
-    ``nested_offset``. state: what the file says of it.
+    pairs: uint8, two codes per byte, the first in its upper half. quant_map: the numbers of the codes. absmax: of each
+    block, float32; or codes with values in ``nested_quant_map``, times ``nested_absmax`` of each nested block, plus
+    ``nested_offset``. state: its JSON description in the file.
     """
 
     shape: tuple[int, ...]
@@ -107,7 +107,7 @@ Stored = ScaledWeight | FourBitWeight
 
 @dataclass(frozen=True)
 class Storage:
-    """How one weight is stored. path: of the file. parts: role -> name of a tensor in it. state: of 4 bits."""
+    """Storage of one weight. path: of the file. parts: role -> name of a tensor in it. state: for 4 bits."""
 
     path: Path
     form: str
@@ -116,14 +116,14 @@ class Storage:
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def require_numbers(self, role: str, tensor: Tensor) -> None:
-        """Refuse numbers of a part that no weight has.
+        """Refuse a part with numbers that no weight has.
 
         Raises:
             ModelError: weights-not-finite, weights-implausible.
         """
         if role not in LARGEST or not tensor.is_floating_point() or not tensor.numel():
             return
-        largest = float(tensor.float().abs().amax())  # NaN, if there is one
+        largest = float(tensor.float().abs().amax())  # NaN if there is one
         if largest <= LARGEST[role]:
             return
         is_finite = math.isfinite(largest)
@@ -136,10 +136,10 @@ class Storage:
         )
 
     def weight(self, tensors: Mapping[str, Tensor]) -> Stored:
-        """The weight, of its tensors by their roles.
+        """The weight, built from its tensors by role.
 
         Raises:
-            ModelError: as ``require_numbers``.
+            ModelError: as in ``require_numbers``.
         """
         for role, tensor in tensors.items():
             self.require_numbers(role, tensor)
@@ -155,7 +155,7 @@ class Storage:
 class ComponentTensors:
     """The tensors of a component in its files.
 
-    headers: of the files. prefix: of the names that belong to it.
+    headers: of the files. prefix: start of the names of its tensors.
     """
 
     headers: Sequence[Header]
@@ -163,7 +163,7 @@ class ComponentTensors:
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        """Name -> entry, of weights as they are without quantisation: the tensors beside them are left out."""
+        """Name -> entry of each weight as if it were not quantised, without the tensors of scales and descriptions."""
         hidden = {name for stored in self.stored.values() for role, name in stored.parts.items() if role != "weight"}
         found = {key: entry for key, entry in self._all.items() if key not in hidden and not key.endswith(UNUSED)}
         for name, stored in self.stored.items():
@@ -172,10 +172,10 @@ class ComponentTensors:
 
     @cached_property
     def stored(self) -> dict[str, Storage]:
-        """Name of a weight -> how it is stored; weights that are whole are not in it.
+        """Name of a weight -> its storage, for weights stored with scales.
 
         Raises:
-            ModelError: as ``_all_stored``.
+            ModelError: as in ``_all_stored``.
         """
         return _all_stored(self.headers, self.prefix)
 
@@ -185,7 +185,7 @@ class ComponentTensors:
 
     @property
     def forms(self) -> list[str]:
-        """The formats of its stored weights, for people."""
+        """Display names of the formats of its stored weights."""
         return sorted({stored.form for stored in self.stored.values()})
 
 
@@ -203,14 +203,14 @@ def _described(header: Header, names: Sequence[str]) -> dict[str, dict[str, Any]
         except (ValueError, RecursionError) as error:
             raise damaged(header.path, f"{name:.200} cannot be read: {error}") from error
         if not isinstance(found[name], dict):
-            raise damaged(header.path, f"{name:.200} is no JSON object")
+            raise damaged(header.path, f"{name:.200} is not a JSON object")
     return found
 
 
 def _all_stored(headers: Sequence[Header], prefix: str) -> dict[str, Storage]:
-    """How each weight of a component is stored that is not whole, by its name: the one place where parts are judged.
+    """Name of a weight -> its storage, for a component's weights with scales. Only this function judges parts.
 
-    Headers and small values decide here. Larger values are judged when they are read (``Storage.weight``).
+    Headers and small values are judged here, larger values when they are read (``Storage.weight``).
 
     Raises:
         ModelError: weights-quantised, weights-damaged, weights-not-finite.
@@ -240,7 +240,7 @@ def _all_stored(headers: Sequence[Header], prefix: str) -> dict[str, Storage]:
 
 
 def _require_scales(header: Header, prefix: str, stored: Mapping[str, Storage]) -> None:
-    """Refuse fp8 without the scale that other tensors tell of: read alone it is another weight."""
+    """Refuse fp8 without a scale if other weights have one: without its scale it is a different weight."""
     of_codes = [each.parts["weight"] for each in stored.values() if each.form == "scaled fp8"]
     for name, entry in header.tensors.items():
         if not name.startswith(prefix):
@@ -255,7 +255,7 @@ def _require_scales(header: Header, prefix: str, stored: Mapping[str, Storage]) 
 
 
 def _require_one_dtype(headers: Sequence[Header], prefix: str, stored: Mapping[str, Storage]) -> None:
-    """Refuse codes in several formats if nothing but their number format tells what they mean."""
+    """Refuse codes in several formats if only their number format defines their meaning."""
     entries = {name: (header, entry) for header in headers for name, entry in header.tensors.items()}
     undescribed = {name for name in stored if name.removesuffix(".weight") + DESCRIPTION not in entries}
     undescribed -= {name for name, each in stored.items() if each.state}
@@ -270,7 +270,7 @@ def _require_one_dtype(headers: Sequence[Header], prefix: str, stored: Mapping[s
 
 
 def _require_numbers(header: Header, prefix: str, stored: Mapping[str, Storage]) -> None:
-    """Judge the values of small parts, which takes no time."""
+    """Check the values of small parts, which takes no noticeable time."""
     parts = {name: (each, role) for each in stored.values() for role, name in each.parts.items()}
     small = {
         name
@@ -290,7 +290,7 @@ def _scaled(header: Header, base: str, scale: str, described: Mapping[str, Any] 
     if of_scale.shape not in ((), (1,), (1, 1), rows, (*rows, 1)):
         raise quantised_error("scales of blocks or columns", header.path, scale)
     if of_scale.dtype not in FLOATS:
-        raise damaged(header.path, f"{scale:.200} is {of_scale.dtype}, which is no format of scales")
+        raise damaged(header.path, f"{scale:.200} is {of_scale.dtype}, which is not a format for scales")
     form = (described or {}).get("format")
     parameters = (described or {}).get("params")
     turned = "convrot" in {**(described or {}), **(parameters if isinstance(parameters, dict) else {})}
@@ -306,12 +306,13 @@ def _four_bits(header: Header, weight: str, state: dict[str, Any]) -> Storage:
     parts = {"weight": weight} | {role: f"{weight}.{role}" for role in OF_FOUR_BITS}
     parts = {role: name for role, name in parts.items() if name in header.tensors}
     is_nested = "nested_absmax" in parts or "nested_quant_map" in parts or any(key in state for key in NESTED_KEYS)
+    # The description: sizes and kind of the codes
     shape, block, nested_block = state.get("shape"), state.get("blocksize"), state.get("nested_blocksize")
     if not isinstance(shape, list) or not shape or not all(type(size) is int and size > 0 for size in shape):
-        raise damaged(header.path, f"what it says of {weight:.200} is incomplete: shape")
+        raise damaged(header.path, f"its description of {weight:.200} is incomplete: shape")
     for key, size in [("blocksize", block), *([("nested_blocksize", nested_block)] if is_nested else [])]:
         if type(size) is not int or size not in BLOCK_SIZES:
-            raise damaged(header.path, f"what it says of {weight:.200} is incomplete: {key}")
+            raise damaged(header.path, f"its description of {weight:.200} is incomplete: {key}")
     if state.get("quant_type") not in FOUR_BIT_TYPES:
         raise quantised_error(f"bitsandbytes' {printable(str(state.get('quant_type')))[:40]}", header.path, weight)
     # the shape of each part, from the shape of the weight
@@ -323,8 +324,9 @@ def _four_bits(header: Header, weight: str, state: dict[str, Any]) -> Storage:
         wanted |= {"nested_absmax": ("F32", -(-blocks // nested_block)), "nested_quant_map": ("F32", 256)}
         offset = state.get("nested_offset")
         is_number = isinstance(offset, int | float) and not isinstance(offset, bool)
-        if not is_number or offset is None or not abs(offset) <= LARGEST["nested_absmax"]:  # NaN is not
-            raise damaged(header.path, f"what it says of {weight:.200} is incomplete: nested_offset")
+        if not is_number or offset is None or not abs(offset) <= LARGEST["nested_absmax"]:  # NaN fails this comparison
+            raise damaged(header.path, f"its description of {weight:.200} is incomplete: nested_offset")
+    # Compare with the stored parts
     found = {role: header.tensors[name] for role, name in parts.items()}
     for role, (dtype, count) in wanted.items():
         if role not in found or found[role].dtype != dtype or found[role].shape != (count,):

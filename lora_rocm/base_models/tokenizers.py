@@ -1,6 +1,6 @@
-"""Tokenizers that ship with the package, for weights that come in a file of their own, without a tokenizer.
+"""Tokenizers that ship with the package, for weights in a single file without a tokenizer.
 
-The package holds them compressed (``tokenizer_data``). Of a byte-pair encoding it holds the merges alone, because the
+The package contains them compressed (``tokenizer_data``). For a byte-pair encoding it has only the merges, because the
 vocabulary follows from them. Transformers reads folders, so each tokenizer is unpacked once, below the program's own
 folder; the folder's name holds a digest of the content.
 """
@@ -28,11 +28,11 @@ DATA = Path(__file__).with_name("tokenizer_data")
 
 @dataclass(frozen=True)
 class Packed:
-    """How a tokenizer is packed. Its config is the JSON file of the tokenizer's name.
+    """A packed tokenizer. Its config is the JSON file with the tokenizer's name.
 
     file: the compressed file. It holds the merges of a byte-pair encoding, or a whole ``tokenizer.json``.
     word_end: mark of a letter that ends a word, in an encoding that has one.
-    special: tokens after those of the merges. Others are in the config.
+    special: tokens after the tokens of the merges. Others are in the config.
     """
 
     file: str
@@ -54,7 +54,7 @@ def require_tokenizer(folder: Path, where: str) -> None:
         ModelError: tokenizer-unreadable.
     """
     if not any(file for pattern in FILES for file in folder.glob(pattern)):
-        fix = "Give the folder with tokenizer.json, or leave the key out."
+        fix = "Give the folder with tokenizer.json, or remove the key."
         raise ModelError("tokenizer-unreadable", "This folder holds no tokenizer.", where=where, fix=fix)
 
 

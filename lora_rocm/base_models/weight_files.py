@@ -21,7 +21,7 @@ def existing_folder(name: str, key: str) -> Path:
     path = Path(os.path.expanduser(name))
     if not os.path.isdir(path):
         what = "This is a file, not a folder." if os.path.exists(path) else "There is no such folder."
-        raise ModelError("model-missing", what, where=f"{key}: {name}", fix="Correct the path, or leave the key out.")
+        raise ModelError("model-missing", what, where=f"{key}: {name}", fix="Correct the path, or remove the key.")
     return path
 
 

@@ -93,7 +93,7 @@ class Side:
 
     Attributes:
         name: BASE or ADAPTER.
-        as_it_is: a context in which the loaded model is this one.
+        as_it_is: a context in which the loaded model acts as this side.
         messages: role and content of each message so far.
     """
 
@@ -102,7 +102,7 @@ class Side:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def answer(self, pieces: Generator[str, None, str], emit: Emit, is_stopped: Callable[[], bool]) -> Iterator[None]:
-        """Emit the pieces of an answer, one in each step, and put it into the conversation."""
+        """Emit the pieces of an answer, one per step, and add the answer to the conversation."""
         written, count, ended = list[str](), 0, ""
         while not ended:
             try:

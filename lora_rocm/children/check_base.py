@@ -1,7 +1,7 @@
-"""The child of ``lora-rocm check``: can a recipe's base model be trained as asked, and how much memory does it need?
+"""The child of ``lora-rocm check``: checks that a recipe's base model can be trained as asked, and counts its memory.
 
 ``python -m lora_rocm.children.check_base JOB.json`` prints one JSON object (``Weighed``) or an error event. It reads
-only configs, headers and tokenizers of the base model, but the whole ``lora.init_from`` file.
+only configs, headers and tokenizers of the base model, but all of the ``lora.init_from`` file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def weigh(recipe: Recipe) -> Weighed:
     """Examine a recipe's base model, the modules that its adapter targets, and the LoRA file that it starts from.
 
     Raises:
-        ModelError: the base model is missing, damaged, of another family, or cannot be trained as it is.
+        ModelError: the base model is missing, damaged, of another family, or cannot be trained as asked.
         AdapterError: targets match nothing, or the LoRA file does not fit.
         MachineError: a GPU is asked for and there is none, or the stored settings are damaged.
     """

@@ -28,7 +28,7 @@ SHOWN, LOOKED_AT = 3, 10_000
 
 
 def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT, family: ModelFamily | None = None) -> Seen:
-    """Look at the first texts of a recipe. ``family``: whose entries are looked for in the cache.
+    """Inspect the first texts of a recipe. ``family``: its entries are looked up in the cache.
 
     Raises:
         DataError: a source cannot be read, or no text can be used.
@@ -46,7 +46,7 @@ def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT, family: Mode
             found.refused[text.sample.source] = found.refused.get(text.sample.source, 0) + 1
             if len(found.problems) < NUM_KEPT and aside.last is not None:
                 found.problems.append(aside.last)
-    else:  # these are all texts
+    else:  # these are all the texts
         if not samples:
             raise aside.all_of_them
     found.notices = list(reader.notices)
@@ -69,7 +69,7 @@ def _shown(reader: TextReader, text: str) -> str:
 
 
 def main(registry: Registry = PRODUCT) -> int:
-    """Look at the texts of the recipe of the job."""
+    """Inspect the texts of the job's recipe."""
 
     def found(job: CheckTextsJob) -> Seen:
         recipe = recipe_from(job.recipe, registry)

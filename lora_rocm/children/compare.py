@@ -96,7 +96,7 @@ def compare(job: CompareJob, registry: Registry = PRODUCT) -> None:
 
 
 def _prepared(recipe: Recipe, family: ModelFamily, encoding: Encoding) -> Prepared:
-    """The prepared data of the run; only the prompts if nothing is held out or the images cannot be used any more."""
+    """The prepared data of the run; only the prompts if nothing is held out or the images are no longer usable."""
     if recipe.data.validation_split:
         try:
             return prepare(recipe, family, encoding)
@@ -112,7 +112,7 @@ def _states(
     files: Sequence[tuple[int, Path]],
     tokens: Sequence[NewToken],
 ) -> dict[int, dict[str, Tensor]]:
-    """Number of updates -> trained tensors. A file that is damaged, or deleted since by the run, is left out and named.
+    """Number of updates -> trained tensors. Files that are damaged, or that the run deleted, are skipped.
 
     Raises:
         AdapterError: the first file's, if none can be read.
@@ -123,7 +123,7 @@ def _states(
             states[updates] = _state(family, model, adapter, Path(path), tokens)
         except AdapterError as error:
             faults.append(error)
-            CONTEXT.notice(f"Step {updates} is left out: {error.what} ({error.where})")
+            CONTEXT.notice(f"Step {updates} is skipped: {error.what} ({error.where})")
     if faults and not states:
         raise faults[0]
     return states
@@ -132,7 +132,7 @@ def _states(
 def _state(
     family: ModelFamily, model: LoadedModel, adapter: Adapter, path: Path, tokens: Sequence[NewToken]
 ) -> dict[str, Tensor]:
-    """The trained tensors of a LoRA file and of the new tokens beside it, on the CPU."""
+    """The trained tensors of a LoRA file and its embedding files, on the CPU."""
     if tokens:
         new_tokens.start(family, model, new_tokens.tokens_beside(path, tokens)[: len(tokens)])
     norms = dict[str, Tensor]() if adapter.norms else None
@@ -143,7 +143,7 @@ def _state(
 
 
 def _held_out_batches(recipe: Recipe, family: ModelFamily, cache: LatentCache, prepared: Prepared) -> Iterator[Batch]:
-    """The held-out samples one by one, which takes the least memory."""
+    """The held-out samples one by one, to save memory."""
     if prepared.held_out:
         workers = open_workers(cache, prepared.entries, recipe.runtime.model_copy(update={"workers": 0}), CONTEXT)
         plan = BatchPlan(prepared.held_out, 1, 1, recipe.train.seed)
@@ -154,7 +154,7 @@ def mean_losses(found: Sequence[HeldOut]) -> dict[str, float | None]:
     """Sample key -> mean loss over all positions; a sample that is repeated in an epoch counts once.
 
     It is multiplied by the sample's share (``Item.share``) over the mean share, so that the mean over samples is the
-    held-out loss of training, which is one over all trained tokens.
+    held-out loss of training, which is a mean over all trained tokens.
     """
     of_sample, shares = defaultdict[str, list[float]](list), dict[str, int]()
     for each in found:

@@ -1,4 +1,4 @@
-"""The formats of ``FamilySpec.conversions``, made from a checkpoint without loading the base model."""
+"""Writes the formats of ``FamilySpec.conversions`` from a checkpoint, without loading the base model."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from lora_rocm.train.checkpoint import Checkpoint
 
 CANNOT_READ = {"merged": (), "gguf": ("PEFT and vLLM (a GGUF adapter is for llama.cpp)",)}
 LOST_SHARE = 0.05
-"""A larger share of the change that rounding loses is told to the user."""
+"""If rounding loses a larger share of the change, the user gets a notice."""
 
 
 def convert(job: ExportJob, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpoint) -> None:
     """Write one of these formats and check it.
 
     Raises:
-        AdapterError: the base is not the one that was trained on, or a layer has no such form.
-        ExportError: the result is not what the adapter does.
+        AdapterError: the base differs from the trained one, or the format does not support a layer.
+        ExportError: the result has another effect than the adapter.
     """
     family, form = family_for(recipe), job.format
-    assert isinstance(family, WritesWholeModels), "as its spec says"
+    assert isinstance(family, WritesWholeModels), "required by its spec"
     files = family.own_files()
     require_trained_base(checkpoint, recipe.model.name_or_path, family, lambda text: emit(NoticeEvent(text=text)))
     # The adapter alone, on a base without weights
@@ -50,11 +50,12 @@ def convert(job: ExportJob, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpo
     else:
         assert job.converter is not None, "the command has found it"
         require_convertible(adapter)
-        with temporary_folder() as folder:  # by way of PEFT's form, which llama.cpp's script reads
+        with temporary_folder() as folder:  # via PEFT's format, which llama.cpp's script reads
             writers.write("peft", folder, family, adapter, recipe, Facts(**checkpoint.facts["metadata"]))
             writers.verify("peft", folder, family, model, adapter)
             lora, base, dtype = folder / files.component, files.beside[0].parent, recipe.output.dtype
             write_gguf(path, lora, base, job.converter, dtype, len(adapter.modules))
+    # Report
     emit(
         ExportEvent(
             format=form,
@@ -70,9 +71,9 @@ def convert(job: ExportJob, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpo
 def _merge(path: Path, files: OwnFiles, adapter: Adapter, recipe: Recipe, root: Path | None) -> float:
     rounding = write_merged(path, files, adapter, root)
     if recipe.model.quantization != "none":
-        text = f"The adapter was trained on the {recipe.model.quantization} form of the base, and is merged into the"
-        emit(NoticeEvent(text=f"{text} weights of the original files, which are a little different."))
+        text = f"The adapter was trained on the base quantised to {recipe.model.quantization}, but is merged into the"
+        emit(NoticeEvent(text=f"{text} weights of the original files, which differ slightly."))
     if rounding.lost > LOST_SHARE:
-        text = f"Rounding the merged weights to the base's dtype loses {rounding.lost:.0%} of what the adapter changes"
-        emit(NoticeEvent(text=f"{text}. The peft format has all of it."))
+        text = f"Rounding the merged weights to the base's dtype loses {rounding.lost:.0%} of the adapter's change"
+        emit(NoticeEvent(text=f"{text}. The peft format keeps all of it."))
     return rounding.largest

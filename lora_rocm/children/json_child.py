@@ -16,7 +16,7 @@ J = TypeVar("J")
 
 
 def answer(kind: type[J], found_of: Callable[[J], object]) -> int:
-    """Read the job, and write what ``found_of`` makes of it as one JSON object.
+    """Read the job, and write the result of ``found_of`` as one JSON object.
 
     An error is written as an error event. Returns the exit code.
     """

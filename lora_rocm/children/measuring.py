@@ -1,4 +1,4 @@
-"""What all measuring children share: a description of the machine, and how they end."""
+"""Shared by all measuring children: a description of the machine, and their exit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The heavy child of commands that need a model: ``python -m lora_rocm.children.model_child JOB.json``.
 
-These are sample, export, compare and chat. It writes events to standard output, one JSON object per line.
+The commands are sample, export, compare and chat. It writes events to standard output, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WRITTEN_TOGETHER = 8  # images drawn and saved at a time, so that a stop loses f
 
 
 def sample(job: SampleJob, registry: Registry = PRODUCT) -> None:
-    """Draw images with a LoRA file, on its run's base model or on another."""
+    """Draw images with a LoRA file, on its run's base model or another one."""
     source = job.source
     # The LoRA file, its recipe and whether it trains text encoders
     named = source.is_file() or peft_folders(source)
@@ -66,7 +66,7 @@ def sample(job: SampleJob, registry: Registry = PRODUCT) -> None:
     tokens = new_tokens.tokens_beside(lora, recipe.lora.new_tokens) if recipe.spec.embedding_keys else ()
     if tokens:
         names = ", ".join(token.token for token in tokens)
-        say(f"Prompts may have the new tokens {names}, whose embeddings are beside the LoRA.")
+        say(f"Prompts may contain the new tokens {names}: their embeddings are next to the LoRA.")
     adapter = recipe.lora.model_copy(update={TEXT_KEY: text_too, TOKENS_KEY: tokens})
     family = family_for(recipe.model_copy(update={"lora": adapter, "sample": recipe.sample.only(())}))
     require_mask_read(job, family)
@@ -87,7 +87,7 @@ def sample(job: SampleJob, registry: Registry = PRODUCT) -> None:
     new_tokens.start(family, model, tokens)
     attach_file(family, model, lora, job.strength, say)
     model.place(open_placement(device, settings))
-    family.fuse(model, triton=False)  # in float16 some families are only right as they are trained
+    family.fuse(model, triton=False)  # in float16 some families are correct only as they are trained
     # Draw and save
     preview = PreviewPrompt.model_validate(
         {
@@ -114,7 +114,7 @@ def sample(job: SampleJob, registry: Registry = PRODUCT) -> None:
 
 
 def _require_base_of_run(job: SampleJob, lora: Path, recipe: Recipe, family: ModelFamily, registry: Registry) -> None:
-    """Refuse a base that is not the one that the run of a LoRA was trained on; a notice if ``--base`` names it.
+    """Refuse a base that differs from the base of the LoRA's run; a notice if ``--base`` names it.
 
     Raises:
         AdapterError: export-other-base.
@@ -133,7 +133,8 @@ def export_run(job: ExportJob, registry: Registry = PRODUCT) -> None:
     """Write the LoRA of a run's checkpoint (by default the newest) in another format, load it back and compare.
 
     Raises:
-        UserError: "result-older": the file would lie among the results of a finished run, and is of an earlier step.
+        UserError: "result-older": the file would be among the results of a finished run, but comes from an earlier
+            step.
     """
     run_dir = RunDir(job.source)
     # The recipe and the checkpoint
@@ -150,7 +151,7 @@ def export_run(job: ExportJob, registry: Registry = PRODUCT) -> None:
     device, settings = start_device(recipe)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
-    # a LoRA file holds nothing of the base
+    # a LoRA file contains nothing from the base
     require_trained_base(checkpoint, recipe.model.name_or_path, family, say, refuse=False, encoders=False)
     # The model with the checkpoint's LoRA
     adapter = inject(family, model, recipe.lora, recipe.train.seed, resumed=True)
@@ -185,73 +186,78 @@ def _checkpoint_of(run_dir: RunDir, updates: int | None) -> Checkpoint:
         if found is None:
             raise StorageError(
                 "result-lost",
-                f"The checkpoint of step {updates}, from which the file would be made, is gone or damaged.",
+                f"The checkpoint of step {updates}, which the export needs, is missing or damaged.",
                 where=str(run_dir.checkpoint(updates)),
-                fix="Put the file or the checkpoint back from a copy, export another step, or train again with another "
+                fix="Restore the file or the checkpoint from a copy, export another step, or train again with another "
                 "--run-dir.",
             )
         return found
     newest, damaged = latest_valid(run_dir)
     if newest is None:
         raise AdapterError(
-            "no-checkpoint", "This run has no valid checkpoint yet.", where=str(run_dir.path), fix="Train on first."
+            "no-checkpoint",
+            "This run has no valid checkpoint yet.",
+            where=str(run_dir.path),
+            fix="Continue the training first.",
         )
     for path in damaged:
-        emit(NoticeEvent(text=f"{path.name} is damaged. The export is of step {newest.position.updates}."))
+        emit(NoticeEvent(text=f"{path.name} is damaged. The export uses step {newest.position.updates}."))
     return newest
 
 
 def _require_end(run_dir: RunDir, checkpoint: Checkpoint) -> None:
     ended, step = updates_of(run_dir), checkpoint.position.updates
     if ended and step != ended:
-        what = f"This run ended after step {ended}, and the checkpoint to export is of step {step}."
-        fix = "Its export is no result of the run, so write it elsewhere, with --output."
+        what = f"This run ended after step {ended}, but the checkpoint to export is from step {step}."
+        fix = "Its export is not a result of the run: write it elsewhere, with --output."
         raise UserError("result-older", what, where=str(checkpoint.path), fix=fix)
 
 
 def require_inputs_read(job: SampleJob, recipe: Recipe) -> None:
-    """Refuse a negative prompt, a control image or a sampler for a model that reads none, or not this one.
+    """Refuse a negative prompt, a control image or a sampler that the model does not support.
 
     Raises:
         UserError: prompt-unused, control-unused, sampler-unfit.
     """
+    # Sampler and negative prompt
     title, sampler = recipe.spec.title, job.sampler
     if sampler and not recipe.spec.reads("sample.sampler"):
         raise UserError(
             "sampler-unfit",
             f"There are no samplers for {title}.",
             where=f"--sampler {sampler!a:.60}",
-            fix="Leave it out.",
+            fix="Remove it.",
         )
     if sampler and sampler not in recipe.spec.samplers:
-        what, fix = f"{title} is not drawn with this sampler.", f"Take {' or '.join(recipe.spec.samplers)}."
+        what, fix = f"{title} does not support this sampler.", f"Take {' or '.join(recipe.spec.samplers)}."
         raise UserError("sampler-unfit", what, where=f"--sampler {sampler!a:.60}", fix=fix)
     if job.negative_prompt and not recipe.spec.reads("sample.negative_prompt"):
-        what = f"{title} reads no negative prompt."
-        raise UserError("prompt-unused", what, where="--negative-prompt", fix="Leave it out.")
+        what = f"{title} does not use negative prompts."
+        raise UserError("prompt-unused", what, where="--negative-prompt", fix="Remove it.")
+    # Masks and control images
     model = recipe.model
     if "mask" in job.inputs and not model.may_inpaint:
-        raise UserError("control-unused", f"{title} takes no masks.", where="--mask", fix="Leave it out.")
+        raise UserError("control-unused", f"{title} takes no masks.", where="--mask", fix="Remove it.")
     second = job.inputs.get("control_image_2")
     if second is not None and not (model.takes_control and model.max_controls > 1):
         what, where = f"{title} takes no second control image.", f"--control-image-2 {second}"
-        raise UserError("control-unused", what, where=where, fix="Leave it out.")
+        raise UserError("control-unused", what, where=where, fix="Remove it.")
     if "control_image" in job.inputs and not model.takes_control and "mask" not in job.inputs:
         with_mask = "with --mask, of a base for inpainting" if model.may_inpaint else ""
         only = f" (only {with_mask or f'with {model.for_control}'})" if with_mask or model.for_control else ""
-        what, fix = f"{title} takes no control images{only}.", "Leave it out."
+        what, fix = f"{title} takes no control images{only}.", "Remove it."
         raise UserError("control-unused", what, where="--control-image", fix=fix)
 
 
 def require_mask_read(job: SampleJob, family: ModelFamily) -> None:
-    """Refuse a mask for a base that is none for inpainting.
+    """Refuse a mask for a base that is not for inpainting.
 
     Raises:
         UserError: control-unused.
     """
     if "mask" in job.inputs and not family.inpaints:
-        what = "This base is none for inpainting, so it reads no mask."
-        raise UserError("control-unused", what, where="--mask", fix="Leave --mask and --control-image out.")
+        what = "This base is not for inpainting, so it uses no mask."
+        raise UserError("control-unused", what, where="--mask", fix="Remove --mask and --control-image.")
 
 
 def sides_of(job: SampleJob, recipe: Recipe) -> tuple[int, int]:
@@ -266,7 +272,7 @@ def sides_of(job: SampleJob, recipe: Recipe) -> tuple[int, int]:
             continue
         where = f"--{name} {side}"
         if name[0] not in spec.axes:
-            raise UserError("image-size", f"No images are drawn by {spec.title}.", where=where, fix="Leave it out.")
+            raise UserError("image-size", f"No images are drawn by {spec.title}.", where=where, fix="Remove it.")
         axis = spec.axes[name[0]]
         if not axis.fits(side):
             what = f"The sides of {spec.title} images are multiples of {axis.multiple} pixels."
@@ -281,7 +287,7 @@ def say(text: str) -> None:
 
 
 def run_of(lora: Path) -> RunDir | None:
-    """The run directory that a LoRA file lies in; None: it lies in none."""
+    """The run directory of a LoRA file; None: it is not in one."""
     folders = (folder for folder in (lora.parent, lora.parent.parent) if RunDir(folder).recipe.exists())
     return next(map(RunDir, folders), None)
 
@@ -290,29 +296,31 @@ def recipe_for(job: SampleJob, lora: Path, registry: Registry) -> Recipe:
     """The recipe of the run that contains the file; ``--base`` replaces its base model.
 
     Raises:
-        UserError: neither the run nor ``--base`` names the base model, or its family is not known.
+        UserError: neither the run nor ``--base`` names the base model, or its family is unknown.
     """
+    # A LoRA outside of a run needs --base
     run_dir = run_of(lora)
     found = None if run_dir is None else run_dir.recipe
     if found is None and job.base is None:
         lost = next((run for run in map(RunDir, lora.parents[:3]) if run.holds_run()), None)
         if lost is not None:
-            return recipe_of_run(lost.recipe, registry)  # it says that the run has lost its recipe
+            return recipe_of_run(lost.recipe, registry)  # it raises the error for a lost recipe
         raise AdapterError(
             "base-unknown",
-            "This LoRA does not lie in a run directory, so its base model is not known.",
+            "This LoRA is not in a run directory, so its base model is not known.",
             where=str(lora),
             fix="Name the base model: --base builtin:tiny-sdxl, a folder, a .safetensors file or a hub id.",
         )
     if found is None:
         return _recipe_of_base(job, lora, registry)
+    # The recipe of the run, with another base if --base names one
     recipe = recipe_of_run(found, registry, job.spare_cache)
     if job.family not in (None, recipe.spec.name):
         raise AdapterError(
             "family-of-run",
-            f"This LoRA was trained on {recipe.spec.title}, which its run says.",
+            f"This LoRA was trained on {recipe.spec.title}, according to its run.",
             where=f"--family {job.family}",
-            fix="Leave --family out.",
+            fix="Remove --family.",
         )
     if job.base is None:
         return recipe
@@ -339,7 +347,7 @@ def _config(job: SampleJob, spec: FamilySpec) -> dict[str, str | None]:
         return {"config": job.config}
     if job.config is not None:
         what = f"A base of {spec.title} takes no folder of configs."
-        raise UserError("config-unused", what, where=f"--config {job.config}", fix="Leave it out.")
+        raise UserError("config-unused", what, where=f"--config {job.config}", fix="Remove it.")
     return {}
 
 
@@ -372,7 +380,7 @@ def main(registry: Registry = PRODUCT) -> int:
         return 0
     except Exception as error:  # the edge of the process: the traceback goes to standard error
         traceback.print_exc()
-        what = f"The process met an error that it does not know: {type(error).__name__}: {error}"
+        what = f"The process met an unexpected error: {type(error).__name__}: {error}"
         explained = told(error, sys.argv[-1], MachineError("internal", what, fix="Please report it with the command."))
     emit(ErrorEvent(**explained.to_event()))
     settle()

@@ -1,6 +1,6 @@
 """The child of ``lora-rocm plan``: ``python -m lora_rocm.children.plan JOB.json``.
 
-Counts the footprint of a recipe. It prints one JSON object (``Counted``) or an error event.
+It counts the footprint of a recipe, and prints one JSON object (``Counted``) or an error event.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _counted(recipe: Recipe, settings: Settings, for_card: bool, for_gpu: bool) 
 
 
 def packed_encoders(family: ModelFamily) -> list[PackedEncoder]:
-    """The encoders that are stored in another format than the dense one."""
+    """The encoders with quantised weights."""
     adapted = next(iter(family.lora_targets.values()))
     formats = {name: family.weight_format(name) for name in family.all_components if name not in adapted}
     return [

@@ -1,7 +1,7 @@
 """The process of a tracker (``jobs.TrackJob``).
 
-It hands on the numbers of the run's events, so it delays no step, and nothing of the run depends on it. It ends after
-its standard input.
+It passes the numbers of the run's events to the tracker. The run neither waits for it nor depends on it. It ends after
+its standard input closes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TAG = "lora_rocm.run"
 
 
 def options_of(name: str, run_dir: RunDir) -> dict[str, Any]:
-    """Arguments of a tracker's class besides the project: a resumed run goes on where it stood, if the tracker can."""
+    """Arguments of a tracker's class in addition to the project: a resumed run continues its log if the tracker can."""
     title = run_dir.path.name
     run_id = blake2b(str(run_dir.path).encode("utf-8", "replace"), digest_size=8).hexdigest()
     known: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ def options_of(name: str, run_dir: RunDir) -> dict[str, Any]:
 
 
 def found_again(options: Mapping[str, Any]) -> dict[str, str]:
-    """The ``run_id`` of the run of MLflow that has these tags; empty if there is none. MLflow gives the ids itself."""
+    """The ``run_id`` of the MLflow run with these tags; empty if there is none. MLflow chooses the ids itself."""
     mlflow: Any = import_module("mlflow")
     wanted = f"tags.`{TAG}` = '{options['tags'][TAG]}'"
     runs = mlflow.search_runs(search_all_experiments=True, filter_string=wanted, max_results=1, output_format="list")
@@ -102,9 +102,9 @@ def numbers_of(event: Tracked) -> Mapping[str, float]:
 
 
 def _settings(run_dir: RunDir, registry: Registry) -> dict[str, bool | int | float | str]:
-    """The recipe as "section.key" -> value; values that are no number and no text as text.
+    """The recipe as "section.key" -> value; values other than numbers and texts become text.
 
-    A tracker may be a service in the network, so paths of this machine are left out.
+    A tracker may be a service in the network, so paths of this machine are omitted.
     """
     sections = settings_without_paths(load_recipe(run_dir.recipe, registry=registry).recipe)
     pairs = [

@@ -1,16 +1,16 @@
-"""ComfyUI's rules for a kohya-form LoRA file as an independent reader, used to verify exports.
+"""Applies a LoRA file in kohya's format by ComfyUI's rules: an independent reader that verifies exports.
 
 Written from the rules in ComfyUI's ``comfy/lora.py`` and ``comfy/weight_adapter``: the scale is alpha / rank, or 1
 without an alpha; the update is the product of the flattened matrices; DoRA multiplies the adapted weight by
-``dora_scale / norm``, with the norm taken per output row if the first sides of dora_scale and weight agree. The update
-of a LoKr (``comfy/weight_adapter/lokr.py``) is the Kronecker product of the factors, each whole or itself a product;
-its scale is alpha / rank if a factor is a product, else 1. That of a LoHa (``comfy/weight_adapter/loha.py``) is the
-product, entry by entry, of two products; its scale is alpha / rank. An OFT (``comfy/weight_adapter/oft.py``) rotates
-blocks of rows; its alpha limits the rotation, and 0 is no limit. ComfyUI reads no IA3: here the rule is that of LyCORIS
-(``lycoris/modules/ia3.py``) and A1111, ``(1 + weight) W`` for each output.
+``dora_scale / norm``, with the norm taken per output row if the first sizes of dora_scale and weight agree. The update
+of a LoKr (``comfy/weight_adapter/lokr.py``) is the Kronecker product of the factors, each a matrix or itself a product;
+its scale is alpha / rank if a factor is a product, else 1. The update of a LoHa (``comfy/weight_adapter/loha.py``) is
+the elementwise product of two products; its scale is alpha / rank. An OFT (``comfy/weight_adapter/oft.py``) rotates
+blocks of rows; its alpha limits the rotation, and 0 means no limit. ComfyUI does not read IA3: here the rule of LyCORIS
+(``lycoris/modules/ia3.py``) and A1111 applies, ``(1 + weight) W`` for each output.
 
-The norm of DoRA (arXiv 2402.09353, eq. 5) and LyCORIS is that of the adapted weight. ComfyUI and Forge take the base
-weight's norm on the output axis (ComfyUI pull request 15458 would change that), so their result deviates a little.
+DoRA (arXiv 2402.09353, eq. 5) and LyCORIS use the norm of the adapted weight. ComfyUI and Forge use the base
+weight's norm on the output axis (ComfyUI pull request 15458 would change that), so their results deviate a little.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def apply_comfy(
     """Yield the patched weights one by one, in float32.
 
     Args:
-        tensors: a kohya-form file.
+        tensors: a file in kohya's format.
         base_weights: LoRA key ("lora_unet_input_blocks_4_1_proj_in") -> base weight; looked up one at a time.
-        norm_of_base: DoRA by ComfyUI's present rule instead of the definition.
+        norm_of_base: apply DoRA by ComfyUI's present rule instead of the definition.
 
     Yields:
         (LoRA key, weight with the file applied at strength 1).
@@ -42,6 +42,7 @@ def apply_comfy(
     Raises:
         KeyError: a key of the file belongs to no weight of the model. ComfyUI would only log it.
     """
+    # Refuse keys of unknown modules
     known = {f"{key}.{suffix}" for key in base_weights for suffix in SUFFIXES}
     strays = sorted(name for name in tensors if name not in known)
     if strays:
@@ -51,6 +52,7 @@ def apply_comfy(
         if not parts:
             continue
         weight = base_weights[key].float()
+        # The file was read to the CPU, so .item() does not wait for a GPU
         alpha = parts["alpha"].item() if "alpha" in parts else None
         if any(suffix in parts for suffix in LOKR):
             patched = weight + _kronecker(parts, alpha).reshape(weight.shape)
@@ -68,6 +70,7 @@ def apply_comfy(
             patched = weight + torch.mm(scale * up.flatten(1), down.flatten(1)).reshape(weight.shape)
         else:
             continue
+        # DoRA comes last, on the adapted weight
         dora_scale = parts.get("dora_scale")
         if dora_scale is not None:
             patched = _decompose(weight, patched, dora_scale, norm_of_base)
@@ -77,7 +80,7 @@ def apply_comfy(
 def apply_norms(
     tensors: dict[str, Tensor], base_norms: Mapping[str, tuple[Tensor, Tensor | None]]
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """Take the trained norms out of a file's tensors and yield (key, weight, bias) with them applied, in float32.
+    """Remove the trained norms from a file's tensors and yield (key, weight, bias) with them applied, in float32.
 
     ``comfy/lora.py``: "<key>.w_norm" is added to the weight, "<key>.b_norm" to the bias.
 

@@ -18,29 +18,29 @@ from lora_rocm.foundation.terminal_text import printable
 
 OUT_TYPES = {"fp16": "f16", "bf16": "bf16", "fp32": "f32"}
 START = struct.Struct("<4sIQQ")
-"""Of a GGUF file: magic, version, number of tensors, number of fields."""
+"""Start of a GGUF file: magic, version, number of tensors, number of fields."""
 MAX_TOLD = 500
 TIMEOUT_S = 3600.0
 
 
 def require_convertible(adapter: Adapter) -> None:
-    """Refuse an adapter that llama.cpp knows no form of.
+    """Refuse a kind of adapter that llama.cpp does not support.
 
     Raises:
-        AdapterError: export-form.
+        AdapterError: ``export-form``.
     """
     plain = [isinstance(entry, LoraEntry) and entry.magnitude is None for entry in adapter.entries().values()]
     if not all(plain):
         raise AdapterError(
             "export-form",
-            "llama.cpp reads plain LoRAs only, and this adapter is another one.",
+            "llama.cpp reads plain LoRAs only, and this adapter is of another kind.",
             where="--format gguf",
             fix="Export the merged format, and convert its folder with llama.cpp's convert_hf_to_gguf.py.",
         )
 
 
 def write_gguf(path: Path, peft_folder: Path, base_folder: Path, script: Path, dtype: str, num_modules: int) -> None:
-    """Run the converter on a PEFT folder, and put its file in place if it is whole.
+    """Run the converter on a PEFT folder, and move its file to ``path`` if it is complete.
 
     Args:
         path: the file; an existing one is replaced.
@@ -51,8 +51,8 @@ def write_gguf(path: Path, peft_folder: Path, base_folder: Path, script: Path, d
         num_modules: adapted layers; the file has at least two tensors for each.
 
     Raises:
-        ExportError: gguf-failed, with what the converter said.
-        StorageError: the file cannot be put in place.
+        ExportError: gguf-failed, with the converter's output.
+        StorageError: the file cannot be moved to ``path``.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     arguments = ["--base", str(base_folder), "--outfile", str(temporary), "--outtype", OUT_TYPES[dtype]]
@@ -76,7 +76,7 @@ def write_gguf(path: Path, peft_folder: Path, base_folder: Path, script: Path, d
 
 
 def _environment(environ: Mapping[str, str], scripts: Path) -> dict[str, str]:
-    """An environment in which Python finds the modules beside the script, and none in the current folder."""
+    """An environment in which Python finds the modules in the script's folder, and none in the current folder."""
     kept = without_current_folder(environ)
     return {**kept, PATH: os.pathsep.join(filter(None, [str(scripts), kept.get(PATH, "")]))}
 
@@ -84,14 +84,14 @@ def _environment(environ: Mapping[str, str], scripts: Path) -> dict[str, str]:
 def _require_whole(made: Path, script: Path, done: subprocess.CompletedProcess[bytes], num_modules: int) -> None:
     if done.returncode:
         said = printable(done.stderr.decode("utf-8", "replace").strip()[-MAX_TOLD:])
-        raise _failed(script, f"exit status {done.returncode}: {said or 'it said nothing'}")
+        raise _failed(script, f"exit status {done.returncode}: {said or 'no output'}")
     try:
         with made.open("rb") as file:
             magic, _, tensors, _ = START.unpack(file.read(START.size))
     except (FileNotFoundError, struct.error) as error:
         raise _failed(script, "it wrote no file") from error
     if magic != b"GGUF" or tensors < 2 * num_modules:
-        raise _failed(script, f"its file has {tensors} tensors of {2 * num_modules}, or is no GGUF file")
+        raise _failed(script, f"its file has {tensors} tensors of {2 * num_modules}, or is not a GGUF file")
 
 
 def _failed(script: Path, what: str) -> ExportError:
@@ -99,6 +99,6 @@ def _failed(script: Path, what: str) -> ExportError:
         "gguf-failed",
         f"llama.cpp's converter made no GGUF file: {what}.",
         where=str(script),
-        fix="Install what it asks for beside lora-rocm (its requirements.txt), use a newer llama.cpp, or export peft "
-        "and run it by hand: convert_lora_to_gguf.py --base BASE_FOLDER PEFT_FOLDER.",
+        fix="Install its requirements.txt in lora-rocm's environment, or use a newer llama.cpp. Or export peft "
+        "and run the converter by hand: convert_lora_to_gguf.py --base BASE_FOLDER PEFT_FOLDER.",
     )

@@ -1,10 +1,10 @@
-"""Writes a base with an adapter merged into its weights, as a folder that its library loads like any model.
+"""Writes a base with an adapter merged into its weights, as a folder that the model's library loads.
 
-The folder has the base's own files: the same names, shards and tensors, of which only the adapted ones differ. One
-tensor is in memory at a time. An adapted weight is computed in float32 and rounded once, to the base's dtype.
+The folder has the same file names, shards and tensors as the base; only the adapted tensors differ. One tensor is in
+memory at a time. An adapted weight is computed in float32 and rounded once, to the base's dtype.
 
 If adapted weights are stored in few bits with scales, all weights of the base are written dense, without the
-``quantization_config``; otherwise what is stored so stays so.
+``quantization_config``. Otherwise quantised weights are copied unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lora_rocm.rundir.disk_space import require
 
 INDEX = "model.safetensors.index.json"
 DENSE_DTYPES = {"float16": torch.float16, "float32": torch.float32}
-"""Values of ``dtype`` in a config; weights that are stored in few bits become bfloat16 with any other."""
+"""Values of ``dtype`` in a config; with any other value, quantised weights become bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Rounding:
 
 @torch.no_grad()
 def write_merged(folder: Path, files: OwnFiles, adapter: Adapter, root: Path | None = None) -> Rounding:
-    """Write the folder, whole or not at all, and read it back.
+    """Write the folder, completely or not at all, and read it back.
 
     Args:
         folder: new or empty.
@@ -58,8 +58,8 @@ def write_merged(folder: Path, files: OwnFiles, adapter: Adapter, root: Path | N
         root: the run directory if the folder belongs to one (``foundation.files.make_folder``).
 
     Raises:
-        AdapterError: "export-form": an adapted weight stands in the base's files in another form. "export-link": a
-            file beside the weights is a link that leads out of the base.
+        AdapterError: ``export-form``: the base's files do not store an adapted weight as one tensor. ``export-link``: a
+            file of the base is a link to a file outside of the base.
         ExportError: "weights-not-finite", or "export-differs": the folder reads back differently.
         StorageError: disk full, no permission, or something is in ``folder``.
     """
@@ -81,7 +81,7 @@ def write_merged(folder: Path, files: OwnFiles, adapter: Adapter, root: Path | N
 
 
 def _require_own(path: Path) -> None:
-    """Refuse to copy a file that lies elsewhere: a base may come from somebody else, and the new folder be published.
+    """Refuse to copy a file from outside the base: the base may be untrusted, and the new folder published.
 
     The hub's cache has links from ``snapshots/REVISION`` to ``blobs``.
 
@@ -94,10 +94,10 @@ def _require_own(path: Path) -> None:
         return
     raise AdapterError(
         "export-link",
-        "A file of the base is a link that leads out of the base's folder, so it may not belong to the model; the "
-        "merged model would hold a copy of it.",
+        "A file of the base is a link to a file outside of the base's folder, so it may not belong to the model. The "
+        "merged model would contain a copy of it.",
         where=f"{path} -> {target}",
-        fix="If it belongs to the model, put the file itself in the link's place; else remove the link.",
+        fix="If it belongs to the model, replace the link by the file; else remove the link.",
     )
 
 
@@ -108,7 +108,7 @@ def _by_file_name(files: OwnFiles, adapter: Adapter) -> dict[str, Entry]:
     for module, (_, path, _) in adapter.modules.items():
         name = names.get(f"{path}.weight")
         if name is None or used.count(name) > 1:
-            how = "is made of several tensors" if name is None else "is the weight of another layer, too"
+            how = "is computed from several tensors" if name is None else "is the weight of another layer, too"
             raise AdapterError(
                 "export-form",
                 f"The adapter cannot be merged: in the files of the base the weight of {module} {how}.",
@@ -121,7 +121,7 @@ def _by_file_name(files: OwnFiles, adapter: Adapter) -> dict[str, Entry]:
 
 @dataclass(frozen=True)
 class _Merge:
-    """What the new files hold. entries: by the names of weights in the base's files."""
+    """The content of the new files. entries: by the names of weights in the base's files."""
 
     files: OwnFiles
     entries: Mapping[str, Entry]
@@ -172,9 +172,10 @@ class _Merge:
                 yield from _bytes_of(header, name)
 
     def _new(self, header: Header, name: str, dtype: torch.dtype) -> memoryview:
-        """The bytes of a tensor that the base's file does not hold so."""
+        """The bytes of a tensor that differs from the base's file."""
         weight = self.base(header, name)
         if name in self.entries:
+            # Add in float32, then round once
             weight = weight + self.entries[name].effect(weight)
         rounded_weight = weight.to(dtype)
         if not torch.isfinite(rounded_weight).all():
@@ -182,7 +183,7 @@ class _Merge:
                 "weights-not-finite",
                 f"The merged weight is larger than any {str(dtype).removeprefix('torch.')} number.",
                 where=name,
-                fix="Export the peft format, and look at the loss of the run: the adapter is of little use.",
+                fix="Export the peft format, and check the loss of the run: this adapter is hardly usable.",
             )
         return memoryview(rounded_weight.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
@@ -222,11 +223,12 @@ class _Merge:
         return Rounding(max(largest), math.hypot(*norms) / whole if whole else 0.0)
 
     def _difference(self, header: Header, written: Header, name: str, dtype: torch.dtype) -> tuple[float, float, float]:
-        """Of a merged weight: the largest difference from the exact one, its norm, and the norm of the change."""
+        """For a merged weight: the largest difference from the exact one, its norm, and the norm of the change."""
         found = read_tensors(written, {name}.__contains__)[name]
         weight = self.base(header, name)
         change = self.entries[name].effect(weight)
         weight += change
+        # In float32 the difference is the rounding of the written weight alone
         difference = found.float() - weight
         norm = norm_of(difference)
         if found.dtype != dtype or not norm <= rounded(weight, dtype)[1]:
@@ -257,7 +259,7 @@ def _bytes_of(header: Header, name: str) -> Iterator[bytes]:
 def _differs(path: Path, name: str) -> ExportError:
     return ExportError(
         "export-differs",
-        f"The merged weights read back as something else than the base with the adapter: {name}.",
+        f"The merged weights on the disk differ from the base with the adapter: {name}.",
         where=str(path),
         fix="Check the disk and the memory of the machine, then export again.",
     )

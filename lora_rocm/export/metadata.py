@@ -25,7 +25,7 @@ class Facts:
 
     steps: updates made; epochs: passes over the data, rounded down.
     num_images: images of an epoch, repeats included.
-    tag_frequency: folder -> tag -> count; buckets: "WxH" -> images.
+    tag_frequency: folder -> tag -> count; buckets: "WxH" -> number of images.
     dataset_dirs: folder -> {n_repeats, img_count}; num_reg, the number in an epoch, if these are regularisation images.
     base_name: of the base model.
     finished_at_s: seconds since the epoch, only where SOURCE_DATE_EPOCH fixes it: result files carry no time of day.
@@ -48,6 +48,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
     ``network``: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of the adapter.
     """
     optim, train, names = recipe.optim, recipe.train, recipe.spec.metadata
+    # Regularisation images are counted apart from the others
     reg_dirs = {name: folder for name, folder in facts.dataset_dirs.items() if "num_reg" in folder}
     own_dirs = {name: folder for name, folder in facts.dataset_dirs.items() if name not in reg_dirs}
     num_reg_images = sum(folder["num_reg"] for folder in reg_dirs.values())
@@ -102,7 +103,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
 
 
 def modelspec(recipe: Recipe, family: ModelFamily, facts: Facts, model_hash: str) -> dict[str, str]:
-    """The ``modelspec.`` metadata; fields that nobody filled in are left out."""
+    """The ``modelspec.`` metadata; fields without a value are omitted."""
     side, prediction = _side(recipe), family.base_facts()["prediction_type"]
     values = {
         "sai_model_spec": SPEC_VERSION,

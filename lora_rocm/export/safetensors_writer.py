@@ -1,6 +1,6 @@
-"""Writes safetensors files whose bytes depend on the content alone.
+"""Writes safetensors files with bytes that depend on the content alone.
 
-The library's own writer orders ``__metadata__`` randomly, so the header is our own: sorted metadata, tensors
+The library's own writer orders ``__metadata__`` randomly, so the header is written here: sorted metadata, tensors
 sorted by element size and name (as in the library), no time of day.
 """
 
@@ -41,7 +41,7 @@ class TensorFile:
                     "weights-not-finite",
                     f"The trained weights are larger than any {dtype} number: the file was not written.",
                     where=name,
-                    fix="Lower optim.learning_rate: such weights are of no use. What was saved before is kept.",
+                    fix="Lower optim.learning_rate: such weights are unusable. Files saved before are kept.",
                 )
         return header_of(self.tensors, self.metadata) + _body(self.tensors)
 

@@ -57,7 +57,7 @@ def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adap
     """Load an exported file as its users do and compare its effect with the adapter's.
 
     Args:
-        form: one of ``output.formats``.
+        form: a value of ``output.formats``.
         path: the file, or the folder of PEFT folders.
         family: reads the file with diffusers.
         model: holds the base weights of the adapter.
@@ -75,7 +75,7 @@ def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adap
             loaded = _load_back(form, path, family, adapter)
         comparison.same_modules(live.keys(), loaded.keys())
         for name, entry in live.items():
-            if form == "kohya" or not of_weights:  # diffusers drops magnitudes in kohya's form
+            if form == "kohya" or not of_weights:  # diffusers drops magnitudes in kohya's format
                 comparison.updates(name, entry.additive(), loaded[name])
             else:
                 weight = _weight(adapter.modules[name][2])
@@ -114,7 +114,7 @@ def _compare_in_comfy(
 ) -> float:
     """Compare by ComfyUI's rules; return the deviation of its DoRA rule as a share of the whole change.
 
-    A DoRA is compared by that rule in the comfyui form, and by the definition in any other.
+    A DoRA in the comfyui format is compared by that rule, in any other format by the definition.
     """
     table = adapter.key_table(form)
     expected = table.of_keys(live)
@@ -136,9 +136,9 @@ def _compare_in_comfy(
 
 
 def _compare_norms(comparison: _Comparison, adapter: Adapter, tensors: dict[str, Tensor]) -> None:
-    """Compare the trained norms by ComfyUI's rules, and take them out of the file's tensors.
+    """Compare the trained norms by ComfyUI's rules, and remove them from the file's tensors.
 
-    Their dtype may be another than that of the factors, which an IA3 has in float32.
+    Their dtype may differ from the factors' dtype, which is float32 for an IA3.
     """
     live, dtypes = adapter.norm_tensors(), {name: tensor.dtype for name, tensor in tensors.items()}
     zeros = {name: torch.zeros_like(tensor) for name, tensor in live.items()}
@@ -157,6 +157,7 @@ def _compare_norms(comparison: _Comparison, adapter: Adapter, tensors: dict[str,
 
 def _weight(layer: BaseTunerLayer) -> Tensor:
     """A layer's base weight, float32 on the CPU."""
+    # On the CPU, so that a faulty GPU cannot hide an error; this waits for the GPU
     weight = dense_weight(layer.get_base_layer())
     return weight.detach().float().cpu()
 
@@ -189,7 +190,7 @@ class _Weights(Mapping[str, Tensor]):
 
 @dataclass
 class _Comparison:
-    """Accumulates differences, and raises at the first that rounding does not explain."""
+    """Accumulates differences, and raises at the first one that rounding does not explain."""
 
     path: Path
     dtype: torch.dtype
@@ -257,7 +258,7 @@ def _reported(path: Path) -> Iterator[None]:
 def _failed(path: Path, what: str) -> ExportError:
     return ExportError(
         "export-differs",
-        f"The exported file does not do what the trained adapter does. {what}",
+        f"The exported file has another effect than the trained adapter. {what}",
         where=str(path),
-        fix="The checkpoints are whole: export again from the last one (lora-rocm export), and please report this.",
+        fix="The checkpoints are intact: export again from the last one (lora-rocm export), and please report this.",
     )

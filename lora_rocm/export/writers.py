@@ -1,8 +1,8 @@
 """Writes an adapter in the formats of other programs: kohya's file for all, others for one program, PEFT folders.
 
 Sources of the formats: kohya-ss/sd-scripts ``networks/lora.py``, diffusers ``loaders/lora_base.py``, PEFT's adapter
-folders. Magnitudes and alphas stay float32 whatever the dtype of the weights: they are few, and rounding a DoRA
-magnitude to 8 bits would change the whole base weight.
+folders. Magnitudes and alphas stay float32, whatever the dtype of the weights. They are few, and a DoRA magnitude
+rounded to 8 bits would change the whole base weight.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def write(
     facts: Facts,
     root: Path | None = None,
 ) -> tuple[FileDigest, ...]:
-    """Write one format, whole or not at all, and its embedding files. The same adapter gives the same bytes.
+    """Write one format and its embedding files, completely or not at all. The same adapter gives the same bytes.
 
     Args:
-        form: one of ``output.formats``.
+        form: a value of ``output.formats``.
         path: the file, or for peft the folder that gets a sub-folder per component.
-        family: knows the kohya names.
+        family: provides the kohya names.
         adapter: its current weights are written (inside ``adapter.using`` the average).
         recipe: gives the dtype and most of the metadata.
         facts: about the run.
@@ -67,7 +67,7 @@ def write(
         The digest of each file's intended content, by its path below ``root``.
 
     Raises:
-        AdapterError: "export-form": the adapter cannot be written in this form, or some of its modules cannot.
+        AdapterError: ``export-form``: the adapter, or some of its modules, cannot be written in this format.
         StorageError: disk full, no permission, or the file reads back differently.
     """
     written = []
@@ -81,7 +81,8 @@ def write(
 def size_bytes(form: str, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts) -> int:
     """Size of what ``write`` writes, embedding files included, from names and shapes alone.
 
-    Of factors that a file holds in parts, all ranks count; those that do not reach a part are not written.
+    For factors that a file stores in parts, all ranks are counted, although ranks without effect on a part are not
+    written.
 
     Raises:
         AdapterError: as ``write``.
@@ -94,13 +95,13 @@ def size_bytes(form: str, family: ModelFamily, adapter: Adapter, recipe: Recipe,
 def _contents(
     form: str, path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
 ) -> Iterator[tuple[Path, Content]]:
-    """Yield path and content of each file of a form, and of its embedding files."""
+    """Yield path and content of each file of a format, and of its embedding files."""
     if form not in adapter.readers or (adapter.norms and form not in FORMS_WITH_NORMS):
         raise AdapterError(
             "export-form",
-            f"This {adapter.files.name} cannot be written in the {form} form: nothing would read it.",
+            f"This {adapter.files.name} cannot be written in the {form} format: no program would read it.",
             where=str(path),
-            fix=f"Ask for one of these: {', '.join(adapter.readers)}.",
+            fix=f"Use one of these formats: {', '.join(adapter.readers)}.",
         )
     makers: dict[str, Callable[..., Iterator[tuple[Path, Content]]]] = {
         "kohya": _kohya,
@@ -117,15 +118,15 @@ def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype, for
     """The tensors of a kohya file, or of one for sd-scripts or ComfyUI.
 
     Raises:
-        AdapterError: "export-form": modules that are one weight in the file cannot be merged.
+        AdapterError: ``export-form``: modules that are one weight in the file cannot be merged.
     """
     try:
         entries = adapter.key_table(form).of_keys(adapter.entries_in(form))
     except ValueError as error:
         raise AdapterError(
             "export-form",
-            f"Some modules cannot be written in the {form} form: {error}.",
-            fix="Set lora.targets to all layers of these weights, or leave the form out of output.formats.",
+            f"Some modules cannot be written in the {form} format: {error}.",
+            fix="Set lora.targets to all layers of these weights, or remove the format from output.formats.",
         ) from error
     how = "kohya" if form == SD_SCRIPTS else family.files.form
     one_alpha = form == "kohya" or (form == SD_SCRIPTS and family.files.form == "kohya")  # then these are one file
@@ -187,7 +188,7 @@ def _peft(
 
 
 def _without_patterns(config: dict[str, Any], entries: dict[str, Entry]) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """The same LoRA with one rank, as alpha, and no rsLoRA: readers that know no such fields take a wrong strength."""
+    """The same LoRA with one rank, equal to alpha, without rsLoRA: readers without the fields get a wrong strength."""
     patterns = config["rank_pattern"] or config["alpha_pattern"] or config.get("use_rslora")
     found = {name: entry for name, entry in entries.items() if isinstance(entry, LoraEntry)}
     if not patterns or len(found) < len(entries):
@@ -198,7 +199,7 @@ def _without_patterns(config: dict[str, Any], entries: dict[str, Entry]) -> tupl
 
 
 def _text_level(adapter: Adapter, component: str) -> str:
-    """The level that this version of transformers puts above a component's layers. PEFT needs actual names."""
+    """The level above a component's layers in this version of transformers. PEFT needs the actual names."""
     name, path = next((name, path) for name, (owner, path, _) in adapter.modules.items() if owner == component)
     return path.removesuffix(name.removeprefix(component + "."))
 
@@ -206,7 +207,7 @@ def _text_level(adapter: Adapter, component: str) -> str:
 def _diffusers_tensors(
     adapter: Adapter, component: str, dtype: torch.dtype, endings: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """The tensors of one component in PEFT's form, with version-independent module names.
+    """The tensors of one component in PEFT's spelling, with version-independent module names.
 
     ``endings``: replacements for endings of tensor names.
     """
@@ -230,11 +231,11 @@ def _metadata(
 def embedding_files(lora: Path, adapter: Adapter, recipe: Recipe) -> Iterator[tuple[Path, TensorFile]]:
     """Yield path and content of each new token's embedding file, in float32, as A1111 and ComfyUI read it.
 
-    The vectors are not put into the LoRA file ("bundle_emb."): A1111 and OneTrainer would read them there, but
+    The vectors are not written to the LoRA file ("bundle_emb."): A1111 and OneTrainer would read them there, but
     diffusers refuses a file with keys that it does not know.
 
     Args:
-        lora: the LoRA file, or folder of PEFT folders, beside which they belong.
+        lora: the LoRA file, or folder of PEFT folders; the embedding files are next to it.
         adapter: holds the vectors.
         recipe: names the tokens.
     """

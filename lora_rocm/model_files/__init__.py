@@ -1,1 +1,1 @@
-"""What a model file is, read from its header: family, component, storage format, kind of adapter. Light."""
+"""Identifies a model file by its header: family, component, storage format, kind of adapter. Imports no torch."""

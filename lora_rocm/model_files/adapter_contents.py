@@ -1,9 +1,9 @@
-"""What an adapter file holds for a family: the modules, their strength, and whether their numbers can be used.
+"""Contents of an adapter file for a family: the modules, their strength, and checks of their numbers.
 
-``inspect``, ``check``, ``train``, ``sample`` and ``compare`` ask ``contents_of``, so they agree on every file.
+``inspect``, ``check``, ``train``, ``sample`` and ``compare`` all call ``contents_of``, so they agree on every file.
 
-The strength of an update is alpha / rank, and is not in the factors. A file that has lost it is refused: read at
-another strength, it would be another adapter. A file without any alpha is read at strength 1, as every program does.
+The strength of an update is alpha / rank, which the factors do not contain. A file that has lost it is refused: at
+another strength it would be a different adapter. A file without any alpha is read at strength 1, as every program does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lora_rocm.model_files.peft_folder import PEFT_CONFIG
 
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 DORA_NORM = "dora_norm"
-"""Metadata of our files in the comfyui form: "base" if DoRA's magnitudes are for the norm of the base weight."""
+"""Metadata of our files in the comfyui format: "base" if DoRA's magnitudes are for the norm of the base weight."""
 NORM_ENDINGS = (".w_norm", ".b_norm")
 MAGNITUDES = ("magnitude", "toolkit_magnitude", "dora_scale")
 PATTERN, MAX_WILDCARDS = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)*\$?"), 2
@@ -34,11 +34,11 @@ PATTERN, MAX_WILDCARDS = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)*\$?"), 2
 NOT_UNDERSTOOD = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 """Errors of reading a file or a config with values of the wrong type, which ``not_understood`` explains."""
 IMPLAUSIBLE = 1e9
-"""A weight of a larger magnitude makes numbers that are not finite; those of published models are below 1e5."""
+"""A weight of a larger magnitude leads to numbers that are not finite; weights of published models are below 1e5."""
 
 
 class Shaped(Protocol):
-    """A tensor, or what a header says of one."""
+    """A tensor, or its entry in a header."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -69,8 +69,9 @@ OF_KOHYA = "ss_network_module"
 class StoredModule(Generic[Values]):
     """One module of a file.
 
-    key: its name in the file. place: what it means. parts: role -> tensor. alpha: of its tensor, or of PEFT's config if
-    it counts. rank: of PEFT's config, if it counts. rslora: alpha is divided by the root of the rank.
+    key: its name in the file. place: the model's module. parts: role -> tensor. alpha: from its tensor, or from PEFT's
+    config if the config decides. rank: from PEFT's config, if the config decides. rslora: alpha is divided by the root
+    of the rank.
     """
 
     key: str
@@ -82,9 +83,9 @@ class StoredModule(Generic[Values]):
 
     @property
     def per_input(self) -> bool:
-        """Whether it is a DoRA with one magnitude an input: ``dora_scale`` is [1, in, ...], by ComfyUI's rule.
+        """Whether it is a DoRA with one magnitude per input: ``dora_scale`` is [1, in, ...], by ComfyUI's rule.
 
-        [out, 1, ...] is one an output; this distinguishes the two for a square layer, too.
+        [out, 1, ...] is one per output. The axis distinguishes the two for a square layer, too.
         """
         found = self.parts.get("dora_scale")
         shape = () if found is None else tuple(found.shape)
@@ -93,7 +94,7 @@ class StoredModule(Generic[Values]):
 
 @dataclass(frozen=True)
 class Contents(Generic[Values]):
-    """modules: of the file. unknown: keys that no model of the family has. norms: trained norms by name."""
+    """modules: the file's modules. unknown: keys that no model of the family has. norms: trained norms by name."""
 
     kind: KindParts
     modules: list[StoredModule[Values]]
@@ -112,7 +113,7 @@ def contents_of(
     with_norms: bool = True,
     say: Say = lambda text: None,
 ) -> Contents[Values]:
-    """Return what a file holds for a family.
+    """Return the contents of a file for a family; ``say`` receives notices.
 
     Args:
         family: value of ``model.family``.
@@ -121,18 +122,19 @@ def contents_of(
         numbers: reads its tensors.
         metadata: of the file.
         peft: the config of a PEFT folder; None: the file is not in one.
-        with_norms: whether trained norms are taken; else such a file is refused.
+        with_norms: whether trained norms are accepted; else such a file is refused.
         say: receives notices.
 
     Raises:
-        AdapterError: it is no adapter, holds what is not read, has lost its strength, or has numbers that no model
+        AdapterError: it is not an adapter, has unsupported tensors, has lost its strength, or has numbers that no model
             computes with.
     """
     tell, say = say, lambda text: tell(legible(text))
     if DORA_NORM in (metadata or {}):
-        what = "This DoRA is in the comfyui form: its magnitudes are for ComfyUI's rule alone."
-        fix = "Give the same run's file in the kohya or diffusers form."
+        what = "This DoRA is in the comfyui format: its magnitudes fit ComfyUI's rule only."
+        fix = "Give the same run's file in the kohya or diffusers format."
         raise AdapterError("lora-magnitudes", what, where=str(path), fix=fix)
+    # Sort the tensors: norms, modules, configs
     standard, norms = standard_names(tensors, path), dict[str, Values]()
     kind = kind_with(standard)
     dotted = tuple(f"{row.name}." for row in components(family) if row.own_prefixes)
@@ -142,6 +144,7 @@ def contents_of(
     configs = {"": dict(peft)} if peft is not None else _configs(metadata or {}, dotted, path)
     for config in configs.values():
         check_config({**config, "peft_type": config.get("peft_type", kind.peft_type)}, path, kind)
+    # Find the module and the strength of each group
     found, unknown = list[StoredModule[Values]](), list[str]()
     for key, parts in groups.items():
         place = place_of(family, key)
@@ -154,6 +157,7 @@ def contents_of(
             of_component = configs.get(f"{place.component}.", configs.get(""))
             found.append(_by_config(key, place, parts, of_component, kind, path, whole_config=peft is not None))
     _name_unused_patterns(configs if kind.alpha_of else {}, found, _config_place(path, peft is not None), say)
+    # Check the numbers, then the strength of the whole file
     for each in found:
         _check(each, kind, path, numbers)
     _check_zero_or_negative(found, norms, kind, path, say)
@@ -171,16 +175,16 @@ def _check(module: StoredModule[Values], kind: KindParts, path: Path, numbers: N
 
 
 def not_understood(error: BaseException, path: Path) -> AdapterError:
-    """Return the error for a file of which ``contents_of``, or what follows it, raised one of ``NOT_UNDERSTOOD``."""
+    """Return the error for a file for which ``contents_of``, or a later step, raised one of ``NOT_UNDERSTOOD``."""
     what = f"This LoRA cannot be understood: {error}."
     return AdapterError("lora-unreadable", what, where=str(path), fix="Use another file.")
 
 
 def _configs(metadata: Mapping[str, str], dotted: Sequence[str], path: Path) -> dict[str, dict[str, Any]]:
-    """Return start of a component's names ("unet.", "") -> its config in the metadata of diffusers.
+    """Return prefix of a component's names ("unet.", "") -> its config in the metadata of diffusers.
 
     Raises:
-        AdapterError: lora-strength: the metadata are no JSON object.
+        AdapterError: lora-strength: the metadata is not a JSON object.
     """
     configs: dict[str, dict[str, Any]] = {}
     try:
@@ -206,12 +210,12 @@ def _by_config(
     *,
     whole_config: bool,
 ) -> StoredModule[Values]:
-    """Return a module without an alpha of its own: alpha and rank are those of the config, if there is one.
+    """Return a module without its own alpha: alpha and rank come from the config, if there is one.
 
     ``whole_config``: it is the file of a PEFT folder, which has all fields.
 
     Raises:
-        AdapterError: lora-strength: the config does not give them, or is of another file.
+        AdapterError: lora-strength: the config does not give them, or belongs to another file.
     """
     if config is None or not kind.alpha_of:
         return StoredModule(key, place, parts, None, None, False)
@@ -223,31 +227,31 @@ def _by_config(
         rank = actual  # diffusers' metadata; the factors have it
     for field, value in ((alpha_field, alpha), (rank_field, rank)):
         if as_number(value) is None:
-            fault = f"the value {value!r:.80}, which is no number" if value is not None else "no such field"
-            what = f"The strength of {key:.200} is not known: its PEFT config needs {field}, and has {fault}."
+            fault = f"the value {value!r:.80}, which is not a number" if value is not None else "no such field"
+            what = f"The strength of {key:.200} is not known: its PEFT config needs {field}, but has {fault}."
             fix = f"Write the number with which it was trained to {field}, or use the {PEFT_CONFIG} saved with it."
             raise _lost(what, f"{place_of_config}: {field}", fix)
     if not isinstance(config.get("use_rslora") or False, bool):
         what = "The strength of this file is not known: use_rslora of its PEFT config is neither true nor false."
         raise _lost(what, f"{place_of_config}: use_rslora", "Write true or false to use_rslora, as it was trained.")
     if actual is not None and rank != actual:
-        what = f"The PEFT config of this file gives {key:.200} the rank {rank}, and the file has {actual}."
+        what = f"The PEFT config of this file gives {key:.200} the rank {rank}, but the file has {actual}."
         fix = f"Use the {PEFT_CONFIG} that was saved with this file, or write {actual} to {rank_field}."
         raise _lost(what, f"{place_of_config}: {rank_field}", fix)
     if config.get("use_dora") and set(MAGNITUDES).isdisjoint(parts):
-        what = f"The PEFT config says that this is a DoRA, and {key:.200} has no magnitudes."
+        what = f"The PEFT config declares a DoRA (use_dora), but {key:.200} has no magnitudes."
         raise _lost(what, f"{place_of_config}: use_dora", "Save the adapter again, or write false to use_dora.")
     return StoredModule(key, place, parts, float(alpha), float(rank), bool(config.get("use_rslora")))
 
 
 def _peft_name(key: str, place: Place) -> str:
-    """Return a module's name as the patterns of a PEFT config mean it."""
+    """Return a module's name as the patterns of a PEFT config spell it."""
     starts = (PEFT_PREFIX, f"{place.component}.")
     return next((key.removeprefix(start) for start in starts if key.startswith(start)), key)
 
 
 def _config_place(path: Path, whole_config: bool) -> str:
-    """Return where the PEFT config is: a file beside the weights, or a field of their metadata."""
+    """Return where the PEFT config is: a file next to the weights, or a field of their metadata."""
     if not whole_config:
         return f"{path}: {DIFFUSERS_METADATA}"
     return str(path / PEFT_CONFIG if path.is_dir() else path.with_name(PEFT_CONFIG))
@@ -256,7 +260,7 @@ def _config_place(path: Path, whole_config: bool) -> str:
 def _name_unused_patterns(
     configs: Mapping[str, Mapping[str, Any]], modules: Sequence[StoredModule[Values]], place: str, say: Say
 ) -> None:
-    """Say which keys of a config's patterns match no module that it is for, so that their values count for nothing."""
+    """Report the keys of a config's patterns that match none of its modules: their values have no effect."""
     for start, config in configs.items():
         names = [
             _peft_name(each.key, each.place)
@@ -269,16 +273,16 @@ def _name_unused_patterns(
             unused = [key for key in keys if not any(_matches(key, name) for name in names)]
             if unused:
                 more = f" and {count_text(len(unused) - 1, 'more key')}" if len(unused) > 1 else ""
-                what = f"{place}: {field} names {unused[0]:.200}{more}, which is no module of this file"
+                what = f"{place}: {field} names {unused[0]:.200}{more}, which matches no module of this file"
                 say(f"{what}: it changes nothing.")
 
 
 def _check_zero_or_negative(
     modules: Sequence[StoredModule[Values]], norms: Mapping[str, Values], kind: KindParts, path: Path, say: Say
 ) -> None:
-    """Refuse an adapter without any effect; say that modules have none, or a negative one.
+    """Refuse an adapter without any effect; report modules without effect, or with a negative one.
 
-    kohya's programs read an alpha of 0 as the rank, which is strength 1, and PEFT and ComfyUI as strength 0.
+    kohya's programs replace an alpha of 0 by the rank, which is strength 1; PEFT and ComfyUI read strength 0.
 
     Raises:
         AdapterError: lora-strength: no module has an effect.
@@ -287,7 +291,7 @@ def _check_zero_or_negative(
     zero = [key for key, strength in strengths.items() if strength == 0]
     if zero and len(zero) == len(modules) and not norms:
         what = f"The alpha of {zero[0]:.200}, and of every other module, is 0: at strength 0 this file changes nothing."
-        raise _lost(what, path, "Write the alpha with which it was trained to the file or its config, or use another.")
+        raise _lost(what, path, "Write the alpha used in training to the file or its config, or use another file.")
     if zero:
         named = f"{count_text(len(zero), 'module')} such as {zero[0]:.200}"
         say(f"{path.name}: the alpha of {named} is 0: at strength 0 they change nothing.")
@@ -298,7 +302,7 @@ def _check_zero_or_negative(
 
 
 def _check_factors(module: StoredModule[Values]) -> None:
-    """Refuse what no model could use, whatever the sides of its weights are.
+    """Refuse factors that no model could use, whatever the sizes of its weights.
 
     Raises:
         ValueError: factors are whole numbers, or do not fit each other.
@@ -319,7 +323,7 @@ def _check_products(module: StoredModule[Values]) -> None:
     """Refuse factors of the other kinds of adapter that do not fit each other.
 
     Raises:
-        ValueError: so it is.
+        ValueError: the shapes do not fit.
     """
     shapes = {role: tuple(value.shape) for role, value in module.parts.items()}
     for name in ("lokr_w1", "lokr_w2", "hada_w1", "hada_w2"):
@@ -337,12 +341,12 @@ def _check_products(module: StoredModule[Values]) -> None:
             )
     if "oft_blocks" in shapes and (len(shapes["oft_blocks"]) != 3 or len(set(shapes["oft_blocks"][1:])) != 1):
         raise ValueError(
-            f"{module.key:.200} has blocks of the shape {list(shapes['oft_blocks'])}, which is no diag-oft"
+            f"{module.key:.200} has blocks of the shape {list(shapes['oft_blocks'])}, so it is not a diag-oft"
         )
 
 
 def _check_magnitudes(module: StoredModule[Values], path: Path) -> None:
-    """Refuse a DoRA's magnitudes that are neither one an output nor one an input of the factors.
+    """Refuse a DoRA's magnitudes that are neither one per output nor one per input of the factors.
 
     Raises:
         AdapterError: lora-magnitudes.
@@ -361,15 +365,15 @@ def _check_magnitudes(module: StoredModule[Values], path: Path) -> None:
         raise AdapterError(
             "lora-magnitudes",
             f"The DoRA magnitudes ({role}) of {module.key:.200} have the shape {list(shape)}; its factors are for "
-            f"{outputs} outputs and {inputs} inputs, so {outputs} are needed (one an output), or {[1, inputs]} (one an "
+            f"{outputs} outputs and {inputs} inputs, so {outputs} are needed (one per output), or {[1, inputs]} (per "
             "input).",
             where=str(path),
-            fix="Use another file: this one is damaged, or of another model.",
+            fix="Use another file: this one is damaged, or belongs to another model.",
         )
 
 
 def _check_numbers(module: StoredModule[Values], kind: KindParts, path: Path, numbers: Numbers[Values]) -> None:
-    """Refuse numbers with which no model computes: in the tensors, and in the update at its strength.
+    """Refuse numbers that no model computes with: in the tensors, and in the update at its strength.
 
     Raises:
         AdapterError: lora-not-finite, lora-constraint, lora-parts.
@@ -378,7 +382,7 @@ def _check_numbers(module: StoredModule[Values], kind: KindParts, path: Path, nu
     _require_plausible({f"{module.key:.200}: {role}": number for role, number in largest.items()}, path)
     if largest.get("on_input"):
         what = f"This IA3 stretches the inputs of {module.key:.200}; only outputs can be stretched here."
-        raise AdapterError("lora-parts", what, where=str(path), fix="Make it again without train_on_input.")
+        raise AdapterError("lora-parts", what, where=str(path), fix="Train it again without train_on_input.")
     if "oft_blocks" in module.parts and module.alpha is not None:
         _check_constraint(module, path, numbers)
     if (strength := _strength(module, kind)) is None:
@@ -393,22 +397,22 @@ def _check_numbers(module: StoredModule[Values], kind: KindParts, path: Path, nu
 
 
 def _check_constraint(module: StoredModule[Values], path: Path, numbers: Numbers[Values]) -> None:
-    """Refuse an OFT whose constraint limits its rotation."""
+    """Refuse an OFT with a constraint that limits its rotation."""
     assert module.alpha is not None, "asked for one with a constraint"
     blocks = numbers.array(module.parts["oft_blocks"])
     if math.isnan(module.alpha):
         raise _not_finite(f"{module.key:.200}.alpha is {module.alpha}", path)
     skew = (blocks - blocks.transpose(0, 2, 1)).reshape(-1)
     if module.alpha and math.sqrt(float(skew @ skew)) > module.alpha:
-        what = f"The constraint of {module.key:.200} ({module.alpha:g}) limits it, by a rule that programs differ in."
-        raise AdapterError("lora-constraint", what, where=str(path), fix="Make it again without a constraint.")
+        what = f"The constraint of {module.key:.200} ({module.alpha:g}) limits it. Programs differ in how."
+        raise AdapterError("lora-constraint", what, where=str(path), fix="Train it again without a constraint.")
 
 
 def _strength(module: StoredModule[Values], kind: KindParts) -> float | None:
-    """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA; None if there is no alpha, or it does not count."""
+    """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA; None if there is no alpha, or it has no effect."""
     if module.alpha is None:
         return None
-    # of a LoKr's two products the second counts first
+    # a LoKr's rank is taken from its second product if that has one
     product = next((module.parts[role] for role in reversed(kind.alpha_of) if role in module.parts), None)
     if kind.config_decides_rank and module.rank is not None:
         rank = module.rank
@@ -435,7 +439,7 @@ def _alpha(name: str, stored: Values, path: Path, numbers: Numbers[Values]) -> f
 
 
 def _require_plausible(largest: Mapping[str, float], path: Path) -> None:
-    """Refuse a tensor whose largest magnitude no model computes with. ``largest``: name -> magnitude.
+    """Refuse a tensor with a largest magnitude that no model computes with. ``largest``: name -> magnitude.
 
     Raises:
         AdapterError: lora-not-finite.
@@ -451,14 +455,14 @@ def _not_finite(what: str, path: Path) -> AdapterError:
 
 
 def other_axis(module: str, shape: Sequence[int], path: Path) -> AdapterError:
-    """Return the error for a DoRA with one magnitude an input, from which no run starts. ``shape``: its magnitudes."""
+    """Return the error for a run that starts from a DoRA with one magnitude per input. ``shape``: its magnitudes."""
     return AdapterError(
         "init-from-axis",
-        f"The file is a DoRA with one magnitude an input (dora_scale of {module:.200}: {list(shape)}). Training "
-        "here has one an output, which cannot go on from that.",
+        f"The file is a DoRA with one magnitude per input (dora_scale of {module:.200}: {list(shape)}). Training "
+        "here uses one per output, so it cannot continue from this file.",
         where=f"lora.init_from: {path}",
-        fix="Start without it, or from a DoRA that was trained with one magnitude an output (OneTrainer: Apply on "
-        "output axis; LyCORIS: wd_on_output=True). lora-rocm sample draws with the file as it is.",
+        fix="Start without it, or from a DoRA that was trained with one magnitude per output (OneTrainer: Apply on "
+        "output axis; LyCORIS: wd_on_output=True). lora-rocm sample can use this file.",
     )
 
 
@@ -467,8 +471,8 @@ def _check_strength(
 ) -> None:
     """Refuse a file in which the strength of some modules is not known.
 
-    A single file of this program with the names of PEFT has its strength in its factors. Its metadata tell it from a
-    file of PEFT, which has none of kohya's fields.
+    A single file of this program with PEFT's names has its strength in its factors. Its metadata distinguishes it from
+    PEFT's files, which have none of kohya's fields.
 
     Raises:
         AdapterError: lora-strength.
@@ -481,21 +485,19 @@ def _check_strength(
             return
         config = path / PEFT_CONFIG if path.is_dir() else path.with_name(PEFT_CONFIG)
         raise _lost(
-            f"This file has the names of PEFT ({lost[0].key:.200}), whose strength is in {config}. It is missing.",
+            f"This file uses PEFT's names ({lost[0].key:.200}). PEFT stores the strength in {config}: it is missing.",
             path,
-            f"Copy {PEFT_CONFIG} from where the adapter was saved into the same folder, and give the folder.",
+            f"Copy {PEFT_CONFIG} from the folder of the saved adapter into the same folder, and give the folder.",
         )
     if lost and len(lost) < len(scaled):
-        raise _lost(
-            f"This file says nothing of the strength of {named}; of others it does.", path, "Save the file again."
-        )
+        raise _lost(f"This file gives the strength of other modules, but not of {named}.", path, "Save the file again.")
     if any("toolkit_magnitude" in each.parts and re.match("lora_|lycoris_", each.key) for each in lost):
         what = f"This is a DoRA of ai-toolkit, which keeps no alphas: the strength of {named} is not known."
         raise _lost(what, path, "Use a LoRA file, or a DoRA of another program.")
     dora = [each for each in scaled if not set(MAGNITUDES).isdisjoint(each.parts)]
     if dora and len(dora) < len(scaled):
         counts = f"{count_text(len(scaled) - len(dora), 'module')} of {len(scaled)}"
-        say(f"{path.name} is a DoRA, and {counts} have no magnitudes in it: they are read as plain LoRA.")
+        say(f"{path.name} is a DoRA, but {counts} have no magnitudes in it: they are read as plain LoRA.")
     if lost:
         say(f"{path.name} has no alphas: it is read at strength 1, as other programs read it.")
 
@@ -506,16 +508,17 @@ def _value(config: Mapping[str, Any], patterns: str, default: str, module: str, 
     ``place``: of the config, for errors.
 
     Raises:
-        AdapterError: lora-strength: ``patterns`` are no patterns; lora-unreadable: one of them cannot be read.
+        AdapterError: lora-strength: ``patterns`` does not map names to numbers; lora-unreadable: one of them cannot be
+            read.
     """
     own = config.get(patterns) or {}
     if not isinstance(own, Mapping):
-        what = f"The strength of this file is not known: {patterns} of its PEFT config maps no names to numbers."
+        what = f"The strength of this file is not known: {patterns} of its PEFT config does not map names to numbers."
         raise _lost(what, f"{place}: {patterns}", f"Use the {PEFT_CONFIG} that was saved with this file.")
     for key in own:
         if not _is_pattern(key):
-            what = f"This LoRA cannot be understood: the {patterns} {key[:80]!r} is no name of a module."
-            fix = "Write names of modules (layers.0.self_attn.q_proj or q_proj), or take the key away if none is meant."
+            what = f"This LoRA cannot be understood: the {patterns} {key[:80]!r} is not the name of a module."
+            fix = "Write names of modules (layers.0.self_attn.q_proj or q_proj), or remove the key if none is meant."
             raise AdapterError("lora-unreadable", what, where=f"{place}: {patterns}: {key[:80]}", fix=fix)
         if _matches(key, module):
             return f"{patterns}: {key[:80]}", own[key]
@@ -535,7 +538,7 @@ def _matches(pattern: str, module: str) -> bool:
 def _is_pattern(key: str) -> bool:
     """Return whether a key is a pattern as PEFT's writers produce it.
 
-    Another regular expression from an untrusted file could backtrack without end, so it is never tried.
+    Any other regular expression from an untrusted file could backtrack without end, so it is never tried.
     """
     return PATTERN.fullmatch(key) is not None and key.count(".*") <= MAX_WILDCARDS
 

@@ -1,7 +1,7 @@
 """Sorts an adapter file's tensors by the endings of their names: accepted, noticed or refused (``adapter_parts.toml``).
 
 Every tensor is accounted for: it is accepted, it is named in a notice because it changes no weight of the model, or the
-file is refused. Skipping a part silently would produce images that differ from those of the file's author.
+file is refused. Skipping a part silently would produce other images than the file's author got.
 
 Names of parts: kohya-ss/sd-scripts ``networks``, LyCORIS ``lycoris/modules`` (``weight_list`` of each kind), ComfyUI
 ``comfy/lora.py`` and ``comfy/weight_adapter``, diffusers ``utils/state_dict_utils.py``, PEFT
@@ -23,7 +23,7 @@ from lora_rocm.foundation.units import count_text
 
 Say = Callable[[str], None]
 Stored = TypeVar("Stored")
-"""A tensor, or what a header says of one."""
+"""A tensor, or its entry in a header."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class KindParts:
 class Other:
     """Tensors that are not part of a plain LoRA.
 
-    pattern: found in their names. what: description of such tensors. instead: what the author of the file can do.
+    pattern: found in their names. what: description of such tensors. instead: advice for the file's author.
     """
 
     pattern: str
@@ -92,7 +92,7 @@ def kind_named(name: str) -> KindParts:
 
 
 def kind_with(names: Iterable[str]) -> KindParts:
-    """Return the first kind whose factors a file has; if there is none, the first kind, whose checks report it."""
+    """Return the first kind with factors in a file; else the first kind, because its checks report that."""
     names = list(names)
     for kind in others().kinds:
         if any((known := kind.role_of(name)) is not None and known[1] in kind.factors for name in names):
@@ -131,7 +131,7 @@ def _refuse_others(names: Iterable[str], has_any: bool, path: Path, adapter: Kin
         found.setdefault(next(kinds, None), []).append(name)
     for kind in others().noticed:
         if kind in found:
-            say(f"Left out of {path.name}: {kind.what} ({_some(found.pop(kind))}).")
+            say(f"Ignored in {path.name}: {kind.what} ({_some(found.pop(kind))}).")
     unknown = found.pop(None, [])
     refused = next((kind for kind in others().refused if kind in found), None)
     if unknown and not has_any and len(unknown) >= sum(map(len, found.values())):
@@ -140,11 +140,11 @@ def _refuse_others(names: Iterable[str], has_any: bool, path: Path, adapter: Kin
         what = f"This file holds {refused.what} and no {adapter.name}: {_some(found[refused])}."
         raise _error("lora-kind", what, path, refused.instead)
     if refused is not None:
-        what = f"Beside a {adapter.name} this file holds {refused.what}: {_some(found[refused])}."
-        raise _error("lora-parts", f"{what} Without that the effect would be another.", path, refused.instead)
+        what = f"This file holds {refused.what} in addition to a {adapter.name}: {_some(found[refused])}."
+        raise _error("lora-parts", f"{what} Without them the effect would differ.", path, refused.instead)
     if unknown:
-        what = f"Beside a {adapter.name} this file holds something that is not known here: {_some(unknown)}."
-        raise _error("lora-parts", f"{what} Without that the effect would be another.", path)
+        what = f"This file holds unknown tensors in addition to a {adapter.name}: {_some(unknown)}."
+        raise _error("lora-parts", f"{what} Without them the effect would differ.", path)
 
 
 def _refuse_halves(halves: Mapping[str, Mapping[str, Stored]], path: Path, kind: KindParts, say: Say) -> None:
@@ -161,7 +161,7 @@ def _refuse_halves(halves: Mapping[str, Mapping[str, Stored]], path: Path, kind:
             "Download or save the file again.",
         )
     if halves:
-        say(f"Left out of {path.name}: alphas of modules that have no weights in it ({_some(halves)}).")
+        say(f"Ignored in {path.name}: alphas of modules without weights ({_some(halves)}).")
 
 
 def check_config(config: Mapping[str, Any], path: Path, kind: KindParts) -> None:
@@ -179,7 +179,7 @@ def check_config(config: Mapping[str, Any], path: Path, kind: KindParts) -> None
     if isinstance(start, str) and kind.base_changing and start.lower().startswith(kind.base_changing):
         raise _error(
             "lora-kind",
-            f"This LoRA was made with init_lora_weights: {start:.40}, which changes the base model as well.",
+            f"This LoRA was made with init_lora_weights: {start:.40}, which also changes the base model.",
             path,
             "Save it with path_initial_model_for_weight_conversion (see PEFT's save_pretrained): then it is plain.",
         )

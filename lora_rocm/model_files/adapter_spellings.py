@@ -1,6 +1,6 @@
-"""Names in adapter files: of tensors, whatever a program put into them, and of modules, in every spelling that is read.
+"""Names of tensors and modules in adapter files, in every spelling that is read.
 
-Whoever reads a file and whoever only says what could read it (``inspect``) ask the same functions.
+Code that reads a file and code that only reports its readers (``inspect``) use the same functions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A regular expression that is searched in a tensor's name, and what stands in its place."""
+    """A regular expression that is searched in a tensor's name, and its replacement."""
 
     pattern: str
     by: str
@@ -28,10 +28,10 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Component:
-    """A component of some families as adapter files name it.
+    """The spelling of one component in the adapter files of some families.
 
     prefixes: before names of its modules; own_prefixes: "lora_NAME_" and "NAME.", too. modules, norms: regular
-    expressions of whole names behind the prefix, with dots as _.
+    expressions for whole names after the prefix, with dots as _.
     """
 
     name: str
@@ -57,7 +57,7 @@ class SpellingTable:
 
 @dataclass(frozen=True)
 class Place:
-    """The module that a file's name means. name: behind the prefix, as in ``plain``."""
+    """The module that a file's name means. name: after the prefix, as returned by ``plain``."""
 
     component: str
     name: str
@@ -79,12 +79,12 @@ def _known(patterns: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def plain(name: str) -> str:
-    """Return a module's name with dots as _, and without the level of CLIP that only some versions have."""
+    """Return a module's name with dots as _, and without CLIP's "text_model" level, which only some versions have."""
     return name.replace(".", "_").removeprefix("text_model_")
 
 
 def standard_names(tensors: Mapping[str, Stored], path: Path) -> dict[str, Stored]:
-    """Return the tensors of a file by names without what wrappers, adapters' names and old programs put into them.
+    """Return the tensors of a file by standard names: without wrappers, adapters' names and outdated spellings.
 
     Raises:
         AdapterError: "lora-parts": two names mean the same tensor, or there are several adapters in the file.
@@ -120,7 +120,7 @@ def components(family: str) -> tuple[Component, ...]:
 
 
 def split(family: str, key: str) -> Place | None:
-    """Return component and name of a module by what stands before it; None if nothing known does."""
+    """Return component and name of a module by its prefix; None if the prefix is unknown."""
     fits = ((start, row) for row in components(family) for start in row.starts if start and key.startswith(start))
     best = max(fits, key=lambda fit: len(fit[0]), default=None)
     return None if best is None else Place(best[1].name, plain(key.removeprefix(best[0])))
@@ -129,7 +129,7 @@ def split(family: str, key: str) -> Place | None:
 def place_of(family: str, key: str, norm: bool = False) -> Place | None:
     """Return the module that a key of a file means in a family; None if no model of the family has such a module.
 
-    How many blocks there are is the base's matter. A name in PEFT's form may be of any component.
+    The number of blocks is not checked: it depends on the base. A name in PEFT's spelling may belong to any component.
     """
     found = split(family, key)
     main = next((row for row in components(family) if "" in row.prefixes), None)
@@ -145,6 +145,6 @@ def place_of(family: str, key: str, norm: bool = False) -> Place | None:
 
 
 def any_rewritten(names: Iterable[str]) -> bool:
-    """Whether a name has the mark of a wrapper or an adapter's name, which other programs do not take off."""
+    """Whether a name has the mark of a wrapper or an adapter's name, which other programs do not remove."""
     wrappers = [pattern for pattern, _ in _rewritten()[:4]]
     return any(pattern.search(name) for name in names for pattern in wrappers)

@@ -18,11 +18,11 @@ from lora_rocm.foundation.tables import read_table
 from lora_rocm.model_files.models import Shapes
 
 SAMPLED = 4000
-"""Maximum number of names inspected per file. No LoRA has more names that are not repetitions."""
+"""Maximum number of names inspected per file. Further names of a LoRA are repetitions."""
 FACTOR = re.compile(r"[._](?:lora[._](down|up|A|B)\.(?:default\.)?weight|(?:hada_w1|lokr_w[12])(?:_([ab]))?)$")
 """The end of the name of a factor of a LoRA, of a LoHa's first product, or of a LoKr's Kronecker product."""
 OF_MANY = re.compile(r"^(lora_te|text_encoder|clip_[lg]\.)|visual|vision")
-"""Names of components that families share, or that lie beside a language model."""
+"""Names of components that families share, or that come with a language model."""
 ROWS, COLUMNS = ("up", "B", "a"), ("down", "A", "b")
 """Factors that have only the rows of a product, its outputs, and those that have only its columns."""
 
@@ -48,8 +48,8 @@ class Width:
 class Origin:
     """One or more families with distinctive module names.
 
-    families: values of ``model.family``. title: display name. pattern: regular expression to find in the names, as of
-    ``_plain``. without: regular expression that must not be found in any name.
+    families: values of ``model.family``. title: display name. pattern: regular expression to find in the names that
+    ``_plain`` returns. without: regular expression that must not be found in any name.
     """
 
     families: tuple[str, ...]
@@ -106,7 +106,7 @@ def origin_of(names: Iterable[str], shapes: Shapes | None = None) -> Origin | No
 
 
 def foreign_name(names: Iterable[str], families: Collection[str]) -> tuple[str, Origin] | None:
-    """Return a name that no adapter of these families has, and whose it is; None if all may be of one of them."""
+    """Return a name that no adapter of these families has, and its origin; None if all may belong to one of them."""
     own = [re.compile(origin.pattern) for origin in _table().origins if not set(families).isdisjoint(origin.families)]
     for name in islice(names, SAMPLED):
         if not OF_MANY.search(name) and not any(pattern.search(_plain(name)) for pattern in own):
@@ -135,7 +135,7 @@ def _plain(name: str) -> str:
 
 
 def _widths(shapes: Shapes) -> dict[str, dict[str, int]]:
-    """Return side -> module, as of ``_plain`` -> number of inputs or outputs."""
+    """Return side -> module (as ``_plain`` spells it) -> number of inputs or outputs."""
     widths: dict[str, dict[str, int]] = {"inputs": {}, "outputs": {}}
     for name, shape in islice(shapes.items(), SAMPLED):
         factor = FACTOR.search(name)

@@ -14,7 +14,7 @@ VARIANTS = ("", ".fp16", ".bf16")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of weights that are read of a component's folder, float32 preferred; empty if it has none.
+    """Return the weight files to read in a component's folder, float32 preferred; empty if it has none.
 
     Raises:
         ModelError: config-unreadable, weights-damaged: an index of several files.
@@ -30,7 +30,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed(index: Mapping[str, object], path: Path) -> list[str]:
-    """Return the file names in an index of weights; all must be in its folder, because no other file is of the model.
+    """Return the file names in an index of weights; all must be in its folder: no other file belongs to the model.
 
     Raises:
         ModelError: weights-damaged: the index names anything else.
@@ -40,5 +40,5 @@ def indexed(index: Mapping[str, object], path: Path) -> list[str]:
     if not names or not all(
         isinstance(name, str) and PureWindowsPath(name).name == name not in ("", "..") for name in names
     ):
-        raise damaged(path, "it does not name files beside it")
+        raise damaged(path, "it does not name files in its folder")
     return sorted(set(names))

@@ -1,4 +1,4 @@
-"""Reads the JSON config of a component, and refuses one that describes what no model has."""
+"""Reads the JSON config of a component, and refuses sizes that no model has."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES: Mapping[type, str] = {
     type(None): "null",
 }
 POSITIVE = re.compile(r"(^|_)(eps|epsilon|theta|scale|scaling|factor|multiplier|scalar|softcapping|max_distance)$")
-"""Keys whose numbers a model divides by, takes the root of, or multiplies everything with."""
+"""Keys with numbers that a model divides by, takes the root of, or multiplies everything with."""
 OF_ANY_SIGN = ("shift_factor",)
 EPSILON = re.compile(r"(^|_)(eps|epsilon)$")
 COUNT = re.compile(r"^(num|n)_|_(size|dim|channels|layers|heads|groups)$")
@@ -65,7 +65,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def json_fault(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str:
-    """Why a file holds no JSON object, as a phrase; empty if it does. Errors of libraries speak of codecs and types."""
+    """Why a file holds no JSON object, as a phrase; empty if it does. Library errors only name codecs and types."""
     try:
         found = parse_json(read_plain(path, max_bytes).decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -82,7 +82,7 @@ def given(config: Mapping[str, Any], key: str, kind: type[dict[Any, Any]], path:
 @overload
 def given(config: Mapping[str, Any], key: str, kind: type[T], path: Path, or_null: bool = ...) -> T | None: ...
 def given(config: Mapping[str, Any], key: str, kind: type[Any], path: Path, or_null: bool = False) -> Any:
-    """Return the value of a key of a foreign config, which has the type ``kind``; None if the key is not there.
+    """Return the value of a key of a foreign config, checked to have the type ``kind``; None if the key is not there.
 
     or_null: null means the same as no key.
 
@@ -115,7 +115,7 @@ class Config:
     missing one that has no default.
 
     Attributes:
-        values: all values as the file has them, for code that hands them on to a library.
+        values: all values as the file has them, for code that passes them to a library.
         path: of the file.
     """
 
@@ -139,7 +139,7 @@ class Config:
         self._refuse(key, value, "a number" if above == -math.inf else f"a number above {above:g}")
 
     def numbers(self, key: str, count: int, above: float = -math.inf) -> list[float] | None:
-        """Return a list of so many finite numbers larger than ``above``; None if it is missing or null."""
+        """Return a list of ``count`` finite numbers larger than ``above``; None if it is missing or null."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -199,7 +199,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def mistyped(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a config whose values are of another type than the defaults. Null may stand for false."""
+    """Return the keys of a config with values of another type than the defaults. Null may mean false."""
 
     def kind(value: object) -> type:
         return float if _is_number(value) else list if isinstance(value, list | tuple) else type(value)
@@ -213,10 +213,10 @@ def mistyped(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str
 
 
 def suspects(values: Mapping[str, Any], defaults: Mapping[str, Any], error: BaseException) -> Sequence[str]:
-    """Return the keys of a config in the order in which an error of a library suggests that they are its cause.
+    """Return the keys of a config in the order in which a library's error suggests them as its cause.
 
-    First those of another type than the default, then those whose name or value the message has, then numbers that are
-    not above zero.
+    Keys with another type than the default come first, then keys with their name or value in the message, then numbers
+    that are not above zero.
     """
     said, odd = str(error), mistyped(values, defaults)
 
@@ -234,6 +234,7 @@ def require_bounded(config: Mapping[str, Any], path: Path) -> None:
     Raises:
         ModelError: config-absurd.
     """
+    # Single numbers
     for key, value in config.items():
         largest = max((abs(number) for number in _numbers(value)), default=0)
         if largest > MAX_CONFIG_NUMBER:
@@ -248,6 +249,7 @@ def require_bounded(config: Mapping[str, Any], path: Path) -> None:
             or (COUNT.search(name) and any(each < 0 for each in numbers))
         ):
             raise _absurd(path, f"{key} is {json.dumps(value)[:60]}", key)
+    # The number of layers
     text = config.get("text_config")
     text = text if isinstance(text, dict) else {}
     blocks = max(len(_listed(config.get(key))) for key in ("down_block_types", "up_block_types", "block_out_channels"))
@@ -256,6 +258,7 @@ def require_bounded(config: Mapping[str, Any], path: Path) -> None:
     layers = 2 * blocks * (most[0] + 1) * max(1, most[1]) + alike
     if layers > MAX_LAYERS:
         raise _absurd(path, f"it describes {layers:,.0f} layers")
+    # The number of experts
     for each in (config, *(value for value in config.values() if isinstance(value, dict))):
         layers = max(1.0, *(_most(each.get(key)) for key in LAYER_KEYS))
         experts = layers * max(_most(each.get(key)) for key in EXPERT_KEYS)

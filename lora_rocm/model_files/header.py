@@ -1,4 +1,4 @@
-"""The header of a safetensors file, with errors for people."""
+"""Reads the header of a safetensors file, with errors for users."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def refuse_gguf(path: Path, where: str) -> None:
     if path.suffix.lower() == ".gguf":
         raise ModelError(
             "gguf-refused",
-            "This is a GGUF file, whose formats are not read here.",
+            "This is a GGUF file; its number formats are not supported.",
             where=where,
             fix="Give the .safetensors edition; model.quantization: nf4 stores it in as few bits.",
         )
@@ -82,7 +82,7 @@ def read_header(path: Path, error: type[UserError] = ModelError) -> Header:
             version = FileVersion.of(path, os.fstat(file.fileno()))
             tensors, metadata = parse_header(file, size)
     except FileNotFoundError as problem:
-        fix = "Download this file again, or correct the path. Where an index names several files, all are needed."
+        fix = "Download this file again, or correct the path. If an index names several files, all are needed."
         raise error("weights-unreadable", "This file of weights is missing.", where=str(path), fix=fix) from problem
     except OSError as problem:
         raise error("weights-unreadable", f"Cannot read the file: {problem.strerror}.", where=str(path)) from problem
@@ -96,9 +96,9 @@ def read_header(path: Path, error: type[UserError] = ModelError) -> Header:
     except OtherFile as problem:
         raise error(
             "weights-damaged",
-            f"This is no safetensors file, whatever its name says: it is {problem}.",
+            f"This is not a safetensors file, in spite of its name: it is {problem}.",
             where=str(path),
-            fix="Download the model's .safetensors edition; git lfs pull fetches what a pointer stands for.",
+            fix="Download the model's .safetensors edition; git lfs pull replaces a pointer by its file.",
         ) from problem
     except DamagedHeader as problem:
         raise damaged(path, str(problem), error) from problem

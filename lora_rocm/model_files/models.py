@@ -12,24 +12,24 @@ from lora_rocm.foundation.tables import read_table
 
 Shapes = Mapping[str, tuple[int, ...]]
 OTHER = "other"
-"""The family of models that have no value of ``model.family``."""
+"""The family of models without a value of ``model.family``."""
 PARTS = ("whole", "unet", "transformer", "language model")
-"""The parts that are a model of their family, unlike text encoders and VAEs."""
+"""The parts that identify a model of their family, unlike text encoders and VAEs."""
 BASES = ("whole", "transformer")
 """The parts that a file of ``model.name_or_path`` may hold. UNets come in whole files, language models in folders."""
 CLASSES = {"unet": "UNet", "transformer": "Transformer", "vae": "Autoencoder"}
-"""Part -> what the names of its classes in diffusers have. Other parts are of classes that have none of these."""
+"""Part -> text in the names of its classes in diffusers. Classes of other parts have none of these."""
 INDEXES = ("model_index.json", "modular_model_index.json")
-"""Names of the file that says which pipeline a diffusers folder is for; the second is that of modular pipelines."""
+"""Names of the file that names the pipeline of a diffusers folder; the second is for modular pipelines."""
 BASE_JUDGED_BY = (
-    "judged by configs, headers and small tensors: a run looks at the numbers of large ones when it loads them"
+    "judged by configs, headers and small tensors: a run checks the numbers of large tensors when it loads them"
 )
-"""What ``check`` and ``inspect`` say of a base that they take."""
+"""Remark of ``check`` and ``inspect`` on a base that they accept."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A condition on a tensor's shape: the size of one axis, or the number of axes. It does not hold for no tensor."""
+    """A condition on a tensor's shape: the size of one axis, or the number of axes. No missing tensor meets it."""
 
     name: str
     axis: int = 0
@@ -39,7 +39,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Variant:
-    """A model among those of one row. family: if it is another one than the row's. keys: as of ``Model``."""
+    """One of the models of a row. family: if it differs from the row's. keys: as in ``Model``."""
 
     title: str
     family: str = ""
@@ -90,7 +90,7 @@ class ModelTable:
 
 @dataclass(frozen=True)
 class Found:
-    """A model or component in a file. title, keys: those of the variant, if one is known."""
+    """A model or component in a file. title, keys: the variant's, if one is known."""
 
     family: str
     title: str
@@ -116,7 +116,7 @@ def model_of(shapes: Shapes) -> Found | None:
 
 
 def is_of_class(found: Found, class_name: str) -> bool:
-    """Return whether what a file holds is what a class of this name is made for."""
+    """Return whether a class of this name is for the model or component found in a file."""
     return {part for part, mark in CLASSES.items() if mark in class_name} == {found.part} & CLASSES.keys()
 
 

@@ -17,7 +17,7 @@ def read_peft_config(folder: Path) -> dict[str, Any] | None:
     """Return the config of a PEFT folder; None if it has none. Its values are not checked.
 
     Raises:
-        AdapterError: lora-unreadable: it is no JSON object.
+        AdapterError: lora-unreadable: it is not a JSON object.
         OSError: it cannot be read.
     """
     path = folder / PEFT_CONFIG
@@ -35,11 +35,11 @@ def read_peft_config(folder: Path) -> dict[str, Any] | None:
 
 
 def peft_folders(path: Path) -> dict[str, Path]:
-    """Component ("" if there is only one adapter) -> PEFT folder; empty if ``path`` is no PEFT folder.
+    """Component ("" if there is only one adapter) -> PEFT folder; empty if ``path`` is not a PEFT folder.
 
-    Of several components each folder counts that has a config or weights: one without its other half is damaged.
+    With several components, each folder with a config or weights counts: one of the two without the other is damaged.
 
-    ``path``: the folder of an adapter, its file of weights, or the folder above those of several components.
+    ``path``: the folder of an adapter, its file of weights, or the folder above the folders of several components.
     """
     if path.name == PEFT_WEIGHTS and (path.parent / PEFT_CONFIG).is_file():
         path = path.parent

@@ -21,7 +21,7 @@ VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 READ = ("reads it", "read it")
 REFUSES_LARGE_FACTOR = "refuses it: lora.factor is above the square root of a side"
 EXACTLY = "reads it exactly"
-"""Begins what a program does that reads the file, with a remark after it."""
+"""Starts the text of a program that reads the file, before a remark."""
 PROGRAMS = {
     "diffusers": "diffusers",
     "comfyui": "ComfyUI",
@@ -37,13 +37,13 @@ PROGRAMS = {
 
 
 def is_read(text: str) -> bool:
-    """Whether a program reads a file exactly, by what ``Readers`` says of it."""
+    """Whether a program reads a file exactly, according to its text in ``Readers``."""
     return text in READ or text.startswith(EXACTLY)
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """A way of naming modules, by a regular expression that is found in the names of a file's tensors."""
+    """A spelling of module names, by a regular expression that is found in the names of a file's tensors."""
 
     name: str
     pattern: str
@@ -51,12 +51,13 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Readers:
-    """What programs do with an adapter file.
+    """Compatibility of an adapter file with programs.
 
-    families: values of ``model.family``. kinds: of adapter, as ``kind_of`` names them, without trained norms; none:
-    all. spelling: of the file; empty: none that has a name. pattern: found in the names of tensors, with dots as ``_``.
-    alpha: the file has alphas. unlike_alphas: they are several numbers. metadata: a field of its metadata, or any
-    if it is empty. The others are what each program does; empty: the file is not meant for it.
+    families: values of ``model.family``. kinds: kinds of adapter as ``kind_of`` names them, without trained norms;
+    none: all. spelling: the file's spelling; empty: one without a name. pattern: found in the names of tensors, with
+    dots as ``_``.
+    alpha: the file has alphas. unlike_alphas: its alphas differ. metadata: a field of its metadata, or any if it
+    is empty. The other fields describe what each program does; empty: the file is not meant for it.
     """
 
     families: tuple[str, ...]
@@ -68,7 +69,7 @@ class Readers:
     metadata: str = ""
     diffusers: str = UNKNOWN
     comfyui: str = UNKNOWN
-    kohya: str = "read nothing of it"
+    kohya: str = "load nothing from it"
     vllm: str = ""
     llama_cpp: str = ""
     forge: str = ""
@@ -83,7 +84,7 @@ class Readers:
         return replace(self, diffusers="refuses it", kohya=kohya)
 
     def of_rank(self, rank: int) -> Readers:
-        """The same for a file of this rank, which vLLM may have to be told."""
+        """The same for a file of this rank, which vLLM may need as an option."""
         if self.vllm not in READ or rank <= VLLM_RANKS[0]:
             return self
         fits = next((limit for limit in VLLM_RANKS if rank <= limit), None)
@@ -91,7 +92,7 @@ class Readers:
         return replace(self, vllm=told)
 
     def differing(self, share: float) -> Readers:
-        """The same where ComfyUI's rule for a DoRA, which is Forge's too, changes this share of the change."""
+        """The same if ComfyUI's rule for a DoRA, which Forge uses too, alters this share of the trained change."""
         more = f"; {share:.1%} of the change differs"
         return replace(
             self, **{field: getattr(self, field) + more for field in ("comfyui", "forge") if field in self.told}
@@ -104,7 +105,7 @@ class Readers:
 
     @property
     def cannot_read(self) -> tuple[str, ...]:
-        """The programs that do not read the file, or not exactly, in words."""
+        """The programs that do not read the file, or not exactly, as text."""
         return tuple(f"{PROGRAMS[field]} ({text})" for field, text in self.told.items() if not is_read(text))
 
     @property
@@ -135,13 +136,13 @@ def spelling_of(names: Collection[str]) -> str:
 def readers_of(
     names: Collection[str], families: Collection[str], metadata: Collection[str] = (), *, unlike_alphas: bool = False
 ) -> Readers | None:
-    """Return what programs do with an adapter file; None: not known.
+    """Return the compatibility of an adapter file; None: not known.
 
     Args:
-        names: of its tensors.
+        names: names of its tensors.
         families: the families it may be of.
         metadata: the fields of its metadata.
-        unlike_alphas: whether its alphas are several numbers.
+        unlike_alphas: whether its alphas differ.
     """
     spelling, text, kind = spelling_of(names), "\n".join(name.replace(".", "_") for name in names), kind_of(names)
     has_alpha = any(name.endswith(".alpha") for name in names)
@@ -156,7 +157,7 @@ def readers_of(
 
 
 def readers_line(can_read: Collection[str], cannot_read: Collection[str]) -> str:
-    """Return one line about who reads a file, from the texts of ``Readers``; empty if nothing is known."""
+    """Return one line about the programs that read a file, from the texts of ``Readers``; empty if nothing is known."""
     if not cannot_read:
         return f"Read by {', '.join(can_read)}" if can_read else ""
     read = f"Read by {', '.join(can_read)}; not" if can_read else "Not"
@@ -166,7 +167,7 @@ def readers_line(can_read: Collection[str], cannot_read: Collection[str]) -> str
 def is_cut_above_root(shapes: Mapping[str, Sequence[int]]) -> bool:
     """Whether a first matrix of a LoKr file has a larger side than the second one.
 
-    LyCORIS puts the smaller of a side's two divisors first (``factorization``), and refuses what does not fit then.
+    LyCORIS gives the first matrix the smaller of a side's two divisors (``factorization``), and refuses other files.
     """
     for name, shape in shapes.items():
         module, _, role = name.rpartition(".")
@@ -180,7 +181,7 @@ def is_cut_above_root(shapes: Mapping[str, Sequence[int]]) -> bool:
 
 
 def readers_of_file(header: Header, families: Collection[str]) -> Readers | None:
-    """Return ``readers_of`` for the adapter file with this header, whose ranks count too."""
+    """Return ``readers_of`` for the adapter file with this header, adjusted for its ranks."""
     unlike = len({round(alpha, 4) for alpha in alphas_of(header).values()}) > 1
     row = readers_of(header.tensors, families, header.metadata, unlike_alphas=unlike)
     if row is not None and row.lycoris in READ and is_cut_above_root(header.shapes):

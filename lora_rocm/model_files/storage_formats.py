@@ -1,7 +1,7 @@
 """Storage formats of a base's weights: unsupported ones are refused by name, and rounded ones give a notice.
 
-A quantised or scaled weight is meaningless without its scale. Read alone it is noise of the right shape, and training
-on it would run to the end.
+A quantised or scaled weight is meaningless without its scale. Without the scale it is noise of the correct shape, and
+training on it would run to the end without an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lora_rocm.foundation.terminal_text import printable
 READ = (
     (".quant_state.", "bitsandbytes in 4 bits"),
     (".absmax", "bitsandbytes in 4 bits"),
-    (".comfy_quant", "ComfyUI's quantised form"),
+    (".comfy_quant", "ComfyUI's quantised format"),
     ("scaled_fp8", "ComfyUI's scaled fp8"),
     (".scale_weight", "ComfyUI's scaled fp8"),
     (".weight_scale", "scaled int8 or fp8"),
@@ -57,7 +57,7 @@ def scaled(names: Iterable[str], formats: Sequence[tuple[str, str]] = (*READ, *S
 
 
 def refuse_quantised_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a component whose config declares quantised weights.
+    """Refuse a component with a config that declares quantised weights.
 
     Raises:
         ModelError: weights-quantised.
@@ -66,7 +66,8 @@ def refuse_quantised_config(path: Path, config: Mapping[str, Any]) -> None:
         found = config.get(key)
         method = found.get("quant_method") if isinstance(found, dict) else found
         is_read = isinstance(found, dict) and method == "bitsandbytes" and found.get("load_in_4bit")
-        if found is not None and not is_read and method != "mxfp4":  # whose tensors fit only a component that reads it
+        # Tensors in mxfp4 fit only a component that reads them.
+        if found is not None and not is_read and method != "mxfp4":
             raise _quantised(printable(str(method or "a method that it does not name"))[:40], f"{path}: {key}")
 
 
@@ -88,8 +89,8 @@ def rounding(component: str, entries: Iterable[TensorEntry]) -> str:
     if not found:
         return ""
     return (
-        f"The base's {component} is stored as {ROUNDED[found[0]]}: it is trained on as it is, rounded. An edition in "
-        "float16 or bfloat16 is nearer to the original."
+        f"The base's {component} is stored as {ROUNDED[found[0]]}: training uses these rounded weights. An edition in "
+        "float16 or bfloat16 is closer to the original."
     )
 
 
@@ -98,8 +99,8 @@ def told(component: str, forms: Sequence[str]) -> str:
     if not forms:
         return ""
     return (
-        f"The base's {component} is stored as {' and '.join(forms)}. Its layers stay so if model.quantization (or "
-        "model.text_encoder_quantization) asks for the same format; else they are converted to what it asks for, and "
+        f"The base's {component} is stored as {' and '.join(forms)}. Its layers keep this format if model.quantization "
+        "(or model.text_encoder_quantization) asks for it. Otherwise they are converted to the format asked for; "
         "none means dense weights."
     )
 
@@ -112,7 +113,7 @@ def quantised_error(form: str, path: Path, name: str) -> ModelError:
 def _quantised(form: str, where: str) -> ModelError:
     return ModelError(
         "weights-quantised",
-        f"The weights of this model are quantised ({form}), which nothing here reads.",
+        f"The weights of this model are quantised in a format that is not supported ({form}).",
         where=where,
         fix=USE_ANOTHER,
     )

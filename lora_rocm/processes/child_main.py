@@ -42,9 +42,9 @@ def main() -> int:
 
 
 def _leave_with_parent() -> None:
-    """Exit when standard input, a pipe from the parent, closes: then nobody waits for an answer.
+    """Exit when standard input, a pipe from the parent, closes: then no process waits for an answer.
 
-    The system closes the pipe however the parent ended, also when it was killed.
+    The system closes the pipe however the parent ends, even if it is killed.
     """
     while os.read(sys.stdin.fileno(), 4096):  # unbuffered: a buffer's lock would be held at interpreter exit
         pass

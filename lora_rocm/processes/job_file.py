@@ -1,7 +1,7 @@
 """Jobs and answers of child processes as JSON: dataclasses, written and read back with the same types.
 
-Fields may be texts, numbers, bool, None, ``Path``, tuples, lists, dictionaries, unions with None, other
-dataclasses, and ``Any`` for what is JSON already.
+Fields may be texts, numbers, bool, None, ``Path``, tuples, lists, dictionaries, unions with None, other dataclasses,
+and ``Any`` for values that are JSON already.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _key(kind: Any, key: str, at: str) -> Any:
     try:
         return int(key)
     except ValueError:
-        raise MisfitError(f"{at} has the key {short(key)}, which is no number") from None
+        raise MisfitError(f"{at} has the key {short(key)}, which is not a number") from None
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The heavy children of the commands: what each is asked to do, and what it answers. ``CHILDREN`` has all of them.
+"""The heavy children of the commands: their jobs and their answers. ``CHILDREN`` lists all of them.
 
 A child gets a file with its job (``processes.tool`` writes it, ``job_of`` reads it there), and answers by events on
 standard output, or by one object. A child that outlives its parent's folder (a tracker) gets the job as its argument.
@@ -41,7 +41,7 @@ RecipeValues = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RunJob:
-    """A job on a run, which may come from somebody else: where caches are written is not decided by its recipe.
+    """A job on a run, which may come from somebody else, so its recipe does not decide where caches are written.
 
     spare_cache: a folder of the parent, which removes it afterwards. It is set when the child is started.
     """
@@ -64,7 +64,7 @@ class SampleJob(RunJob):
         source: a run directory, a LoRA file or a PEFT folder.
         output: folder for the images.
         inputs: images that the previews are given, by name (``sample_section.PREVIEW_INPUTS``).
-        base, config, family: of the base model, where it is not the run's.
+        base, config, family: of the base model, if it is not the run's.
     """
 
     source: Path
@@ -107,7 +107,7 @@ class ExportJob(RunJob):
 
 @dataclass(frozen=True, kw_only=True)
 class CompareJob(RunJob):
-    """Images and losses of LoRA files of a run. files: (updates, path). prompts: empty: those of the recipe."""
+    """Images and losses of LoRA files of a run. files: (updates, path). prompts: empty: the recipe's prompts."""
 
     source: Path
     prompts: tuple[str, ...]
@@ -161,7 +161,7 @@ class CheckBaseJob:
 
 @dataclass(frozen=True)
 class Weighed:
-    """What is known about a base model before it is loaded.
+    """Facts about a base model before it is loaded.
 
     Attributes:
         num_bytes: size of each component as loaded: trained components in the run's precision, encoders in their own.
@@ -179,7 +179,7 @@ class Weighed:
 
 @dataclass(frozen=True)
 class CheckTextsJob:
-    """Look at the first texts of a recipe with the model's tokenizer."""
+    """Inspect the first texts of a recipe with the model's tokenizer."""
 
     recipe: RecipeValues
 
@@ -196,8 +196,8 @@ class InspectJob:
 class Judged:
     """Whether a path can be ``model.name_or_path`` of a family.
 
-    refusal: why not; empty if it can. needed: keys of ``model`` that have to be set, too. notices: about a base that
-        can. problem: the refusal as an error of ``check`` has it (code, what, where, fix); empty if it can.
+    refusal: why not; empty if it can. needed: keys of ``model`` that have to be set, too. notices: about an accepted
+    base. problem: the refusal as in an error of ``check`` (code, what, where, fix); empty if it can.
     """
 
     refusal: str
@@ -223,7 +223,7 @@ class Judgements:
 class PlanJob:
     """Count the footprint of a recipe.
 
-    for_card: of a GPU that was named, not of one that torch sees. for_gpu: of a GPU, also if torch sees none.
+    for_card: for a GPU that was named, not for one that torch sees. for_gpu: for a GPU, even if torch sees none.
     """
 
     recipe: RecipeValues
@@ -233,7 +233,7 @@ class PlanJob:
 
 @dataclass(frozen=True)
 class CountedGpu:
-    """The GPU that torch sees. rates: as measured there."""
+    """The GPU that torch sees. rates: measured on this GPU."""
 
     name: str
     integrated: bool
@@ -260,7 +260,7 @@ class PackedEncoder:
 
 @dataclass(frozen=True)
 class Counted:
-    """The footprint (``Footprint.to_json``). model_is_here: else it is of the published configs of the family."""
+    """The footprint (``Footprint.to_json``). model_is_here: else it is counted from the family's published configs."""
 
     footprint: dict[str, Any]
     precision: str
@@ -290,7 +290,7 @@ class LoaderJob(RowsJob):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneAttentionJob(RowsJob):
-    """Try ways of attention at a recipe's shapes. limit_s: for each."""
+    """Try attention backends at a recipe's shapes. limit_s: for each."""
 
     recipe: RecipeValues
     ways: tuple[str, ...]

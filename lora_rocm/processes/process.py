@@ -1,4 +1,4 @@
-"""Child processes: their command, stop requests, their errors, and how they are killed, on every operating system."""
+"""Child processes on every operating system: their command, stop requests, errors, and how to kill them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ OnEvent = Callable[[Event], None]
 def heavy_command(module: str, *arguments: str, reads_input: bool = False) -> list[str]:
     """The command of a heavy child, which starts in ``processes.child_main``.
 
-    Its standard input is a pipe that this process holds open: the child exits as soon as the pipe ends.
+    Its standard input is a pipe that this process keeps open: the child exits as soon as the pipe closes.
 
     Args:
         module: its ``main`` is called.
-        arguments: what it finds in ``sys.argv``.
-        reads_input: the module reads its standard input itself, and ends in its own way when that ends.
+        arguments: its ``sys.argv``.
+        reads_input: the module reads its standard input itself, and ends by itself when that closes.
 
     Raises:
         MachineError: a package that it needs is not installed.
@@ -83,7 +83,7 @@ def kill_tree(pid: int, job: Job | None = None) -> bool:
     """Kill a process and everything that it started; processes that are already gone are ignored.
 
     Returns whether the process itself is gone. Its descendants are collected first, because they cannot be found once
-    it has ended. Its process group (its job on Windows) also covers those whose own parent ended before.
+    it has ended. Its process group (its job on Windows) also covers descendants without a living parent.
     """
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):

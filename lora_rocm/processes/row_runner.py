@@ -16,9 +16,9 @@ from lora_rocm.processes.tool import run_tool, write_job
 from lora_rocm.rundir.event_types import BeginEvent, Event, RowEvent
 
 Row = dict[str, Any]
-"""What a child measured, by name."""
+"""Measurements of a child, by name."""
 MAX_DEATHS = 5
-"""After this many rows that ended the child process it is given up."""
+"""The limit of rows that may end the child process before the measurement stops."""
 GRACE_S = 15.0
 """A child ends itself at a row's limit; after this much longer it is killed."""
 
@@ -31,15 +31,15 @@ def run_rows(
     start_limit_s: float = math.inf,
     module: str | None = None,
 ) -> None:
-    """Hand each row to ``on_row``; ``problem`` is None, or says why it was not measured.
+    """Pass each row to ``on_row``; ``problem`` is None, or the reason why it was not measured.
 
     Args:
-        job: the child's job; ``start`` is set anew for each start.
+        job: the child's job; ``start`` is set again for each start.
         env: the child's environment.
         on_row: gets the fields of each row.
         on_event: gets the child's other events.
         start_limit_s: the child has to begin its first row within this time.
-        module: in place of the module of the job's child.
+        module: replaces the module of the job's child.
 
     Raises:
         LoraRocmError: the error that the child reported.
@@ -64,6 +64,7 @@ def run_rows(
     def is_late() -> bool:
         return time.monotonic() > deadline
 
+    # A child that dies loses its current row; the next child starts at the row after it
     with temporary_folder() as folder:
         while True:
             path = write_job(folder, replace(job, start=rows))
@@ -81,7 +82,7 @@ def run_rows(
 
 
 def _died(begun: BeginEvent, after_s: float, error: WorkerDiedError) -> Row:
-    """The row that ended the child process, after so many seconds."""
+    """The row that ended the child process, after ``after_s`` seconds."""
     hung = after_s >= begun.limit_s
     how = f"did not end in {begun.limit_s:g} s" if hung else f"ended the process: {how_it_died(error)}"
     return {**begun.fields, "amount": None, "seconds": None, "per_second": None, "problem": how}

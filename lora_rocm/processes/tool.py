@@ -27,7 +27,7 @@ from lora_rocm.rundir.exit_status import died, tail_bytes
 
 A = TypeVar("A")
 JSON_LIMIT_S = 3600.0
-"""The longest that a child may take which is asked for one object. It takes seconds, or minutes with huge data."""
+"""Time limit of a child that is asked for one object. It usually takes seconds, or minutes with huge data."""
 
 
 def run_tool(
@@ -42,7 +42,7 @@ def run_tool(
     Ctrl-C, SIGTERM and the end of the terminal end it at once, because it keeps nothing that could be lost.
 
     Raises:
-        KeyboardInterrupt: one of these came.
+        KeyboardInterrupt: one of these signals arrived.
         LoraRocmError: the error event that it wrote.
         StorageError: there is no room for its events.
         WorkerDiedError: it failed without one, or was late (``follow_tool``) and killed.
@@ -52,7 +52,7 @@ def run_tool(
         raise WorkerDiedError(
             "worker-died",
             f"The process {module} did not answer, and was ended.",
-            fix="Run the command again; if it happens again, lora-rocm doctor says what is known about this machine.",
+            fix="Run the command again; if it happens again, lora-rocm doctor lists known problems of this machine.",
         )
     if code:
         raise died(f"The process {module}", code, log)
@@ -91,7 +91,7 @@ def follow_tool(
             time.sleep(0 if ended else process.POLL_S)
         code, log = tool.child.returncode, tail_bytes(tool.log, 0)
         if code and problem is None and not late:
-            require_room(tool.log.parent)  # a child that could not write its events says nothing
+            require_room(tool.log.parent)  # a child that cannot write its events reports nothing
     # Report
     if problem is not None:
         raise process.error_from_event(problem)
@@ -137,7 +137,7 @@ def ask(job: object, answer: type[A], env: Mapping[str, str]) -> A:
 
 @dataclass(frozen=True)
 class Tool:
-    """A running heavy child. log: the file of its standard error. reader: of the events that it writes."""
+    """A running heavy child. log: the file of its standard error. reader: reads the events that it writes."""
 
     child: subprocess.Popen[bytes]
     log: Path
@@ -217,7 +217,7 @@ def run_for_json(
         LoraRocmError: the child's error (an error event, or text on standard error with one of our exit codes).
         WorkerDiedError: it failed without either, or took longer than the limit and was ended.
     """
-    alive, ours = os.pipe()  # ``subprocess.run`` closes a pipe of its own at once, which ends the child
+    alive, ours = os.pipe()  # ``subprocess.run`` would close its own pipe at once, which ends the child
     try:
         done = subprocess.run(
             process.heavy_command(module, *arguments),
@@ -229,13 +229,13 @@ def run_for_json(
     except subprocess.TimeoutExpired as error:
         raise WorkerDiedError(
             "worker-died",
-            f"The process {module} was still at work after {limit_s / 60:.0f} minutes, and was ended.",
-            fix="Look at the model's files and at the data for something that takes so long. Files of the network "
-            "may answer slowly.",
+            f"The process {module} was still running after {limit_s / 60:.0f} minutes, and was ended.",
+            fix="Check the model's files and the data for the cause. Files on the network may be slow.",
         ) from error
     finally:
         os.close(alive)
         os.close(ours)
+    # The result: an error event, the answer, an error text, or a death
     found = _last_object(done.stdout)
     if found is not None and found.get("type") == "error":
         raise process.error_from_event(ErrorEvent.read(found))

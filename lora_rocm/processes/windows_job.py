@@ -1,7 +1,7 @@
 """Windows job objects: a process and everything that it starts, which can be killed together. No effect elsewhere.
 
-A job outlives its last handle (JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE is not set), because a worker whose parent died saves
-and exits by itself. Source: learn.microsoft.com, Win32 API, Job Objects.
+A job outlives its last handle (JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE is not set), because a worker saves and exits by
+itself after its parent died. Source: learn.microsoft.com, Win32 API, Job Objects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Job:
 
     Args:
         kernel32: the library's functions, as ``ctypes`` gives them; None: there is no job, and every call does nothing.
-        pid: the process to put into the job. Processes that it started before are not in the job.
+        pid: the process to add to the job. Processes that it started before are not in the job.
     """
 
     def __init__(self, kernel32: Any, pid: int) -> None:

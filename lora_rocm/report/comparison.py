@@ -1,4 +1,4 @@
-"""``compare.html``: the LoRA files of a run side by side, their held-out losses, and which one these prefer."""
+"""``compare.html``: the LoRA files of a run side by side, their held-out losses, and which step the losses prefer."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lora_rocm.report.svg_plot import Series
 PREVIEW_SIDE_PX = 256
 CLEAR_ERRORS = 2.0  # standard errors beyond which a difference counts
 NO_LOSSES = (
-    "There is no held-out loss. Train with data.validation_split: 0.1 (a tenth of the samples is held out), and this "
-    "page says which step it prefers and whether later ones overfit."
+    "There is no held-out loss. Train with data.validation_split: 0.1 (a tenth of the samples is held out); then this "
+    "page names the best step and whether later ones overfit."
 )
-UNKNOWN_LOSSES = "There is no held-out loss: the held-out samples cannot be used any more, or no loss is finite."
+UNKNOWN_LOSSES = "There is no held-out loss: the held-out samples are no longer usable, or no loss is finite."
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Results of one LoRA file; ``updates`` 0: of the base alone.
+    """Results of one LoRA file; ``updates`` 0: results of the base alone.
 
     losses: key of each held-out sample -> mean loss, NaN if it is not finite.
-    images: those of the first strength first.
+    images: images of the first strength come first.
     """
 
     updates: int
@@ -55,10 +55,10 @@ def comparison_page(
 
     Args:
         title: names the run.
-        compared: what is compared.
-        prompts: of each image of one strength.
+        compared: the results to compare.
+        prompts: the prompt of each image of one strength.
         strengths: of the LoRA.
-        remarks: what is missing from the comparison, and other notices about it.
+        remarks: missing parts of the comparison, and other notices.
         holds_out: whether the run holds samples out.
     """
     rows = [(one.label, f"{one.loss:.4g}", number_text(_error([*one.losses.values()]))) for one in compared]
@@ -92,7 +92,7 @@ def _images(compared: Sequence[Compared], prompts: Sequence[str], number: int, s
 
 
 def verdict(compared: Sequence[Compared]) -> str:
-    """Which step the held-out loss prefers, and whether later ones overfit; empty without held-out losses."""
+    """Text on the step with the lowest held-out loss, and on later overfitting; empty without held-out losses."""
     trained = [one for one in compared if one.updates and math.isfinite(one.loss)]
     if not trained:
         return ""
@@ -102,14 +102,14 @@ def verdict(compared: Sequence[Compared]) -> str:
     if base < best.loss:
         said += f" Without the LoRA it is lower, {number_text(base)}: on held-out samples no step is better than none."
     if best is last:
-        return f"{said} No later step is compared, so nothing says that the run overfits."
+        return f"{said} No later step is compared, so overfitting is not visible."
     higher = [last.losses[key] - loss for key, loss in best.losses.items()]
     mean, error = statistics.fmean(higher), _error(higher)
     said += f" After step {last.updates} it is higher by {number_text(mean)}"
     if error is None:
-        return f"{said}; one held-out sample does not tell whether that is chance."
+        return f"{said}; with one held-out sample this may be chance."
     said += f", with a standard error of {number_text(error)} over the same {len(higher)} samples: "
-    clear = "later steps overfit." if mean > CLEAR_ERRORS * error else "that may be chance, no clear overfitting."
+    clear = "later steps overfit." if mean > CLEAR_ERRORS * error else "this may be chance, no clear overfitting."
     return said + clear
 
 

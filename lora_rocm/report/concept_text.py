@@ -1,4 +1,4 @@
-"""How the concept score (``ConceptEvent``) is reported: as a headline only where enough previews stand behind it."""
+"""Texts about the concept score (``ConceptEvent``): it is a headline only if it is from enough previews."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from lora_rocm.rundir.event_types import ConceptEvent
 HEADLINE_PREVIEWS = 8
 """With fewer previews the score is mostly chance."""
 ADVICE = (
-    f"For a number that means something, draw at least {HEADLINE_PREVIEWS} previews: more sample.prompts, or "
+    f"For a meaningful number, draw at least {HEADLINE_PREVIEWS} previews: more sample.prompts, or "
     "sample.images_per_prompt."
 )
 
 
 def is_headline(event: ConceptEvent) -> bool:
-    """Whether the score stands on enough previews to be the first thing that a report says."""
+    """Whether the score is from enough previews to be the headline of a report."""
     return event.previews >= HEADLINE_PREVIEWS
 
 
 def concept_quality(event: ConceptEvent) -> str:
-    """What to think of the score, such as "rough, from 3 previews"; what is not known is left out."""
+    """The reliability of the score, such as "rough, from 3 previews"; unknown parts are omitted."""
     previews = event.previews
     parts = [] if event.demo else ["rough"]
     parts += [f"from {count_text(previews, 'preview')}"] if previews else []

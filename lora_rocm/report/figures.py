@@ -1,4 +1,4 @@
-"""What steps add up to: smoothed loss and measures, and the guard's counts; live, or of a run in its files."""
+"""Figures over steps: smoothed loss and measures, and the guard's counts; live, or from a run's files."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Smoothed:
 
 
 class GuardCounts:
-    """Adds up the counters of step events, which begin at 0 with each session."""
+    """Adds up the counters of step events, which restart at 0 in each session."""
 
     def __init__(self) -> None:
         self._of_session: dict[int, tuple[int, int]] = {}
 
     def add(self, session: int, checks: int, failures: int) -> None:
-        """Add the counters of a step; of each session the last one counts."""
+        """Add the counters of a step; the last step of each session counts."""
         self._of_session[session] = (checks, failures)
 
     def add_all(self, steps: Steps) -> None:
@@ -57,7 +57,7 @@ class GuardCounts:
 
 
 class Figures:
-    """Takes steps in their order. guard: over all sessions, also of steps that were made again later."""
+    """Takes steps in their order. guard: over all sessions, including steps that were repeated later."""
 
     def __init__(self) -> None:
         self.loss, self.guard = Smoothed(), GuardCounts()
@@ -65,7 +65,7 @@ class Figures:
 
     @classmethod
     def of(cls, view: RunView, most_updates: int | None = None) -> Figures:
-        """The figures after the steps of a run, or after those up to ``most_updates``."""
+        """The figures after the steps of a run, or after the steps up to ``most_updates``."""
         figures = cls()
         figures.guard.add_all(view.log.steps)
         for updates, loss in view.steps.curve("loss"):

@@ -53,7 +53,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Preformatted:
-    """Text whose line breaks are kept."""
+    """Text with its line breaks kept."""
 
     block: ClassVar = "preformatted"
     text: str
@@ -61,7 +61,7 @@ class Preformatted:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are text. Beyond ``MAX_ROWS`` the page only says how many more rows there are."""
+    """A table with text cells. Beyond ``MAX_ROWS`` the page only shows the number of further rows."""
 
     block: ClassVar = "table"
     head: Sequence[str]
@@ -131,15 +131,15 @@ def page(title: str, heading: str, intro: Sequence[Block], sections: Iterable[Se
     Args:
         title: of the window.
         heading: the largest one on the page.
-        intro: what comes below it.
-        sections: None are left out.
+        intro: blocks below the heading.
+        sections: None entries are omitted.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here, because few commands write a page
 
     private = private_of(os.environ, platform.node(), ())
 
     def shown(value: object) -> object:
-        """A value of the page: pages are sent to others, so home folders are taken out of every text."""
+        """A value of the page. Pages are sent to others, so home folders are removed from every text."""
         if not isinstance(value, str) or isinstance(value, Markup) or value.startswith(DATA):
             return value
         return private.without_homes(value)
@@ -177,8 +177,8 @@ def plot(series: Sequence[Series], x_label: str) -> Plot | None:
 def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> Picture | Unread:
     """An image file, reduced to ``max_side_px``.
 
-    Only PNG is read, the format of previews. A file in somebody's run directory has the format that its content says,
-    and for some formats Pillow would start other programs.
+    Only PNG is read, the format of previews. The content of a file, not its name, decides its format, and for some
+    formats Pillow would start other programs.
     """
     from PIL import Image
 
@@ -186,7 +186,7 @@ def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> Picture |
         check_plain(path, MAX_IMAGE_BYTES)
         with warnings.catch_warnings(action="ignore"), Image.open(path, formats=("PNG",)) as file:
             if file.width * file.height > MAX_PIXELS:
-                raise OSError("no preview is so large")
+                raise OSError("too large for a preview")
             image = file.convert("RGB")
     except (OSError, ValueError, SyntaxError, LookupError, TypeError, struct.error, Image.DecompressionBombError):
         return Unread()

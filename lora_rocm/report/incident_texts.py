@@ -12,16 +12,16 @@ from lora_rocm.rundir.incidents import Trouble
 MAX_LOGS, MAX_LOG_LINES = 10, 40
 DAY = "%Y-%m-%d %H:%M:%S"
 SAME = (
-    "with the same samples and noise, the result is that of an undisturbed run, to the byte where the kernels are "
+    "with the same samples and noise, the result equals an undisturbed run's, byte for byte if the kernels are "
     "deterministic (the CPU, or runtime.deterministic)."
 )
 UNCHANGED, EXACT = f"Nothing was changed: {SAME}", f"No change alters a number: {SAME}"
 ROUNDING = (
-    "Some changes alter how numbers are rounded, not what is computed: samples, noise and the effective batch are "
-    "those of an undisturbed run, and the result has its meaning, but not its bytes."
+    "Some changes alter how numbers are rounded, but not the computation. Samples, noise and the effective batch are "
+    "the same as in an undisturbed run. The result is equivalent, but not byte-identical."
 )
 OTHER_NOISE = (
-    "The run was rolled back to other noise: from there on it is another run of the same recipe, as sound as the first."
+    "The run was rolled back to other noise. From there on it is another run of the same recipe, as valid as the first."
 )
 
 
@@ -33,7 +33,7 @@ def failure_text(event: FailureEvent) -> str:
     doing = event.activity if event.activity and event.activity != event.phase else ""
     where = f"{event.phase} ({doing})" if doing else event.phase
     limit = f", of {event.limit_s:g} allowed," if event.limit_s is not None else ""
-    stacks = f"; where it stood is in {event.stacks}" if event.stacks else ""
+    stacks = f"; its stacks are in {event.stacks}" if event.stacks else ""
     done = "could not be ended" if event.code == "worker-unkillable" else "was ended"
     return (
         f"The training process was silent for {event.silent_s:.3g} s{limit} in the phase {where}, after step "
@@ -45,7 +45,7 @@ def change_text(event: ChangeEvent) -> str:
     """A mitigation in one line."""
     before = event.seen == "remembered"
     because = "because of an earlier run on this machine" if before else f"because of: {event.seen}"
-    kept = "no number changes" if event.effect == "exact" else "numbers are rounded otherwise"
+    kept = "no number changes" if event.effect == "exact" else "numbers are rounded differently"
     return f"Changed {because}: {event.text} ({kept})"
 
 
@@ -53,8 +53,8 @@ def restart_text(event: RestartEvent) -> str:
     """A restart in one line."""
     noise = f", with other noise (attempt {event.attempt})" if event.attempt else ""
     return (
-        f"Restart {event.number}: going on from step {event.from_updates}{noise}; {event.spent:g} of "
-        f"{event.budget:g} restarts are spent"
+        f"Restart {event.number}: continuing from step {event.from_updates}{noise}; {event.spent:g} of "
+        f"{event.budget:g} restarts are used"
     )
 
 
@@ -70,7 +70,7 @@ def trouble_text(event: Trouble) -> str:
 
 
 def promise(events: Iterable[Trouble]) -> str:
-    """The statement about the result's reproducibility that holds after these events."""
+    """The statement about the result's reproducibility after these events."""
     found = list(events)
     if any(isinstance(event, RestartEvent) and event.attempt for event in found):
         return OTHER_NOISE

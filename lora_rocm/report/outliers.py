@@ -1,4 +1,4 @@
-"""Finds steps whose loss or gradient norm is an outlier: a pure function over ``step`` events, and its table.
+"""Finds steps with an outlier in loss or gradient norm: a pure function over ``step`` events, and its table.
 
 The loss of a diffusion model depends mostly on the timestep drawn: in a healthy run with small batches, one step in a
 hundred has five times the usual loss. So the threshold is the higher of a fixed factor and the run's own noise.
@@ -20,7 +20,7 @@ WINDOW_STEPS, LEAST_STEPS = 50, 20
 """The usual value is the median of the last WINDOW_STEPS steps; before LEAST_STEPS steps there is none."""
 LOSS_TIMES, NORM_TIMES = 5.0, 10.0
 NOISE_TIMES = 6.0
-"""And so many standard deviations of the logarithm, as estimated from the median deviation in the window."""
+"""Threshold in standard deviations of the logarithm, estimated from the median deviation in the window."""
 SIGMA_OF_MAD = 1.4826
 """Standard deviation over median absolute deviation of a normal distribution."""
 
@@ -61,7 +61,7 @@ class Usual:
 
 
 def spikes(steps: Iterable[StepEvent]) -> list[Spike]:
-    """The outlier steps in order. ``steps``: those that count."""
+    """The outlier steps in order. ``steps``: the current steps, without repeated ones."""
     losses, norms, found = Usual(LOSS_TIMES), Usual(NORM_TIMES), []
     for step in steps:
         usual_loss, usual_norm = losses.value, norms.value
@@ -78,12 +78,12 @@ def spikes_section(steps: Sequence[StepEvent]) -> Section | None:
     """The section of the report; None if there are too few steps."""
     if len(steps) <= LEAST_STEPS:
         return None
-    title, found = "Steps that stand out", spikes(steps)
+    title, found = "Outlier steps", spikes(steps)
     if not found:
         return section(title, Paragraph("None: no step's loss or gradient is far above those before it.", "good"))
     note = (
-        f"Usual: the median of the last {WINDOW_STEPS} steps. One such step now and then does no harm; many speak of "
-        "bad images or captions, or of too high a learning rate."
+        f"Usual: the median of the last {WINDOW_STEPS} steps. A few such steps do no harm; many point to "
+        "bad images or captions, or a learning rate that is too high."
     )
     rows = [
         (

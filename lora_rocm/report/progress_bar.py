@@ -38,16 +38,16 @@ PHASES = {
 }
 
 CACHE_WORK = {
-    "sizes": "Looking for samples",
+    "sizes": "Finding samples",
     "hashes": "Reading images",
     "images": "Caching images",
-    "texts": "Looking at texts",
+    "texts": "Reading texts",
     "captions": "Caching texts",
     "class images": "Drawing class images",
 }
 MAX_REPAIRS_SAID = 5
 MIN_BAR = 10
-"""Columns of a bar at least."""
+"""Minimum width of a bar in columns."""
 
 
 def _measures(event: event_types.ValidationEvent | event_types.WatchedEvent) -> str:
@@ -55,7 +55,7 @@ def _measures(event: event_types.ValidationEvent | event_types.WatchedEvent) -> 
 
 
 def line_of(event: event_types.Event) -> str:
-    """The line that an event is; empty if it has none, or is drawn otherwise."""
+    """The line for an event; empty if it has none, or is displayed differently."""
     match event:
         case event_types.FailureEvent() | event_types.ChangeEvent() | event_types.RestartEvent():
             return trouble_text(event)
@@ -85,7 +85,7 @@ class View(Protocol):
         """Print a permanent line."""
 
     def show(self, what: str, done: int, total: int, details: Sequence[str]) -> None:
-        """Show the progress of an activity. details: the most important first; empty ones are left out."""
+        """Show the progress of an activity. details: the most important first; empty ones are omitted."""
 
     def end(self) -> None:
         """Stop drawing bars."""
@@ -94,7 +94,7 @@ class View(Protocol):
 class ProgressDisplay:
     """Turns events into lines and bars on a ``View``.
 
-    spill_bytes: see ``vram_spill.spill_bytes``. past: the run that a resume goes on with, read once it does.
+    spill_bytes: see ``vram_spill.spill_bytes``. past: reads the run that a resume continues; called at its start.
     """
 
     def __init__(self, view: View, spill_bytes: int | None = None, past: Callable[[], RunView] | None = None) -> None:
@@ -146,11 +146,11 @@ class ProgressDisplay:
         self.exports = 0
         self.say(f"Training on {event.device}, {event.precision}, torch {event.torch}")
         if event.resumed_from is not None:
-            self.say(f"Going on from step {event.resumed_from}")
+            self.say(f"Continuing from step {event.resumed_from}")
             self.figures.loss = Smoothed()
             self.figures.measures.clear()
-            # the file may already have later steps, which are still to be shown; and one that cannot be read stops no
-            # run: the smoothed loss begins anew
+            # the file may already have later steps, which are still to be shown. A file that cannot be read must not
+            # stop the run: then the smoothed loss starts again
             with suppress(ResumeError, StorageError):
                 if self.past is not None:
                     self.figures = Figures.of(self.past(), event.resumed_from)
@@ -159,11 +159,11 @@ class ProgressDisplay:
         aside = len(event.set_aside)
         self.say(
             f"{count_text(event.samples, 'sample')} in {count_text(len(event.buckets), 'bucket')}, "
-            f"{count_text(event.steps_per_epoch, 'step')} an epoch, "
-            f"{count_text(event.max_train_steps, 'step')} in all" + (f"; {aside} set aside" if aside else "")
+            f"{count_text(event.steps_per_epoch, 'step')} per epoch, "
+            f"{count_text(event.max_train_steps, 'step')} in all" + (f"; {aside} skipped" if aside else "")
         )
         for problem in event.set_aside[:5]:
-            self.say(f"  set aside: {problem['where']}: {problem['what']}")
+            self.say(f"  skipped: {problem['where']}: {problem['what']}")
         if aside > 5:
             self.say(f"  ... and {aside - 5} more, see the report")
         for notice in event.notices:
@@ -193,7 +193,7 @@ class ProgressDisplay:
         self.view.show("Training", event.updates, event.max_train_steps, details)
 
     def _on_export(self, event: event_types.ExportEvent) -> None:
-        """Who reads a file is said of the first of ``output.formats`` alone; ``status`` says it of all."""
+        """Print the export. Its readers are shown for the first of ``output.formats`` only; ``status`` shows all."""
         difference = number_text(event.max_difference)
         self.say(f"Wrote {event.path} ({event.format}), loaded back, largest difference {difference}")
         about = readers_line(event.can_read, event.cannot_read)
@@ -203,7 +203,7 @@ class ProgressDisplay:
 
 
 def joined(details: Sequence[str], room: float = math.inf) -> str:
-    """The first details, as many as fit into this number of columns."""
+    """The first details that fit into this number of columns."""
     shown = ""
     for detail in filter(None, details):
         longer = f"{shown}  {detail}" if shown else detail
@@ -214,7 +214,7 @@ def joined(details: Sequence[str], room: float = math.inf) -> str:
 
 
 class BarView:
-    """A bar on a terminal; lines scroll above it. Details for which it is too narrow are left out, the last first."""
+    """A bar on a terminal; lines scroll above it. Details that do not fit are omitted, the last ones first."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -273,7 +273,7 @@ def make_progress(
 ) -> Iterator[ProgressDisplay]:
     """A display on a terminal or a plain stream (default: standard output). The bar is removed at the end.
 
-    spill_bytes: see ``vram_spill.spill_bytes``. run_dir: of the run.
+    spill_bytes: see ``vram_spill.spill_bytes``. run_dir: the run's directory.
     """
     stream = stream or sys.stdout
     view: View = BarView(Console(file=stream)) if stream.isatty() else LineView(stream)

@@ -73,11 +73,11 @@ MAX_WRONG = 200
 PREVIEW_SIDE_PX = 256
 GRID_SIDE_PX = 2000
 MAX_JSON_BYTES = 1 << 24
-MAX_EXPONENT = 700.0  # a float holds no larger power of e
+MAX_EXPONENT = 700.0  # a larger power of e overflows a float
 STEP_SHARES = {
     "loading_s": "loading",
     "copy_s": "copying to the device",
-    "check_s": "checking what arrived",
+    "check_s": "checking the copies",
     "wait_s": "waiting for the verdict",
 }
 
@@ -97,10 +97,10 @@ class Facts:
 
 
 def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
-    """Write the report from what the run has so far.
+    """Write the report from the run's present files.
 
     Raises:
-        StorageError: it cannot be written, or would take the place of one that says more.
+        StorageError: it cannot be written, or would replace a report with more content.
     """
     view = RunView.of(run_dir)
     if view.log.last_s is None and run_dir.report.exists():
@@ -108,8 +108,9 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
             "events-lost",
             "The events of this run are gone or damaged: a new report would have no curves.",
             where=str(run_dir.events()),
-            fix="Put the file back from a copy. The report that is there was left as it is.",
+            fix="Restore the file from a copy. The existing report was kept.",
         )
+    # Read the run; a damaged part only loses its own sections
     try:
         recipe = load_recipe(run_dir.recipe, registry=registry).recipe
     except RecipeError:
@@ -120,6 +121,7 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
     title = recipe.output.name if recipe else run_dir.path.name
     remarks = [recipe_fault(run_dir, registry), *view.remarks_on_events()]
     remarks += faults_of_finished(run_dir) if run_dir.result.exists() else []
+    # Build the page
     html = page(
         f"{title}: lora-rocm report",
         title,
@@ -164,10 +166,11 @@ def _headline(facts: Facts) -> list[Block]:
             return [*said_of_recipe, Paragraph(f"Ended at {at}: {what}", "bad"), Paragraph(fix, "soft")]
         case FailureEvent() as hang:
             return [*said_of_recipe, Paragraph(f"Ended at {at}: {failure_text(hang)}", "bad")]
-    return [*said_of_recipe, Paragraph(f"Not finished: {at}. Go on with --resume latest.", "bad")]
+    return [*said_of_recipe, Paragraph(f"Not finished: {at}. Continue with --resume latest.", "bad")]
 
 
 def _usage(facts: Facts) -> Section | None:
+    # The table of files
     stale = {path: f"{each.reason}: {each.remedy}" for path, each in facts.view.files.stale.items()}
     rows = [
         (path.relative_to(facts.run_dir.path).as_posix(), _file_size(path), stale.get(export, ""))
@@ -178,6 +181,7 @@ def _usage(facts: Facts) -> Section | None:
     lost = [Paragraph(text, "bad") for text in facts.view.files.lost]
     if not rows:
         return section("Files and how to use them", *lost) if lost else None
+    # How to use the files in each program
     hints, lora = list[Block](), facts.run_dir.lora
     if lora.exists():
         exported = next((event for event in reversed(facts.view.all(ExportEvent)) if event.path == lora.name), None)
@@ -189,7 +193,9 @@ def _usage(facts: Facts) -> Section | None:
             line = f'pipeline.load_lora_weights("{lora.name}")'
             hints += [Paragraph("In diffusers, where the file is:"), Preformatted(line)]
     if facts.recipe is not None and facts.recipe.spec.trains_on_texts:
-        hints.append(Paragraph("To talk to the model with and without it, in the folder that the run directory is in:"))
+        hints.append(
+            Paragraph("To chat with the model with and without it, in the parent folder of the run directory:")
+        )
         hints.append(Preformatted(quoted(["lora-rocm", "chat", facts.run_dir.path.name])))
     for folder in peft_folders(facts.run_dir.peft_dir).values():
         read = "AutoPeftModelForCausalLM.from_pretrained" if folder.name == "model" else "PeftModel.from_pretrained"
@@ -198,7 +204,7 @@ def _usage(facts: Facts) -> Section | None:
         )
     trigger = facts.recipe.data.trigger_word if facts.recipe else None
     if trigger:
-        hints.append(Paragraph(f"Put the trigger word into the prompt: {trigger}"))
+        hints.append(Paragraph(f"Use the trigger word in the prompt: {trigger}"))
     return section("Files and how to use them", table(("file", "size", ""), rows), *lost, *hints)
 
 
@@ -208,15 +214,15 @@ def _file_size(path: Path) -> str:
 
 
 def _concept(facts: Facts, headline: bool) -> Section | None:
-    """The concept score if it is a headline, or if it is none. Runs of earlier versions have one of texts, too."""
+    """The concept score, if ``headline`` matches it. Runs of earlier versions have a score for texts, too."""
     found, of_texts = facts.view.last(ConceptEvent), facts.recipe is not None and facts.recipe.spec.trains_on_texts
     if found is None or of_texts or is_headline(found) != headline:
         return None
     control = f"control {found.control:.2f}" if found.control is not None else "no control prompts were given"
     meaning = (
         "The chance that a preview made after training is nearer to the training images than one made before: "
-        "0.50 says that nothing changed, 1.00 that every one is nearer. The control is the same for prompts "
-        "without the concept; the score is worth what it is above the control. Only colours and edges are compared."
+        "0.50 means no change, 1.00 that every one is nearer. The control is the same number for prompts "
+        "without the concept; only the difference to the control counts. Only colours and edges are compared."
     )
     details = found.detail.items() if isinstance(found.detail, dict) else [("detail", found.detail)]
     rows = [(name, f"{value:.3f}" if isinstance(value, float) else value) for name, value in details]
@@ -238,6 +244,7 @@ def _before_after(facts: Facts) -> Section | None:
 
 
 def _curves(facts: Facts) -> Section | None:
+    # The points
     steps = facts.view.steps
     loss: list[Point] = [*steps.curve("loss")]
     rate: list[Point] = [*steps.curve("learning_rate")]
@@ -247,6 +254,7 @@ def _curves(facts: Facts) -> Section | None:
     watched: list[Point] = [
         (event.updates, event.loss) for event in facts.view.all(WatchedEvent) if event.loss is not None
     ]
+    # The plots; one without finite points is omitted
     texts = facts.recipe is not None and facts.recipe.spec.trains_on_texts
     pairs = facts.recipe is not None and facts.recipe.objective.compares_pairs
     plots = [
@@ -279,7 +287,7 @@ def _smoothed_plot(name: str, points: list[Point]) -> tuple[str, list[Series]]:
 
 
 def _held_out_plots(name: str, losses: list[Point], are_entropies: bool) -> Iterator[tuple[str, list[Series]]]:
-    """The plot of a loss of samples that are not trained on, and of the perplexity if it is a cross-entropy."""
+    """The plot of a loss on samples that are not trained on, and of the perplexity if the loss is a cross-entropy."""
     points = sorted(dict(losses).items())
     yield f"{name.capitalize()} loss", [Series(f"{name} loss", points, "dots")]
     perplexity = [(updates, math.exp(min(loss, MAX_EXPONENT))) for updates, loss in points if are_entropies]
@@ -287,7 +295,7 @@ def _held_out_plots(name: str, losses: list[Point], are_entropies: bool) -> Iter
 
 
 def _measures(facts: Facts) -> dict[str, list[Point]]:
-    """Other values of the held-out samples, by name; of a step seen twice the newest counts."""
+    """Other values of the held-out samples, by name; the newest value of a repeated step counts."""
     found = defaultdict[str, dict[float, float]](dict)
     for event in facts.view.all(ValidationEvent):
         for name, value in event.measures.items():
@@ -296,6 +304,7 @@ def _measures(facts: Facts) -> dict[str, list[Point]]:
 
 
 def _previews(facts: Facts) -> Section | None:
+    # The files; links to files outside of the run are not opened
     rounds = [(updates, sorted(folder.glob("[0-9]*.*"))) for updates, folder in facts.run_dir.list_samples()]
     num_files = sum(len(files) for _, files in rounds)
     rounds = [(updates, [file for file in files if facts.run_dir.holds(file)]) for updates, files in rounds]
@@ -306,6 +315,7 @@ def _previews(facts: Facts) -> Section | None:
     )
     if not rounds:
         return section("Previews over time", outside) if outside else None
+    # Evenly chosen rounds, and the first prompts
     num_rounds = len(rounds)
     if num_rounds > MAX_ROUNDS:
         stride = (len(rounds) - 1) / (MAX_ROUNDS - 1)
@@ -350,10 +360,10 @@ def _canaries(facts: Facts) -> Paragraph | None:
     wrong = [f"after step {event.updates}: {event.detail}" for event in found if not event.passed]
     if not found:
         return None
-    sentence = f"Kernels with known answers and frozen weights were looked at {times_text(len(found))}"
+    sentence = f"Kernels with known answers and frozen weights were checked {times_text(len(found))}"
     if wrong:
         return Paragraph(f"{sentence}, {len(wrong)} of them with a failure: {'; '.join(wrong[:MAX_WRONG])}", "bad")
-    return Paragraph(f"{sentence}: always right.", "good")
+    return Paragraph(f"{sentence}: always correct.", "good")
 
 
 def _repaired(facts: Facts) -> Section | None:
@@ -363,7 +373,7 @@ def _repaired(facts: Facts) -> Section | None:
     kinds = Counter(event.kind for event in repaired)
     counted = ", ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items()))
     what = f"Cache entries that were damaged and encoded again, never trained on: {counted}."
-    advice = "Many of them, or more in every run, speak of a failing disk: lora-rocm cache verify reads every entry."
+    advice = "Many of them, or more in every run, point to a failing disk: lora-rocm cache verify reads every entry."
     rows = [(event.kind, event.item, event.reason) for event in repaired]
     head = ("entry", "image or caption", "what was wrong")
     return section("Cache", Paragraph(what, "bad"), Paragraph(advice, "soft"), table(head, rows))
@@ -382,11 +392,11 @@ def _exports(facts: Facts) -> Section | None:
         for event in newest.values()
     ]
     note = Paragraph(
-        "Each file was loaded back by another reader; the difference is the largest one between its effect on the "
-        "model and that of the trained adapter.",
+        "Each file was loaded back by another reader; the difference is the largest one between the file's effect on "
+        "the model and the trained adapter's effect.",
         "soft",
     )
-    head = ("file", "format", "largest difference", "who cannot read it")
+    head = ("file", "format", "largest difference", "programs that cannot read it")
     return section("Exports, loaded back", table(head, rows), note) if rows else None
 
 
@@ -399,11 +409,11 @@ def _data(facts: Facts) -> Section | None:
     return section(
         "Data",
         Paragraph(
-            f"{count_text(data.samples, 'sample')}, {count_text(data.steps_per_epoch, 'step')} an epoch, "
-            f"{len(aside)} set aside."
+            f"{count_text(data.samples, 'sample')}, {count_text(data.steps_per_epoch, 'step')} per epoch, "
+            f"{len(aside)} skipped."
         ),
         *(Paragraph(notice) for notice in data.notices),
-        *_titled("Set aside", table(("sample", "why", "what to do"), aside)),
+        *_titled("Skipped", table(("sample", "why", "what to do"), aside)),
         *_titled("Buckets", table(("size", "samples"), buckets)),
     )
 
@@ -427,7 +437,7 @@ def _timings(facts: Facts) -> Section | None:
             rows.append((f"share of a step: {name}", f"{sum(columns[key]) / total_s:.2%}"))
         rows.append(("memory, highest", size_text(max(columns["memory_bytes"]))))
     starts = len(facts.view.all(StartEvent))
-    note = Paragraph("Phase step includes the checkpoints and previews made on the way.", "soft") if rows else None
+    note = Paragraph("The phase step includes checkpoints and previews.", "soft") if rows else None
     device = facts.recipe.runtime.device if facts.recipe else "auto"
     slow = [
         Paragraph(text, "bad")
@@ -448,7 +458,7 @@ def _recipe(facts: Facts) -> Section | None:
 
 
 def readable(value: object) -> str:
-    """A value of ``environment.json`` for people: mappings as "key: value", lists with commas, no None and no []."""
+    """A value of ``environment.json`` as text: mappings as "key: value", lists with commas, no None and no []."""
     if value is None or value in ({}, [], ""):
         return "none"
     if isinstance(value, bool):

@@ -17,7 +17,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """One line. kind: CSS class (raw, smooth, plain, dots). Non-finite points are left out."""
+    """One line. kind: CSS class (raw, smooth, plain, dots). Non-finite points are omitted."""
 
     name: str
     points: Sequence[Point]
@@ -39,6 +39,7 @@ def line_plot(series: Sequence[Series], x_label: str) -> Markup:
     def y_px(y: float) -> float:
         return HEIGHT_PX - BOTTOM_PX - (y - y_low) / (y_high - y_low) * (HEIGHT_PX - TOP_PX - BOTTOM_PX)
 
+    # Grid and labels of the axes
     parts = list[Markup]()
     for y in ticks(y_low, y_high):
         at = y_px(y)
@@ -49,6 +50,7 @@ def line_plot(series: Sequence[Series], x_label: str) -> Markup:
     parts += [_element("text", {"x": f"{x_px(x):.1f}", **below}, [f"{x:.6g}"]) for x in ticks(x_low, x_high)]
     lowest = {"x": WIDTH_PX / 2, "y": HEIGHT_PX - 4, "text-anchor": "middle"}
     parts.append(_element("text", lowest, [x_label]))
+    # Lines and dots
     for one in kept:
         if one.kind == "dots" or len(one.points) == 1:
             places = [{"cx": f"{x_px(x):.1f}", "cy": f"{y_px(y):.1f}"} for x, y in one.points]
@@ -61,7 +63,7 @@ def line_plot(series: Sequence[Series], x_label: str) -> Markup:
 
 
 def _element(name: str, attributes: Mapping[str, object], content: Iterable[str] = ()) -> Markup:
-    """The only place that writes markup: ``Markup.format`` and ``Markup.join`` escape all but other elements."""
+    """Only this writes markup: ``Markup.format`` and ``Markup.join`` escape everything except elements."""
     written = Markup().join(Markup(' {}="{}"').format(key, value) for key, value in attributes.items())
     inside = Markup().join(content)
     if not inside:

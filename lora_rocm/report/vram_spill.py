@@ -1,6 +1,6 @@
 """Detects GPU memory that spills into main memory, which makes training slow on Windows and on APUs.
 
-There the driver silently moves tensors to main memory; a discrete GPU under Linux would raise an error. Sources: AMD
+There the driver silently moves tensors to main memory; on Linux, a discrete GPU raises an error instead. Sources: AMD
 radeon-ryzen docs, limitations of Ryzen AI Max; unsloth#8482.
 """
 
@@ -46,7 +46,7 @@ def spilled(environment: Mapping[str, Any], device: str, events: Iterable[Event]
 
 
 class Spilling:
-    """Watches ``start``, ``change`` and ``step`` events, and reports once that full memory makes training slow.
+    """Watches ``start``, ``change`` and ``step`` events, and reports once if full memory makes training slow.
 
     A run that spills from its first steps has no fast steps to compare with, and is not detected.
     """
@@ -57,7 +57,7 @@ class Spilling:
 
     def on_event(self, event: Event) -> str:
         """A message for the user, or an empty string. Waiting for the loader does not count."""
-        if isinstance(event, StartEvent | ChangeEvent):  # other settings have another usual speed
+        if isinstance(event, StartEvent | ChangeEvent):  # new settings change the usual speed
             self._recent.clear()
             self._best_s = float("inf")
         if not isinstance(event, StepEvent) or self._limit_bytes is None or self._said:
@@ -74,6 +74,6 @@ class Spilling:
         return (
             f"Since about step {event.updates - WINDOW_STEPS} training is more than {SLOWER_TIMES:g} times slower, "
             f"and the GPU's memory is full ({size_text(event.memory_bytes)} of {size_text(self._limit_bytes)}): the "
-            "driver moves tensors to main memory. Go on with train.gradient_checkpointing: true, or start a new run "
+            "driver moves tensors to main memory. Continue with train.gradient_checkpointing: true, or start a new run "
             "with a smaller train.batch_size and more train.gradient_accumulation_steps."
         )

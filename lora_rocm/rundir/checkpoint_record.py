@@ -1,9 +1,9 @@
-"""What a checkpoint folder says of itself, and whether its files are what was written.
+"""The record of a checkpoint folder, and checks that its files are unchanged.
 
-A resume, an export and ``status`` all read it here, so none of them calls a checkpoint whole that another refuses.
+A resume, an export and ``status`` all read it here, so they agree on which checkpoints are whole.
 
 A checkpoint may come from somebody else: the seal is a plain checksum, which detects damage but not forgery. So
-``state.json`` decides neither which files are read nor how much of them is held in memory.
+``state.json`` controls neither which files are read nor how much memory they take.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.model_files.header import read_header
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, FILE_OF, STATE_FILE
 
-MAX_STATE_BYTES = 1 << 30  # it holds the captions' tags: 40,000 per folder, each of any length
+MAX_STATE_BYTES = 1 << 30  # it contains the captions' tags: 40,000 per folder, each of any length
 MAX_PART_BYTES = 1 << 36  # the moments of rank 1024 on all attention and MLPs of SDXL take 20 GiB
 PIECE_BYTES = 1 << 20  # read at once while checksumming
 MAX_COUNT = 2**63
@@ -29,17 +29,17 @@ MAX_COUNT = 2**63
 
 @dataclass
 class Position:
-    """The position of a run. All of it is saved; nothing else decides what comes next."""
+    """The position of a run. All of it is saved; nothing else determines the next step."""
 
     iteration: int = 0  # updates tried, made or skipped: decides data and noise
     updates: int = 0  # updates made: decides the schedule and the end
-    attempt: int = 0  # raised by each roll-back, to draw other noise
+    attempt: int = 0  # increased by each roll-back, to draw other noise
     nonfinite_in_a_row: int = 0
 
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """``state.json`` of a folder whose files have whole headers. checksums: SHA-256 of each file, by name."""
+    """``state.json`` of a folder of files with intact headers. checksums: SHA-256 of each file, by name."""
 
     path: Path
     position: Position
@@ -57,7 +57,7 @@ def read_record(folder: Path) -> CheckpointRecord:
     """Read ``state.json`` and the headers of the files that it names. The checksums are not compared.
 
     Raises:
-        StorageError: checkpoint-damaged: anything is damaged, missing or not in the expected form; ``where`` is the
+        StorageError: checkpoint-damaged: anything is damaged, missing or not in the expected format; ``where`` is the
             file.
         ModelError: a header is damaged.
     """
@@ -65,27 +65,27 @@ def read_record(folder: Path) -> CheckpointRecord:
     try:
         state = parse_json(content_of(state_file, MAX_STATE_BYTES))
         if sealed({key: value for key, value in state.items() if key != "seal"}) != _as_json(state):
-            raise ValueError("the seal is another one")
+            raise ValueError("the seal differs")
         position, facts, checksums = Position(**state["position"]), state["facts"], state["sha256"]
         counts = [position.iteration, position.updates, position.attempt, position.nonfinite_in_a_row]
         if not all(type(count) is int and 0 <= count < MAX_COUNT for count in counts):
-            raise ValueError("a position is made of counts")
+            raise ValueError("a position consists of counts")
         if not isinstance(facts, dict) or not set(checksums) <= set(FILE_OF.values()):  # else it could name any file
             raise ValueError("a checkpoint has no such file")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise damaged(state_file, "This file is missing or damaged.") from error
     named = CHECKPOINT_NAME.match(folder.name)
     if named and int(named.group(1)) != position.updates:
-        what = f"It is of step {position.updates}: the folder or this file was moved."
+        what = f"It belongs to step {position.updates}: the folder or this file was moved."
         raise damaged(state_file, what)
     for name in sorted(checksums):
-        read_header(folder / name)  # the checksum may be right for something that is not safetensors
+        read_header(folder / name)  # the checksum may match a file that is not safetensors
     return CheckpointRecord(folder, position, facts, dict(checksums))
 
 
 def damaged(file: Path, what: str) -> StorageError:
     """The error for a damaged file of a checkpoint."""
-    fix = "A resume passes over a damaged checkpoint. Check the disk."
+    fix = "A resume skips a damaged checkpoint. Check the disk."
     return StorageError("checkpoint-damaged", what, where=str(file), fix=fix)
 
 
@@ -96,7 +96,7 @@ def compare_checksum(record: CheckpointRecord, name: str, found: str) -> None:
         StorageError: checkpoint-damaged.
     """
     if found != record.checksums[name]:
-        raise damaged(record.path / name, "This file is not what was written: its checksum is another one.")
+        raise damaged(record.path / name, "This file changed after it was written: its checksum differs.")
 
 
 def checksum_of(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Free disk space: compare the bytes needed with the bytes free, before the disk is full."""
+"""Checks of free disk space: the bytes needed against the bytes free, before the disk is full."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lora_rocm.errors import StorageError, storage_error
 from lora_rocm.foundation.units import size_text
 
 RESERVE_BYTES = 1 << 20
-"""Kept free beside what is written: for events, and for the report of what happened."""
+"""Kept free in addition to the files to be written: for events, and for the error report."""
 
 Free = Callable[[Path], "int | None"]
 
@@ -19,7 +19,7 @@ def free_bytes(path: Path) -> int | None:
     """Bytes that this user may still write on the disk of ``path``, which need not exist yet.
 
     None if the file system does not report it (some network drives report a size of 0). Quotas of a user or a folder
-    are not seen: if one is used up, writing fails as on a full disk.
+    are not included: if one is used up, writing fails as on a full disk.
 
     Raises:
         StorageError: the disk does not answer.
@@ -44,7 +44,7 @@ def require(path: Path, needed_bytes: int, what: str, fix: str, free: Free = fre
     if found is not None and found < needed_bytes + RESERVE_BYTES:
         raise StorageError(
             "disk-low",
-            f"There is not enough room on the disk for {what}: {size_text(needed_bytes)} needed, "
+            f"There is not enough space on the disk for {what}: {size_text(needed_bytes)} needed, "
             f"{size_text(found)} free. Nothing was written.",
             where=str(path),
             fix=fix,

@@ -1,8 +1,8 @@
-"""Reads an event file, with an index beside a large one that saves reading it again.
+"""Reads an event file; an index file next to a large one avoids reading it again.
 
-The index is what was read so far (``EventLog``). It counts only if this version of the program wrote it on this machine
-and the file still begins with the bytes that were read; else it is made again, without a word. So it never changes what
-is read, only how long that takes. Where it cannot be written, the file is read each time.
+The index stores the events read so far (``EventLog``). It is used only if this version of the program wrote it on this
+machine and the file still begins with the bytes that were read; else it is silently rebuilt. So it never changes the
+result, only the time. If it cannot be written, the file is read each time.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
 INDEX_FROM_BYTES = 1 << 20
-"""A smaller file is read sooner than an index of it. An index that lacks so much of the file is written again."""
+"""Reading a smaller file is faster than reading its index. An index that lacks this much of the file is rewritten."""
 MAX_INDEX_BYTES = 1 << 30
 SETTLED_S = 3.0
-"""A file that changed so shortly before it was read may change again and have the same time (FAT counts 2 s)."""
+"""A file that changed less than this before it was read may change again with the same time (FAT counts 2 s)."""
 KEY_FILE, KEY_BYTES, SEAL_BYTES = "index.key", 32, 32
 
 
@@ -55,7 +55,7 @@ def read_log(path: Path, *, use_index: bool = True) -> EventLog:
     reader, begun = EventReader(path, indexed), b""
 
     def hash_lines(data: bytes) -> None:
-        """Hash complete lines alone: the next reader goes on behind them."""
+        """Hash complete lines only: the next reader continues after them."""
         nonlocal begun
         end = data.rfind(b"\n") + 1
         if end and key:
@@ -74,7 +74,7 @@ def read_log(path: Path, *, use_index: bool = True) -> EventLog:
 
 
 def _read_index(path: Path, version: FileVersion, key: bytes) -> tuple[EventLog, _Hash, int] | None:
-    """What an index knows, the hash of the lines that it knows, and their bytes; None if it does not count."""
+    """Return the events of an index, the hash of the indexed lines, and their bytes; None if it is not usable."""
     index = RunDir(path.parent).index_of(path)
     try:
         found = read_plain(index, check_plain(index, MAX_INDEX_BYTES))
@@ -97,7 +97,7 @@ def _read_index(path: Path, version: FileVersion, key: bytes) -> tuple[EventLog,
 
 
 def _hash_beginning(path: Path, num_bytes: int, digest: _Hash) -> bool:
-    """Hash the first bytes of a file; False if it has not so many."""
+    """Hash the first bytes of a file; False if it has fewer."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         while num_bytes and (piece := file.read(min(num_bytes, CHUNK_BYTES))):
             digest.update(piece)
@@ -106,7 +106,7 @@ def _hash_beginning(path: Path, num_bytes: int, digest: _Hash) -> bool:
 
 
 def _key() -> bytes:
-    """The secret by which this program knows its own indexes; empty if none can be kept."""
+    """The secret by which this program recognises its own indexes; empty if it cannot be stored."""
     path = own_app_dir() / KEY_FILE
     with contextlib.suppress(OSError, StorageError):
         if not path.exists():
@@ -118,7 +118,7 @@ def _key() -> bytes:
 
 @cache
 def _program() -> str:
-    """Another version may read the same lines otherwise."""
+    """The version of the program: another one may read the same lines differently."""
     found = hashlib.sha256(f"{__version__} {sys.byteorder}".encode("ascii"))
     for module in (event_types, event_log):
         with contextlib.suppress(OSError):

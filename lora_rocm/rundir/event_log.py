@@ -1,6 +1,6 @@
 """All events of one file, as ``RunView`` reads them: the steps as columns, the others by kind.
 
-A line of another kind than ``step`` is parsed again when it is asked for: most commands want few of them.
+Lines of kinds other than ``step`` are parsed on request: most commands need few of them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ NAMED = ("optimizer", "measures")
 """The fields of ``StepEvent``: whole numbers, numbers (NaN is null), and numbers by name."""
 _values_of = itemgetter(*WHOLE, *REAL, *NAMED)
 MAX_KEPT = 100_000
-"""Events of a kind, besides steps; the newest count."""
+"""Limit of events per kind, except steps; the newest are kept."""
 BATCH_STEPS = 64
 
 
 class Steps(Sequence[StepEvent]):
-    """Steps of a run as columns: ``real["loss"][i]`` is that of the i-th; each is an event again if it is asked for.
+    """Steps of a run as columns: ``real["loss"][i]`` is the loss of step i. Indexing returns a ``StepEvent``.
 
     Attributes:
         whole, real: field -> its values; NaN is null.
@@ -54,6 +54,7 @@ class Steps(Sequence[StepEvent]):
         columns: dict[str, Sequence[Any]] = dict(
             zip((*WHOLE, *REAL, *NAMED), zip(*map(_values_of, map(vars, steps)), strict=True), strict=True)
         )
+        # Whole numbers and numbers: one array per field
         for name in WHOLE:
             self.whole[name].extend(array("q", columns[name]))
         for name in REAL:
@@ -62,10 +63,11 @@ class Steps(Sequence[StepEvent]):
             self.real[name].extend(
                 array("d", (math.nan if value is None else value for value in values) if has_null else values)
             )
+        # Numbers by name: two arrays per name
         for field, of_name in self.named.items():
             found: Sequence[dict[str, float]] = columns[field]
             names = found[0].keys()
-            if all(each.keys() == names for each in found):  # as in nearly every batch: a name at a time
+            if all(each.keys() == names for each in found):  # true in nearly every batch: add one name at a time
                 for name in names:
                     numbers, values = of_name.setdefault(name, (array("q"), array("d")))
                     numbers.extend(range(first, first + len(steps)))
@@ -132,11 +134,11 @@ class EventLog:
     """The events of one file.
 
     Attributes:
-        steps: every step, also those that were made again later.
-        current: numbers of the steps that count, by updates: of an update made twice (after a resume) the newest.
+        steps: every step, including steps that were repeated later.
+        current: numbers of the steps that count, by updates: the newest step of an update made twice (after a resume).
         num_lines: that were read.
         last_s: time of the last event; None without one.
-        set_aside: what was passed over.
+        set_aside: the skipped lines.
     """
 
     def __init__(self) -> None:
@@ -186,7 +188,7 @@ class EventLog:
                 continue
             self._kept.setdefault(event.type, deque(maxlen=MAX_KEPT)).append((self.num_lines, line))
             self._parsed.pop(event.type, None)
-            if isinstance(event, StartEvent):  # it goes on from a checkpoint: later steps are made again
+            if isinstance(event, StartEvent):  # it continues from a checkpoint: later steps are repeated
                 self._take_steps()
                 end = bisect_right(self._current_updates, event.resumed_from or 0)
                 del self._current_updates[end:], self.current[end:]
@@ -200,7 +202,7 @@ class EventLog:
         self._waiting.clear()
         added = self.steps.whole["updates"][first:]
         before = self._current_updates[-1:]
-        if all(one < next_ for one, next_ in pairwise(before + added)):  # none was made again
+        if all(one < next_ for one, next_ in pairwise(before + added)):  # no step was repeated
             self._current_updates.extend(added)
             self.current.extend(range(first, first + len(added)))
             return
@@ -218,7 +220,7 @@ class EventLog:
                 self.current.insert(at, number)
 
     def to_bytes(self, head: Mapping[str, Any]) -> bytes:
-        """All that was read, after a line of JSON with ``head`` that also says how long each part is."""
+        """All that was read, after a line of JSON with ``head`` and the length of each part."""
         parts: list[array[int] | array[float] | bytes] = [self.steps.lines, self.current]
         parts += [*self.steps.whole.values(), *self.steps.real.values()]
         named = [(field, name, pair) for field, of_name in self.steps.named.items() for name, pair in of_name.items()]
@@ -239,7 +241,7 @@ class EventLog:
 
     @classmethod
     def from_bytes(cls, about: Mapping[str, Any], content: memoryview) -> EventLog:
-        """What ``to_bytes`` wrote. ``about``: its first line."""
+        """Rebuild the log written by ``to_bytes``. ``about``: its first line."""
         log, blobs, begin = cls(), list[memoryview](), 0
         for size in about["sizes"]:
             blobs.append(content[begin : begin + size])

@@ -1,6 +1,6 @@
 """The events of a run and of its children: one class per type.
 
-Writing creates an instance, so it fails on values that no reader would accept. Reading accepts a line if its class
+Writing creates an instance, so it fails for values that no reader would accept. Reading accepts a line if its class
 accepts the fields; unknown fields belong to another version and are dropped. Text is made safe to print. Non-finite
 numbers become null, in writing and in reading.
 """
@@ -21,7 +21,7 @@ from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.hardware.selftest_result import Status
 
 MAX_WHOLE, MAX_NUMBER = 2**63, 1e100  # their products and sums stay finite
-MAX_TIME_S = 32503680000  # the year 3000: Windows knows no later local time
+MAX_TIME_S = 32503680000  # the year 3000: Windows supports no later local time
 
 
 def _text(value: object) -> str:
@@ -35,7 +35,7 @@ def _text(value: object) -> str:
 
 
 def _written(value: object) -> str:
-    """What a model writes, safe to print; code may have tabs."""
+    """Make a model's output safe to print; code may have tabs."""
     if not isinstance(value, str):
         raise ValueError("this is not a text")
     return legible(value, keep="\n\t")
@@ -57,7 +57,7 @@ def _finite(value: Any) -> Any:
 
 def _problem(value: dict[str, str]) -> dict[str, str]:
     if not {"where", "what"} <= value.keys():
-        raise ValueError("this does not say what is wrong, and where")
+        raise ValueError("a problem has the texts 'what' and 'where'")
     return value
 
 
@@ -66,7 +66,7 @@ Number = Annotated[float, Field(gt=-MAX_NUMBER, lt=MAX_NUMBER)]
 Time = Annotated[float, Field(ge=0, lt=MAX_TIME_S)]
 _NotFinite = Annotated[None, BeforeValidator(_finite)]
 NumberOrNull = Annotated[Number | None | _NotFinite, Field(union_mode="left_to_right")]
-"""A number that is not finite is null. Python is only asked about it where the others refuse: it takes its time."""
+"""A number that is not finite becomes null. The Python validator comes last, because it is slow."""
 Text = Annotated[str, PlainValidator(_text)]
 Written = Annotated[str, PlainValidator(_written)]
 Anything = Annotated[Any, AfterValidator(_anything)]
@@ -77,7 +77,7 @@ class Event(BaseModel):
     """The fields of every event.
 
     Attributes:
-        type: the name of the class in files: that of the class without ``Event``, in lower case.
+        type: the name of the class in files: the class name without ``Event``, in lower case.
         time: seconds since the epoch; set when the event is written.
         session: number of the worker's start in this run directory; set when the event is written.
     """
@@ -124,7 +124,7 @@ class PhaseEvent(Event):
     """A phase begins or ends.
 
     Attributes:
-        phase: command (from the first instruction of the command to that of the worker), imports (from there), start,
+        phase: command (from the command's first instruction to the worker's first), imports (from there), start,
             cache, load, compile, step, checkpoint, preview, export. The first two have no beginning.
         state: begin or end.
         seconds: the phase's duration, at its end.
@@ -257,7 +257,7 @@ class WatchedEvent(Event):
 
 
 class CheckpointEvent(Event):
-    """A checkpoint was written, and a LoRA file beside it."""
+    """A checkpoint was written, with its LoRA file."""
 
     updates: Whole
     path: Text
@@ -275,8 +275,8 @@ class ConceptEvent(Event):
     """The concept score (``train.concept_score``).
 
     Attributes:
-        previews: number of previews after training, without those of control prompts; 0 in runs of earlier versions.
-        demo: the run is of the demo's images, whose prompts were chosen for the score.
+        previews: number of previews after training, without previews of control prompts; 0 in runs of earlier versions.
+        demo: the run uses the demo's images, with prompts chosen for the score.
     """
 
     score: Number
@@ -292,8 +292,8 @@ class ExportEvent(Event):
     Attributes:
         cannot_read: programs that do not read it, or not exactly, and why.
         can_read: programs that read it; earlier versions did not name them.
-        embeddings: the files of new tokens beside it.
-        updates, checkpoint: what it was made from (``made_from.Made``); earlier versions did not say it.
+        embeddings: the files of new tokens next to it.
+        updates, checkpoint: the training state that was exported (``made_from.Made``); absent in earlier versions.
     """
 
     format: Text
@@ -313,7 +313,7 @@ class NoticeEvent(Event):
 
 
 class ChangeEvent(Event):
-    """A mitigation (``rules.mitigations``). effect: exact or rounding. seen: the failure that it answers."""
+    """A mitigation (``rules.mitigations``). effect: exact or rounding. seen: the failure that caused it."""
 
     id: Text
     effect: Text
@@ -325,9 +325,9 @@ class FailureEvent(Event):
     """A worker failed; written by the supervisor.
 
     Attributes:
-        seen: see ``rules.mitigations.Seen``; empty if no new start can help.
+        seen: see ``rules.mitigations.Seen``; empty if a restart cannot help.
         phase, activity, updates: the worker's position.
-        silent_s, limit_s: null unless it hung.
+        silent_s, limit_s: null unless the worker hung.
         code, what, where: its error, or how it ended.
         stacks: file in the run directory.
         kernel_log: lines of the system's log since the worker's start.
@@ -376,8 +376,8 @@ class TelemetryEvent(Event):
         temperatures_c: the highest of each sensor (edge, junction, mem), limits_c: its critical temperature.
         power_w: mean. power_cap_w: the limit in force.
         memory_bytes: the highest use of the card's memory by all programs.
-        own_bytes: the highest use of it by the run's processes.
-        own_main_bytes: the highest use of main memory for the GPU by them: pinned buffers, and what was spilled.
+        own_bytes: the highest use of the card's memory by the run's processes.
+        own_main_bytes: their highest use of main memory for the GPU: pinned buffers and spilled memory.
         main_bytes: the same by all programs (Linux, AMD).
         moved_bytes: the most that the driver had moved from the card's memory to main memory (Linux, AMD).
         slowed_by: why the driver lowered the clocks (NVIDIA).
@@ -467,9 +467,10 @@ class AnsweredEvent(Event):
 
 
 class ComparedEvent(Event):
-    """Results of one LoRA file of a run; ``updates`` 0: of the base alone.
+    """Results of one LoRA file of a run; ``updates`` 0: results of the base alone.
 
-    losses: key of each held-out sample -> its mean loss. images: absolute paths, those of the first strength first.
+    losses: key of each held-out sample -> its mean loss. images: absolute paths; images of the first strength come
+    first.
     total: how many of these events there will be.
     """
 
@@ -549,15 +550,15 @@ TYPES: dict[str, type[Event]] = {
 
 MAX_NAMES, OTHERS = 100, "..."
 BEGIN = re.compile(rb'\{"type": ?"([a-z]+)"(?:, ?|(?=\}))')
-"""The beginning of a line as it is written here."""
+"""The beginning of a line as this version writes it."""
 
 
 @dataclass
 class SetAside:
-    """What was passed over in a file of events.
+    """Lines and fields that were skipped in a file of events.
 
     Attributes:
-        lines: number of lines that are no event: torn, printed by a library, or with values of wrong types.
+        lines: number of lines that are not events: torn, printed by a library, or with values of wrong types.
         kinds: type of an event that this version does not know -> number of its lines.
         fields: unknown field of a known type ("step.depth") -> number of lines with it; the rest of these was read.
     """
@@ -574,11 +575,11 @@ def _count(counter: Counter[str], name: str) -> None:
 
 
 def event_of(line: bytes, aside: SetAside | None = None) -> Event | None:
-    """The event on a line; None if it is no event, or of another version. ``aside`` counts what is passed over."""
+    """The event on a line; None if it is not an event, or is from another version. ``aside`` counts skipped lines."""
     begin = BEGIN.match(line)
     kind = TYPES.get(begin[1].decode("ascii")) if begin else None
     if kind is not None and begin is not None:
-        try:  # as this version writes it: without a look at each field
+        try:  # as this version writes it: without a check of each field
             return kind.model_validate_json(b"{" + line[begin.end() :])
         except ValueError:
             pass

@@ -62,7 +62,8 @@ class EventWriter:
         return dated
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # closing retries what a full disk refused, which ``write`` reported
+        # Closing retries a write that a full disk refused; ``write`` has reported it.
+        with contextlib.suppress(OSError):
             self._file.close()
 
 
@@ -70,8 +71,8 @@ def size_if_there(path: Path) -> int | None:
     """Size of an event file in bytes; None if there is none. A link within the run directory is followed.
 
     Raises:
-        ResumeError: no-file: it is something else, which a reader could wait for or read without end; link-refused:
-            it is a link to a file outside of the run.
+        ResumeError: no-file: it is not a regular file, so a reader could block or read without end; link-refused: it is
+            a link to a file outside of the run.
     """
     try:
         found = path.stat()
@@ -82,12 +83,12 @@ def size_if_there(path: Path) -> int | None:
             "no-file",
             "The events of a run are in a plain file; here is a folder, a pipe or a device.",
             where=str(path),
-            fix="Take it away, or use another run directory.",
+            fix="Remove it, or use another run directory.",
         )
     if not RunDir(path.parent).holds(path):
         try:
             refuse_link(path)
-        except StorageError as error:  # not the machine's fault, where the file is only read
+        except StorageError as error:  # a user error here, because the file is only read
             raise ResumeError(error.code, error.what, where=error.where, fix=error.fix) from None
     return found.st_size
 
@@ -103,7 +104,7 @@ MAX_LINE_BYTES = 1 << 24
 CHUNK_BYTES = 1 << 18
 """Bytes that are read at once: they stay in the cache of the processor until they are parsed."""
 MAX_EVENTS_BYTES = 1 << 28
-"""Of a larger file only the end is read: half a million steps. A file of a run does not come near it."""
+"""Limit per read: half a million steps, far more than a run writes. Only the end of a larger file is read."""
 TAIL_BYTES = 1 << 18  # hundreds of steps
 ENDLESS = b"?"  # replaces the start of a line that is too long, so that it parses as no event
 
@@ -114,13 +115,14 @@ class EventReader:
     Args:
         path: the file; it need not exist yet.
         offset: bytes to skip at its start.
-        kinds: of the events to return; empty: all. Lines of other types, which may be very many, are not parsed.
+        kinds: types of the events to return; empty: all. Lines of other types are not parsed, because there may be
+            many.
 
-    Of more than MAX_EVENTS_BYTES since the last call only the end is read.
+    If more than MAX_EVENTS_BYTES were added since the last call, only the end is read.
 
     Attributes:
         offset: of the end of the last complete line.
-        skipped_bytes: that were not read because of the limit.
+        skipped_bytes: bytes that were not read because of the limit.
 
     Raises:
         StorageError: in ``poll``, see ``size_if_there``.
@@ -139,7 +141,7 @@ class EventReader:
         return [event for event in found if isinstance(event, self._kinds)] if self._kinds else found
 
     def lines(self, on_data: Callable[[bytes], object] = lambda data: None) -> Iterator[bytes]:
-        """The complete lines since the last call that may be of wanted types. ``on_data`` gets all that is read."""
+        """The complete lines since the last call that may be of wanted types. ``on_data`` gets all bytes read."""
         size = size_if_there(self.path)
         if size is None:
             return
@@ -148,7 +150,7 @@ class EventReader:
             self._offset, self._rest = self._offset + too_many, ENDLESS  # the rest of a line parses as no event
         with self.path.open("rb") as file:
             file.seek(self._offset)
-            left_bytes = size - self._offset  # and no more bytes than the file had: it may grow
+            left_bytes = size - self._offset  # read no more bytes than the file had: it may grow
             while data := file.read(min(CHUNK_BYTES, left_bytes)):
                 on_data(data)
                 if (end := data.rfind(b"\n")) >= 0:
@@ -173,7 +175,7 @@ def read_events(path: Path, kind: type[Event] = Event) -> Sequence[Event]:
 
 
 def unread_text(path: Path) -> str:
-    """What is not read of an event file that is too large, as a sentence; empty if all is read.
+    """A sentence about the unread part of an event file that is too large; empty if all is read.
 
     Raises:
         StorageError: see ``EventReader``.

@@ -49,7 +49,7 @@ def tail_bytes(log: Path, start: int) -> bytes:
 
 
 def _last_lines(log: bytes) -> list[str]:
-    """The last lines, made printable. Of a traceback only the last line is kept (the log has the rest)."""
+    """The last lines, made printable. Only the last line of a traceback is kept (the log has the rest)."""
     lines = log[-TAIL_BYTES:].decode("utf-8", "replace").splitlines()
     first = next((n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call")), len(lines))
     kept = lines[:first] + ([lines[-1]] if first < len(lines) else [])

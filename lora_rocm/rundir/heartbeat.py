@@ -1,8 +1,8 @@
 """The worker's heartbeat: one small file, overwritten in place, with a count that only progress increases.
 
-Events say what was done, the heartbeat what is being done. Only the code that does the work beats, because a thread
-that is merely alive says nothing about a step that hangs. The file is overwritten in place because Windows cannot
-rename over a file that is being read.
+Events record finished work, the heartbeat the current activity. Only the code that does the work beats: a separate
+thread would go on beating while a step hangs. The file is overwritten in place because Windows cannot rename over a
+file that is being read.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from lora_rocm.foundation.files import open_in_place
 from lora_rocm.foundation.json_text import parse_json
 
 WIDTH_BYTES = 256
-"""Records are padded to this width, so that no end of a longer, older record is left behind a new one."""
+"""Records are padded to this width, so that a new record overwrites a longer, older one completely."""
 MAX_BYTES = 1 << 12
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """pid: of the worker. count: beats since its start. activity: what it does now ("loader", "step", ...)."""
+    """pid: of the worker. count: beats since its start. activity: its current activity ("loader", "step", ...)."""
 
     pid: int
     count: int

@@ -1,4 +1,4 @@
-"""Whether somebody holds the locks of a run directory. ``supervisor.lock`` takes them."""
+"""Checks whether processes hold the locks of a run directory. ``supervisor.lock`` takes them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lora_rocm.rundir.layout import RunDir
 
 
 def is_running(run_dir: RunDir) -> bool:
-    """Whether a parent or a worker holds this run directory."""
+    """Whether a parent or a worker has locked this run directory."""
     return any(
         is_held(path) for path in (run_dir.parent_lock, *(path for _, path in run_dir.worker_locks())) if path.exists()
     )
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds this lock."""
+    """Whether a process has this lock."""
     if is_link(path):  # its target is not a lock of this run
         return False
     lock = FileLock(path)

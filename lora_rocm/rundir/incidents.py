@@ -28,7 +28,7 @@ def trouble_of(run_dir: RunDir, events: Iterable[event_types.Event]) -> list[Tro
 def in_time(supervisor: Iterable[event_types.Event], ranks: Iterable[Iterable[event_types.Event]]) -> list[Trouble]:
     """Failures, changes and restarts of the supervisor and of all ranks, in order of time.
 
-    Ranks that train together run out of memory together, so a change that several of them made at one start is listed
+    Ranks that train together run out of memory together, so the same change by several ranks in one start is listed
     once.
     """
     found = [event for event in supervisor if isinstance(event, KINDS)]

@@ -49,19 +49,19 @@ OF_PREVIEWS = re.compile(r"\d+\.(png|txt)|requests\.json")
 OF_ASKED = re.compile(r"seed\d+(-\d+)?\.png")
 OF_EMBEDDINGS = re.compile(r"[^/\\:]+\.safetensors")
 ON_REQUEST = ("merged", "gguf")
-"""Formats that only ``lora-rocm export`` writes, which may run beside a worker."""
+"""Formats that only ``lora-rocm export`` writes, which may run at the same time as a worker."""
 BEGUN = re.compile(
     rf"{IN_PLACE}|recipe\.asked\.yaml|(names|environment)\.json|recipe\.rank\d+\.yaml|"
     r"\.(recipe|names|environment)\..+\.tmp|\.probe\.tmp"
 )
 """Files that a run may have before its recipe. No other program's files have these names."""
 OF_SYSTEM = frozenset(("lost+found", ".ds_store", "desktop.ini", "thumbs.db"))
-"""Files that an operating system puts into any folder, in lower case."""
+"""Files that an operating system creates in any folder, in lower case."""
 
 
 @dataclass(frozen=True)
 class NamePatterns:
-    """Names in a run directory, some of which ``output.name`` decides, as regular expressions."""
+    """Names in a run directory as regular expressions; ``output.name`` determines some of them."""
 
     name: str
 
@@ -96,28 +96,28 @@ def embeddings_of(lora: Path) -> Path:
 
 @dataclass(frozen=True)
 class RunDir:
-    """Names inside one run directory. It creates nothing by itself except in ``create``."""
+    """Names inside one run directory. Only ``create`` creates anything."""
 
     path: Path
 
     @property
     def names(self) -> Path:
-        """Says the name of the run's files; absent if that is ``DEFAULT_NAME``, as in runs of earlier versions."""
+        """Stores the name of the run's files; absent if that is ``DEFAULT_NAME``, as in runs of earlier versions."""
         return self.path / "names.json"
 
     @property
     def name(self) -> str:
-        """The name of the run's files: what ``output.name`` was when the run began."""
+        """The name of the run's files: ``output.name`` at the start of the run."""
         return name_of(self.names, self.checkpoints, self.result, self.recipe)
 
     @property
     def names_are_wrong(self) -> bool:
-        """Whether ``names.json`` is damaged, lost, or says another name than the other files of the run."""
+        """Whether ``names.json`` is damaged, lost, or has another name than the other files of the run."""
         saved = saved_name(self.names)
         return self.name != (saved or DEFAULT_NAME) or (not saved and os.path.lexists(self.names))
 
     def keep_name(self) -> None:
-        """Write ``names.json`` of a run again if it is wrong.
+        """Rewrite ``names.json`` of a run if it is wrong.
 
         Raises:
             StorageError: the name cannot be written.
@@ -149,7 +149,7 @@ class RunDir:
 
     @property
     def recipe_asked(self) -> Path:
-        """The recipe of a new start on an existing run; it becomes ``recipe`` once nothing in it was refused."""
+        """The recipe of a new start on an existing run; it becomes ``recipe`` once all checks accept it."""
         return self.path / "recipe.asked.yaml"
 
     @property
@@ -163,7 +163,7 @@ class RunDir:
 
     @property
     def table(self) -> Path:
-        """The table of matrix products among them, as torch reads it."""
+        """The table of tuned matrix products, as torch reads it."""
         return self.path / "products.csv"
 
     @property
@@ -265,7 +265,7 @@ class RunDir:
 
     @property
     def exports(self) -> Path:
-        """Says which step exported files were made from (``made_from``)."""
+        """Records which step the exported files come from (``made_from``)."""
         return self.path / "exports.json"
 
     @property
@@ -299,7 +299,7 @@ class RunDir:
         return self.path / f"stacks.rank{rank}.txt"
 
     def stacks_kept(self, session: int) -> Path:
-        """The stacks of the worker that was ended in that start because it hung."""
+        """The stacks of the worker of that start, which hung and was killed."""
         return self.path / f"stacks-{session}.txt"
 
     def checkpoint(self, updates: int) -> Path:
@@ -319,7 +319,7 @@ class RunDir:
             remove(path)
 
     def checkpoint_loras(self) -> list[tuple[int, Path]]:
-        """(updates, file) of every LoRA file beside the checkpoints, oldest first."""
+        """(updates, file) of every LoRA file of a checkpoint, oldest first."""
         if not self.checkpoints.is_dir():
             return []
         pattern = re.compile(self.patterns.checkpoint_lora)
@@ -344,7 +344,7 @@ class RunDir:
         return sorted((int(m.group(1)), p) for m, p in found if m and p.is_dir())
 
     def holds(self, path: Path) -> bool:
-        """Whether a path is in this directory once links are followed. A foreign run may link to its reader's files."""
+        """Whether a path is in this directory once links are followed. A foreign run may link to the user's files."""
         return path.resolve().is_relative_to(self.path.resolve())
 
     def create(self) -> RunDir:
@@ -387,8 +387,8 @@ class RunDir:
         if others and not self.holds_run():
             raise ResumeError(
                 "run-dir-foreign",
-                f"This folder holds other things ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}) and no "
-                "run: a run wants a folder of its own.",
+                f"This folder holds other files ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}) and no "
+                "run: a run needs its own folder.",
                 where=str(self.path),
                 fix=f"Give a folder that is new or empty, for example --run-dir {self.path / 'new-run'}.",
             )
@@ -398,9 +398,9 @@ class RunDir:
                 refuse_link(self.path / name)
 
     def require(self) -> None:
-        """Check that the run is still there, and that its folders are its own.
+        """Check that the run still exists, and that its folders are not links.
 
-        If a drive has gone, no folders may be created in its place.
+        If a drive was removed, no folders may be created at its mount point.
 
         Raises:
             StorageError: the run is gone, or a folder in it is a link.
@@ -432,8 +432,8 @@ class RunDir:
     def discard_unfinished(self, *, of_parent: bool) -> None:
         """Remove temporary files of a killed writer: the parent's, or the worker's.
 
-        Each removes only its own, and only while it holds its lock, because the other may be writing right now. Other
-        ranks may be writing their recipes, and remove them themselves (``discard_unfinished_recipe``).
+        Each removes only its own files, and only while it has its lock, because the other may be writing. Other ranks
+        may be writing their recipes, and remove these themselves (``discard_unfinished_recipe``).
         """
         on_request = [self.export_of(form).name for form in ON_REQUEST]
         for path, parents in self._unfinished():
@@ -443,7 +443,7 @@ class RunDir:
                 discard(path)
 
     def discard_unfinished_exports(self) -> None:
-        """Remove what killed exports left, which no worker of a finished run would find."""
+        """Remove temporary files of killed exports; a finished run has no worker that would do it."""
         for form in ON_REQUEST:
             discard_abandoned(self.export_of(form))
 

@@ -1,8 +1,8 @@
-"""Which step of a run each exported file was made from, and whether the run has gone on since.
+"""Records which step of a run each exported file comes from, and detects files that are out of date.
 
-``result.json`` says it of a finished run's files. It is removed when the run goes on, so its words move to
-``exports.json`` then, which also has the files that ``lora-rocm export`` wrote. Of a LoRA file that neither names, its
-own metadata tell the step.
+``result.json`` records the step for a finished run's files. It is removed when the run continues, so its records move
+to ``exports.json`` then, which also has the files that ``lora-rocm export`` wrote. For a LoRA file in neither of them,
+the file's metadata gives the step.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Made:
     checkpoint: str = ""
 
     def is_other_than(self, now: Made) -> bool:
-        """Whether it is another state: of another step, or of a step that was trained again."""
+        """Whether it is a different state: another step, or a step that was trained again."""
         both_known = bool(self.checkpoint and now.checkpoint)
         return self.updates != now.updates or (both_known and self.checkpoint != now.checkpoint)
 
 
 @dataclass(frozen=True)
 class Stale:
-    """An exported file or folder that is not of the run's present state. made: None if that is not known."""
+    """An exported file or folder that does not match the run's present state. made: None if unknown."""
 
     path: Path
     made: Made | None
@@ -52,7 +52,7 @@ class Stale:
     def reason(self) -> str:
         """Why it is stale, as a phrase."""
         if self.made is None:
-            return f"made at a step that is not known, the run is at {self.now.updates}"
+            return f"made at an unknown step, the run is at {self.now.updates}"
         if self.made.updates == self.now.updates:
             return f"made at step {self.made.updates}, which was trained again since"
         return f"made at step {self.made.updates}, the run is at {self.now.updates}"
@@ -63,7 +63,7 @@ class Stale:
 
 
 def state_now(run_dir: RunDir) -> Made | None:
-    """The state that an export would be made from: the end of a finished run, else its newest whole checkpoint."""
+    """The state that an export would use: the end of a finished run, else its newest whole checkpoint."""
     newest, _ = newest_checkpoint(run_dir)
     ended = updates_of(run_dir)
     if newest is not None and ended in (0, newest.updates):
@@ -72,7 +72,7 @@ def state_now(run_dir: RunDir) -> Made | None:
 
 
 def made_from(run_dir: RunDir) -> dict[str, Made]:
-    """Format -> the state that its files in the run were made from; without files whose state is not known."""
+    """Format -> the training state of its files in the run; files with an unknown state are omitted."""
     found = {**_saved(run_dir), **_in_result(read_result(run_dir))}
     for form in LORA_FORMS:
         if form not in found and (steps := _steps_in(run_dir.export_of(form))):
@@ -81,7 +81,7 @@ def made_from(run_dir: RunDir) -> dict[str, Made]:
 
 
 def stale_exports(run_dir: RunDir) -> dict[str, Stale]:
-    """Format -> its file, of those that are there and are not of the present state of the run."""
+    """Format -> its file, for existing files that do not match the present state of the run."""
     there = {form: path for form in FORMS if is_whole(path := run_dir.export_of(form))}
     now = state_now(run_dir) if there else None
     if now is None:
@@ -89,14 +89,14 @@ def stale_exports(run_dir: RunDir) -> dict[str, Stale]:
     made, stale = made_from(run_dir), {}
     for form, path in there.items():
         if form not in made or made[form].is_other_than(now):
-            again = f"{quoted(['lora-rocm', 'export', str(run_dir.path), '--format', form])} makes it again."
+            again = f"{quoted(['lora-rocm', 'export', str(run_dir.path), '--format', form])} recreates it."
             remedy = f"remove the folder, then {again}" if form == "merged" else again
             stale[form] = Stale(path, made.get(form), now, remedy)
     return stale
 
 
 def record_export(run_dir: RunDir, form: str, made: Made) -> None:
-    """Record what state an export was made from; in a finished run, also the digests of LoRA files.
+    """Record the training state of an export; in a finished run, also the digests of LoRA files.
 
     Raises:
         StorageError: ``exports.json`` or ``result.json`` cannot be written.
@@ -115,7 +115,7 @@ def record_export(run_dir: RunDir, form: str, made: Made) -> None:
 
 
 def keep_made(run_dir: RunDir) -> None:
-    """Move what ``result.json`` says of the files' states to ``exports.json``, before it is removed.
+    """Move the files' states from ``result.json`` to ``exports.json``, before the former is removed.
 
     Raises:
         StorageError: ``exports.json`` cannot be written.
@@ -126,13 +126,13 @@ def keep_made(run_dir: RunDir) -> None:
 
 
 def is_of_another_step(run_dir: RunDir, form: str) -> bool:
-    """Whether the file of a format is known to be of another state than the run's present one."""
+    """Whether the file of a format is known to come from another state than the run's present one."""
     stale = stale_exports(run_dir).get(form)
     return stale is not None and stale.made is not None
 
 
 def newest_lora(run_dir: RunDir) -> Path:
-    """The finished LoRA file, or that of the newest checkpoint if there is none of the run's present state.
+    """The finished LoRA file, or the newest checkpoint's if no finished one matches the run's present state.
 
     Raises:
         AdapterError: there is none yet, or it is damaged.
@@ -144,7 +144,10 @@ def newest_lora(run_dir: RunDir) -> Path:
         if path.exists():
             return require_whole(run_dir, path)
     raise AdapterError(
-        "no-lora-yet", "This run has not written a LoRA file yet.", where=str(run_dir.path), fix="Train on first."
+        "no-lora-yet",
+        "This run has not written a LoRA file yet.",
+        where=str(run_dir.path),
+        fix="Continue the training first.",
     )
 
 
@@ -161,7 +164,7 @@ def _saved(run_dir: RunDir) -> dict[str, Made]:
 
 
 def _in_result(result: Mapping[str, Any]) -> dict[str, Made]:
-    """Entries of earlier versions name no step: they are of the end of the run."""
+    """The states in a result. Entries of earlier versions have no step: they come from the end of the run."""
     ended, exports = result.get("updates"), result.get("exports", [])
     found = {each["format"]: _made({"updates": ended, **each}) for each in exports if each["format"] in LORA_FORMS}
     return {form: made for form, made in found.items() if made is not None}

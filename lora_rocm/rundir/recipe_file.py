@@ -12,12 +12,12 @@ from lora_rocm.rundir.made_from import keep_made
 
 
 def recipe_to_train(run_dir: RunDir) -> Path:
-    """The recipe for the worker of rank 0 and for those that its parent starts beside it."""
+    """The recipe for the worker of rank 0 and for the other ranks that its parent starts."""
     return run_dir.recipe_asked if run_dir.recipe_asked.exists() else run_dir.recipe
 
 
 def accept(run_dir: RunDir) -> None:
-    """Make the requested recipe the recipe of the run, after the worker has checked everything and refused nothing.
+    """Make the requested recipe the recipe of the run, after all checks of the worker accepted it.
 
     Raises:
         StorageError: it cannot be renamed.

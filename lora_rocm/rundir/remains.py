@@ -1,4 +1,4 @@
-"""What killed writers leave behind: temporary files and folders, recognised by their names."""
+"""Temporary files and folders that killed writers left, recognised by their names."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ OF_PEFT = re.compile(r"adapter_model\.safetensors|adapter_config\.json")
 
 
 def is_abandoned(name: str) -> bool:
-    """Whether a name is a temporary one of a process that has ended."""
+    """Whether a name is a temporary name of a process that has ended."""
     found = TEMPORARY.fullmatch(name)
     return found is not None and not psutil.pid_exists(int(found["pid"]))
 
 
 def discard_abandoned(target: Path) -> None:
-    """Remove what killed writers of a file or folder left beside it, and inside it if it is a PEFT folder.
+    """Remove temporary files of killed writers next to a file or folder, and inside it if it is a PEFT folder.
 
-    A writer that still runs keeps its own. Nothing with another name is touched, and no link in the target is entered.
+    A writer that still runs keeps its files. Nothing with another name is touched, and no link in the target is
+    entered.
     """
     for path in _remains(target):
         if is_abandoned(path.name):

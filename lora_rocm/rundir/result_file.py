@@ -1,4 +1,4 @@
-"""Reads ``result.json``. Everybody who reads it calls ``read_result_file``, so all agree on which one can be read."""
+"""Reads ``result.json``. All readers call ``read_result_file``, so they agree on which results are valid."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MAX_RESULT_BYTES = 1 << 24
 
 
 def read_result_file(path: Path) -> dict[str, Any]:
-    """The content of ``result.json``; its paths may be anybody's.
+    """The content of ``result.json``; its paths are not trusted.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no JSON, or its values have other types than this program writes.
+        ValueError: it is not JSON, or its values have other types than this program writes.
     """
     value = parse_json(read_plain(path, MAX_RESULT_BYTES))
     if not _is_result(value):

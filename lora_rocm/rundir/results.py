@@ -1,6 +1,6 @@
 """The result files of a run: their digests in ``result.json``, and whether they have changed since.
 
-``result.json`` may come from somebody else and contain anything, so its paths count only if they are those of a run.
+``result.json`` may come from somebody else and contain anything, so only paths that a run writes are used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lora_rocm.rundir.result_file import read_result_file
 
 MAX_FILE_BYTES = 1 << 36
 LORA_FORMS = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
-"""The formats whose files have digests in ``result.json``."""
+"""The formats with digests of their files in ``result.json``."""
 FORMS = (*LORA_FORMS, *ON_REQUEST)
 CONFIG = "config.json"
 MAX_LOST = 3
@@ -64,22 +64,22 @@ def read_result(run_dir: RunDir) -> dict[str, Any]:
 
 
 def wrong_exports(run_dir: RunDir, forms: Iterable[str]) -> dict[str, str]:
-    """Format -> what is wrong with its files, as text, for the formats that a finished run should have.
+    """Format -> fault of its files, as text, for the formats that a finished run should have.
 
-    Runs from before there were digests have none; for these only a missing file is detected.
+    Runs of versions before digests have none; for these only a missing file is detected.
     """
     exports, wrong = _exports(run_dir, read_result(run_dir)), {}
     for form in forms:
         found = [fault for digest in exports.get(form, ()) if (fault := _fault(run_dir, digest))]
         if not found and not is_whole(run_dir.export_of(form)):
-            found = [f"{run_dir.export_of(form).name} is not there."]
+            found = [f"{run_dir.export_of(form).name} is missing."]
         if found:
             wrong[form] = " ".join(found)
     return wrong
 
 
 def wrong_checkpoint_loras(run_dir: RunDir) -> list[str]:
-    """What is wrong with the LoRA files beside the checkpoints, as text. Missing ones were deleted by the user."""
+    """Faults of the LoRA files of checkpoints, as text. Missing files were deleted by the user."""
     digests = _digests(read_result(run_dir).get("checkpoint_loras", []), run_dir.is_checkpoint_lora)
     return [fault for digest in digests if (run_dir.path / digest.path).exists() and (fault := _fault(run_dir, digest))]
 
@@ -90,7 +90,7 @@ def updates_of(run_dir: RunDir) -> int:
 
 
 def digests_of(run_dir: RunDir, form: str) -> list[FileDigest]:
-    """Digests of the files of a LoRA format that are there, with the embedding files beside them."""
+    """Digests of the existing files of a LoRA format, with their embedding files."""
     place = run_dir.export_of(form)
     files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
     files += sorted(embeddings_of(place).glob("*.safetensors"))
@@ -113,7 +113,7 @@ def _digests(values: list[dict[str, Any]], is_own: Callable[[str], bool]) -> lis
 
 
 def _foreign_paths(run_dir: RunDir, result: dict[str, Any]) -> list[str]:
-    """Paths that ``result.json`` names and a run does not write; nobody looks at what they lead to."""
+    """Paths in ``result.json`` that no run writes; they are never opened."""
     found = []
     for entry in result.get("exports", []):
         form = entry["format"]
@@ -125,34 +125,36 @@ def _foreign_paths(run_dir: RunDir, result: dict[str, Any]) -> list[str]:
 
 
 def _fault(run_dir: RunDir, wanted: FileDigest) -> str:
-    """What is wrong with a file; empty if it holds what was written."""
+    """The fault of a file; empty if its content is unchanged."""
     if not (run_dir.path / wanted.path).exists():
-        return f"{wanted.path} is not there."
+        return f"{wanted.path} is missing."
     found = FileDigest.of_file(run_dir, wanted.path)
-    return "" if found == wanted else f"{wanted.path} is not what was written: it was damaged or changed."
+    return (
+        "" if found == wanted else f"{wanted.path} differs from the file that was written: it was damaged or changed."
+    )
 
 
 def faults_of_finished(run_dir: RunDir) -> list[str]:
-    """What a finished run lacks, as sentences; the content of its files is not read."""
+    """Missing parts of a finished run, as sentences; the content of its files is not read."""
     result = read_result(run_dir)
     if not result:
-        return [f"{run_dir.result.name} cannot be read, so what the run has written is not known."]
+        return [f"{run_dir.result.name} cannot be read, so the files of this run are not known."]
     faults = []
     if foreign := [*dict.fromkeys(_foreign_paths(run_dir, result))]:
         shown = ", ".join(one_line(path)[:MAX_SHOWN_LETTERS] for path in foreign[:MAX_LOST])
         more = f", and {len(foreign) - MAX_LOST} more" if len(foreign) > MAX_LOST else ""
-        what = f"{run_dir.result.name} names what is no result of this run: {shown}{more}."
-        faults.append(f"{what} It was edited, and nothing there was looked at; what this run wrote may be damaged.")
+        what = f"{run_dir.result.name} names files that this run did not write: {shown}{more}."
+        faults.append(f"{what} It was edited; these files were not checked, and the run's own files may be damaged.")
     for form, digests in _exports(run_dir, result).items():
         gone = [digest.path for digest in digests if not (run_dir.path / digest.path).exists()]
         if gone:
-            fix = f"train --resume writes it again if output.formats names {form}; else lora-rocm export does."
-            faults.append(f"{', '.join(gone)}: not there any more. {fix}")
+            fix = f"train --resume recreates it if output.formats names {form}; else use lora-rocm export."
+            faults.append(f"{', '.join(gone)}: missing. {fix}")
     return faults
 
 
 def lost_loras_text(run_dir: RunDir, written: Mapping[int, str]) -> list[str]:
-    """A sentence about the LoRA files beside checkpoints that are gone; empty if none is.
+    """A sentence about missing LoRA files of checkpoints; empty if none is missing.
 
     The run deletes the oldest first (``output.keep_last_loras``) and never the newest, so a file is gone if an older
     one is there, or if it was the newest.
@@ -164,7 +166,7 @@ def lost_loras_text(run_dir: RunDir, written: Mapping[int, str]) -> list[str]:
     if not lost:
         return []
     more = f", and {len(lost) - MAX_LOST} more" if len(lost) > MAX_LOST else ""
-    return [f"{', '.join(lost[:MAX_LOST])}{more}: written, and not there any more. Were they deleted on purpose?"]
+    return [f"{', '.join(lost[:MAX_LOST])}{more}: written earlier, but missing now. Were they deleted on purpose?"]
 
 
 def result_files(run_dir: RunDir) -> list[Path]:
@@ -174,19 +176,19 @@ def result_files(run_dir: RunDir) -> list[Path]:
 
 
 def final_files(run_dir: RunDir) -> list[Path]:
-    """The exported files and folders that are there, LoRA files first; some may be stale (``made_from``)."""
+    """The existing exported files and folders, LoRA files first; some may be stale (``made_from``)."""
     return [path for form in FORMS if is_whole(path := run_dir.export_of(form))]
 
 
 def named_paths(exports: Iterable[Path]) -> list[Path]:
-    """Paths of finished files as their users name them: of a PEFT export the folder of each component."""
+    """Paths of finished files as users name them; for a PEFT export, the folder of each component."""
     return [path for export in exports for path in (peft_folders(export).values() or (export,))]
 
 
 def is_whole(export: Path) -> bool:
-    """Whether an exported file is there, or a folder with all of its parts.
+    """Whether an exported file exists, or a folder with all its parts.
 
-    Those of a PEFT folder are the weights of each of its components, those of a merged model a config and weights.
+    The parts of a PEFT folder are the weights of each component; a merged model has a config and weights.
     """
     if folders := peft_folders(export):
         return all((folder / PEFT_WEIGHTS).is_file() for folder in folders.values())

@@ -1,4 +1,4 @@
-"""How the parts of a run report events and progress, and learn of stop requests."""
+"""Callbacks by which the parts of a run report events and progress, and receive stop requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RunContext:
     Attributes:
         emit: writes an event.
         beat: signals progress and names the next activity; only the code that does the work calls it.
-        should_stop: whether the run was asked to save and leave.
+        should_stop: whether the run was asked to save and exit.
     """
 
     emit: Emit = lambda event: None
@@ -28,4 +28,4 @@ class RunContext:
 
 
 NOBODY = RunContext()
-"""A context without a run: all it receives is lost."""
+"""A context without a run: it discards everything."""

@@ -1,7 +1,7 @@
 """The name of a run's files.
 
-``names.json`` holds it. If that file is lost or damaged, the other files of the run still tell the name. The directory
-may come from somebody else, so a name that ``check`` would refuse counts as none, wherever it was found.
+``names.json`` stores it. If that file is lost or damaged, the name is recovered from the other files of the run. The
+directory may come from somebody else, so a name that ``check`` would refuse is ignored, wherever it was found.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from lora_rocm.foundation.names import stem_fault
 from lora_rocm.rundir.result_file import read_result_file
 
 DEFAULT_NAME = "lora"
-"""``output.name`` where the recipe says nothing, and the name of the files of runs that say nothing of it."""
+"""Default of ``output.name``, and the name of the files of runs that do not record a name."""
 OTHER_STEMS = ("peft", "pytorch_lora_weights")
-"""Names that files and folders of a run have whatever ``output.name`` is."""
+"""Names of files and folders that do not depend on ``output.name``."""
 MAX_NAMES_BYTES = 4096
 MAX_RECIPE_BYTES = 1 << 18
 CHECKPOINT_LORA = re.compile(r"(.+)-step(\d{8})\.safetensors")
 NAMED_FILES = {"kohya": ".safetensors", "sd-scripts": "-sd-scripts.safetensors", "comfyui": "-comfyui.safetensors"}
-"""Format -> what follows the name in the name of its file."""
+"""Format -> ending of its file's name after the run's name."""
 OUTPUT_OF_RECIPE = re.compile(r"^output:\r?\n(?:[ \t].*\r?\n)*?  name: (.+?)\r?$", re.MULTILINE)
-"""``output.name`` as recipes are saved in runs: one key per line. A reader of all YAML would have no bound in time."""
+"""``output.name`` as recipes are saved in runs: one key per line. A full YAML parser would have no time bound."""
 
 
 def output_name_fault(name: str) -> str:
-    """Why the files of a run cannot be named so, as a phrase; empty if they can."""
+    """Why the files of a run cannot have this name, as a phrase; empty if they can."""
     if name.lower() in OTHER_STEMS:
         return "is the name of another file of a run"
     return stem_fault(name)
 
 
 def saved_name(names: Path) -> str:
-    """The name in ``names.json``; empty if the file is missing, damaged, or holds a name that no run has."""
+    """The name in ``names.json``; empty if the file is missing, damaged, or has a name that is not allowed."""
     try:
         value = parse_json(read_plain(names, MAX_NAMES_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -49,11 +49,11 @@ def saved_name(names: Path) -> str:
 
 
 def name_of(names: Path, checkpoints: Path, result: Path, recipe: Path) -> str:
-    """The name of a run's files, by the first source that tells it; else the default.
+    """The name of a run's files, from the first source that has it; else the default.
 
-    The sources: ``names.json``, the LoRA files beside the checkpoints, ``result.json``, the recipe. ``names.json`` does
-    not count if the LoRA files beside the checkpoints all have another name. The recipe does not count in a run of an
-    earlier version, whose finished file has the default name whatever its recipe says.
+    The sources: ``names.json``, the LoRA files of checkpoints, ``result.json``, the recipe. ``names.json`` is ignored
+    if the LoRA files of checkpoints all have another name. The recipe is ignored in a run of an earlier version: its
+    finished file always has the default name.
     """
     saved, written = saved_name(names), _names_beside(checkpoints)
     if saved and (not written or saved in written):
@@ -69,7 +69,7 @@ def name_of(names: Path, checkpoints: Path, result: Path, recipe: Path) -> str:
 
 
 def _names_beside(checkpoints: Path) -> Counter[str]:
-    """Name -> how many LoRA files beside the checkpoints have it."""
+    """Name -> number of LoRA files of checkpoints with this name."""
     try:
         found = [CHECKPOINT_LORA.fullmatch(path.name) for path in checkpoints.iterdir()]
     except OSError:
@@ -96,7 +96,7 @@ def _name_in_recipe(recipe: Path) -> str:
     try:
         found = OUTPUT_OF_RECIPE.search(read_plain(recipe, MAX_RECIPE_BYTES).decode("utf-8"))
         text = found[1].strip(" ") if found else ""
-        if text[:1] in ("'", '"') and len(text) <= MAX_NAMES_BYTES:  # one quoted text: its reader has a bound in time
+        if text[:1] in ("'", '"') and len(text) <= MAX_NAMES_BYTES:  # one quoted text: parsing it has a time bound
             return _usable(YAML(typ="safe", pure=True).load(text))
     except (OSError, ValueError, YAMLError):
         return ""

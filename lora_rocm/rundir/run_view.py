@@ -1,7 +1,7 @@
-"""A run as its files tell it: ``status``, the report, the progress display and ``runs`` are views of this value.
+"""A run, read from its files: ``status``, the report, the progress display and ``runs`` are views of this value.
 
-It is derived from locks, events and results each time, and stored nowhere. It lies in this room because the supervisor
-and all commands may read it.
+It is derived from locks, events and results each time, and not stored. It is in this package because the supervisor and
+all commands may read it.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class RunFiles:
     """The files that a run has written for its user, and its checkpoints.
 
     Attributes:
-        whole: LoRA files with the newest step last, then the report. None is damaged or of an earlier step.
-        damaged: file -> what is wrong with it.
-        stale: of an earlier step than the run is at.
-        lost: sentences about LoRA files beside checkpoints that are gone.
+        whole: LoRA files with the newest step last, then the report. No damaged or outdated files.
+        damaged: file -> its fault.
+        stale: files from an earlier step than the run's.
+        lost: sentences about missing LoRA files of checkpoints.
         checkpoint: the newest whole one.
-        passed_over: newer checkpoint that is damaged -> what is wrong with it.
+        passed_over: newer damaged checkpoint -> its fault.
     """
 
     whole: list[Path]
@@ -67,7 +67,7 @@ class RunView:
     """One run at one moment.
 
     Attributes:
-        log: the events of rank 0, also those of steps that were made again later.
+        log: the events of rank 0, including steps that were repeated later.
         supervisor: the events of the supervisor.
         trouble: failures, changes and restarts, by time.
         is_running: a process holds the run directory.
@@ -84,9 +84,9 @@ class RunView:
         """Read a run directory.
 
         Raises:
-            StorageError: an event file is none (``events.size_if_there``).
+            StorageError: an event file is not a regular file (``events.size_if_there``).
         """
-        running = is_running(run_dir)  # first: a run that ends meanwhile has ended, whatever its lock was
+        running = is_running(run_dir)  # first: if the run ends meanwhile, its end is still read below
         log = read_log(run_dir.events(), use_index=use_index)
         supervisor = read_log(run_dir.events(SUPERVISOR), use_index=use_index)
         others = (EventReader(path, kinds=KINDS).poll() for path in run_dir.events_of_others())
@@ -102,16 +102,16 @@ class RunView:
         found = self.log.all(kind)
         return found[-1] if found else None
 
-    # How it stands
+    # Its state
 
     @property
     def state(self) -> State:
-        """What the run is doing; see ``outcome``."""
+        """The state of the run; see ``outcome``."""
         return "running" if self.is_running else self.outcome
 
     @cached_property
     def outcome(self) -> Outcome:
-        """How it ended, whether or not it is going on: the report is written while its run still holds its lock.
+        """The outcome, whether or not the run is still active: the report is written while the run still has its lock.
 
         finished, stopped (on request), failed (with an error, or ended because it hung), died (without an error), or
         prepared.
@@ -131,7 +131,7 @@ class RunView:
 
     @cached_property
     def end(self) -> EndEvent | ErrorEvent | None:
-        """The worker's own last word since its last start."""
+        """The worker's own end event since its last start."""
         for event in reversed(self.log.in_order(StartEvent, EndEvent, ErrorEvent)):
             match event:
                 case EndEvent() | ErrorEvent():
@@ -142,19 +142,19 @@ class RunView:
 
     @cached_property
     def hang(self) -> FailureEvent | None:
-        """What the supervisor says of the last start if the worker itself said nothing: it hung or was killed."""
+        """The supervisor's failure event of the last start if the worker reported none: it hung or was killed."""
         return last_word(self.log.in_order(StartEvent, EndEvent, ErrorEvent), self.trouble)
 
     @property
     def problem(self) -> FailureEvent | ErrorEvent | None:
-        """Why it failed; None if it did not."""
+        """The event with the cause of its failure; None if it did not fail."""
         if self.outcome != "failed":
             return None
         return self.hang or self.last(ErrorEvent)
 
     @property
     def latest_s(self) -> float | None:
-        """Time of the last sign of the worker or of what was done about it; readings of the GPU are none."""
+        """Time of the last event of the worker or about the worker; GPU readings do not count."""
         times = [event.time for event in self.trouble[-1:]]
         return max(times + ([] if self.log.last_s is None else [self.log.last_s]), default=None)
 
@@ -162,7 +162,7 @@ class RunView:
 
     @cached_property
     def steps(self) -> Steps:
-        """The steps that count, by updates: of a step made twice (after a resume) the newest."""
+        """The steps that count, by updates: the newest of a step made twice (after a resume)."""
         return self.log.current_steps()
 
     @property
@@ -200,7 +200,7 @@ class RunView:
         return RunFiles(whole, damaged, stale, lost_loras_text(run_dir, self._written_loras()), checkpoint, passed_over)
 
     def _written_loras(self) -> dict[int, str]:
-        """Step -> LoRA file beside its checkpoint, of those that the run wrote and has not gone back behind."""
+        """Step -> LoRA file of its checkpoint, for files that the run wrote and has not rolled back."""
         written: dict[int, str] = {}
         for event in self.log.in_order(StartEvent, CheckpointEvent):
             match event:
@@ -213,7 +213,7 @@ class RunView:
 
     @cached_property
     def remarks(self) -> list[str]:
-        """Sentences about what is missing, damaged, of an earlier step, or could not be read."""
+        """Sentences about missing, damaged, outdated or unreadable files."""
         return [*self._remarks_on_files(), *self.remarks_on_events()]
 
     def _remarks_on_files(self) -> Iterator[str]:
@@ -223,25 +223,25 @@ class RunView:
         yield from (f"{path}: {fault} {remedy(run_dir, path)}" for path, fault in files.damaged.items())
         yield from (each.sentence for each in files.stale.values())
         yield from files.lost
-        yield from (f"{folder} is damaged and passed over. {fault}" for folder, fault in files.passed_over.items())
+        yield from (f"{folder} is damaged and was skipped. {fault}" for folder, fault in files.passed_over.items())
         if files.checkpoint is not None and files.checkpoint.unread_bytes:
             of = f"the checksums of {size_text(files.checkpoint.unread_bytes)} were not compared here"
-            yield f"{files.checkpoint.path}: {of}; a resume and an export do it."
+            yield f"{files.checkpoint.path}: {of}; a resume and an export compare them."
         if run_dir.names_are_wrong:
             what = f"{run_dir.names} is gone or damaged. The name {run_dir.name} was found in other files of the run;"
-            yield f"{what} train --resume writes {run_dir.names.name} again."
+            yield f"{what} train --resume rewrites {run_dir.names.name}."
 
     def remarks_on_events(self) -> Iterator[str]:
-        """What of the events could not be read. A line torn at the end of each start is no remark."""
+        """Remarks on unreadable events. A torn line at the end of each start is ignored."""
         for path, log in ((self.run_dir.events(), self.log), (self.run_dir.events(SUPERVISOR), self.supervisor)):
             if text := unread_text(path):
                 yield text
             aside = log.set_aside
             if aside.lines > max(len(self.all(StartEvent)), 1):
-                yield f"{path}: {count_text(aside.lines, 'line')} cannot be read as events, and were passed over."
+                yield f"{path}: {count_text(aside.lines, 'line')} cannot be read as events, and were skipped."
             if unknown := sorted({*aside.kinds, *aside.fields}):
                 names = f"{', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}"
-                yield f"{path}: another version of lora-rocm wrote in it. Not known here: {names}."
+                yield f"{path}: another version of lora-rocm wrote to it. Unknown here: {names}."
         has_files = self.files.checkpoint or self.files.passed_over
         if self.latest_s is None and (has_files or size_if_there(self.run_dir.events())):
             yield "its events are gone or damaged: steps, loss and rate are not known"

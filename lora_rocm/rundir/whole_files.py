@@ -1,6 +1,6 @@
-"""Which files of a run are whole, by their headers and lengths alone, and how to write a damaged one again.
+"""Checks which files of a run are whole, by headers and lengths alone, and how to recreate a damaged one.
 
-That catches a file cut short or of another kind. A changed byte in its numbers is found by the digests (``results``).
+This detects a truncated file or one of another kind. Digests (``results``) detect a changed byte in its numbers.
 A checkpoint has checksums, which ``newest_checkpoint`` compares.
 """
 
@@ -20,14 +20,14 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import FORMS, LORA_FORMS, updates_of
 
 COMPARED_BYTES = 1 << 29
-"""Bytes whose checksums are compared: about a second."""
+"""Limit of bytes for comparing checksums: about a second."""
 
 
 def fault_of_lora(path: Path) -> str:
-    """What is wrong with an exported file or folder, as a sentence; empty if it is whole or gone."""
+    """The fault of an exported file or folder, as a sentence; empty if it is whole or missing."""
     files = [folder / PEFT_WEIGHTS for folder in peft_folders(path).values()]
     if not files and path.suffix == ".gguf":
-        return "" if not path.exists() or _begins(path, b"GGUF") else "This is no GGUF file: it is damaged."
+        return "" if not path.exists() or _begins(path, b"GGUF") else "This is not a GGUF file: it is damaged."
     try:
         for file in files or (sorted(path.glob("*.safetensors")) if path.is_dir() else [path]):
             if path.exists():
@@ -47,12 +47,12 @@ def _begins(path: Path, start: bytes) -> bool:
 
 @dataclass(frozen=True)
 class WholeCheckpoint:
-    """A checkpoint that a resume would take, as far as is known.
+    """A checkpoint that a resume would use, as far as is known.
 
     Attributes:
         updates: its step, by its own record.
         digest: see ``CheckpointRecord.digest``.
-        unread_bytes: size of its files whose checksums were not compared because they are large.
+        unread_bytes: size of its large files, for which no checksums were compared.
     """
 
     updates: int
@@ -72,7 +72,7 @@ def identity_of_checkpoint(folder: Path) -> str:
 def newest_checkpoint(run_dir: RunDir) -> tuple[WholeCheckpoint | None, dict[Path, str]]:
     """The newest whole checkpoint, and the newer folders that are damaged: folder -> fault, as a sentence.
 
-    Checksums are compared as a resume does, but of COMPARED_BYTES at most: a command that only looks must not take
+    Checksums are compared as in a resume, but for COMPARED_BYTES at most: a command that only reports must not take
     minutes.
     """
     faults: dict[Path, str] = {}
@@ -99,26 +99,26 @@ def newest_checkpoint(run_dir: RunDir) -> tuple[WholeCheckpoint | None, dict[Pat
 
 @lru_cache(maxsize=64)
 def _checksum_of(version: FileVersion) -> str:
-    """Several answers of one command ask for the same checkpoint."""
+    """The checksum of a file. Cached, because one command may check the same checkpoint several times."""
     return checksum_of(Path(version.path))
 
 
 def remedy(run_dir: RunDir, lora: Path) -> str:
-    """How to write a damaged adapter file or PEFT folder of a run again."""
+    """Advice on how to recreate a damaged adapter file or PEFT folder of a run."""
     newest, _ = newest_checkpoint(run_dir)
     if newest is None:
-        return "No whole checkpoint is left to write it again from: put it back from a copy, or train again."
+        return "There is no whole checkpoint to recreate it from: restore it from a copy, or train again."
     updates = newest.updates
     export = ["lora-rocm", "export", str(run_dir.path)]
     form = next((form for form in FORMS if run_dir.export_of(form) == lora), None)
     if form is not None and updates_of(run_dir) in (0, updates):
-        return f"{quoted([*export, '--format', form])} writes it again."
+        return f"{quoted([*export, '--format', form])} recreates it."
     if lora == run_dir.checkpoint_lora(updates):
         again = quoted([*export, "--format", "kohya", "--output", str(lora)])
-        return f"{again} writes it again; of a language model, delete it."
+        return f"{again} recreates it; for a language model, delete it."
     elsewhere = [*export, "--format", form or "kohya", "--output", "FOLDER" if form in ("peft", "merged") else "FILE"]
     return (
-        "It cannot be written again, for only the newest whole checkpoint is exported. "
+        "It cannot be recreated: only the newest whole checkpoint is exported. "
         f"{quoted(elsewhere)} writes the LoRA of step {updates} elsewhere."
     )
 
@@ -136,7 +136,7 @@ def require_whole(run_dir: RunDir, lora: Path) -> Path:
 
 
 def require_whole_named(lora: Path) -> Path:
-    """Return an adapter file or PEFT folder that the user names; a damaged one that no run wrote is left to its reader.
+    """Return an adapter file or PEFT folder that the user names; a damaged one that no run wrote is not refused here.
 
     Raises:
         AdapterError: weights-damaged.

@@ -1,6 +1,6 @@
 """Hang detection: a state updated from the worker's events and heartbeats, and one decision over it.
 
-Pure: no clock, no file. The caller passes in the time of each sign of life, in seconds of any monotonic clock.
+Pure: no clock, no file. The caller passes the time of each sign of life, in seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LEAVING, LEAVING_S = "leaving", 60.0
 On Windows a process with a GPU may hang then (pytorch#160759).
 """
 LOADER_EXTRA_S = 150.0
-"""The loader gives up silent workers by itself; hang detection waits this much longer than the loader."""
+"""The loader stops silent workers by itself; hang detection waits this much longer than the loader."""
 ABSENT_S = 10.0
 """A longer pause between two checks means that the whole machine (suspend) or the checking process was paused."""
 RECENT = 50
 ENCODED = ("images", "captions")
-"""What encoders produce, as named in ``cache`` events; other values there mean that files are examined."""
+"""Outputs of encoders, as named in ``cache`` events; other values there mean that files are examined."""
 WAITING = ("verdict", "ranks")
 """Activities of a worker that waits for other ranks."""
 LEAST_STACKS_S = 0.2
@@ -39,7 +39,7 @@ LEAST_STACKS_S = 0.2
 
 @dataclass
 class Learned:
-    """Usual durations in this run, over all its starts: seconds per step, per cached item and per preview round."""
+    """Typical durations in this run, over all its starts: seconds per step, per cached item and per preview round."""
 
     step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     item_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -48,7 +48,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class Limit:
-    """How long a worker may be silent in a phase.
+    """The time that a worker may be silent in a phase.
 
     Attributes:
         first_s: the limit before a usual duration is known.
@@ -90,7 +90,7 @@ cache_first: an encoder is loaded before the first image and before the first ca
 compile: a whole component can be one part, which takes the compiler many minutes on a slow host.
 """
 RECIPE_KEYS = {"cache_first": "cache", CLASS_IMAGES: "preview"}
-"""Limits whose key below ``timeouts`` has another name."""
+"""Limits with another name as key of ``timeouts``."""
 
 
 def _median(values: deque[float]) -> float | None:
@@ -120,7 +120,7 @@ class Limits:
     def stacks_after_s(self) -> dict[str, float]:
         """Activity -> seconds of silence before the worker writes its stacks.
 
-        Half of the smallest limit that can apply then, and no less: writing the stacks of running threads reads data
+        Half of the smallest limit that can apply then, and not less. Writing the stacks of running threads reads data
         that they change, and can crash the process (faulthandler, CPython 3.11: each time in imports).
         """
         least_s = {name: self.given_s.get(RECIPE_KEYS.get(name, name), limit.least_s) for name, limit in LIMITS.items()}
@@ -158,7 +158,7 @@ class WatchState:
         checkpoints: written by this start.
         items: kind of entry -> number in the cache.
         changes: mitigations that this start made itself -> how often.
-        beat, log_bytes: last seen heartbeat and size of the log, perhaps those of an earlier worker.
+        beat, log_bytes: last seen heartbeat and size of the log, perhaps from an earlier worker.
         left_at: time of its last event (``end`` or ``error``).
     """
 
@@ -234,7 +234,7 @@ class WatchState:
         if self._filling and more > 0 and what in ENCODED:
             self.learned.item_s.append((now - self._item_at) / more)
         self.items[what] = done
-        waits_for_encoder = what in ENCODED and not event.per_second  # all so far were already in the cache
+        waits_for_encoder = what in ENCODED and not event.per_second  # all entries so far were already in the cache
         self._item_at, self._filling = now, done < event.total and not waits_for_encoder
 
     def on_heartbeat(self, beat: Heartbeat | None, now: float) -> None:
@@ -251,7 +251,7 @@ class WatchState:
         self.log_bytes = size_bytes
 
     def on_look(self, now: float) -> None:
-        """Record a check. Time in which nobody could check (``ABSENT_S``) does not count as silence."""
+        """Record a check. Time without checks (``ABSENT_S``) does not count as silence."""
         absent_s = now - self._looked_at if self._looked_at is not None else 0.0
         if absent_s > ABSENT_S:
             self.heard_at = min(self.heard_at + absent_s, now)
@@ -260,13 +260,13 @@ class WatchState:
 
 
 def culprit(states: Sequence[WatchState]) -> int:
-    """The rank that the others are waiting for."""
+    """The rank that the others wait for."""
     busy = [rank for rank, state in enumerate(states) if state.activity not in WAITING]
     return min(busy or range(len(states)), key=lambda rank: states[rank].heard_at)
 
 
 def decide(state: WatchState, now: float) -> Hung | None:
-    """Decide whether the worker hangs; None: it does not."""
+    """Return the hang of the worker; None: it does not hang."""
     name = state.limit
     limit_s = state.limits.seconds(name, state.learned)
     if name == "step" and state.activity == "loader":

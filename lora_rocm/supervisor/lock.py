@@ -22,7 +22,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.worker import WORKER, unkillable
 
 LOCK_WAIT_S = 1.0  # `status` holds the lock for a moment
-LEFTOVER_GRACE_S = 45.0  # a worker whose parent died exits within 30 s (train.session), if it can
+LEFTOVER_GRACE_S = 45.0  # after its parent died, a worker exits within 30 s (train.session), if it can
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def locked(run_dir: RunDir) -> Iterator[None]:
     """Lock the run directory against other parents.
 
     Raises:
-        ResumeError: another parent holds it.
+        ResumeError: another parent has the lock.
         StorageError: the lock file cannot be created.
     """
     refuse_link(run_dir.parent_lock)
@@ -71,12 +71,12 @@ def end_leftover(
         worker: see ``worker.worker_command``.
 
     Raises:
-        ResumeError: the directory is held by a process that is not known to be such a worker.
+        ResumeError: another process, not known to be such a worker, has locked the directory.
         WorkerHungError: a worker cannot be killed.
     """
     held = [(rank, path) for rank, path in run_dir.worker_locks() if is_held(path)]
     if held:
-        say("Waiting for the worker of an earlier start to save and leave ...")
+        say("Waiting for the worker of an earlier start to save and exit ...")
     deadline = time.monotonic() + (LEFTOVER_GRACE_S if grace_s is None else grace_s)
     for rank, path in held:
         _end_holder(run_dir, rank, path, deadline, say, worker or WORKER)
@@ -92,13 +92,13 @@ def _end_holder(
     beat = read_heartbeat(run_dir.heartbeat(rank))
     for pid in {last_worker_pid(run_dir, rank), beat.pid if beat else None} - {None}:
         if pid is not None and _is_worker_of(run_dir, pid, worker):
-            say(f"It does not leave by itself, so it is ended (process {pid}).")
+            say(f"It does not exit by itself, so it is killed (process {pid}).")
             if not kill_tree(pid):
                 raise unkillable(pid)
             return
     raise ResumeError(
         "run-dir-in-use",
-        "Another process holds this directory, and it is none of its workers.",
+        "Another process has locked this directory, and it is not one of the run's workers.",
         where=str(path),
         fix="Wait for it, end it, or give another --run-dir.",
     )

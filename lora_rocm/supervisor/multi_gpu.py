@@ -44,16 +44,16 @@ def require_place(me: Rank, gpus: int | None, run_dir: Path | None, resume: str 
     if gpus is not None:
         raise UserError(
             "gpus-twice",
-            f"torchrun has started {me.size} processes, and --gpus asks for more in each of them.",
+            f"torchrun has started {me.size} processes, and --gpus would start more in each of them.",
             where=f"--gpus {gpus}, WORLD_SIZE={me.size}",
-            fix="Leave --gpus out: torchrun's --nproc-per-node says how many.",
+            fix="Remove --gpus: torchrun's --nproc-per-node sets the number.",
         )
     if run_dir is None and resume in (None, LATEST):
         raise UserError(
             "run-dir-needed",
             "Processes that torchrun starts need one run directory, the same for all of them.",
             where=f"rank {me.rank} of {me.size}",
-            fix="Add --run-dir DIR --resume latest: a run that begins and one that goes on can be found with it.",
+            fix="Add --run-dir DIR --resume latest: it works for a new run and for a resumed one.",
         )
 
 

@@ -18,37 +18,37 @@ MAX_ROLLBACKS = 3
 PAUSES_S = (0.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 """Pauses before a restart, by the number of starts in a row without progress: a device needs time to reset."""
 LONGER_AFTER: dict[Seen | None, int] = {"illegal-access": 2, "out-of-memory": 1}
-"""Extra places in ``PAUSES_S``: a GPU after a reset, and the memory of a dead process, are not available at once."""
+"""Extra steps in ``PAUSES_S``: a GPU after a reset, and the memory of a dead process, are not available at once."""
 BEFORE_STEPS = ("start", "load")
 """Phases in which only the base model and the adapter need memory."""
 GPU_IS_AWAY: tuple[RestartCode, ...] = ("gpu-not-seen", "no-gpu")
-"""Time may cure these after another failure of the same command: a GPU that was reset comes back."""
+"""Failures that may pass with time, after another failure of the same command: a GPU comes back after its reset."""
 REMEMBERED = "remembered"
 """The ``seen`` of a change that an earlier run on this machine made."""
 WORDS: dict[Seen, str] = {
     "loader-hang": "hung while it waited for the next batch",
     "hang": "hung",
-    "corruption": "data, weights or state had been altered",
-    "sum": "gradients of several GPUs were added up wrongly",
+    "corruption": "data, weights or state were altered",
+    "sum": "the sum of gradients of several GPUs was wrong",
     "illegal-access": "the GPU reported a fault or was reset",
     "out-of-memory": "memory ran out",
     "canary": "a calculation with a known answer came out wrong",
-    "graph": "a captured graph computed something else than the same work launched kernel by kernel",
+    "graph": "a captured graph gave another result than the same work launched kernel by kernel",
     "nonfinite": "loss or gradient was not finite",
-    "died": "ended without a word",
-    "attention": "a way of computing attention gave wrong numbers",
+    "died": "ended without an error message",
+    "attention": "an attention backend gave wrong numbers",
 }
 NO_CURE: tuple[Seen, ...] = ("loader-hang", "hang", "died")
-"""The remedy in an error of these kinds is for a single failure only."""
+"""The advice in an error of these kinds applies only to a single failure."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one start of the worker ended; fields as in the event ``failure``.
+    """The failure of one start of the worker; fields as in the event ``failure``.
 
     Attributes:
         seen: None if no restart can help.
-        changed: the worker had made a mitigation itself, which the next start uses from its beginning.
+        changed: the worker made a mitigation itself, which the next start uses from its beginning.
     """
 
     seen: Seen | None
@@ -80,14 +80,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class History:
-    """What came before a judgement.
+    """The past of a run at the time of a judgement.
 
     Attributes:
         budget: ``runtime.max_restarts``.
-        spent: part of the budget that is used, without the failure that is judged.
+        spent: used part of the budget, without the failure that is judged.
         attempt: how often the run was rolled back to other noise, over all its commands.
-        progressed: per start of this command, whether it came further than the one before; the failed one last.
-        failures: of this command; the one that is judged last.
+        progressed: for each start of this command, whether it got further than the one before; the failed one is last.
+        failures: failures of this command; the one to judge is last.
     """
 
     budget: int
@@ -109,13 +109,14 @@ class History:
     def may_fit(self) -> bool:
         """Whether a fresh, unfragmented process could fit after out-of-memory with no mitigation left.
 
-        Not if the start before ran out of memory too and there was no progress: the next one would do the same.
+        Not if the previous start also ran out of memory and there was no progress: the next one would fail in the same
+        way.
         """
         last, *before = reversed(self.failures)
         if self.progress or last.changed:
             return True
         if before:
-            return before[0].seen != "out-of-memory"  # that process may still have held some of the memory
+            return before[0].seen != "out-of-memory"  # that process may still have used some of the memory
         return last.phase not in BEFORE_STEPS
 
     @property
@@ -131,7 +132,7 @@ class History:
         return pauses_s[min(place, len(pauses_s) - 1)]
 
     def with_failure(self, failure: Failure, progress: bool, checkpoints: int) -> History:
-        """The history after another start failed, which had written this many checkpoints."""
+        """The history after the failure of another start, which wrote this many checkpoints."""
         return replace(
             self,
             spent=max(self.spent - checkpoints, 0),
@@ -181,14 +182,14 @@ def after(failure: Failure, history: History, situation: Situation) -> Judgement
     if failure.seen == "out-of-memory" and change is None and not history.may_fit:
         return Raise(failure.error)
     if history.spent + history.cost > history.budget:
-        return GiveUp(f"The budget of restarts is spent (runtime.max_restarts: {history.budget}).")
+        return GiveUp(f"The budget of restarts is used up (runtime.max_restarts: {history.budget}).")
     if failure.error.code in GPU_IS_AWAY or (failure.seen == "died" and not history.is_stuck):
-        change = None  # somebody may have killed it; any other cause would strike again
+        change = None  # a user may have killed it; any other cause would occur again
     return Restart((change.id,) if change is not None else (), history.attempt + rollback)
 
 
 def next_change(seen: Seen, phase: str, situation: Situation) -> Change | None:
-    """The mildest change that answers this failure and would alter anything. The user's own settings stay."""
+    """The mildest change against this failure that would have an effect. The user's own settings are kept."""
     now = _outcome(situation)
     return next(
         (row for row in candidates(seen, phase, situation) if _outcome(changed(situation, row.id)) != now), None
@@ -196,7 +197,7 @@ def next_change(seen: Seen, phase: str, situation: Situation) -> Change | None:
 
 
 def relieved(changes: Iterable[str], phase: str) -> bool:
-    """Whether one of these changes is an answer to out-of-memory in this phase."""
+    """Whether one of these changes is a mitigation of out-of-memory in this phase."""
     rows = (changes_by_id()[change] for change in changes if change in changes_by_id())
     return any("out-of-memory" in row.seen and phase in row.phases for row in rows)
 
@@ -233,7 +234,7 @@ def hung_error(hung: Hung, where: str) -> WorkerHungError:
         "worker-hung",
         f"The training process was silent for {hung.silent_s:.3g} s in the phase {hung.phase} and was ended.",
         where=where,
-        fix=f"lora-rocm doctor says what is known about this machine. If it only is slow: --set timeouts.{hung.limit}="
+        fix=f"lora-rocm doctor lists known problems of this machine. If it is only slow: --set timeouts.{hung.limit}="
         f"{max(round(2 * hung.limit_s), 1)} allows more than {hung.limit_s:g} s.",
     )
 
@@ -244,25 +245,25 @@ def changes_of(events: Iterable[Event]) -> tuple[str, ...]:
 
 
 def attempt_of(events: Iterable[Event]) -> int:
-    """How often a run was rolled back, from its supervisor's ``restart`` events."""
+    """The number of roll-backs of a run, from its supervisor's ``restart`` events."""
     return max((event.attempt for event in events if isinstance(event, RestartEvent)), default=0)
 
 
 def gave_up(history: History, reason: str, changes: Iterable[str], where: str, again: str) -> GaveUpError:
-    """The error for a run that is given up: what happened, what was tried, and what the user can do."""
+    """The error for a run that is given up: failures, attempted changes, and advice."""
     last = history.failures[-1]
     cure = f"{last.error.fix}\n" if last.error.fix and last.seen not in NO_CURE else ""
     return GaveUpError(
         "gave-up",
         account(history, reason, changes),
         where=where,
-        fix=f"{cure}Everything up to the last checkpoint is kept. lora-rocm doctor says what is known about this "
-        f"machine. To go on:\n  {again}",
+        fix=f"{cure}Everything up to the last checkpoint is kept. lora-rocm doctor lists known problems of this "
+        f"machine. To continue:\n  {again}",
     )
 
 
 def account(history: History, reason: str, changes: Iterable[str]) -> str:
-    """What happened and what was tried, as text for the user."""
+    """The failures and the attempted changes, as text for the user."""
     counts = Counter((failure.seen, failure.phase) for failure in history.failures)
     lines = [reason]
     for (seen, phase), count in counts.items():
@@ -273,5 +274,5 @@ def account(history: History, reason: str, changes: Iterable[str]) -> str:
         times = "once" if count == 1 else f"{count} times"
         lines.append(f"    {times}: {WORDS[seen] if seen else 'failed'} (phase {phase}, after step {places})")
     tried = [changes_by_id()[change].text for change in dict.fromkeys(changes) if change in changes_by_id()]
-    lines.append("  changed on the way: " + ("; ".join(tried) if tried else "nothing"))
+    lines.append("  changed since the start: " + ("; ".join(tried) if tried else "nothing"))
     return "\n".join(lines)

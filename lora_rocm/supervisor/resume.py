@@ -30,7 +30,7 @@ from lora_rocm.supervisor.run_recipe import recipe_of_run
 
 LATEST = "latest"
 MAX_RUNS = 1000
-"""Folders that are looked at for a remedy."""
+"""Limit of folders that are searched for a remedy."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Chosen:
     """The chosen run directory.
 
     Attributes:
-        resume: the directory may already hold a run.
+        resume: the directory may already contain a run.
         checkpoint: resume from this one instead of the newest.
     """
 
@@ -82,7 +82,7 @@ def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Ch
             "two-run-dirs",
             "--run-dir and --resume name different directories.",
             where=f"--run-dir {run_dir} --resume {resume}",
-            fix="Leave --run-dir out.",
+            fix="Remove --run-dir.",
         )
     return _own(Chosen(RunDir(found), resume=True, checkpoint=checkpoint))
 
@@ -126,12 +126,12 @@ def holds_run(run_dir: RunDir) -> bool:
 
 
 def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
-    """Make the directory ready for the worker. The caller holds its lock.
+    """Prepare the directory for the worker. The caller has its lock.
 
     The recipe is written to ``recipe_asked`` if the worker could still refuse it because of existing checkpoints, else
     to recipe.yaml.
 
-    Returns False if there is nothing to do: the run is complete and the recipe asks for no more.
+    Returns False if there is nothing to do: the run is complete and the recipe asks for no further steps.
 
     Raises:
         ResumeError: the directory holds a run and --resume was not given, or the recipe does not fit it.
@@ -142,13 +142,15 @@ def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
             "run-dir-taken",
             "This directory already holds a run.",
             where=str(run_dir.path),
-            fix="Go on with it by --resume latest, or give another --run-dir.",
+            fix="Continue it with --resume latest, or give another --run-dir.",
         )
+    # Remove what an earlier start left
     run_dir.discard_unfinished(of_parent=True)
     run_dir.discard_unfinished_exports()
     withdraw(run_dir)
+    # A run with checkpoints: the worker still has to accept the recipe
     started = run_dir.result.exists() or bool(run_dir.list_checkpoints())
-    if started and run_dir.recipe.exists():  # before the first checkpoint a change can spoil nothing
+    if started and run_dir.recipe.exists():  # before the first checkpoint, a change is harmless
         old = _old_recipe(run_dir, loaded.registry)
         _refuse_differences(run_dir, old, loaded, accept_changes)
         run_dir.keep_name()
@@ -156,18 +158,19 @@ def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
             return False
         write_atomic(run_dir.recipe_asked, dump_recipe(recipe).encode("utf-8"), run_dir.path)
         return True
+    # A new run, or one that lost its recipe
     keep_made(run_dir)
     run_dir.result.unlink(missing_ok=True)
     if not started:
         run_dir.set_name(name_key(recipe.output.name))  # before the recipe: without it, the files have the usual name
     write_atomic(run_dir.recipe, dump_recipe(recipe).encode("utf-8"), run_dir.path)
-    if started:  # its recipe was lost, and perhaps its name
+    if started:  # its recipe was lost, and perhaps its name too
         run_dir.keep_name()
     return True
 
 
 def settle_rank(chosen: Chosen, loaded: LoadedRecipe, rank: int) -> bool:
-    """``settle`` for a process that rank 0 does not start: it only checks, and writes its own recipe.
+    """``settle`` for a process that rank 0 does not start: it only makes the checks and writes its own recipe.
 
     Returns False if the run is complete.
 
@@ -191,34 +194,34 @@ def _old_recipe(run_dir: RunDir, registry: Registry) -> Recipe:
             "run-recipe-damaged",
             f"The recipe saved in this run cannot be read: {error.problems[0].what}",
             where=error.problems[0].where,
-            fix="Put the recipe of this run there, or start a new run.",
+            fix="Restore the recipe of this run there, or start a new run.",
         ) from None
 
 
 def _refuse_differences(run_dir: RunDir, old: Recipe, loaded: LoadedRecipe, accept_changes: bool) -> None:
     differences = resume_differences(old, loaded.recipe)
     if differences and not accept_changes:
-        fix = "Undo the changes, start a new run, or go on all the same with --accept-changes."
+        fix = "Undo the changes, start a new run, or continue anyway with --accept-changes."
         if command := _command_without(run_dir, old, loaded):
             fix += f" With the values of the run:\n  {command}"
         lines = "".join(f"\n    {problem.where}: {problem.what}" for problem in differences)
         raise ResumeError(
             "resume-recipe-changed",
-            f"The recipe differs from that of the run in what may not change:{lines}",
+            f"The recipe differs from the run's recipe in keys that may not change:{lines}",
             where=str(run_dir.path),
             fix=fix,
         )
 
 
 def _command_without(run_dir: RunDir, old: Recipe, loaded: LoadedRecipe) -> str:
-    """The command that goes on with the run's own values, which may have been given by --set; empty if none does."""
+    """The command that continues with the run's own values, which --set may have given; empty if there is none."""
     values = fixed_values(old)
     different = [problem.where for problem in resume_differences(old, loaded.recipe)]
     given = [each for each in loaded.overrides if each.partition("=")[0].strip() not in different]
     sets = [*given, *(f"{key}={json.dumps(values[key], ensure_ascii=False)}" for key in different)]
     try:
         meant = load_recipe(loaded.path, sets, loaded.registry).recipe
-    except RecipeError:  # keys of another kind, whose rules differ
+    except RecipeError:  # keys of another kind, with different rules
         return ""
     if resume_differences(old, meant):
         return ""
@@ -227,14 +230,14 @@ def _command_without(run_dir: RunDir, old: Recipe, loaded: LoadedRecipe) -> str:
 
 
 def _is_complete(run_dir: RunDir, old: Recipe, new: Recipe) -> bool:
-    """Whether the finished run is everything that the recipe asks for."""
+    """Whether the finished run has everything that the recipe asks for."""
     same_length = (old.train.max_train_steps, old.train.epochs) == (new.train.max_train_steps, new.train.epochs)
     if not same_length or resume_differences(old, new):
         return False
     try:
         read_result_file(run_dir.result)
     except OSError as error:  # with several processes, rank 0 may remove it at any time
-        if error.errno not in (errno.ENOENT, errno.EINVAL, errno.EFBIG):  # EINVAL, EFBIG: no result of ours
+        if error.errno not in (errno.ENOENT, errno.EINVAL, errno.EFBIG):  # EINVAL, EFBIG: not a result of this program
             raise
         return False
     except ValueError:
@@ -256,7 +259,7 @@ def open_run(path: Path) -> RunDir:
 
 
 def _run_meant(path: Path) -> str:
-    """A remedy that names the run around a path, or the newest runs in it; empty if there are none."""
+    """Advice that names the run that contains a path, or the newest runs in it; empty if there are none."""
     for folder in path.parents[:3]:
         if _is_run(folder):
             return f"Give the run directory that it is in: {folder}."
@@ -266,7 +269,7 @@ def _run_meant(path: Path) -> str:
 
 
 def _is_run(path: Path) -> bool:
-    """``holds_run``; False of what this user may not look into."""
+    """``holds_run``; False for a folder that this user may not read."""
     try:
         return holds_run(RunDir(path))
     except OSError:
@@ -277,7 +280,7 @@ def open_recipe(path: Path, registry: Registry) -> tuple[RunDir, Recipe]:
     """The run directory at ``path``, and its recipe.
 
     Raises:
-        UserError: there is no run there, or its recipe is gone.
+        UserError: there is no run there, or its recipe is missing.
         RecipeError: its recipe is damaged.
     """
     run_dir = open_run(path)

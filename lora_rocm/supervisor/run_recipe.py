@@ -1,6 +1,6 @@
 """The recipe of a run, for commands that do not train it.
 
-A run may come from somebody else, so where a command on it writes is never decided by its recipe.
+A run may come from somebody else, so its recipe never decides where a command writes.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from lora_rocm.recipe.schema import Recipe
 def recipe_of_run(file: Path, registry: Registry, spare_cache: Path | None = None) -> Recipe:
     """Read ``recipe.yaml`` of a run.
 
-    The folders that it names for output are replaced by the defaults of the current folder.
+    The recipe's output folders are replaced by the defaults in the current folder.
 
     Args:
         file: the recipe.
         registry: the model families.
-        spare_cache: the cache folder, unless the recipe's or the current folder's is a cache already. None: for a
+        spare_cache: the cache folder, unless the recipe's or the current folder's already is a cache. None: for a
             process that opens no cache.
 
     Raises:
-        UserError: run-without-recipe: it is gone, or no file.
+        UserError: run-without-recipe: it is missing, or not a file.
         RecipeError: the recipe is damaged.
     """
     if not file.is_file():
         raise UserError(
             "run-without-recipe",
-            "This run has no recipe any more, so its base model is not known.",
+            "This run has lost its recipe, so its base model is not known.",
             where=str(file),
-            fix="Copy the recipe that it was made with to this place.",
+            fix="Copy the recipe of the run to this path.",
         )
     from lora_rocm.cache_store.maintenance import holds_cache  # takes numpy, which `status` does without
 

@@ -46,13 +46,13 @@ def ensure(situation: Situation, recipe: Recipe, say: Say) -> Situation:
     """Before a run, test an AMD GPU if its software stack is new here; return the situation with the verdict.
 
     Raises:
-        MachineError: nothing can be trained on this GPU, or torch does not see it.
+        MachineError: this GPU is unusable for training, or torch does not see it.
     """
     wanted = recipe.runtime.self_test == "auto" and recipe.runtime.device != "cpu"
     new = situation.verdict is None and stack_of(situation.facts, situation.selection) is not None
     if not wanted or not new or situation.gpu is None:
         return situation
-    say("Testing this GPU once; it takes a minute or a few (runtime.self_test: no leaves it out) ...")
+    say("Testing this GPU once; it takes a minute or a few (runtime.self_test: no skips it) ...")
     verdict = self_test(situation, say)
     if verdict.unusable:
         bad = [result for result in verdict.results if not result.ok]
@@ -60,7 +60,7 @@ def ensure(situation: Situation, recipe: Recipe, say: Say) -> Situation:
             "gpu-unusable",
             f"Training on this GPU would give wrong results or crash: {verdict.unusable}. Nothing was trained.",
             where=f"{verdict.stack.gpu}, torch {verdict.stack.torch}: {bad[0].name}: {bad[0].status}: {bad[0].detail}",
-            fix="lora-rocm doctor says what is known about this machine. To train on the CPU: --set runtime.device=cpu",
+            fix="lora-rocm doctor lists known problems of this machine. To train on the CPU: --set runtime.device=cpu",
         )
     return replace(situation, verdict=verdict)
 
@@ -75,10 +75,10 @@ def self_test(situation: Situation, say: Say, command: Command = child_command) 
     if stack is None:
         raise MachineError(
             "no-gpu-to-test",
-            "There is no GPU here that the installed PyTorch could use.",
-            fix="lora-rocm doctor says what it sees.",
+            "This machine has no GPU that the installed PyTorch can use.",
+            fix="lora-rocm doctor lists the GPUs that it finds.",
         )
-    # Test with the profile "safe", then try remedies for what fails
+    # Test with the profile "safe", then try remedies for the failures
     started = time.monotonic()
     plain = replace(situation, profile="safe", verdict=None, tuned=Tuned())
     verdict = Verdict(stack, _tested(plain, say, command))
@@ -89,12 +89,12 @@ def self_test(situation: Situation, say: Say, command: Command = child_command) 
     if situation.gpu is not None and not any(verdict.failed(f"{group}.") for group in FAST_GROUPS):
         verdict = replace(verdict, fast=_fast(plain, verdict, say, command))
     # Report and store
-    now = " Training avoids what failed: lora-rocm env --explain says how." if verdict.failed("") else ""
+    now = " Training avoids the failed kernels: lora-rocm env --explain shows how." if verdict.failed("") else ""
     say(f"Self-test: {_summary(verdict.results)} in {time.monotonic() - started:.0f} s.{now}")
     try:
         store(Path(situation.app_dir), verdict)
     except StorageError as error:
-        say(f"The result of the self-test could not be kept, so it will run again. {error}")
+        say(f"The result of the self-test could not be stored, so it will run again. {error}")
     return verdict
 
 
@@ -131,7 +131,7 @@ def _tested(situation: Situation, say: Say, command: Command, only: Sequence[str
             "gpu-not-seen",
             f"The installed PyTorch does not see the {name}.",
             where=error.what,
-            fix="lora-rocm doctor says why. To train on the CPU all the same: --set runtime.device=cpu",
+            fix="lora-rocm doctor shows why. To train on the CPU anyway: --set runtime.device=cpu",
         ) from None
 
 
@@ -179,7 +179,7 @@ def run_checks(
         "self-test-gave-up",
         f"{MAX_STARTS} processes in a row crashed or hung while they tested this GPU. Nothing can be trained on it.",
         where=", ".join(result.name for result in progress.results.values() if not result.ok),
-        fix="Restart the machine; if it happens again, lora-rocm doctor says what is known about this machine.",
+        fix="Restart the machine; if it happens again, lora-rocm doctor lists known problems of this machine.",
     )
 
 
@@ -231,7 +231,7 @@ class _Progress:
         """Record a child's end; return whether nothing is left to test.
 
         Raises:
-            MachineError: it ended without anything new.
+            MachineError: it ended without new results.
         """
         seconds = round(time.monotonic() - self._since, 3)
         if self.current is not None and code is None:
@@ -244,7 +244,7 @@ class _Progress:
 
     def all_results(self) -> tuple[Result, ...]:
         """Results in the order of the table, including skipped checks."""
-        reason = f"left out: {MAX_CRASHES} checks before it ended the process"
+        reason = f"skipped: {MAX_CRASHES} checks before it ended the process"
         return tuple(self.results.get(name) or Result(name, "skipped", 0.0, reason) for name in self.names)
 
     def _missing(self) -> list[str]:
@@ -287,6 +287,6 @@ def _never_began(code: int | None, log: bytes) -> MachineError:
 
 
 def _last_words(code: int, log: bytes) -> str:
-    """How a child ended, and its last line of output."""
+    """The exit of a child as text, with its last line of output."""
     lines = log.decode("utf-8", "replace").strip().splitlines()
     return describe_exit(code) + (f": {lines[-1]:.200}" if lines else "")

@@ -1,7 +1,7 @@
 """The supervisor: starts the worker, watches it, kills it if it hangs, makes mitigations, and restarts it.
 
-The decisions are made elsewhere, without a clock or a file: ``supervisor.hang_detection`` (does it hang?) and
-``supervisor.restart_policy`` (what now?). This module carries them out.
+The decisions are made elsewhere, without a clock or a file: ``supervisor.hang_detection`` detects hangs and
+``supervisor.restart_policy`` chooses the reaction. This module carries them out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0
 MAX_STACKS_BYTES = 1 << 24
 UNKILLABLE: RestartCode = "worker-unkillable"
 KERNEL_LOG_CODES: tuple[RestartCode, ...] = (DIED, "worker-hung", UNKILLABLE, "device-fault")
-"""Errors after which the kernel log is read. Reading it takes a moment, and other errors explain themselves."""
+"""Errors after which the kernel log is read. Reading it takes a moment, and other errors do not need it."""
 
 Keep = Callable[[Situation, Sequence[str], str], None]
 
@@ -56,8 +56,8 @@ class Command(Protocol):
 def in_force(run_dir: RunDir, situation: Situation, say: Callable[[str], None]) -> Situation:
     """The situation with the changes of this run.
 
-    Only a new run takes over the changes that the machine remembers, and records them. A resumed run keeps the changes
-    that it started with, whatever other runs have met in the meantime.
+    Only a new run takes over the stored changes of this machine, and records them. A resumed run keeps the changes that
+    it started with, whatever happened to other runs since.
     """
     events = read_events(run_dir.events())
     trouble = trouble_of(run_dir, events)
@@ -87,12 +87,12 @@ class Supervisor:
         run_dir: prepared and locked.
         situation: with the changes in force (``in_force``).
         command: builds the worker's command line.
-        checkpoint: what the first start resumes from, and restarts too until one has made a step; None: the newest
+        checkpoint: the checkpoint for the first start, and for restarts until a start has made a step; None: the newest
             valid one.
         on_event: called in this thread with each event of the worker and of the supervisor.
         say: shows a message to the user.
         again: the command that resumes the run, for the user.
-        keep: stores for this machine that changes were made because of a failure.
+        keep: stores changes that a failure made necessary, for this machine.
         read_log: lines of the kernel log since a moment.
         size: number of workers that train together.
         telemetry: watches the GPUs; by default none.
@@ -129,8 +129,8 @@ class Supervisor:
         """Start the worker until it has finished; return its exit code.
 
         Raises:
-            LoraRocmError: an error that no restart can cure.
-            GaveUpError: the budget of restarts is spent.
+            LoraRocmError: an error that no restart can fix.
+            GaveUpError: the budget of restarts is used up.
             StoppedError: the user asked to stop, and the worker had to be killed.
             WorkerHungError: it hung and there is no restart, or it cannot be killed.
         """
@@ -143,7 +143,7 @@ class Supervisor:
                 failure, first = outcome
                 self._settle(failure, first, stop=self._stops(asked))
                 self._pause(self._history.pause_s(self.pauses_s), asked)
-                if first.steps:  # only then checkpoints newer than the chosen one are deleted
+                if first.steps:  # without a step, checkpoints newer than the chosen one still exist
                     self.checkpoint = None
 
     def _pause(self, seconds: float, asked: Asked) -> None:
@@ -153,12 +153,12 @@ class Supervisor:
             StoppedError: the user asked to stop meanwhile; no worker runs that could save.
         """
         if seconds:
-            self.say(f"The next start comes in {seconds:g} s.")
+            self.say(f"The next start is in {seconds:g} s.")
         until = time.monotonic() + seconds
         while not self._stops(asked) and time.monotonic() < until:
             time.sleep(POLL_S)
         if self._stops(asked):
-            raise StoppedError("stopped", f"Stopped before one more start. {last_checkpoint_text(self.run_dir)}")
+            raise StoppedError("stopped", f"Stopped before the next start. {last_checkpoint_text(self.run_dir)}")
 
     def _stops(self, asked: Asked) -> bool:
         return asked.level > 0 or self.run_dir.stop.exists()
@@ -166,7 +166,7 @@ class Supervisor:
     def _start(self, asked: Asked) -> int | tuple[policy.Failure, WatchState]:
         """Start the workers once; return their exit code, or the failure and the state of the first worker."""
         # Prepare the watch states and the command
-        patterns()  # read now: after a failure the package may be out of reach
+        patterns()  # read now: after a failure the package may be unreachable
         limits = limits_of(self.recipe, self._planned.settings)
         stacks_after_s = limits.stacks_after_s()
         run_dir, began = self.run_dir, Moment.now()
@@ -196,7 +196,7 @@ class Supervisor:
             if isinstance(found, int):
                 return found
             for worker in workers:
-                worker.kill()  # processes that it may have left behind
+                worker.kill()  # also kills remaining processes that it started
             if hung and found.error.code == DIED and self._stops(asked):
                 limit_s = hung[found.worker.rank].limit_s
                 what = f"It did not stop within {limit_s:g} s and was ended. {last_checkpoint_text(run_dir)}"
@@ -230,7 +230,7 @@ class Supervisor:
                 self._change([change], event.seen)
 
     def _is_late(self, states: Sequence[WatchState], hung: dict[int, Hung]) -> bool:
-        """Record the rank that hangs in ``hung``. If several are silent, it is the one that the others wait for."""
+        """Record the hanging rank in ``hung``. If several are silent, it is the one that the others wait for."""
         self.telemetry.poll()
         now = self.clock()
         for rank, state in enumerate(states):
@@ -260,7 +260,7 @@ class Supervisor:
     def _failure(
         self, end: End, hung: Mapping[int, Hung], states: Sequence[WatchState], began: Moment
     ) -> policy.Failure:
-        """How a start ended. An error that the worker reported counts more than a hang while it exited."""
+        """The failure of a start. An error reported by the worker counts more than a hang during its exit."""
         error, state = end.error, states[end.worker.rank]
         late = hung.get(end.worker.rank) if error.code in (DIED, UNKILLABLE) else None
         if late is not None and error.code == DIED:
@@ -282,7 +282,7 @@ class Supervisor:
         )
 
     def _settle(self, failure: policy.Failure, state: WatchState, *, stop: bool) -> None:
-        """Decide what comes after a failure, and prepare the restart.
+        """Decide how to react to a failure, and prepare the restart.
 
         Raises:
             LoraRocmError: there is no restart.
@@ -300,7 +300,7 @@ class Supervisor:
         self._prepare(failure, judgement)
 
     def _prepare(self, failure: policy.Failure, restart: policy.Restart) -> None:
-        """Put the changes in force, and announce the restart."""
+        """Apply the changes, and announce the restart."""
         for change in restart.changes:
             self._tell(change_event(change, str(failure.seen)))
         self._change(restart.changes, str(failure.seen))
@@ -322,7 +322,7 @@ class Supervisor:
         )
 
     def _has_progressed(self, state: WatchState) -> bool:
-        """Whether that start came further than the one before: a newer checkpoint, or more cache entries."""
+        """Whether that start got further than the previous one: a newer checkpoint, or more cache entries."""
         newest = newest_checkpoint(self.run_dir)
         items = {what: done for what, done in state.items.items() if what in ENCODED}
         further = newest > self._newest or any(done > self._items.get(what, 0) for what, done in items.items())
@@ -330,7 +330,7 @@ class Supervisor:
         return further
 
     def _change(self, changes: Sequence[str], seen: str) -> None:
-        """Put changes in force and store them together, because half of an answer may be none."""
+        """Apply changes and store them together, because a part of them may not help."""
         for change in changes:
             self.situation = policy.changed(self.situation, change)
         if changes:

@@ -1,7 +1,7 @@
-"""Telemetry beside a run: starts the process that reads, takes its readings, and never waits for it.
+"""Telemetry during a run: starts the process that reads the sensors, takes its readings, and never waits for it.
 
-A reading may block inside a driver for ever. The process that reads is then given up: it is killed without waiting,
-and the run goes on, and ends, as if it had never been there.
+A reading may block inside a driver for ever. The reading process is then killed without waiting, and the run continues
+and ends without it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from lora_rocm.telemetry.thinning import Thinned
 
 MODULE = "lora_rocm.telemetry.reader_child"
 LIMIT_S = 60.0
-"""Seconds of silence after which the reading process is given up."""
+"""Seconds of silence after which the reading process is killed."""
 END_WAIT_S = 0.2
 CHUNK_BYTES, MAX_LINE_BYTES, MAX_WAITING = 1 << 16, 1 << 20, 1000
-LEFT_ALONE = "The sensors of the GPU did not answer for {limit:g} s and are left alone. Training does not need them."
+LEFT_ALONE = (
+    "The sensors of the GPU did not answer for {limit:g} s and are no longer read. Training does not need them."
+)
 
 Tell = Callable[[Event], None]
 
@@ -69,11 +71,11 @@ class _Reading:
         return found
 
     def exit_code(self) -> int | None:
-        """Its exit code once all that it wrote was taken; None before."""
+        """Its exit code once all its output was taken; None before."""
         return None if self._thread.is_alive() else self._child.poll()
 
     def kill(self) -> None:
-        """Kill it, and wait no longer than a moment: a driver may hold it."""
+        """Kill it, and wait only a moment: it may be blocked in a driver."""
         with contextlib.suppress(OSError):
             self._child.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -89,7 +91,7 @@ class Telemetry:
     """Watches the GPUs of a run; one for all starts of a command.
 
     Args:
-        cards: what is read; a sentence says why nothing is, an empty one that there is nothing to say.
+        cards: the GPUs to read; or the reason why none is read, as a sentence. An empty one gives no message.
         command: of the reading process.
     """
 
@@ -150,7 +152,7 @@ class Telemetry:
         if code is not None:
             self._stop()
             if code != EXPLAINED:
-                self._say(f"The process that reads the GPU's sensors has ended (exit code {code}). Training goes on.")
+                self._say(f"The process that reads the GPU's sensors has ended (exit code {code}). Training continues.")
         elif now_s - reading.heard_s > self._limit_s:
             self._stop()
             self._said.add(LEFT_ALONE)
@@ -178,7 +180,8 @@ class Telemetry:
             self._record(NoticeEvent(text=text))
 
     def _record(self, event: Event) -> None:
-        with contextlib.suppress(StorageError):  # a full disk ends the run where something is lost by it
+        # Readings may be lost: a full disk stops the run at a write that matters.
+        with contextlib.suppress(StorageError):
             self._tell(event)
 
     def _stop(self) -> None:

@@ -1,4 +1,4 @@
-"""The processes that hand a run's numbers to trackers (``output.log_with``). The run never waits for them."""
+"""The processes that pass a run's numbers to trackers (``output.log_with``). The run never waits for them."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def require_trackers(output: OutputSection) -> None:
     for name in output.log_with:
         if find_spec(name) is None:
             what, where = f"The package {name} is not installed.", f"output.log_with: {name}"
-            fix = f"Install it with {sys.executable} -m pip install {name}, or leave it out."
+            fix = f"Install it with {sys.executable} -m pip install {name}, or remove it."
             raise UserError("tracker-missing", what, where=where, fix=fix)
 
 
 class Trackers:
-    """One process for each tracker, from entering the context to leaving it. They finish on their own after it.
+    """One process per tracker, started with the context. At its end they are left to finish by themselves.
 
     Args:
         run_dir: the run; events that it already has were logged by an earlier start.
         output: names the trackers and the project.
-        say: told once about each tracker that failed; the others and the run go on.
+        say: receives one message per failed tracker; the others and the run continue.
         environ: of this process; the trackers get it without the GPU and without the ranks of a process group.
     """
 
@@ -74,7 +74,7 @@ class Trackers:
         return self
 
     def passing(self, on_event: OnEvent) -> OnEvent:
-        """``on_event``, and a look at the trackers with each event."""
+        """``on_event``, with a check of the trackers at each event."""
 
         def look(event: Event) -> None:
             on_event(event)
@@ -83,13 +83,13 @@ class Trackers:
         return look
 
     def look(self) -> None:
-        """Name trackers that failed or ended, once."""
+        """Report trackers that failed or ended, once."""
         for name, (child, reader) in list(self._running.items()):
             code, errors = child.poll(), reader.poll()
             said = [f"{error.what} {error.fix}" for error in errors if isinstance(error, ErrorEvent)]
             if said or code is not None:
                 _close(self._running.pop(name)[0])
-                ended = f"{name} ended with exit code {code} and gets no more numbers of this run."
+                ended = f"{name} ended with exit code {code} and receives no further numbers of this run."
                 self._say(said[-1] if said else ended)
 
     def __exit__(

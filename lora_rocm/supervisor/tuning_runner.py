@@ -1,6 +1,6 @@
-"""Before a run: measures the ways of attention where it is asked for, and puts the run's measured choices in force.
+"""Before a run: measures the attention backends if asked for, and applies the run's measured choices.
 
-The run directory gets a copy of them. A resume uses that copy, or refuses if it does not hold any more.
+The run directory gets a copy of the choices. A resume uses that copy, or refuses if it is no longer valid.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from lora_rocm.supervisor.selftest_runner import Say
 WAYS = ("sdpa", *get_args(Attention)[1:])
 PACKAGES = ("flash", "aiter")
 WORTH = 0.97
-"""Another way than torch's choice is taken if its time is at most this share of it."""
+"""Another backend replaces torch's choice if it takes at most this share of its time."""
 LIMIT_S, START_LIMIT_S = 120.0, 600.0
 KINDS: tuple[Kind, ...] = ("attention", "products")
 
 
 def without(situation: Situation) -> Situation:
-    """The situation without measured choices: processes of ``torchrun`` have no common parent to agree on them.
+    """The situation without measured choices: processes of ``torchrun`` have no common parent that could choose.
 
     Raises:
-        UserError: the recipe names a package for attention, which nobody has tried here.
+        UserError: the recipe names a package for attention, which was not tried here.
     """
     if situation.recipe is not None:
         _require_measurable(situation.recipe, "processes that torchrun starts use torch's own attention")
@@ -48,27 +48,28 @@ def without(situation: Situation) -> Situation:
 
 
 def ensure(run: RunDir, situation: Situation, accept_changes: bool, say: Say, module: str | None = None) -> Situation:
-    """The situation with the measured choices of this run, which are then in its directory.
+    """The situation with the measured choices of this run, which are stored in its directory.
 
     Raises:
-        UserError: the attention that the recipe names is not there, or wrong.
-        MachineError: no way of attention is right at the shapes of this recipe.
-        ResumeError: the run's own choices do not hold any more.
+        UserError: the attention backend that the recipe names is missing, or wrong.
+        MachineError: no attention backend is correct at the shapes of this recipe.
+        ResumeError: the run's own choices are no longer valid.
     """
     stack, recipe = stack_of(situation.facts, situation.selection), situation.recipe
     if recipe is None or rank_of(os.environ).size > 1:
         if run.tuned.exists():
-            say("Processes that torchrun starts do without the measured choices that this run began with.")
+            say("Processes started by torchrun cannot use the measured choices that this run began with.")
         return without(situation)
+    # Which choices this run wants
     wanted = [kind for kind in KINDS if wants(kind, recipe)] if stack is not None else []
     if "attention" not in wanted:
         _require_measurable(recipe, "it needs a GPU, and neither runtime.deterministic nor runtime.compile")
     if stack is None or not wanted:
-        if not any(wants(kind, recipe) for kind in KINDS):  # else only the GPU is not seen today
+        if not any(wants(kind, recipe) for kind in KINDS):  # else the GPU is only not visible now
             _forget(run, say)
         return replace(situation, tuned=Tuned())
     keys = {kind: key_of(kind, stack, recipe) for kind in wanted}
-    # what decides whether, and among what, is measured; it may change on resume
+    # the keys that control the measurement; they may change on resume
     asked = recipe.runtime.model_dump(mode="json", include={"attention", "profile", "compile", "deterministic"})
     kept = _kept(run, asked, keys, accept_changes) if run.list_checkpoints() else None
     if kept is None:
@@ -89,7 +90,7 @@ def _require_measurable(recipe: Recipe, why: str) -> None:
 
 
 def unavailable(way: str, why: str) -> UserError:
-    """The error for an attention that the recipe names and that cannot be used."""
+    """The error for an attention backend that the recipe names but that cannot be used."""
     return UserError(
         "attention-unavailable",
         f"This attention cannot be used here: {why}.",
@@ -101,7 +102,7 @@ def unavailable(way: str, why: str) -> UserError:
 def _kept(
     run: RunDir, asked: Mapping[str, Any], keys: Mapping[Kind, Mapping[str, Any]], accept_changes: bool
 ) -> dict[Kind, Choice | None] | None:
-    """The choices of a run that has checkpoints; None if it has none, or the recipe now asks for others.
+    """The choices of a run with checkpoints; None if it has none, or the recipe now asks for others.
 
     Raises:
         ResumeError: they were made on another GPU, driver or software, or are damaged.
@@ -115,11 +116,11 @@ def _kept(
     except FileNotFoundError:
         if accept_changes or not _in_force_before(run, keys):
             return None
-        raise _refused(run, "The file of the measured choices of this run is gone.", "") from None
+        raise _refused(run, "The file with the measured choices of this run is gone.", "") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         if accept_changes:
             return None
-        raise _refused(run, "The file of the measured choices of this run is damaged.", "") from None
+        raise _refused(run, "The file with the measured choices of this run is damaged.", "") from None
     for kind, choice in kept.items() if same else ():
         if choice is not None and choice.key != keys[kind]:
             if accept_changes:
@@ -130,7 +131,7 @@ def _kept(
 
 
 def _in_force_before(run: RunDir, keys: Mapping[Kind, Mapping[str, Any]]) -> bool:
-    """Whether the last start of a run used measured choices of these kinds, as its environment says."""
+    """Whether the last start of a run used measured choices of these kinds, according to its environment."""
     rules = {"attention": "measured-attention", "products": "tuned-products"}
     try:
         rows = parse_json(run.environment.read_text(encoding="utf-8"))["settings"]
@@ -156,14 +157,14 @@ def _refused(run: RunDir, what: str, where: str) -> ResumeError:
         "resume-tuned-changed",
         what,
         where=f"{run.tuned}{': ' * bool(where)}{where}",
-        fix="Undo the change, start a new run, or measure again and go on with --accept-changes.",
+        fix="Undo the change, start a new run, or measure again and continue with --accept-changes.",
     )
 
 
 def _forget(run: RunDir, say: Say) -> None:
     """Remove the choices of an earlier start, because the recipe asks for none now."""
     if run.tuned.exists():
-        say("From here on the run does without the measured choices that it began with, as the recipe asks.")
+        say("From now on the run does not use the measured choices that it began with, as the recipe asks.")
         with suppress(OSError):
             remove(run.tuned)
 
@@ -171,11 +172,11 @@ def _forget(run: RunDir, say: Say) -> None:
 def measure_attention(
     situation: Situation, recipe: Recipe, key: Mapping[str, Any], say: Say, module: str | None = None
 ) -> Choice:
-    """Try the ways of attention in children, and keep the fastest that is right.
+    """Try the attention backends in children, and store the fastest correct one.
 
     Raises:
-        UserError: the recipe names one that is not there, or wrong.
-        MachineError: none is right.
+        UserError: the recipe names one that is missing, or wrong.
+        MachineError: none is correct.
     """
     asked, rows, ways = recipe.runtime.attention, list[Row](), ways_of(situation)
     if asked == "sdpa" and asked not in ways:
@@ -197,7 +198,7 @@ def measure_attention(
     try:
         store(Path(situation.app_dir), choice)
     except StorageError as error:
-        say(f"The measurement could not be kept, so it will be made again. {error}")
+        say(f"The measurement could not be stored, so it will be repeated. {error}")
     return choice
 
 
@@ -206,14 +207,14 @@ def _none_right(asked: str, rows: Sequence[Row], died: str) -> LoraRocmError:
         return unavailable(asked, rows[0]["problem"] if rows else died)
     return MachineError(
         "no-attention",
-        "No way of attention is right on this GPU at the shapes of this recipe. Nothing was trained.",
+        "No attention backend is correct on this GPU at the shapes of this recipe. Nothing was trained.",
         where=died or described(rows),
-        fix="lora-rocm doctor says what is known about this machine.",
+        fix="lora-rocm doctor lists known problems of this machine.",
     )
 
 
 def ways_of(situation: Situation) -> tuple[str, ...]:
-    """The ways to try here. What failed the self-test is left out, and with it torch's own choice among all."""
+    """The backends to try here. Backends that failed the self-test are excluded, and then torch's own choice, too."""
     verdict, names = situation.verdict, ("flash", "efficient", "cudnn")
     failed = {name for name in names if verdict is not None and verdict.failed(f"attention.{name}.")}
     held_out = {name for name in names if f"attention-{name}-off" in situation.changes}
@@ -223,7 +224,7 @@ def ways_of(situation: Situation) -> tuple[str, ...]:
 
 
 def fastest(rows: Sequence[Row]) -> str:
-    """The fastest right way; torch's own choice if no other is clearly faster; "" if none is right."""
+    """The fastest correct backend; torch's own choice if no other is clearly faster; "" if none is correct."""
     right = {row["way"]: row["seconds"] for row in rows if row["problem"] is None}
     if not right:
         return ""

@@ -1,4 +1,4 @@
-"""The worker processes of a run: start, follow, stop them and judge how they ended."""
+"""The worker processes of a run: start, follow and stop them, and judge their end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from lora_rocm.rundir.exit_status import TAIL_BYTES, died, size_of, tail_bytes
 from lora_rocm.rundir.layout import RunDir
 
 LAST_WORDS_S = 1.0
-"""After one of several workers has failed, the others have this long to report their own errors."""
+"""Time for the other workers to report their own errors after one has failed."""
 STOPPING = "Finishing the step and saving; Ctrl-C again ends it now (the last checkpoint is kept)."
 WORKER = "lora_rocm.train.worker"
 E = TypeVar("E", bound=LoraRocmError)
@@ -56,7 +56,7 @@ def worker_command(
 ) -> list[str]:
     """The command of the training child. Without ``checkpoint`` it resumes from the newest valid one.
 
-    worker: the module whose ``main`` trains; None: this program's, with this program's model families.
+    worker: the module with the training ``main``; None: this program's, with this program's model families.
     began_s: when the command began, in seconds since the epoch.
     """
     command = heavy_command(worker or WORKER, str(run_dir.path), reads_input=True)
@@ -112,7 +112,7 @@ class Worker:
         self._job.close()
 
     def look(self, number: int) -> bool:
-        """Whether it still runs; records its end as seen in round ``number`` of ``follow``."""
+        """Return whether it still runs; record its end as seen in round ``number`` of ``follow``."""
         if self._child.poll() is None:
             return True
         self.ended_in = number if self.ended_in is None else self.ended_in
@@ -152,7 +152,7 @@ class Worker:
             self._child.stdin.close()
 
     def give_up(self) -> None:
-        """Kill it because another rank, which it needs, is gone.
+        """Kill it because another rank, which it needs, has ended.
 
         Raises:
             WorkerHungError: it cannot be killed.
@@ -162,9 +162,9 @@ class Worker:
             raise unkillable(self.pid)
 
     def kill(self) -> bool:
-        """Kill it and everything that it started, including processes whose own parent has ended.
+        """Kill it and everything that it started, including processes without a living parent.
 
-        Returns False if it cannot be killed, because a driver holds it.
+        Returns False if it cannot be killed, because a driver blocks it.
         """
         if self._child.returncode is not None:  # its pid may have been reused, but not the id of its group
             kill_group(self.pid, self._job)
@@ -175,7 +175,7 @@ class Worker:
         return self._child.returncode is not None
 
     def verdict(self) -> int:
-        """Its exit code. Its own last event (``end``, ``error``) counts before the system's exit status.
+        """Its exit code. Its own last event (``end``, ``error``) takes precedence over the system's exit status.
 
         Raises:
             LoraRocmError: the error that it reported, with its exit code.
@@ -235,7 +235,7 @@ def run_worker(
     say: Callable[[str], None],
     asked: Asked | None = None,
 ) -> int:
-    """Start the worker, pass on its events until it ends, and return its exit code. Without hang detection or restarts.
+    """Start the worker without hang detection or restarts, pass on its events until it ends, and return its exit code.
 
     Args:
         run_dir: a prepared and locked run directory.
@@ -275,7 +275,7 @@ def _verdict(
     log_start: int,
     log: Path | None = None,
 ) -> int:
-    """The worker's exit code. Its own last event (``end``, ``error``) counts before the exit status."""
+    """The worker's exit code. Its own last event (``end``, ``error``) takes precedence over the exit status."""
     if isinstance(last, EndEvent):  # a crash while the interpreter shuts down does not matter
         return last.exit_code
     if last is not None:

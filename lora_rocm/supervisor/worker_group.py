@@ -1,4 +1,4 @@
-"""The training children of one start, one per GPU: started together, ended together, with one verdict."""
+"""The training children of one start, one per GPU: started together, ended together, with one result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OnRankEvent = Callable[[int, Event], None]
 
 @dataclass(frozen=True)
 class End:
-    """How one of the children failed."""
+    """The failure of one of the children."""
 
     worker: Worker
     error: LoraRocmError
@@ -36,9 +36,9 @@ def ranks(count: int) -> list[Rank]:
 
 
 def environments(env: Mapping[str, str], count: int) -> list[dict[str, str]]:
-    """The environment of each child. One of several also gets its rank and a free port for the process group.
+    """The environment of each child. Each of several also gets its rank and a free port for the process group.
 
-    They share the CPU: threads that outnumber its cores wait for each other.
+    They share the CPU: if threads outnumber its cores, they wait for each other.
     """
     if count == 1:
         return [dict(env)]

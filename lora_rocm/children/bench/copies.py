@@ -1,4 +1,4 @@
-"""Benchmarks copies between host and GPU (each direction and both at once), on one GPU, and between GPUs."""
+"""Benchmarks copies between host and GPU (each direction, and both together), on one GPU, and between GPUs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def gpu_works(gpus: list[torch.device]) -> list[Work]:
         pinned = memory == "pinned"
         for copy, prepare in (("host to device", to_device), ("device to host", to_host)):
             works += [_work(copy, memory, size, partial(prepare, first, pinned), size) for size in SIZES]
-    # A copy from pageable memory blocks the host until it is done, so only pinned copies can run at once.
+    # A copy from pageable memory blocks the host until it is done, so only pinned copies can run in parallel.
     works += [_work("both at once", "pinned", size, partial(both_ways, first), 2 * size) for size in SIZES]
     works += [_work("device to device", "one GPU", size, partial(between, first, first), size) for size in SIZES]
     for other in gpus[1:]:
@@ -107,6 +107,7 @@ def _links(gpus: list[torch.device]) -> list[dict[str, object] | None]:
             copy()
         address = address_of(torch.cuda.get_device_properties(gpu))
         link = link_to(address) if address else None
+        # The copies must end before the next GPU is measured
         torch.cuda.synchronize(gpu)
         found.append(asdict(link) if link else None)
     return found
@@ -114,7 +115,7 @@ def _links(gpus: list[torch.device]) -> list[dict[str, object] | None]:
 
 @dataclass(frozen=True)
 class Link:
-    """The narrowest link between a GPU and the processor. ``gb_per_s``: raw, one way, in 10^9 bytes a second."""
+    """The narrowest link between a GPU and the processor. ``gb_per_s``: raw, one direction, 10^9 bytes per second."""
 
     address: str
     generation: int
@@ -125,8 +126,8 @@ class Link:
 def link_to(address: str, devices: Path = SYSFS) -> Link | None:
     """Return the link to the device at a PCI address ("0000:03:00.0"); None if it cannot be read.
 
-    A Radeon has a switch of its own, whose inner link is always wide. So every bridge on the way counts, and the
-    narrowest is the bus. Read it while the device works: an idle link runs slower.
+    A Radeon has its own switch with a wide inner link. So all bridges are compared, and the narrowest link is the bus.
+    Read it while the device works: an idle link runs slower.
     """
     try:
         device = (devices / address).resolve(strict=True)

@@ -1,7 +1,7 @@
 """Child of ``lora-rocm bench transfer`` and ``compute``: ``python -m lora_rocm.children.bench.device_child JOB.json``.
 
 ``compute`` measures what a recipe's pass computes: products, attention by each backend, convolutions with each library,
-as the calls that ``lora-rocm tune`` and a run's start try (``children.tune.job``).
+with the calls that ``lora-rocm tune`` and a run's start try (``children.tune.job``).
 
 Reports measurements as events, one JSON object per line of standard output: ``machine`` once, then for each row
 ``begin`` before and ``row`` after. A row that hangs or crashes ends the process; the parent knows which row it was, and
@@ -60,7 +60,7 @@ def all_works(work: RecipeWork) -> list[Work]:
 
 
 def _products(work: RecipeWork) -> Iterator[Work]:
-    """Yield the products in the order of a pass; they are numbered, because some differ in strides alone."""
+    """Yield the products in the order of a pass; they are numbered, because some differ only in strides."""
     for number, (product, count) in enumerate(work.products.items(), 1):
         left, right = product.inputs[-2:]
         fields = _fields(
@@ -97,7 +97,7 @@ def _attention(work: RecipeWork, call: AttentionCall, backend: str) -> Call:
 
 
 def _convolutions(work: RecipeWork) -> Iterator[Work]:
-    """Yield convolutions through MIOpen or cuDNN ("on") and by torch's own kernels ("off"); a CPU has only its own."""
+    """Yield convolutions through MIOpen or cuDNN ("on") and by torch's own kernels ("off"); a CPU has only torch's."""
     library = "MIOpen" if torch.version.hip else "cuDNN"
     ways = ((f"{library} on", True), (f"{library} off", False)) if work.device.type == "cuda" else (("CPU", True),)
     for number, (call, count) in enumerate(work.convolutions.items(), 1):

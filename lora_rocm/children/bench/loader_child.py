@@ -1,7 +1,7 @@
 """Child process of ``lora-rocm bench loader``: ``python -m lora_rocm.children.bench.loader_child JOB.json``.
 
 Measures the loading rate of a recipe's batches, from the cache and decoded from the images, by number of workers. Emits
-events as ``lora_rocm.children.bench.device_child``.
+the same events as ``lora_rocm.children.bench.device_child``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Timed = Callable[[], float]
 class Decoder:
     """Reads the images themselves: decodes, scales and crops them, as when the cache is filled.
 
-    entry: name of a cache entry that is made from the image alone. images: cache key -> item and sample.
+    entry: name of a cache entry that depends on the image alone. images: cache key -> item and sample.
     """
 
     entry: str
@@ -78,7 +78,7 @@ def decoder_of(prepared: Prepared, family: ModelFamily) -> Decoder:
 
 
 def worker_counts() -> list[int]:
-    """Return 0 to 4 workers, and as many as there are CPU cores."""
+    """Return 0 to 4 workers, and the number of CPU cores."""
     return sorted({0, 1, 2, 4, max(4, os.cpu_count() or 1)})
 
 

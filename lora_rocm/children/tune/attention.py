@@ -1,7 +1,7 @@
-"""Child process that tries ways of attention at a recipe's shapes: ``python -m lora_rocm.children.tune.attention JOB``.
+"""Tries attention backends at a recipe's shapes: ``python -m lora_rocm.children.tune.attention JOB``.
 
-Of each way, output and gradients are compared with plain attention in float32, and a right one is timed. A way that
-crashes or hangs ends the process; the parent continues after it (``checks.timing``).
+Output and gradients of each backend are compared with plain attention in float32, and a correct backend is timed. A
+backend that crashes or hangs ends the process; the parent continues after it (``checks.timing``).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from lora_rocm.processes.jobs import TuneAttentionJob
 
 PARTS = ("output", "gradient of q", "gradient of k", "gradient of v")
 MAX_EPS = {torch.float32: (256.0, 128.0), torch.float16: (8.0, 2.0), torch.bfloat16: (8.0, 2.0)}
-"""Allowed error in units of eps: of a number relative to the largest, and of all (as a norm) relative to all.
+"""Allowed error in units of eps: of one number relative to the largest, and of the tensor's norm relative to the norm.
 
 In 16 bits, scores, probabilities, their gradients and the result are rounded, each by at most eps / 2 and by 0.3 eps in
-the mean; the errors of four roundings are independent, so the norm of their sum is near 0.6 eps. A score of 4 that is
+the mean. The errors of four roundings are independent, so the norm of their sum is near 0.6 eps. A score of 4 that is
 rounded to 16 bits changes a probability by up to 2 eps. In float32, kernels compose products from TF32 parts.
 """
 
@@ -45,7 +45,7 @@ def random_inputs(call: AttentionCall, device: torch.device, dtype: torch.dtype)
     own = torch.Generator(device).manual_seed(0)
 
     def random(length: int) -> Tensor:
-        shape_BSHD = (call.batch, length, call.heads, call.head_dim)  # as models lay out their projections
+        shape_BSHD = (call.batch, length, call.heads, call.head_dim)  # the layout of projections in models
         return torch.randn(shape_BSHD, device=device, generator=own).to(dtype).transpose(1, 2)
 
     q, k, v = (random(length).requires_grad_() for length in (call.queries, call.keys, call.keys))
@@ -65,7 +65,7 @@ class Trial:
     """The inputs of one call with the known results, output and gradients, in float32.
 
     Attributes:
-        count: of such calls in a pass.
+        count: number of such calls in a pass.
         given: q, k, v and the gradient of the output, in the dtype of the run.
     """
 
@@ -80,7 +80,7 @@ class Trial:
         return cls(call, count, given, plain(*given, call.is_causal))
 
     def run(self, context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> tuple[Tensor, ...]:
-        """Output and gradients by one way."""
+        """Output and gradients by one backend."""
         return computed(self.given, self.call.is_causal, context)
 
     def error(self, context: Context) -> float:
@@ -93,6 +93,7 @@ class Trial:
         errors = []
         for part, found, wanted in zip(PARTS, self.run(context), self.wanted, strict=True):
             off, eps = found.detach().float() - wanted, torch.finfo(found.dtype).eps
+            # float() waits for the GPU: the check must end before the time is measured
             largest, norm = float(off.abs().max() / wanted.abs().max()), float(off.norm() / wanted.norm())
             of_one, of_all = MAX_EPS[found.dtype]
             if not (largest <= of_one * eps and norm <= of_all * eps):
@@ -132,7 +133,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, is_causal: bool) ->
 def prepared(
     way: str, context: Context, trials: Sequence[Trial], captured: bool, found: dict[str, Any]
 ) -> Callable[[], float]:
-    """Check a way at every shape; return a function that times a pass's attention by it. See ``Prepare``."""
+    """Check a backend at every shape; return a function that times a pass's attention with it. See ``Prepare``."""
     require_backend(way, context, trials)
     errors = [trial.error(context) for trial in trials]
     found["error"] = max(errors)
@@ -150,7 +151,7 @@ def require_backend(way: str, context: Context, trials: Sequence[Trial]) -> None
     """Check that a package is installed, and that the first backend of an order computes at least one of the shapes.
 
     Raises:
-        RuntimeError: it is not, or computes none.
+        RuntimeError: the package is missing, or the backend computes none.
     """
     try:
         context()
@@ -169,14 +170,14 @@ def require_backend(way: str, context: Context, trials: Sequence[Trial]) -> None
 
 
 def rows(job: TuneAttentionJob, work: RecipeWork) -> Iterator[tuple[dict[str, Any], Prepare]]:
-    """A row for each way."""
+    """A row for each backend."""
     trials = [Trial.of(call, count, work.device, work.dtype) for call, count in work.attention.items()]
     for way in job.ways:
         yield {"way": way}, partial(prepared, way, context_of(way), trials, work.captures)
 
 
 def main() -> int:
-    """Try the ways of the job."""
+    """Try the backends of the job."""
     return report_rows(TuneAttentionJob, rows)
 
 

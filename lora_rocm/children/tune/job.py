@@ -1,4 +1,4 @@
-"""What the children of this room share: a job file, the calls of a pass of its recipe, and rows that time themselves.
+"""Shared by the tuning processes: the job file, the calls of a pass of its recipe, and timed rows.
 
 The calls are counted on a model without weights.
 """
@@ -162,12 +162,12 @@ def count_calls(
 
 @dataclass(frozen=True)
 class RecipeWork:
-    """What a recipe computes here."""
+    """The work of a recipe on this machine."""
 
     device: torch.device
     dtype: torch.dtype
     captures: bool
-    """Passes of the run are captured, so the host's time for a call does not count."""
+    """Passes of the run are captured as graphs, so the host's time for a call does not count."""
     attention: Counter[AttentionCall]
     products: Counter[Product]
     convolutions: Counter[Convolution]
@@ -200,7 +200,7 @@ J = TypeVar("J", TuneAttentionJob, TuneProductsJob)
 
 
 def report_rows(kind: type[J], rows_of: Callable[[J, RecipeWork], Iterable[tuple[dict[str, Any], Prepare]]]) -> int:
-    """Report the rows (fields, how) of this process's job; return the exit code."""
+    """Report the rows (fields, preparation) of this process's job; return the exit code."""
 
     def run() -> None:
         job = job_of(kind)

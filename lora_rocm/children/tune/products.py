@@ -1,8 +1,8 @@
 """Child process that tunes a recipe's matrix products: ``python -m lora_rocm.children.tune.products JOB``.
 
 Each product is computed by the library's default, then tuned, and computed by the chosen solution. Its row has the
-entries of the table only if both agree with float32. A product that crashes or hangs ends the process; the parent
-continues after it (``checks.timing``).
+table's entries only if both agree with float32. A product that crashes or hangs ends the process; the parent continues
+after it (``checks.timing``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lora_rocm.children.tune.job import Prepare, Product, RecipeWork, report_row
 from lora_rocm.processes.jobs import TuneProductsJob
 
 SOLUTION_MS = 10
-"""Time for one solution of a product; there are hundreds to thousands of them."""
+"""Time for one solution of a product; a product has hundreds to thousands of solutions."""
 MAX_EPS = 4.0
 """Allowed error in units of eps of the dtype, relative to the result's largest number: the result is rounded once, and
 once more for each partial sum that a solution keeps in the dtype. In float32 the sum itself rounds, which adds up to
@@ -53,7 +53,7 @@ class Tuner:
         return [[*entry] for entry in tunable.get_results()]  # type: ignore[misc]
 
     def validators(self) -> list[list[str]]:
-        """(name, version) of all that the entries hold for."""
+        """(name, version) of the software that the entries are valid for."""
         return [[str(part) for part in pair] for pair in tunable.get_validators()]
 
 
