@@ -188,11 +188,11 @@ def read_rows(path: Path) -> None:
     """Find the rows as ``check`` and a run do, and encode what is used. The counts have to add up."""
     import shutil
 
+    from lora_rocm.dataset.rows.records import read
     from lora_rocm.dataset.rows.row_reference import resolved
     from lora_rocm.dataset.sources.text_scan import scan_texts
     from lora_rocm.families.causal_lm.chat import ChatTokenizer
     from lora_rocm.families.causal_lm.family import TokensEncoder, _encoded_pair, _filled
-    from lora_rocm.dataset.rows.records import read
     from lora_rocm.recipe.schema import DataSection, DataSource
 
     assert TokensEncoder.entry, "the encoder of these rows"

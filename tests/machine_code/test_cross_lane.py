@@ -8,6 +8,7 @@ import pytest
 from tests.machine_code.errors import UnknownInstructionError
 from tests.machine_code.memory import Array
 from tests.machine_code.snippets import f32, float_of, run
+from tests.wording import saying
 
 OLD = 99
 IN_ORDER = "s_mov_b32 s2, 0x76543210\ns_mov_b32 s3, 0xfedcba98"
@@ -132,5 +133,5 @@ def test_one_thread_for_the_wave() -> None:
     ],
 )
 def test_what_is_not_known_is_named(code: str) -> None:
-    with pytest.raises(UnknownInstructionError, match="pattern of line 2 is not modelled"):
+    with pytest.raises(UnknownInstructionError, check=saying("machine_code/pattern-of-line-2-is-not-modelled")):
         run("gfx1100", code)

@@ -130,7 +130,7 @@ def test_a_wave_that_never_ends() -> None:
 
 
 def test_an_unknown_instruction_is_named_before_anything_runs() -> None:
-    with pytest.raises(UnknownInstructionError, match="line 3 is not modelled: v_wmma_f32_16x16x16_f16"):
+    with pytest.raises(UnknownInstructionError, check=saying("machine_code/line-3-is-not-modelled-v-wmma")):
         run("gfx1100", "s_endpgm\nv_wmma_f32_16x16x16_f16 v[0:7], v[0:7], v[0:7], v[0:7]")
 
 
