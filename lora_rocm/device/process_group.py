@@ -1,4 +1,4 @@
-"""The process group of distributed training: one process per device, which sum gradients and decide together.
+"""The process group of distributed training: one process per device; they sum gradients and decide together.
 
 Only gradients are exchanged: one sum over all ranks per update (RCCL or NCCL between GPUs, gloo elsewhere), followed by
 a few numbers from which all ranks decide the same. Texts go through the store that ``torchrun`` or rank 0 opens, which
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its __all__
 
 TIMEOUT_S = 1800.0
-"""Other ranks are given up after this much silence. A supervisor notices much earlier."""
+"""After this much silence, other ranks count as lost. A supervisor notices much earlier."""
 POLL_S, LEAVING_S = 0.02, 5.0
 TOLERANCE = 1e-6
 """Allowed deviation of the sum over ranks from the sum of the ranks' own sums, relative to the sum of magnitudes
@@ -130,7 +130,7 @@ class World:
         far = (arrived - self.size * sent).abs() > TOLERANCE * self.size * magnitude
         lost = arrived.isfinite() != sent.isfinite()
         elsewhere = (present != self.size) | (places != self.size * float(stamp))
-        # an overflow is no fault of the sum; the finite check finds it
+        # an overflow is not the sum's fault; the finite check finds it
         return Summed((far | lost | elsewhere).to(torch.float32), numbers[NUM_CHECKS:])
 
     @torch.no_grad()
@@ -145,7 +145,7 @@ class World:
             loss: this rank's weighted loss.
             losses_B: losses of this rank's samples.
             stop: this rank was asked to stop.
-            save: this rank's clock asks for a checkpoint; only that of the first rank counts.
+            save: this rank's clock asks for a checkpoint; only the first rank's clock counts.
             stamp: see ``sum_``.
 
         Raises:
@@ -169,7 +169,7 @@ class World:
         return self._flags[int(one), int(other)]
 
     def exchange(self, what: str, text: str = "", limit_s: float | None = TIMEOUT_S) -> list[str]:
-        """Exchange texts: return those of all ranks in rank order, after every rank has sent its own.
+        """Exchange texts: return all ranks' texts in rank order, after every rank has sent its own.
 
         Args:
             what: the subject; all ranks have to exchange the same subjects in the same order.
@@ -235,7 +235,7 @@ class World:
             more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
             raise UserError(
                 "ranks-differ",
-                f"The {self.size} processes do not train the same: they differ in {what}.",
+                f"The {self.size} processes do not train the same model: they differ in {what}.",
                 where="; ".join(differences[:NAMED]) + more,
                 fix="Give every process the same recipe, images, base model, run directory and versions; then start "
                 "all of them again.",
@@ -260,8 +260,8 @@ class World:
                 "The processes that train together no longer hold the same weights, so nothing was written.",
                 where=f"after {updates} updates: not as rank 0 {'are' if len(parted) > 1 else 'is'} rank "
                 f"{', '.join(map(str, parted))}",
-                fix="Run the same command with --resume latest, which goes on from the last checkpoint. If it comes "
-                "again, suspect a GPU, the board or the driver; lora-rocm doctor tests what it can.",
+                fix="Run the same command with --resume latest, which continues from the last checkpoint. If this "
+                "happens again, suspect a GPU, the board or the driver; lora-rocm doctor tests what it can.",
             )
 
     def _wait_for_readers(self, what: str) -> None:
@@ -318,7 +318,7 @@ def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, tim
             "no-distributed",
             f"This PyTorch ({torch.__version__}) has no torch.distributed, so several GPUs cannot train together.",
             where=f"rank {me.rank} of {me.size}",
-            fix="Leave --gpus out. On Linux PyTorch for ROCm has it; the builds for Windows do not.",
+            fix="Omit --gpus. On Linux PyTorch for ROCm has it; the builds for Windows do not.",
         )
     nccl = device.type == "cuda" and distributed.is_nccl_available()
     library: Any = distributed  # some public names are missing in its __all__
@@ -360,6 +360,6 @@ def _lost(what: str, said: str) -> RestartError:
         "rank-lost",
         "Another of the processes that train together is gone or does not answer.",
         where=f"{what}: {said}",
-        fix="What it said is in its own log (worker.rankN.log) and events (events.rankN.jsonl) of the run directory. "
+        fix="Its log (worker.rankN.log) and events (events.rankN.jsonl) are in the run directory. "
         "Run the same command with --resume latest.",
     )
