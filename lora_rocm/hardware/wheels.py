@@ -22,7 +22,7 @@ Kind = Literal["rocm", "cuda", "cpu"]
 
 ANY_TORCH = "torch>=2.11"  # as pyproject.toml
 NEWEST_TORCH = (2, 13)
-"""The newest torch that this program was run with. A newer one may be installed, and the user is told."""
+"""The newest torch that this program was run with. A newer one may be installed; the user gets a notice."""
 PYTHONS = ((3, 11), (3, 14))
 """Oldest and newest Python for which every index below has wheels (TheRock RELEASES.md; torch 2.13)."""
 TORCH_VARIABLE, INDEX_VARIABLE = VARIABLES = "LORA_ROCM_TORCH", "LORA_ROCM_TORCH_INDEX"
@@ -179,7 +179,7 @@ def _use(facts: HostFacts, selection: Selection) -> _Use:
         weak = wheel_table().as_cpu.get(amd.gfx or "")
         hint = f" To use it all the same: {INDEX_VARIABLE}=amd" if arch_of(amd.gfx) is not None else ""
         if nvidia is not None and (amd.integrated or arch_of(amd.gfx) is None):
-            note = f"{named(amd)} is left out: the NVIDIA card beside it serves.{hint}"
+            note = f"{named(amd)} is not used: training uses the NVIDIA card.{hint}"
             return _Use("cuda", nvidia, f"there is an NVIDIA GPU ({nvidia.name}).", (note,))
         if weak is not None:
             note = f"{named(amd)} is not used: {weak}.{hint}"
@@ -203,7 +203,7 @@ def _left_out(facts: HostFacts, used: Gpu) -> tuple[str, ...]:
     nvidia = tuple(f"{gpu.name} is not used: {instead}" for gpu in facts.gpus if gpu.vendor == "nvidia")
     others = dict.fromkeys(gpu for gpu in facts.amd_gpus if gpu.gfx != used.gfx)
     variable = "HIP_VISIBLE_DEVICES" if facts.system == "windows" else "ROCR_VISIBLE_DEVICES"
-    return nvidia + tuple(f"{named(gpu)} is left out; {variable}={gpu.index} would choose it" for gpu in others)
+    return nvidia + tuple(f"{named(gpu)} is not used; {variable}={gpu.index} would choose it" for gpu in others)
 
 
 def named(gpu: Gpu) -> str:
@@ -230,12 +230,12 @@ def _rocm(facts: HostFacts, gpu: Gpu, notes: tuple[str, ...]) -> WheelChoice:
     why = f"{named(gpu)}: {index.what} have kernels for it."
     if index.id == "amd":
         if facts.is_wsl:
-            why += " Those of download.pytorch.org may abort under WSL (unsloth#11212)."
+            why += " Wheels of download.pytorch.org may abort under WSL (unsloth#11212)."
         elif arch.override and not windows:
-            why += f" So no HSA_OVERRIDE_GFX_VERSION={arch.override} is needed, as those of download.pytorch.org would."
+            why += f" So no HSA_OVERRIDE_GFX_VERSION={arch.override} is needed, unlike with download.pytorch.org's."
         if arch.wheels(facts.system, index.rocm) == "none":
             reported = f"; reported: {arch.reported}" if arch.reported else ""
-            raise _no_wheel(gpu, f"AMD names no wheel of it for {facts.system.capitalize()}{reported}")
+            raise _no_wheel(gpu, f"AMD names no wheel for it on {facts.system.capitalize()}{reported}")
     override = None if windows else arch.override
     made = WheelChoice(index.torch.format(gfx=arch.gfx), index.url, why, "rocm", arch.gfx, notes=notes)
     return _warned(facts, gpu, index, replace(made, override=override, for_wsl=facts.is_wsl))
@@ -273,7 +273,7 @@ def _as_asked(facts: HostFacts, use: _Use, asked: str, place: str) -> WheelChoic
     of_url = (each for each in indexes().values() if each.url and each.url.rstrip("/") == place.rstrip("/"))
     known = indexes().get(place) or next(of_url, None)
     if asked and not re.fullmatch(r"torch(?![\w.-])[\w .,:=<>!~+*@/\[\]-]*", asked):
-        what = f"{TORCH_VARIABLE} is no requirement of torch."
+        what = f"{TORCH_VARIABLE} is not a requirement of torch."
         raise UserError("torch-variable", what, where=asked, fix=f"For example: {TORCH_VARIABLE}=torch==2.13.0")
     if place and known is None and not re.fullmatch(r"\w+://[\w.,:=~+*@/%?#\[\]-]+", place):
         what = f"{INDEX_VARIABLE} is neither an address nor one of: {', '.join(indexes())}."
@@ -330,7 +330,7 @@ def mismatch(torch: Torch, choice: WheelChoice) -> str | None:
 
 
 def lacking_packages(release: str, gfx: str, installed: Mapping[str, str]) -> tuple[str, ...]:
-    """The packages with the kernels for an architecture that are not those of AMD's multi-arch torch, as texts.
+    """The packages with an architecture's kernels that do not match AMD's multi-arch torch, as texts.
 
     release: version of torch ("2.14.0+rocm10.1.0").
     installed: versions of packages by name ("rocm-sdk-device-gfx1201").

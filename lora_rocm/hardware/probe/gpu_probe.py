@@ -1,7 +1,7 @@
 """Reads the GPUs of a Linux machine (AMD by KFD or PCI, NVIDIA, Intel), and the basics of a Mac.
 
-AMD GPUs are numbered as in ROCr, by KFD node. Its ``gfx_target_version`` is the true architecture whatever
-HSA_OVERRIDE_GFX_VERSION says. Standard library only.
+AMD GPUs are numbered as in ROCr, by KFD node. Its ``gfx_target_version`` is the true architecture,
+independent of HSA_OVERRIDE_GFX_VERSION. Standard library only.
 """
 
 from __future__ import annotations

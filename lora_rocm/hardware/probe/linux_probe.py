@@ -1,7 +1,7 @@
 """Reads a Linux machine from /proc, /sys and text files: kernel, distribution, memory, rights, firmware.
 
-It uses no ioctl and needs no root. Files that only root may read (debugfs) or that a machine lacks are no fault; a file
-that exists but cannot be parsed is noted. Sources of the file formats: kernel Documentation/admin-guide,
+It uses no ioctl and needs no root. It is not a fault if only root may read a file (debugfs) or if a machine lacks it. A
+file that exists but cannot be parsed is noted. Sources of the file formats: kernel Documentation/admin-guide,
 drivers/gpu/drm/amd/amdkfd/kfd_topology.c.
 """
 
