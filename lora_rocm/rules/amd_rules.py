@@ -35,7 +35,7 @@ def _global_override(situation: Situation) -> str | None:
 
 
 def _node_override(situation: Situation) -> str | None:
-    """The per-node override, for an APU that the global one does not reach or whose node's value would hide it."""
+    """The per-node override, for an APU that the global one does not reach or that its node's value would hide."""
     gpu = _strix_halo(situation)
     if gpu is None or gpu.node is None:
         return None
