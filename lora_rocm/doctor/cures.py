@@ -66,7 +66,7 @@ def newer_kernel(facts: HostFacts, wanted: str) -> tuple[str, ...]:
     }
     for name, value in names.items():
         lines = tuple(line.replace(name, value) for line in lines)
-    return (*lines, f"Restart; uname -r has to say {wanted}.")
+    return (*lines, f"Restart; uname -r has to print {wanted}.")
 
 
 def newer_firmware(facts: HostFacts, wanted: str) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ def unset(situation: Situation, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def install_torch(situation: Situation) -> tuple[str, ...]:
-    """Lines that install the right torch into this environment; empty if this machine has none."""
+    """Lines that install the matching torch into this environment; empty if there is none for this machine."""
     try:
         choice = wheels.choose(situation.facts, situation.environ)
     except LoraRocmError:

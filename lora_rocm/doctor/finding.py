@@ -51,7 +51,7 @@ def finding(
     Args:
         name: its ``id`` in the file.
         situation: the machine: ``facts``, ``linux``, ``windows``, ``torch`` and ``gpu`` of the texts.
-        level: the level, if it is not that of the file.
+        level: the level, if it differs from the file's.
         cure: the lines for ``GIVEN_LINES``, used as they are.
         values: the other values of the texts.
     """

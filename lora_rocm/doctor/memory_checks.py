@@ -119,7 +119,7 @@ def _dedicated(situation: Situation, plan: EnvPlan) -> Finding | None:
     elif beyond:
         effect = "with 96 GB a model was reported to land in shared memory and to run out of it, and with 64 GB not"
     else:
-        effect = "what does not fit goes to shared memory without a word, which is reported to be slow"
+        effect = "data that does not fit is silently moved to shared memory, which is reported to be slow"
     return finding(
         "dedicated-memory",
         situation,

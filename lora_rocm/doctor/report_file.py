@@ -63,7 +63,7 @@ def without_private(situation: Situation) -> Situation:
         for text in texts_in(part)
     ]
     private = private_of(names, platform.node(), texts)
-    # No rule reads variables outside the facts (the rest of a live environment), so they are left out.
+    # No rule reads variables outside the facts (the rest of a live environment), so they are omitted.
     kept = {name: value for name, value in situation.environ.items() if name in situation.facts.variables}
     gpus = situation.facts.gpus
     facts = private.value(situation.facts)

@@ -65,7 +65,7 @@ def software_table() -> SoftwareTable:
 
 
 def _problem(situation: Situation) -> LoraRocmError | None:
-    """The error that says why no torch exists for this machine; None if there is one."""
+    """The error with the reason why no torch exists for this machine; None if there is one."""
     try:
         wheels.choose(situation.facts, situation.environ)
     except LoraRocmError as error:
