@@ -85,7 +85,7 @@ def _plain_where_images_differ(situation: Situation) -> str | None:
 
 
 def _price_of_safe(situation: Situation) -> str:
-    """Evidence: the cost of doing without hipBLASLt, where it is large."""
+    """Evidence: the cost of not using hipBLASLt, if it is large."""
     gpu = situation.gpu
     arch = arch_of(gpu.gfx) if gpu is not None else None
     return f". {PRICE_OF_SAFE}" if arch is not None and arch.generation == "rdna4" else ""
@@ -101,7 +101,7 @@ FUNCTIONS = {
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """Variables that other programs set and this one does not, on purpose; for the documentation."""
+    """Variables that other programs set and lora-rocm deliberately does not; for the documentation."""
 
     variables: str
     why: str

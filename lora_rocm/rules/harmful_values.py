@@ -1,4 +1,4 @@
-"""Values of the user that harm: ``harmful_values.toml``, and the tests that it names, of value and situation."""
+"""Harmful values of the user's variables: ``harmful_values.toml``, and its tests of value and situation."""
 
 from __future__ import annotations
 
