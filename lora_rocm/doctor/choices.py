@@ -112,7 +112,7 @@ def _override(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _price_of_safe(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """The profile safe does without hipBLASLt on a card where that is slow."""
+    """The profile safe does not use hipBLASLt, which is slow on this card."""
     off = any(row.rule == "torch-hipblaslt" and row.value == "0" for row in plan.variables)
     arch = arch_of(situation.gpu.gfx) if situation.gpu is not None else None
     if not off or arch is None or arch.generation != "rdna4":

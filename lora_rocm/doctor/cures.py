@@ -128,7 +128,7 @@ def install_for_cpu(facts: HostFacts) -> tuple[str, ...]:
 def newest_rocm(facts: HostFacts) -> tuple[str, ...]:
     """Lines that test the GPU, and then install AMD's newest ROCm, which lora-rocm does not choose by itself."""
     index = wheels.indexes()["amd-next"]
-    driver = ", which wants Adrenalin 26.8.1 or newer" if facts.system == "windows" else ""
+    driver = ", which requires Adrenalin 26.8.1 or newer" if facts.system == "windows" else ""
     why = f"If the self-test fails, take ROCm {index.rocm}{driver}:"
     return ("lora-rocm doctor", why, _install_from(facts, index.id, "--upgrade"))
 

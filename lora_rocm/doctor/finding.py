@@ -14,7 +14,7 @@ from lora_rocm.rules.rule import Level, Situation
 
 LEVELS: tuple[Level, ...] = ("breaks", "harms", "slows", "note")
 GIVEN_LINES = "{cure}"
-"""A line of a cure that stands for those that the check gives."""
+"""A line of a cure that is replaced by the lines from the check."""
 
 
 @dataclass(frozen=True)
