@@ -82,7 +82,7 @@ def select_several(facts: HostFacts, environ: Mapping[str, str], count: int, *, 
     """
     best = select(facts, environ)
     if on_cpu:
-        _require(count, MAX_ON_CPU, f"runtime.device is cpu, and there {MAX_ON_CPU} processes are the most.")
+        _require(count, MAX_ON_CPU, f"runtime.device is cpu, where at most {MAX_ON_CPU} processes are possible.")
         return best
     torch = facts.torch
     if torch is not None and torch.cuda is not None and torch.hip is None:
@@ -118,7 +118,7 @@ def _require(wanted: int, there_are: int, what_there_is: str) -> None:
     if wanted > there_are:
         raise UserError(
             "too-many-gpus",
-            f"The run asks for {count_text(wanted, 'GPU')}, and {there_are or 'none'} can be used. {what_there_is}",
+            f"The run asks for {count_text(wanted, 'GPU')}, but {there_are or 'none'} can be used. {what_there_is}",
             where=f"--gpus {wanted}",
             fix=f"Use --gpus {there_are}."
             if there_are > 1
@@ -129,6 +129,6 @@ def _require(wanted: int, there_are: int, what_there_is: str) -> None:
 
 def _listed(gpus: list[Gpu] | tuple[Gpu, ...], environ: Mapping[str, str], names: tuple[str, ...]) -> str:
     """A sentence that lists the GPUs."""
-    said = [f"{gpu.index}: {gpu.name}{' (integrated, left out)' if gpu.integrated else ''}" for gpu in gpus]
+    said = [f"{gpu.index}: {gpu.name}{' (integrated, excluded)' if gpu.integrated else ''}" for gpu in gpus]
     limits = [f"{name}={environ[name]} limits them." for name in names if environ.get(name)]
     return " ".join([f"There is {'; '.join(said)}." if said else "There is no GPU.", *limits])

@@ -46,7 +46,7 @@ class Index:
     url: str | None = None
     rocm: str = ""
     only_asked: bool = False
-    """Taken only where the user asks for it, or where it alone has kernels (``WheelTable.only_in``)."""
+    """Used only if the user asks for it, or if it alone has kernels (``WheelTable.only_in``)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Known:
 
 @dataclass(frozen=True)
 class LeadsTo:
-    """The kind of torch behind a requirement or URL that is not in the table."""
+    """The kind of torch that a requirement or URL outside the table leads to."""
 
     pattern: str
     kind: Kind
@@ -222,7 +222,7 @@ def _rocm(facts: HostFacts, gpu: Gpu, notes: tuple[str, ...]) -> WheelChoice:
             made = WheelChoice(index.torch.format(gfx=gpu.gfx), index.url, why, "rocm", gpu.gfx, notes=notes)
             return _warned(facts, gpu, index, made)
         why = f"{named(gpu)} is not in our table: AMD's wheel with the kernels for all its GPUs is the safe choice."
-        warning = "a download of about 10 GB; whether it has kernels for this GPU is seen only after the installation"
+        warning = "a download of about 10 GB; only the installation shows whether it has kernels for this GPU"
         index = indexes()["amd"]
         made = WheelChoice(index.torch.format(gfx="all"), index.url, why, "rocm", gpu.gfx, (warning,))
         return _warned(facts, gpu, index, replace(made, notes=notes))
@@ -247,7 +247,7 @@ def _warned(facts: HostFacts, gpu: Gpu, index: Index, choice: WheelChoice) -> Wh
     if arch is not None and index.id != "pytorch" and arch.wheels(facts.system, index.rocm) == "building":
         system = facts.system.capitalize()
         warnings.append(
-            f"{arch.gfx}, {system}: AMD says only that its wheels build, not that they are ready for release"
+            f"{arch.gfx}, {system}: AMD states only that its wheels build, not that they are ready for release"
         )
     warnings += [k.what for k in table.known if (k.index, k.system) == (index.id, facts.system) and gpu.gfx in k.gfx]
     warnings += [table.wsl] * facts.is_wsl
@@ -257,7 +257,7 @@ def _warned(facts: HostFacts, gpu: Gpu, index: Index, choice: WheelChoice) -> Wh
     if oldest is not None and found is not None and (int(found[1]), int(found[2])) < oldest:
         wanted = ".".join(map(str, oldest))
         warnings.append(
-            f"ROCm {index.rocm} wants interface {wanted} of the amdgpu driver, this kernel has {drm}: if no GPU is "
+            f"ROCm {index.rocm} requires interface {wanted} of the amdgpu driver, this kernel has {drm}: if no GPU is "
             "found after the installation, a newer kernel is the cure"
         )
     return replace(choice, warnings=tuple(warnings))
@@ -356,6 +356,6 @@ def makeshift(torch: Torch, choice: WheelChoice) -> str | None:
 
 
 def is_newer_than_run(torch: Torch) -> bool:
-    """Whether this program was never run with so new a torch; its patches do not count."""
+    """Whether torch is newer than any that lora-rocm was run with; patch versions do not count."""
     numbers = re.match(r"(\d+)\.(\d+)", torch.version)
     return numbers is not None and (int(numbers[1]), int(numbers[2])) > NEWEST_TORCH
