@@ -88,5 +88,5 @@ class HeldOutLoss:
         self.transfer.succeeded()
         sent_draws = {name: tensors.pop(name) for name in draws}
         loss_B, measures = self.measured(tensors, sent_draws)
-        # Waits for the device: validation is rare, and queuing more batches would need more memory
+        # Waits for the device, once per batch: validation is rare
         return loss_B.float().tolist(), {name: value_B.tolist() for name, value_B in measures.items()}

@@ -187,7 +187,7 @@ class InputSketch:
 
     def begin_next_pass(self) -> None:
         """Continue with the directions found so far, for another pass over the same inputs."""
-        # On the CPU in float64: the columns are nearly parallel, and QR on the GPU differs between libraries
+        # float64: after some passes the columns are nearly parallel, and float32 would lose the smaller directions
         basis_DW, _ = torch.linalg.qr(self._scatter_DW.cpu().double())
         self.vectors_DW = basis_DW.to(self._scatter_DW)
         self._start_pass()

@@ -90,6 +90,7 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
         ModelError: a weight is, in the file or in the run's precision.
     """
     tensors = (*component.named_parameters(), *component.named_buffers())  # scales of packed layers are buffers
+    # Reduce each weight to three numbers on the device, and read them with one wait
     weights = {path: tensor for path, tensor in tensors if tensor.is_floating_point()}
     finite_N = torch.stack([weight.isfinite().all().to(start.device) for weight in weights.values()])
     found = {path: weight for path, weight in component.named_parameters() if path in weights and weight.numel()}
@@ -102,6 +103,7 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
         if isinstance(module, HoldsCodes)
         for codes in module.implausible()
     ]
+    # Explain the first faulty weight
     if finite_N.all():
         if not huge:
             return

@@ -123,7 +123,7 @@ class Pending:
             TransferError: the verdict never arrived.
         """
         if self.arrived is not None:
-            self.arrived.synchronize()  # the loop's only wait per step; the next update is already queued
+            self.arrived.synchronize()  # the loop's only wait per step; the next batch is usually queued already
         values: list[float] = self.on_host.tolist()
         for _ in range(3):
             verdict = unpack(values, self.logged, self.measures)
@@ -268,6 +268,7 @@ class Trainer:
 
         With several ranks the others wait for this rank's part, so running out of memory gives a ``lost`` ``Work``.
         """
+        # Load and queue the micro-batches
         work = Work()
         try:
             is_last = False
@@ -286,6 +287,7 @@ class Trainer:
             if full is None:
                 raise
             seen = usage(self.model.device)
+        # Out of memory: free it, and change the plan
         self.optimizer.drop_gradients()  # only here: the error's traceback kept the activations alive
         self.engine.release()
         action = self.relief.take(full, seen, self.position.updates)
@@ -295,6 +297,7 @@ class Trainer:
 
     def _forward_backward(self, batch: Batch, work: Work) -> None:
         """Run one micro-batch, or a part of one; the gradient of its weighted sum accumulates."""
+        # Draw noise on the CPU, from one seed per sample: it does not depend on the number of ranks or parts
         work.iteration = batch.iteration
         work.samples += batch.sample_keys
         where = (self.seed, self.position.attempt, batch.iteration)
@@ -303,6 +306,7 @@ class Trainer:
         ).tensors
         if self.dropout:
             self.dropout.draw(seed_for(*where, "dropout", batch.positions[0]))
+        # Send and compute
         tensors, clock = self.transfer.send(
             {**batch.tensors, **draws},
             {**batch.fingerprints, **{name: fingerprint(draw_B) for name, draw_B in draws.items()}},
@@ -315,7 +319,7 @@ class Trainer:
         for name, value in passed.measures.items():
             work.measures.setdefault(name, []).append(value)
         if passed.measures:
-            work.weight += float(batch.tensors["weight"].sum())
+            work.weight += float(batch.tensors["weight"].sum())  # on the CPU, so it does not wait
 
     def _update(self, work: Work) -> Pending:
         """Queue the sum over ranks, the gated optimizer step, and the copy of the verdict to the host.
@@ -323,6 +327,7 @@ class Trainer:
         All memory that it keeps was allocated before the first step. If memory runs out here anyway, the update may be
         half made: the error leaves the loop, and a new start resumes from the last checkpoint.
         """
+        # Collect this rank's part
         updates, iteration = self.position.updates, self.position.iteration
         learning_rate = self.optimizer.learning_rate(updates)
         changed = self.optimizer.state_guard.check()
