@@ -120,13 +120,16 @@ class World:
         votes_K = votes_K.to(torch.float64)
         if self.size == 1:
             return Summed(torch.zeros((), device=flat_N.device), votes_K)
+        # float64: rounding in the check's sums must not hide or cause a difference
         before = torch.stack([flat_N.sum(dtype=torch.float64), flat_N.abs().sum(dtype=torch.float64)])
         self._reduce(flat_N)
         after = flat_N.sum(dtype=torch.float64)
+        # Exchange the check sums, stamps and votes in one more sum
         here, place = (after.new_full((1,), value) for value in (1.0, float(stamp)))  # an assignment would synchronise
         numbers = torch.cat([before, after.reshape(1), here, place, votes_K])
         self._reduce(numbers)
         sent, magnitude, arrived, present, places = numbers[:NUM_CHECKS].unbind()
+        # Judge on the device, so that the host need not wait
         far = (arrived - self.size * sent).abs() > TOLERANCE * self.size * magnitude
         lost = arrived.isfinite() != sent.isfinite()
         elsewhere = (present != self.size) | (places != self.size * float(stamp))

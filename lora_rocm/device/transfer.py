@@ -150,7 +150,7 @@ def copy_to_device(tensor: Tensor, device: torch.device, method: str) -> Tensor:
         for start in range(0, source.numel(), rows):
             target[start : start + rows].copy_(source[start : start + rows])
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # the source may be freed or overwritten when this returns
+        torch.cuda.synchronize(device)  # some stacks still read the source after a blocking copy has returned
     return arrived
 
 
@@ -292,6 +292,7 @@ class DeviceTransfer:
             TransferError: a tensor did not come back unchanged.
         """
         names, salt = list(tensors), self.next_salt()
+        # The only wait for fingerprints on the device; the copies below wait for themselves
         wanted = dict(zip(names, whole_fingerprints(list(tensors.values()), salt).tolist(), strict=True))
         received: dict[str, Tensor] = {}
         for group in groups_alike(list(tensors.values()), GROUP_BYTES[False]):

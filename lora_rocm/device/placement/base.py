@@ -129,7 +129,7 @@ class Resident:
         salt = self.transfer.next_salt()  # so that an old result cannot pass
         found_K = ask(list(self._here.values()), salt)
         self.transfer.checks += len(self._here)
-        pairs = zip(self._here, found_K.tolist(), strict=True)
+        pairs = zip(self._here, found_K.tolist(), strict=True)  # one wait for all tensors
         return [name for name, found in pairs if found != self._sent[name].fingerprint ^ salt]
 
     def bytes_on_device(self) -> int:

@@ -269,6 +269,7 @@ class Offload:
             self._copy(target, waiting.host)
             self._found_K[index] = whole_fingerprint(target)
         else:
+            # The device waits, not the host: queued work may still use the weights in this slot
             self._stream.wait_stream(torch.cuda.current_stream(self._transfer.device))
             with torch.cuda.stream(self._stream):
                 self._copy(target, waiting.host)
@@ -282,7 +283,7 @@ class Offload:
         """Queue the wait for the copy and the comparison, once per fetch."""
         arrived, self._arrived[place] = self._arrived[place], None
         if arrived is not None:
-            torch.cuda.current_stream(self._transfer.device).wait_event(arrived)
+            torch.cuda.current_stream(self._transfer.device).wait_event(arrived)  # on the device: use after the copy
         elif self._stream is not None:
             return
         bad = self._transfer.bad
