@@ -46,6 +46,7 @@ def checked_attention(
     """
     if device.type not in TRIED_ON:
         return settings
+    # Try each enabled route
     names = [name for name, dtype in FLOATS.items() if dtype in dtypes]
     never_taken = set() if settings.attention == CUDNN_WAY else {"cudnn"}
     enabled = [route for route in ROUTES if _is_enabled(route) and route not in never_taken]
@@ -68,6 +69,7 @@ def checked_attention(
             )
     if enabled and not right:
         raise _none_right("None of torch's attention routes is correct on this device.", wrong)
+    # Disable the wrong routes, also for later runs
     for route, fault in wrong.items():
         context.emit(_held_out(route))
         context.notice(f"Attention by the route {route} is wrong here and is not used ({fault}).")
@@ -75,6 +77,7 @@ def checked_attention(
     if right == ["math"] and settings.attention in FUSED_WAYS and _holds_out(settings):
         settings = replace(settings, attention="math")  # the memory plan has to know that nothing is fused
         enable(settings)
+    # Try torch's own choice among the remaining routes
     fault = _fault(DEFAULT, device, names)
     if fault:
         raise _none_right("The attention route that torch chooses is wrong on this device.", {**wrong, DEFAULT: fault})

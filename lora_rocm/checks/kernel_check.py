@@ -429,7 +429,7 @@ def _near(case: Case, device: torch.device, dtype: torch.dtype) -> None:
     found = _computed(lambda: given.outcome("triton", dtype))
     for (what, one), (_, other) in zip(found, wanted, strict=True):
         size = other.abs() + other.square().mean().sqrt()
-        off = float(((one - other).abs() / size).max())
+        off = float(((one - other).abs() / size).max())  # waits: a wrong kernel must not be used
         if not off <= TOLERANCE[dtype]:  # NaN fails, too
             told = f"{what} is off by {off:.2g} of its size, {TOLERANCE[dtype]:g} is allowed"
             raise WrongAnswerError(f"has wrong numbers ({told})")
