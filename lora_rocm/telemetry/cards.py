@@ -24,7 +24,7 @@ class Cards:
     Attributes:
         method: sysfs (Linux, AMD), pdh (Windows), nvml (NVIDIA).
         addresses: PCI addresses (sysfs); empty where the run's processes show which GPUs they use.
-        count: number of GPUs that the run uses; 0 for all there are.
+        count: number of GPUs that the run uses; 0: all.
         total_bytes: memory of each card, if ``method`` does not report it.
         spills: the sign that memory does not fit on the card. moved: the driver counts the bytes that it moved; shared:
             main memory that our processes share with the GPU grows; "": it does not spill, or this is unknown.

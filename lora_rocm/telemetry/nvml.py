@@ -50,7 +50,7 @@ class ProcessInfo(ctypes.Structure):
 
 
 class NvmlReader:
-    """Reads the GPUs that the run's processes use; the only one of a machine with one.
+    """Reads the GPUs that the run's processes use; on a machine with one GPU, that one.
 
     Args:
         nvml: the library's functions, as ``ctypes`` gives them.
