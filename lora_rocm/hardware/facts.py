@@ -164,9 +164,9 @@ class Torch:
 
     @property
     def rocm_version(self) -> str | None:
-        """ROCm's version: as torch names it, else as in "+rocm7.2", else the first two numbers of HIP.
+        """ROCm's version: torch's own value, else the number in "+rocm7.2", else the first two numbers of HIP.
 
-        HIP has ROCm's numbers up to 7.14 only: ROCm 10.0 has HIP 7.15, and 10.1 has 7.16.
+        HIP has ROCm's numbers only up to 7.14: ROCm 10.0 has HIP 7.15, and 10.1 has HIP 7.16.
         """
         if self.hip is None:
             return None

@@ -147,7 +147,7 @@ def _bank_bytes(look: Look, folder: str) -> int | None:
 
 
 def _used(look: Look, device: str) -> int | None:
-    """Bytes of a card's memory in use; unknown of a card that sleeps, because a read may wake it."""
+    """Bytes of a card's memory in use; unknown for a sleeping card, because a read may wake it."""
     asleep = look.line(f"{device}/power/runtime_status") == "suspended"
     return None if asleep else look.number(f"{device}/mem_info_vram_used")
 

@@ -128,7 +128,7 @@ def _device(look: Look, path: str) -> DeviceFile:
 
 
 def _groups(look: Look) -> tuple[str, ...]:
-    """GPU groups of this process. A group that was added to the user holds only after the next login."""
+    """GPU groups of this process. A group that was added to the user takes effect only after the next login."""
     status = look.text("/proc/self/status", expected=True) or ""
     ids = dict(re.findall(r"^(Uid|Groups):[ \t]*([\d \t]*)$", status, re.MULTILINE))
     mine = set(ids.get("Groups", "").split())
