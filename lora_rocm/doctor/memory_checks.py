@@ -117,9 +117,7 @@ def _dedicated(situation: Situation, plan: EnvPlan) -> Finding | None:
     if too_much:
         effect = "little main memory is left: loading a base model swaps"
     elif beyond:
-        effect = (
-            "with 96 GB a model was reported to be placed in shared memory and to run out of it; with 64 GB it was not"
-        )
+        effect = "a model was reported to go to shared memory and run out of it with 96 GB, but not with 64 GB"
     else:
         effect = "data that does not fit is silently moved to shared memory, which is reported to be slow"
     return finding(
