@@ -45,7 +45,7 @@ class Arch:
         return self.generation.startswith("cdna")
 
     def wheels(self, system: str, rocm: str | None) -> Wheels:
-        """State of AMD's wheels of a ROCm ("10.1") for a system; for an unknown ROCm (None, "nightly") the older state."""
+        """State of AMD's wheels of a ROCm ("10.1") for a system; None or "nightly": the older state."""
         state, ready = (self.amd_windows, self.windows_ready_from) if system == "windows" else (self.amd_linux, ())
         numbers = tuple(int(number) for number in re.findall(r"\d+", rocm or ""))
         return "release" if state == "building" and ready and numbers >= ready else state

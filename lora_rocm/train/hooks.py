@@ -80,7 +80,7 @@ class Validation:
     """Mean loss over held-out samples at fixed noise; the training loss of a diffusion model is too noisy.
 
     shown_weights: a context that uses the weights that users get.
-    watched: the family with the objective of ``data.watched``; the batches are then from there.
+    watched: the family with the objective of ``data.watched``; the batches then come from ``data.watched``.
     """
 
     steps: int
@@ -141,7 +141,7 @@ class TensorBoard:
                     writer.add_scalar(name, value, reading.updates)
 
     def _opened(self) -> SummaryWriter | None:
-        """The library's writer, or None after a failure. The library is imported once there is a number."""
+        """The library's writer, or None after ``close`` or a failure. It is imported once there is a number."""
         if self._writer is None and self._wanted:
             from torch.utils.tensorboard import SummaryWriter
 

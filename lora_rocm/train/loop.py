@@ -49,7 +49,7 @@ T = TypeVar("T")
 class Verdict(NamedTuple, Generic[T]):
     """The verdict on an update: 0-d tensors on the device while it is queued, numbers on the host.
 
-    The flags are 0 or 1. ``own`` and ``changed`` concern this rank; the other values are equal on all ranks.
+    The flags are 0 or 1. Unless its comment names this rank, a value is equal on all ranks.
     """
 
     stamp: T  # iteration + 1; a kernel argument, so stale memory cannot pass for the numbers of this update
