@@ -1,8 +1,9 @@
-"""Before a process computes with a model: each route of torch's attention is called once, and its numbers are compared.
+"""Calls each route of torch's attention once and compares its numbers, before a process computes with a model.
 
 An attention library can give zeros without an error, or fail only when it is called (ROCm/aotriton#210, ComfyUI#15647).
-A wrong route is held out in this process and told, so that torch takes another one; a change is emitted, by which later
-runs on this machine do without it. The self-test tries more shapes, but once for a machine's software, if at all.
+A wrong route is disabled in this process and reported, so that torch takes another one. A change event is emitted, so
+that later runs on this machine do not use it either. The self-test covers more shapes, but runs at most once per
+software stack of a machine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SHAPES = {64: ((1, 2, 80, 77, False),), 128: ((1, 2, 80, 80, True),)}
 SCALE = 2.0
 FUSED_WAYS = ("auto", "sdpa-flash", "sdpa-ck", "sdpa-efficient", "sdpa-cudnn")
 CUDNN_WAY = "sdpa-cudnn"
-"""Torch chooses cuDNN after plain attention, so never by itself; to load it takes seconds."""
+"""Torch ranks cuDNN after plain attention, so it never chooses it by itself; loading it takes seconds."""
 
 
 def checked_attention(
@@ -37,14 +38,15 @@ def checked_attention(
 ) -> Settings:
     """Try the routes that the settings allow, in each dtype; return the settings without the wrong ones.
 
-    Only accelerators are tried: the canary looks at torch's own choice everywhere.
+    Only accelerators are tried: the canary checks torch's own choice on every device.
 
     Raises:
-        MachineError: no route is right, or torch's own choice among the right ones is wrong.
-        CanaryError: after a wrong route the device does not work any more. The next start does without the route.
+        MachineError: no route is correct, or torch's own choice among the correct ones is wrong.
+        CanaryError: after a wrong route the device stopped working. The next start does not use the route.
     """
     if device.type not in TRIED_ON:
         return settings
+    # Try each enabled route
     names = [name for name, dtype in FLOATS.items() if dtype in dtypes]
     never_taken = set() if settings.attention == CUDNN_WAY else {"cudnn"}
     enabled = [route for route in ROUTES if _is_enabled(route) and route not in never_taken]
@@ -61,24 +63,24 @@ def checked_attention(
             context.emit(_held_out(route))
             raise CanaryError(
                 "canary-kernel",
-                f"Attention by the route {route} is wrong, and the GPU does not work any more after it.",
+                f"Attention by the route {route} is wrong, and the GPU stopped working after it.",
                 where=fault,
-                fix="A new start does without this route. lora-rocm doctor says what is known about this machine.",
+                fix="A new start does not use this route. lora-rocm doctor shows known problems of this machine.",
             )
     if enabled and not right:
-        raise _none_right("No way in which torch computes attention is right on this device.", wrong)
+        raise _none_right("None of torch's attention routes is correct on this device.", wrong)
+    # Disable the wrong routes, also for later runs
     for route, fault in wrong.items():
         context.emit(_held_out(route))
         context.notice(f"Attention by the route {route} is wrong here and is not used ({fault}).")
     settings = hold_out(settings, wrong) if wrong else settings
     if right == ["math"] and settings.attention in FUSED_WAYS and _holds_out(settings):
-        settings = replace(settings, attention="math")  # the plan of memory has to know that nothing is fused
+        settings = replace(settings, attention="math")  # the memory plan has to know that nothing is fused
         enable(settings)
+    # Try torch's own choice among the remaining routes
     fault = _fault(DEFAULT, device, names)
     if fault:
-        raise _none_right(
-            "Attention as torch chooses to compute it is wrong on this device.", {**wrong, DEFAULT: fault}
-        )
+        raise _none_right("The attention route that torch chooses is wrong on this device.", {**wrong, DEFAULT: fault})
     return settings
 
 
@@ -91,14 +93,14 @@ def _holds_out(settings: Settings) -> bool:
 
 
 def _fault(route: str, device: torch.device, dtypes: Sequence[str]) -> str | None:
-    """What is wrong with a route; "" if all its numbers are right; None if torch has no such route here."""
+    """The first fault of a route; "" if all its results are correct; None if torch has no such route here."""
     tried = False
     for dtype in dtypes:
         for head_dim, shapes in SHAPES.items():
             try:
                 with torch.autocast(device.type, enabled=False), torch.enable_grad(), _any_algorithm():
                     attention(device, route, dtype, head_dim, shapes, scale=SCALE)
-                    synchronize(device)
+                    synchronize(device)  # so that a fault is attributed to this route
                 tried = True
             except NotHereError:
                 continue
@@ -124,7 +126,7 @@ def _is_enabled(route: str) -> bool:
 
 @contextmanager
 def _any_algorithm() -> Iterator[None]:
-    """Let routes run that are refused where a run is to be deterministic: their numbers are right all the same."""
+    """Allow routes that deterministic runs refuse: their numbers are correct, too."""
     asked, only_warns = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -141,5 +143,5 @@ def _none_right(what: str, faults: dict[str, str]) -> MachineError:
         "no-attention",
         f"{what} Nothing was computed.",
         where="; ".join(f"{route}: {fault}" for route, fault in faults.items()),
-        fix="lora-rocm doctor says what is known about this machine, and how to install another torch.",
+        fix="lora-rocm doctor shows known problems of this machine, and how to install another torch.",
     )

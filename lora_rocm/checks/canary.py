@@ -1,9 +1,9 @@
-"""The canary: calculations with known answers, repeated while a run goes on.
+"""The canary: calculations with known answers, repeated during a run.
 
 Consumer AMD cards are known for kernels that silently give wrong answers (ROCm#6461, ROCm#6595, rocm-libraries#9962).
 Correct kernels can also fail later, after a driver recovers from a fault or when memory wears out. The canary repeats
-the checks of the self-test in the run's shapes, dtype and attention backend, and compares the frozen weights on the
-device with the weights that were sent, and constants (``device.constants``) with what they were made as.
+the checks of the self-test in the run's shapes, dtype and attention backend. It also compares the frozen weights on the
+device with the weights that were sent, and constants (``device.constants``) with their fingerprints.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CapturedFingerprints:
     a captured step.
 
     The graph reads the addresses that the tensors had at capture; if tensors have moved, it is captured again. The
-    graph uses a new salt in each call, so a replay that did not run cannot return a valid-looking answer.
+    graph uses a new salt in each call, so a replay that did not run cannot return an answer that seems valid.
 
     Raises:
         WrongAnswerError: a new graph's result differs from the eager one.
@@ -66,24 +66,24 @@ class CapturedFingerprints:
         salt_.fill_(salt)
         replay()
         if not torch.equal(found_K, wanted_K):
-            raise WrongAnswerError("fingerprints of frozen weights from a captured graph are not those of the weights")
+            raise WrongAnswerError("a captured graph gave wrong fingerprints of the frozen weights")
         self._places, self._replay = places, replay
         self._kept = (salt_, found_K, position_table(found_K.device))
         return wanted_K
 
 
 SCALES = (1.0, -0.5, 2.0, -1.0, 0.5, -2.0)
-"""Factors of the problems, one per look in turn (exact in every format). The previous look's answer is then wrong, even
-if it scales with the square.
+"""Factors of the problems, used in turn (exact in every format). The previous check's answer is then wrong, even if it
+scales with the square.
 """
 SUM_LIMIT = 64  # sums of these whole numbers then stay exact in float32, in any order
 GRAPH, CONSTANTS = "captured graph", "constants"
 NAMED = 3  # how many changed weights an error names
 STEPS_ARE_LOST = (
-    "Steps made since this was last found right cannot be trusted, and nothing was written from them; the last "
-    "checkpoint was written right after a look that found all well."
+    "Steps since the last passed check cannot be trusted, and nothing was written from them; the last checkpoint was "
+    "written directly after a passed check."
 )
-ENTRIES_ARE_LOST = "Nothing that was encoded since this was last found right was kept."
+ENTRIES_ARE_LOST = "Entries encoded since the last passed check were not kept."
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Canary:
         rank: rank of the recipe's LoRA.
         placement: has the frozen weights.
         weights: display name of the frozen weights.
-        consequence: what a failure means for the run, in words.
+        consequence: a sentence about the consequence of a failure for the run.
         capture: captures a graph, if the run replays graphs; else None.
     """
 
@@ -119,7 +119,7 @@ class Canary:
         with torch.autocast(self.device.type, enabled=False), torch.enable_grad():
             wrong = first_wrong(self._kernels(scale))
             if wrong is not None:
-                return self._failed("canary-kernel", "A calculation whose answer is known came out wrong", *wrong)
+                return self._failed("canary-kernel", "A calculation with a known answer gave a wrong one", *wrong)
             try:
                 changed = self._changed(scale)
             except (WrongAnswerError, RuntimeError) as error:
@@ -128,15 +128,15 @@ class Canary:
                 return self.graph_failure(error)
         if constants := changed_constants():
             told = ", ".join(constants[:NAMED])
-            return self._failed("canary-weights", "Constants are not what they were made as", CONSTANTS, told)
+            return self._failed("canary-weights", "Constants in memory have changed", CONSTANTS, told)
         if not changed:
             return None
         told = f"{len(changed)} of {len(self.placement.on_device())} tensors: {', '.join(changed[:NAMED])}"
-        return self._failed("canary-weights", "Frozen weights are not what was loaded any more", self.weights, told)
+        return self._failed("canary-weights", "Frozen weights have changed since they were loaded", self.weights, told)
 
     def graph_failure(self, detail: object) -> CanaryError:
         """Return the error for a graph of this run that computes wrong results."""
-        return self._failed("canary-graph", "A captured graph does not compute right", GRAPH, detail)
+        return self._failed("canary-graph", "A captured graph computes wrong results", GRAPH, detail)
 
     def _changed(self, scale: float) -> list[str]:
         """Return names of changed frozen weights.
@@ -162,7 +162,7 @@ class Canary:
             f"{what}. {self.consequence}",
             where=f"{name}: {detail}",
             **resume_advice(
-                "Run lora-rocm doctor, then the same command with --resume latest: it goes on from what was saved."
+                "Run lora-rocm doctor, then the same command with --resume latest: it continues from the saved state."
                 + (" Or set runtime.graphs: off." if code == "canary-graph" else "")
             ),
         )

@@ -1,8 +1,8 @@
-"""Compares our Triton kernels with their eager forms, on the run's device and in its dtype.
+"""Compares our Triton kernels with their eager implementations, on the run's device and in its dtype.
 
 The kernels run on untested cards and compilers. So before a model is fused for the first time, the kernels of its step
-are compiled and compared here, forward and backward; kernels over whole numbers must match to the bit. If one fails,
-the run uses the eager forms and says so. Each case is proven once for its code, the libraries, the driver and the GPU.
+are compiled and compared here, forward and backward. Integer kernels must match bit for bit. If a kernel fails, the run
+uses the eager implementations and sends a notice. Each case is proven once for its code, libraries, driver and GPU.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from lora_rocm.kernels.rotary import Rotation, norm_rotary
 from lora_rocm.kernels.token_loss import to_loss_gradient
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest deviation of a single number from the eager float32 result, as a share of its own size plus the root mean
-square of all numbers. Rounding makes at most half of it; a number that was not written or not masked is off by 0.5.
+"""Largest deviation of a single number from the eager float32 result, as a share of its magnitude plus the root mean
+square of all numbers. Rounding causes at most half of this; a number that was not written or not masked is off by 0.5.
 """
 SEED = 20
 PACKED_OUTPUTS = 64
@@ -41,7 +41,7 @@ CANNOT = (
     RuntimeError, OSError, ImportError, subprocess.SubprocessError, ValueError, TypeError, AttributeError, LookupError,
     AssertionError,
 )  # fmt: skip
-"""Raised by a compiler, besides Triton's own errors, if it does not know the card or if one of its parts is missing (a
+"""Errors of a compiler, in addition to Triton's own, if it does not know the card or if one of its parts is missing (a
 C compiler, headers, a linker, a driver library, a folder to write to).
 """
 REFUSED = "PassManager::run failed"
@@ -54,10 +54,10 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Case:
-    """One way to call a kernel.
+    """One call of a kernel to compare.
 
-    run: (form, norm, *inputs) -> outputs. norm: makes the norm layer for each dtype, or None. mean: mean of the inputs'
-    numbers. Images are laid out in channels_last.
+    run: (implementation, norm, *inputs) -> outputs. norm: creates the norm layer for each dtype, or None. mean: mean of
+    the inputs' numbers. Images are laid out in channels_last.
     """
 
     name: str
@@ -72,9 +72,9 @@ class Case:
 
 @dataclass(frozen=True)
 class ExactCase:
-    """Kernels over whole numbers, whose results must be equal in both forms.
+    """Integer kernels; both implementations must give equal results.
 
-    run: (form, device) -> name -> outputs. kernel: its name, as ``backend.launches`` has it.
+    run: (implementation, device) -> name -> outputs. kernel: its name in ``backend.launches``.
     """
 
     name: str
@@ -172,7 +172,7 @@ def _halves(form: Form, norm: nn.RMSNorm, qk: Tensor) -> Tensor:
 
 
 def _token_loss(cap: float | None, form: Form, norm: None, logits: Tensor) -> Outputs:
-    """Logits times their gradient, which is the gradient of that; and losses."""
+    """Logits times their gradient, so that its own gradient is the logits' gradient; and losses."""
     labels = torch.arange(-1, len(logits) - 1, device=logits.device) * 5 % logits.shape[1]
     labels[0] = -100
     gradient = logits.detach().clone()
@@ -311,7 +311,7 @@ LARGE: tuple[Case, ...] = (
     *(Case(f"product of {name}", run, (shape,)) for name, run in PACKED.items() for shape in ((1, 1152), (1024, 320))),
 )
 """Widths of an SDXL UNet and of transformers, which Triton compiles differently; the largest image uses the larger
-chunks. No width but those of a vocabulary's and a head's fills its last block, and no number of rows does.
+chunks. Only a vocabulary's and a head's width fill their last block, and no number of rows does.
 """
 WORDS = (16, 3 * TILE + 48, TILE, 64 * TILE)
 FINGERPRINTS = ExactCase("fingerprint of trained state", _fingerprints)
@@ -321,31 +321,31 @@ IN_FP16 = (
     Case("gated sum in float32", _gated_branch_of_stream, LARGE[13].shapes),
     Case("modulated LayerNorm of float32", _norm_by_rows_of_stream, LARGE[21].shapes, mean=1.5),
 )
-"""Further cases of float16, whose residual stream is float32."""
+"""Further cases for float16: its residual stream is float32."""
 
 
 def trusted(
     device: torch.device, dtype: torch.dtype, say: Callable[[str], None], kernels: Collection[str] | None = None
 ) -> bool:
-    """Return whether the Triton kernels may be used on this device; ``say`` is told if a GPU cannot use them.
+    """Return whether the Triton kernels may be used on this device; ``say`` gets a notice if a GPU cannot use them.
 
     Each case is compared once for its code, libraries, driver and GPU (``kernel_proof``).
 
     Call this before the device is full: it briefly takes some 400 MB.
 
     Args:
-        device: of the run.
-        dtype: of the run.
+        device: the run's device.
+        dtype: the run's dtype.
         say: gets a sentence for the user.
         kernels: names of the kernels that the run uses (``Footprint.kernels``); None: any.
 
     Raises:
-        RuntimeError: the device is full, or reported a fault, after which this process cannot use it any more.
+        RuntimeError: the device is full, or reported a fault, after which this process can no longer use it.
     """
     reason = refusal(device)
     if reason is not None:
         if device.type == "cuda":
-            say(f"Steps do without this program's Triton kernels, and are slower: {reason}.")
+            say(f"Steps do not use lora-rocm's Triton kernels, and are slower: {reason}.")
         return False
     proofs = {case: proof_of(case, dtype) for case in cases_for(kernels, dtype)}
     unproven = [case for case, proof in proofs.items() if not proof.is_known]
@@ -354,7 +354,7 @@ def trusted(
     for case in unproven:
         wrong = first_wrong(device, dtype, [case])
         if wrong is not None:
-            say(f"Steps do without this program's Triton kernels, and are slower: {wrong}")
+            say(f"Steps do not use lora-rocm's Triton kernels, and are slower: {wrong}")
             return False
         proofs[case].keep()
     return True
@@ -363,7 +363,7 @@ def trusted(
 def cases_for(kernels: Collection[str] | None, dtype: torch.dtype) -> tuple[Case | ExactCase, ...]:
     """Return the cases that compare these kernels in a dtype, at the widths of real models. None: all cases.
 
-    A variant that no case has is compared by all cases of its function. The fingerprints are part of each run.
+    A variant without its own case is compared by all cases of its function. The fingerprints are part of each run.
     """
     more = IN_FP16 if dtype is torch.float16 else ()
     if kernels is None:
@@ -392,7 +392,7 @@ def kernels_of(case: Case | ExactCase, dtype: torch.dtype) -> frozenset[str]:
 
 
 def proof_of(case: Case | ExactCase, dtype: torch.dtype) -> Proof:
-    """Return the record of a case's comparison. It depends on the code of kernel, plain form and check."""
+    """Return the record of a case's comparison. It depends on the code of kernel, plain implementation and check."""
     run = case.run.func if isinstance(case.run, partial) else case.run
     code = [inspect.getsource(part) for part in (run, _near, _exact, _Given, poison)]
     told = [str(case), *code, repr(TOLERANCE[dtype]), repr(getattr(case, "mean", 0.0))]
@@ -403,9 +403,9 @@ def proof_of(case: Case | ExactCase, dtype: torch.dtype) -> Proof:
 def first_wrong(
     device: torch.device, dtype: torch.dtype, cases: Sequence[Case | ExactCase] | None = None
 ) -> str | None:
-    """Return the first kernel that cannot be compiled or run, or that differs from its eager form; else None.
+    """Return the first kernel that cannot be compiled or run, or that differs from its eager implementation; else None.
 
-    ``cases``: None takes all of the format.
+    ``cases``: None takes all cases of the dtype.
 
     Raises:
         RuntimeError: as in ``trusted``.
@@ -429,7 +429,7 @@ def _near(case: Case, device: torch.device, dtype: torch.dtype) -> None:
     found = _computed(lambda: given.outcome("triton", dtype))
     for (what, one), (_, other) in zip(found, wanted, strict=True):
         size = other.abs() + other.square().mean().sqrt()
-        off = float(((one - other).abs() / size).max())
+        off = float(((one - other).abs() / size).max())  # waits: a wrong kernel must not be used
         if not off <= TOLERANCE[dtype]:  # NaN fails, too
             told = f"{what} is off by {off:.2g} of its size, {TOLERANCE[dtype]:g} is allowed"
             raise WrongAnswerError(f"has wrong numbers ({told})")
@@ -446,7 +446,7 @@ def _computed(compute: Callable[[], Made]) -> Made:
     """Return the result of a kernel.
 
     Raises:
-        WrongAnswerError: the kernel cannot be compiled or run; says why.
+        WrongAnswerError: the kernel cannot be compiled or run; its text explains why.
         RuntimeError: as in ``trusted``.
     """
     from triton.errors import TritonError
@@ -457,13 +457,13 @@ def _computed(compute: Callable[[], Made]) -> Made:
         if device_fault(error) is not None or out_of_memory(error) is not None:
             raise
         if REFUSED in str(error):
-            unknown = f"Triton {triton_version()}; most likely it does not know this GPU (its own words are in the log)"
+            unknown = f"Triton {triton_version()}; most likely it does not know this GPU (its message is in the log)"
             raise WrongAnswerError(f"cannot be compiled by {unknown}") from error
         raise WrongAnswerError(f"cannot be computed ({type(error).__name__}: {_last_line(error)})") from error
 
 
 class _Given:
-    """Inputs, and the gradients of the outputs, made on the device; the same numbers for both forms."""
+    """Inputs, and the outputs' gradients, created on the device; the same numbers for both implementations."""
 
     def __init__(self, case: Case, device: torch.device, dtype: torch.dtype) -> None:
         self._case, self._device, self._dtype = case, device, dtype

@@ -27,10 +27,10 @@ class Proof:
     """The record that one case passed in a dtype, for its code, these libraries, this driver, GPU and variables.
 
     Args:
-        dtype: of the run.
-        case: what is compared: its name, shapes and the code of its check.
-        modules: names of the modules in ``folder`` that hold the kernel and its plain form. Their code and that of the
-            modules of this folder which they import counts; other kernels may change.
+        dtype: the run's dtype.
+        case: the compared case: its name, shapes and the code of its check.
+        modules: names of the modules in ``folder`` with the kernel and its plain implementation. Their code counts, and
+            the code of the modules of this folder that they import; other kernels may change.
         environ: the environment of this process. Without the parent's key of driver and GPU nothing is remembered.
         folder: with the code of the kernels.
     """
@@ -75,7 +75,7 @@ def _decides(name: str) -> bool:
 
 @lru_cache(maxsize=256)
 def with_imported(folder: Path, module: str) -> frozenset[Path]:
-    """The file of a module and those of its folder that it imports, directly or not, at its top or in a function."""
+    """The file of a module and of all modules in its folder that it imports, directly or not, even in a function."""
     found, waiting = set[Path](), [folder / f"{module}.py"]
     while waiting:
         path = waiting.pop()

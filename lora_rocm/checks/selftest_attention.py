@@ -1,6 +1,6 @@
 """Self-test: attention by every route that torch can take, forward and backward, against the formula on the CPU.
 
-A route is tried by calling it: torch's functions ``can_use_...`` say yes for wheels without kernels (ComfyUI#15647).
+A route is tested by a call: torch's ``can_use_...`` functions return true for wheels without kernels (ComfyUI#15647).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ all by the math backend); each is an error of eps / 2 that the exponential and t
 some kernels compose their products from TF32 parts.
 """
 NORM_TOLERANCES = {"fp32": 128.0, "fp16": 4.0, "bf16": 4.0}
-"""In units of eps, of the norm relative to that of the answer. In 16 bits the errors of four roundings are independent,
-so their norm is near 0.6 eps (``children.tune.attention.MAX_EPS``).
+"""In units of eps: the error's norm relative to the answer's norm. In 16 bits the errors of four roundings are
+independent, so their norm is near 0.6 eps (``children.tune.attention.MAX_EPS``).
 """
 GRID = 64  # inputs are multiples of 1/64 up to 4: nine bits including the sign
 

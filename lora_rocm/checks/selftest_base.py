@@ -1,10 +1,9 @@
-"""Shared by all checks: the form of a check, known answers, and the comparison with a GPU's result.
+"""Shared by all checks: the class of a check, known answers, and the comparison with a GPU's result.
 
-Inputs are whole numbers (or multiples of 1/64) that float16 and bfloat16 hold exactly, so the CPU's float64 answer is
-that of the same problem. Before a kernel runs, memory of its result's size is filled with NaN and freed; a result that
+Inputs are whole numbers (or multiples of 1/64) that float16 and bfloat16 represent exactly, so the CPU's float64 answer
+solves the same problem. Before a kernel runs, memory of its result's size is filled with NaN and freed. A result that
 was not written, in whole or at its tail, is then read as NaN instead of an earlier correct result. Each variant of a
-problem is scaled by another power of two (which is exact), so that the answer of the previous variant is wrong for this
-one.
+problem is scaled by another power of two (which is exact), so that the previous variant's answer is wrong for this one.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ NAN_BYTE = 0xFF  # two or four such bytes are a NaN in every float format
 
 
 class WrongAnswerError(Exception):
-    """The device's answer differs from the CPU's; says at which position and by how much."""
+    """The device's answer differs from the CPU's; the text names the position and the difference."""
 
 
 class NotHereError(Exception):
-    """This check does not apply to this device; says why."""
+    """This check does not apply to this device; the text gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Check:
 
 
 def first_wrong(checks: Iterable[Check]) -> tuple[str, WrongAnswerError] | None:
-    """Return name and error of the first check with a wrong answer; None if all are right."""
+    """Return name and error of the first check with a wrong answer; None if all are correct."""
     for check in checks:
         try:
             check.run()
@@ -63,7 +62,7 @@ def judge(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> None:
     if got.shape != wanted.shape:
         raise WrongAnswerError(f"{what}: shape {tuple(got.shape)} where {tuple(wanted.shape)} was expected")
     allowed = tolerance * float(wanted.abs().max())
-    wrong = ~((got - wanted).abs() <= allowed)  # this form makes NaN wrong, too
+    wrong = ~((got - wanted).abs() <= allowed)  # written so that NaN is wrong, too
     count = int(wrong.sum())
     if not count:
         return
@@ -80,7 +79,7 @@ def judge(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> None:
 
 
 def judge_norm(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> None:
-    """Compare an answer with the known one as a whole: errors that are small beside the largest number count, too.
+    """Compare an answer with the known one as a whole: errors that are small next to the largest number count, too.
 
     Args:
         found: the answer, on any device.
@@ -126,6 +125,6 @@ def synchronize(device: torch.device) -> None:
 def device_works(device: torch.device) -> bool:
     """Whether the device still computes after an error."""
     try:
-        return (torch.zeros(1, device=device) + 1).cpu().item() == 1.0
+        return (torch.zeros(1, device=device) + 1).cpu().item() == 1.0  # waits: an error shows only then
     except RuntimeError:  # after an illegal access every call fails until the process ends
         return False

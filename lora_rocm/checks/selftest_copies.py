@@ -1,8 +1,8 @@
 """Self-test: bit-exact copies between host and device, and memory that must keep its contents.
 
-The payload is random bytes. Each case uses another window of them, so that the previous case's bytes are wrong for this
-one. The device computes the fingerprint of the received bytes (which tells whether the way to the device was at fault);
-then the bytes are read back and compared one by one.
+The payload is random bytes. Each case uses another window of the payload, so that the previous case's bytes are wrong
+for this one. The device computes the fingerprint of the received bytes, which shows whether the copy to the device was
+at fault. Then the bytes are read back and compared one by one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int64": torch.int64}
 METHODS = ("pageable", "pinned", "pinned-async", "mapped")
 WINDOW_BYTES = 4096
 LIVE, ROUNDS = 48, 400
-"""How many tensors are live at the same time, and how many are made in total."""
+"""Number of tensors that are live at the same time, and number of tensors in total."""
 
 TOTAL_SHARE = 0.1
-"""A larger difference between torch's total and the driver's is told."""
+"""A larger difference between torch's total and the driver's is reported."""
 
 Send = Callable[[Tensor, torch.device, str], Tensor]
 Read = Callable[[Tensor, str], Tensor]
@@ -75,7 +75,7 @@ def memory_checks(device: torch.device) -> Iterator[Check]:
 
 
 def _total(device: torch.device) -> str | None:
-    """Compare the memory that torch finds with the driver's counter; it is a remark, because training may be right."""
+    """Compare the memory that torch finds with the driver's counter; only a remark, because training may be correct."""
     card, seen = card_bytes(device), int(torch.cuda.get_device_properties(device).total_memory)
     if card is None or abs(card - seen) <= TOTAL_SHARE * card:
         return None

@@ -1,7 +1,7 @@
 """Self-test: matrix products and convolutions, against the CPU in float64.
 
-Sums of products of small whole numbers are exact in float32, in any order. So a float32 product must be right to the
-bit, and a 16-bit product may differ only by rounding of its result.
+Sums of products of small whole numbers are exact in float32, in any order. So a float32 product must match
+bit for bit, and a 16-bit product may differ only by rounding of its result.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ def conv_checks(device: torch.device) -> Iterator[Check]:
 
 
 def _library() -> str:
-    """Read back that products do without hipBLASLt, where it is switched off."""
+    """Check that products do not use hipBLASLt if it is switched off."""
     library = blas.preferred()
     if library != "cublas":
-        raise WrongAnswerError(f"hipBLASLt is switched off, and torch prefers {library} all the same")
+        raise WrongAnswerError(f"hipBLASLt is switched off, but torch still prefers {library}")
     return "hipBLASLt is off: torch prefers rocBLAS"
 
 
 @cache
 def _problem(sizes: Sizes, limit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return operands [M, K] and [K, N] in float64, and their product in float32 (which holds it exactly)."""
+    """Return operands [M, K] and [K, N] in float64, and their product, which is exact in float32."""
     rows, inner, columns = sizes
     a_MK, b_KN = whole_numbers((rows, inner), limit, seed=1), whole_numbers((inner, columns), limit, seed=2)
     return a_MK, b_KN, (a_MK @ b_KN).float()

@@ -84,9 +84,9 @@ def _training(device: torch.device, dtype: str, tokens: int, width: int) -> None
         kept = FLOATS[dtype] if name.endswith("base") else torch.float32
         parameter.data = parameter.data.to(kept).to(device)
     found = _losses(network, x_TC.to(device), wanted_TC.to(device), FLOATS[dtype])
-    synchronize(device)
+    synchronize(device)  # so that a fault is attributed to this check
     for step, (loss, wanted) in enumerate(zip(found, known, strict=True), 1):
-        if not abs(loss - wanted) <= TOLERANCES[dtype] * wanted:  # this form makes NaN wrong, too
+        if not abs(loss - wanted) <= TOLERANCES[dtype] * wanted:  # written so that NaN is wrong, too
             raise WrongAnswerError(f"loss of step {step} in {dtype} is {loss:.6g}; the CPU has {wanted:.6g}")
     for name, parameter in network.named_parameters():
         after = parameter.detach().cpu()

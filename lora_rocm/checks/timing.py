@@ -58,12 +58,12 @@ def _seconds(call: Call, calls: int, device: torch.device) -> float:
             call()
         return time.perf_counter() - started
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(device)
+    torch.cuda.synchronize(device)  # earlier work must not count
     first.record()
     for _ in range(calls):
         call()
     last.record()
-    torch.cuda.synchronize(device)
+    torch.cuda.synchronize(device)  # an event has a time only once it has passed
     elapsed_ms: float = first.elapsed_time(last)
     return elapsed_ms / 1e3
 

@@ -22,13 +22,13 @@ ASK_EVERY_S = 5.0
 """Least time between two readings of the driver's counters."""
 
 FRAGMENTED_SHARE = 0.2
-"""Share of the memory held by torch; an estimate. If more than this is unused when memory runs out, the pool is
-fragmented: whole unused segments were returned before the error (c10/cuda/CUDACachingAllocator.cpp).
+"""Estimated share of the memory held by torch. If more is unused when memory runs out, the pool is fragmented: whole
+unused segments were returned before the error (c10/cuda/CUDACachingAllocator.cpp).
 """
 PIECE_BYTES = 512
-"""Allocators round sizes up to a multiple of it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+"""Allocators round sizes up to a multiple of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
 OWN_SEGMENT_BYTES, SEGMENT_STEP_BYTES, REST_BYTES = 10 * 2**20, 2 * 2**20, 2**20
-"""A tensor of at least the first size gets a segment of its own in multiples of the second; a remainder up to the third
+"""A tensor of at least the first size gets its own segment, a multiple of the second size. A remainder up to the third
 is not used for other tensors (same file: kMinLargeAlloc, kRoundLarge, kSmallSize).
 """
 
@@ -50,7 +50,7 @@ class Usage:
 
 
 def usage(device: torch.device) -> Usage | None:
-    """The current usage of a device; None for the CPU, whose memory torch does not pool."""
+    """The current usage of a device; None for the CPU, because torch does not pool its memory."""
     if device.type != "cuda":
         return None
     return Usage(int(torch.cuda.memory_allocated(device)), int(torch.cuda.memory_reserved(device)))
@@ -67,7 +67,7 @@ def taken_bytes(num_bytes: int) -> int:
 def empty_pools() -> None:
     """Return torch's unused memory to the device, which also joins free neighbouring pieces, and its pinned memory.
 
-    Call it between phases, whose tensors differ in size.
+    Call it between phases, because their tensors differ in size.
     """
     gc.collect()
     if torch.cuda.is_initialized():
@@ -78,7 +78,7 @@ def empty_pools() -> None:
 
 
 def device_budget(device: torch.device) -> int:
-    """Bytes that tensors may take on a GPU without a planned limit, by what torch and the system report now.
+    """Bytes that tensors may take on a GPU without a planned limit, from the current reports of torch and the system.
 
     For an APU on Linux it is at most what it can take from the system.
     """
@@ -90,28 +90,28 @@ def device_budget(device: torch.device) -> int:
 
 
 def limit_now(device: torch.device, settings: Settings) -> int | None:
-    """The limit for torch's allocator by the plan, and by what other programs hold of the GPU now; None: no limit.
+    """The limit for torch's allocator, from the plan and from other programs' current GPU memory; None: no limit.
 
-    What torch holds and what is free may become tensors, but for the part that stays free, and the part that libraries
-    will still take. The sum does not depend on how much torch holds itself.
+    Tensors may use torch's memory and all free memory, except for the part that stays free and the part that libraries
+    will still take. The sum does not depend on how much memory torch has.
     """
     planned = settings.memory_limit_bytes
     if device.type != "cuda" or planned is None:
         return None
     memory, held = read_memory(device), int(torch.cuda.memory_reserved(device))
     if memory.is_integrated and not memory.is_counted:
-        return planned  # nothing tells what is free of the memory that it shares; HIP may mean the carve-out alone
+        return planned  # free shared memory is unknown; HIP may mean the carve-out alone
     outside_torch = max(0, memory.computing_bytes - held)
     to_come = max(0, settings.library_bytes - outside_torch)
-    needs_counters = settings.kept_free_bytes > 0  # a card on Linux, of which HIP does not see all
+    needs_counters = settings.kept_free_bytes > 0  # a card on Linux; HIP does not see all memory in use
     unseen = desktop_bytes(memory.total_bytes) if needs_counters and not memory.is_counted else 0
     return max(0, min(planned, held + memory.free_bytes - unseen - settings.kept_free_bytes - to_come))
 
 
 def room_bytes(device: torch.device, settings: Settings, *, steady: bool = False) -> int:
-    """Bytes that a GPU has for tensors: the limit of now, else its memory less that of its libraries.
+    """Bytes that a GPU has for tensors: the current limit, otherwise its memory without the libraries' share.
 
-    ``steady``: the same at each start of a run, as long as other programs hold no more than a desktop usually does.
+    ``steady``: the same at each start of a run, as long as other programs take no more than a desktop usually does.
     """
     limit = limit_now(device, settings)
     if limit is None or settings.memory_limit_bytes is None:
@@ -125,8 +125,8 @@ def limit(device: torch.device, limit_bytes: int | None) -> int | None:
     """Make torch's allocator raise ``torch.OutOfMemoryError`` beyond ``limit_bytes`` in this process.
 
     Returns:
-        The limit in bytes, or None if there is none: on the CPU, none asked for, or not below the total that torch
-            counts (a fraction of less than the limit must never be set, because an APU may report only its carve-out).
+        The limit in bytes. None if there is none: on the CPU, if none was requested, or if it is not below the total
+            that torch counts (never set a fraction below the limit: an APU may report only its carve-out).
     """
     if device.type != "cuda" or limit_bytes is None:
         return None
@@ -153,7 +153,10 @@ class LimitFollower:
         self._told = False
 
     def renew(self) -> int | None:
-        """Set the limit by what is free now. Call it between steps, and before what takes memory; None: no limit."""
+        """Set the limit from the memory that is free now. Call it between steps and before large allocations.
+
+        Returns None if there is no limit.
+        """
         self._asked_at = time.monotonic()
         now = limit_now(self._device, self._settings)
         if now is None:
@@ -162,8 +165,8 @@ class LimitFollower:
         if seen is not None and now < seen.allocated_bytes and not self._told:
             self._told = True
             self._say(
-                f"Other programs take memory of the GPU: {size_text(now)} are left for this run, which holds "
-                f"{size_text(seen.allocated_bytes)}. If it needs more it goes on with smaller parts of a batch."
+                f"Other programs take GPU memory: {size_text(now)} are left for this run, which uses "
+                f"{size_text(seen.allocated_bytes)}. If it needs more, it continues with smaller parts of a batch."
             )
         limit(self._device, now)
         return now
@@ -175,7 +178,7 @@ class LimitFollower:
 
 
 NO_LIMIT = LimitFollower(torch.device("cpu"), Settings())
-"""Of a device whose memory is not looked after."""
+"""For a device without a memory limit to follow."""
 
 
 @contextmanager

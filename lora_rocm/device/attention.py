@@ -1,9 +1,9 @@
-"""Ways of computing attention, and the context in which all attention of a model is computed by one of them.
+"""Attention backends, and the context in which one of them computes all attention of a model.
 
-The way is chosen by rules that set ``setting:attention`` (self-test, measured choices, mitigations; the last one wins).
+Rules choose the backend by setting ``setting:attention`` (self-test, measured choices, mitigations; the last one wins).
 
-Families call ``scaled_dot_product_attention`` and know of none. Torch's own backends are put in order for it. What is
-not torch's takes its place by a mode of torch (``TorchFunctionMode``), so it holds in eager and captured passes alike.
+Families call ``scaled_dot_product_attention`` and know no backend. For torch's own backends the order of preference is
+set. Other backends replace torch's function by a ``TorchFunctionMode``, so they work in eager and captured passes.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ ORDERS = {
     "sdpa-cudnn": (CUDNN, FLASH, EFFICIENT, MATH),
     "math": (MATH,),
 }
-"""Way -> torch's backends; each computes the shapes that those before it do not support."""
+"""Setting -> torch's backends; each computes the shapes that the earlier ones do not support."""
 ROUTES = {"math": MATH, "efficient": EFFICIENT, "flash": FLASH, "cudnn": CUDNN}
 """Route that ``scaled_dot_product_attention`` can take -> torch's backend. The plainest comes first."""
 _held_out: set[str] = set()
 """Routes that gave wrong numbers in this process, or in one before (``enable``, ``hold_out``)."""
 GROUP_BYTES = 2**28
-"""Memory for the scores of one group of heads (``grouped``). A plan of memory leaves room for that much."""
+"""Memory for the scores of one group of heads (``grouped``). The memory plan reserves this much."""
 COPIES = 4
 """Tensors of the size of the scores that exist at once in the backward pass of a group."""
 
@@ -68,7 +68,7 @@ def enable(settings: Settings) -> None:
 
 
 def hold_out(settings: Settings, routes: Iterable[str]) -> Settings:
-    """The settings without these routes, which are in force from now on."""
+    """Return the settings without these routes, and apply them to this process."""
     out = set(routes)
     changed = replace(
         settings,
@@ -82,14 +82,14 @@ def hold_out(settings: Settings, routes: Iterable[str]) -> Settings:
 
 
 def context_of(way: str) -> Context:
-    """Contexts for passes in which attention is computed that way (``hardware.settings.Settings.attention``)."""
+    """Context for passes that compute attention by this backend (``hardware.settings.Settings.attention``)."""
     if way in ORDERS:
         return lambda: _ordered(way)
     return (lambda: _Instead(OTHERS[way]())) if way in OTHERS else nullcontext
 
 
 def training_context(way: str) -> Context | None:
-    """The same for training. None where switches of the whole process do it (``device.backend_settings``)."""
+    """The same for training. None if process-wide switches are enough (``device.backend_settings``)."""
     return None if way in ("auto", "math") else context_of(way)
 
 
@@ -144,7 +144,7 @@ class Call(NamedTuple):
 
 
 def _library(module: str) -> Attend:
-    """Attention of a package with flash-attention's function, whose tensors are [B, S, H, D].
+    """Attention of a package with flash-attention's function; its tensors are [B, S, H, D].
 
     Raises:
         ImportError: the package is not installed, or does not load.
@@ -162,9 +162,10 @@ def _library(module: str) -> Attend:
 
 
 def grouped(products: torch.dtype | None = None, group_bytes: int = GROUP_BYTES) -> Attend:
-    """Plain attention of some heads after the others, forward and backward, so few scores exist at once.
+    """Plain attention, one group of heads after the other, forward and backward, so few scores exist at once.
 
-    ``products``: dtype of the matrix products; None: that of the tensors. The softmax is always float32.
+    ``products``: dtype of the matrix products; None: the tensors' dtype. The softmax is always float32: exponentials
+    of 16-bit scores lose too many digits.
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
@@ -178,7 +179,7 @@ def grouped(products: torch.dtype | None = None, group_bytes: int = GROUP_BYTES)
 
 
 class _Grouped(torch.autograd.Function):
-    """Attention of N heads of all samples in groups. Backward computes the probabilities again."""
+    """Attention of N heads of all samples in groups. The backward pass recomputes the probabilities."""
 
     @staticmethod
     def forward(
@@ -233,4 +234,4 @@ OTHERS: dict[str, Callable[[], Attend]] = {
     "math-groups": grouped,
     "math-groups-float32": lambda: grouped(torch.float32),
 }
-"""Way -> maker of what takes the place of torch's function."""
+"""Setting -> maker of the function that replaces torch's."""

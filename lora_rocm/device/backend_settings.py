@@ -18,7 +18,7 @@ from lora_rocm.hardware.settings import Settings
 def apply(settings: Settings, device: torch.device, *, wakes_later: bool = False) -> None:
     """Enable or disable libraries as planned. All heavy processes use it, so a test covers what training uses.
 
-    ``wakes_later``: the caller calls ``wake``, which asks the driver for what is free, because that takes a second.
+    ``wakes_later``: the caller calls ``wake``, which asks the driver for the free memory, because that takes a second.
     """
     cudnn = torch.backends.cudnn
     blas.obey(os.environ)
@@ -35,10 +35,10 @@ def apply(settings: Settings, device: torch.device, *, wakes_later: bool = False
 
 
 def wake(device: torch.device, settings: Settings) -> Thread:
-    """Begin to use a GPU in a thread, which takes a second: its driver does not hold the interpreter's lock meanwhile.
+    """Initialise a GPU in a thread: it takes a second, and the driver releases the interpreter's lock meanwhile.
 
-    The allocator's limit then follows what other programs hold. What fails is in the log, and fails again where the GPU
-    is used next.
+    The allocator's limit then follows other programs' memory. An error is logged, and is raised again when the GPU is
+    used next.
     """
 
     def begin() -> None:
@@ -51,7 +51,7 @@ def wake(device: torch.device, settings: Settings) -> Thread:
 
 
 def plain_attention(device: torch.device) -> AbstractContextManager[None]:
-    """Plain attention for a VAE on an AMD GPU: one head of 512 in float32, which no check of the self-test looks at.
+    """Plain attention for a VAE on an AMD GPU: one head of 512 in float32, which the self-test does not cover.
 
     Fused attention is known to crash there on large images (ComfyUI comfy/model_management.py) and to give black ones
     (pytorch#132004). Plain attention takes more memory: 2 GiB for an image of 1024x1024.
@@ -63,16 +63,16 @@ def plain_attention(device: torch.device) -> AbstractContextManager[None]:
 
 
 def use_table(path: str) -> None:
-    """Use the matrix products of a table (PyTorch's TunableOp) from now on; others are computed as without it.
+    """Use the tuned matrix products of a table (PyTorch's TunableOp) from now on; other products do not change.
 
     Raises:
-        MachineError: torch refuses the table, because it is of other libraries, or cannot read it.
+        MachineError: torch refuses the table: it was tuned with other libraries, or cannot be read.
     """
     tunable.set_filename(path)  # else torch also looks for a file in the current folder
     tunable.tuning_enable(False)
     tunable.record_untuned_enable(False)
     tunable.enable(True)
-    if torch.cuda.is_available():  # on ROCm only the first product registers what a table is checked against
+    if torch.cuda.is_available():  # on ROCm the first product registers the versions that a table is checked against
         some = torch.ones(16, 16, device="cuda")
         torch.mm(some, some)
     if not tunable.read_file(path):
@@ -80,5 +80,5 @@ def use_table(path: str) -> None:
             "products-refused",
             "PyTorch refuses this table of matrix products: it was tuned with other libraries, or is damaged.",
             where=path,
-            fix="lora-rocm tune makes a new one for new runs. To go on without: --set runtime.profile=safe",
+            fix="lora-rocm tune makes a new one for new runs. To continue without it: --set runtime.profile=safe",
         )

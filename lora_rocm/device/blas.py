@@ -25,7 +25,7 @@ def hipblaslt_is_off(environ: Mapping[str, str]) -> bool:
 
 
 def obey(environ: Mapping[str, str]) -> None:
-    """Prefer rocBLAS in this process if the variables say so, whatever this torch makes of them."""
+    """Prefer rocBLAS in this process if the variables request it, however this torch version reads them."""
     if hipblaslt_is_off(environ):
         torch.backends.cuda.preferred_blas_library("cublas")
 

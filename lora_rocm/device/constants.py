@@ -1,7 +1,7 @@
 """Constants that results depend on and that stay in memory for a run: tables, schedules, normalisations.
 
-They are no weights and no state, so neither the transfer nor the state guard knows them. Whoever keeps one registers it
-here, and the canary compares it with its fingerprint. A constant that is freed is forgotten.
+They are neither weights nor state, so neither the transfer nor the state guard knows them. Code that keeps a constant
+registers it here, and the canary compares it with its fingerprint. A freed constant is forgotten.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _lock = threading.Lock()
 
 
 def constant(tensor: Tensor, name: str) -> Tensor:
-    """Register a tensor that nothing changes any more, in main memory or on a device, and return it.
+    """Register a tensor that never changes from now on, in main memory or on a device, and return it.
 
-    One without data is not registered, nor one that is made while a graph is captured or compiled: its bytes cannot be
-    read then. ``name``: for the user, if its bytes change.
+    A tensor without data is not registered. Neither is a tensor created while a graph is captured or compiled, because
+    its bytes cannot be read then. ``name``: shown to the user if its bytes change.
     """
     capturing = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
     if tensor.is_meta or capturing or torch.compiler.is_compiling():
@@ -41,7 +41,7 @@ def is_constant(tensor: Tensor) -> bool:
 
 
 def changed_constants() -> list[str]:
-    """Return the names of the constants whose bytes have changed. Waits for their devices."""
+    """Return the names of the constants with changed bytes. Waits for their devices."""
     with _lock:
         alive = [(tensor, name, wanted) for held, name, wanted in _held if (tensor := held()) is not None]
     return [name for tensor, name, wanted in alive if int(whole_fingerprint(tensor)) != wanted]

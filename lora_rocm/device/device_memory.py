@@ -1,8 +1,8 @@
-"""What is free on the device: the one place that asks HIP or CUDA for it.
+"""Free memory of the device: the only module that asks HIP or CUDA for it.
 
-HIP's answer alone leads into a full card (``hardware.card_memory``). Where the driver has counters of the card, the
-smaller of the two counts. NVIDIA's answer, and HIP's below WSL, are right, and no counters are found there. On Windows
-HIP's answer is too high; counters of that system have the same place here as those of Linux, as a ``CardMemory``.
+HIP's answer alone would fill the card too far (``hardware.card_memory``). If the driver has counters for the card, the
+smaller value is used. NVIDIA's answer, and HIP's inside WSL, are correct, and there are no counters there. On Windows
+HIP's answer is too high. Windows' counters are used here like the Linux ones, as a ``CardMemory``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class DeviceMemory:
     """A reading of a GPU's memory.
 
     Attributes:
-        total_bytes: as the runtime counts it.
-        free_bytes: for further allocations, whoever holds the rest.
-        computing_bytes: what the runtime counts as held: by this process and other computing ones.
-        is_integrated: the GPU has no memory of its own.
+        total_bytes: the runtime's total.
+        free_bytes: bytes for further allocations, whichever program uses the rest.
+        computing_bytes: bytes in use by this process and other computing ones, according to the runtime.
+        is_integrated: the GPU has no dedicated memory.
         is_counted: the driver's counters were read.
     """
 
@@ -40,14 +40,14 @@ class DeviceMemory:
 
 
 def read_memory(device: torch.device) -> DeviceMemory:
-    """Read what a GPU's memory holds now. It costs a call of the driver and two small files, and waits for nothing."""
+    """Read a GPU's current memory. It costs a driver call and two small files, and does not wait for the GPU."""
     free, total = map(int, torch.cuda.mem_get_info(device))
     properties = torch.cuda.get_device_properties(device)
     integrated = bool(getattr(properties, "is_integrated", False))
     card = read_card_memory(address_of(properties), DEVICES)
     runtime = Pool(total, total - free)
     if card is None and torch.version.hip is not None and sys.platform == "win32" and not integrated:
-        # HIP's free memory is too high there (librocdxg#57), and nothing else says what others hold
+        # HIP's free memory is too high there (librocdxg#57), and nothing else reports other programs' memory
         runtime = Pool(total, total - free + desktop_bytes(total))
     main_memory = psutil.virtual_memory().available if integrated and sys.platform == "linux" else None
     usable = free_for_tensors(runtime, card, integrated=integrated, main_memory_free_bytes=main_memory)
@@ -55,17 +55,17 @@ def read_memory(device: torch.device) -> DeviceMemory:
 
 
 def card_bytes(device: torch.device) -> int | None:
-    """The size of a card's memory by the driver's counter; None if it has none, or none of its own."""
+    """The size of a card's memory by the driver's counter; None without a counter or without dedicated memory."""
     properties = torch.cuda.get_device_properties(device)
     card = read_card_memory(address_of(properties), DEVICES)
     return None if card is None or getattr(properties, "is_integrated", False) else card.vram.total_bytes
 
 
 def free_bytes(device: torch.device) -> int:
-    """What is free on a GPU now."""
+    """Bytes that are free on a GPU now."""
     return read_memory(device).free_bytes
 
 
 def total_bytes(device: torch.device) -> int:
-    """The smaller of the two totals of a GPU. Those of a ROCm APU may differ: its carve-out, or what it may map."""
+    """The smaller of a GPU's two totals. On a ROCm APU they may differ: its carve-out, or all memory it may map."""
     return min(int(torch.cuda.get_device_properties(device).total_memory), int(torch.cuda.mem_get_info(device)[1]))

@@ -7,7 +7,7 @@ MIOPEN_FIND_MODE cannot help one phase only: it holds for a whole process, which
 (fast) for all phases (``rules/amd_rules.py``), because the default mode times out the driver on large images
 (ROCm#4729). A phase can choose only whether its convolutions use MIOpen; caching does so here.
 
-Both ways compute in float32 and agree to rounding, and the cache key is the same, as for any other choice of kernels.
+Both backends compute in float32 and agree up to rounding. The cache key is the same, as for any choice of kernels.
 With ``runtime.deterministic`` nothing is chosen by timing.
 """
 
@@ -27,7 +27,7 @@ SLOW_S, SLOW_S_PER_MEGAPIXEL = 2.0, 4.0
 """Encoding is examined if it exceeds both: the slow case took at least 13 s per megapixel, the other 0.4 s (same
 source).
 """
-GAIN = 2.0  # required speed-up of the other way
+GAIN = 2.0  # required speed-up of the other backend
 TOLERANCE = 1e-2  # relative to the largest value; rounding gives 1e-5, a broken kernel about 1
 QUIET_S = 5.0
 """Longer silence is explained to the user."""
@@ -45,7 +45,7 @@ def first_time(device: torch.device, what: str, say: Say, after_s: float = QUIET
         A function that ends the wait before the block does.
     """
     maker = "MIOpen builds" if torch.version.hip else "the GPU's libraries prepare"
-    text = f"{what} takes a while: most likely {maker} kernels for shapes that are new, which happens only once."
+    text = f"{what} takes a while: most likely {maker} kernels for new shapes, which happens only once."
     timer = threading.Timer(after_s, say, [text])
     timer.daemon = True
     if device.type == "cuda":
@@ -64,7 +64,7 @@ def watched(encode: Encode, device: torch.device, say: Say) -> Encode:
 
 
 class WatchedEncoder:
-    """Times the first image of each size. If it is slow, it is tried without MIOpen, and the faster way is kept."""
+    """Times the first image of each size. If it is slow, it also tries without MIOpen, and keeps the faster choice."""
 
     def __init__(
         self, encode: Encode, device: torch.device, say: Say, clock: Callable[[], float] = time.perf_counter
@@ -92,7 +92,7 @@ class WatchedEncoder:
         return tensors
 
     def _try_without(self, pixels_CHW: Tensor, size: tuple[int, ...], tensors: Tensors, seconds: float) -> Tensors:
-        """Measure the other way; return the tensors of the chosen one."""
+        """Measure the other backend; return the tensors of the chosen one."""
         library = "MIOpen" if torch.version.hip else "cuDNN"
         seen = f"Images of {size[1]}x{size[0]} are encoded slowly: {seconds:.1f} s each with {library}"
         if torch.are_deterministic_algorithms_enabled():
@@ -102,12 +102,12 @@ class WatchedEncoder:
             others, other_s = self._timed(pixels_CHW, False)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-            self._say(f"{seen}; without it they do not fit into memory, so it stays.")
+            self._say(f"{seen}; without it they do not fit into memory, so it is still used.")
             return tensors
         _require_agreement(tensors, others, library, size)
         faster = other_s * GAIN <= seconds
         self._with_library[size] = not faster
-        self._say(f"{seen}, {other_s:.1f} s without. {'From here on without it' if faster else 'It stays'}.")
+        self._say(f"{seen}, {other_s:.1f} s without. {'It is no longer used' if faster else 'It is still used'}.")
         return others if faster else tensors
 
     def _timed(self, pixels_CHW: Tensor, with_library: bool) -> tuple[Tensors, float]:
@@ -134,7 +134,7 @@ def _require_agreement(ours: Tensors, others: Tensors, library: str, size: tuple
             raise MachineError(
                 "encoder-disagrees",
                 f"With and without {library} this GPU encodes an image to different numbers (by {difference:.3g}, "
-                f"where {allowed:.3g} is allowed): one of them is wrong. Nothing of it was kept.",
+                f"where {allowed:.3g} is allowed): one result is wrong. Neither was kept.",
                 where=f"{name} of an image of {size[1]}x{size[0]}",
-                fix="Run lora-rocm doctor, which tests the convolutions and says what cures them.",
+                fix="Run lora-rocm doctor, which tests the convolutions and names a remedy.",
             )

@@ -12,9 +12,9 @@ import torch
 
 @contextmanager
 def threads_of_one_core(most: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool of at most so many threads, and no more than there are cores. Work that waits is cancelled at the end.
+    """Thread pool of at most min(most, cores) single-threaded workers. Queued work is cancelled at the end.
 
-    Each thread by itself would start a team of threads for an operation, and the teams would wait for cores.
+    By default each worker would start a team of threads per operation, and the teams would wait for cores.
     """
     before = torch.get_num_threads()
     pool = ThreadPoolExecutor(min(most, os.cpu_count() or 1), initializer=torch.set_num_threads, initargs=(1,))
@@ -22,4 +22,4 @@ def threads_of_one_core(most: int) -> Iterator[ThreadPoolExecutor]:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(before)  # those of the pool had set it to one, for threads to come too
+        torch.set_num_threads(before)  # the workers set it to one, also for later threads

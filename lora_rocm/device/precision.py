@@ -18,7 +18,7 @@ def choose_device(wanted: str, settings: Settings | None = None, index: int = 0)
     """The training device. ``auto`` takes GPU number ``index`` if torch sees one, and makes it the current one.
 
     Raises:
-        RestartError: a GPU was asked for, or is expected by the plan, and torch sees none, or not so many.
+        RestartError: a GPU was requested, or is expected by the plan, and torch sees none or too few.
     """
     available = torch.cuda.is_available()
     if wanted == "auto" and not available and settings is not None and settings.expect_gpu:
@@ -26,7 +26,7 @@ def choose_device(wanted: str, settings: Settings | None = None, index: int = 0)
             "gpu-not-seen",
             f"This machine has a GPU, and this PyTorch ({torch.__version__}) is one for it but does not see it.",
             where="runtime.device: auto",
-            fix="lora-rocm doctor says why. To train on the CPU all the same: --set runtime.device=cpu",
+            fix="lora-rocm doctor explains why. To train on the CPU instead: --set runtime.device=cpu",
         )
     if wanted == "gpu" and not available:
         raise RestartError(
@@ -42,7 +42,7 @@ def choose_device(wanted: str, settings: Settings | None = None, index: int = 0)
             "no-gpu",
             f"This process is to train on GPU {index}, and torch sees {torch.cuda.device_count()}.",
             where=f"LOCAL_RANK={index}",
-            fix="Start no more processes than there are GPUs; lora-rocm doctor says what it sees.",
+            fix="Start no more processes than there are GPUs; lora-rocm doctor lists them.",
         )
     if index:
         torch.cuda.set_device(index)
@@ -63,8 +63,8 @@ def compute_dtype(
     """The dtype of the frozen base and of computation with it (autocast, or the LoRA layers' own copies).
 
     ``auto`` follows the plan. Without a planned precision, a GPU gets bf16 if it is known to compute it natively, else
-    fp16, which every GPU computes. (``is_bf16_supported`` is always true on HIP: torch/cuda/__init__.py.) A model whose
-    products overflow fp16 (not ``takes_fp16``) gets bf16 there, which such a GPU emulates.
+    fp16, which every GPU computes. (``is_bf16_supported`` is always true on HIP: torch/cuda/__init__.py.) A model
+    with products that overflow fp16 (not ``takes_fp16``) gets bf16 there, which such a GPU emulates.
     """
     if mixed_precision != "auto":
         return DTYPES[mixed_precision]

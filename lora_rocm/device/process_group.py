@@ -1,4 +1,4 @@
-"""The process group of distributed training: one process per device, which sum gradients and decide together.
+"""The process group of distributed training: one process per device; they sum gradients and decide together.
 
 Only gradients are exchanged: one sum over all ranks per update (RCCL or NCCL between GPUs, gloo elsewhere), followed by
 a few numbers from which all ranks decide the same. Texts go through the store that ``torchrun`` or rank 0 opens, which
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its __all__
 
 TIMEOUT_S = 1800.0
-"""Other ranks are given up after this much silence. A supervisor notices much earlier."""
+"""After this much silence, other ranks count as lost. A supervisor notices much earlier."""
 POLL_S, LEAVING_S = 0.02, 5.0
 TOLERANCE = 1e-6
 """Allowed deviation of the sum over ranks from the sum of the ranks' own sums, relative to the sum of magnitudes
@@ -120,17 +120,20 @@ class World:
         votes_K = votes_K.to(torch.float64)
         if self.size == 1:
             return Summed(torch.zeros((), device=flat_N.device), votes_K)
+        # float64: rounding in the check's sums must not hide or cause a difference
         before = torch.stack([flat_N.sum(dtype=torch.float64), flat_N.abs().sum(dtype=torch.float64)])
         self._reduce(flat_N)
         after = flat_N.sum(dtype=torch.float64)
+        # Exchange the check sums, stamps and votes in one more sum
         here, place = (after.new_full((1,), value) for value in (1.0, float(stamp)))  # an assignment would synchronise
         numbers = torch.cat([before, after.reshape(1), here, place, votes_K])
         self._reduce(numbers)
         sent, magnitude, arrived, present, places = numbers[:NUM_CHECKS].unbind()
+        # Judge on the device, so that the host need not wait
         far = (arrived - self.size * sent).abs() > TOLERANCE * self.size * magnitude
         lost = arrived.isfinite() != sent.isfinite()
         elsewhere = (present != self.size) | (places != self.size * float(stamp))
-        # an overflow is no fault of the sum; the finite check finds it
+        # an overflow is not the sum's fault; the finite check finds it
         return Summed((far | lost | elsewhere).to(torch.float32), numbers[NUM_CHECKS:])
 
     @torch.no_grad()
@@ -145,7 +148,7 @@ class World:
             loss: this rank's weighted loss.
             losses_B: losses of this rank's samples.
             stop: this rank was asked to stop.
-            save: this rank's clock asks for a checkpoint; only that of the first rank counts.
+            save: this rank's clock asks for a checkpoint; only the first rank's clock counts.
             stamp: see ``sum_``.
 
         Raises:
@@ -169,7 +172,7 @@ class World:
         return self._flags[int(one), int(other)]
 
     def exchange(self, what: str, text: str = "", limit_s: float | None = TIMEOUT_S) -> list[str]:
-        """Exchange texts: return those of all ranks in rank order, after every rank has sent its own.
+        """Exchange texts: return all ranks' texts in rank order, after every rank has sent its own.
 
         Args:
             what: the subject; all ranks have to exchange the same subjects in the same order.
@@ -235,7 +238,7 @@ class World:
             more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
             raise UserError(
                 "ranks-differ",
-                f"The {self.size} processes do not train the same: they differ in {what}.",
+                f"The {self.size} processes do not train the same model: they differ in {what}.",
                 where="; ".join(differences[:NAMED]) + more,
                 fix="Give every process the same recipe, images, base model, run directory and versions; then start "
                 "all of them again.",
@@ -261,8 +264,8 @@ class World:
                 where=f"after {updates} updates: not as rank 0 {'are' if len(parted) > 1 else 'is'} rank "
                 f"{', '.join(map(str, parted))}",
                 **resume_advice(
-                    "Run the same command with --resume latest, which goes on from the last checkpoint. If it comes "
-                    "again, suspect a GPU, the board or the driver; lora-rocm doctor tests what it can."
+                    "Run the same command with --resume latest, which continues from the last checkpoint. If this "
+                    "happens again, suspect a GPU, the board or the driver; lora-rocm doctor tests what it can."
                 ),
             )
 
@@ -320,7 +323,7 @@ def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, tim
             "no-distributed",
             f"This PyTorch ({torch.__version__}) has no torch.distributed, so several GPUs cannot train together.",
             where=f"rank {me.rank} of {me.size}",
-            fix="Leave --gpus out. On Linux PyTorch for ROCm has it; the builds for Windows do not.",
+            fix="Omit --gpus. On Linux PyTorch for ROCm has it; the builds for Windows do not.",
         )
     nccl = device.type == "cuda" and distributed.is_nccl_available()
     library: Any = distributed  # some public names are missing in its __all__
@@ -363,7 +366,7 @@ def _lost(what: str, said: str) -> RestartError:
         "Another of the processes that train together is gone or does not answer.",
         where=f"{what}: {said}",
         **resume_advice(
-            "What it said is in its own log (worker.rankN.log) and events (events.rankN.jsonl) of the run directory. "
+            "Its log (worker.rankN.log) and events (events.rankN.jsonl) are in the run directory. "
             "Run the same command with --resume latest."
         ),
     )

@@ -16,7 +16,7 @@ from lora_rocm.foundation.tables import read_table
 
 @dataclass(frozen=True)
 class Messages:
-    """Parts of messages of torch's RuntimeError, by what they mean."""
+    """Parts of messages of torch's RuntimeError, by their meaning."""
 
     no_device_memory: tuple[str, ...]
     no_host_memory: tuple[str, ...]
@@ -25,7 +25,7 @@ class Messages:
 
 
 SAID = read_table(Path(__file__).with_name("torch_errors.toml"), Messages)
-"""Read at once: after an error there may be no memory to read it with."""
+"""Read on import: after an error there may be no memory to read it."""
 ONEDNN_FULL = "could not create a primitive"
 """oneDNN's whole message if there is no memory for a kernel; observed under a process memory limit."""
 
@@ -50,12 +50,12 @@ def told(error: Exception, place: object, otherwise: MachineError) -> LoraRocmEr
 
 
 def machine_error(error: BaseException) -> RestartError | None:
-    """The error for memory that ran out or a GPU that failed; None where it is another."""
+    """The error for memory that ran out or a GPU that failed; None for other errors."""
     return out_of_memory(error) or device_fault(error)
 
 
 def out_of_memory(error: BaseException) -> RestartError | None:
-    """The error to show where a device's memory or main memory ran out; None where it was something else."""
+    """The error to show if device memory or main memory ran out; None for other errors."""
     on_gpu = isinstance(error, torch.OutOfMemoryError) or _says(error, SAID.no_device_memory)
     on_host = isinstance(error, MemoryError) or _says(error, SAID.no_host_memory) or str(error) == ONEDNN_FULL
     if not on_gpu and not on_host:
@@ -69,16 +69,16 @@ def out_of_memory(error: BaseException) -> RestartError | None:
         f"{'The GPU' if on_gpu else 'The machine'} has not enough memory for this.",
         where=_first_line(error),
         **resume_advice(
-            f"Go on with --set train.gradient_checkpointing=true --resume latest. {smaller}",
-            anew=f"Go on with --set train.gradient_checkpointing=true. {smaller}",
+            f"Continue with --set train.gradient_checkpointing=true --resume latest. {smaller}",
+            anew=f"Continue with --set train.gradient_checkpointing=true. {smaller}",
         ),
     )
 
 
 def device_fault(error: BaseException) -> RestartError | None:
-    """The error to show where the GPU reported a fault, or is lost; None where it was something else.
+    """The error to show if the GPU reported a fault, or is lost; None for other errors.
 
-    Afterwards this process cannot use the device any more; only a new start helps.
+    Afterwards this process can no longer use the device; only a new start helps.
     """
     if out_of_memory(error) is not None or not _says(error, SAID.device_faults) or _says(error, SAID.no_faults):
         return None
@@ -87,14 +87,14 @@ def device_fault(error: BaseException) -> RestartError | None:
         "The GPU, its driver or one of its libraries reported a fault. Nothing of this step was kept.",
         where=_first_line(error),
         **resume_advice(
-            "Run the same command with --resume latest. If it comes again, lora-rocm doctor tests the kernels and "
-            "reads the system's log; a restart of the machine brings back a GPU that is lost."
+            "Run the same command with --resume latest. If this happens again, lora-rocm doctor tests the kernels "
+            "and reads the system's log; a restart of the machine brings back a lost GPU."
         ),
     )
 
 
 def settle(limit_s: float = SETTLE_S) -> None:
-    """Wait for the GPU's pending work: on Windows a process that exits before hangs for ever (pytorch#160759).
+    """Wait for the GPU's pending work: on Windows a process that exits earlier hangs forever (pytorch#160759).
 
     It waits in a thread and for a limited time, because a hung or lost GPU may never answer.
     """

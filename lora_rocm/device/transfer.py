@@ -25,7 +25,7 @@ CHUNK_BYTES = 4 * 2**20
 CACHED_WORDS = 1 << 17  # multiplied at once on the CPU: their products stay in its cache
 CHUNKS_AT_ONCE = 4  # of a weight being compared: 32 MiB of products
 GROUP_BYTES = {False: CHUNK_BYTES, True: CHUNKS_AT_ONCE * CHUNK_BYTES}
-"""Of tensors of one shape that are compared together; True: on a GPU."""
+"""Most bytes of tensors of one shape that are compared together; True: on a GPU."""
 HOST_THREADS = 8  # compute fingerprints on the host
 READS = 3  # attempts to read a tensor back from the device
 METHODS = ("pinned", "unpinned", "clone", "chunked")
@@ -79,7 +79,7 @@ def whole_fingerprints(tensors: Sequence[Tensor], salt: int | Tensor) -> Tensor:
 def groups_alike(tensors: Sequence[Tensor], most_bytes: int) -> Iterator[list[int]]:
     """Yield the indices of all tensors, in groups of one shape and dtype that have at most ``most_bytes``.
 
-    A tensor of more than ``CHUNK_BYTES`` is a group of its own.
+    A tensor of more than ``CHUNK_BYTES`` is a separate group.
     """
     waiting = dict[tuple[torch.Size, torch.dtype], list[int]]()
     for index, tensor in enumerate(tensors):
@@ -150,7 +150,7 @@ def copy_to_device(tensor: Tensor, device: torch.device, method: str) -> Tensor:
         for start in range(0, source.numel(), rows):
             target[start : start + rows].copy_(source[start : start + rows])
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)  # some stacks still read the source after a blocking copy has returned
     return arrived
 
 
@@ -242,7 +242,7 @@ class DeviceTransfer:
         torch.maximum(self.bad, (found_KB != expected_KB).any().to(torch.float32), out=self.bad)
 
     def send_alike(self, tensors: Mapping[str, Tensor], expected: Mapping[str, int]) -> dict[str, Tensor]:
-        """Copy tensors of one shape, and compare them together; what arrived changed is sent again, one by one.
+        """Copy tensors of one shape, and compare them together; changed ones are sent again, one by one.
 
         Args:
             tensors: by name, on the host.
@@ -256,7 +256,7 @@ class DeviceTransfer:
         method = self._checked_methods[0]
         arrived = {name: self._copy(tensor, self.device, method) for name, tensor in tensors.items()}
         self.checks += len(arrived)
-        found = _alike_fingerprints(list(arrived.values())).tolist()
+        found = _alike_fingerprints(list(arrived.values())).tolist()  # one wait for the whole group
         for name, seen in zip(tensors, found, strict=True):
             if seen != expected[name]:
                 self.failures += 1
@@ -292,6 +292,7 @@ class DeviceTransfer:
             TransferError: a tensor did not come back unchanged.
         """
         names, salt = list(tensors), self.next_salt()
+        # The only wait for fingerprints on the device; the copies below wait for themselves
         wanted = dict(zip(names, whole_fingerprints(list(tensors.values()), salt).tolist(), strict=True))
         received: dict[str, Tensor] = {}
         for group in groups_alike(list(tensors.values()), GROUP_BYTES[False]):
@@ -343,7 +344,7 @@ class DeviceTransfer:
     def _gave_up(self, what: str) -> TransferError:
         return TransferError(
             "transfer-failed",
-            f"Data reached the device changed, by every method ({', '.join(self.methods)}). Nothing was trained on it.",
+            f"Data arrived changed on the GPU, with every method ({', '.join(self.methods)}). It was not trained on.",
             where=what,
             **resume_advice(
                 "Restart the machine and run the same command with --resume latest; if it happens again, "

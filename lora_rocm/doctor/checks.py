@@ -44,7 +44,7 @@ def as_intended(situation: Situation) -> Situation:
     """The situation with the GPU that training on this machine should use, whatever torch is installed.
 
     A CUDA torch hides an unusable AMD GPU from ``select``. If another vendor's GPU or the CPU is used, findings about
-    an AMD GPU beside it do not matter.
+    an AMD GPU do not matter.
     """
     facts, environ = situation.facts, situation.environ
     try:

@@ -112,7 +112,7 @@ def _override(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _price_of_safe(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """The profile safe does without hipBLASLt on a card where that is slow."""
+    """The profile safe does not use hipBLASLt, which is slow on this card."""
     off = any(row.rule == "torch-hipblaslt" and row.value == "0" for row in plan.variables)
     arch = arch_of(situation.gpu.gfx) if situation.gpu is not None else None
     if not off or arch is None or arch.generation != "rdna4":
@@ -146,14 +146,12 @@ def _remembered(situation: Situation, plan: EnvPlan) -> Finding | None:
     if remembered is None or not (remembered.entries or remembered.damaged):
         return None
     if remembered.damaged:
-        title, evidence = "What was remembered about this machine cannot be read", "the file is damaged"
-        effect = "it counts as forgotten: the next run learns it again"
+        title, evidence = "The record of this machine's failures cannot be read", "the file is damaged"
+        effect = "it is ignored: the next run learns it again"
     else:
-        title = "Runs on this machine are changed because of failures of earlier ones"
+        title = "Runs on this machine are changed because earlier runs failed"
         evidence = "; ".join(said(remembered.entries))
-        effect = (
-            "runs go on where they failed; some of these changes cost speed. A new driver, torch or GPU begins anew"
-        )
+        effect = "runs no longer fail there; some of these changes cost speed. A new driver, torch or GPU clears them"
     return finding("remembered", situation, title=title, evidence=evidence, effect=effect, forget=FORGET)
 
 

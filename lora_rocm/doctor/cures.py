@@ -67,7 +67,7 @@ def newer_kernel(facts: HostFacts, wanted: str) -> tuple[str, ...]:
     }
     for name, value in names.items():
         lines = tuple(line.replace(name, value) for line in lines)
-    return (*lines, f"Restart; uname -r has to say {wanted}.")
+    return (*lines, f"Restart; uname -r has to print {wanted}.")
 
 
 def newer_firmware(facts: HostFacts, wanted: str) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ def unset(situation: Situation, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def install_torch(situation: Situation) -> tuple[str, ...]:
-    """Lines that install the right torch into this environment; empty if this machine has none."""
+    """Lines that install the matching torch into this environment; empty if there is none for this machine."""
     try:
         choice = wheels.choose(situation.facts, situation.environ)
     except LoraRocmError:
@@ -136,7 +136,7 @@ def install_for_cpu(facts: HostFacts) -> tuple[str, ...]:
 def newest_rocm(facts: HostFacts) -> tuple[str, ...]:
     """Lines that test the GPU, and then install AMD's newest ROCm, which lora-rocm does not choose by itself."""
     index = wheels.indexes()["amd-next"]
-    driver = ", which wants Adrenalin 26.8.1 or newer" if facts.system == "windows" else ""
+    driver = ", which requires Adrenalin 26.8.1 or newer" if facts.system == "windows" else ""
     why = f"If the self-test fails, take ROCm {index.rocm}{driver}:"
     return ("lora-rocm doctor", why, _install_from(facts, index.id, "--upgrade"))
 

@@ -14,7 +14,7 @@ from lora_rocm.rules.rule import Level, Situation
 
 LEVELS: tuple[Level, ...] = ("breaks", "harms", "slows", "note")
 GIVEN_LINES = "{cure}"
-"""A line of a cure that stands for those that the check gives."""
+"""A line of a cure that is replaced by the lines from the check."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def finding(
     Args:
         name: its ``id`` in the file.
         situation: the machine: ``facts``, ``linux``, ``windows``, ``torch`` and ``gpu`` of the texts.
-        level: the level, if it is not that of the file.
+        level: the level, if it differs from the file's.
         cure: the lines for ``GIVEN_LINES``, used as they are.
         values: the other values of the texts.
     """

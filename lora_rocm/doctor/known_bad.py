@@ -1,4 +1,4 @@
-"""Known bad drivers, kernels and firmware: by version (``known_bad.toml``), and by what the kernel log says of them."""
+"""Known bad drivers, kernels and firmware: by version (``known_bad.toml``), and by the kernel log."""
 
 from __future__ import annotations
 

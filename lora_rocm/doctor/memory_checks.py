@@ -81,7 +81,7 @@ def _ttm(situation: Situation) -> Literal["ttm", "amdttm"]:
 
 
 def _pages_limit(situation: Situation, gib: int) -> str:
-    """The kernel parameter that lets the GPUs map so much."""
+    """The kernel parameter that lets the GPUs map ``gib``."""
     return f"{_ttm(situation)}.pages_limit={gib * GIB // PAGE_BYTES}"
 
 
@@ -117,9 +117,9 @@ def _dedicated(situation: Situation, plan: EnvPlan) -> Finding | None:
     if too_much:
         effect = "little main memory is left: loading a base model swaps"
     elif beyond:
-        effect = "with 96 GB a model was reported to land in shared memory and to run out of it, and with 64 GB not"
+        effect = "a model was reported to go to shared memory and run out of it with 96 GB, but not with 64 GB"
     else:
-        effect = "what does not fit goes to shared memory without a word, which is reported to be slow"
+        effect = "data that does not fit is silently moved to shared memory, which is reported to be slow"
     return finding(
         "dedicated-memory",
         situation,
@@ -133,7 +133,7 @@ def _dedicated(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _memory_seen(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """The self-test has seen that torch finds less memory than the card has."""
+    """The self-test reported that torch finds another amount of memory than the card has."""
     results = situation.verdict.results if situation.verdict is not None else ()
     seen = next((result.detail for result in results if result.name == MEMORY_TOTAL and result.status == "passed"), "")
     return finding("memory-seen", situation, seen=seen) if seen else None

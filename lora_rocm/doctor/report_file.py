@@ -26,7 +26,7 @@ MAX_REPORT_BYTES = 1 << 24
 HEAD = f"""\
 {TITLE}
 
-Paths of the user, names of user and host, tokens and addresses were taken out. Read it before you send it all the same.
+Paths of the user, names of user and host, tokens and addresses were removed. Still, read it before you send it.
 """
 
 
@@ -34,7 +34,7 @@ def write_report(path: Path, situation: Situation, *, live: bool, tested_on: str
     """Write the report about a machine, whole or not at all.
 
     Raises:
-        StorageError: it cannot be written there, or another file is there, which would be lost.
+        StorageError: it cannot be written there, or it would overwrite another file.
     """
     _require_own(path)
     text = report(without_private(situation), live=live, tested_on=tested_on)
@@ -50,7 +50,7 @@ def _require_own(path: Path) -> None:
     except OSError as error:
         raise storage_error(error, str(path)) from error
     if not there.startswith(TITLE.encode()):
-        what = "Another file is there already, and no report."
+        what = "Another file, not a report, is already there."
         raise StorageError("report-exists", what, where=str(path), fix="Give the name of a new file.")
 
 
@@ -63,7 +63,7 @@ def without_private(situation: Situation) -> Situation:
         for text in texts_in(part)
     ]
     private = private_of(names, platform.node(), texts)
-    # No rule reads variables outside the facts (the rest of a live environment), so they are left out.
+    # No rule reads variables outside the facts (the rest of a live environment), so they are omitted.
     kept = {name: value for name, value in situation.environ.items() if name in situation.facts.variables}
     gpus = situation.facts.gpus
     facts = private.value(situation.facts)

@@ -29,7 +29,7 @@ class Group:
 
 @cache
 def groups() -> tuple[Group, ...]:
-    """The groups; ``OTHER`` is every one without a row. See ``read_rows`` for errors."""
+    """The groups; ``OTHER`` has all checks that no row names. See ``read_rows`` for errors."""
     return read_rows(Path(__file__).with_name("selftest_checks.toml"), Group)
 
 
@@ -49,7 +49,7 @@ def _failed(group: Group, situation: Situation, plan: EnvPlan) -> Finding | None
     answers = [row for row in plan.rows if row.rule in group.rules]
     effect = group.effect
     if answers:
-        effect += f". What is done about it: {'; '.join(f'{row.variable}={row.value}' for row in answers)}"
+        effect += f". Settings against it: {'; '.join(f'{row.variable}={row.value}' for row in answers)}"
     return Finding(
         f"selftest-{group.id}",
         "slows" if answers and group.id in ("attention", "conv") else "harms",

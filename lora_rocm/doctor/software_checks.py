@@ -65,7 +65,7 @@ def software_table() -> SoftwareTable:
 
 
 def _problem(situation: Situation) -> LoraRocmError | None:
-    """The error that says why no torch exists for this machine; None if there is one."""
+    """The error with the reason why no torch exists for this machine; None if there is one."""
     try:
         wheels.choose(situation.facts, situation.environ)
     except LoraRocmError as error:
@@ -130,7 +130,7 @@ def _wrong_build(situation: Situation, plan: EnvPlan) -> Finding | None:
         cure=install_torch(situation),
         built_for=words[built],
         gpus=gpus,
-        effect=f"training would run on the {nvidia[0]}, for which nobody tunes, and not on the AMD GPU"
+        effect=f"training would run on the {nvidia[0]}, which is not tuned for, and not on the AMD GPU"
         if nvidia
         else SLOW,
     )
@@ -143,13 +143,13 @@ def _no_kernels(situation: Situation, plan: EnvPlan) -> Finding | None:
     if _problem(situation) is not None or has_kernels(torch.arch_list, gpu.gfx) or _overridden(torch, plan):
         return None
     if not torch.arch_list:
-        title, seen = "This torch has no device code at all", "it has kernels for no GPU"
+        title, seen = "This torch has no device code at all", "it has no kernels for any GPU"
     else:
         title, seen = f"This torch has no kernels for {gpu.gfx}", f"it has kernels for {', '.join(torch.arch_list)}"
     evidence = f"torch {torch.version}: {seen}; GPU: {gpu.name} ({gpu.gfx})"
     cure = install_torch(situation)
     if arch_of(gpu.gfx) is None:
-        cure = (*cure, "Whether that wheel has kernels for this GPU shows: lora-rocm doctor")
+        cure = (*cure, "Check whether that wheel has kernels for this GPU: lora-rocm doctor")
     return finding("torch-no-kernels", situation, cure=cure, title=title, evidence=evidence)
 
 

@@ -1,4 +1,4 @@
-"""Tells when the tables about AMD's hardware and software were last reviewed, once that is long ago."""
+"""Reports tables about AMD's hardware and software that were reviewed long ago."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AGEING = (
     "rules/mitigations.toml",
     "rules/selftest_rules.toml",
 )
-"""The tables whose facts age with AMD's drivers, cards and libraries."""
+"""The tables with facts that age with AMD's drivers, cards and libraries."""
 
 
 @cache
@@ -40,7 +40,7 @@ def reviews() -> Mapping[str, Review]:
 
 
 def old(today: date) -> Mapping[str, Review]:
-    """The tables that are too old; none where the clock shows a day before a review, for it is wrong then."""
+    """The tables that are too old; none if the clock shows a day before a review, because it is wrong then."""
     if any(today < review.day for review in reviews().values()):
         return {}
     return {name: review for name, review in reviews().items() if (today - review.day).days > OLD_DAYS}

@@ -45,7 +45,7 @@ class Arch:
         return self.generation.startswith("cdna")
 
     def wheels(self, system: str, rocm: str | None) -> Wheels:
-        """State of AMD's wheels of a ROCm ("10.1") for a system; of an unknown ROCm (None, "nightly") the older one."""
+        """State of AMD's wheels of a ROCm ("10.1") for a system; None or "nightly": the older state."""
         state, ready = (self.amd_windows, self.windows_ready_from) if system == "windows" else (self.amd_linux, ())
         numbers = tuple(int(number) for number in re.findall(r"\d+", rocm or ""))
         return "release" if state == "building" and ready and numbers >= ready else state
@@ -108,11 +108,11 @@ def triton_versions(gfx: str) -> str:
 
 
 def triton_refusal(version: str, gfx: str) -> str | None:
-    """Half a sentence on a version of Triton that compiles nothing for an architecture; else None."""
+    """Half a sentence if a version of Triton compiles nothing for an architecture; else None."""
     if triton_takes(version, gfx) is not False:
         return None
     taking = triton_versions(gfx)
-    others = "no version that is known here does" if taking == "none" else f"Triton {taking} does"
+    others = "no known version does" if taking == "none" else f"Triton {taking} does"
     return f"Triton {version} compiles nothing for this GPU ({gfx}); {others}"
 
 

@@ -1,4 +1,4 @@
-"""Whether torch's attention library (AOTriton) and its GPU images fit each other, from the facts about a torch.
+"""Checks from the facts about a torch whether its attention library (AOTriton) and its GPU images fit each other.
 
 A library with images of another version computes zeros without an error, or every later kernel of the process fails
 (ROCm/aotriton#210, TheRock#7315, #7992: torch 2.11 and 2.12 for Windows of August 2026). Standard library only.
@@ -17,7 +17,7 @@ FOLDER = re.compile(r"amd-gfx([0-9a-fx]+)")
 
 @dataclass(frozen=True)
 class Misfit:
-    """A library and images of different versions. ``where``: the files that say so, below site-packages."""
+    """A library and images of different versions. ``where``: the files that show it, below site-packages."""
 
     library: str
     images: str
@@ -25,9 +25,9 @@ class Misfit:
 
 
 def attention_misfit(torch: Torch | None, gfx: str | None) -> Misfit | None:
-    """The misfit between library and images for an architecture; None if they fit, or the files do not say.
+    """The misfit between library and images for an architecture; None if they fit, or if the files do not show it.
 
-    Major and minor version have to agree: the images name no more. An unknown architecture may use any of the images.
+    Major and minor version have to agree; images name no further numbers. An unknown architecture may use any image.
     """
     if torch is None or torch.hip is None or torch.aotriton is None:
         return None
@@ -41,7 +41,7 @@ def attention_misfit(torch: Torch | None, gfx: str | None) -> Misfit | None:
 
 
 def attention_fits(torch: Torch | None, gfx: str | None) -> bool:
-    """Whether the files say that library and images for an architecture fit."""
+    """Whether the files show that library and images for an architecture fit."""
     if torch is None or torch.aotriton is None or not any(_serves(folder, gfx) for folder in torch.aotriton_images):
         return False
     return attention_misfit(torch, gfx) is None

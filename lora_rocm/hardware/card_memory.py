@@ -1,7 +1,7 @@
-"""What a card's memory holds for all programs together, as the system counts it. Standard library only.
+"""A card's memory in use by all programs together, from the system's counters. Standard library only.
 
-HIP's free memory is not enough: on Linux it leaves out what the desktop and games hold (ROCm#6389, rocm-systems#7993),
-and on Windows it is too high (librocdxg#57). Under WSL it is right, and there are no counters of the system.
+HIP's free memory is not enough: on Linux it ignores the memory of the desktop and of games (ROCm#6389,
+rocm-systems#7993), and on Windows it is too high (librocdxg#57). Under WSL it is correct, and there are no counters.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.IGNORECASE)
 MAX_BYTES = 2**63
 SAME_POOL = 0.9
-"""Two totals of an integrated GPU that differ by more are those of two pools."""
+"""Two totals of an integrated GPU that differ by more belong to two pools."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """One kind of memory: its size, and what all programs together hold of it."""
+    """One kind of memory: its size, and the bytes in use by all programs together."""
 
     total_bytes: int
     used_bytes: int
@@ -34,15 +34,15 @@ class CardMemory:
     """The memory counters of one card.
 
     Attributes:
-        vram: memory of its own; the carve-out of an integrated GPU.
-        gtt: main memory that it may map; None if the system does not tell it.
+        vram: dedicated memory; the carve-out of an integrated GPU.
+        gtt: main memory that it may map; None if the system does not report it.
     """
 
     vram: Pool
     gtt: Pool | None = None
 
     def for_tensors(self, integrated: bool) -> Pool:
-        """The pool that torch takes tensors from: the card's own, or the larger one of an integrated GPU."""
+        """The pool for torch's tensors: the card's own, or the larger pool of an integrated GPU."""
         if not integrated or self.gtt is None:
             return self.vram
         return max(self.vram, self.gtt, key=lambda pool: pool.total_bytes)
@@ -51,11 +51,11 @@ class CardMemory:
 def read_card_memory(pci_address: str | None, devices: Path = PCI_DEVICES) -> CardMemory | None:
     """The counters of the card at a PCI address ("0000:03:00.0"), from Linux' sysfs.
 
-    None: unknown. The driver has no such counters (only amdgpu has), or cannot be read; or the card sleeps, and then it
-    must not be read, because a read may wake it.
+    None: unknown. The driver has no such counters (only amdgpu has), or they cannot be read. Or the card sleeps; then
+    they must not be read, because a read may wake it.
 
     Args:
-        pci_address: of the card, in sysfs form.
+        pci_address: the card's address as sysfs writes it.
         devices: folder of the PCI devices; tests give a simulated one.
     """
     if pci_address is None or PCI_ADDRESS.fullmatch(pci_address) is None:
@@ -70,14 +70,14 @@ def read_card_memory(pci_address: str | None, devices: Path = PCI_DEVICES) -> Ca
 def free_for_tensors(
     runtime: Pool, card: CardMemory | None, *, integrated: bool, main_memory_free_bytes: int | None
 ) -> int:
-    """What is free on a GPU: the least of what runtime, driver and system say.
+    """Bytes that are free on a GPU: the smallest report of runtime, driver and system.
 
     Args:
-        runtime: by HIP or CUDA. Of an integrated GPU it may be the small carve-out alone, and then it counts for
-            nothing beside the driver's larger pool.
+        runtime: the report of HIP or CUDA. For an integrated GPU it may cover the small carve-out alone; then it is
+            ignored in favour of the driver's larger pool.
         card: the driver's counters; None: unknown.
-        integrated: the GPU has no memory of its own.
-        main_memory_free_bytes: what an integrated GPU may take of main memory at most; None: unknown.
+        integrated: the GPU has no dedicated memory.
+        main_memory_free_bytes: most main memory that an integrated GPU may take; None: unknown.
     """
     pool = card.for_tensors(integrated) if card is not None else None
     found = [pool.free_bytes] if pool is not None else []

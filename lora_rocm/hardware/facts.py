@@ -48,7 +48,7 @@ class Gpu:
     name: str
     index: int = 0
     gfx: str | None = None
-    """AMD: the true architecture ("gfx1151"), never that of an override; None if unknown."""
+    """AMD: the true architecture ("gfx1151"), never an override's; None if unknown."""
     gfx_source: Literal["kfd", "hipinfo", "pci", "name"] | None = None
     integrated: bool | None = None
     pci_id: str | None = None
@@ -59,7 +59,7 @@ class Gpu:
     vram_bytes: int | None = None
     """Dedicated memory; the carve-out of an APU."""
     vram_used_bytes: int | None = None
-    """Linux, AMD: what all programs together hold of it now."""
+    """Linux, AMD: the part of it that all programs together use now."""
     gtt_bytes: int | None = None
     """Linux, AMD: system memory that the GPU may map."""
     driver: str | None = None
@@ -107,7 +107,7 @@ class Linux:
     ttm_pages_limit: int | None = None
     """Limit of memory that all GPUs together may map, in pages of 4 KiB."""
     ttm_module: Literal["ttm", "amdttm"] = "ttm"
-    """The module with that limit: the kernel's own, or amdttm of an amdgpu driver installed beside the kernel."""
+    """The module with that limit: the kernel's own, or amdttm of a separately installed amdgpu driver."""
     shm_bytes: int | None = None
     rocm_version: str | None = None
     """Version of a ROCm installed in /opt/rocm."""
@@ -164,9 +164,9 @@ class Torch:
 
     @property
     def rocm_version(self) -> str | None:
-        """ROCm's version: as torch names it, else as in "+rocm7.2", else the first two numbers of HIP.
+        """ROCm's version: torch's own value, else the number in "+rocm7.2", else the first two numbers of HIP.
 
-        HIP has ROCm's numbers up to 7.14 only: ROCm 10.0 has HIP 7.15, and 10.1 has 7.16.
+        HIP has ROCm's numbers only up to 7.14: ROCm 10.0 has HIP 7.15, and 10.1 has HIP 7.16.
         """
         if self.hip is None:
             return None
@@ -181,7 +181,7 @@ class Torch:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """All facts about a machine. ``origin`` is "probe", or says how a recorded machine was made."""
+    """All facts about a machine. ``origin`` is "probe", or describes the source of a recorded machine."""
 
     origin: str
     system: System
@@ -229,7 +229,7 @@ def load_facts(path: Path) -> HostFacts:
     """Load facts from a file: the output of ``env --json`` or ``doctor --json``, or facts alone as in ``tests/hosts``.
 
     Raises:
-        UserError: the file cannot be read, is no JSON, or describes no machine.
+        UserError: the file cannot be read, is not JSON, or does not describe a machine.
     """
     try:
         with path.open("rb") as file:

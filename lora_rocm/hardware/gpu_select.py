@@ -11,9 +11,8 @@ from lora_rocm.hardware.facts import Gpu, HostFacts
 ROCR = "ROCR_VISIBLE_DEVICES"
 HIP = "HIP_VISIBLE_DEVICES"
 CUDA = "CUDA_VISIBLE_DEVICES"
-"""In the order in which the runtimes read them. ROCr hides first (Linux). HIP then numbers the rest and reads the
-second
-variable, or the third if the second is empty (ROCm/clr rocclr/device/rocm/rocdevice.cpp and device/pal/paldevice.cpp).
+"""In the order in which the runtimes read them. ROCr hides GPUs first (Linux). HIP then numbers the rest by the second
+variable, or by the third if the second is empty (ROCm/clr rocclr/device/rocm/rocdevice.cpp, device/pal/paldevice.cpp).
 """
 
 
@@ -21,8 +20,8 @@ variable, or the third if the second is empty (ROCm/clr rocclr/device/rocm/rocde
 class Selection:
     """The AMD GPU of a run (None: there is none), and the variable that hides the others.
 
-    alone: the run's processes can reach no other AMD GPU, so a global variable concerns this GPU only.
-    by_user: the user's own variables decided.
+    alone: the run's processes cannot reach another AMD GPU, so a global variable concerns this GPU only.
+    by_user: the user's own variables made the selection.
     """
 
     gpu: Gpu | None
@@ -36,8 +35,8 @@ class Selection:
 def select(facts: HostFacts, environ: Mapping[str, str]) -> Selection:
     """Select the GPU that the user made visible, else the best.
 
-    Discrete GPUs come before integrated ones, then those that the installed torch has kernels for, those in the table,
-    those with more memory. If the installed torch is NVIDIA's CUDA build, no AMD GPU is selected.
+    Criteria in order: discrete before integrated; the installed torch has kernels for it; it is in the table; more
+    memory. If the installed torch is NVIDIA's CUDA build, no AMD GPU is selected.
     """
     amd = facts.amd_gpus
     if not amd or (facts.torch is not None and facts.torch.cuda is not None and facts.torch.hip is None):

@@ -1,7 +1,7 @@
 """The memory that a GPU's work may take, computed from facts, with its parts. Standard library only.
 
-An APU has no memory of its own. The BIOS carves out part of main memory, more of it can be mapped (Linux: GTT, Windows:
-shared memory), and the GPU's share is lost to all other programs.
+An APU has no dedicated memory. The BIOS carves out part of main memory, and more can be mapped (Linux: GTT, Windows:
+shared memory). The GPU's share is lost to all other programs.
 
 Sources: TheRock docs/faq.md (torch uses GTT if it is larger than the carve-out); unsloth#7960, unsloth#8482 (free
 memory is reported too high); microsoft.com, WDDM video memory: half of main memory can be shared.
@@ -29,12 +29,12 @@ DESKTOP = "kept for the desktop"
 
 @dataclass(frozen=True)
 class Reserves:
-    """What an AMD card's memory has to hold beside tensors, in MiB (``rules/memory_rules.toml``).
+    """Memory of an AMD card that tensors must not use, in MiB (``rules/memory_rules.toml``).
 
     Attributes:
-        libraries_mib: of libraries outside of torch's allocator, in the course of a run.
-        kept_free_mib: stays free on Linux, because a card that is nearly full faults.
-        headless_mib: the same for a card without a desktop, whose use by others does not change.
+        libraries_mib: used by libraries outside of torch's allocator during a run.
+        kept_free_mib: kept free on Linux, because a card that is nearly full faults.
+        headless_mib: the same for a card without a desktop: other programs' use does not change there.
     """
 
     libraries_mib: int
@@ -57,9 +57,9 @@ class MemoryBudget:
     """The memory for tensors, as far as it is known before a run.
 
     Attributes:
-        total_bytes: for tensors on the GPU now.
-        capped: the allocator is held to it.
-        limit_bytes: the same without what other programs hold now, which a run reads anew.
+        total_bytes: bytes for tensors on the GPU now.
+        capped: the allocator is limited to it.
+        limit_bytes: the same, ignoring other programs' current memory, which a run reads itself.
         kept_free_bytes, library_bytes: parts of a card, as subtracted.
     """
 
@@ -73,12 +73,12 @@ class MemoryBudget:
 
 
 def parts_text(parts: tuple[Part, ...]) -> str:
-    """What was counted: "24.0 GiB memory of the card, 1.4 GiB held by other programs, 1.2 GiB for libraries"."""
+    """The parts as text: "24.0 GiB memory of the card, 1.4 GiB held by other programs, 1.2 GiB for libraries"."""
     return ", ".join(f"{size_text(abs(part.num_bytes))} {part.name}" for part in parts)
 
 
 def desktop_bytes(pool_bytes: int) -> int:
-    """What a desktop is taken to hold of a GPU's own memory, where nothing measures it."""
+    """Assumed memory of a desktop on a GPU with dedicated memory, if nothing measures it."""
     return min(max(int(pool_bytes * DISPLAY_SHARE), DISPLAY_MIN_BYTES), DISPLAY_MAX_BYTES)
 
 
@@ -111,11 +111,11 @@ def _discrete(facts: HostFacts, gpu: Gpu, reserves: Reserves) -> MemoryBudget | 
 
 
 def card_budget(card: Part, others: Part, reserves: Reserves, *, is_linux: bool, shows: bool) -> MemoryBudget:
-    """The budget of an AMD card with memory of its own.
+    """The budget of an AMD card with dedicated memory.
 
     Args:
         card: its memory.
-        others: what other programs hold (``HELD``), or are taken to hold, negative.
+        others: measured (``HELD``) or assumed memory of other programs, negative.
         reserves: the rest that is subtracted.
         is_linux: a card that is nearly full faults there; Windows moves memory away instead, also below WSL.
         shows: it shows a desktop.
@@ -130,10 +130,10 @@ def card_budget(card: Part, others: Part, reserves: Reserves, *, is_linux: bool,
 
 
 def _shows_desktop(facts: HostFacts, gpu: Gpu) -> bool:
-    """Whether the GPU may show the desktop. It is assumed to, unless it cannot, or another GPU is there for it.
+    """Whether the GPU may show the desktop: assumed, unless it has no outputs or another GPU is there for it.
 
-    A card of which other programs hold more than a little shows one in any case. Windows takes part of every GPU's
-    memory, and silently moves what does not fit into main memory.
+    A card also counts as showing one if other programs use more than a little of its memory. Windows takes part of
+    every GPU's memory, and silently moves data that does not fit into main memory.
     """
     arch = arch_of(gpu.gfx)
     if arch is not None and arch.is_cdna:  # no display outputs

@@ -66,7 +66,7 @@ def product_name(ids_text: str, device: str, revision: str) -> str | None:
 
 
 def address_of(properties: Any) -> str | None:
-    """Return a GPU's PCI address in sysfs form, from torch's properties; None if this torch lacks them."""
+    """Return a GPU's PCI address as sysfs writes it, from torch's properties; None if this torch lacks them."""
     parts: list[int | None] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     known = [part for part in parts if part is not None]
     return "{:04x}:{:02x}:{:02x}.0".format(*known) if len(known) == len(parts) else None

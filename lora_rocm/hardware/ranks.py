@@ -1,6 +1,6 @@
 """This process's rank in distributed training, and the GPUs of all ranks. Standard library only.
 
-The variables are those of ``torchrun``, so a process need not know who started it.
+The variables are ``torchrun``'s, so a process need not know who started it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_ON_CPU, MAX_PORT = 64, 65535
 
 @dataclass(frozen=True)
 class Rank:
-    """One of ``size`` processes that train together. ``local_rank`` counts those of one machine.
+    """One of ``size`` processes that train together. ``local_rank`` counts the processes of one machine.
 
     start: number of restarts of the whole group by ``torchrun``; messages of earlier starts must not count.
     """
@@ -65,7 +65,7 @@ def rank_of(environ: Mapping[str, str]) -> Rank:
             return found
     raise UserError(
         "rank-unknown",
-        "The variables that say which of several processes this is make no sense.",
+        "The variables that number the processes of this training contradict each other.",
         where=" ".join(f"{name}={text}" for name, text in texts.items()),
         fix="Start it with torchrun or with lora-rocm train --gpus N; or unset WORLD_SIZE to train on one GPU.",
     )
@@ -75,14 +75,14 @@ def select_several(facts: HostFacts, environ: Mapping[str, str], count: int, *, 
     """Select the GPUs of ``count`` processes on this machine; local rank n uses the n-th.
 
     All processes see all of these GPUs: RCCL copies directly only between GPUs that both processes can see (rccl
-    src/transport/p2p.cc, p2pCanConnect). Integrated GPUs are left out unless the user made them visible.
+    src/transport/p2p.cc, p2pCanConnect). Integrated GPUs are excluded unless the user made them visible.
 
     Raises:
         UserError: there are fewer GPUs.
     """
     best = select(facts, environ)
     if on_cpu:
-        _require(count, MAX_ON_CPU, f"runtime.device is cpu, and there {MAX_ON_CPU} processes are the most.")
+        _require(count, MAX_ON_CPU, f"runtime.device is cpu, where at most {MAX_ON_CPU} processes are possible.")
         return best
     torch = facts.torch
     if torch is not None and torch.cuda is not None and torch.hip is None:
@@ -118,17 +118,17 @@ def _require(wanted: int, there_are: int, what_there_is: str) -> None:
     if wanted > there_are:
         raise UserError(
             "too-many-gpus",
-            f"The run asks for {count_text(wanted, 'GPU')}, and {there_are or 'none'} can be used. {what_there_is}",
+            f"The run asks for {count_text(wanted, 'GPU')}, but {there_are or 'none'} can be used. {what_there_is}",
             where=f"--gpus {wanted}",
             fix=f"Use --gpus {there_are}."
             if there_are > 1
-            else "Leave --gpus out. lora-rocm doctor says what it sees."
+            else "Omit --gpus. lora-rocm doctor lists the GPUs."
             + ("" if there_are else " Several processes can train on the CPU: --set runtime.device=cpu."),
         )
 
 
 def _listed(gpus: list[Gpu] | tuple[Gpu, ...], environ: Mapping[str, str], names: tuple[str, ...]) -> str:
     """A sentence that lists the GPUs."""
-    said = [f"{gpu.index}: {gpu.name}{' (integrated, left out)' if gpu.integrated else ''}" for gpu in gpus]
+    said = [f"{gpu.index}: {gpu.name}{' (integrated, excluded)' if gpu.integrated else ''}" for gpu in gpus]
     limits = [f"{name}={environ[name]} limits them." for name in names if environ.get(name)]
     return " ".join([f"There is {'; '.join(said)}." if said else "There is no GPU.", *limits])

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 Status = Literal["passed", "failed", "crashed", "timeout", "skipped"]
 FORMAT = 1
 MEMORY_TOTAL = "memory.total"
-"""The check that compares the memory that torch finds with the driver's counter; its detail says a difference."""
+"""The check that compares the memory that torch finds with the driver's counter; its detail names the difference."""
 FORMATS = ("fp32", "fp16", "bf16")
 UNUSABLE = (
     (("copies",), ("pageable", "pinned", "mapped"), "no way of copying to the GPU and back works"),
@@ -27,7 +27,7 @@ UNUSABLE = (
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one check. ``name`` is "group.detail" ("gemm.lora-bf16-TN"); ``detail`` says what was observed."""
+    """The result of one check. ``name`` is "group.detail" ("gemm.lora-bf16-TN"); ``detail`` has the observation."""
 
     name: str
     status: Status
@@ -109,7 +109,7 @@ def verdict_from_json(value: dict[str, Any]) -> Verdict:
     """The inverse of ``to_json``.
 
     Raises:
-        KeyError, TypeError, ValueError: the value is no result of ``to_json``.
+        KeyError, TypeError, ValueError: the value is not a result of ``to_json``.
     """
     if value["format"] != FORMAT:
         raise ValueError(f"format {value['format']}")

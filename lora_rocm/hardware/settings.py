@@ -35,7 +35,7 @@ class Settings:
     miopen: bool = True
     """False: torch.backends.cudnn.enabled = False, so convolutions do not use MIOpen."""
     attention: Attention = "auto"
-    """The way of attention in training (``device.attention``); auto: torch chooses. math: fused attention is disabled
+    """The attention backend in training (``device.attention``); auto: torch chooses. math: fused attention is disabled
     in the whole process.
     """
     flash_attention: bool = True
@@ -55,21 +55,21 @@ class Settings:
     """This torch is built for this machine's GPU. If it sees none, runtime.device: auto must not fall back to the CPU.
     """
     memory_limit_bytes: int | None = None
-    """The allocator raises at this size, before the desktop freezes or the driver swaps. What other programs are seen
-    to hold is subtracted in the run (``device.allocator``).
+    """The allocator raises at this size, before the desktop freezes or the driver swaps. Memory
+    that other programs use is subtracted in the run (``device.allocator``).
     """
     kept_free_bytes: int = 0
     """Memory of the card that stays free, because a card that is nearly full faults."""
     library_bytes: int = 0
     """Memory of the card that libraries outside of torch take in the course of a run."""
     loader_workers: int | None = None
-    """Upper limit of loader workers, whatever the recipe says."""
+    """Upper limit of loader workers, even if the recipe has more."""
     copy_method: Literal["auto", "unpinned", "clone"] = "auto"
-    """The first method that ``device.transfer`` tries; auto: as ``pin_memory`` says."""
+    """The first method that ``device.transfer`` tries; auto: chosen by ``pin_memory``."""
     micro_batch_parts: int = 1
     """Each micro-batch is computed in this many parts, with the same samples and noise."""
     checkpointing: bool = False
-    """Recompute activations, whatever ``train.gradient_checkpointing`` says."""
+    """Recompute activations, whatever the value of ``train.gradient_checkpointing``."""
     graphs: bool = True
     """Passes may be captured and replayed as graphs."""
     triton: bool = True
@@ -98,9 +98,9 @@ def settings_from(environ: Mapping[str, str]) -> Settings:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        raise _damaged(text, "it is no JSON") from None
+        raise _damaged(text, "it is not JSON") from None
     if not isinstance(value, dict):
-        raise _damaged(text, "it is no table of settings")
+        raise _damaged(text, "it is not a table of settings")
     known = get_type_hints(Settings)
     for key, item in value.items():
         if key not in known:

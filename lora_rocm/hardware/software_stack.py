@@ -11,7 +11,7 @@ STACK = "LORA_ROCM_STACK"
 
 
 def stack_of(facts: HostFacts, selection: Selection) -> Stack | None:
-    """Torch, runtime, driver and GPU as text; None without torch or without a GPU that it could use."""
+    """Torch, runtime, driver and GPU as text; None without torch or without a usable GPU."""
     torch = facts.torch
     if torch is None:
         return None

@@ -1,4 +1,4 @@
-"""What trials on this machine found fastest and right, kept until GPU, driver, software or shapes change.
+"""The fastest correct choices of trials on this machine, kept until GPU, driver, software or shapes change.
 
 A run that uses such choices has its own copy of them (``rundir.layout.RunDir.tuned``). Standard library only.
 """
@@ -24,9 +24,9 @@ class Choice:
     """One choice.
 
     Attributes:
-        key: what it holds for, as plain values: software stack, packages, what gives the shapes.
-        chosen: the way of attention, or the table of matrix products in TunableOp's format.
-        rows: what was measured, one row a candidate or product.
+        key: the conditions as plain values: software stack, packages, and the recipe's values that decide the shapes.
+        chosen: the attention backend, or the table of matrix products in TunableOp's format.
+        rows: the measurements, one row per candidate or product.
     """
 
     kind: Kind
@@ -51,7 +51,7 @@ def choice_from_json(value: Mapping[str, Any]) -> Choice:
     """The inverse of ``Choice.to_json``.
 
     Raises:
-        KeyError, TypeError, ValueError: the value is no result of it.
+        KeyError, TypeError, ValueError: the value is not a result of ``to_json``.
     """
     if value["format"] != FORMAT:
         raise ValueError(f"format {value['format']}")
@@ -66,13 +66,13 @@ def choice_from_json(value: Mapping[str, Any]) -> Choice:
 
 
 def _is_trial(row: Mapping[str, object]) -> bool:
-    """Whether a row says how long a way of attention took, or what is wrong with it."""
+    """Whether a row has the time of an attention backend, or its fault."""
     took = isinstance(row["seconds"], int | float) if row.get("problem") is None else isinstance(row["problem"], str)
     return took and isinstance(row["way"], str)
 
 
 def store(folder: Path, choice: Choice) -> None:
-    """Keep a choice, and beside it the table that torch reads.
+    """Keep a choice, and next to it the table that torch reads.
 
     Raises:
         StorageError: it cannot be written.
@@ -99,5 +99,5 @@ def path_of(folder: Path, kind: Kind, key: Mapping[str, Any]) -> Path:
 
 
 def table_of(path: Path) -> Path:
-    """The file of the table beside a kept choice."""
+    """The file of the table next to a kept choice."""
     return path.with_suffix(".csv")

@@ -22,7 +22,7 @@ Kind = Literal["rocm", "cuda", "cpu"]
 
 ANY_TORCH = "torch>=2.11"  # as pyproject.toml
 NEWEST_TORCH = (2, 13)
-"""The newest torch that this program was run with. A newer one may be installed, and the user is told."""
+"""The newest torch that this program was run with. A newer one may be installed; the user gets a notice."""
 PYTHONS = ((3, 11), (3, 14))
 """Oldest and newest Python for which every index below has wheels (TheRock RELEASES.md; torch 2.13)."""
 TORCH_VARIABLE, INDEX_VARIABLE = VARIABLES = "LORA_ROCM_TORCH", "LORA_ROCM_TORCH_INDEX"
@@ -46,7 +46,7 @@ class Index:
     url: str | None = None
     rocm: str = ""
     only_asked: bool = False
-    """Taken only where the user asks for it, or where it alone has kernels (``WheelTable.only_in``)."""
+    """Used only if the user asks for it, or if it alone has kernels (``WheelTable.only_in``)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Known:
 
 @dataclass(frozen=True)
 class LeadsTo:
-    """The kind of torch behind a requirement or URL that is not in the table."""
+    """The kind of torch that a requirement or URL outside the table leads to."""
 
     pattern: str
     kind: Kind
@@ -179,7 +179,7 @@ def _use(facts: HostFacts, selection: Selection) -> _Use:
         weak = wheel_table().as_cpu.get(amd.gfx or "")
         hint = f" To use it all the same: {INDEX_VARIABLE}=amd" if arch_of(amd.gfx) is not None else ""
         if nvidia is not None and (amd.integrated or arch_of(amd.gfx) is None):
-            note = f"{named(amd)} is left out: the NVIDIA card beside it serves.{hint}"
+            note = f"{named(amd)} is not used: training uses the NVIDIA card.{hint}"
             return _Use("cuda", nvidia, f"there is an NVIDIA GPU ({nvidia.name}).", (note,))
         if weak is not None:
             note = f"{named(amd)} is not used: {weak}.{hint}"
@@ -203,7 +203,7 @@ def _left_out(facts: HostFacts, used: Gpu) -> tuple[str, ...]:
     nvidia = tuple(f"{gpu.name} is not used: {instead}" for gpu in facts.gpus if gpu.vendor == "nvidia")
     others = dict.fromkeys(gpu for gpu in facts.amd_gpus if gpu.gfx != used.gfx)
     variable = "HIP_VISIBLE_DEVICES" if facts.system == "windows" else "ROCR_VISIBLE_DEVICES"
-    return nvidia + tuple(f"{named(gpu)} is left out; {variable}={gpu.index} would choose it" for gpu in others)
+    return nvidia + tuple(f"{named(gpu)} is not used; {variable}={gpu.index} would choose it" for gpu in others)
 
 
 def named(gpu: Gpu) -> str:
@@ -222,7 +222,7 @@ def _rocm(facts: HostFacts, gpu: Gpu, notes: tuple[str, ...]) -> WheelChoice:
             made = WheelChoice(index.torch.format(gfx=gpu.gfx), index.url, why, "rocm", gpu.gfx, notes=notes)
             return _warned(facts, gpu, index, made)
         why = f"{named(gpu)} is not in our table: AMD's wheel with the kernels for all its GPUs is the safe choice."
-        warning = "a download of about 10 GB; whether it has kernels for this GPU is seen only after the installation"
+        warning = "a download of about 10 GB; only the installation shows whether it has kernels for this GPU"
         index = indexes()["amd"]
         made = WheelChoice(index.torch.format(gfx="all"), index.url, why, "rocm", gpu.gfx, (warning,))
         return _warned(facts, gpu, index, replace(made, notes=notes))
@@ -230,12 +230,12 @@ def _rocm(facts: HostFacts, gpu: Gpu, notes: tuple[str, ...]) -> WheelChoice:
     why = f"{named(gpu)}: {index.what} have kernels for it."
     if index.id == "amd":
         if facts.is_wsl:
-            why += " Those of download.pytorch.org may abort under WSL (unsloth#11212)."
+            why += " Wheels of download.pytorch.org may abort under WSL (unsloth#11212)."
         elif arch.override and not windows:
-            why += f" So no HSA_OVERRIDE_GFX_VERSION={arch.override} is needed, as those of download.pytorch.org would."
+            why += f" So no HSA_OVERRIDE_GFX_VERSION={arch.override} is needed, unlike with download.pytorch.org's."
         if arch.wheels(facts.system, index.rocm) == "none":
             reported = f"; reported: {arch.reported}" if arch.reported else ""
-            raise _no_wheel(gpu, f"AMD names no wheel of it for {facts.system.capitalize()}{reported}")
+            raise _no_wheel(gpu, f"AMD names no wheel for it on {facts.system.capitalize()}{reported}")
     override = None if windows else arch.override
     made = WheelChoice(index.torch.format(gfx=arch.gfx), index.url, why, "rocm", arch.gfx, notes=notes)
     return _warned(facts, gpu, index, replace(made, override=override, for_wsl=facts.is_wsl))
@@ -247,7 +247,7 @@ def _warned(facts: HostFacts, gpu: Gpu, index: Index, choice: WheelChoice) -> Wh
     if arch is not None and index.id != "pytorch" and arch.wheels(facts.system, index.rocm) == "building":
         system = facts.system.capitalize()
         warnings.append(
-            f"{arch.gfx}, {system}: AMD says only that its wheels build, not that they are ready for release"
+            f"{arch.gfx}, {system}: AMD states only that its wheels build, not that they are ready for release"
         )
     warnings += [k.what for k in table.known if (k.index, k.system) == (index.id, facts.system) and gpu.gfx in k.gfx]
     warnings += [table.wsl] * facts.is_wsl
@@ -257,7 +257,7 @@ def _warned(facts: HostFacts, gpu: Gpu, index: Index, choice: WheelChoice) -> Wh
     if oldest is not None and found is not None and (int(found[1]), int(found[2])) < oldest:
         wanted = ".".join(map(str, oldest))
         warnings.append(
-            f"ROCm {index.rocm} wants interface {wanted} of the amdgpu driver, this kernel has {drm}: if no GPU is "
+            f"ROCm {index.rocm} requires interface {wanted} of the amdgpu driver, this kernel has {drm}: if no GPU is "
             "found after the installation, a newer kernel is the cure"
         )
     return replace(choice, warnings=tuple(warnings))
@@ -273,7 +273,7 @@ def _as_asked(facts: HostFacts, use: _Use, asked: str, place: str) -> WheelChoic
     of_url = (each for each in indexes().values() if each.url and each.url.rstrip("/") == place.rstrip("/"))
     known = indexes().get(place) or next(of_url, None)
     if asked and not re.fullmatch(r"torch(?![\w.-])[\w .,:=<>!~+*@/\[\]-]*", asked):
-        what = f"{TORCH_VARIABLE} is no requirement of torch."
+        what = f"{TORCH_VARIABLE} is not a requirement of torch."
         raise UserError("torch-variable", what, where=asked, fix=f"For example: {TORCH_VARIABLE}=torch==2.13.0")
     if place and known is None and not re.fullmatch(r"\w+://[\w.,:=~+*@/%?#\[\]-]+", place):
         what = f"{INDEX_VARIABLE} is neither an address nor one of: {', '.join(indexes())}."
@@ -330,7 +330,7 @@ def mismatch(torch: Torch, choice: WheelChoice) -> str | None:
 
 
 def lacking_packages(release: str, gfx: str, installed: Mapping[str, str]) -> tuple[str, ...]:
-    """The packages with the kernels for an architecture that are not those of AMD's multi-arch torch, as texts.
+    """The packages with an architecture's kernels that do not match AMD's multi-arch torch, as texts.
 
     release: version of torch ("2.14.0+rocm10.1.0").
     installed: versions of packages by name ("rocm-sdk-device-gfx1201").
@@ -356,6 +356,6 @@ def makeshift(torch: Torch, choice: WheelChoice) -> str | None:
 
 
 def is_newer_than_run(torch: Torch) -> bool:
-    """Whether this program was never run with so new a torch; its patches do not count."""
+    """Whether torch is newer than any that lora-rocm was run with; patch versions do not count."""
     numbers = re.match(r"(\d+)\.(\d+)", torch.version)
     return numbers is not None and (int(numbers[1]), int(numbers[2])) > NEWEST_TORCH

@@ -35,7 +35,7 @@ def _global_override(situation: Situation) -> str | None:
 
 
 def _node_override(situation: Situation) -> str | None:
-    """The per-node override, for an APU that the global one does not reach or whose node's value would hide it."""
+    """The per-node override, for an APU that the global one does not reach or that its node's value would hide."""
     gpu = _strix_halo(situation)
     if gpu is None or gpu.node is None:
         return None
@@ -85,7 +85,7 @@ def _plain_where_images_differ(situation: Situation) -> str | None:
 
 
 def _price_of_safe(situation: Situation) -> str:
-    """Evidence: the cost of doing without hipBLASLt, where it is large."""
+    """Evidence: the cost of not using hipBLASLt, if it is large."""
     gpu = situation.gpu
     arch = arch_of(gpu.gfx) if gpu is not None else None
     return f". {PRICE_OF_SAFE}" if arch is not None and arch.generation == "rdna4" else ""
@@ -101,7 +101,7 @@ FUNCTIONS = {
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """Variables that other programs set and this one does not, on purpose; for the documentation."""
+    """Variables that other programs set and lora-rocm deliberately does not; for the documentation."""
 
     variables: str
     why: str

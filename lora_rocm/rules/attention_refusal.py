@@ -1,4 +1,4 @@
-"""Refuses to train with a torch whose attention library has GPU images of another version.
+"""Refuses to train with a torch if its attention library has GPU images of another version.
 
 Other processes (samples, encoders of a measurement) get plain attention by the rule "attention-misfit".
 """
@@ -26,8 +26,8 @@ def require_fitting_attention(situation: Situation) -> None:
     raise MachineError(
         "attention-images-differ",
         f"The installed torch {torch.version} cannot be used: its attention library is AOTriton {misfit.library}, and "
-        f"the GPU images of that library are of {misfit.images}. Attention would be zeros, without an error.",
+        f"the GPU images of that library are of {misfit.images}. Attention would silently give zeros.",
         where=misfit.where,
         fix=f"Install another torch: {install} (lora-rocm doctor has the command for pip). Until then, plain attention "
-        "is right, but slower and takes more memory: --set runtime.attention=math",
+        "is correct, but slower and takes more memory: --set runtime.attention=math",
     )

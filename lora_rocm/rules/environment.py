@@ -1,8 +1,8 @@
 """Plans the environment of the heavy processes from the machine and the recipe: a pure function over a table.
 
 Variables have to exist before a process starts, because a GPU runtime copies the environment once and Python reads some
-variables at its start. That is why the parent plans them. A value that the user exported wins, unless the rule says
-otherwise (``Rule.over_user``); if it is known to harm, the user is warned.
+variables at its start. That is why the parent plans them. A value that the user exported wins, unless the rule
+overrides it (``Rule.over_user``); if it is known to harm, the user is warned.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PACKAGES = (
 def rules() -> tuple[Rule, ...]:
     """All rules, in the order in which they apply."""
     first = general_rules() + amd_table().rule + memory_table().rule + verdict_rules()
-    return first + tuned_rules() + change_rules()  # a trial looks at each kernel itself; changes after failures win
+    return first + tuned_rules() + change_rules()  # a trial checks each kernel itself; changes after failures win
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class EnvPlan:
 
 def plan(situation: Situation) -> EnvPlan:
     """Plan the environment for one start of a heavy process on this machine."""
-    planned: dict[str, EnvRow] = {}  # the last rule for a variable wins; those of the self-test come late
+    planned: dict[str, EnvRow] = {}  # the last rule for a variable wins; rules of the self-test come late
     for rule in rules():
         found = rule.planned(situation)
         if found is not None:

@@ -1,4 +1,4 @@
-"""Values of the user that harm: ``harmful_values.toml``, and the tests that it names, of value and situation."""
+"""Harmful values of the user's variables: ``harmful_values.toml``, and its tests of value and situation."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _own_numbers(gpu: Gpu) -> Numbers | None:
 
 
 def _overridden(value: str, situation: Situation) -> list[Gpu]:
-    """The GPUs of this run that ``value`` applies to. Strix Halo is left out; the owner's rules handle it."""
+    """The GPUs of this run that ``value`` applies to, except Strix Halo, which the owner's rules handle."""
     environ = situation.environ
     reached = visible(situation.facts, environ) if situation.selection.by_user else None
     gpus = reached or ([situation.gpu] if situation.gpu else [])
@@ -154,7 +154,7 @@ def hides_all(value: str, situation: Situation) -> bool:
 def chooses_apu(value: str, situation: Situation) -> bool:
     """Whether an APU is chosen although there is a discrete GPU.
 
-    Strix Halo is left out: it has more memory than most cards.
+    Strix Halo is excluded: it has more memory than most cards.
     """
     gpu, cards = situation.gpu, [gpu for gpu in situation.facts.amd_gpus if gpu.integrated is False]
     is_small = gpu is not None and gpu.integrated is True and gpu.gfx != STRIX_HALO

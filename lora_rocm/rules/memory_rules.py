@@ -1,4 +1,4 @@
-"""Settings about memory: the allocator's limit, and the way of mapped files to the device."""
+"""Settings about memory: the allocator's limit, and how mapped files are copied to the device."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def recall(folder: Path, key: str) -> Remembered:
 def in_force(remembered: Remembered, workloads: Collection[str]) -> tuple[str, ...]:
     """Names for ``Situation.changes``: mitigations for all runs and for these workloads (``workloads_of``).
 
-    Names unknown to this version are left out.
+    Names unknown to this version are omitted.
     """
     entries = remembered.entries
     return known(entry.change for entry in entries if entry.workload is None or entry.workload.id in workloads)
@@ -145,12 +145,12 @@ def keep(situation: Situation, change_ids: Sequence[str], seen: str, say: Callab
     if len(entries) == len(old.entries):
         return
     if old.damaged:
-        say(f"What was remembered about this machine cannot be read, and is begun anew: {path}")
+        say(f"The record of this machine's failures cannot be read, and a new one is started: {path}")
     try:
         text = json.dumps({"format": FORMAT, "entries": [asdict(entry) for entry in entries]}, indent=1)
         write_atomic(path, text.encode("utf-8"), read_back=False)
     except StorageError as error:
-        say(f"The next run will have to learn this again, for it cannot be remembered: {path}\n  {error.what}")
+        say(f"The next run will have to learn this again, because it cannot be saved: {path}\n  {error.what}")
 
 
 def forget(folder: Path) -> list[tuple[Path, tuple[Kept, ...]]]:
@@ -198,9 +198,7 @@ def notices(situation: Situation) -> list[str]:
     if texts:
         texts.append(f"To try again without: {FORGET}")
     if remembered.damaged:
-        texts.append(
-            f"What was remembered about this machine cannot be read and counts as forgotten ({FORGET} deletes it)."
-        )
+        texts.append(f"The record of this machine's failures cannot be read and is ignored ({FORGET} deletes it).")
     return texts
 
 
@@ -220,7 +218,7 @@ def _entry(value: dict[str, Any]) -> Kept:
     """Parse one entry of the file.
 
     Raises:
-        KeyError, TypeError, ValueError: it is no entry.
+        KeyError, TypeError, ValueError: it is not an entry.
     """
     workload = value["workload"]
     size = Workload(**workload) if workload is not None else None

@@ -37,16 +37,16 @@ sum: the sum of several GPUs' gradients was wrong.
 graph: a captured graph computes wrong results.
 illegal-access: the device reported a fault, or was lost.
 died: the process ended without an error message.
-attention: a route of attention gave wrong numbers at the start of a run. The worker itself holds it out and goes on.
+attention: a route of attention gave wrong numbers at the start of a run. The worker disables it and continues.
 """
 Size = Literal["training", "previews"]
 Effect = Literal["exact", "rounding"]
-"""exact: the results stay equal to the bit to those of an undisturbed run. rounding: they agree to rounding."""
+"""exact: the results equal an undisturbed run's bit for bit. rounding: they agree up to rounding."""
 
 
 @dataclass(frozen=True)
 class Sets:
-    """One variable, or a "setting:" with its value as JSON. ``when``: None means that of the mitigation."""
+    """One variable, or a "setting:" with its value as JSON. ``when``: None means the mitigation's ``when``."""
 
     variable: str
     value: str | Computed
@@ -62,8 +62,8 @@ class Change:
         seen: the failures that it answers.
         effect: its effect on bit-exact results.
         sets: the variables and settings that it sets.
-        text: what the user reads.
-        source: who says that it helps.
+        text: the message for the user.
+        source: reports that it helps.
         when: the machines that it is for.
         phases: phases of the worker in which it can help; empty: all.
         applies: whether it can have an effect in this run, in addition to ``when``.
@@ -85,7 +85,7 @@ class Change:
 
 
 def seen_of_code(code: str) -> Seen | None:
-    """What the error of this code was; None where no new start cures it, or the code is of another version."""
+    """The kind of failure of an error code; None if no new start cures it, or if the code is of another version."""
     return next((seen for known_code, seen in mitigation_table().seen_of_code.items() if known_code == code), None)
 
 
@@ -240,5 +240,5 @@ def _when(change: Change) -> Callable[[Situation], str]:
 
 @cache
 def change_rules() -> tuple[Rule, ...]:
-    """What the mitigations set, as rules."""
+    """The variables and settings of the mitigations, as rules."""
     return tuple(rule for change in changes() for rule in _rules(change))

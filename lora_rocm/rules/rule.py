@@ -1,7 +1,7 @@
 """The structure of a rule: where it holds, what it sets, why, and the source.
 
 The rows are TOML files: ``amd_rules``, ``general_rules``, ``memory_rules``, ``selftest_rules`` and ``harmful_values``,
-each beside the module with the functions that it names. ``environment.plan`` applies them.
+each next to the module with the functions that it names. ``environment.plan`` applies them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class When:
     safe_profile: bool = False
     """Only in the profile "safe", or if the self-test did not clear "fast"."""
     hip_from: str | None = None
-    """Compared with HIP, whose numbers are ROCm's up to 7.14; ROCm 10.0 has HIP 7.15, and 10.1 has HIP 7.16."""
+    """Compared with HIP's version. It equals ROCm's up to 7.14; ROCm 10.0 has HIP 7.15, and 10.1 has HIP 7.16."""
     hip_below: str | None = None
     rocm_from: str | None = None
     """See ``Torch.rocm_version``: from ROCm 10 on HIP has other numbers."""
@@ -86,7 +86,7 @@ class When:
     kernel_below: str | None = None
     wsl: bool | None = None
     integrated: bool | None = None
-    """The selected GPU has no memory of its own."""
+    """The selected GPU has no dedicated memory."""
     several_gpus: bool | None = None
     """The machine has several AMD GPUs, visible or not."""
     several_ranks: bool | None = None

@@ -32,7 +32,7 @@ RECORDED_APP_DIR = {
     "linux": "~/.cache/lora-rocm",
     "macos": "~/Library/Caches/lora-rocm",
 }
-"""The program's folder on a recorded machine, whose user's home is unknown."""
+"""The program's folder on a recorded machine; its user's home is unknown."""
 
 
 def situation_here(

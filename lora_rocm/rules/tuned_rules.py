@@ -82,7 +82,7 @@ def _times(situation: Situation) -> str:
 
 
 def described(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What a trial of attention found, as text."""
+    """The results of a trial of attention, as text."""
     texts = [
         f"{row['way']} {row['seconds'] * 1e3:.3g} ms"
         if row.get("problem") is None
@@ -93,7 +93,7 @@ def described(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def attention_text(situation: Situation) -> str:
-    """How training will compute attention, as text."""
+    """The attention backend for training, as text."""
     recipe, found = situation.recipe, situation.tuned.attention
     if found is not None:
         return f"{found.chosen} (measured: {described(found.rows)})"
@@ -105,7 +105,7 @@ def attention_text(situation: Situation) -> str:
 
 
 def _table(situation: Situation) -> str | None:
-    """The table, unless a change after a failure turned hipBLASLt off, whose solutions it may name."""
+    """The table, unless a change after a failure turned hipBLASLt off: the table may name its solutions."""
     off = "hipblaslt-off" in situation.changes or not situation.tuned.table
     return None if off else json.dumps(situation.tuned.table)
 

@@ -1,1 +1,1 @@
-"""Temperature, power and memory of the GPUs of a run, read beside it."""
+"""Temperature, power and memory of a run's GPUs, read in a separate process."""

@@ -1,7 +1,7 @@
 """Decides when readings deserve a warning: the GPU is hot or slowed down, or memory spills to main memory.
 
-A state counts once it holds in STEADY readings in a row. It ends after as many in which it is over, and can count
-again then.
+A state counts after STEADY readings in a row that show it. It ends after STEADY readings in a row without it; then it
+can count again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from lora_rocm.rundir.event_types import AlarmEvent, TelemetryEvent
 
 STEADY = 3
 MAX_EACH = 20
-"""Warnings of a kind for a GPU in one command."""
+"""Most warnings of one kind for a GPU in one command."""
 HOT_MARGIN_C, COOL_MARGIN_C = 3.0, 10.0
 """Degrees below a sensor's critical temperature: from there on it is hot; below that it has cooled down."""
 MOVED_BYTES = 256 << 20
-"""What the driver may have moved for a moment, when other programs ask for memory."""
+"""Bytes that the driver may move for a moment when other programs request memory."""
 GROWN_BYTES, GROWN_SHARE, FULL_SHARE = 1 << 30, 0.05, 0.9
 """Shared memory has grown if it is larger by both, the second being a share of the card's memory, which is then full.
 Before training it is as large as pinned buffers need.
@@ -26,8 +26,8 @@ Before training it is as large as pinned buffers need.
 SPILL_TIMES_SLOWER = 17
 """Attention of 16,000 tokens on an RX 6800 under Windows: 3,226 ms in place of 187."""
 WHAT_TO_DO = (
-    "Close other programs that use this GPU; or stop the run and go on with train.gradient_checkpointing: true or "
-    "runtime.memory: offload; or start a new one with a smaller train.batch_size (and more "
+    "Close other programs that use this GPU. Or stop the run and continue with train.gradient_checkpointing: true or "
+    "runtime.memory: offload. Or start a new run with a smaller train.batch_size (and more "
     "train.gradient_accumulation_steps) or data.resolution."
 )
 
@@ -43,7 +43,7 @@ class Alarms:
         self._training = False
 
     def on_start(self) -> None:
-        """A worker has started; its memory has nothing to do with that of the worker before."""
+        """A worker has started; its memory is unrelated to the previous worker's."""
         self._before_bytes, self._training = None, False
         self._end("spilling")
 
@@ -52,7 +52,7 @@ class Alarms:
         self._training = True
 
     def on_reading(self, reading: TelemetryEvent) -> list[AlarmEvent]:
-        """The warnings that this reading gives rise to."""
+        """The warnings caused by this reading."""
         if reading.asleep:
             return []
         judged = {"hot": self._hot(reading), "slowed": self._slowed(reading), "spilling": self._spilling(reading)}
@@ -65,7 +65,7 @@ class Alarms:
             if self._steady[kind] >= STEADY and kind not in self._on and self._given[kind] < MAX_EACH:
                 self._on.add(kind)
                 self._given[kind] += 1
-                text += " This is not said again." if self._given[kind] == MAX_EACH else ""
+                text += " This warning is not repeated." if self._given[kind] == MAX_EACH else ""
                 found.append(AlarmEvent(kind=kind, gpu=reading.gpu, updates=reading.updates, text=text))
         if not self._training or self._before_bytes is None:
             self._before_bytes = reading.own_main_bytes
@@ -84,15 +84,15 @@ class Alarms:
         room_c, sensor = min(near)
         text = (
             f"The GPU {reading.gpu} is hot: its sensor {sensor} reads {reading.temperatures_c[sensor]:.0f} °C, and "
-            f"{reading.limits_c[sensor]:.0f} °C is critical. A card so hot may lower its clocks, or switch itself "
-            "off. Look at its fans and at the air in the case, or lower its power limit."
+            f"{reading.limits_c[sensor]:.0f} °C is critical. Such a hot card may lower its clocks, or switch itself "
+            "off. Check its fans and the airflow in the case, or lower its power limit."
         )
         return room_c <= HOT_MARGIN_C, room_c >= COOL_MARGIN_C, text
 
     def _slowed(self, reading: TelemetryEvent) -> tuple[bool, bool, str]:
         text = (
             f"The driver has lowered the clocks of the GPU {reading.gpu}: {', '.join(reading.slowed_by)}. Training is "
-            "slower. Look at its fans, at the air in the case and at its power supply."
+            "slower. Check its fans, the airflow in the case and the power supply."
         )
         return bool(reading.slowed_by), not reading.slowed_by, text
 
@@ -110,7 +110,7 @@ class Alarms:
         return moved_bytes > 0, moved_bytes == 0, text
 
     def _spilled_bytes(self, reading: TelemetryEvent) -> float | None:
-        """Bytes that do not fit on the card, 0 if they can be explained otherwise; None: it cannot be told."""
+        """Bytes that do not fit on the card; 0 if there is another explanation; None: unknown."""
         if not self._training or not self._spills:
             return None
         if reading.moved_bytes is not None:

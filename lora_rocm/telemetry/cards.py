@@ -1,4 +1,4 @@
-"""Chooses what is read of a run's GPUs, from facts alone."""
+"""Chooses which readings of a run's GPUs are taken, from facts alone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lora_rocm.hardware.gpu_select import Selection, visible
 
 Method = Literal["sysfs", "pdh", "nvml"]
 EVERY_S = 5.0
-"""Seconds between two readings. Each may ask the GPU's own controller, so there are no more of them."""
+"""Seconds between two readings; not shorter, because each reading may query the GPU's own controller."""
 EXPLAINED = 3
-"""Exit code of the reading process after it has said why it ends."""
+"""Exit code of the reading process after it has reported why it ends."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Cards:
     Attributes:
         method: sysfs (Linux, AMD), pdh (Windows), nvml (NVIDIA).
         addresses: PCI addresses (sysfs); empty where the run's processes show which GPUs they use.
-        count: number of GPUs that the run uses; 0 for all there are.
-        total_bytes: memory of each card, where ``method`` does not tell it.
-        spills: how memory that has no room on the card shows. moved: the driver counts what it moved; shared: main
-            memory that our processes share with the GPU grows; "": it does not spill, or that cannot be told.
+        count: number of GPUs that the run uses; 0: all.
+        total_bytes: memory of each card, if ``method`` does not report it.
+        spills: the sign that memory does not fit on the card. moved: the driver counts the bytes that it moved; shared:
+            main memory that our processes share with the GPU grows; "": it does not spill, or this is unknown.
     """
 
     method: Method
@@ -39,10 +39,10 @@ class Cards:
 
 @dataclass(frozen=True)
 class Job:
-    """What the reading process is to do (``telemetry.reader_child``).
+    """The job of the reading process (``telemetry.reader_child``).
 
     Attributes:
-        pids: the run's processes. What they have started is theirs, too.
+        pids: the run's processes. Their child processes are included.
         root: folder that replaces the root of the file system.
     """
 
@@ -64,7 +64,7 @@ class Job:
 def cards_of(
     facts: HostFacts, selection: Selection, environ: Mapping[str, str], device: str, count: int = 1
 ) -> Cards | str:
-    """What to read, or why nothing is read as a sentence; an empty sentence if the run uses no GPU.
+    """The cards to read, or a sentence with the reason why none is read; it is empty if the run uses no GPU.
 
     Args:
         facts: the machine.
@@ -84,7 +84,7 @@ def cards_of(
     gpus = selection.gpus or (selection.gpu,)
     if facts.system == "windows":
         total = {gpu.vram_bytes for gpu in gpus}
-        # an APU with little memory of its own works in shared memory, so that nothing spills (``memory_budget``)
+        # an APU with little dedicated memory works in shared memory, so nothing spills (``memory_budget``)
         half_bytes = facts.memory_bytes // 2 if facts.memory_bytes is not None else None
         enough = all(
             gpu.integrated is False or (half_bytes is not None and (gpu.vram_bytes or 0) >= half_bytes) for gpu in gpus
@@ -95,6 +95,6 @@ def cards_of(
     addresses = tuple(gpu.pci_address for gpu in gpus if gpu.pci_address is not None)
     by_uuid = selection.by_user and visible(facts, environ) is None and len(facts.amd_gpus) > 1
     if by_uuid or len(addresses) < count:
-        return "Temperature, power and memory of the GPU are not read: which of the machine's GPUs it is, is unknown."
+        return "Temperature, power and memory of the GPU are not read: it is unknown which GPU the run uses."
     discrete = all(gpu.integrated is False for gpu in gpus)
     return Cards("sysfs", addresses[:count], count, None, "moved" if discrete else "")

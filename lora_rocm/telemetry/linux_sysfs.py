@@ -1,7 +1,7 @@
 """Reads AMD GPUs on Linux from files of the kernel: sysfs, hwmon, and the DRM clients of processes.
 
-Reading most of these files wakes a card that sleeps, and its first values are false then. So ``power/runtime_status``,
-which wakes nothing, is read first. ``gpu_busy_percent`` is not read: it is 100 as long as a compute context lives.
+Reading most of these files wakes a sleeping card, and its first values are wrong then. So ``power/runtime_status``,
+which does not wake it, is read first. ``gpu_busy_percent`` is not read: it is 100 as long as a compute context lives.
 Sources: kernel docs, gpu/amdgpu/thermal and gpu/drm-usage-stats; ROCm/rocm-systems#8024; ROCm/amdgpu#221.
 """
 
@@ -19,7 +19,7 @@ from lora_rocm.telemetry import reader
 
 PCI_DEVICES, PROC = "sys/bus/pci/devices", "proc"
 AWAKE = ("active", "unsupported")
-"""Values of ``runtime_status`` with which a read wakes nothing (kernel docs, power/runtime_pm)."""
+"""Values of ``runtime_status`` at which reading does not wake the card (kernel docs, power/runtime_pm)."""
 READ_BYTES = 1 << 16
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 CLIENT_LINE = re.compile(r"^([a-z]+-[\w-]+):\s*(\S+)(?:[ \t]+([KMG]iB))?[ \t]*$", re.MULTILINE)
@@ -29,13 +29,13 @@ LEFT = (errno.ENOENT, errno.ESRCH)
 
 @dataclass
 class _Files:
-    """The files below a folder of one GPU. ``unread``: what could not be read -> why."""
+    """The files below a folder of one GPU. ``unread``: value that could not be read -> reason."""
 
     folder: Path
     unread: dict[str, str] = field(default_factory=dict)
 
     def text(self, name: str, what: str) -> str | None:
-        """A file's text; None if it is absent, which is not recorded, or unreadable, which is."""
+        """A file's text; None if the file is absent or unreadable. Only the latter is recorded."""
         try:
             with (self.folder / name).open("rb", buffering=0) as file:
                 return file.read(READ_BYTES).decode("utf-8", "replace").strip()

@@ -17,7 +17,7 @@ PLAIN = {
 
 
 def numbers_of(event: TelemetryEvent) -> dict[str, float]:
-    """What was read, with names such as "telemetry/gpu0/power_w"."""
+    """The values of a reading, with names such as "telemetry/gpu0/power_w"."""
     found = {name: getattr(event, field) for field, name in PLAIN.items()}
     found |= {f"temperature_{sensor}_c": value for sensor, value in event.temperatures_c.items()}
     return {f"telemetry/gpu{event.number}/{name}": value for name, value in found.items() if value is not None}

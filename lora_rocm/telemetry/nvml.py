@@ -14,7 +14,7 @@ SUCCESS, NOT_SUPPORTED, INSUFFICIENT_SIZE, NO_FUNCTION = 0, 3, 7, 13
 GPU_SENSOR, SLOWDOWN_LIMIT = 0, 1  # NVML_TEMPERATURE_GPU, NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
 UNKNOWN_BYTES = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE, always so under Windows' WDDM
 SLOWED_BY = {0x08: "hardware slowdown", 0x20: "heat (driver)", 0x40: "heat (hardware)", 0x80: "power brake"}
-"""Bits of the clocks event reasons that say that something is wrong; a power cap is usual under load."""
+"""Bits of the clocks event reasons that indicate a problem; a power cap is usual under load."""
 MAX_PROCESSES = 1024
 
 
@@ -50,7 +50,7 @@ class ProcessInfo(ctypes.Structure):
 
 
 class NvmlReader:
-    """Reads the GPUs that the run's processes use; the only one of a machine with one.
+    """Reads the GPUs that the run's processes use; on a machine with one GPU, that one.
 
     Args:
         nvml: the library's functions, as ``ctypes`` gives them.
@@ -113,7 +113,7 @@ class NvmlReader:
         )
 
     def _own(self, device: ctypes.c_void_p, pids: set[int], unread: dict[str, str]) -> int | None:
-        """Bytes of the run's processes; None if none is listed there, as in a container with pids of its own."""
+        """Bytes of the run's processes; None if none is listed there, as in a container with its own pids."""
         infos, count = (ProcessInfo * MAX_PROCESSES)(), ctypes.c_uint(MAX_PROCESSES)
         code = self._nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), infos)
         if not self._answers(code, reader.OWN_MEMORY, unread):

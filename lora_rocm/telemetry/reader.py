@@ -1,4 +1,4 @@
-"""What the readers of all systems share: an event for each GPU, and what could not be read."""
+"""Shared by the readers of all systems: an event for each GPU, and the values that could not be read."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ OWN_MEMORY, CARD = "memory of the run's processes", "the GPU"
 
 
 class Reader(Protocol):
-    """Reads the GPUs of a run once for each call. It may block: only a process of its own calls it."""
+    """Reads the GPUs of a run once for each call. It may block, so only a separate process calls it."""
 
     def read(self) -> list[TelemetryEvent]: ...
 
 
 def faults(event: TelemetryEvent) -> Iterator[tuple[str, str]]:
-    """(what, why) of that which should be readable and is not."""
+    """(what, why) of each value that should be readable and is not."""
     yield from ((what, why) for what, why in event.unread.items() if why != ABSENT)
 
 
 def reading(gpu: str, number: int, unread: dict[str, str], **values: object) -> TelemetryEvent:
-    """One reading of one GPU; what is not given is unknown."""
+    """One reading of one GPU; values that are not given are unknown."""
     empty: dict[str, object] = {
         "updates": 0,
         "samples": 1,

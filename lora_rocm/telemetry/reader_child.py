@@ -1,8 +1,8 @@
 """The process that reads a run's GPUs: ``python -m lora_rocm.telemetry.reader_child JOB``, or ``--show N``.
 
 It writes an event for each reading to standard output, and ends with its standard input. A read may block inside a
-driver, and then not even the end of a process interrupts it: so the run's own process makes none. It loads no library
-of ROCm: readings by HIP or amd-smi have frozen desktops.
+driver, and then not even killing the process interrupts it. So the run's own process does not read. No library of ROCm
+is loaded: readings by HIP or amd-smi have frozen desktops.
 
 ``--show N`` prints N readings of this machine's GPUs, for people.
 """
@@ -32,7 +32,7 @@ from lora_rocm.telemetry.reader import Pids, Reader, faults
 from lora_rocm.telemetry.windows_pdh import PdhReader, load_pdh
 
 UNFOUND_READS = 120
-"""Readings after which it is said that the run is seen on no GPU. It uses none while it looks through its data."""
+"""Readings before a notice that the run is not seen on any GPU. It uses none while it scans its data."""
 
 
 def family(pids: Sequence[int]) -> set[int]:
@@ -41,7 +41,7 @@ def family(pids: Sequence[int]) -> set[int]:
     for pid in pids:
         try:
             found |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
-        except psutil.Error:  # it has ended, or may not be looked at
+        except psutil.Error:  # it has ended, or access is denied
             continue
     return found
 
@@ -50,7 +50,7 @@ def reader_for(job: Job, pids: Pids) -> Reader:
     """The reader of a job.
 
     Raises:
-        OSError: what it needs is not on this machine.
+        OSError: this machine lacks a library or file that it needs.
     """
     cards = job.cards
     if cards.method == "sysfs":
@@ -61,7 +61,7 @@ def reader_for(job: Job, pids: Pids) -> Reader:
 
 
 def read_on(reader: Reader, say: Emit, wait: Callable[[], object]) -> None:
-    """Read for ever. What cannot be read, or cannot any more, is said once."""
+    """Read forever. Each value that cannot be read, or can no longer be read, is reported once."""
     said, failed, empty = set[tuple[str, str]](), set[str](), 0
     while True:
         found = list[TelemetryEvent]()
@@ -80,7 +80,7 @@ def read_on(reader: Reader, say: Emit, wait: Callable[[], object]) -> None:
                 say(NoticeEvent(text=f"GPU {event.gpu}: not readable: {listed}. Training does not need it."))
         empty = 0 if found else empty + 1
         if empty == UNFOUND_READS:
-            say(NoticeEvent(text="Temperature, power and memory are not read: the run is seen on no GPU so far."))
+            say(NoticeEvent(text="Temperature, power and memory are not read: the run is not seen on any GPU so far."))
         wait()
 
 
@@ -96,7 +96,7 @@ def main() -> int:
         os._exit(0)
 
     def wait() -> None:
-        sys.stdout.write("\n")  # a sign of life, also where there was nothing to say
+        sys.stdout.write("\n")  # a sign of life, even without an event
         sys.stdout.flush()
         time.sleep(job.every_s)
 
@@ -105,7 +105,7 @@ def main() -> int:
         read_on(reader_for(job, lambda: family(job.pids)), emit, wait)
     except Exception as error:  # the edge of the process: a driver's library may answer anything
         traceback.print_exc()
-        emit(NoticeEvent(text=f"Temperature, power and memory of the GPU are not read any more: {error}."))
+        emit(NoticeEvent(text=f"Temperature, power and memory of the GPU are no longer read: {error}."))
     return EXPLAINED
 
 

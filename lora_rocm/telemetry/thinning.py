@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from lora_rocm.rundir.event_types import TelemetryEvent
 
 FIRST_GAP_S, LAST_GAP_S, AGE_PER_GAP = 30.0, 300.0, 1000.0
-"""Seconds between two events: the shortest; the longest; the part of the run's age that it is in between."""
+"""Seconds between two events: the shortest, the longest, and in between this share of the run's age."""
 
 
 class Thinned:
-    """The readings of one GPU. The first gives an event at once, later ones are summarised."""
+    """The readings of one GPU. The first one becomes an event at once; later ones are summarised."""
 
     def __init__(self) -> None:
         self._waiting: list[TelemetryEvent] = []
@@ -29,7 +29,7 @@ class Thinned:
         return self.rest()
 
     def rest(self) -> TelemetryEvent | None:
-        """The summary of the readings that wait; None if there are none."""
+        """The summary of the pending readings; None if there are none."""
         waiting, self._waiting = self._waiting, []
         return summary(waiting) if waiting else None
 

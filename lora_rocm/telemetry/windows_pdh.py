@@ -84,7 +84,7 @@ class PdhReader:
         return reading(luid, number, unread, **values, own_bytes=own.get(luid), own_main_bytes=main.get(luid))
 
     def _values(self, name: str) -> list[tuple[int, str, int]]:
-        """(pid or 0, adapter, bytes) of a counter's instances. Those may become more between the two calls."""
+        """(pid or 0, adapter, bytes) of a counter's instances. There may be more of them by the second call."""
         for _ in range(MAX_TRIES):
             size, count = ctypes.c_uint32(0), ctypes.c_uint32(0)
             get, counter = self._pdh.PdhGetFormattedCounterArrayW, self._counters[name]

@@ -1,7 +1,7 @@
 """Digests of the frozen base model, to compare it with the base that a checkpoint was trained on.
 
-They are made from the fingerprints of the transfer to the device. So they cost nothing extra, and describe the bytes
-that are trained with. A file's size, times and remembered digest can be unchanged although its bytes have changed.
+They are computed from the fingerprints of the transfer to the device. So they cost nothing extra, and cover the bytes
+used in training. A file's size, times and remembered digest can be unchanged although its bytes have changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lora_rocm.train.checkpoint import Checkpoint
 Seals = dict[str, str]
 """Component and dtype ("unet bfloat16") -> a digest over the fingerprints of its tensors.
 
-The training adapter counts as a component of its own.
+The training adapter counts as a separate component.
 
 The dtype is part of the key because a run may continue in another one (a change after a failure). Its tensors then have
 other bytes, but belong to the same base.
@@ -36,9 +36,9 @@ def seals_of(sent: Mapping[str, Sent]) -> Seals:
 
 
 def identities(family: ModelFamily, encoders: bool = True) -> dict[str, str]:
-    """Facts of a checkpoint about its base: of the trained components ("base"), and of the others if there are any.
+    """Facts of a checkpoint about its base: the trained components ("base"), and the other components if there are any.
 
-    ``encoders``: the others count. Where they are not loaded, their files are read for it.
+    ``encoders``: include the other components. If they are not loaded, their files are read.
     """
     found = {"base": family.base_facts()["identity"]}
     if encoders and isinstance(family, EncodesWithComponents):
@@ -55,43 +55,43 @@ def require_trained_base(
     refuse: bool = True,
     encoders: bool = True,
 ) -> None:
-    """Compare a base with the one that a run was trained on, by a checkpoint of the run.
+    """Compare a base with the base that a run was trained on, using a checkpoint of the run.
 
-    Called when the base is loaded, it costs nothing for the trained components: their digests are known then.
+    Call it when the base is loaded: the digests of the trained components are known then, so comparing them is free.
 
     Args:
-        checkpoint: of the run; None: it has none.
-        name: of the base, as the recipe has it.
+        checkpoint: the run's checkpoint; None: it has none.
+        name: the base's name in the recipe.
         family: with the base, and the trained components of the run.
         say: receives notices.
-        refuse: another base is refused; else it is a notice.
-        encoders: the components that are not trained count.
+        refuse: raise if the base differs; otherwise send a notice.
+        encoders: compare the components that are not trained, too.
 
     Raises:
         AdapterError: export-other-base.
     """
     if checkpoint is None:
-        say("No checkpoint of the run is here that says which base it was trained on: the base was not compared.")
+        say("No checkpoint here names the base that the run was trained on: the base was not compared.")
         return
     facts, now = checkpoint.facts, identities(family, encoders)
     differing = [key for key in now if key in facts and facts[key] != now[key]]  # earlier checkpoints have no encoders
     if not differing:
         return
     if "base_seals" not in facts:
-        say("The run is of an earlier version, which named bases in another way: the base was not compared.")
+        say("The run was made by an earlier version, which named bases differently: the base was not compared.")
         return
     what = "The files of the base" if "base" in differing else "The files of the base's text encoders or VAE"
     if not refuse:
-        say(f"{what} are not those that this adapter was trained on.")
+        say(f"{what} differ from the files that this adapter was trained on.")
         return
     raise AdapterError(
         "export-other-base",
-        f"{what} are not those that this adapter was trained on.",
+        f"{what} differ from the files that this adapter was trained on.",
         where=f"model.name_or_path: {name}",
-        fix="Put the base back as it was, or set model.revision to the edition that was trained on.",
+        fix="Restore the files of the base, or set model.revision to the revision that was trained on.",
     )
 
 
 def broken(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Sorted keys whose digests differ; keys that only one side has are ignored."""
+    """Sorted keys with different digests; keys that only one side has are ignored."""
     return sorted(key for key in before.keys() & now.keys() if before[key] != now[key])

@@ -83,7 +83,7 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
 
 
 def _watched_batches(watched: Watched, recipe: Recipe, pinned: bool) -> Callable[[], Iterator[Batch]]:
-    """Opens the batches of ``data.watched``, each time from the first one on."""
+    """Return a function that opens the batches of ``data.watched``, always from the first one on."""
     plan, repair = BatchPlan(watched.prepared.held_out, recipe.train.batch_size, 1, 0), watched.prepared.repair
     end = plan.steps_per_epoch
     return lambda: loader(plan, watched.family, watched.workers, 0, end, pin_memory=pinned, repair=repair)
@@ -92,7 +92,7 @@ def _watched_batches(watched: Watched, recipe: Recipe, pinned: bool) -> Callable
 def first_pass(
     start: StartContext, artifacts: Artifacts, trainer: Trainer, compiler: compilation.Compiler | None
 ) -> None:
-    """Measure the memory of a step once, on the largest shape, and change the plan if it does not hold.
+    """Measure the memory of a step once, on the largest shape, and change the plan if the step does not fit.
 
     Compiles the model if there is a compiler.
     """
@@ -126,7 +126,7 @@ def _weights(artifacts: Artifacts) -> FlatWeights:
 
 
 def _forget(weights: FlatWeights, memory: Memory) -> None:
-    """Drop the gradients; allocate or free their buffer as the current plan says."""
+    """Drop the gradients; allocate or free their buffer according to the current plan."""
     weights.keep_gradients(memory.keeps_gradients)
     weights.drop_gradients()
 

@@ -44,7 +44,7 @@ from lora_rocm.rundir.layout import FILE_OF, STATE_FILE, RunDir
 
 @dataclass(frozen=True)
 class Checkpoint(CheckpointRecord):
-    """A checkpoint folder whose files match their checksums."""
+    """A checkpoint folder; all its files match their checksums."""
 
     @property
     def one_bucket_updates(self) -> bool:
@@ -52,7 +52,7 @@ class Checkpoint(CheckpointRecord):
         return bool(self.facts.get("one_bucket_updates", True))
 
     def require_ranks(self, ranks: int) -> None:
-        """Refuse another number of GPUs: the same batch size per GPU would make another effective batch.
+        """Refuse another number of GPUs: with the same batch size per GPU the effective batch would change.
 
         Raises:
             ResumeError: the checkpoint was written with another number of GPUs.
@@ -61,23 +61,23 @@ class Checkpoint(CheckpointRecord):
         if before != ranks:
             raise ResumeError(
                 "resume-gpus-changed",
-                f"The run was made on {count_text(before, 'GPU')}; on {ranks} its batches would have "
+                f"The run was trained on {count_text(before, 'GPU')}; on {ranks} its batches would have "
                 f"{'more' if ranks > before else 'fewer'} samples.",
                 where=str(self.path),
-                fix=f"Use {f'--gpus {before}' if before > 1 else 'one GPU'}, start a new run, or go on all the same "
+                fix=f"Use {f'--gpus {before}' if before > 1 else 'one GPU'}, start a new run, or continue anyway "
                 "with --accept-changes.",
             )
 
     def load_shown(self, adapter: Adapter, section: OptimSection) -> None:
-        """Load into an adapter what users get of this checkpoint: the bits that its run would write.
+        """Load into an adapter the weights that users get from this checkpoint, bit for bit.
 
         Args:
-            adapter: on the CPU, with layers that are sent to no device yet.
+            adapter: on the CPU; its layers have not been sent to a device yet.
             section: the optimizer of the run.
 
         Raises:
             StorageError: see ``part_to_resume``.
-            AdapterError, ResumeError: adapter or optimizer are not those of the checkpoint.
+            AdapterError, ResumeError: adapter or optimizer do not match the checkpoint.
         """
         held, ema = self.part_to_resume("adapter"), self.part_to_resume("ema")
         adapter.load_constants(held)
@@ -85,9 +85,9 @@ class Checkpoint(CheckpointRecord):
         adapter.load(shown_weights(rule_of(section), section, trained, ema, lambda: self.part_to_resume("optimizer")))
 
     def part_to_resume(self, part: str) -> dict[str, Tensor]:
-        """Tensors of a part ("adapter", "ema", "optimizer"), for training on; empty if the run has none.
+        """Tensors of a part ("adapter", "ema", "optimizer") to continue training with; empty if the run has none.
 
-        None of them is what users get: that is ``load_shown``.
+        For the weights that users get, call ``load_shown``.
 
         Raises:
             StorageError: the file cannot be read, or has changed since the checkpoint was validated.
@@ -105,7 +105,7 @@ class Checkpoint(CheckpointRecord):
                 "checkpoint-changed",
                 "A checkpoint changed while it was being read.",
                 where=str(self.path / name),
-                fix="Check the disk, then run the same command again: a damaged checkpoint is passed over.",
+                fix="Check the disk, then run the same command again: a damaged checkpoint is skipped.",
             )
         return safetensors.torch.load(content)
 
@@ -113,7 +113,7 @@ class Checkpoint(CheckpointRecord):
 def save_checkpoint(
     run_dir: RunDir, position: Position, parts: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]
 ) -> Path:
-    """Write a checkpoint. A valid one for the same number of updates is kept as it is.
+    """Write a checkpoint. A valid one for the same number of updates is kept unchanged.
 
     Raises:
         StorageError: the disk is full, or writing is not permitted; older checkpoints are kept.
@@ -135,7 +135,7 @@ def save_checkpoint(
         write_through(temporary / STATE_FILE, sealed(state))
         # Verify, flush, and rename to the final name
         if read_checkpoint(temporary) is None:
-            raise OSError(0, "what was written did not read back the same")
+            raise OSError(0, "the written data did not read back the same")
         fsync_folder(temporary)
         _remove(final)  # a damaged one
         rename(temporary, final)
@@ -148,7 +148,7 @@ def save_checkpoint(
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """The checkpoint in a folder; None if anything in it is damaged, missing or not in the expected form."""
+    """The checkpoint in a folder; None if anything in it is damaged, missing or not in the expected format."""
     try:
         record = read_record(path)
         for name in record.checksums:
@@ -181,7 +181,7 @@ def rotate_checkpoints(run_dir: RunDir, keep_last: int) -> None:
 
 
 def rotate_loras(run_dir: RunDir, keep_last: int | None) -> None:
-    """Delete all LoRA files of checkpoints but the newest ``keep_last``, and their embeddings; None: keep all."""
+    """Keep the newest ``keep_last`` LoRA files of checkpoints (None: all); delete others with their embeddings."""
     for updates, _ in run_dir.checkpoint_loras()[: -keep_last if keep_last else 0]:
         with contextlib.suppress(OSError):  # Windows: it is open; the next rotation tries again
             run_dir.discard_lora(updates)

@@ -1,8 +1,8 @@
 """Class images: regularisation images that the base draws before training (DreamBooth, arXiv 2208.12242, 3.2).
 
-They lie in the cache, in a folder whose name is a hash of all that decides them: the base, its encoders, the prompt,
-the size and the settings of the sampler. The number of an image is its seed and its file's name, and a file is written
-whole, so a run that was stopped goes on with what is missing, and one that wants more draws only those.
+They are in the cache. The folder's name is a hash of everything that determines them: the base, its encoders, the
+prompt, the size and the settings of the sampler. An image's number is its seed and its file name, and files are written
+atomically. So a stopped run continues with the missing images, and a run that needs more images draws only those.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from lora_rocm.train.load_model import choose_memory, load_model
 from lora_rocm.train.preview import png
 
 FOLDER, PHASE = "class-images", "class-images"
-DRAWN_TOGETHER = 8  # then saved, so that a stop loses few of them
+DRAWN_TOGETHER = 8  # images per save, so that a stop loses few of them
 VERSION = 1  # increase it if the same settings would give other images
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The images of one source. folder: where they lie. requests: all of them, in the order of their numbers."""
+    """The images of one source. folder: contains them. requests: one per image, in the order of their numbers."""
 
     folder: Path
     requests: Sequence[PreviewRequest]
@@ -60,7 +60,7 @@ def with_class_images(start: StartContext, family: ModelFamily, encoding: Encodi
         The recipe; sources with a ``class_prompt`` have the folder of their images as ``path``.
 
     Raises:
-        StoppedError: the run was asked to stop; what is drawn stays.
+        StoppedError: the run was asked to stop; the images drawn so far are kept.
         RestartError: "out-of-memory", an image does not fit into memory, not even decoded in tiles.
     """
     recipe, sources = start.recipe, list(start.recipe.data.sources)
@@ -93,7 +93,7 @@ def _wanted(recipe: Recipe, source: ResolvedSource, family: ModelFamily) -> _Wan
 
 
 def _draw(start: StartContext, family: ModelFamily, wanted: Sequence[_Wanted], encoding: Encoding) -> None:
-    """Load the base as a run does, and draw all that is missing without the adapter."""
+    """Load the base as a run does, and draw the missing images without the adapter."""
     missing = [(each, request) for each in wanted for request in each.missing]
     # Encode the prompts
     encoders = [encoder for encoder in family.encoders() if encoder.entry.has_captions]
@@ -127,7 +127,7 @@ def _previews(
     text: Callable[[str], Tensors],
     tiles: bool,
 ) -> tuple[Sequence[Drawn], bool]:
-    """Draw images, decoded in tiles if memory runs out. The returned flag: they were."""
+    """Draw images, decoded in tiles if memory runs out. The returned flag: tiles were used."""
     try:
         return family.preview(model, requests, text, tiles), tiles
     except (RuntimeError, MemoryError) as error:
@@ -144,7 +144,7 @@ def _reporting(start: StartContext) -> Report:
         context.emit(CacheEvent(what=what, done=done, total=total, per_second=round(per_second, 4)))
         context.beat(PHASE)
         if context.should_stop():
-            what = "Stopped while class images are drawn; what is drawn stays."
-            raise StoppedError("stopped", what, **resume_advice("Run again with --resume latest to go on."))
+            what = "Stopped while drawing class images; the images drawn so far are kept."
+            raise StoppedError("stopped", what, **resume_advice("Run again with --resume latest to continue."))
 
     return report

@@ -29,22 +29,22 @@ from lora_rocm.rundir.run_context import RunContext
 How = Literal["regional", "full"]
 Asked = Literal["auto", "off", "regional", "full"]
 USES = 3 * 4  # of each shape, at most: a training pass, a validation pass, a preview; each with texts of 4 lengths
-OFF = "Set runtime.compile to off: this program's own kernels then do what a compiler would do for it."
+OFF = "Set runtime.compile to off: lora-rocm's own kernels then replace the compiler."
 
 
 def how_asked(asked: Asked, device: torch.device, environ: Mapping[str, str] = os.environ) -> How | None:
-    """What to compile; None for nothing. ``auto`` means off.
+    """The parts to compile; None if nothing is compiled. ``auto`` means off.
 
     Our own kernels are faster than compiled blocks (docs/lab/performance.md).
 
     Raises:
-        UserError: "compile-unavailable", compilation is asked for but cannot be used here.
+        UserError: "compile-unavailable", compilation is requested but cannot be used here.
     """
     if asked in ("auto", "off"):
         return None
     reason = None
     if device.type != "cuda":
-        reason = "it is for GPUs, and this run trains on the processor"
+        reason = "it needs a GPU, and this run trains on the processor"
     elif environ.get("TORCHDYNAMO_DISABLE", "") not in ("", "0"):
         reason = (
             "TORCHDYNAMO_DISABLE switches the compiler off (on Windows it is set, see docs/reference/environment.md)"
@@ -136,7 +136,7 @@ class Compiler:
         try:
             yield
         except FailOnRecompileLimitHit as error:
-            what = f"More is compiled than {len(self.shapes)} shapes of samples explain ({self.pieces} pieces)."
+            what = f"{self.pieces} pieces were compiled, more than {len(self.shapes)} shapes of samples need."
             raise _refused("compile-limit", what, error) from error
         except TorchDynamoException as error:
             if device_fault(error) is not None or out_of_memory(error) is not None:
@@ -153,12 +153,12 @@ def for_run(recipe: Recipe, device: torch.device, shapes: Iterable[Shape], conte
 def zero_passes(
     family: ModelFamily, transfer: DeviceTransfer, rows: int, run: Callable[[Tensors, Tensors], object]
 ) -> Callable[[Shape], object]:
-    """A function that runs a micro-batch of zeros of a given shape, for ``Compiler.warm_up``."""
+    """Return a function that runs a micro-batch of zeros of a given shape, for ``Compiler.warm_up``."""
     return lambda shape: run(*send_zeros(family, transfer, shape, rows))
 
 
 def explained(compiler: Compiler | None) -> Any:
-    """``Compiler.explained``; without a compiler a context that does nothing."""
+    """``Compiler.explained``; without a compiler, a context that does nothing."""
     return nullcontext() if compiler is None else compiler.explained()
 
 
@@ -171,7 +171,7 @@ def require_no_offload(compiler: Compiler | None, offloads: bool) -> None:
     if compiler is not None and offloads:
         raise UserError(
             "compile-offload",
-            "Frozen weights have to wait in main memory here, and compiled parts cannot follow them.",
+            "Frozen weights have to be offloaded to main memory here, and compiled parts do not support this.",
             where=f"runtime.compile: {compiler.how}",
             fix="Set runtime.compile to off, or make the step smaller (train.batch_size, data.resolution).",
         )

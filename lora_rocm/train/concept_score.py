@@ -1,12 +1,12 @@
 """A score of whether the concept was learned: are previews made after training closer to the training samples?
 
-Each image becomes a descriptor: its colours, and its edge orientations by place. Its distance is the one to the nearest
-training image. The score is the probability that a preview made after training is closer than one made before (the area
-under the ROC curve: 0.5 means no change, 1.0 means that every one is closer). The control is the same number for
-prompts without the concept. It should stay near 0.5; a score means only as much as it exceeds its control.
+Each image becomes a descriptor: its colours, and its edge orientations by place. Its distance is the distance to the
+nearest training image. The score is the probability that a preview made after training is closer than one made before.
+It is the area under the ROC curve: 0.5 means no change, 1.0 means that every preview is closer. The control is the same
+number for prompts without the concept. It should stay near 0.5; only a score above its control is evidence.
 
-The score is rough: it knows nothing of what an image shows. From n previews it has n * n + 1 values at most, so a few
-previews say little (``report.concept_text``). Texts have no score.
+The score is rough: it does not know the content of an image. With n previews it has at most n * n + 1 values, so a few
+previews prove little (``report.concept_text``). Texts have no score.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Vector = NDArray[np.float64]
 class ConceptScore:
     """score, control: 0..1; control is None without control prompts. distances: mean per group.
 
-    num_previews: of those made after training, without those of control prompts.
+    num_previews: number of previews made after training, without control prompts.
     """
 
     score: float

@@ -27,7 +27,7 @@ class StartContext:
     """The inputs of one start of the worker, before anything is loaded.
 
     Attributes:
-        dtype: of the base model and of autocast.
+        dtype: the dtype of the base model and of autocast.
         settings: the parent's plan for this machine.
         checkpoint: to resume from; None: start at the beginning.
         accept_changes: resume even if recipe, data or base model differ from the checkpoint's.
@@ -56,9 +56,9 @@ class Data:
     """The result of the data phase: items in the caches, and the batch plan over them.
 
     Attributes:
-        kept: data facts from the checkpoint, if training is complete and the images have vanished or changed; there are
+        kept: data facts from the checkpoint, if training is complete and the images have vanished or changed. There are
             no items then.
-        watched: the samples of ``data.watched``, if any are.
+        watched: the samples of ``data.watched``, if there are any.
     """
 
     prepared: Prepared
@@ -73,7 +73,7 @@ class Data:
         return self.prepared.identity() if self.kept is None else self.kept.identity
 
     def facts(self) -> dict[str, str | bool]:
-        """What a checkpoint says of the data, for the next start."""
+        """A checkpoint's facts about the data, for the next start."""
         plan = self.plan
         return {"data": self.identity(), "by_length": plan.by_length, "one_bucket_updates": plan.one_bucket_updates}
 
@@ -89,7 +89,7 @@ def transfer_of(start: StartContext) -> DeviceTransfer:
 
 
 def encoder_placement(start: StartContext, device: torch.device) -> Placement:
-    """A new placement of an encoder on a device; on a GPU with memory of its own one that can stream layers."""
+    """A new placement of an encoder on a device; on a discrete GPU it can stream layers."""
     on = replace(start, device=device)
     if device.type != "cuda" or getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
         return Resident(transfer_of(on))
@@ -104,6 +104,6 @@ def pins(start: StartContext) -> bool:
 
 
 def captures(start: StartContext) -> bool:
-    """Whether passes are captured as graphs. With ``lora.dropout`` they are not: it draws in each."""
+    """Whether passes are captured as graphs. With ``lora.dropout`` they are not: each pass draws random numbers."""
     allowed = start.recipe.runtime.graphs == "auto" and start.settings.graphs
     return start.device.type == "cuda" and allowed and not start.recipe.lora.dropout

@@ -1,4 +1,4 @@
-"""Forecast of what a run will still write, and whether the disk has room for it."""
+"""Forecast of the bytes that a run will still write, compared with the free disk space."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
 
 ENCODED = ("images", "captions")
-"""What encoders produce, as named in the caching progress."""
+"""Outputs of encoders, as named in the caching progress."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of what a run writes.
+    """Sizes of a run's files.
 
-    checkpoint_bytes: weights, their optimizer state, and the average if one is kept. lora_bytes: the LoRA file beside a
-    checkpoint. exports_bytes: all formats of the result.
+    checkpoint_bytes: weights, their optimizer state, and the average if one is kept. lora_bytes: the LoRA file next to
+    a checkpoint. exports_bytes: all formats of the result.
     """
 
     checkpoint_bytes: int
@@ -41,17 +41,17 @@ class Sizes:
 def sizes_of(
     family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts, *state: Mapping[str, Tensor]
 ) -> Sizes:
-    """Sizes of a run's files, from the code that writes them.
+    """Sizes of a run's files, computed by the code that writes them.
 
     Args:
-        family: of the base model.
-        adapter: what is trained.
-        recipe: of the run.
-        facts: of the run's end; their length differs by some digits before.
-        state: the tensors of each file of a checkpoint beside the adapter's.
+        family: the base model's family.
+        adapter: the trained adapter.
+        recipe: the run's recipe.
+        facts: facts at the end of the run; earlier facts are shorter by a few digits.
+        state: the tensors of each other file of a checkpoint.
 
     Raises:
-        AdapterError: export-form: an output format cannot be written.
+        AdapterError: ``export-form``, an output format cannot be written.
     """
     forms = {"kohya", *recipe.formats}
     sizes = {form: writers.size_bytes(form, family, adapter, recipe, facts) for form in sorted(forms)}
@@ -82,7 +82,7 @@ class Room:
     _said: bool = field(default=False, init=False)
 
     def look_ahead(self, updates: int, sizes: Sizes) -> None:
-        """Tell the user, once, if the disk may become full before the end of the run."""
+        """Send a notice, once, if the disk may become full before the end of the run."""
         growth = {saving: self._growth(updates, saving) for saving in (True, False)}
         fullest = {
             saving: states * sizes.checkpoint_bytes + loras * sizes.lora_bytes + (0 if saving else sizes.exports_bytes)
@@ -100,11 +100,11 @@ class Room:
         if told:
             self._said = True
             self.context.notice(
-                f"{told} Free some space meanwhile; a run whose disk is full ends, and can be gone on from."
+                f"{told} Free some space meanwhile. If the disk becomes full, the run ends and can be resumed."
             )
 
     def require_checkpoint(self, updates: int, sizes: Sizes) -> None:
-        """Check that there is room for a checkpoint and its LoRA file beside the existing ones.
+        """Check that there is room for one more checkpoint with its LoRA file.
 
         Raises:
             StorageError: "disk-low"; older checkpoints are kept.
@@ -113,23 +113,23 @@ class Room:
             self.run_dir.checkpoint(updates),
             sizes.checkpoint_bytes + sizes.lora_bytes,
             "a checkpoint and its LoRA file",
-            "Free some space, then run the same command again: it goes on from the checkpoint before. "
-            "A lower output.keep_last keeps fewer of them.",
+            "Free some space, then run the same command again: it continues from the previous checkpoint. "
+            "A lower output.keep_last keeps fewer checkpoints.",
             self.free,
         )
 
     def _saves(self, updates: int) -> int:
-        """Number of checkpoints still to be written, without those that ``output.save_every_minutes`` asks for."""
+        """Number of checkpoints still to be written, without the checkpoints by ``output.save_every_minutes``."""
         every, last = self.recipe.output.save_steps(self.steps_per_epoch), self.max_train_steps
-        if not every:  # nobody knows how many minutes the run takes
+        if not every:  # only by minutes, and nobody knows how long the run takes
             return int(updates < last)
         return max(last // every - updates // every + bool(last % every), 0)
 
     def _growth(self, updates: int, saving: bool) -> tuple[int, int]:
         """Growth of the numbers of checkpoints and of their LoRA files on the disk.
 
-        ``saving``: as the last one is written, which is complete before an old one is deleted; else as the result is
-        written, after that.
+        ``saving``: at the moment when the last one is written, before an old one is deleted; otherwise later, when the
+        result is written.
         """
         saves, keep = self._saves(updates), self.recipe.output.keep_last_loras
         there = len(self.run_dir.list_checkpoints()), len(self.run_dir.checkpoint_loras())
@@ -168,17 +168,17 @@ class CacheRoom:
         entries, written_bytes = self.cache.written.get(kind, (0, 0))
         if entries and kind not in self._said:
             needed = (total - done) * (written_bytes // entries)
-            told = shortage(self.cache.root, needed, f"{total - done} {what} that are still to be cached", self.free)
+            told = shortage(self.cache.root, needed, f"the {total - done} {what} still to be cached", self.free)
             if told:
                 self._said.add(kind)
                 self.context.notice(
-                    f"{told} Free some, or set cache.dir to a folder on another disk; what is cached stays."
+                    f"{told} Free some, or set cache.dir to a folder on another disk; the cached entries are kept."
                 )
         self.context.emit(CacheEvent(what=what, done=done, total=total, per_second=round(per_second, 2)))
         self.context.beat("cache")
         if self.context.should_stop():
             raise StoppedError(
                 "stopped",
-                "Stopped while encoding; what is encoded stays.",
-                **resume_advice("Run again with --resume latest to go on."),
+                "Stopped while encoding; the encoded entries are kept.",
+                **resume_advice("Run again with --resume latest to continue."),
             )

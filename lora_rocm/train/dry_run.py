@@ -1,7 +1,7 @@
-"""Whether a base computes as its configs describe it: everything that a run computes, once, without numbers.
+"""Checks that a base can compute as its configs describe it: runs everything that a run computes once, without numbers.
 
-Encoders and trained components are on PyTorch's meta device, where only shapes, types and arguments count. So a value
-that a library reads in its forward pass, and not when it builds a module, is refused before weights are read.
+Encoders and trained components are on PyTorch's meta device, where only shapes, types and arguments count. Some config
+values are read in the forward pass and not when a module is built; here they are refused before weights are read.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.recipe.schema import Recipe
 
 VERDICTS: dict[str, ModelError | None] = {}
-"""What was found before: a process may look at the same base many times, for each variant of its family."""
+"""Earlier results: a process may inspect the same base many times, once for each variant of its family."""
 SIDE_PX = 256
 NO_NUMBERS = "meta"
-"""In the message of an error that comes from the meta device itself: something reads a number that is not there."""
+"""In the message of an error of the meta device itself: an operation reads a number, and there are none."""
 
 
 @runtime_checkable
 class TakesSource(Protocol):
-    """A family whose base can be given to it."""
+    """A family that can be given its base."""
 
     @property
     def source(self) -> Source:
@@ -51,17 +51,17 @@ class TakesSource(Protocol):
 
 
 class HollowSource(Source):
-    """A base whose components have no weights, and compute on the meta device.
+    """A base without weights: its components compute on the meta device.
 
     Attributes:
-        loaded: the components that were loaded so far.
+        loaded: the components loaded so far.
     """
 
     loaded: list[str]
 
     @classmethod
     def of(cls, source: Source, changed: Mapping[str, Mapping[str, Any]]) -> HollowSource:
-        """Return a base without its weights. ``changed``: component -> the values of its config in place of its own."""
+        """Return a base without its weights. ``changed``: component -> values that replace those in its config."""
         made = cls(**{each.name: getattr(source, each.name) for each in fields(Source) if each.init})
         object.__setattr__(made, "loaded", [])
         made._configs.update({**source._configs, **{name: dict(values) for name, values in changed.items()}})
@@ -101,7 +101,7 @@ class HollowTransfer(DeviceTransfer):
 
 
 class SaysTrue(TorchDispatchMode):
-    """Answers "is it true?" of a tensor without numbers by yes: so transformers' masks take a text for one sequence."""
+    """Makes a tensor without numbers true in a condition, so that transformers' masks treat a text as one sequence."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,16 +113,16 @@ class SaysTrue(TorchDispatchMode):
 
 
 def require_computable(family: ModelFamily, recipe: Recipe) -> None:
-    """Refuse a base whose configs have a value with which its encoders or the trained components cannot compute.
+    """Refuse a base if a value in its configs keeps its encoders or trained components from computing.
 
     An architecture that reads numbers in its forward pass is not judged.
 
     Args:
-        family: of the base.
-        recipe: names the base, and says what of it is trained.
+        family: the base's family.
+        recipe: names the base and its trained components.
 
     Raises:
-        ModelError: config-unfit, or an error of reading a config.
+        ModelError: config-unfit, or an error while reading a config.
     """
     if not isinstance(family, TakesSource) or isinstance(family.source, RandomSource):
         return
@@ -160,9 +160,9 @@ def require_computable(family: ModelFamily, recipe: Recipe) -> None:
         if before is None:
             return
         raise ModelError(before.code, before.what, where=before.where, fix=before.fix)
-    numbers = () if recipe.spec.trains_on_texts else range(len(family.encoders()))  # texts are encoded by no component
+    numbers = () if recipe.spec.trains_on_texts else range(len(family.encoders()))  # no component encodes texts
     try:
-        with torch.no_grad(), Ledger(iter(())), SaysTrue():  # a ledger computes the shapes of equal operations once
+        with torch.no_grad(), Ledger(iter(())), SaysTrue():  # the ledger caches shapes of equal operations
             for number in numbers:
                 _try(source, lambda changed, loaded, at=number: encoded(at, changed, loaded))  # type: ignore[misc]
             _try(source, passed)
@@ -197,7 +197,7 @@ def _blamed(
     run: Callable[[Mapping[str, Mapping[str, Any]], list[str]], None],
     error: BaseException,
 ) -> Any:
-    """Yield the error for the component whose config is to blame, the likeliest first: the last one used."""
+    """Yield the error for the component with the faulty config. The likeliest, the last one used, comes first."""
     explained: list[ModelError] = []
     for name in dict.fromkeys(reversed(loaded)):
         path, values = source.config_path(name), source.config(name).values

@@ -1,7 +1,7 @@
 """Forward and backward pass of one micro-batch, with gradients in the flat buffer. Does not wait for the device.
 
-On a fast GPU a step takes some ten thousand kernel launches, and the host is slower than the device. So, if allowed, a
-pass whose shapes recur is captured as a graph (``train/graphs.py``) and replayed with one launch.
+On a fast GPU a step takes some ten thousand kernel launches, and the host is slower than the device. So, if allowed,
+passes with frequent shapes are captured as graphs (``train/graphs.py``) and replayed with one launch.
 """
 
 from __future__ import annotations

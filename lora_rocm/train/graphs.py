@@ -1,9 +1,9 @@
 """Passes captured as graphs: one per frequent shape, all in one memory pool, each verified before it is used.
 
 The first two passes of a shape are eager. The second is then captured with the inputs of the first, and replayed with
-its own inputs. The graph is used from then on if the replay gives the gradients of the eager pass. This detects a graph
-that has baked in a value, or whose memset nodes do nothing (some ROCm versions). A pass without gradients proves
-nothing, so the check is left to the next one. If capturing fails, the shape stays eager.
+its own inputs. The graph is used from then on if the replay gives the gradients of the eager pass. This detects a
+graph with a baked-in value, or with memset nodes that do nothing (some ROCm versions). A pass without gradients proves
+nothing, so the check then waits for the next pass. If capturing fails, the shape stays eager.
 
 Once MAX_GRAPHS shapes are captured, a shape with TIMES_AS_MANY passes replaces the one with the fewest. The replaced
 graph frees its nodes and static inputs. The memory of its activations stays in the pool, which the others use too: the
@@ -36,17 +36,17 @@ TOLERANCE = 1e-2
 Atomic sums in bf16 differ by some 1e-4, a wrong kernel by 1.
 """
 KIND_TOLERANCE = 0.3
-"""The same for the A, or the B, of all layers: early in a run A's gradients are too small to show in the total."""
+"""The same tolerance for all A or all B matrices: early in a run A's gradients are too small to show in the total."""
 MAX_GRAPHS = 16
 """Maximum number of captured shapes. Each costs some tens of MB for its nodes."""
 TIMES_AS_MANY = 2
-"""A shape replaces a captured one if it has had this many times its passes.
+"""A shape replaces a captured one if it has had this many times as many passes.
 
-So each replacement doubles the passes of a place, and between two releases n passes lead to at most
+So each replacement doubles the passes of a place. Between two releases n passes lead to at most
 MAX_GRAPHS * log2(n) replacements.
 """
 MAX_COUNTED = 256
-"""Maximum number of shapes whose passes are counted. Beyond it the one with the fewest passes is forgotten."""
+"""Maximum number of shapes with counted passes. Beyond it the shape with the fewest passes is forgotten."""
 
 
 class Passed(NamedTuple):
@@ -107,7 +107,7 @@ class Graphs:
     """The captured passes of a run.
 
     Attributes:
-        weights: the weights whose gradients the passes compute.
+        weights: the passes compute their gradients.
         exact: a replay must equal the eager pass bit for bit.
         context: receives a notice if passes are not captured.
         new_capture: makes the capturing object; called once per lifetime of the memory pool.
@@ -122,7 +122,7 @@ class Graphs:
     _seen: dict[Shape, Inputs] = field(default_factory=dict, init=False)  # of shapes to be captured at the next pass
     _capture: Capturing | None = field(default=None, init=False)
     _off: bool = field(default=False, init=False)
-    _full: bool = field(default=False, init=False)  # the user was told that MAX_GRAPHS is reached
+    _full: bool = field(default=False, init=False)  # the notice that MAX_GRAPHS is reached was sent
 
     def run(self, eager: Pass, batch: Tensors, draws: Tensors) -> Passed:
         """Run a pass: replay its graph if its shape is captured, else run it eagerly."""
@@ -160,7 +160,7 @@ class Graphs:
     def _has_place(self, shape: Shape) -> bool:
         """Whether a shape may be captured: there is a free place, or it is frequent enough to replace another.
 
-        If all places are taken, the user is told once.
+        If all places are taken, one notice is sent.
         """
         if self._has_free_place:
             return True
@@ -180,7 +180,8 @@ class Graphs:
     def _second(self, shape: Shape, eager: Pass, first: Inputs, now: Inputs) -> Passed:
         """Run the second pass of a shape eagerly, then capture and verify its graph. Returns the eager results."""
         gradients = self.weights.gradients
-        before_N = gradients.clone() if bool(gradients.any()) else None  # None in the first pass of a step
+        # None in the first pass of a step. The check waits for the device, but only once per captured shape.
+        before_N = gradients.clone() if bool(gradients.any()) else None
         gradients.zero_()
         passed = eager(*now)
         made_N = gradients.clone()
@@ -207,7 +208,7 @@ class Graphs:
     ) -> None:
         """Capture the graph of a shape; keep it if its gradients agree with ``made_N``.
 
-        If all places are taken, the least used graph is dropped before. Allocates nothing of size N, because memory may
+        If all places are taken, the least used graph is dropped first. Allocates nothing of size N, because memory may
         be short.
         """
         least = self._least_used()
@@ -221,12 +222,12 @@ class Graphs:
         if self._agree(passed, again, made_N):
             self.captured[shape] = graph
             if not self._has_free_place:
-                self._seen.clear()  # these shapes may have no place now
+                self._seen.clear()  # there may be no place for these shapes now
             return
         self._off = True
         self.release()
         self.context.notice(
-            "A captured step gave other gradients than the same step launch by launch. All stay uncaptured."
+            "A step replayed as a graph gave other gradients than the same step run eagerly. No steps are captured."
         )
 
     def _let_go_if_unused(self) -> None:
@@ -242,7 +243,7 @@ class Graphs:
         if not self._full:
             self._full = True
             self.context.notice(
-                f"Steps of {MAX_GRAPHS} sizes are captured as graphs. Those of others are not, and run slower."
+                f"Steps of {MAX_GRAPHS} sizes are captured as graphs. Steps of other sizes are not, and run slower."
             )
 
     def _captured(self, eager: Pass, example: Inputs) -> Captured:
@@ -256,7 +257,7 @@ class Graphs:
     def _agree(self, wanted: Passed, found: Passed, wanted_N: Tensor) -> bool:
         """Compare the replay's losses, and its gradients in the buffer, with the eager pass.
 
-        Measures are left out: a share of samples may jump where a loss hardly differs.
+        Measures are not compared: a share of samples may jump where a loss hardly differs.
         Unless ``exact``, it overwrites the gradient buffer with the difference.
         """
         pairs, found_N = zip(wanted[:2], found[:2], strict=True), self.weights.gradients

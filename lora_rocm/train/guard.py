@@ -1,4 +1,4 @@
-"""Checks before anything is written: kernels are right, base and trained state are unchanged, the state is finite."""
+"""Checks before anything is written: kernels are correct, base and trained state unchanged, the state finite."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def look(canary: Canary, updates: int, context: RunContext) -> None:
     """Run the canary once and emit its event.
 
     Raises:
-        CanaryError: kernels give wrong answers, or frozen weights have changed.
+        CanaryError: kernels give wrong results, or frozen weights have changed.
     """
     started = time.perf_counter()
     failure = canary.failure()
@@ -49,8 +49,8 @@ class CacheGuard:
     """Checks kernels, in the encoders' float32, and the encoders' weights while caches are filled.
 
     Attributes:
-        rank: of the recipe's LoRA.
-        updates: made before this start.
+        rank: the rank of the recipe's LoRA.
+        updates: number of updates made before this start.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class CacheGuard:
             CanaryError: see ``look``.
         """
         device = door.transfer.device
-        if device not in self._canaries:  # one canary for all checks: each check asks for other answers than the last
+        if device not in self._canaries:  # one canary for all checks: each check expects other results
             self._canaries[device] = Canary(device, torch.float32, self.rank, door, ENCODERS, ENTRIES_ARE_LOST)
         canary = self._canaries[device]
         canary.placement = door
@@ -79,7 +79,7 @@ class CacheGuard:
 
 @dataclass
 class Guard:
-    """Checks kernels and state, and raises before a file is made from wrong ones."""
+    """Checks kernels and state, and raises before a file is written from wrong results."""
 
     canary: Canary
     optimizer: GatedOptimizer
@@ -90,7 +90,7 @@ class Guard:
         """Run the canary, unless it has passed since the last update.
 
         Raises:
-            CanaryError: kernels give wrong answers, or the base model's weights have changed.
+            CanaryError: kernels give wrong results, or the base model's weights have changed.
         """
         if updates == self._sound_at:
             return
@@ -138,15 +138,16 @@ class Guard:
         parts = {"weight": optimizer.parameters, "average of": optimizer.ema, "optimizer state": optimizer.state()}
         tensors = {f"{part} {name}": tensor for part, found in parts.items() for name, tensor in found.items()}
         finite_K = torch.stack([tensor.detach().isfinite().all() for tensor in tensors.values()])
+        # One transfer, and so one wait, for the flags of all tensors
         bad = [name for name, finite in zip(tensors, finite_K.tolist(), strict=True) if not finite]
         if bad:
             raise NonFiniteError(
                 "state-nonfinite",
                 f"{len(bad)} of {len(tensors)} tensors of the trained state are not finite, so nothing was written; "
-                "the checkpoint before stays valid.",
+                "the previous checkpoint stays valid.",
                 where=f"after {updates} updates: {', '.join(bad[:NAMED])}",
                 **resume_advice(
-                    "Run lora-rocm doctor, then the same command with --resume latest, which goes on from there. "
-                    "If it comes again, lower optim.learning_rate and add --accept-changes."
+                    "Run lora-rocm doctor, then the same command with --resume latest, which continues from it. "
+                    "If this happens again, lower optim.learning_rate and add --accept-changes."
                 ),
             )

@@ -16,11 +16,11 @@ from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.loop import seed_for
 
 VALIDATION_POSITIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Positions in the noise schedule at which the held-out loss is taken; fixed, so that values are comparable."""
+"""Positions in the noise schedule for the held-out loss; fixed, so that values are comparable."""
 
 
 class HeldOut(NamedTuple):
-    """What was found for a sample. share: ``Item.share``."""
+    """Result for a sample. share: ``Item.share``."""
 
     key: str
     loss: float
@@ -34,7 +34,7 @@ class HeldOutLoss:
 
     Attributes:
         measured: (batch, draws), both on the device -> unweighted loss of each sample, float32 [B], and measures.
-        parts: the number of parts that each batch is split into, for a batch trained in parts does not fit here either.
+        parts: each batch is split into this many parts, because a batch trained in parts does not fit here either.
     """
 
     family: ComputesLosses
@@ -46,9 +46,9 @@ class HeldOutLoss:
 
     @torch.no_grad()
     def of(self, batches: Iterable[Batch]) -> list[HeldOut]:
-        """What was found for each sample at each position, in the order of the batches.
+        """Results for each sample at each position, in the order of the batches.
 
-        There is one position if the objective draws nothing.
+        There is one position if the objective draws no noise.
         """
         found = list[HeldOut]()
         for component in self.model.components.values():
@@ -88,4 +88,5 @@ class HeldOutLoss:
         self.transfer.succeeded()
         sent_draws = {name: tensors.pop(name) for name in draws}
         loss_B, measures = self.measured(tensors, sent_draws)
+        # Waits for the device, once per batch: validation is rare
         return loss_B.float().tolist(), {name: value_B.tolist() for name, value_B in measures.items()}

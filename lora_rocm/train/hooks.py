@@ -39,7 +39,7 @@ SCALARS = {
     "validation": ("loss",),
     "watched": ("loss",),
 }
-"""Type of an event -> its fields that TensorBoard and other trackers get, beside the optimizer's and the measures."""
+"""Type of an event -> its fields for TensorBoard and other trackers, without the optimizer's and the measures."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class Save:
 
 @dataclass(frozen=True)
 class Validation:
-    """Mean loss over held-out samples at fixed noise; the training loss of a diffusion model says little.
+    """Mean loss over held-out samples at fixed noise; the training loss of a diffusion model is too noisy.
 
     shown_weights: a context that uses the weights that users get.
-    watched: the family with the objective of ``data.watched``, of which the batches are then.
+    watched: the family with the objective of ``data.watched``; the batches then come from ``data.watched``.
     """
 
     steps: int
@@ -108,10 +108,10 @@ class TensorBoard:
 
     Args:
         folder: receives one file per start.
-        context: receives a notice if writing fails; it is given up then. The library writes in a thread, so the notice
-            may come some events late.
-        telemetry: the supervisor's event file, whose readings of the GPUs are written too; those that it already has
-            were written by an earlier start.
+        context: receives a notice if writing fails, and nothing more is written then. The library writes in a thread,
+            so the notice may come some events late.
+        telemetry: the supervisor's event file; its readings of the GPUs are written too. An earlier start wrote the
+            readings that are already in it.
     """
 
     def __init__(self, folder: Path, context: RunContext, telemetry: Path | None = None) -> None:
@@ -141,7 +141,7 @@ class TensorBoard:
                     writer.add_scalar(name, value, reading.updates)
 
     def _opened(self) -> SummaryWriter | None:
-        """The library's writer, or None if it is not wanted any more. It is imported once there is a number."""
+        """The library's writer, or None after ``close`` or a failure. It is imported once there is a number."""
         if self._writer is None and self._wanted:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -164,8 +164,8 @@ class TensorBoard:
         except OSError as error:
             self._writer, self._wanted = None, False
             self._context.notice(
-                f"No more numbers for TensorBoard: {error.strerror or error} ({self._folder}). Training goes on."
+                f"Logging to TensorBoard stopped: {error.strerror or error} ({self._folder}). Training continues."
             )
         except (ResumeError, StorageError) as error:  # of the supervisor's file
             self._telemetry = None
-            self._context.notice(f"No readings of the GPU for TensorBoard: {error.what} Training goes on.")
+            self._context.notice(f"GPU readings are not logged to TensorBoard: {error.what} Training continues.")

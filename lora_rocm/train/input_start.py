@@ -1,4 +1,4 @@
-"""EVA (arXiv 2410.07170): some batches run through the base before the first step; A starts from the layers' inputs."""
+"""EVA (arXiv 2410.07170): run some batches through the base before the first step; A starts from the layers' inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lora_rocm.train.context import Data, StartContext, pins
 from lora_rocm.train.held_out import HeldOutLoss
 
 BATCHES = 8
-"""Micro-batches that are read: the first ones of training, at the positions and with the noise of a held-out loss."""
+"""Micro-batches to read: the first ones of training, at the positions and with the noise of a held-out loss."""
 PASSES = 2
 
 
@@ -35,10 +35,10 @@ def start_from_inputs(
     data: Data,
     parts: int,
 ) -> None:
-    """Put the directions in which their inputs vary most into the A of the adapter's linear layers.
+    """Initialise A of the adapter's linear layers with the directions of the largest variance of their inputs.
 
-    Does nothing if the recipe asks for another start, and on a resume. The first rank reads, and the others get its
-    values. ``parts``: of a micro-batch, as in training.
+    Does nothing if the recipe chooses another start, and on a resume. The first rank reads, and the others get its
+    values. ``parts``: number of parts of a micro-batch, as in training.
 
     Raises:
         AdapterError: "no-inputs-to-read", no linear layer is adapted.
@@ -52,7 +52,7 @@ def start_from_inputs(
     if not weights:
         raise AdapterError(
             "no-inputs-to-read",
-            "init: eva reads the inputs of linear layers, and none of these is adapted.",
+            "init: eva reads the inputs of linear layers, and no linear layer is adapted.",
             where="lora.init: eva",
             fix="Choose lora.targets with linear layers, such as attention-mlp, or another lora.init.",
         )
@@ -72,8 +72,8 @@ def start_from_inputs(
         others = len(adapter.modules) - len(weights)
         read_text = "1 batch" if count == 1 else f"{count} batches"
         start.context.notice(
-            f"init: eva read {read_text}. The directions that A starts from hold {share:.0%} of the variance of "
-            f"its layers' inputs{f'; {others} convolutions start as by default' if others else ''}."
+            f"init: eva read {read_text}. The initial directions of A cover {share:.0%} of the variance of "
+            f"its layers' inputs{f'; {others} convolutions start with the default init' if others else ''}."
         )
 
     start.world.first("inputs", read)
@@ -84,7 +84,7 @@ def start_from_inputs(
 def _sketched(
     adapter: LoraAdapter, weights: Mapping[str, Tensor], seed: int, run: Callable[[], object]
 ) -> dict[str, InputSketch]:
-    """What the layers are given in ``run``, which is called ``PASSES`` times and does the same each time."""
+    """Sketches of the layers' inputs in ``run``, which is called ``PASSES`` times and does the same each time."""
     sketches = {
         name: new_sketch(inputs, rank, seed, weight.device)
         for name, weight in weights.items()
@@ -101,7 +101,7 @@ def _sketched(
 
 @torch.no_grad()
 def _fill(weights: Mapping[str, Tensor], sketches: Mapping[str, InputSketch]) -> float:
-    """Fill A. Ranks beyond what the inputs span stay as they are. Returns the mean share of the variance."""
+    """Fill A; ranks beyond the span of the inputs stay unchanged. Returns the mean share of the variance."""
     shares = list[float]()
     for name, weight in weights.items():
         try:
@@ -109,7 +109,7 @@ def _fill(weights: Mapping[str, Tensor], sketches: Mapping[str, InputSketch]) ->
         except ValueError as error:
             raise ModelError(
                 "inputs-not-finite",
-                f"A layer of the base is given numbers that are not finite: {name}.",
+                f"The inputs of a layer of the base are not finite: {name}.",
                 where="lora.init: eva",
                 fix="Set train.mixed_precision to bf16 or no, which hold larger numbers than fp16.",
             ) from error
@@ -120,13 +120,13 @@ def _fill(weights: Mapping[str, Tensor], sketches: Mapping[str, InputSketch]) ->
 
 @torch.no_grad()
 def _share(start: StartContext, weights: list[Tensor]) -> None:
-    """Give all ranks the values of the first: a sum to which the others add zeros."""
+    """Send the first rank's values to all ranks: a sum to which the others add zeros."""
     flat_N = torch.cat([weight.flatten() for weight in weights])
     flat_N = flat_N if start.world.is_first else torch.zeros_like(flat_N)
     if bool(start.world.sum_(flat_N, flat_N.new_zeros(1), stamp=0).wrong):
         raise TransferError(
             "sum-wrong",
-            "What the LoRA starts from did not reach all GPUs as it was.",
+            "The LoRA's initial values did not reach all GPUs unchanged.",
             where="lora.init: eva",
             fix="Copies from card to card fail on some boards: set NCCL_P2P_DISABLE=1 and run the same command again.",
         )
@@ -135,24 +135,26 @@ def _share(start: StartContext, weights: list[Tensor]) -> None:
 
 
 WIDTH = 2
-"""Vectors per rank of a layer, kept with their products: 4 x rank x D float32 numbers, 16 bytes per number of A. The
-gradients, moments and activations of a step need more, and are not there yet while inputs are read."""
+"""Vectors per rank of a layer, kept with their products: 4 x rank x D float32 numbers, 16 bytes per number of A.
+
+The gradients, moments and activations of a step need more, and are not allocated yet while inputs are read.
+"""
 SMALLEST = 1e-6
-"""Eigenvalues below this share of the largest one are rounding of float32."""
+"""Eigenvalues below this share of the largest one are rounding errors of float32."""
 
 
 class InputSketch:
     """The covariance of a layer's inputs, times some vectors; float32 on the device of the inputs.
 
     The covariance of D inputs has D x D numbers, too many for a large model. Here a layer keeps its product with
-    W = ``WIDTH`` x rank vectors. The first pass over the data multiplies random vectors, each further pass the
-    orthonormal basis of the last product (subspace iteration), and the leading directions are those of the Nystroem
-    approximation of the last one (arXiv 1607.01404). With W >= D it is exact.
+    W = ``WIDTH`` x rank vectors. The first pass over the data multiplies random vectors. Each further pass multiplies
+    the orthonormal basis of the last product (subspace iteration). The Nystroem approximation of the last product gives
+    the leading directions (arXiv 1607.01404). With W >= D it is exact.
 
     Dimensions: N inputs, D features of an input, W vectors, K directions.
 
     Args:
-        vectors_DW: of the first pass.
+        vectors_DW: the vectors of the first pass.
 
     Attributes:
         count: number of inputs of this pass.
@@ -170,7 +172,7 @@ class InputSketch:
 
     @torch.no_grad()
     def add(self, inputs: Tensor) -> None:
-        """Add inputs [..., D]. Means are taken off each part first, for large ones would cost digits."""
+        """Add inputs [..., D]. Each part's mean is subtracted first, because large means would cost digits."""
         inputs_ND = inputs.reshape(-1, inputs.shape[-1]).float()
         mean_D = inputs_ND.mean(dim=0)
         centred_ND = inputs_ND - mean_D
@@ -184,7 +186,8 @@ class InputSketch:
         self.count = whole
 
     def begin_next_pass(self) -> None:
-        """Go on with the directions found so far, for another pass over the same inputs."""
+        """Continue with the directions found so far, for another pass over the same inputs."""
+        # float64: after some passes the columns are nearly parallel, and float32 would lose the smaller directions
         basis_DW, _ = torch.linalg.qr(self._scatter_DW.cpu().double())
         self.vectors_DW = basis_DW.to(self._scatter_DW)
         self._start_pass()
@@ -193,8 +196,8 @@ class InputSketch:
         """The directions of the largest variance, largest first, and their share of the whole variance.
 
         Returns:
-            Orthonormal rows, float32 [K, D] on the CPU. K is less than ``rank`` where the inputs span less. The entry
-            of largest magnitude is positive in each.
+            Orthonormal rows, float32 [K, D] on the CPU. K is less than ``rank`` if the inputs span less. In each row
+            the entry of largest magnitude is positive.
 
         Raises:
             ValueError: the inputs are not finite.
@@ -214,14 +217,14 @@ class InputSketch:
 
 
 def new_sketch(inputs: int, rank: int, seed: int, device: torch.device) -> InputSketch:
-    """A sketch for layers of a size. The same size and seed give the same vectors: equal inputs, equal directions."""
+    """A sketch for a layer. Equal sizes and seeds give equal vectors, so equal inputs give equal directions."""
     rng = torch.Generator().manual_seed(seed)
     return InputSketch(torch.randn(inputs, min(WIDTH * rank, inputs), generator=rng).to(device))
 
 
 @contextmanager
 def reading(layers: Mapping[str, nn.Module], sketches: Mapping[str, InputSketch]) -> Iterator[None]:
-    """Add the inputs of each call of these layers to the sketches of the same names, inside the context."""
+    """Within this context, add the inputs of each call of these layers to the sketches of the same names."""
 
     def adds_to(sketch: InputSketch) -> Any:
         return lambda layer, args: sketch.add(args[0])

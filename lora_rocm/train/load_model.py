@@ -1,4 +1,4 @@
-"""The base model with its adapter, on the device by the plan of memory."""
+"""Loads the base model with its adapter, and places it on the device according to the memory plan."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from lora_rocm.train.context import StartContext, pins
 
 @runtime_checkable
 class HoldsCodes(Protocol):
-    """A module that computes with codes, whose numbers no other check sees."""
+    """A module that computes with packed codes; no other check sees their numbers."""
 
     def implausible(self) -> Sequence[str]:
-        """Names of its tensors whose codes stand for numbers that no weight has."""
+        """Names of its tensors with implausible codes: they decode to numbers that no weight has."""
         ...
 
 
 def choose_memory(start: StartContext, family: ModelFamily, shapes: Collection[Shape]) -> Memory:
-    """Choose the memory plan, for the largest of these shapes. Blocks are recomputed with the attention of the run."""
+    """Choose the memory plan for the largest of these shapes. Blocks are recomputed with the run's attention."""
     LimitFollower(start.device, start.settings).renew()  # encoding may have taken hours
     largest = max(shapes, key=lambda shape: shape.order)
     how = (start.recipe, family, start.device, start.dtype, start.settings)
@@ -54,9 +54,9 @@ def choose_memory(start: StartContext, family: ModelFamily, shapes: Collection[S
 def load_model(
     start: StartContext, family: ModelFamily, transfer: DeviceTransfer, memory: Memory
 ) -> tuple[LoadedModel, Adapter, TrainingAdapter, bool]:
-    """Load and adapt the model on the CPU, then send it to the device. The returned flag: Triton is used."""
+    """Load and adapt the model on the CPU, then send it to the device. Also return whether Triton is used."""
     recipe = start.recipe
-    compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # made from the unfused modules
+    compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # from the unfused modules
     triton = start.settings.triton and kernel_check.trusted(
         start.device, start.dtype, start.context.notice, memory.kernels
     )
@@ -84,12 +84,13 @@ def load_model(
 
 
 def _require_finite(component: nn.Module, name: str, start: StartContext) -> None:
-    """Check that no weight of a loaded component is NaN, infinite or huge; it takes one read of the weights.
+    """Check that no weight of a loaded component is NaN, infinite or huge; reads the weights once.
 
     Raises:
-        ModelError: one is, in the file or in the precision of the run.
+        ModelError: a weight is, in the file or in the run's precision.
     """
     tensors = (*component.named_parameters(), *component.named_buffers())  # scales of packed layers are buffers
+    # Reduce each weight to three numbers on the device, and read them with one wait
     weights = {path: tensor for path, tensor in tensors if tensor.is_floating_point()}
     finite_N = torch.stack([weight.isfinite().all().to(start.device) for weight in weights.values()])
     found = {path: weight for path, weight in component.named_parameters() if path in weights and weight.numel()}
@@ -102,10 +103,11 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
         if isinstance(module, HoldsCodes)
         for codes in module.implausible()
     ]
+    # Explain the first faulty weight
     if finite_N.all():
         if not huge:
             return
-        path, code, wrong = huge[0], "weights-implausible", "larger than any of a model that works"
+        path, code, wrong = huge[0], "weights-implausible", "larger than in any working model"
         other_file = "Use another file: this one, or its alpha, is damaged."
         other_base = "Download the model again, or use another edition."
     else:
@@ -121,7 +123,7 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
 
 
 def _file_of(component: nn.Module, path: str, recipe: Recipe) -> str | None:
-    """Return the key and the file that a weight beside the base was filled from; None: it is of the base itself."""
+    """Return the key and the file of a weight that is not from the base; None: it is from the base itself."""
     names = path.split(".")
     owners = (component.get_submodule(".".join(names[:count])) for count in range(1, len(names)))
     if "base_layer" in names or not any(isinstance(owner, BaseTunerLayer) for owner in owners):

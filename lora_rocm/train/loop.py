@@ -1,7 +1,7 @@
 """The training loop. It knows no model: the family owns the maths, and hooks own everything that only observes.
 
 One update is queued before the host has read the verdict on the previous one. The verdict already blocks the optimizer
-on the device, so nothing can go wrong in between; the host only learns of it late and goes back.
+on the device, so nothing can go wrong in between. The host only learns late that it has to go back.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ T = TypeVar("T")
 class Verdict(NamedTuple, Generic[T]):
     """The verdict on an update: 0-d tensors on the device while it is queued, numbers on the host.
 
-    The flags are 0 or 1. "Own" is what this rank found; the other values are those of all ranks.
+    The flags are 0 or 1. Unless its comment names this rank, a value is equal on all ranks.
     """
 
     stamp: T  # iteration + 1; a kernel argument, so stale memory cannot pass for the numbers of this update
     loss: T
     grad_norm: T  # before clipping
     blocked: T  # flag: no rank made the update, and the batch is repeated
-    nonfinite: T  # flag: the update was not made, as loss or gradient is not finite
+    nonfinite: T  # flag: the update was not made because loss or gradient is not finite
     loss_scale: T
     own: T  # flag: this rank's batch or trained state has changed
     wrong: T  # flag: the sum over ranks is wrong
@@ -79,7 +79,7 @@ LOGGED = Verdict._fields.index("logged")
 
 
 def pack(verdict: Verdict[Tensor]) -> Tensor:
-    """Return one float64 tensor [scalars + B] on the device; a value that is float64 costs no kernel of its own."""
+    """Return one float64 tensor [scalars + B] on the device; a float64 value needs no conversion kernel."""
     scalars = torch.stack([value.to(torch.float64) for value in verdict.scalars()])
     return torch.cat([scalars, torch.as_tensor(verdict.losses_B)])
 
@@ -93,13 +93,13 @@ def unpack(values: Sequence[float], logged: Iterable[str], measures: Iterable[st
 
 
 def means(sums: Mapping[str, float], weight: float) -> dict[str, float]:
-    """Name -> mean of a measure over samples of this total weight. Those that are not finite are left out."""
+    """Name -> mean of a measure over samples of this total weight. Means that are not finite are omitted."""
     return {name: value / weight for name, value in sums.items() if weight and math.isfinite(value)}
 
 
 @dataclass
 class Pending:
-    """A queued update whose verdict the host has not read."""
+    """A queued update; the host has not read its verdict."""
 
     iteration: int
     samples: list[str]
@@ -123,13 +123,13 @@ class Pending:
             TransferError: the verdict never arrived.
         """
         if self.arrived is not None:
-            self.arrived.synchronize()
+            self.arrived.synchronize()  # the loop's only wait per step; the next batch is usually queued already
         values: list[float] = self.on_host.tolist()
         for _ in range(3):
             verdict = unpack(values, self.logged, self.measures)
             if verdict.stamp == self.iteration + 1:
                 return verdict
-            values = self.on_device.tolist()
+            values = self.on_device.tolist()  # a second, blocking copy: the first one brought old memory
         raise TransferError(
             "verdict-lost",
             "The verdict on an update did not come back from the device.",
@@ -264,10 +264,11 @@ class Trainer:
         return True
 
     def _work(self, batches: Iterator[Batch]) -> Work | None:
-        """Queue all micro-batches of the next update. None: out of memory, to be tried again with less.
+        """Queue all micro-batches of the next update. None: out of memory, to be repeated with a smaller plan.
 
-        With several ranks the others wait for this rank's part, so out of memory gives a ``Work`` that is ``lost``.
+        With several ranks the others wait for this rank's part, so running out of memory gives a ``lost`` ``Work``.
         """
+        # Load and queue the micro-batches
         work = Work()
         try:
             is_last = False
@@ -286,6 +287,7 @@ class Trainer:
             if full is None:
                 raise
             seen = usage(self.model.device)
+        # Out of memory: free it, and change the plan
         self.optimizer.drop_gradients()  # only here: the error's traceback kept the activations alive
         self.engine.release()
         action = self.relief.take(full, seen, self.position.updates)
@@ -295,6 +297,7 @@ class Trainer:
 
     def _forward_backward(self, batch: Batch, work: Work) -> None:
         """Run one micro-batch, or a part of one; the gradient of its weighted sum accumulates."""
+        # Draw noise on the CPU, from one seed per sample: it does not depend on the number of ranks or parts
         work.iteration = batch.iteration
         work.samples += batch.sample_keys
         where = (self.seed, self.position.attempt, batch.iteration)
@@ -303,6 +306,7 @@ class Trainer:
         ).tensors
         if self.dropout:
             self.dropout.draw(seed_for(*where, "dropout", batch.positions[0]))
+        # Send and compute
         tensors, clock = self.transfer.send(
             {**batch.tensors, **draws},
             {**batch.fingerprints, **{name: fingerprint(draw_B) for name, draw_B in draws.items()}},
@@ -315,14 +319,15 @@ class Trainer:
         for name, value in passed.measures.items():
             work.measures.setdefault(name, []).append(value)
         if passed.measures:
-            work.weight += float(batch.tensors["weight"].sum())
+            work.weight += float(batch.tensors["weight"].sum())  # on the CPU, so it does not wait
 
     def _update(self, work: Work) -> Pending:
         """Queue the sum over ranks, the gated optimizer step, and the copy of the verdict to the host.
 
-        All memory that it keeps was allocated before the first step. If memory runs out here anyway, half an update may
-        have been made: the error leaves the loop, and a new start resumes from the last checkpoint.
+        All memory that it keeps was allocated before the first step. If memory runs out here anyway, the update may be
+        half made: the error leaves the loop, and a new start resumes from the last checkpoint.
         """
+        # Collect this rank's part
         updates, iteration = self.position.updates, self.position.iteration
         learning_rate = self.optimizer.learning_rate(updates)
         changed = self.optimizer.state_guard.check()
@@ -435,7 +440,7 @@ class Trainer:
         """Handle an update that was made on no rank and that may succeed if it is repeated.
 
         Raises:
-            TransferError: nothing is left to try.
+            TransferError: no method is left to try.
         """
         where = f"iteration {pending.iteration}, samples {', '.join(pending.samples)}"
         if own and not pending.lost:
@@ -448,8 +453,8 @@ class Trainer:
         if self._wrong_sums >= MAX_WRONG_SUMS:
             raise TransferError(
                 "sum-wrong",
-                f"Gradients of several GPUs were added up wrongly {MAX_WRONG_SUMS} times in a row. Nothing was trained "
-                "on it.",
+                f"Gradients of several GPUs were added up wrongly {MAX_WRONG_SUMS} times in a row. They were not used "
+                "for training.",
                 where=where,
                 **resume_advice(
                     "Copies from card to card fail on some boards: set NCCL_P2P_DISABLE=1, then run the same command "
@@ -470,7 +475,7 @@ class Trainer:
         self.position.nonfinite_in_a_row += 1
         named = f"{', '.join(guilty[:NAMED])} ({len(guilty)} of {len(losses)} samples)"
         here = "the loss of each sample is finite" + (" here, but not on another GPU" if verdict.guilty else "")
-        whose = f"not finite is the loss of {named}" if guilty else here
+        whose = f"the loss of {named} is not finite" if guilty else here
         pending.samples = guilty or pending.samples
         found = f"loss {verdict.loss}, gradient norm {verdict.grad_norm}; {whose}"
         self._incident("nonfinite", pending, found, "update skipped")

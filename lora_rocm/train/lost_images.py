@@ -1,4 +1,4 @@
-"""A run that has made all its updates no longer needs its images: the facts for the export are in the checkpoint.
+"""A run that has made all updates no longer needs its images: the facts for the export are in the checkpoint.
 
 So images that vanish or change between the last update and the export do not cost the result.
 """
@@ -25,7 +25,7 @@ class DataOfCheckpoint:
 
 
 def data_of_checkpoint(checkpoint: Checkpoint | None, recipe: Recipe, num_ranks: int) -> DataOfCheckpoint | None:
-    """The data facts of a run whose training is complete; None if updates remain or the checkpoint lacks facts."""
+    """The data facts of a completely trained run; None if updates remain or the checkpoint lacks facts."""
     if checkpoint is None or any(source.max_batch_size for source in recipe.data.sources):  # its facts name no sources
         return None
     train = recipe.train

@@ -1,4 +1,4 @@
-"""The output files of a run: checkpoints, a LoRA file beside each, previews, the exported result."""
+"""The output files of a run: checkpoints, a LoRA file next to each, previews, the exported result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MAX_CONCEPT_SAMPLES = 200
 
 @dataclass
 class Artifacts:
-    """Writes files from the state of a run. Each file is complete or absent, and is written again after a kill.
+    """Writes files from the state of a run. Each file is complete or absent; after a kill it is written again.
 
     With several ranks only the first writes, after all have verified their kernels and weights; the others wait for it.
     """
@@ -84,7 +84,7 @@ class Artifacts:
 
         Raises:
             CanaryError, StateError, NonFiniteError: see ``Guard``; nothing was written.
-            StorageError: "disk-low", there is no room and nothing was written; or the disk is full or gone.
+            StorageError: "disk-low", there is no space and nothing was written; or the disk is full or gone.
         """
         updates = position.updates
         if read_checkpoint(self.run_dir.checkpoint(updates)) is not None:
@@ -143,7 +143,7 @@ class Artifacts:
         self.preview_again(position.updates)
 
     def preview_before(self) -> None:
-        """Draw the previews without the LoRA, unless they are complete and of these prompts."""
+        """Draw the previews without the LoRA, unless a complete set for these prompts exists."""
         if not self.recipe.sample.prompts or preview.existing(self.run_dir, 0, self.recipe):
             return
         with self.session.phase("preview"), self.adapter.disabled():
@@ -179,18 +179,18 @@ class Artifacts:
         loras = self._checkpoint_loras()
         result: dict[str, Any] = {"updates": position.updates, "exports": exports, "checkpoint_loras": loras}
         if self.recipe.sample.prompts:
-            if self.drawn_at != position.updates:  # those of an earlier start may show other weights
+            if self.drawn_at != position.updates:  # previews of an earlier start may show other weights
                 self.preview(position.updates)
             self.preview_before()  # if memory ran out for them at the start
             before, after = (preview.existing(self.run_dir, at, self.recipe) for at in (0, position.updates))
-            if before is not None and after is not None:  # else memory ran out, and the user was told
+            if before is not None and after is not None:  # else memory ran out, and a notice was sent
                 if self.recipe.spec.preview != "text":
                     preview.before_after(self.run_dir, before, after, self.recipe)
                     result |= self._concept(before, after)
         write_json(self.run_dir.result, result, self.run_dir.path)
 
     def shown_weights(self) -> AbstractContextManager[None]:
-        """A context that uses the weights that users get: the average, if there is one."""
+        """Within this context the model has the weights that users get: the average, if there is one."""
         shown = self.optimizer.shown()
         return nullcontext() if shown is self.optimizer.parameters else self.adapter.using(shown)
 
@@ -252,15 +252,15 @@ class Artifacts:
         if changed:
             raise ExportError(
                 "export-changed",
-                "An exported file does not hold any more what was written a moment ago.",
+                "An exported file has changed since it was written a moment ago.",
                 where=str(self.run_dir.path / changed[0]),
-                fix="Check the disk, then run the same command again: the file is made again from the last checkpoint.",
+                fix="Check the disk, then run the same command again: the last checkpoint is exported again.",
             )
         self.session.context.emit(ExportEvent(**told))
         return {**told, "files": [digest.to_json() for digest in written]}
 
     def _checkpoint_loras(self) -> list[dict[str, Any]]:
-        """Digests of the LoRA files beside the checkpoints; for those that this start wrote, as they were written."""
+        """Digests of the checkpoints' LoRA files; for files that this start wrote, the digests at writing."""
         found = []
         for _, path in self.run_dir.checkpoint_loras():
             self.session.context.beat("export")
@@ -268,9 +268,7 @@ class Artifacts:
             there = FileDigest.of_file(self.run_dir, name)
             meant = next((digest for digest in reversed(self._written) if digest.path == name), there)
             if there != meant:
-                self.session.context.notice(
-                    f"{name} is not what was written: it was damaged or changed. Do not use it."
-                )
+                self.session.context.notice(f"{name} was damaged or changed after it was written. Do not use it.")
             found += [meant.to_json()] if meant is not None else []
         return found
 
@@ -281,7 +279,7 @@ class Artifacts:
             with suppress(DataError):  # it may be gone since it was encoded; the score works without it
                 training.append(load_image(self.prepared.samples[index]))
         if not training:
-            self.session.context.notice("No concept score: none of the training images can be read any more.")
+            self.session.context.notice("No concept score: none of the training images can still be read.")
             return {}
         previews = self.recipe.sample
         controls = previews.images_per_prompt * len(previews.control_prompts)

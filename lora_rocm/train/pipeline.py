@@ -52,9 +52,9 @@ from lora_rocm.train.usable import require_startable, require_usable
 from lora_rocm.train.watched import prepare_watched
 
 RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not change."
-DATA_DIFFER = "The training data are not those of the checkpoint: samples, captions, or the encoders that encode them."
-BASE_DIFFERS = "The base model is not that of the checkpoint."
-ADAPTER_DIFFERS = "The training adapter (model.training_adapter) is not that of the checkpoint."
+DATA_DIFFER = "The training data differ from the checkpoint's: samples, captions, or the encoders that encode them."
+BASE_DIFFERS = "The base model differs from the checkpoint's."
+ADAPTER_DIFFERS = "The training adapter (model.training_adapter) differs from the checkpoint's."
 
 
 def find_checkpoint(session: Session, chosen: Path | None) -> Checkpoint | None:
@@ -75,7 +75,7 @@ def find_checkpoint(session: Session, chosen: Path | None) -> Checkpoint | None:
         return checkpoint
     found, damaged = latest_valid(run_dir)
     for path in damaged:
-        session.context.notice(f"The checkpoint {path.name} is damaged and was passed over.")
+        session.context.notice(f"The checkpoint {path.name} is damaged and was skipped.")
     return found
 
 
@@ -94,7 +94,7 @@ def train(start: StartContext) -> tuple[bool, int]:
         checkpoint.require_ranks(start.world.size)
     # Caches, then base model, adapter and optimizer
     with session.phase("cache"):
-        if checkpoint is None:  # a run that goes on has computed with its base before
+        if checkpoint is None:  # a resumed run has computed with its base before
             start.world.first("the base", lambda: _require_trainable(start, family))
         data = start.world.in_turn("caches", lambda: prepare_data(start, family))
         start.world.require_same("the training data", {"samples": data.identity()})
@@ -104,8 +104,8 @@ def train(start: StartContext) -> tuple[bool, int]:
     finished = position.updates >= data.max_train_steps  # only the result is missing
     if position.updates > data.max_train_steps:
         start.context.notice(
-            f"The checkpoint is of step {position.updates}, beyond the "
-            f"{count_text(data.max_train_steps, 'step')} of the recipe: the result is that of the checkpoint."
+            f"The checkpoint was written at step {position.updates}, beyond the recipe's "
+            f"{count_text(data.max_train_steps, 'step')}: the result is exported from the checkpoint."
         )
     if finished:
         data.workers.close()
@@ -120,7 +120,7 @@ def train(start: StartContext) -> tuple[bool, int]:
 
 
 def _require_trainable(start: StartContext, family: ModelFamily) -> None:
-    """Refuse a base or a LoRA file with which no run computes. The verdict is the same in each rank."""
+    """Refuse a base or a LoRA file that cannot be trained with. All ranks come to the same verdict."""
     base = require_usable(family, start.recipe)
     require_startable(family, start.recipe, base.skeletons, start.dtype)
 
@@ -159,7 +159,7 @@ def _fit(start: StartContext, data: Data, position: Position, artifacts: Artifac
 
 
 def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifacts, Position]:
-    """Put base model, adapter and optimizer on the device, restore the checkpoint, and check the kernels."""
+    """Place base model, adapter and optimizer on the device, restore the checkpoint, and check the kernels."""
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     # Model, adapter and optimizer
     transfer = transfer_of(start)
@@ -187,7 +187,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
         seals = _require_same_base_and_data(start, data, family, checkpoint, seals)
         position = _restore(checkpoint, transfer, adapter, optimizer)
     start.world.require_same("the base model", {"base model": family.base_facts()["identity"], **seals})
-    if start.world.is_first:  # only when nothing can be refused any more
+    if start.world.is_first:  # only when nothing can be refused later
         accept(session.run_dir)
         if checkpoint is not None:
             discard_newer(session.run_dir, position.updates)
@@ -247,10 +247,10 @@ def prepare_data(start: StartContext, family: ModelFamily) -> Data:
         prepared = prepare(with_class_images(start, family, encoding), family, encoding)
         if prepared.identity() == kept.identity:
             return data_of(start, family, cache, prepared)
-        start.context.notice("The training data are not those of the checkpoint, but training is complete.")
+        start.context.notice("The training data differ from the checkpoint's, but training is complete.")
         prepared = replace(prepared, items=(), held_out=(), facts=kept.facts)
     except DataError as error:
-        start.context.notice(f"{error.what} Training is complete, and needs the data no more.")
+        start.context.notice(f"{error.what} Training is complete and no longer needs the data.")
         prepared = prepare(recipe, family, encoding, kept.facts)
     return _without_items(start, family, cache, prepared, kept)
 
@@ -314,17 +314,17 @@ def _runtime(start: StartContext) -> RuntimeSection:
 def _require_same_base_and_data(
     start: StartContext, data: Data, family: ModelFamily, checkpoint: Checkpoint, seals: Seals
 ) -> Seals:
-    """Refuse a checkpoint that was made from something else; return the base seals for the next checkpoint.
+    """Refuse a checkpoint with another base, data or recipe; return the base seals for the next checkpoint.
 
     Raises:
-        ResumeError: recipe, data or base model are not those of the checkpoint.
+        ResumeError: recipe, data or base model differ from the checkpoint's.
     """
     facts, before = checkpoint.facts, checkpoint.facts.get("base_seals")
     compared = [("recipe", fingerprint(start.recipe), RECIPE_DIFFERS)]
     if before is None:
         start.context.notice(
-            "The checkpoint is of an earlier version, which named base and images in another way: whether they are "
-            "the same was not looked at."
+            "The checkpoint was written by an earlier version, which named base and images differently: whether they "
+            "are the same was not checked."
         )
     else:
         compared += [("data", data.identity(), DATA_DIFFER), ("base", family.base_facts()["identity"], BASE_DIFFERS)]
@@ -338,7 +338,7 @@ def _require_same_base_and_data(
                 f"resume-{key}-changed",
                 what,
                 where=f"{checkpoint.path}{more}",
-                fix="Undo the change, start a new run, or go on all the same with --accept-changes.",
+                fix="Undo the change, start a new run, or continue anyway with --accept-changes.",
             )
     return seals if found else {**(before or {}), **seals}
 

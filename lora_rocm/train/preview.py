@@ -21,15 +21,15 @@ MARGIN_PX = 6
 LABEL_PX = 16
 GRID_TILE_PX = 320
 ENDINGS = {"image": "png", "video": "png", "text": "txt"}  # by FamilySpec.preview
-REQUESTS_FILE = "requests.json"  # beside the previews of a round: the requests that they were made from
+REQUESTS_FILE = "requests.json"  # next to the previews of a round: the requests that they were drawn from
 MAX_REQUESTS_BYTES = 1 << 24
-FRAME_MS = 62  # 16 frames a second
+FRAME_MS = 62  # 16 frames per second
 
 
 def requests_of(recipe: Recipe) -> list[PreviewRequest]:
     """Requests for the recipe's prompts, then for its control prompts; the seed counts up over all of them.
 
-    A prompt with a seed of its own counts from there.
+    A prompt with its own seed counts from there.
     """
     sample, requests = recipe.sample, []
     for number, (_, _, preview) in enumerate(sample.numbered()):
@@ -52,7 +52,7 @@ def draw(
 
     ``scaled(strength)`` changes the strength of the LoRA inside the context.
 
-    Those of an older round are deleted. The requests are written last, so that an interrupted round does not look
+    Previews of an older round are deleted. The requests are written last, so that an interrupted round does not look
     complete.
     """
     requests, folder = requests_of(recipe), run_dir.samples_at(updates)
@@ -74,7 +74,7 @@ def draw(
 
 
 def existing(run_dir: RunDir, updates: int, recipe: Recipe) -> list[Path] | None:
-    """Paths of a round's previews; None unless it is complete and of these prompts and settings."""
+    """Paths of a round's previews; None unless it is complete and was drawn with these prompts and settings."""
     requests, folder = requests_of(recipe), run_dir.samples_at(updates)
     try:
         drawn = parse_json(read_plain(folder / REQUESTS_FILE, MAX_REQUESTS_BYTES))
@@ -119,7 +119,7 @@ def content_of(preview: Drawn) -> bytes:
 
 
 def png(image: Image.Image, more: Sequence[Image.Image] = ()) -> bytes:
-    """Encode an image as PNG; with ``more`` frames behind it, which viewers without animation do not show."""
+    """Encode an image as PNG, followed by ``more`` frames, which viewers without animation do not show."""
     buffer = BytesIO()
     how = {"save_all": True, "append_images": more, "duration": FRAME_MS, "loop": 0} if more else {}
     image.save(buffer, format="PNG", **how)

@@ -29,7 +29,7 @@ class Session:
 
     Args:
         run_dir: locked by this process.
-        watch_parent: leave when standard input ends.
+        watch_parent: exit when standard input ends.
         stacks_after_s: activity -> seconds of silence after which the stacks of all threads are written
             (``supervisor.hang_detection.Limits.stacks_after_s``); None: never.
         rank: of this process; each rank has its own files.
@@ -40,7 +40,7 @@ class Session:
     ) -> None:
         self.run_dir, self.rank = run_dir, rank
         self._phases = ["start"]
-        self._under_way = set[str]()  # phases of BEGINNINGS whose slow beginning is over
+        self._under_way = set[str]()  # phases of BEGINNINGS that are past their slow beginning
         self._heartbeat = HeartbeatWriter(run_dir.heartbeat(rank))
         self._stacks = Stacks(run_dir.stacks(rank), stacks_after_s) if stacks_after_s is not None else None
         self.beat("start")
@@ -70,7 +70,7 @@ class Session:
             self._stacks.put_off(BEGINNINGS.get(now, now) if now not in self._under_way else now)
 
     def close(self) -> None:
-        """Close the files, and what ``at_close`` holds; nothing is reported or watched after that."""
+        """Close the files and everything in ``at_close``; nothing is reported or watched after that."""
         self.at_close.close()
         self.events.close()
         self._heartbeat.close()
@@ -95,7 +95,7 @@ class Session:
             pass
         self._orphaned.set()
         time.sleep(ORPHAN_GRACE_S)
-        os._exit(MachineError.exit_code)  # a step that does not end must not hold the directory forever
+        os._exit(MachineError.exit_code)  # a step that does not end must not lock the directory forever
 
 
 class Stacks:

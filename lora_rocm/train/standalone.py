@@ -34,7 +34,7 @@ def start_device(recipe: Recipe) -> tuple[torch.device, Settings]:
 
 
 def open_transfer(device: torch.device, settings: Settings) -> DeviceTransfer:
-    """A new transfer to the device, whose allocator is held to what is free now: reading a model takes long."""
+    """A new transfer to the device. Limits the allocator to the memory that is free now: reading a model takes long."""
     LimitFollower(device, settings).renew()
     pin = device.type == "cuda" and settings.pin_memory
     return DeviceTransfer(device, pin=pin, heap_copy=settings.heap_copy)

@@ -1,7 +1,7 @@
-"""The encoder of what the model says of each sample before the first step, for objectives that compare with that.
+"""Encodes the model's output for each sample before the first step, for objectives that compare with it.
 
-The base is loaded once more for it, with the adapters as training starts. Its entries are cached like all others: a run
-whose samples are all in the cache does not load it.
+The base is loaded once more for this, with the adapters' initial weights. The entries are cached like all others: if
+all samples are in the cache, the base is not loaded.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ENCODING_VERSION = 1  # increase it if the same model would give other tensors
 
 
 def start_encoders(recipe: Recipe, family: ModelFamily, dtype: torch.dtype) -> tuple[Encoder, ...]:
-    """The encoder of what the model says at the start, if the recipe's objective compares with it.
+    """The encoder of the model's initial outputs, if the recipe's objective compares with them.
 
     Args:
-        recipe: names the base and what the adapters start from.
+        recipe: names the base and the adapters' initial weights.
         family: the recipe's family.
-        dtype: of the base model in training.
+        dtype: the base model's dtype in training.
     """
     entry = family.start_entry if isinstance(family, ComparesWithStart) else None
     return () if entry is None else (StartEncoder(recipe, family, entry, dtype),)
@@ -51,7 +51,7 @@ class StartEncoder:
         """Identity of base, adapters, precision and tokens.
 
         Raises:
-            AdapterError: a file that an adapter starts from is missing.
+            AdapterError: a file with an adapter's initial weights is missing.
         """
         parts = [self.family.base_facts()["identity"], self.recipe.model.quantization, str(self.dtype)]
         parts += [encoder.fingerprint for encoder in self.family.encoders()]
@@ -73,7 +73,7 @@ class StartEncoder:
         return lambda inputs: family.at_start(model, inputs, door)
 
     def _loaded(self, door: Placement) -> LoadedModel:
-        """The model as training starts, on the door's device."""
+        """The model as training starts, on the placement's device."""
         recipe, model = self.recipe, self.family.load(self.dtype, torch.device("cpu"))
         if recipe.lora.init_from is not None or recipe.model.training_adapter is not None:
             inject(self.family, model, recipe.lora, recipe.train.seed)

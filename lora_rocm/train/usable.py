@@ -1,7 +1,7 @@
-"""Whether a run can start: one judgement for ``check``, ``inspect`` and ``train``.
+"""Decides whether a run can start: one judgement for ``check``, ``inspect`` and ``train``.
 
-Of a base it is ``ModelFamily.examine`` with what a run makes of the base before it loads weights. Of adapters
-``inspect``, which knows no recipe, asks the part that concerns a file alone (``model_files.adapter_contents``).
+A base is judged by ``ModelFamily.examine`` and by the steps that a run takes before it loads weights. For adapters
+``inspect`` has no recipe, so it uses the part that concerns a file alone (``model_files.adapter_contents``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lora_rocm.train.dry_run import TakesSource, require_computable
 class Base:
     """A base that can be trained on.
 
-    files: all that it consists of. skeletons: its components without weights. token_limits: of its text encoders.
+    files: all its files. skeletons: its components without weights. token_limits: the limits of its text encoders.
     """
 
     files: Sequence[Path]
@@ -45,7 +45,7 @@ class Base:
 
 
 def require_usable(family: ModelFamily, recipe: Recipe) -> Base:
-    """Examine the base of a recipe, from configs, headers, tokenizers and small tensors alone.
+    """Examine a recipe's base from its configs, headers, tokenizers and small tensors alone.
 
     Raises:
         ModelError: it is missing, damaged, of another family, or cannot be trained on.
@@ -84,7 +84,7 @@ def _of_variant(path: Path, spec: FamilySpec, variant: str | None, registry: Reg
 
 
 def _of_part(family: ModelFamily) -> Judged:
-    """Judge what a file holds; the components that it lacks are asked for."""
+    """Judge a file with some of the components; the notices ask for the missing ones."""
     assert isinstance(family, LatentFamily)
     whole = tuple(family.layout.parts)
     family.partly = True
@@ -102,13 +102,13 @@ def require_startable(
     dtype: torch.dtype,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Path]:
-    """Put the recipe's adapters into the model on the meta device. Returns the files that were read for them.
+    """Attach the recipe's adapters to the model on the meta device. Returns the files that were read for them.
 
     Args:
-        family: of the base.
+        family: the base's family.
         recipe: names targets and files.
         skeletons: components of the base without weights; they are changed.
-        dtype: in which the model computes.
+        dtype: the model's compute dtype.
         say: receives notices.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The samples of ``data.watched``: prepared as held-out samples of a recipe of their own, for the model in training."""
+"""The samples of ``data.watched``: prepared as held-out samples of a separate recipe, for the model in training."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lora_rocm.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Watched:
-    """Samples whose loss is taken and that are never trained on.
+    """Samples for measuring the loss; they are never trained on.
 
-    family: the run's, with the objective of these samples.
+    family: the run's family, with the objective of these samples.
     """
 
     family: ModelFamily
@@ -36,6 +36,6 @@ def prepare_watched(recipe: Recipe, encoding: Encoding) -> Watched | None:
     for notice in prepared.notices:
         context.notice(f"data.watched: {notice}")
     for problem in prepared.set_aside:
-        context.notice(f"data.watched, set aside: {problem.where}: {problem.what} {problem.fix}".rstrip())
+        context.notice(f"data.watched, skipped: {problem.where}: {problem.what} {problem.fix}".rstrip())
     runtime = recipe.runtime.model_copy(update={"workers": 0})
     return Watched(family, prepared, open_workers(encoding.cache, prepared.entries, runtime, context))

@@ -1,7 +1,7 @@
 """The training child process: ``python -m lora_rocm.train.worker RUN_DIR``. It only composes the parts and runs them.
 
 All its input is in the run directory, and its output goes there. Standard input is a pipe from the parent: when it
-ends, the parent is gone, and the worker saves and leaves.
+ends, the parent is gone, and the worker saves and exits.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from lora_rocm.train.checkpoint import Checkpoint
 
 IMPORTS_MORE = True
-"""``main`` imports packages, too, and says when it has (``foundation.packages.imported``)."""
+"""``main`` imports packages, too, and reports when it has (``foundation.packages.imported``)."""
 ORPHAN_LOCK_WAIT_S = 60.0
 PACKAGES = ("diffusers", "peft", "transformers", "triton", "triton-rocm", "pytorch-triton-rocm", "triton-windows")
-"""Packages besides torch that a step depends on. Triton has another name in some wheels of torch."""
+"""Packages other than torch that a step depends on. Triton has another name in some wheels of torch."""
 
 
 def main(arguments: list[str] | None = None, registry: Registry = PRODUCT) -> int:
@@ -60,10 +60,10 @@ def main(arguments: list[str] | None = None, registry: Registry = PRODUCT) -> in
     parser.add_argument("--accept-changes", action="store_true", help="resume although the data changed")
     parser.add_argument("--attempt", type=int, default=0, help="draw other noise than attempts with lower numbers")
     parser.add_argument(
-        "--stacks-after", type=json.loads, help="JSON: phase -> write all stacks down after so many seconds of silence"
+        "--stacks-after", type=json.loads, help="JSON: phase -> seconds of silence after which all stacks are written"
     )
     parser.add_argument("--began", type=float, help="when the command began, in seconds since the epoch")
-    parser.add_argument("--recipe", type=Path, help="this recipe, not that of the run directory (torchrun)")
+    parser.add_argument("--recipe", type=Path, help="this recipe, not the run directory's (torchrun)")
     options = parser.parse_args(arguments)
     run_dir = RunDir(options.run_dir)
     session: Session | None = None
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None, registry: Registry = PRODUCT) -> in
 def _explained(error: Exception, run_dir: RunDir, me: Rank) -> LoraRocmError:
     unknown = MachineError(
         "internal",
-        f"The training process met an error that it does not know: {type(error).__name__}: {error}",
+        f"The training process failed with an unexpected error: {type(error).__name__}: {error}",
         where=f"traceback in {run_dir.log_of(me.rank)}",
         **resume_advice("Please report it with that log attached. Then run the same command with --resume latest."),
     )
@@ -171,7 +171,7 @@ def _require_same(world: World, recipe: Recipe, dtype: torch.dtype, checkpoint: 
     place = f"{checkpoint.path.name} {checkpoint.digest}" if checkpoint else "the beginning"
     world.require_same("the recipe", values)
     versions = {"lora-rocm": __version__, "torch": torch.__version__, **versions_of(PACKAGES)}
-    world.require_same("software", {**versions, "precision": str(dtype)})  # a package of one rank alone differs, too
+    world.require_same("software", {**versions, "precision": str(dtype)})  # also if only one rank has a package
     world.require_same("the run directory", {"what they go on from": place})
 
 

@@ -1,1 +1,1 @@
-"""Where frozen weights live: one protocol, and a class per answer."""
+"""Placements of frozen weights: one protocol, and a class per kind of placement."""

@@ -19,7 +19,7 @@ from lora_rocm.device.host_threads import threads_of_one_core
 from lora_rocm.device.transfer import GROUP_BYTES, HOST_THREADS, DeviceTransfer, groups_alike, whole_fingerprints
 
 Ask = Callable[[Sequence[Tensor], int], Tensor]
-"""Computes fingerprints of tensors on the device, as ``whole_fingerprints``."""
+"""Computes fingerprints of tensors on the device, like ``whole_fingerprints``."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class Sent:
 
 
 class Placement(Protocol):
-    """Where frozen weights live.
+    """The location of frozen weights.
 
-    What stays on the device is compared by ``changed``. What is fetched for use is compared at every fetch, and a
+    ``changed`` compares the weights that stay on the device. Weights fetched for use are compared at every fetch; a
     difference sets ``transfer.bad``.
     """
 
     @property
     def transfer(self) -> DeviceTransfer:
-        """Copies to the device, and holds the verdict on what was fetched."""
+        """Copies to the device, and has the verdict on fetched weights."""
 
     def place(self, module: nn.Module, component: str) -> None:
         """Send a module's weights; each is compared with its bytes on the host before use.
@@ -51,7 +51,7 @@ class Placement(Protocol):
         """
 
     def fetch(self, block: nn.Module) -> None:
-        """Make the frozen weights of a block ready for use on the device. It does not synchronise."""
+        """Prepare the frozen weights of a block for use on the device. It does not synchronise."""
 
     def release(self, block: nn.Module) -> None:
         """The weights of a block are not used until they are fetched again."""
@@ -63,7 +63,7 @@ class Placement(Protocol):
         """The frozen tensors that stay on the device, by name."""
 
     def changed(self, ask: Ask = whole_fingerprints) -> list[str]:
-        """Names of frozen tensors on the device whose bytes have changed; synchronises once."""
+        """Names of frozen tensors on the device with changed bytes; synchronises once."""
 
     def bytes_on_device(self) -> int:
         """Bytes of frozen weights that the device holds, memory for fetched ones included."""
@@ -84,7 +84,7 @@ class Resident:
         self.send(module, component)
 
     def send(self, module: nn.Module, component: str, staying: Collection[int] = ()) -> None:
-        """As ``Placement.place``. Tensors whose ``id`` is in ``staying`` are fingerprinted, but not moved."""
+        """As ``Placement.place``. Tensors with an ``id`` in ``staying`` are fingerprinted, but not moved."""
         named = {f"{component}.{path}": t for path, t in (*module.named_parameters(), *module.named_buffers())}
         names, tensors = list(named), list(named.values())
         alike = groups_alike(tensors, GROUP_BYTES[self.transfer.device.type == "cuda"])
@@ -108,7 +108,7 @@ class Resident:
                 del moving  # frees the host's copies before the next group is waited for
 
     def give_up(self, ids: Collection[int]) -> None:
-        """Stop looking after tensors with these ``id``s: they leave the device."""
+        """Forget the tensors with these ``id``s, because they leave the device."""
         self._here = {name: tensor for name, tensor in self._here.items() if id(tensor) not in ids}
 
     def fetch(self, block: nn.Module) -> None:
@@ -129,7 +129,7 @@ class Resident:
         salt = self.transfer.next_salt()  # so that an old result cannot pass
         found_K = ask(list(self._here.values()), salt)
         self.transfer.checks += len(self._here)
-        pairs = zip(self._here, found_K.tolist(), strict=True)
+        pairs = zip(self._here, found_K.tolist(), strict=True)  # one wait for all tensors
         return [name for name, found in pairs if found != self._sent[name].fingerprint ^ salt]
 
     def bytes_on_device(self) -> int:

@@ -1,10 +1,10 @@
 """A placement that keeps the frozen weights of blocks in main memory, and fetches them one block ahead of their use.
 
 The blocks are recomputed in the backward pass (``families.common.recompute``): each is used twice per pass, forward and
-backward. A block's weights are one piece of pinned memory, copied at once on a stream of their own into one of two
-slots on the GPU. A slot is overwritten only after the device has finished all work queued before, which includes the
-work that used it: the forward pass of a block is queued before the next block is entered, and so is its backward pass,
-because autograd runs in reverse order of the forward pass.
+backward. A block's weights are one piece of pinned memory, copied at once on a separate stream into one of two slots
+on the GPU. A slot is overwritten only after the device has finished all work queued before, including the work that
+used it. That is enough: the forward pass of a block is queued before the next block is entered, and so is its backward
+pass, because autograd runs in reverse order of the forward pass.
 
 Every fetch is compared on the device with the fingerprint taken on the host. A difference sets the transfer's sticky
 verdict (``DeviceTransfer.bad``): nothing synchronises, and no update uses the data.
@@ -27,7 +27,7 @@ from lora_rocm.planning.step_cost import SLOTS
 
 ARENA_BYTES = 2**30
 ALIGNMENT_BYTES = 256
-"""Alignment of each tensor, as matrix products need it."""
+"""Alignment of each tensor, required by matrix products."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,19 @@ def copy_into(place: Tensor, source: Tensor) -> None:
 
 
 class Offloaded(Resident):
-    """Keeps all weights on the device except for those of some blocks. Implements ``Placement``.
+    """Keeps all weights on the device except for some blocks' weights. Implements ``Placement``.
 
     Fusing may merge weights into new memory. So they move to main memory in two steps: ``place`` does not send them,
     and ``hold`` packs them once the modules are fused.
 
     Args:
         transfer: gives the device.
-        blocks: gives the blocks in forward order. Asked by ``place`` and by ``hold``: fusing may replace modules, and a
-            plan of memory may change.
+        blocks: gives the blocks in forward order. Called by ``place`` and by ``hold``: fusing may replace modules, and
+            a memory plan may change.
         pin, copy: see ``Offload``.
 
     Attributes:
-        offload: fetches the blocks that are held; None: no block is.
+        offload: fetches the blocks in main memory; None: no block is there.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Offloaded(Resident):
             self.offload = Offload(blocks, self, self._pin, self._copy)
 
     def close(self) -> None:
-        """Leave the weights in main memory, and fetch them no more."""
+        """Leave the weights in main memory, and stop fetching them."""
         if self.offload is not None:
             self.offload.close()
             self.offload = None
@@ -169,7 +169,7 @@ class Offload:
         self._trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
         self._returns = [False] * len(blocks)  # whether the backward pass will enter a block
         for place in self._places[:1]:
-            whole_fingerprint(place)  # makes the table, whose address captured graphs keep
+            whole_fingerprint(place)  # creates the table: captured graphs keep its address
         self._table = position_table(device)
         # Hooks that fetch and check the weights.
         self._handles = [
@@ -269,6 +269,7 @@ class Offload:
             self._copy(target, waiting.host)
             self._found_K[index] = whole_fingerprint(target)
         else:
+            # The device waits, not the host: queued work may still use the weights in this slot
             self._stream.wait_stream(torch.cuda.current_stream(self._transfer.device))
             with torch.cuda.stream(self._stream):
                 self._copy(target, waiting.host)
@@ -282,7 +283,7 @@ class Offload:
         """Queue the wait for the copy and the comparison, once per fetch."""
         arrived, self._arrived[place] = self._arrived[place], None
         if arrived is not None:
-            torch.cuda.current_stream(self._transfer.device).wait_event(arrived)
+            torch.cuda.current_stream(self._transfer.device).wait_event(arrived)  # on the device: use after the copy
         elif self._stream is not None:
             return
         bad = self._transfer.bad
@@ -360,7 +361,7 @@ def _main_memory(sizes: Sequence[int], pin: bool) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _pack(layout: _Layout, host: Tensor, transfer: DeviceTransfer) -> _Waiting:
-    """Copy a block's frozen tensors into main memory and make them views of it."""
+    """Copy a block's frozen tensors into main memory and turn them into views of that memory."""
     done: set[int] = set()
     pieces = []
     for tensor in layout.tensors:

@@ -17,7 +17,7 @@ from lora_rocm.hardware.settings import Settings
 from lora_rocm.rundir.run_context import RunContext
 
 ENCODING_BYTES = 768 * 2**20
-"""Memory beside the weights: activations of one caption of 512 tokens, workspaces of the libraries, fragmentation."""
+"""Memory in addition to the weights: activations of one caption of 512 tokens, libraries' workspaces, fragmentation."""
 
 
 class Streamed(Resident):
@@ -28,8 +28,8 @@ class Streamed(Resident):
 
     Args:
         open_transfer: opens a new transfer to the device.
-        free: asks for the memory of the device that further tensors may take, at each encoder; None: too little, as has
-            been seen.
+        free: called for each encoder; returns the device memory that further tensors may take. None: memory ran out
+            before, so there is too little.
         pin: keep the layers that stay in pinned memory.
         context: receives a sentence for each encoder that is streamed.
     """
@@ -96,7 +96,7 @@ def repeated_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def free_for_encoder(device: torch.device, settings: Settings) -> int:
-    """Bytes of a GPU that further tensors may take: within the limit of now, and what other programs leave."""
+    """Bytes of a GPU that further tensors may take: within the current limit, and left by other programs."""
     empty_pools()
     LimitFollower(device, settings).renew()
     return max(0, min(free_bytes(device), room_bytes(device, settings) - torch.cuda.memory_allocated(device)))

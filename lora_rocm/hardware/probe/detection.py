@@ -61,7 +61,7 @@ def _with_disk(look: Look, facts: HostFacts, deep: bool) -> HostFacts:
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that ROCm, HIP, MIOpen or torch read, without any whose name suggests a secret."""
+    """The variables that ROCm, HIP, MIOpen or torch read, without names that suggest a secret."""
     found = {name: value for name, value in environ.items() if VARIABLES.fullmatch(name) and not SECRET.search(name)}
     found = {name: value.encode("utf-8", "replace").decode() for name, value in found.items()}
     parts = [part for part in environ.get(LIBRARY_PATH, "").split(":") if LIBRARY_PARTS.search(part)]

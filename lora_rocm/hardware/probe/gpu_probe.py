@@ -1,7 +1,7 @@
 """Reads the GPUs of a Linux machine (AMD by KFD or PCI, NVIDIA, Intel), and the basics of a Mac.
 
-AMD GPUs are numbered as in ROCr, by KFD node. Its ``gfx_target_version`` is the true architecture whatever
-HSA_OVERRIDE_GFX_VERSION says. Standard library only.
+AMD GPUs are numbered as in ROCr, by KFD node. Its ``gfx_target_version`` is the true architecture,
+independent of HSA_OVERRIDE_GFX_VERSION. Standard library only.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _bank_bytes(look: Look, folder: str) -> int | None:
 
 
 def _used(look: Look, device: str) -> int | None:
-    """Bytes of a card's memory in use; unknown of a card that sleeps, because a read may wake it."""
+    """Bytes of a card's memory in use; unknown for a sleeping card, because a read may wake it."""
     asleep = look.line(f"{device}/power/runtime_status") == "suspended"
     return None if asleep else look.number(f"{device}/mem_info_vram_used")
 

@@ -1,7 +1,7 @@
 """Reads a Linux machine from /proc, /sys and text files: kernel, distribution, memory, rights, firmware.
 
-It uses no ioctl and needs no root. Files that only root may read (debugfs) or that a machine lacks are no fault; a file
-that exists but cannot be parsed is noted. Sources of the file formats: kernel Documentation/admin-guide,
+It uses no ioctl and needs no root. It is not a fault if only root may read a file (debugfs) or if a machine lacks it. A
+file that exists but cannot be parsed is noted. Sources of the file formats: kernel Documentation/admin-guide,
 drivers/gpu/drm/amd/amdkfd/kfd_topology.c.
 """
 
@@ -128,7 +128,7 @@ def _device(look: Look, path: str) -> DeviceFile:
 
 
 def _groups(look: Look) -> tuple[str, ...]:
-    """GPU groups of this process. A group that was added to the user holds only after the next login."""
+    """GPU groups of this process. A group that was added to the user takes effect only after the next login."""
     status = look.text("/proc/self/status", expected=True) or ""
     ids = dict(re.findall(r"^(Uid|Groups):[ \t]*([\d \t]*)$", status, re.MULTILINE))
     mine = set(ids.get("Groups", "").split())

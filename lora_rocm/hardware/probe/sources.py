@@ -108,7 +108,7 @@ def _disk(path: Path) -> tuple[int, int]:
 
 
 def _no_memory_status() -> tuple[int, int, int]:
-    raise OSError("only Windows tells it")
+    raise OSError("only Windows reports it")
 
 
 def _no_version(path: Path) -> str | None:

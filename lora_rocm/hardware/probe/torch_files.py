@@ -1,14 +1,14 @@
 """Reads the installed torch and related packages from their files. Nothing is imported.
 
-Contents of AMD wheels: those of download.pytorch.org have rocBLAS's kernels in ``torch/lib/rocblas/library`` with the
-architecture in each name (TensileLibrary_lazy_gfx1100.dat); AMD's older ones have a package ``_rocm_sdk_libraries_*``
-with the same; AMD's multi-arch torch has none, but a package ``amd-torch-device-<gfx>`` for each architecture (TheRock
-RELEASES.md; packages like amd-torch-device-gfx11 hold only attention kernels). MIOpen's databases name architectures
-for which a wheel has no kernels, so they are no proof.
+Contents of AMD wheels: Wheels of download.pytorch.org have rocBLAS's kernels in ``torch/lib/rocblas/library`` with the
+architecture in each name (TensileLibrary_lazy_gfx1100.dat). AMD's older wheels have the same files in a package
+``_rocm_sdk_libraries_*``. AMD's multi-arch torch has none, but a package ``amd-torch-device-<gfx>`` for each
+architecture (TheRock RELEASES.md; packages like amd-torch-device-gfx11 have only attention kernels). MIOpen's databases
+also name architectures without kernels in the wheel, so they prove nothing.
 
-AOTriton, the attention library of ROCm's torch, comes in two parts: a library, whose version is in
-``torch/include/aotriton/config.h``, and GPU images, which have a file ``__signature__`` in each folder. This is JSON
-that names the Triton that built the images; its version ends in the AOTriton that it was made for
+AOTriton, the attention library of ROCm's torch, has two parts: a library, with its version in
+``torch/include/aotriton/config.h``, and GPU images, with a file ``__signature__`` in each folder. This is JSON
+that names the Triton that built the images; its version ends in the AOTriton that it was built for
 ("3.7.0+gitdb82b800.aotriton0.13"; aotriton python/write_image_signature.py). Images before 0.12 have no such ending.
 """
 
@@ -60,7 +60,7 @@ def _packages(look: Look, folder: Path) -> dict[str, str]:
     """Names (as in file names) and versions of the packages installed in a folder."""
     try:
         names = os.listdir(folder)
-    except OSError:  # sys.path often has entries that are no folders
+    except OSError:  # sys.path often has entries that are not folders
         return {}
     found = (DIST_INFO.fullmatch(name) for name in names)
     return {one["name"].lower(): one["version"] for one in found if one}
@@ -70,7 +70,7 @@ def _torch(look: Look, folder: Path, packages: dict[str, str], deep: bool) -> To
     text = _text(look, folder / "torch" / "version.py")
     version = _field(text, "__version__") or packages.get("torch")
     if version is None:
-        look.note("version of torch", f"{folder / 'torch' / 'version.py'} does not say it")
+        look.note("version of torch", f"{folder / 'torch' / 'version.py'} does not have it")
         return None
     torch = Torch(version, hip=_field(text, "hip"), cuda=_field(text, "cuda"))
     if torch.hip is not None:
@@ -150,7 +150,7 @@ def _aotriton(folder: Path) -> str | None:
 
 
 def _aotriton_images(folder: Path) -> dict[str, str]:
-    """Folder of GPU images -> the AOTriton that they were built for; a folder that does not say one is left out."""
+    """Folder of GPU images -> the AOTriton that they were built for; folders that do not name one are omitted."""
     images = folder / "torch" / "lib" / "aotriton.images"
     try:
         names = sorted(os.listdir(images))

@@ -91,7 +91,7 @@ def _windows(look: Look, page_file_bytes: int | None, deep: bool) -> Windows:
     version = look.values(VERSION_KEY)
     build = look.parsed(str(version.get("CurrentBuildNumber", "")), "build number of Windows") or 0
     product = f"{version.get('ProductName', 'Windows')} {version.get('DisplayVersion', '')}".strip()
-    if build >= WINDOWS_11:  # the registry of Windows 11 still says 10
+    if build >= WINDOWS_11:  # the registry of Windows 11 still has 10
         product = product.replace("Windows 10", "Windows 11")
     policy = look.values(POLICY_KEY).get("VerifiedAndReputablePolicyState")
     delay, long_paths = look.values(GRAPHICS_KEY).get("TdrDelay"), look.values(FILES_KEY).get("LongPathsEnabled")
@@ -150,7 +150,7 @@ def _adapter(values: Mapping[str, Any]) -> Adapter | None:
 
 
 def adapters_from_json(look: Look, text: str) -> list[Adapter]:
-    """Adapters from the output of ``ADAPTERS_SCRIPT``: a JSON object, or a list of them."""
+    """Adapters from the output of ``ADAPTERS_SCRIPT``: a JSON object, or a list of objects."""
     try:
         found = json.loads(text.lstrip("\ufeff").strip() or "[]")
     except (ValueError, RecursionError):
