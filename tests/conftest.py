@@ -1,4 +1,4 @@
-"""What every test gets: one CPU thread, no network, an environment that is put back."""
+"""Set-up of every test: one CPU thread, no network, and an environment that is restored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ settings.load_profile("quick")
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is never garbage; the tests themselves run with the collector, as the program does."""
+    """Imported objects are never garbage; the tests themselves run with the collector, as the program does."""
     gc.freeze()
     gc.set_threshold(20_000, 10, 50)  # models come and go: by Python's thresholds a tenth of the time is spent looking
     gc.enable()
@@ -67,7 +67,7 @@ def few_objects_to_collect() -> None:
 
 @pytest.fixture(autouse=True)
 def restore_environment(program_folder: Path) -> Iterator[None]:
-    """No test leaves a variable, or what its runs have learnt about this machine, behind for the next one."""
+    """No test leaves a variable, or facts that its runs learned about this machine, for the next one."""
     before = os.environ.copy()
     yield
     for path in program_folder.glob("changes-*.json"):

@@ -1,4 +1,4 @@
-"""New tokens: their vectors are trained beside a LoRA, and nothing else of the text encoders is."""
+"""New tokens: their vectors are trained together with a LoRA, and nothing else of the text encoders is trained."""
 
 from __future__ import annotations
 

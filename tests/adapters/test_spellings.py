@@ -131,7 +131,7 @@ ENDS = {
 
 
 def able(name: str, path: Path) -> tuple[bool, str]:
-    """Whether the reader reads a file for a family, and what it says."""
+    """Whether the reader accepts a file for a family, and its message."""
     family, components = hollow(name)
     try:
         components_of(family, path)

@@ -1,4 +1,4 @@
-"""Norms trained beside the adapter: LyCORIS' differences, by its names, read back by LyCORIS' own code."""
+"""Norms trained together with the adapter: LyCORIS' differences under its names, read back by LyCORIS' own code."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TOTAL = 24 * GIB
 SETTINGS = Settings(
     memory_limit_bytes=TOTAL - LIBRARIES - KEPT_FREE, kept_free_bytes=KEPT_FREE, library_bytes=LIBRARIES
 )
-"""What the plan of such a card says."""
+"""The plan's results for such a card."""
 
 
 @dataclass

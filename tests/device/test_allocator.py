@@ -16,7 +16,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A GPU of 16 GiB, of which the driver says 20; what was set of it."""
+    """A GPU of 16 GiB, 20 according to the driver; the fraction that was set."""
     found: list[float] = []
     properties = SimpleNamespace(total_memory=16 * GIB, is_integrated=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

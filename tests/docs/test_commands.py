@@ -1,7 +1,7 @@
-"""Every command in the README and on the pages under Start is run as it stands there, but for those in ``NOT_RUN``.
+"""Every command in the README and on the pages under Start is run as written, except the ones in ``NOT_RUN``.
 
-The pages train SDXL and a Qwen, which are gigabytes. The tests put tiny models of the package in their place, and fewer
-steps, by editing the recipe that the page has (``STAND_INS``). The commands themselves are not changed.
+The pages train SDXL and a Qwen, which are gigabytes. The tests replace the models with tiny models of the package and
+reduce the steps, by editing the recipe of the page (``STAND_INS``). The commands themselves are not changed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STAND_INS = {
 """Recipe of a page -> what is replaced in it, each text being there."""
 PROGRAM = str(Path(sys.executable).with_name("lora-rocm.exe" if sys.platform == "win32" else "lora-rocm"))
 QUICK = re.compile(r"lora-rocm doctor")
-"""What the quick set runs too; the rest takes minutes."""
+"""The commands that the quick set runs too; the rest takes minutes."""
 
 
 def why_not_run(command: str) -> str | None:
@@ -53,7 +53,7 @@ def why_not_run(command: str) -> str | None:
 
 
 def files_of_the_reader(page: str, folder: Path) -> None:
-    """What the reader has before the first command: the files that the page shows, and pictures with captions."""
+    """The reader's files before the first command: the files that the page shows, and pictures with captions."""
     for block in blocks(page):
         if block.title:
             content = block.content

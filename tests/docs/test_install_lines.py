@@ -52,7 +52,7 @@ def wheel(folder: Path, name: str, version: str, *needs: str) -> None:
 
 
 def simulated(folder: Path) -> tuple[Path, dict[str, Path]]:
-    """The default index, and those of torch by their address."""
+    """The default index, and the torch indexes by their address."""
     default = folder / "default"
     for version in ("2.13.0", "2.15.0"):
         wheel(default, "torch", version, "nvidia_cuda", "helper>=2")

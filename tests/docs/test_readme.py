@@ -1,4 +1,4 @@
-"""The README is for the first five minutes, and its figures are those of the program."""
+"""The README is for the first five minutes, and its figures are the program's."""
 
 from __future__ import annotations
 

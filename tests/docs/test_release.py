@@ -1,4 +1,4 @@
-"""A release: what is attached to it installs and trains elsewhere; changelog, issue forms and workflow are true."""
+"""A release: its attached files install and train elsewhere; changelog, issue templates and workflow are true."""
 
 from __future__ import annotations
 

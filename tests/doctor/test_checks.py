@@ -1,4 +1,4 @@
-"""Every check fires on its fault and is silent on healthy machines; what is told comes in order of harm."""
+"""Every check fires on its fault and is silent on healthy machines; findings come in order of harm."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_an_untrained_adapter_passes(folder: Path, tmp_path: Path) -> None:
 
 
 def test_tiny_weights_in_fp16_pass(folder: Path, tmp_path: Path) -> None:
-    """Below fp16's normal range rounding is coarse, and says nothing against the file."""
+    """Below fp16's normal range rounding is coarse, which is not a fault of the file."""
     (family, model, adapter), path = trained(folder, lora=LORA), tmp_path / "lora.safetensors"
     adapter.load({name: p * 1e-6 if name.endswith("B") else p for name, p in adapter.state().items()})
     writers.write("kohya", path, family, adapter, family.recipe, FACTS)

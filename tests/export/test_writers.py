@@ -59,7 +59,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "conv": {"rank": 4, "alpha": 3.0, "targets": CONV_TARGETS},
 }
 SLOW_KINDS = ("dora", "rslora", "text dora")
-"""What they have, other kinds have too."""
+"""Their features are covered by other kinds too."""
 CASES = [
     *((kind, "fp32") for kind in KINDS if kind not in SLOW_KINDS),
     *(pytest.param(kind, "fp32", marks=pytest.mark.slow) for kind in SLOW_KINDS),

@@ -1,4 +1,4 @@
-"""A run whose terminal, reader or log goes away: nothing is lost, and nothing else changes."""
+"""A run with a terminal, reader or log that goes away: nothing is lost, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The real training worker with one fault that comes once: ``python -m tests.hangs.faulty_worker RUN_DIR ...``.
 
-The file ``<run directory>.fault`` beside the run directory names it. It is deleted when the fault comes, so the next
+The file ``<run directory>.fault`` next to the run directory names it. It is deleted when the fault comes, so the next
 start is a sound one.
 """
 
@@ -36,7 +36,7 @@ def sleeps(run_dir: Path) -> None:
 
 
 def blocks_in_c(run_dir: Path) -> None:
-    """A call into C that keeps the interpreter's lock: no other Python thread of the process runs any more.
+    """A call into C that keeps the interpreter's lock: no other Python thread of the process runs again.
 
     And a process that it once started through another one, which has gone: nobody's child.
     """
@@ -54,7 +54,7 @@ def never_ending_kernel(run_dir: Path) -> None:
 
 
 def fault_file(run_dir: Path) -> Path:
-    """Beside the run directory, which takes no foreign files."""
+    """It is next to the run directory, which takes no foreign files."""
     return run_dir.with_name(f"{run_dir.name}.fault")
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels: equal to their plain forms, and compiled for AMD cards without one."""
+"""The Triton kernels: equal to their eager implementations, and compiled for AMD cards without one."""
 
 from __future__ import annotations
 
@@ -124,7 +124,9 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any], int]]:
 
 
 def assembly(kernel: Any, constants: dict[str, Any], arch: str, warps: int, **types: str) -> str:
-    """What a kernel becomes for an AMD card, of arguments as launches have them: aligned buffers of less than 2 GiB."""
+    """The assembly of a kernel for an AMD card, for arguments as launches have them: aligned buffers of less than 2
+    GiB.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -222,7 +224,7 @@ def test_another_triton_does_what_the_table_says_and_warns_of_nothing(folder: st
 
 
 def test_every_launch_says_whether_products_and_sums_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 3.10 on Triton has another default, and 3.9 warns of it."""
+    """From 3.10 on Triton has another default, and 3.9 warns about it."""
     seen: dict[str, Any] = {}
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:

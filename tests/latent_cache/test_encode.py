@@ -302,12 +302,12 @@ def test_damaged_entries_are_counted_when_they_are_encoded_again(
 
 
 def tensors_in_tiles(pixels_CHW: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What tiles give: the same to rounding."""
+    """The result of tiles: the same to rounding."""
     return {name: tensor + 1e-6 for name, tensor in latents_of(pixels_CHW).items()}
 
 
 class Crowded:
-    """A family whose image encoder fits only small images into memory, unless it works in tiles."""
+    """A family with an image encoder that fits only small images into memory, unless it works in tiles."""
 
     def __init__(self, new_family: Callable[[], Any], most: float = 96 * 64) -> None:
         self.family = new_family()

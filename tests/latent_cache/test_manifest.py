@@ -1,4 +1,4 @@
-"""A manifest is taken where it is still true, and what it says is what looking at everything would have said."""
+"""A manifest is used where it is still true, and its entries equal the result of checking every image."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DAY_S = 86400
 
 
 class Starts:
-    """Starts with one cache, each as a new process would; counts those that looked at every image."""
+    """Starts with one cache, each as a new process would. Starts that checked every image."""
 
     def __init__(self, root: Path, make: SimpleNamespace, new_family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.make, self.new_family = root, make, new_family

@@ -1,4 +1,4 @@
-"""Masks as cache entries: made by content, on the grid of the latents, beside images without any."""
+"""Masks as cache entries: made by content, on the grid of the latents, mixed with images without any."""
 
 from __future__ import annotations
 

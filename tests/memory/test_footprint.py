@@ -1,4 +1,4 @@
-"""What is counted on a model without weights, beside what a ledger sees of a real pass on the CPU."""
+"""Counts on a model without weights, compared with a ledger of a real pass on the CPU."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Real:
             component.train()
 
     def activations(self, chosen: list[nn.Module] | None, rows: int = 1) -> int:
-        """The most that a pass takes beside weights and gradients, in bytes."""
+        """The most that a pass takes in addition to weights and gradients, in bytes."""
         together = chosen is None
         self.family.recompute_activations(self.model, Recomputing(self.model, chosen, together))
         batch = self.family.example(self.shape, rows)
@@ -137,7 +137,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Footprint, Real]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Footprint:
-    """Of the smaller model, for what is compared with other counts of it alone."""
+    """Of the smaller model, because it is compared only with other counts of the same model."""
     its = recipe(tmp_path_factory.mktemp("small"))
     family = family_for(its)
     return count(family, hollow_model(family, its, torch.float32, False), its, SHAPE)

@@ -97,7 +97,7 @@ def test_attention_called_by_keyword_is_counted_as_by_position(heads: int) -> No
 
 
 def test_an_operation_on_the_same_shapes_again_counts_as_the_first_time() -> None:
-    """Also one whose result is the memory of its input, which its schema does not tell."""
+    """Also for an operation with a result that is the memory of its input, which its schema does not show."""
     tensor_MN = torch.ones(64, 128, device=META)
     operations = [
         lambda: torch.ops.aten._unsafe_view(tensor_MN, [128, 64]),

@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments: the code, an update of bitsandbytes, and updates near to those of full precision."""
+"""AdamW with 8-bit moments: the code, an update of bitsandbytes, and updates near to full precision."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECORD = Path(__file__).with_name("bitsandbytes_adamw_8bit.safetensors")
 
 
 def test_the_values_of_the_code_are_those_of_bitsandbytes() -> None:
-    """Some of ``bitsandbytes.functional.create_dynamic_map()``, and of it with ``signed=False``."""
+    """Some of ``bitsandbytes.functional.create_dynamic_map()``, also with ``signed=False``."""
     signed, unsigned = code_book(True), code_book(False)
     assert len(signed) == len(unsigned) == 256 and bool((signed.diff() > 0).all() and (unsigned.diff() > 0).all())
     torch.testing.assert_close(signed[[0, 1, 64, 126]], torch.tensor([-0.9929687, -0.9789063, -0.0985937, -5.5e-7]))

@@ -16,7 +16,7 @@ STEPS = 20
 
 
 class Published(ProdigyPlusScheduleFree):
-    """The package with all its additions off, whose estimate looks at each weight and not at each eleventh."""
+    """The package with all its additions off; its estimate reads each weight instead of each eleventh."""
 
     def __init__(self, weights: list[nn.Parameter], **given: Any) -> None:
         off = {"factored": False, "use_stableadamw": False, "stochastic_rounding": False, "split_groups": False}

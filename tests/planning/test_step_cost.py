@@ -43,7 +43,9 @@ RATES = Rates(flops=1e12, moved_bytes=1e11, bus_bytes=1e9, launch_s=1e-5, host_l
 
 
 def row_of_blocks(kept: list[int], weights: list[int] | None = None, flops: list[float] | None = None) -> Footprint:
-    """Blocks one after the other, each with an output of 1 MiB; backward each takes 2 MiB beside what is kept."""
+    """Blocks one after the other, each with an output of 1 MiB; backward each takes 2 MiB in addition to the kept
+    tensors.
+    """
     count = len(kept)
     weights, flops = weights or [10 * MIB] * count, flops or [1e9] * count
     moments, blocks, starts, live = [], [], [], 0
@@ -109,7 +111,7 @@ def test_time_by_hand() -> None:
 
 
 def test_what_comes_and_goes_needs_more_than_its_bytes() -> None:
-    """The more is recomputed, the more the allocator holds beside the tensors, and so for each sample."""
+    """The more is recomputed, the more the allocator holds in addition to the tensors, and so for each sample."""
     net = row_of_blocks([10 * MIB, 10 * MIB, 10 * MIB], flops=[1e9, 1e9, 1e9])
     beside = {
         (rows, len(plan.recomputed)): plan.needed_bytes - plan.peak_bytes - SLACK_BYTES

@@ -1,4 +1,4 @@
-"""The adapter: what is injected, how it starts, what it can take over."""
+"""The adapter: injected layers, their start, and the files they can start from."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def test_a_plain_lora_starts_a_dora_with_the_same_effect(folder: Path, tmp_path:
 def test_a_file_of_lower_ranks_starts_with_its_effect_and_room_to_learn(
     folder: Path, tmp_path: Path, use_dora: bool, rank: int
 ) -> None:
-    """kohya's conv_dim beside network_dim: ranks 2 and 4 in one file, filled up to the recipe's."""
+    """kohya's conv_dim in addition to network_dim: ranks 2 and 4 in one file, padded to the recipe's rank."""
     family, model, adapter = trained(folder, lora={**FEW, "use_dora": use_dora})
     path = exported("kohya", tmp_path / "lora.safetensors", family, adapter)
     lower_one_rank(adapter, path)

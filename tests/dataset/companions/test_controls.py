@@ -224,7 +224,7 @@ def test_an_image_is_not_changed_without_its_control_image(keys: Any, images: Pa
 
 
 def numbered(make: SimpleNamespace, images: Path, *names: str) -> None:
-    """Put control images of these names in the place of the control image of a.png."""
+    """Replace the control image of a.png with control images of these names."""
     (images.parent / "controls" / "a.webp").unlink()
     for seed, name in enumerate(names):
         make.image(images.parent / "controls" / f"{name}.png", 40, 80, seed=20 + seed)
@@ -285,7 +285,7 @@ def test_numbered_control_images_beside_the_images(images: Path, make: SimpleNam
 
 
 def test_numbered_images_beside_the_images_are_named(images: Path, make: SimpleNamespace) -> None:
-    """They could be control images or images: as long as their names do not say so, they are images without one."""
+    """They could be control images or images: unless their names state it, they are images without one."""
     for name in ("a-condlabel", "sub/b-condlabel", "a_0"):
         make.image(images / f"{name}.png")
     with pytest.raises(DataError) as caught:

@@ -1,4 +1,6 @@
-"""What Parquet unpacks to, told without unpacking it; memory of the telling; and honest files, which pass."""
+"""The unpacked size of a Parquet file, determined without unpacking it; memory of that check; and honest files, which
+pass.
+"""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_a_fetch_that_arrives_changed_is_found_before_its_results_are_kept(
 
 def test_the_host_never_holds_the_layers_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     def most_layers() -> float:
-        """The most memory beside the weights, in layers."""
+        """The most memory in addition to the weights, in layers."""
         with Ledger(iter([transfer.position_table(CPU)])) as ledger:
             model = made(t5, torch.float32)
             ledger.mark()

@@ -1,4 +1,4 @@
-"""Keys of messages beside role and content: they mask a turn, are written by the template, or are named."""
+"""Keys of messages other than role and content: they mask a turn, are written by the template, or are named."""
 
 from __future__ import annotations
 
@@ -386,7 +386,7 @@ def test_every_key_and_column_is_used_or_named(
         return {**columns, **plain[form]}
 
     def seen(row: dict[str, Any]) -> tuple[object, str]:
-        """The tokens with their mask, and everything that is said about the row."""
+        """The tokens with their mask, and all notices about the row."""
         cells, account, found = RowCells(row), RowAccount(), reader(template)
         try:
             parts = found.parts(written(record_of(cells)))

@@ -1,4 +1,6 @@
-"""A base of one family, given as another: the refusal says what it is and how to train on it. All pairs of families."""
+"""A base of one family, given as another: the refusal names the real family and how to train on it. All pairs of
+families.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ OF_FILES: dict[str, list[str]] = {
     "anima": [f"{DIT}blocks.0.mlp.layer1.weight", f"{DIT}llm_adapter.blocks.0.cross_attn.q_proj.weight"],
     "causal-lm": ["model.layers.0.self_attn.q_proj.weight"],
 }
-"""Family -> names of tensors by which a file of it is known."""
+"""Family -> names of tensors that identify its files."""
 FOLDERS: dict[str, Callable[[Path], object]] = {
     "sd15": lambda folder: write_tiny_sd(folder, "sd15"),
     "sd2": lambda folder: write_tiny_sd(folder, "sd2"),

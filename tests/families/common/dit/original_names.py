@@ -1,4 +1,4 @@
-"""Tensor names of the original releases, from those of diffusers: the product's tables turned around, written anew."""
+"""Tensor names of the original releases, from diffusers' names: the product's tables inverted, written independently."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def of_flux(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def module_of_flux(path: str) -> tuple[str, int]:
-    """(the original's module, place among those of diffusers in its rows) of a block's module."""
+    """(the original's module, place among diffusers' modules in its rows) of a block's module."""
     kind, number, inner = path.split(".", 2)
     parts = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
     if kind == "single_transformer_blocks":

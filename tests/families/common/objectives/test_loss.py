@@ -1,4 +1,4 @@
-"""The loss of a sample: the mean, its weight, and what a mask leaves of it."""
+"""The loss of a sample: the mean, its weight, and the part inside a mask."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tests.wording import Worded, holds, says, worded
 
 
 def refusal(path: Path, **model: Any) -> str:
-    """What the refusal says; loading anything would fail the test by itself, since the files are too small."""
+    """The text of the refusal; loading anything would fail the test by itself, since the files are too small."""
     with pytest.raises(ModelError) as caught:
         _ = Sdxl(tiny_recipe(path, model=model)).source
     assert caught.value.code == "wrong-family"
@@ -127,7 +127,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def checkpoint(
     written: tuple[Path, Path], tmp_path: Path, keep: Callable[[str], bool], **extra: torch.Tensor
 ) -> tuple[Path, Path]:
-    """(file of those of its tensors that are kept, the folder with its configs)."""
+    """(file of the tensors kept, the folder with its configs)."""
     file, config = written
     tensors = {name: tensor for name, tensor in load_file(file).items() if keep(name)}
     save_file({**tensors, **extra}, tmp_path / "x.safetensors")

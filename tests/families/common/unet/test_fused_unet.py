@@ -247,7 +247,7 @@ def test_checkpointing_gives_the_same(channels_last: bool, plain: dict[str, tupl
 
 
 def kept_bytes(unet: UNet2DConditionModel) -> int:
-    """Of what the pass keeps for its way back, each piece of memory once, without weights."""
+    """Bytes that the pass keeps for its backward, each piece of memory counted once, without weights."""
     weights = {p.untyped_storage().data_ptr() for p in unet.parameters()}
     pieces: dict[int, int] = {}
     held: list[Tensor] = []  # so that no place is taken twice

@@ -1,4 +1,4 @@
-"""Previews are what the pipeline itself would draw, and leave the model as it was."""
+"""Previews equal the pipeline's own images, and leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_preview_is_the_pipeline_s_image(tiny_sdxl: Path, sampler: str) -> Non
 
 
 def test_seeds_prompts_and_batches(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image depends on its own request, not on what is drawn with it."""
+    """An image depends on its own request, not on the other images of its batch."""
     requests = [REQUEST, replace(REQUEST, seed=8), replace(REQUEST, prompt="dog"), replace(REQUEST, width=80), REQUEST]
     together = [pixels(image) for image in draw(tiny_sdxl, requests)]
     assert abs(together[0] - together[4]).max() <= 1
