@@ -1,4 +1,6 @@
-"""Replacement values for the fields of a config, and the behaviour of a base with each: for ``test_config_values.py``."""
+"""Replacement values for the fields of a config, and the behaviour of a base with each: for
+``test_config_values.py``.
+"""
 
 from __future__ import annotations
 

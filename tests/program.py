@@ -1,6 +1,5 @@
 """``lora-rocm`` in this process: the real command line, parent, worker and tools, without a new Python for each start.
-
-What a child would write to its log or its pipe goes there too, so ``Said.text`` is what the user would see.
+A child's log and pipe go there too, so ``Said.text`` is the output that the user would see.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def write_inputs(root: Path) -> None:
 
 @dataclass(frozen=True)
 class Said:
-    """How a command ended, and what the user saw."""
+    """The exit of a command, and its output."""
 
     code: int
     out: str
@@ -135,7 +134,7 @@ def images(folder: Path, count: int = 4) -> Path:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder; two of them are equal if nothing was touched. A file that vanishes is left out."""
+    """Every file below a folder; two of them are equal if nothing was touched. A file that vanishes is skipped."""
     content: dict[str, bytes] = {}
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # another process may be at work in the folder

@@ -1,4 +1,4 @@
-"""What users get wrong: a short error with place, value and remedy, exit code 2, no traceback, nothing lost."""
+"""Mistakes of users: a short error with place, value and remedy, exit code 2, no traceback, nothing lost."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def not_finite(model: Path) -> None:
 
 
 def not_finite_where_large(model: Path) -> None:
-    """With every tensor counted as a large one (in the test below): it is seen in what the model makes of an image."""
+    """With every tensor counted as a large one (in the test below): the model's output for an image shows it."""
     not_finite(model)
 
 
@@ -416,7 +416,7 @@ def test_a_hub_that_never_answers_is_given_up(program: Program, new: Path, monke
 @pytest.mark.slow
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_hub_that_cannot_be_reached_by_real_processes(folder: Path, tmp_path: Path, answers: bool) -> None:
-    """Without HF_HUB_OFFLINE: nobody listens at the port, or somebody who never says a word."""
+    """Without HF_HUB_OFFLINE: nobody listens at the port, or a server that never answers."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         environ |= {"HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{listener.getsockname()[1]}"}

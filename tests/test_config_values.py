@@ -93,7 +93,7 @@ def judge(base: Path, name: str) -> Judged:
 
 
 def agreed(base: Path, name: str) -> UserError | None:
-    """What all three say of a base."""
+    """The common verdict of all three on a base."""
     recipe = recipe_of(name, base)
     refusal, verdict = checked(recipe), judge(base, name)
     assert bool(refusal) == bool(verdict.refusal)
@@ -219,7 +219,7 @@ def test_a_run_refuses_it_before_anything_is_encoded(sound: Callable[[str], Path
 def test_the_meta_device_does_not_decide_where_numbers_are_read(
     sound: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass that reads a number is not judged; any other failure is, and without one nothing is said."""
+    """A pass that reads a number is not judged; any other failure is, and without one nothing is reported."""
     recipe = recipe_of("llama", sound("llama"))
     family = family_for(recipe)
 

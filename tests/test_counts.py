@@ -1,4 +1,4 @@
-"""What a training step costs in counts that no machine changes: no more than is recorded."""
+"""The cost of a training step in counts that do not depend on the machine: no more than is recorded."""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ DEADLINE_S = 240.0
 WORKER = "lora_rocm.train.worker"
 MOMENTS = ("cache", "anywhere", "step", "checkpoint", "preview", "export")
 KINDS = ("tree", "parent", "worker")
-"""What is killed: all at once; the parent, whose worker then saves and leaves; the worker, which is started again."""
+"""The killed processes: all at once; the parent, after which its worker saves and leaves; the worker, which is started
+again.
+"""
 
 
 def write_recipe(folder: Path) -> Path:
@@ -94,7 +96,7 @@ RECIPES = {"images": write_recipe, "texts": write_text_recipe}
 
 
 class Command:
-    """``lora-rocm train`` in a process of its own, and the means to end it brutally."""
+    """``lora-rocm train`` in a separate process, and the means to end it brutally."""
 
     def __init__(self, recipe: Path, run_dir: Path, cache: Path) -> None:
         arguments = [

@@ -1,4 +1,5 @@
-"""What Windows lacks stays in the one module that owns it: read from the source, as in ``test_architecture.py``.
+"""Features that Windows lacks stay in the one module that owns them: read from the source, as in
+``test_architecture.py``.
 
 Attributes of ``os`` and the like are found where they are written as such; ``getattr`` with a string is not seen.
 """

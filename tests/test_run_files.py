@@ -1,7 +1,7 @@
-"""A run directory is only ever itself: whatever in it is a link, no command changes anything outside of it.
+"""A run directory affects only itself: whatever in it is a link, no command changes anything outside.
 
 Every file and folder that a run has is replaced by a link to a copy outside, and every command is run. It succeeds, or
-says what it refuses.
+names the refused path.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def train(program: Program, run_dir: RunDir, *sets: str) -> Said:
 
 
 def commands(program: Program, run_dir: RunDir) -> Iterator[tuple[str, Said]]:
-    """All that look at a run or write in it; training goes on for a step, so that checkpoints are rotated."""
+    """All commands that read a run or write in it; training goes on for a step, so that checkpoints are rotated."""
     run = run_dir.path
     yield "status", program("status", run)
     yield "report", program("report", run)
@@ -264,7 +264,7 @@ def test_a_finished_run_makes_its_files_again(program: Program, run_dir: RunDir,
 
 @pytest.mark.parametrize("harm", ["gone", "damaged"])
 def test_without_its_last_checkpoint_a_lost_file_is_said(program: Program, run_dir: RunDir, harm: str) -> None:
-    """The checkpoint before is whole, and its weights are not those of the file."""
+    """The checkpoint before is whole, and its weights differ from the file's."""
     flip(run_dir.lora)
     if harm == "gone":
         shutil.rmtree(run_dir.checkpoint(2))
@@ -291,7 +291,7 @@ def test_what_the_user_exports_into_a_finished_run_is_its_result(program: Progra
 
 
 def test_a_run_finished_before_there_were_digests(program: Program, run_dir: RunDir) -> None:
-    """A file that is gone is made again; what is in the others cannot be known."""
+    """A lost file is regenerated; the content of the others cannot be known."""
     run_dir.result.write_text('{"updates": 2, "exports": [{"format": "kohya", "path": "lora.safetensors"}]}', "utf-8")
     flip(run_dir.diffusers_lora)
     whole = run_dir.lora.read_bytes()

@@ -27,7 +27,7 @@ LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src", "vid
 
 
 class Loaded(HTMLParser):
-    """What a page loads."""
+    """The files that a page loads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``check``, ``inspect`` and ``train`` agree on what a base is: sound ones of every family, and broken ones."""
+"""``check``, ``inspect`` and ``train`` agree on each base: sound ones of every family, and broken ones."""
 
 from __future__ import annotations
 

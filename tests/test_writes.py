@@ -1,7 +1,7 @@
 """Files are written, renamed and removed by one module: read from the source, as in ``test_architecture.py``.
 
-``foundation/files.py`` follows no link where none may be followed. What does so elsewhere stands in a table with the
-reason why that is no matter. A new call has to go through ``foundation/files.py``, or to be examined and entered here.
+``foundation/files.py`` follows no link where none may be followed. Other code that does so is in a table, with the
+reason why it is harmless. A new call has to go through ``foundation/files.py``, or to be examined and entered here.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def test_stays_silent_on_good_code(source: str) -> None:
 
 
 def test_folders_of_temporary_files_are_made_by_the_one_module() -> None:
-    """``temporary_folder`` says where there was no room."""
+    """``temporary_folder`` reports where there was no room."""
     made = {"TemporaryDirectory", "mkdtemp"}
     found = [
         f"{module.name}:{node.lineno}"

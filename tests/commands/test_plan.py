@@ -427,7 +427,9 @@ def untrue(
     auto_modes: tuple[Mode, ...] | None,
     budgets_gib: tuple[float, ...] = BUDGETS_GIB,
 ) -> list[str]:
-    """Fixes, over many budgets, that do not keep their word. auto_modes: given to the search. None: the expected ones."""
+    """Fixes, over many budgets, that do not keep their word. auto_modes: given to the search. None: the
+    expected ones.
+    """
     found = []
     for budget_bytes in (int(gib * GIB) for gib in budgets_gib):
         job = job_of(asked, Settings(), on_gpu=True, can_offload=can_offload)

@@ -1,4 +1,6 @@
-"""The environment variables that the training process really gets, on recorded machines; the child is a real process."""
+"""The environment variables that the training process really gets, on recorded machines; the child is a real
+process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Runs that are cut, or have a failing disk, at a chosen call; see ``shim.c`` and ``host.py``. Linux with a C compiler."""
+"""Runs that are cut, or have a failing disk, at a chosen call; see ``shim.c`` and ``host.py``. Linux with a C
+compiler.
+"""
 
 from __future__ import annotations
 

@@ -41,8 +41,9 @@ class Straight:
 class Found:
     """One disturbed run.
 
-    hits: the calls that were struck. wrong: the faults found; empty if there are none. cost_s: how much longer all its
-        starts took together than the undisturbed run; None: it was not gone on from, as another one was in the same state.
+    hits: the calls that were struck. wrong: the faults found; empty if there are none.
+    cost_s: how much longer all its starts took together than the undisturbed run; None: it was not gone on from, as
+    another one was in the same state.
     """
 
     hits: tuple[str, ...]
@@ -72,7 +73,7 @@ def exits(
     """Cut at each of ``points``, and go on to the end.
 
     ``seen``: digests of what lasts of a cut run, from where another run has gone on and found its end; no state is
-        resumed twice, because the next steps depend only on the state.
+    resumed twice, because the next steps depend only on the state.
     """
     for at in points:
         with lab.root() as root:

@@ -113,7 +113,9 @@ def test_the_odd_tensors_are_what_they_are_called() -> None:
 
 @pytest.mark.parametrize("faults", [45, pytest.param(360, marks=pytest.mark.slow)])
 def test_a_step_over_static_buffers_holds_the_parameters_back_by_itself(faults: int) -> None:
-    """The body of the captured CUDA graph, here without a graph: nothing is read between the copies and the next step."""
+    """The body of the captured CUDA graph, here without a graph: nothing is read between the copies and the
+    next step.
+    """
     found = captured_faults(faults, CPU, seed=9)
     assert found.caught.total() == faults and not found.reached and not found.differing and not found.false_alarms
     assert {kind for kind, _ in found.caught} == set(KINDS)

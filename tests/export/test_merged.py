@@ -1,4 +1,6 @@
-"""A base with an adapter merged into it: transformers loads the folder, and its logits equal base and adapter together."""
+"""A base with an adapter merged into it: transformers loads the folder, and its logits equal base and adapter
+together.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory budget of every recorded machine, and what it does with facts that are missing."""
+"""The memory budget of every recorded machine, and its behaviour when facts are missing."""
 
 from dataclasses import replace
 

@@ -24,7 +24,7 @@ RECIPE = "model: {name_or_path: builtin:tiny-sdxl}\ndata: {path: pics}\ntrain: {
 
 
 def make_folder(root: Path) -> None:
-    """``sound`` and ``hostile`` with files of each kind, and ``own`` for what may be written."""
+    """``sound`` and ``hostile`` with files of each kind, and ``own`` for permitted writes."""
     for name in ("sound", "hostile", "own"):
         (root / name).mkdir(parents=True)
     hostile, sound = root / "hostile", root / "sound"
@@ -121,7 +121,7 @@ def make_data(sound: Path, hostile: Path) -> None:
 
 
 def watched(root: Path) -> dict[str, Any]:
-    """What the process with the hook tells."""
+    """The report of the process with the hook."""
     environ = {
         **os.environ,
         **dict.fromkeys(("HF_HOME", "TMPDIR", "TEMP", "TMP", "LORA_ROCM_HOME", "XDG_CACHE_HOME"), str(root / "own")),

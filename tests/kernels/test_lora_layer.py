@@ -1,4 +1,4 @@
-"""The way by which PEFT takes our linear layer is not public: this pins what we need of it."""
+"""PEFT's mechanism for taking our linear layer is not public: this pins the part that we need."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def dropping(rank_dropout: float, module_dropout: float) -> Model:
 
 
 def ranks(model: Model, samples: int = 4000) -> tuple[Tensor, Tensor]:
-    """What the two ranks add to each sample, as a share of all of it: (linear [B, S, 2], conv [B, H, W, 2])."""
+    """The contributions of the two ranks to each sample, as a share of their sum: (linear [B, S, 2], conv [B, H, W,
+    2]).
+    """
     shares = []
     for layer, x in ((model.linear, torch.ones(samples, 3, 4)), (model.conv, torch.ones(samples, 4, 2, 2))):
         added = layer(x) - layer.base_layer(x)

@@ -40,7 +40,7 @@ COMPARISONS: dict[str, Function] = {
 def fma(x: Array, y: Array, z: Array) -> Array:
     """``x * y + z`` of float32, rounded once.
 
-The product is exact in float64. An inexact sum gets an odd last bit, so that it rounds to float32 as the exact sum
+    The product is exact in float64. An inexact sum gets an odd last bit, so that it rounds to float32 as the exact sum
     would (rounding to odd, Boldo and Melquiond 2008).
     """
     product, addend = np.multiply(x, y, dtype=np.float64), z.astype(np.float64)

@@ -31,7 +31,7 @@ SWAPS = re.compile(r"swizzle\((SWAP|REVERSE),(\d+)\)")
 class LaneMove:
     """The thread that each thread reads from, according to an instruction's modifiers.
 
-inside: the threads with an existing source. allowed: the threads that may be written. zeroed: where there is no
+    inside: the threads with an existing source. allowed: the threads that may be written. zeroed: where there is no
     source, 0 is read; else nothing is written. all_sources: threads that are off are read as well.
     """
 
@@ -65,7 +65,8 @@ inside: the threads with an existing source. allowed: the threads that may be wr
 def lane_move(instruction: Instruction, target: Target) -> LaneMove:
     """Read the modifiers of data parallel primitives.
 
-Raises: UnknownInstructionError: the modifiers are not one known pattern.
+    Raises:
+        UnknownInstructionError: the modifiers are not one known pattern.
     """
     modifiers = instruction.modifiers
     patterns = set(modifiers) - SHARED

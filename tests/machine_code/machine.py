@@ -250,10 +250,15 @@ def launch(
 ) -> None:
     """Run a kernel on every workgroup of a grid.
 
-Args: text: the assembly. grid: workgroups along x, y and z. threads: of a workgroup. lds_size: bytes of LDS of a
-    workgroup. values: the arguments. Arrays of bytes are buffers, and the kernel's stores change them. They may overlap
-    if none is read where another is written. noise: seed of what registers start with. most_steps: a wave that has not
-    ended after this number of instructions is an error.
+    Args:
+        text: the assembly.
+        grid: workgroups along x, y and z.
+        threads: of a workgroup.
+        lds_size: bytes of LDS of a workgroup.
+        values: the arguments. Arrays of bytes are buffers, and the kernel's stores change them.
+            They may overlap if none is read where another is written.
+        noise: seed of what registers start with.
+        most_steps: a wave that needs more instructions is an error.
 
     Raises:
         MachineCodeError: something is not modelled, or the kernel did what no kernel may do.

@@ -113,9 +113,11 @@ class Lds:
     def load(self, groups: Numbers, waves: Numbers, addresses: Numbers, size: int) -> Halves:
         """[threads, halves].
 
-Raises: OutOfBoundsError: an address beyond the workgroup's LDS. MisalignedError: an address that is not a
-        multiple of the size. LdsUnwrittenError: a half that was never written. LdsRaceError: a half that another wave
-        wrote since the last barrier.
+        Raises:
+            OutOfBoundsError: an address beyond the workgroup's LDS.
+            MisalignedError: an address that is not a multiple of the size.
+            LdsUnwrittenError: a half that was never written.
+            LdsRaceError: a half that another wave wrote since the last barrier.
         """
         at = self._halves_at(groups, addresses, size)
         wave = np.broadcast_to(waves[:, None], at[1].shape)

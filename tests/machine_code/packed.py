@@ -150,7 +150,7 @@ def _half(instruction: Instruction, text: str, high: int, dtype: str = "f16") ->
 def mixed(half: str) -> Builder:
     """A product and sum of float32 and float16 sources. ``half``: "", or where the result goes as float16.
 
-op_sel_hi: the sources that are float16. op_sel: the ones that are upper halves.
+    op_sel_hi: the sources that are float16. op_sel: the ones that are upper halves.
     """
 
     def build(instruction: Instruction, target: Target) -> Operation:

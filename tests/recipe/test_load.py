@@ -321,7 +321,7 @@ def test_the_base_of_a_linked_recipe_is_beside_the_link_or_beside_the_file(in_fo
 
 
 def folder_of_bytes(parent: Path) -> Path:
-    """A folder with a name that is no UTF-8."""
+    """A folder with a name that is not UTF-8."""
     folder = os.path.join(os.fsencode(parent), b"caf\xe9")
     try:
         os.mkdir(folder)

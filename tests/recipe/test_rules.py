@@ -177,7 +177,7 @@ def reads_what_changes(rule: Rule, key: str) -> bool:
 
 
 def lost(names: list[str]) -> tuple[list[tuple[str, str]], int]:
-    """(rule, other) where the example of the other keeps a rule from being told; and the number of pairs.
+    """(rule, other) where the example of the other prevents a rule from firing; and the number of pairs.
 
     The other may do that alone by a key that the rule reads, such as one that it needs, or by the kind of a section.
     """

@@ -1,4 +1,4 @@
-"""The page of ``lora-rocm compare``, and what it says about the held-out losses."""
+"""The page of ``lora-rocm compare``, and its sentences about the held-out losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compared(updates: int, *losses: float) -> Compared:
     ],
 )
 def test_later_steps_overfit_only_if_they_are_worse_by_more_than_chance(last: tuple[float, ...], words: Worded) -> None:
-    """The differences are those of the same samples: their losses differ far more than the steps do."""
+    """The differences are between equal samples: their losses differ far more than the steps do."""
     said = verdict([compared(0, 0.9, 0.9, 0.9), compared(10, 0.2, 0.3, 0.4), compared(20, *last)])
     assert says(said, words) and says(said, "report/lowest-after-step-value", value=10 if last[2] > 0.4 else 20)
 

@@ -398,7 +398,7 @@ BELOW = "Are the previews nearer to the training images?"
 
 
 def with_score(run_dir: RunDir, **fields: object) -> Checker:
-    """The report of a run whose newest concept score has these fields."""
+    """The report of a run with these fields in its newest concept score."""
     write_whole_run(run_dir)
     score = {"score": 0.9, "control": None, "detail": {}, **fields}
     with run_dir.events().open("a", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""What the plan says about memory on recorded machines."""
+"""The plan's sentences about memory on recorded machines."""
 
 import pytest
 

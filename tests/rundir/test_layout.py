@@ -1,4 +1,4 @@
-"""Names in a run directory, whose they are, and what may be removed."""
+"""Names in a run directory, their owners, and the files that may be removed."""
 
 import os
 from pathlib import Path
@@ -189,7 +189,7 @@ def test_the_directory_of_a_run_may_be_a_link(tmp_path: Path) -> None:
 
 
 def test_only_what_a_killed_writer_of_this_run_left_is_removed(tmp_path: Path) -> None:
-    """Neither files of the user with such names, nor those of a run inside of it, nor what links lead to."""
+    """Not removed: files of the user with such names, files of a run inside it, and the targets of links."""
     theirs = [
         ".notes.tmp",
         "sub/.cache.tmp/x",

@@ -1,4 +1,4 @@
-"""Damaged files of a run are found by header and length, and the remedy that is said works."""
+"""Damaged files of a run are found by header and length, and the suggested remedy works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a failure leads to, by table, on recorded machines; no process, no clock."""
+"""The consequences of a failure, by table, on recorded machines; no process, no clock."""
 
 from __future__ import annotations
 

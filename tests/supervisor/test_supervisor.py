@@ -38,7 +38,7 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="signals between proc
 
 
 class Run:
-    """One supervised command over the fake worker, and what came of it."""
+    """One supervised command over the fake worker, and its result."""
 
     def __init__(self, folder: Path) -> None:
         self.run_dir = RunDir(folder / "a run \u2713").create()
@@ -134,7 +134,7 @@ def test_without_a_budget_a_hang_is_an_error(run: Run) -> None:
 
 
 def test_the_limits_that_nobody_has_set(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that goes four seconds at each look, which is less than a pause of the machine."""
+    """By a clock that advances four seconds at each reading, which is less than a pause of the machine."""
     monkeypatch.setattr(worker, "POLL_S", 0.02)
     monkeypatch.setattr(supervise, "MAX_STACKS_S", 0.0)
     clock = itertools.count(0.0, 4.0)
@@ -156,7 +156,7 @@ def test_whoever_has_said_the_end_and_stays_is_ended_and_has_finished(
 
 @posix
 def test_what_the_worker_started_is_gone_with_it(run: Run) -> None:
-    """It hears no signal, and somebody whose own parent has ended belongs to it."""
+    """It hears no signal, and an orphaned process belongs to it."""
     assert run("first:hang-deaf", "timeouts.step=2") == 0
     grandchild = int((run.run_dir.path / "grandchild").read_text(encoding="ascii"))
     assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
@@ -451,7 +451,7 @@ def starts_of(run: Run, rank: int) -> list[dict[str, Any]]:
 
 
 def test_the_cause_is_not_who_only_missed_another(run: Run) -> None:
-    """One rank says at once that another is gone; that one ends later, with a reason of its own."""
+    """One rank reports at once that another is gone; that one ends later, with its own reason."""
 
     def command(checkpoint: Path | None, attempt: int, stacks_after_s: Any) -> list[str]:
         script = "import os, subprocess, sys, time; rank = os.environ['RANK']; time.sleep(0.4 * (rank == '0')); "

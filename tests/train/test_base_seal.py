@@ -1,4 +1,4 @@
-"""A resume goes on with the base that it was begun with: other bytes are refused, whatever times and memories say."""
+"""A resume uses the base that the run began with: other bytes are refused, whatever times and memories show."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def case(material: Path, begun: Path, tmp_path: Path) -> Callable[..., Any]:
 
 
 def in_a_gap(path: Path) -> None:
-    """Another sign for weights that lie neither at the start, nor in the middle, nor at the end of a large tensor."""
+    """Another sign for weights that are neither at the start, nor in the middle, nor at the end of a large tensor."""
     entry = max(read_header(path).tensors.values(), key=lambda entry: entry.end - entry.begin)
     place = entry.begin + (entry.end - entry.begin) // 4
     assert entry.end - entry.begin > 5 * (64 << 10)

@@ -1,4 +1,4 @@
-"""The first pass: measured with as much beside it as a step will have."""
+"""The first pass: measured with as much other memory in use as a step will have."""
 
 from __future__ import annotations
 

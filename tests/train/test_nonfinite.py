@@ -1,4 +1,4 @@
-"""Numbers that are not finite, put into whole small runs: what is said, what is written, and what a new start does."""
+"""Values that are not finite, inserted into whole small runs: the messages, the written files, and the next start."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_state_or_losses_that_are_not_finite_end_the_worker_and_a_new_start_give
 
 
 def rolled_back(sound: Sound, to: Path) -> Path:
-    """A run directory whose newest checkpoint is an old one of the sound run."""
+    """A run directory with an old checkpoint of the sound run as the newest."""
     shutil.copytree(sound.run_dir, to)
     for updates, path in RunDir(to).list_checkpoints():
         if updates > 4:

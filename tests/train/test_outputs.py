@@ -1,4 +1,4 @@
-"""What a run leaves behind when its disk is low, and when it was cut between a checkpoint and its images."""
+"""Files that a run leaves when its disk is low, and when it was cut between a checkpoint and its images."""
 
 from __future__ import annotations
 

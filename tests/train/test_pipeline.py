@@ -232,7 +232,7 @@ def test_changed_recipe_or_images_are_refused_on_resume(material: Path, straight
 def test_images_that_vanish_after_the_last_update_do_not_cost_the_result(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut between the last update and the result; the bytes are those of the run whose images were there."""
+    """Cut between the last update and the result; the bytes equal the run in which the images existed."""
     images = shutil.copytree(material / "images", tmp_path / "images")
     recipe = make_recipe(
         material,
@@ -465,7 +465,7 @@ def test_a_base_with_a_number_that_is_none_is_refused_by_its_name(material: Path
 
 
 class Bus:
-    """Zeroes latents on their way now and then, for some methods of the ladder."""
+    """Zeroes transferred latents now and then, for some methods of the ladder."""
 
     def __init__(self, methods: tuple[str, ...], every: int) -> None:
         self.methods, self.every, self.seen = methods, every, 0
@@ -547,7 +547,7 @@ def test_a_run_that_saves_by_the_clock_alone_resumes_to_the_byte(
     [("auto", True, True), ("auto", False, False), ("yes", False, True), ("no", True, False)],
 )
 def test_what_pins(material: Path, asked: str, planned: bool, pins: bool) -> None:
-    """``auto`` is what the plan says of a GPU; the CPU never pins."""
+    """``auto`` is the plan's choice for a GPU; the CPU never pins."""
     settings, recipe = Settings(pin_memory=planned), make_recipe(material, runtime={"pin_memory": asked})
     session: Any = None
     begin = pipeline.StartContext(session, recipe, torch.device("cuda", 0), torch.float32, settings)

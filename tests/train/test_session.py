@@ -95,7 +95,7 @@ STACKS_AFTER_S = {"load": 60.0, "cache_first": 60.0, "first_step": 60.0} | dict.
 
 
 def stacks_of_a_silence(run_dir: RunDir, begin: Callable[[Session, ExitStack], None]) -> str:
-    """What a worker writes down that is silent for longer than some of its limits.
+    """The stacks that a worker writes if it is silent for longer than some of its limits.
 
     Once more where a pause of the machine made what came before the silence as long as the silence.
     """

@@ -1,4 +1,4 @@
-"""What users get of a run is the same by every way: its own files, and all that is made of a checkpoint afterwards."""
+"""Users get the same weights by every route: its own files, and all conversions of a checkpoint afterwards."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def averaging(recipe: Recipe, way: str) -> Recipe:
 
 
 def assert_conversions(its: Its, recipe: Recipe, run_dir: RunDir, folder: Path) -> None:
-    """The converter of gguf is handed the run's own PEFT folder; merged is the base with what that folder adds."""
+    """The converter of gguf is handed the run's own PEFT folder; merged is the base with that folder's additions."""
     own = load_file(run_dir.peft_dir / "model" / "adapter_model.safetensors")
     script = script_of(folder / "llama", len(own))
     copied = folder / "seen.safetensors"
@@ -234,7 +234,9 @@ RAW = {
     "averaged": {"optim/schedule_free.py", "optim/update_rule.py"},
     "FILE_OF": {"rundir/layout.py", "rundir/checkpoint_record.py", "train/checkpoint.py"},
 }
-"""What is no way to the weights that users get: name -> the modules that may use it, to train on or to check files."""
+"""Names that do not lead to the weights that users get: name -> the modules that may use it, to train on or to check
+files.
+"""
 
 
 def users_of(names: set[str], sources: dict[str, str]) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Whole runs with a training adapter: previews and results are without it, and another one is no resume."""
+"""Whole runs with a training adapter: previews and results are without it, and a resume with another one is refused."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_workers_that_are_given_up_are_a_change_of_the_run(
 ) -> None:
 
     class Failing:
-        """In place of ``worker_pool.Group``: what it reads is read here, so no process has to start."""
+        """Replaces ``worker_pool.Group``: it reads in this process, so no process has to start."""
 
         def __init__(self, source: Any, size: int, runtime: Any) -> None:
             self.source = source

@@ -1,4 +1,4 @@
-"""One Wine prefix for all workers of the suite, and the stand-in program, compiled once."""
+"""One Wine prefix for all workers of the suite, and the fake program, compiled once."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ def wine_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
 
 @pytest.fixture
 def stage(wine_environment: dict[str, str], tmp_path: Path) -> Stage:
-    """A stand-in for an installed checkout, in a folder whose name has a space and an umlaut."""
+    """A fake of an installed checkout, in a folder with a space and an umlaut in its name."""
     return Stage(tmp_path / "lora rocm \u00fc", wine_environment)

@@ -124,7 +124,7 @@ class Sharded:
 
 @dataclass
 class Kind:
-    """How to place a net, the location of its bytes, and the number of them that are not on the device."""
+    """How to place a net, the location of its bytes, and how many bytes are not on the device."""
 
     make: Callable[[DeviceTransfer, Net], Any]
     stored: Callable[[Any], list[Tensor]]

@@ -327,7 +327,9 @@ def test_weights_that_are_parts_of_something_larger_take_only_their_part() -> No
 
 
 class ConvolvedLast(nn.Module):
-    """A block that ends in an operation with nothing but a weight in its backward: nothing triggers its recomputation."""
+    """A block that ends in an operation with nothing but a weight in its backward: nothing triggers its
+    recomputation.
+    """
 
     def __init__(self) -> None:
         super().__init__()

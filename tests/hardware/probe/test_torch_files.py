@@ -137,7 +137,7 @@ def test_other_builds_are_not_asked_in_haste(version: str, cuda: str | None, tmp
 
 
 def test_the_question_works_on_this_torch() -> None:
-    """A CPU build has no such list, and says so in the same format."""
+    """A CPU build has no such list, and reports that in the same format."""
     import sys
 
     assert run_tool([sys.executable, "-c", ASK], 120.0).strip().startswith("archs:")

@@ -71,12 +71,13 @@ def with_configs(layout: Layout, folder: Path) -> Layout:
 class Case(ABC):
     """A family, and the references of its tests.
 
-    name, cls: of the family. layout: the published one. model: further keys of ``model``. layers: preset -> number of
-        layers of the published model. parameters: component -> their number in it. prefixes: before the names in some files
-        of the transformer. file_prefix: before those in a LoRA file for others. native: whether that file has the original
-        names. by_width: whether only the width of the published model tells diffusers' names apart from other families'
-        names. tokenizers: their folders. shift, scale: of latents. changed: how many of the original's weights all-linear
-        changes. original_module: diffusers' module -> (the original's, place among those that are its rows).
+    name, cls: of the family. layout: the published one. model: further keys of ``model``.
+    layers: preset -> number of layers of the published model. parameters: component -> their number in it.
+    prefixes: before the names in some files of the transformer. file_prefix: before names in a LoRA file for others.
+    native: whether that file has the original names. by_width: whether only the width of the published model
+        distinguishes diffusers' names from other families' names.
+    tokenizers: their folders. shift, scale: of latents. changed: how many of the original's weights all-linear changes.
+    original_module: diffusers' module -> (the original's, place among its rows).
     """
 
     name: str

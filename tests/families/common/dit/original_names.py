@@ -1,4 +1,6 @@
-"""Tensor names of the original releases, from diffusers' names: the product's tables inverted, written independently."""
+"""Tensor names of the original releases, from diffusers' names: the product's tables inverted, written
+independently.
+"""
 
 from __future__ import annotations
 
