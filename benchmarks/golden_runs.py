@@ -51,7 +51,7 @@ COMMON = {
 
 @dataclass
 class Seen:
-    """What a run computed: name -> digest or numbers, by kind."""
+    """Results of a run: name -> digest or numbers, by kind."""
 
     losses: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, str] = field(default_factory=dict)
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
 
 
 def checked_out(commit: str, tree: Path) -> Path:
-    """Check a commit out into a folder of its own."""
+    """Check a commit out into a separate folder."""
     subprocess.run(["git", "worktree", "add", "--detach", "--quiet", str(tree), commit], cwd=ROOT, check=True)
     return tree
 

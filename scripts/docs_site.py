@@ -1,6 +1,6 @@
 """Hooks of mkdocs for the site in ``docs/``: the navigation, and pages for linked files outside ``docs/``.
 
-Links in the documentation are those of the repository, so that they also work where it is read without the site:
+Links in the documentation are repository links, so that they also work where it is read without the site:
 ``../../recipes/sdxl.yaml``. The site gets a page for each of these files, and the links are changed to lead there.
 """
 
@@ -23,7 +23,7 @@ SECTIONS = {
     "Laboratory": "lab",
 }
 READ_IN_ORDER = ("index.md", "install.md", "image-lora.md", "language-model.md")
-"""Pages that come first in their section; those of Start are read in this order."""
+"""Pages that come first in their section; the pages of Start are read in this order."""
 PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md")
 LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<target>[^()\s#:]+)(?P<anchor>#[^()\s]*)?\)")
 
