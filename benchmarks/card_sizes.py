@@ -1,4 +1,4 @@
-"""Recipes that fit into cards of some sizes: the real command at full size, encoders included, under a cap of the allocator.
+"""Recipes that fit into cards of some sizes: the real command at full size, with encoders, under an allocator cap.
 
 usage: python benchmarks/card_sizes.py ROOT FAMILY [--quantization none] [--cards 24,16,12,8] [--steps 14] [--toy]
                                        [--only steps] [--limit-s SECONDS] [--json FILE]
@@ -10,8 +10,8 @@ first row has no cap, recomputes all activations and makes 30 steps; the others 
 cap of a card is its size less 0.75 GiB for desktop and runtime. ``--limit-s``: rows that would probably end later are
 skipped. ``--toy``: a tiny base on the CPU, without caps.
 
-``--only steps`` is quicker: steps alone, in one process, with weights that are generated in memory and offloaded further
-from row to row. It also reports the memory that the allocator holds.
+``--only steps`` is quicker: steps alone, in one process, with weights that are generated in memory; each row
+offloads more of them. It also reports the memory that the allocator holds.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ our row and the bare one are the pass and the optimizer alone (``benchmarks/lang
 which the GPU computes, of 2 traced steps, for all. Peaks are peaks of tensors, from the first step.
 
 ROOT takes the base (16 GB, written once, read by LLaMA-Factory and Unsloth) and all that the trainers write; nothing is
-looked up in a network. ``--path`` makes one trainer search a folder of packages before all others. A trainer that fails has
+looked up in a network. ``--path`` makes one trainer search a folder of packages first. A trainer that fails has
 a row with the last line of its output; the whole output is ``ROOT/TRAINER.log``. LLaMA-Factory's check of versions is
 off, so that all trainers use one transformers.
 """

@@ -140,7 +140,7 @@ def trl_row(asked: Asked) -> dict[str, Any]:
 
 
 def llamafactory_row(asked: Asked) -> dict[str, Any]:
-    """LLaMA-Factory: the function behind its command ``train``, with ``pure_bf16`` (its default is float32 with autocast)."""
+    """LLaMA-Factory: the function behind its command ``train``, with ``pure_bf16`` (default: float32 with autocast)."""
     from llamafactory.train.tuner import run_exp
 
     from benchmarks.llama_8b import PROJECTIONS, RANK

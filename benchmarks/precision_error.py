@@ -1,4 +1,4 @@
-"""Measures the error of 16-bit training against float32: a LoRA's gradients in narrow models with random weights, on the CPU.
+"""Measures the error of 16-bit training: a LoRA's gradients, in narrow models with random weights, on the CPU.
 
 usage: python benchmarks/precision_error.py [--tokens 128]
 

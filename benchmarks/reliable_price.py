@@ -20,7 +20,7 @@ it alternate; likewise for the guard of trained state. The output is
 The promises: the GPU idles for at most 0.5 % longer, judged by that bound. The guard of trained state adds at most 0.3
 % to a step at rank 16 on ``attention`` without EMA, by the upper quartile of the pairs with and without it; its kernels
 read with at least 80 % of that bandwidth. Alone it takes longer, because within a step it fills gaps. ``--plain``
-measures the implementations in plain PyTorch, for which the latter two are not promised. ``--toy`` rehearses on the CPU.
+measures the implementations in plain PyTorch, which do not promise the latter two. ``--toy`` rehearses on the CPU.
 """
 
 from __future__ import annotations

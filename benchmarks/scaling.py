@@ -199,7 +199,7 @@ def tell(row: Row) -> None:
     scaling = f", {row['scaling']:.1%} of {row['gpus']} times the first" if "scaling" in row else " alone"
     scaling += f", {row['of_sum']:.1%} of the sum of all alone" if "of_sum" in row else ""
     print(  # noqa: T201
-        f"{row['gpus']} x {row['device']}{scaling}: batch {row['batch']} each, {1000 * row['median_s']:.1f} ms per step "
+        f"{row['gpus']} x {row['device']}{scaling}: batch {row['batch']} each, {1000 * row['median_s']:.1f} ms/step "
         f"(p95 {1000 * row['p95_s']:.1f}), {row['samples_per_s']:.2f} samples/s, {row['memory_gib']:.1f} GiB; "
         f"{row['ranks']} {row['said']} {row['phases']}",
         flush=True,

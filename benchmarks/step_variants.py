@@ -4,7 +4,7 @@ usage: python -m benchmarks.step_variants [ROOT] --out F [--toy] [--quick] [--on
 
 SDXL's UNet at full size with random bf16 weights (made on the device), 1024 px, rank 16 on the attention projections,
 fixed inputs; one step is forward, mean squared error, backward, fused AdamW. Each variant runs eagerly and as one
-captured graph. The error is the error of the loss and the adapter's gradient at batch 1, against plain modules in float32
+captured graph. The error of the loss and the adapter's gradient is measured at batch 1, against plain float32 modules
 with the same weights: relative norms; the first variant shows the error of bf16 itself. ``ROOT`` is a checkout to
 import from (default: this one). ``--toy`` runs the same on the CPU with a tiny UNet; Triton variants fail there.
 

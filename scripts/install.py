@@ -68,13 +68,13 @@ INSTALL = ["-m", "pip", "install", "--no-compile"]
 
 
 def lock_command(part: str) -> list[str]:
-    """Return the pip command for a lock's packages. It installs nothing outside the lock, not even to build a package."""
+    """Return the pip command for a lock's packages. It installs nothing else, not even to build a package."""
     built = ["--no-build-isolation"] if part == "dev" else ["--only-binary", ":all:"]
     return [*INSTALL, "-q", "--no-deps", "--require-hashes", *built, "-r", LOCKS[part]]
 
 
 def lock_commands(dev: bool) -> list[list[str]]:
-    """Return the commands for all packages except torch. pip comes first: an old pip takes twice as long for the rest."""
+    """Return the commands for all packages except torch. pip is first: an old pip takes twice as long for the rest."""
     return [lock_command(part) for part in ("pip", "run", *(["dev"] if dev else []))]
 
 

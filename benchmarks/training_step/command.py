@@ -91,7 +91,7 @@ def step(recipe_path: str, overrides: Sequence[str], asked: Asked, json_path: Pa
 
 
 def _measure(recipe: Recipe, asked: Asked, traces: Path | None, found: Measured, keep: Callable[[], None]) -> None:
-    """Measure all rows into ``found``, and ``keep`` each. If the child dies after our own steps, the row records that."""
+    """Measure all rows into ``found``, and ``keep`` each. If the child dies after our own steps, the row names it."""
     begun: Row = {}
 
     def on_event(event: Event) -> None:

@@ -17,7 +17,7 @@ MAX_LENGTH = 77
 
 
 def byte_alphabet() -> list[str]:
-    """The 256 printable characters for the bytes, in CLIP's order. "!" is first: SDXL's second tokenizer pads with id 0."""
+    """Printable characters for the 256 bytes, in CLIP's order. "!" is first: SDXL's second tokenizer pads with 0."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [b for b in range(256) if b not in plain]
     return [chr(b) for b in plain] + [chr(256 + i) for i in range(len(rest))]
