@@ -22,7 +22,7 @@ os.environ.update(
 import pytest
 from hypothesis import settings
 
-gc.disable()  # until all modules are imported: what they make is kept to the end, and looking through it takes a third
+gc.disable()  # until all modules are imported: their objects live to the end, and scanning them takes a third
 
 # A shared machine is slow now and then: examples have no deadline, the test as a whole has (pyproject.toml).
 settings.register_profile("quick", deadline=None, max_examples=50)
@@ -32,7 +32,7 @@ settings.load_profile("quick")
 def pytest_collection_finish() -> None:
     """Imported objects are never garbage; the tests themselves run with the collector, as the program does."""
     gc.freeze()
-    gc.set_threshold(20_000, 10, 50)  # models come and go: by Python's thresholds a tenth of the time is spent looking
+    gc.set_threshold(20_000, 10, 50)  # models come and go: Python's thresholds would spend a tenth of the time on scans
     gc.enable()
 
 

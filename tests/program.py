@@ -116,7 +116,7 @@ class Program:
             arguments = (*arguments, "--no-supervisor")
         threads = torch.get_num_threads()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # as in a process of its own: nobody sees them, nothing fails on them
+            warnings.simplefilter("ignore")  # as in a separate process: nobody sees them, nothing fails on them
             ended = command_line(*arguments)
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(False)
@@ -215,7 +215,7 @@ def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) 
         return found
     except LoraRocmError:
         raise
-    except Exception:  # in a process of its own: a traceback, and an exit code
+    except Exception:  # in a separate process: a traceback, and an exit code
         raise exit_status.died(f"The process {module}", 1, traceback.format_exc().encode()) from None
 
 

@@ -72,7 +72,7 @@ PROCESS_EDGES = {
     (f"{PACKAGE}.foundation.exit_codes", "exit_code_of"),
     (f"{PACKAGE}.processes.child_main", "main"),
     (f"{PACKAGE}.loader.worker_pool", "_serve"),
-    (f"{PACKAGE}.commands.check_base", "_weigh"),  # a thread, which hands on what it raises
+    (f"{PACKAGE}.commands.check_base", "_weigh"),  # a thread, which passes its exceptions on
     (f"{PACKAGE}.commands.start_run", "_work"),  # likewise
     (f"{PACKAGE}.dataset.rows.row_edge", "row_edge"),
     (f"{PACKAGE}.families.causal_lm.chat_template", "_template"),
@@ -102,7 +102,7 @@ OWN_JSON = {
         # what a library or a tool of the system prints
         *("families.causal_lm.chat:_growth", "families.common.tokenizers:_written_around"),
         "hardware.probe.windows_probe:adapters_from_json",
-        # the program's own cache and memory, which it makes again if they are damaged
+        # the program's own cache and memory, rebuilt if they are damaged
         "rundir.event_index:_read_index",
         *("cache_store.entry_file:_parsed", "cache_store.hash_memory:_read", "latent_cache.manifest:_read"),
         *("memory.footprint:_remembered", "rules.mitigation_store:_read"),

@@ -97,7 +97,7 @@ def test_values_that_cannot_be(
 ) -> None:
     before = sorted(folder.iterdir())
     arguments = ["--run-dir", str(new)] if command == "train" else []
-    beside = ["--set", "train.validation_every_n_steps=0"]  # or data.watched alone is what is wrong
+    beside = ["--set", "train.validation_every_n_steps=0"]  # or data.watched alone is wrong
     said = program(command, "r.yaml", "--set", f"{key}={value}", *beside, *arguments).refused(2, *words)
     assert "--set" in said or "r.yaml:2" in said
     assert sorted(folder.iterdir()) == before and not new.exists()
@@ -398,7 +398,7 @@ def test_other_keys_of_the_model(program: Program, files: Path, new: Path) -> No
 
 
 def test_a_hub_that_never_answers_is_given_up(program: Program, new: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listener = socket.create_server(("127.0.0.1", 0))  # accepts, and says nothing
+    listener = socket.create_server(("127.0.0.1", 0))  # accepts, and prints nothing
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", f"http://127.0.0.1:{listener.getsockname()[1]}")
     monkeypatch.setattr("lora_rocm.base_models.hub.ANSWER_TIMEOUT_S", 0.5)

@@ -69,7 +69,7 @@ REFUSED: list[tuple[str, str, str, str, str]] = [
 ]
 TAKEN: list[tuple[str, str, str, str]] = [
     ("sdxl", VAE, "scaling_factor", "missing"),
-    ("sdxl", "text_encoder/config.json", "eos_token_id", "number"),  # nothing of it is pooled
+    ("sdxl", "text_encoder/config.json", "eos_token_id", "number"),  # no part is pooled
     ("z-image", VAE, "shift_factor", "null"),
     ("z-image", SCHEDULER, "shift", "null"),
     ("llama", "config.json", "rms_norm_eps", "fraction"),

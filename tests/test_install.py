@@ -307,7 +307,7 @@ def test_the_second_time_nothing_is_done(stand: Stand) -> None:
     assert stand.run("--dev") == 0
     os.utime(stand.venv.stamp, (1, 1))
     assert stand.run("--dev") == 0 and stand.commands == []
-    assert stand.run() == 0 and stand.commands == []  # less than what is there
+    assert stand.run() == 0 and stand.commands == []  # less than the installed one
     assert stand.venv.stamp.stat().st_mtime > 1  # for make
 
 
@@ -566,7 +566,7 @@ def test_a_dry_run_prints_the_commands_that_a_real_run_runs(stand: Stand, capsys
         assert command in said.replace("'", "")
 
 
-# From here on the real thing: a Python looks at a torch that was made up.
+# From here on for real: a Python inspects a made-up torch.
 
 FAKE = """
 class _C:

@@ -190,9 +190,9 @@ def endure(
                 command.wait_or_kill()
                 command = Command(recipe, run_dir, cache)
         assert command.wait() == 0
-        assert Command(recipe, run_dir, cache).wait() == 0  # after the end: says so
+        assert Command(recipe, run_dir, cache).wait() == 0  # after the end: reports that
         found = results(run_dir)
-        assert expected.keys() <= found.keys()  # a worker whose parent died saves a checkpoint more
+        assert expected.keys() <= found.keys()  # a worker without a parent saves one more checkpoint
         assert [name for name in expected if found[name] != expected[name]] == []
         log += [{"cost_s": cost_s(run_dir, kill.pop("at")), **kill} for kill in kills]
     return log

@@ -34,7 +34,7 @@ POSIX_NAMES = {
     "socket": "AF_NETLINK AF_UNIX",
 }
 LINUX_FOLDER = re.compile(r"/(dev|etc|proc|run|sys|tmp|usr|var)(/\S*)?")
-# These look at Linux itself, or compare with what a Linux user wrote; a test of each holds what they do elsewhere.
+# These inspect Linux itself, or compare with a Linux user's text; a test of each covers other systems.
 KNOWS_LINUX = re.compile(
     rf"{PACKAGE}\.(hardware\.probe\.\w+|hardware\.card_memory|telemetry\.linux_sysfs|rules\.harmful_values|children\.bench\.copies)$"
 )

@@ -179,7 +179,7 @@ def test_a_folder_that_holds_something_else_is_not_touched(program: Program, tmp
     assert sorted(place.rglob("*")) == before and sorted((folder / "runs").iterdir()) == [folder / "runs" / "ok"]
 
 
-# what is written is what was meant
+# the written file is the intended one
 
 
 def flip(path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_finished_run_makes_its_files_again(program: Program, run_dir: RunDir,
     assert all(f"{name} {words}" in said.out for name in EXPORTS) and says(said.out, "run_files/this-run-is-complete")
     assert {name: (run_dir.path / name).read_bytes() for name in EXPORTS} == whole
     before = snapshot(run_dir.path)
-    said = train(program, run_dir)  # negative control: nothing is wrong any more
+    said = train(program, run_dir)  # negative control: no fault is left
     assert said.code == 0 and "again" not in said.out and snapshot(run_dir.path) == before
 
 

@@ -174,7 +174,7 @@ def test_a_broken_base_is_refused_and_not_promised(
     try:
         found = inspect(base)
     except UserError:
-        return  # it is no model at all
+        return  # it is not a model at all
     assert found["trainable"] == [] and not mentions(inspect_text(found), "commands/can-be-trained")
     assert BASE_JUDGED_BY not in inspect_text(found)
     assert found["unusable"]

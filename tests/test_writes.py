@@ -64,7 +64,7 @@ def writes(module: Module) -> Iterator[tuple[str, str, int]]:
     for function, node in _with_function(module.source):
         if isinstance(node, ast.Call):
             name, owner = _name(node.func), _owner(node.func)
-            imported = name == "rename" and not owner  # that of the one module
+            imported = name == "rename" and not owner  # the one module's
             of_path = name == "replace" and owner and len(node.args) == 1 and not node.keywords  # texts take two
             of_module = owner in OF_MODULES and name in CALLS_OF_MODULES
             if (name in CALLS and not imported) or of_path or of_module or _opens(node, name, owner):

@@ -161,7 +161,7 @@ def _renewed(key: str, values: dict[str, object], texts: list[str], *, whole: bo
     if not os.environ.get("LORA_ROCM_UPDATE_GOLDEN"):
         return False
     assert "PYTEST_XDIST_WORKER" not in os.environ, "several processes would write over each other: run with -n 0"
-    if key in _renewed_keys:  # two tests, two wordings: each needs a key of its own
+    if key in _renewed_keys:  # two tests, two wordings: each needs its own key
         return False
     new = renewed(_phrases()[key], values, texts, whole=whole)
     if new is None:

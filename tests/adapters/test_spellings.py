@@ -144,7 +144,7 @@ def agree(name: str, path: Path) -> bool:
     """The promise and the ability, which are one."""
     found, (reads, why) = inspect(path), able(name, path)
     promised = name in found["trainable"]
-    if name not in found["families"]:  # what no name or width tells, or not of a tiny model, is promised to nobody
+    if name not in found["families"]:  # names and widths cannot show it, at least in a tiny model: no promise
         assert not promised
         return reads
     assert promised == reads, (found, why)

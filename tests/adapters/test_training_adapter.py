@@ -108,7 +108,7 @@ def test_absent_it_leaves_nothing(base: Path, file: Path, lora: dict[str, Any]) 
     found, plain = Made(base, lora, file), Made(base, lora)
     present = found.losses()
     with found.training_adapter.absent():
-        # not to the bit: a layer that nothing adapts may be fused with the sum after it, one that was adapted is not
+        # only to rounding: an unadapted layer may be fused with the sum after it, an adapted one is not
         torch.testing.assert_close(found.losses(), plain.losses(), rtol=1e-6, atol=0)
         assert not torch.allclose(present, plain.losses(), rtol=1e-2)
         with found.adapter.disabled():

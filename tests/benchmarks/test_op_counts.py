@@ -118,7 +118,7 @@ def test_bytes_that_are_given_back_are_no_longer_held() -> None:
     there, came = torch.zeros(100), torch.zeros(10)
     on_device.add(there, resident=True)
     on_device.add(came)
-    on_device.add(came[2:])  # a view holds nothing of its own
+    on_device.add(came[2:])  # a view owns no memory
     assert (on_device.bytes, on_device.peak) == (40, 40) and on_device.has(there[3:]) and on_device.has(came.view(2, 5))
     del came
     later = torch.zeros(5)

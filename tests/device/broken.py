@@ -87,7 +87,7 @@ class Broken(TorchDispatchMode):
     def _damaged(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype is torch.float64:
             return value
-        if not value.numel():  # what a kernel leaves out: no bias, no dropout
+        if not value.numel():  # arguments that a kernel lacks: no bias, no dropout
             return value
         self.hits += 1
         key = (tuple(value.shape), value.dtype)

@@ -34,7 +34,7 @@ def test_the_share_is_of_what_torch_counts(fractions: list[float]) -> None:
 def test_no_limit_where_none_is_meant(fractions: list[float]) -> None:
     assert allocator.limit(torch.device("cpu"), GIB) is None
     assert allocator.limit(GPU, None) is None
-    assert allocator.limit(GPU, 62 * GIB) is None  # an APU whose properties tell only a part
+    assert allocator.limit(GPU, 62 * GIB) is None  # an APU that reports only a part in its properties
     assert fractions == []
 
 

@@ -32,7 +32,7 @@ def test_no_fault_reaches_the_optimizer_and_the_states_are_those_of_a_run_withou
 def test_without_the_check_each_kind_does_harm(kind: str) -> None:
     """Negative control: the same run without the check."""
     choice = {"kinds": (kind,), "targets": ("data",)}
-    if kind == "one_nan":  # the check of loss and gradient holds it back, but cannot know better than to go on
+    if kind == "one_nan":  # the check of loss and gradient defers it, but cannot do better than continue
         with pytest.raises(NonFiniteError):
             faulty_steps(12, CPU, 3, UncheckedTransfer, **choice)
         return

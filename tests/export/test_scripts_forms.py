@@ -37,7 +37,7 @@ def error_in_diffusers(family: Any, adapter: Any, path: Path) -> float:
     """The error of the effect when diffusers' own loader reads a file, as a share of the effect."""
     off = whole = 0.0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT's, about names that diffusers makes of unlike alphas
+        warnings.simplefilter("ignore")  # PEFT's warning about names that diffusers derives from unequal alphas
         loaded_model = family.files.load_in_diffusers(path, adapter.components)
     for component, root in loaded_model.items():
         for name, layer in root.named_modules():

@@ -118,7 +118,7 @@ def write(form: str, path: Path, family: Any, adapter: Any, dtype: str) -> None:
 def assert_same_effect(
     ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], base: tuple[Tensor, ...], dtype: str
 ) -> None:
-    assert (ours[1] - base[1]).norm() > 0.02 * base[1].norm()  # else the comparison says nothing
+    assert (ours[1] - base[1]).norm() > 0.02 * base[1].norm()  # else the comparison proves nothing
     for live, loaded, plain in zip(ours, theirs, base, strict=True):
         assert (live - loaded).norm() <= TOLERANCE[dtype] * (live - plain).norm() + 1e-5 * plain.norm()
 

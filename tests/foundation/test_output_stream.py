@@ -67,7 +67,7 @@ def test_without_it_such_a_stream_raises() -> None:
     with pytest.raises(OSError):
         stream.write("größe\n")
         stream.flush()
-    file.room = 100  # for what it still holds
+    file.room = 100  # for its buffered text
 
 
 def test_a_stream_in_memory_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

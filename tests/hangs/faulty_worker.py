@@ -75,7 +75,7 @@ def _after(
     return wrapped
 
 
-# name -> where it comes: the object and its function, at which call, and what it is
+# name -> its place (the object and its function), the number of the call, and the fault
 FAULTS: dict[str, tuple[Any, str, int, Callable[[Path], None]]] = {
     "loader": (Reader, "__getitem__", 9, sleeps),
     "c-call": (Trainer, "_update", 5, blocks_in_c),

@@ -115,7 +115,7 @@ def test_a_worker_that_hangs_is_ended_and_the_bytes_are_those_of_an_undisturbed_
     assert results(run_dir) == undisturbed
     workers = [event["pid"] for event in read_events(RunDir(run_dir).events()) if event["type"] == "start"]
     assert len(workers) == 2 and all(map(is_gone, workers))
-    if fault == "c-call":  # and what it once started through a process that has gone
+    if fault == "c-call":  # and its child through a process that has ended
         grandchild = int((run_dir / GRANDCHILD).read_text(encoding="utf-8"))
         assert is_gone(grandchild) and others[0]["time"] > started
 

@@ -43,7 +43,7 @@ class Watch:
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.on:
             return
-        self.on = False  # what is done in here is no event
+        self.on = False  # actions in here do not count as events
         try:
             if self._is_wrong(event, arguments):
                 self.seen.append(f"{event} {arguments!r:.200}")

@@ -128,12 +128,12 @@ def test_ranks_are_drawn_before_a_pass_and_stay_through_it() -> None:
     for seed in (3, 4, 3):
         draws.draw(seed)
         one = model.linear(x)
-        model.linear(x[:5])  # other rows have draws of their own
+        model.linear(x[:5])  # other rows have their own draws
         assert torch.equal(model.linear(x), one)
         seen.append(one)
     assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[0], seen[1])
     assert draws.factors(drop, 8, x.device).data_ptr() == address
-    late = DropoutDraws(model.modules())  # whose rows come in the middle of a pass
+    late = DropoutDraws(model.modules())  # with rows from the middle of a pass
     late.draw(3)
     assert torch.equal(model.linear(x), seen[0])
 

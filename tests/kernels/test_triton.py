@@ -234,7 +234,7 @@ def test_every_launch_says_whether_products_and_sums_are_fused(monkeypatch: pyte
     for case in kernel_check.SMALL:
         kernel_check._Given(case, torch.device("cpu"), torch.float32).outcome("triton", torch.float32)
     assert len(seen) == 16 and None not in seen.values()
-    assert {name for name, fused in seen.items() if not fused} == {"unpack_nf4", "unpack_rows"}  # exact to the bit
+    assert {name for name, fused in seen.items() if not fused} == {"unpack_nf4", "unpack_rows"}  # bit for bit
 
 
 def test_triton_is_chosen_for_gpus_and_only_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

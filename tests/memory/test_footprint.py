@@ -324,7 +324,7 @@ def test_the_adapter_takes_what_weights_and_optimizer_hold(
 
     always, buffer, landing = adapter_bytes(size, state_bytes([leaf.shape], its), its, leaf_dtype)
     assert held() == always
-    with Ledger(iter(())) as ledger:  # of what comes while they are gathered, only the sum stays
+    with Ledger(iter(())) as ledger:  # of the gradients that come meanwhile, only the sum stays
         weights.gather()
     assert landing == size * leaf_dtype.itemsize  # and so much were the leaf's gradients, which are gone
     assert held() == always - landing + buffer
@@ -492,7 +492,7 @@ def test_a_model_that_is_not_here_is_counted_by_the_published_configuration(
     monkeypatch.setattr(child, "counted", counted)
     given = recipe(tmp_path)
     wanted = given.model_copy(update={"model": given.model.model_copy(update={"name_or_path": "somebody/a-fine-tune"})})
-    if code in ("hub-unknown", "config-damaged"):  # that is said
+    if code in ("hub-unknown", "config-damaged"):  # that is reported
         with pytest.raises(ModelError):
             child._counted(wanted, Settings(), True, True)
         return

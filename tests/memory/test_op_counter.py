@@ -20,7 +20,7 @@ def test_bytes_come_and_go(device: torch.device) -> None:
         assert ledger.live_bytes == 256 * 256 * 4
         c = a @ b
         del a
-        assert ledger.live_bytes == 2 * 256 * 256 * 4  # the view still holds it
+        assert ledger.live_bytes == 2 * 256 * 256 * 4  # the view still keeps it alive
         del b, c
         assert ledger.live_bytes == 0
         assert ledger.mark() == 2 * 256 * 256 * 4

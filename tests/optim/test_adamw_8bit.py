@@ -100,5 +100,5 @@ def test_updates_are_near_those_of_full_precision() -> None:
     section = Adamw8bitSection(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0)
     ours, theirs, _ = followed(section, lambda weights: torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1))
     for weight, parameter in zip(ours.parameters.values(), theirs, strict=True):
-        off = (weight - parameter.detach()).norm() / (6 * 1e-2 * weight.numel() ** 0.5)  # of the way that was gone
+        off = (weight - parameter.detach()).norm() / (6 * 1e-2 * weight.numel() ** 0.5)  # of the distance covered
         assert 0 < float(off) < 0.05

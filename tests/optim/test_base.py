@@ -123,7 +123,7 @@ def test_a_blocked_update_moves_nothing_and_a_free_one_everything(
     optimizer.step(3, FREE)  # negative control
     constant = {"loss_scale", "a.start", "b.start", "d"}  # d grows in some steps only
     if weight_dtype is torch.float32:
-        constant |= {"a.kahan", "b.kahan"}  # nothing is left out
+        constant |= {"a.kahan", "b.kahan"}  # nothing is skipped
     assert changed(before, everything(optimizer)) >= set(before) - constant
 
 

@@ -147,7 +147,7 @@ def test_its_example_breaks_a_rule(name: str) -> None:
     assert data is not None and name in broken(data)
     if not TABLE[name].unless_written:
         with pytest.raises(ValidationError):
-            recipe_from(data)  # what is built in code is held to the same table
+            recipe_from(data)  # recipes built in code obey the same table
 
 
 def test_every_rule_has_an_example_and_a_name_of_its_own() -> None:

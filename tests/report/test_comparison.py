@@ -57,7 +57,7 @@ def test_the_page_has_an_image_of_each_step_prompt_and_strength(tmp_path: Path) 
     assert html.count('alt="step 10: ein Hündchen &lt;script&gt;"') == 2 == html.count('alt="step 10: a cat"')
     assert html.count("<img") == 2 * 2 + 4 and html.count("data:image/png") == 8
     assert "Strength 0.5" in html and "Strength 1" in html and "without LoRA" in html and "zibu &lt;x&gt;" in html
-    assert "data.validation_split" in html  # there are no losses, and it says how to get them
+    assert "data.validation_split" in html  # there are no losses, and it explains how to get them
     html = comparison_page("zibu", rows, ["a cat", "a dog"], [1.0], holds_out=True)
     assert says(html, "report/cannot-be-used-any-more") and "data.validation_split" not in html
     html = comparison_page("zibu", [compared(0, 0.3, 0.2), compared(10, 0.1, 0.2)], [], [1.0])

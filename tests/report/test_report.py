@@ -241,7 +241,7 @@ def test_an_error_is_the_headline(run_dir: RunDir) -> None:
     writer.close()
     html, checker = checked(write_report(run_dir))
     assert says(html, "report/ended-at-step-1-of-40-the") and "Free it." in html
-    assert html.count("<svg") == 1  # the loss was never finite: no plot of it
+    assert html.count("<svg") == 1  # the loss was never finite, so it has no plot
 
 
 def test_sizes_are_bounded(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

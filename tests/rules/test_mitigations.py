@@ -144,7 +144,7 @@ def test_from_the_situation_over_the_plan_to_the_settings_of_the_worker(change: 
         rows = [found for found in then.rows if found.variable == row.variable]
         if row.variable.startswith(SETTING):
             name = row.variable.removeprefix(SETTING)
-            # One halving leaves two parts; everything else differs from what a sound machine gets.
+            # One halving leaves two parts; everything else differs from a sound machine's settings.
             assert getattr(settings_from(environ), name) != getattr(Settings(), name)
             assert getattr(before.settings, name) == getattr(Settings(), name), "the control: not without the change"
         elif row.when is None or row.when.holds(where):

@@ -27,7 +27,7 @@ TITLE = 'name: "größe <script>alert(1)</script>"'
 
 
 def save_recipe(run_dir: RunDir, *overrides: str) -> None:
-    from lora_rocm.recipe.load import dump_recipe, load_recipe  # half of the time that a stand-in worker starts in
+    from lora_rocm.recipe.load import dump_recipe, load_recipe  # half of a fake worker's start time
 
     path = run_dir.path / "source.yaml"
     path.write_text(RECIPE.replace("author: größe", TITLE), encoding="utf-8")

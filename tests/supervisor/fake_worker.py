@@ -42,7 +42,7 @@ def main() -> int:
     if mode in BEFORE_A_WORD:
         BEFORE_A_WORD[mode]()
     writer = LineWriter(run_dir.events(rank), session=before + 1)
-    if mode == "late-orphan":  # what an orphan still says before the real worker can start
+    if mode == "late-orphan":  # the orphan's last event before the real worker can start
         writer.write("end", reason="stopped", updates=0, exit_code=130)
     heartbeat = HeartbeatWriter(run_dir.heartbeat(rank))
     heartbeat.beat("start")

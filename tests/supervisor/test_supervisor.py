@@ -32,7 +32,7 @@ from tests.supervisor.supervised import ROOT, supervisor
 from tests.wording import saying, says, worded
 
 SHORT = ("timeouts.first_step=1", "timeouts.step=1")
-WAIT_S = 120.0  # for what comes at once where nothing else runs
+WAIT_S = 120.0  # for events that come at once on an idle machine
 AMD = "linux-rx7900xtx"
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals between processes")
 
@@ -326,7 +326,7 @@ def test_what_the_worker_changed_itself_stays(run: Run) -> None:
     assert run("first:change-then-die", "train.batch_size=4") == 0
     assert [settings_from(start["environ"]).micro_batch_parts for start in run.started()] == [1, 2]
     assert run.kept == [("micro-batch-halved", "out-of-memory")]
-    assert not run.written("change")  # the worker has told it
+    assert not run.written("change")  # the worker has reported it
 
 
 def test_workers_that_the_worker_gave_up_stay_so_in_the_next_command_as_well(run: Run) -> None:

@@ -31,7 +31,7 @@ from tests.wording import says
 
 Event = dict[str, Any]
 CARDS = Cards("sysfs", (XTX,), spills="moved")
-SOON_S = 20.0  # for what comes at once where nothing else runs
+SOON_S = 20.0  # for events that come at once on an idle machine
 posix = pytest.mark.skipif(sys.platform == "win32", reason="named pipes in a folder, which Windows lacks")
 
 

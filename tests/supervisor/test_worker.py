@@ -31,7 +31,7 @@ from tests.supervisor.fake_run import save_recipe
 from tests.wording import Worded, saying, says, worded
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 120.0  # for what comes at once where nothing else runs
+WAIT_S = 120.0  # for events that come at once on an idle machine
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals between processes")
 
 
@@ -63,7 +63,7 @@ def test_events_reach_the_parent_and_stale_things_are_ignored(run_dir: RunDir) -
         "step",
         "step",
         "end",
-    ]  # not those of the first run
+    ]  # not the first run's
     assert not run_dir.stop.exists()
 
 
@@ -267,7 +267,7 @@ def test_advice_names_resume_only_where_there_is_a_checkpoint(tmp_path: Path) ->
     advice = resume_advice("Run the same command with --resume latest. If it comes again, run lora-rocm doctor.")
     run_dir = RunDir(tmp_path).create()
     said = ErrorEvent(**MachineError("internal", "It failed.", **advice).to_event())
-    plain = MachineError("internal", "It failed.", fix=advice["fix"])  # names the words, and says nothing of itself
+    plain = MachineError("internal", "It failed.", fix=advice["fix"])  # names the words, and adds nothing
     assert with_fitting_fix(error_from_event(said), run_dir).fix == advice["fix_without_checkpoint"]
     assert "--resume" not in advice["fix_without_checkpoint"] and says(
         advice["fix_without_checkpoint"], "supervisor/run-the-same-command-if"

@@ -119,7 +119,7 @@ def straight(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @functools.cache
 def _shared_straight(material: Path, run_dir: Path) -> Path:
     assert start(make_recipe(material), run_dir)
-    gc.freeze()  # what the first run of a process imports; the program collects several times a run
+    gc.freeze()  # imports of a process's first run; the program collects several times per run
     return run_dir
 
 

@@ -148,7 +148,7 @@ def test_another_number_format_is_no_other_base_and_is_sealed_from_then_on(
     assert checkpoint is not None
     assert {"unet float32", "unet bfloat16"} <= checkpoint.facts["base_seals"].keys()
     with pytest.raises(ResumeError, match="base model"):
-        case(in_a_gap)  # there the digest of what is read tells
+        case(in_a_gap)  # there the digest of the read bytes decides
 
 
 def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_with_a_word(

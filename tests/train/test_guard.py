@@ -93,7 +93,7 @@ def test_it_looks_at_the_start_and_before_anything_is_written_and_once_for_an_up
     material: Path, sound: Path, tmp_path: Path
 ) -> None:
     assert looks(sound) == [(updates, True) for updates in (0, 2, 4, 6)]
-    assert not start(recipe_of(material, 3), tmp_path / "run", stop_at=4)  # one more is under way
+    assert not start(recipe_of(material, 3), tmp_path / "run", stop_at=4)  # one more is in progress
     assert start(recipe_of(material, 3), tmp_path / "run")
     assert looks(tmp_path / "run") == [(updates, True) for updates in (0, 2, 3, 4, 5, 5, 6)]
 

@@ -219,7 +219,7 @@ def test_prodigy_learns_and_each_step_tells_its_estimate() -> None:
     assert estimates == sorted(estimates) and estimates[0] >= 0.99e-3 and estimates[-1] > 2e-3
     rates = [step["optimizer"]["effective_learning_rate"] for step in steps]
     assert rates[1:] == estimates[:-1] and {step["learning_rate"] for step in steps} == {1.0}
-    assert {step["optimizer"] == {} for step in Rig().fit(2).of_type("step")} == {True}  # AdamW tells nothing
+    assert {step["optimizer"] == {} for step in Rig().fit(2).of_type("step")} == {True}  # AdamW reports nothing
 
 
 @pytest.mark.parametrize("nth", [{9}, {4, 15}], ids=str)

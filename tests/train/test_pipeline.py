@@ -334,7 +334,7 @@ def test_a_resume_takes_the_checkpoints_threads_unless_the_recipe_names_them(
         assert not start(make_recipe(material, runtime={"threads": 1}), tmp_path / "run", stop_at=3)
     finally:
         torch.set_num_threads(used)
-    assert during_cache == [2, 2, 1]  # what is cached anew depends on it too
+    assert during_cache == [2, 2, 1]  # a new cache depends on it too
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")

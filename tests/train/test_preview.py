@@ -174,7 +174,7 @@ def test_prompts_have_options_of_their_own() -> None:
     upper, other = (preview.requests_of(make_recipe(prompts=[f"a cat --{n} dog --{w} 64"]))[0] for n, w in ("NW", "nw"))
     assert upper == other, "sd-scripts reads options in capitals too"
     assert (fifth.prompt, fifth.sampler, fifth.lora_scale) == ("a cat -- cat", "euler", 1.0)
-    assert [each.seed for each in (fifth, sixth, control, last)] == [11, 12, 13, 14]  # those of the section, by place
+    assert [each.seed for each in (fifth, sixth, control, last)] == [11, 12, 13, 14]  # the section's prompts, by place
     assert set(recipe.sample.texts) == {"a cat", "a cat -- cat", "a dog", "blurry"}
     assert recipe.sample.num_images == len(preview.requests_of(recipe))
 

@@ -94,7 +94,7 @@ def assert_same_by_every_way(recipe: Recipe, folder: Path, patch: pytest.MonkeyP
     for form in recipe.formats:
         made = export(run_dir, form, folder / "again" / run_dir.export_of(form).name)
         assert contents(made) == contents(run_dir.export_of(form)) != {}, form
-    if "kohya" not in recipe.spec.formats:  # the form of such files, which such a family has no reader for
+    if "kohya" not in recipe.spec.formats:  # the format of such files, for which such a family has no reader
         patch.setattr(model_child.writers, "verify", lambda *about: Verification(0.0, 0.0, (), ()))
     earlier = export(run_dir, "kohya", folder / "earlier.safetensors", SAVED_AT)
     assert contents(earlier) == contents(run_dir.checkpoint_lora(SAVED_AT)), "beside the checkpoint"
@@ -129,7 +129,7 @@ QUICK = (*AVERAGING, "EMA, bf16")
 
 def test_every_optimizer_is_among_the_cases() -> None:
     assert RULES.keys() == OPTIMIZERS.keys() and RULES.keys() <= CASES.keys() and len(AVERAGING) >= 2
-    for name, section in OPTIMIZERS.items():  # what the light half says of a rule is what the rule does
+    for name, section in OPTIMIZERS.items():  # the light half describes a rule as it works
         assert (RULES[name].averaged.__func__ is not UpdateRule.averaged.__func__) == section.averages  # type: ignore[attr-defined]
 
 

@@ -193,7 +193,7 @@ def test_without_an_argument_it_says_what_to_give_and_installs_nothing(stage: St
 
 def test_a_missing_python_is_explained(stage: Stage) -> None:
     outcome = stage.double_click("install.bat", codes={"py": "1", "python": "9009"})
-    assert (outcome.code, outcome.programs) == (3, ["py", "python"])  # 9009: the door to the Microsoft Store
+    assert (outcome.code, outcome.programs) == (3, ["py", "python"])  # 9009: the alias that opens the Microsoft Store
     assert "https://www.python.org" in outcome.said and "Press any key" in outcome.said
     for program in ("py", "python"):
         (stage.bin / f"{program}.exe").unlink()

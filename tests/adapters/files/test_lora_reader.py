@@ -199,7 +199,7 @@ def test_what_is_no_lora(live: tuple[Any, Any, Any], tmp_path: Path, tensors: di
 
 BLOCK = "mid_block.attentions.0.transformer_blocks.0"
 SHAPES = {
-    f"{BLOCK}.attn1.to_q": (32, 32),  # square: only the shape of dora_scale tells the axis
+    f"{BLOCK}.attn1.to_q": (32, 32),  # square: only dora_scale's shape gives the axis
     f"{BLOCK}.attn2.to_k": (32, 80),
     f"{BLOCK}.ff.net.0.proj": (256, 32),
     "mid_block.resnets.0.conv1": (32, 32, 3, 3),

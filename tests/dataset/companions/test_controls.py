@@ -271,7 +271,7 @@ def test_a_numbered_control_image_of_another_image_is_not_taken(images: Path, ma
     numbered_masks = images.parent / "masks"
     make.image(numbered_masks / "a_0.png")
     (images / "a_0.jpg").unlink()
-    with pytest.raises(DataError) as caught:  # the control: an image has one mask, whose name is not numbered
+    with pytest.raises(DataError) as caught:  # the control: an image has one mask, without a number in its name
         scanned(make, images, control_path=None, mask_path=str(numbered_masks))
     assert caught.value.code == "masks-missing"
 

@@ -433,7 +433,7 @@ def test_on_a_gpu_eager_and_captured_give_the_bits_of_no_offload(which: slice) -
         captured = torch.autograd.grad(net(x).square().mean(), leaves)
     for _ in range(3):
         with torch.no_grad():
-            net(x)  # moves what lies in the places
+            net(x)  # moves the values in the places
         graph.replay()
     torch.cuda.synchronize()
     assert same(list(captured), list(eager))

@@ -55,7 +55,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Pat
         found[name, "file"], found[name, "folder"] = folder / f"{name}.safetensors", folder / name
         save_file({tensor: torch.zeros(1) for tensor in OF_FILES[name]}, found[name, "file"])
         FOLDERS[name](found[name, "folder"])
-    for name, width in (("sd15", 768), ("sd2", 1024)):  # one pipeline serves both: the width of the text tells
+    for name, width in (("sd15", 768), ("sd2", 1024)):  # one pipeline serves both: the text's width decides
         config = found[name, "folder"] / "unet" / "config.json"
         config.write_text(json.dumps({**read_json(config), "cross_attention_dim": width}), encoding="utf-8")
     return found

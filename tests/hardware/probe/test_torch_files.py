@@ -156,7 +156,7 @@ def test_a_version_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "torch" / "version.py").mkdir()
     look = look_at(tmp_path)
     torch, _ = installed(look, False)
-    assert torch == Torch(ROCM.version)  # the package's name still tells the version
+    assert torch == Torch(ROCM.version)  # the package's name still has the version
     assert look.unread[0].why == "is a directory"
 
 

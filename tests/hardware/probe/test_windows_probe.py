@@ -145,7 +145,7 @@ def test_dlls_in_the_way_are_found_once_and_system32_first(tmp_path: Path) -> No
     sources, _, _ = machine(tmp_path)
     put(tmp_path, r"D:\old\AMDHIP64.DLL", "")
     put(tmp_path, r"D:\old\amdhip64.txt", "")
-    put(tmp_path, r"D:\OLD\amdhip64.dll", "")  # the same file, on a system that does not tell the cases apart
+    put(tmp_path, r"D:\OLD\amdhip64.dll", "")  # the same file, on a case-insensitive system
     environ = {"PATH": r'D:\old;"D:\OLD";;C:\WINDOWS\system32', "SystemRoot": r"C:\Windows"}
     found = windows_of(replace(sources, environ=environ)).hip_libraries
     assert found == (Library(r"C:\Windows\System32\amdhip64_7.dll", "10.0.3722.0"), Library(r"D:\old\AMDHIP64.DLL"))

@@ -471,7 +471,7 @@ def test_every_adapter_is_written_in_every_form_and_loaded_back(
         assert found.relative_difference < 1e-2
         families = inspect(path)["families"]
         assert case.name in families or not families and isinstance(case, Anima)
-        if not isinstance(case, Anima) or form not in ("diffusers", "peft"):  # there only true widths tell it
+        if not isinstance(case, Anima) or form not in ("diffusers", "peft"):  # there only true widths show it
             assert all(said and said <= without_share(found.cannot_read) for said in cannot_read_by_inspect(path))
         if form != "peft" and (form, kind) != ("comfyui", {"use_dora": True}):
             assert form in ("sd-scripts", "comfyui") or "kohya's tools" in str(found.cannot_read) or kind.get("type")

@@ -175,7 +175,7 @@ def test_a_target_that_is_not_known_is_refused_by_name(folder: Path, word: objec
     assert "scheduler_config.json" in error.where and "\x1b" not in str(error)
     assert str(word).strip("\x1b") in error.what
     chosen = Sdxl(tiny_recipe(folder, model={"prediction_type": "v_prediction"}))
-    assert chosen.objective.schedule.prediction_type == "v_prediction"  # who knows better may say so
+    assert chosen.objective.schedule.prediction_type == "v_prediction"  # the user may state it
 
 
 @pytest.mark.parametrize("changes", [

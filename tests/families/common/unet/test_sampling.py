@@ -31,7 +31,7 @@ from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.recipe.sections import Sampler
 from tests.tiny_models import SHALLOW_WIDER, caption_encoder, drawn_by, tiny_recipe, write_tiny_sdxl
 
-# diffusers hands NumPy a tensor in a way that NumPy 2 will not take for ever
+# NumPy 2 deprecates the call by which diffusers passes a tensor
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
 CPU = torch.device("cpu")
