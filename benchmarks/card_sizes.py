@@ -5,7 +5,7 @@ usage: python benchmarks/card_sizes.py ROOT FAMILY [--quantization none] [--card
 
 Writes a base with random bf16 weights in the family's published structure (ROOT/FAMILY; FLUX.1 32 GiB, Z-Image 19,
 Anima 6), and four images of 1024x1024. Then it runs ``lora-rocm train`` at batch 1 and rank 16 on attention in a child
-for each row, from empty caches to the exported file; a row starts when the steps of the one before have ended. The
+for each row, from empty caches to the exported file. A row starts when the steps of the one before have ended. The
 first row has no cap, recomputes all activations and makes 30 steps; the others are compared with its step. The
 cap of a card is its size less 0.75 GiB for desktop and runtime. ``--limit-s``: rows that would probably end later are
 skipped. ``--toy``: a tiny base on the CPU, without caps.

@@ -4,9 +4,9 @@
     python -m benchmarks.language_peers ROOT --toy      # on the CPU: two small blocks; Liger's kernels do not run there
 
 The model has Llama 3.1 8B's shape and random weights: 2 texts of 2,048 tokens that all count in the loss, rank 16 on
-all seven projections, bf16, fused AdamW, attention of PyTorch. A row of another trainer is its own loop by its own
-interface (``benchmarks/peer_steps.py``), from the end of a step to the end of the next, with data loader and callbacks;
-our row and the bare one are the pass and the optimizer alone (``benchmarks/language_model.py``). *busy* is the time in
+all seven projections, bf16, fused AdamW, attention of PyTorch. Another trainer's row times its own loop through its own
+interface (``benchmarks/peer_steps.py``), from the end of a step to the end of the next, with data loader and callbacks.
+Our row and the bare one time the pass and the optimizer alone (``benchmarks/language_model.py``). *busy* is the time in
 which the GPU computes, of 2 traced steps, for all. Peaks are peaks of tensors, from the first step.
 
 ROOT takes the base (16 GB, written once, read by LLaMA-Factory and Unsloth) and all that the trainers write; nothing is

@@ -3,8 +3,8 @@
 usage: python benchmarks/long_captions.py FOLDER [--steps 300]
 
 The demo's images get 150 commas in front of their captions, and so do the prompts. With 75 tokens all texts are then
-the same. Needs no GPU. It prints for each limit the concept score and its control, and the probability that an image
-drawn for the concept is closer to the images of the concept than one drawn for a control prompt.
+the same. Needs no GPU. For each limit it prints the concept score and its control. It also prints the probability that
+an image for the concept is closer to the concept's images than an image for a control prompt.
 """
 
 from __future__ import annotations

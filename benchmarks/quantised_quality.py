@@ -8,11 +8,11 @@ its input and the LoRA. The loss is the squared distance to a random target. Wei
 distributed; one input in 100 is 20 times as large, as activations of transformers are.
 
 Then a LoRA is trained on the tiny model of a demo's recipe, on each format with the same random numbers. Its loss at
-fixed noise is that on the base that it was trained on, and on the dense one, on which a LoRA is used later: the mean of
-several starts, and the least and the largest relative increase over training on the dense base.
+fixed noise is measured on the base of its training, and on the dense base, on which a LoRA is used later. Figures: the
+mean of several starts, and the least and the largest relative increase over training on the dense base.
 
-``--model``: a whole model in its full size instead, with random weights, in float32: the relative error of its
-prediction and of the gradients of all of A and of all of B. B is random too. On a CPU Anima takes 9 GB and some
+``--model``: a whole model in its full size instead, with random weights, in float32. It measures the relative error of
+the prediction, of all gradients of A, and of all gradients of B. B is random too. On a CPU Anima takes 9 GB and some
 minutes for each format.
 """
 

@@ -3,10 +3,10 @@
 usage: python benchmarks/reliability.py memory ROOT [--caps-gib 24,12] [--steps 4] [--batch 16] [--toy] [--json FILE]
 
 Makes a random SDXL from the published configs (as ``full_size_sdxl.py``; 7 GB under ROOT) and images of 1024 px. Runs
-``lora-rocm train`` at the batch size, without gradient checkpointing, once for each cap: the plan gets the cap like an
-APU's budget (``memory_limit_bytes``, set_per_process_memory_fraction), and supervisor and worker are the real ones. It
+``lora-rocm train`` at the batch size, without gradient checkpointing, once for each cap. The plan gets the cap like an
+APU's budget (``memory_limit_bytes``, set_per_process_memory_fraction); supervisor and worker are the real ones. It
 passes if each run finishes with the requested effective batch. ``--toy``: the builtin model on the CPU. The cap is then
-a system limit of the worker's address space (Linux), in MiB above its size when training begins, and the LoRA must
+a system limit of the worker's address space (Linux), in MiB above its size when training begins. The LoRA must
 equal an unlimited run's LoRA to rounding.
 """
 

@@ -13,12 +13,12 @@ it alternate; likewise for the guard of trained state. The output is
   does that work while the GPU is busy, and the difference in wall time (upper quartile of the pairs) is the lower
   bound;
 - the canary: the seconds of a check, and the seconds without a kernel, as a share of the steps between two checks;
-- the guard of trained state ("state"): the same differences in wall time; its time per step when it runs alone, in wall
-  time (gaps between its launches included) and in kernels; and its read bandwidth, as a share of the device's peak
-  bandwidth (the faster of a sum over 1 GiB and a copy of it).
+- the guard of trained state ("state"): the same differences in wall time. Also its time per step when it runs alone, in
+  wall time (with gaps between its launches) and in kernels. Also its read bandwidth, as a share of the device's peak
+  bandwidth: the faster of a sum over 1 GiB and its copy.
 
 The promises: the GPU idles for at most 0.5 % longer, judged by that bound. The guard of trained state adds at most 0.3
-% to a step at rank 16 on ``attention`` without EMA, by the upper quartile of the pairs with and without it; its kernels
+% to a step at rank 16 on ``attention`` without EMA, by the upper quartile of the pairs with and without it. Its kernels
 read with at least 80 % of that bandwidth. Alone it takes longer, because within a step it fills gaps. ``--plain``
 measures the implementations in plain PyTorch, which do not promise the latter two. ``--toy`` rehearses on the CPU.
 """

@@ -6,8 +6,8 @@ usage: python benchmarks/startup.py encode ROOT [--images 10000] [--side 1536] [
        python benchmarks/startup.py side-by-side ROOT OLD NEW [--base full|tiny] [--rounds 5] [--set KEY=VALUE]...
        python benchmarks/startup.py identity ROOT [--gib 2] [--json FILE]
 
-``encode`` makes photographs (JPEG, noise over a gradient; all files differ) under ROOT, fills a cache with them through
-``latent_cache.prepare``, and compares with a lower bound: the encoder alone, called as often, on pixels that are ready.
+``encode`` makes photographs (JPEG, noise over a gradient; all files differ) under ROOT, and fills a cache with them by
+``latent_cache.prepare``. The lower bound is the encoder alone, called equally often, on pixels that are ready.
 The encoder is a wait of fixed length, as a GPU is for the host. With ``--vae`` it is the built-in model's VAE on the
 CPU, and the decoding threads and the encoder share the CPU cores.
 

@@ -4,8 +4,8 @@
     python -m benchmarks.text_card_sizes --toy      # on the CPU: the same models with two small blocks
 
 Random weights in the published shapes, one text at a time, rank 16 on all seven projections (gpt-oss: attention). For
-each model and length the first row has no cap and recomputes all activations; a row of a card follows the plan that is
-chosen for its size less 0.75 GiB for desktop and runtime, and is compared with the first. Memory is the limit of the
+each model and length the first row has no cap and recomputes all activations. A row of a card follows the plan for its
+size less 0.75 GiB for desktop and runtime, and is compared with the first row. Memory is the limit of the
 allocator. Weights are offloaded further from row to row, so the largest card comes first.
 """
 

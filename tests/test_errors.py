@@ -17,7 +17,7 @@ NOT_WRONG = {"StoppedError"}
 OF_PROBLEMS = {"RecipeError"}
 """Each of its problems has its own remedy."""
 FOR_ANY_RUN = {
-    "supervisor/multi_gpu.py": 1,  # torchrun's required option
+    "supervisor/multi_gpu.py": 1,  # the start by torchrun needs --resume
     "supervisor/resume.py": 1,  # there is a run here
     "supervisor/worker.py": 1,  # after a restart of the machine
     "train/pipeline.py": 1,  # there is a checkpoint, and it is damaged

@@ -65,8 +65,8 @@ def step(recipe_path: str, overrides: Sequence[str], asked: Asked, json_path: Pa
     """Measure training steps and print the tables; returns the exit code.
 
     Raises:
-        LoraRocmError: the recipe, its base model or its images are wrong, the child could not start or died before our
-            own steps were measured, or a file cannot be written.
+        LoraRocmError: the recipe, its base model or its images are wrong; the child could not start, or died before
+            our own steps were measured; or a file cannot be written.
     """
     loaded, found = load_recipe(recipe_path, overrides), Measured()
     if not asked.random_weights:

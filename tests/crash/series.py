@@ -72,8 +72,8 @@ def exits(
 ) -> Iterator[Found]:
     """Cut at each of ``points``, and go on to the end.
 
-    ``seen``: digests of what lasts of a cut run, from where another run has gone on and found its end; no state is
-    resumed twice, because the next steps depend only on the state.
+    ``seen``: digests of the files left by cut runs that were resumed to their end. No state is resumed twice, because
+    the next steps depend only on the state.
     """
     for at in points:
         with lab.root() as root:

@@ -2,10 +2,10 @@
 
     python -m tests.hostile.watched FOLDER
 
-All that is imported is imported, and sound files are read, before the hook is there. Then the files in FOLDER/hostile
+All imports are done, and sound files are read, before the hook is installed. Then the files in FOLDER/hostile
 are read; FOLDER/own is the only place where anything may be written. One JSON object on standard output: actions that
-no reader may take, the results of the reads, and the rise of peak memory in bytes; and the same of ``misbehave``, the
-control.
+no reader may take, the results of the reads, and the rise of peak memory in bytes. It has the same for ``misbehave``,
+the control.
 """
 
 from __future__ import annotations

@@ -374,7 +374,7 @@ def test_what_is_in_the_cache_in_tiles_is_taken_at_the_next_start(
     mixed: Path, make: SimpleNamespace, new_family: Callable[[], Any]
 ) -> None:
     first, _ = Crowded(new_family).prepare(make, mixed)
-    for tiles in (False, True):  # as the next start reports, or not
+    for tiles in (False, True):  # the next start knows of the tiles, or not
         crowded = Crowded(new_family)
         again, changed = crowded.prepare(make, mixed, tiles=tiles)
         assert again.items == first.items and changed == []

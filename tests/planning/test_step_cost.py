@@ -91,7 +91,7 @@ def test_by_hand() -> None:
     # the last is computed again where everything before it is there, so nothing is won but its own forward transients
     assert activation_bytes(net, (2,)) == max(65, 63 - 30 + 32) * MIB
     assert activation_bytes(net, (0, 1, 2)) == (65 - 30) * MIB
-    # its forward passes with 3, not with the kept tensors
+    # its forward peak counts 3, not the kept tensors
     assert activation_bytes(replace(net, moments=net.moments[:3]), (2,)) == max(31 + 2, 32 + 3, 63 - 30 + 32) * MIB
     assert resident_bytes(net, ()) == (35 + 7) * MIB + WORKSPACE_BYTES
     assert resident_bytes(net, (0, 2)) == (35 - 20 + SLOTS * 10 + 7) * MIB + WORKSPACE_BYTES

@@ -129,7 +129,7 @@ QUICK = (*AVERAGING, "EMA, bf16")
 
 def test_every_optimizer_is_among_the_cases() -> None:
     assert RULES.keys() == OPTIMIZERS.keys() and RULES.keys() <= CASES.keys() and len(AVERAGING) >= 2
-    for name, section in OPTIMIZERS.items():  # the light half describes a rule as it works
+    for name, section in OPTIMIZERS.items():  # the section's flag matches the rule
         assert (RULES[name].averaged.__func__ is not UpdateRule.averaged.__func__) == section.averages  # type: ignore[attr-defined]
 
 

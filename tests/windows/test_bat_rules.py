@@ -1,7 +1,7 @@
 """Rules for the text of the .bat files that Wine 8 cannot show: Windows' cmd reads these things differently.
 
-Text of the user (paths, arguments) is expanded once and between quotes, so that %, !, ^, &, ( and ) in it stay text:
-``call`` would read percent signs and carets again, delayed expansion would eat exclamation marks.
+Text of the user (paths, arguments) is expanded once and between quotes, so that %, !, ^, &, ( and ) in it stay text.
+``call`` would read percent signs and carets again; delayed expansion would remove exclamation marks.
 """
 
 from __future__ import annotations

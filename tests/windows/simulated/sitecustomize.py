@@ -1,12 +1,12 @@
 """Features that Windows lacks or forbids, for a Python that has this folder on PYTHONPATH: tests start such processes.
 
-Names that only POSIX has are gone from ``os`` and ``signal``; processes are made by spawn alone; a file that any
-process has open or mapped is neither renamed, replaced nor deleted; nobody may make links; torch was built without
+``os`` and ``signal`` lack the names that only POSIX has. Processes start by spawn alone. A file that any process has
+open or mapped is neither renamed, replaced nor deleted. Nobody may make links. torch was built without
 ``torch.distributed``. Unchanged: ``os.name``, path separators, and everything that the standard library itself needs
 here.
 
-A process that has imported torch writes at its end what of ``torch.distributed`` it had into the file that the variable
-SIMULATED_DISTRIBUTED names: ``is_available()``, and whether there is ``init_process_group``.
+A process that has imported torch writes at its end the available parts of ``torch.distributed`` into the file named by
+the variable SIMULATED_DISTRIBUTED: ``is_available()``, and whether there is ``init_process_group``.
 """
 
 from __future__ import annotations
