@@ -1,4 +1,4 @@
-"""Thousands of faults in trained state: no update may be made from it, and no update without a fault refused.
+"""Thousands of faults in trained state: no update may use it, and no update without a fault may be refused.
 
 usage: python benchmarks/reliability.py state [--faulty 10000] [--clean 100000] [--device cuda] [--captured]
 

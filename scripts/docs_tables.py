@@ -1,4 +1,4 @@
-"""Tables of the documentation about machines, made from the tables of the package.
+"""Tables of the documentation about machines, generated from the package's tables.
 
 They are between marks in pages of prose; ``python -m scripts.docs_pages`` updates them.
 """

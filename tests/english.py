@@ -27,7 +27,7 @@ MIN_MESSAGE_WORDS = 3
 GENERATED = {"docs/recipe.md", "docs/json.md"}
 """Their text is linted where it is written: in field descriptions and docstrings."""
 FOREIGN = ("lora_rocm/base_models/tokenizer_data/", "lora_rocm/builtin/", "docs/lab/")
-"""Licences and data of others, and the laboratory journal."""
+"""Licences and data from other projects, and the laboratory journal."""
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 
 

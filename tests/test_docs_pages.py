@@ -164,7 +164,7 @@ COMMAND = re.compile(r"lora-rocm ((?:cache |bench )?[a-z]+)([^\n]*)")
 
 
 def code_in(text: str) -> list[str]:
-    """The lines of blocks of code, and code in lines. A line that goes on with a backslash is one."""
+    """The lines of blocks of code, and code in lines. A line continued by a backslash is one line."""
     text = text.replace("\\\n", " ")
     blocks = [line for block in CODE_BLOCK.findall(text) for line in block.splitlines()]
     return [*blocks, *re.findall(r"`([^`]+)`", CODE_BLOCK.sub("", text))]

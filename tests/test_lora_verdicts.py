@@ -98,7 +98,7 @@ def agreed(base: Shared, path: Path, kind: str, *, by_all: bool = False) -> Adap
     """The common verdict on a file: the refusal, or None.
 
     ``inspect`` and the verdict that ``check`` and ``train`` share are asked each time. ``by_all``: ``check``, ``train``
-    and what reads a finished file, too, as one case of each kind of fault is.
+    and the readers of a finished file, too, with one case of each kind of fault.
     """
     section: dict[str, Any] = {"type": KINDS[kind][0], **({} if kind == "ia3" else {"rank": 4})}
     if kind == "dora":

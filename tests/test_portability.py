@@ -54,7 +54,7 @@ def posix_faults(module: Module) -> Iterator[str]:
 
 
 def fork_faults(module: Module) -> Iterator[str]:
-    """Processes made by fork, or by whatever the system takes when nobody says."""
+    """Processes started by fork, or by the system's default method."""
     for node in module.nodes:
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("get_context", "set_start_method")):
             if [ast.unparse(word) for word in node.args] != ["'spawn'"]:

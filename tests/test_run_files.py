@@ -92,7 +92,7 @@ def train(program: Program, run_dir: RunDir, *sets: str) -> Said:
 
 
 def commands(program: Program, run_dir: RunDir) -> Iterator[tuple[str, Said]]:
-    """All commands that read a run or write in it; training goes on for a step, so that checkpoints are rotated."""
+    """All commands that read a run or write in it; training continues for a step, so that checkpoints are rotated."""
     run = run_dir.path
     yield "status", program("status", run)
     yield "report", program("report", run)
@@ -109,7 +109,7 @@ def told(said: Said) -> bool:
 
 
 def test_every_file_is_a_link(program: Program, run_dir: RunDir, outside: Path) -> None:
-    """All at once but those that are refused, so that every command goes through."""
+    """All at once except the refused ones, so that every command succeeds."""
     names = [name for name in files_of(outside) if name not in IN_PLACE]
     assert len(names) > 20
     link(run_dir, outside, *names)
@@ -304,7 +304,7 @@ def test_a_run_finished_before_there_were_digests(program: Program, run_dir: Run
 
 
 def test_files_of_an_earlier_end_are_no_results(program: Program, run_dir: RunDir) -> None:
-    """``export`` wrote one that the recipe does not name; then the run goes on for a step."""
+    """``export`` wrote one that the recipe does not name; then the run continues for a step."""
     assert program("export", run_dir.path, "--format", "sd-scripts").code == 0
     stale = run_dir.export_of("sd-scripts")
     assert str(stale) in train(program, run_dir).out, "the control: it is a result"

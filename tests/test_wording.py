@@ -108,7 +108,7 @@ def allowed_file(path: Path) -> bool:
 
 
 def expectations(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and text of all that an expression compares with. Arguments of other calls are input."""
+    """Line and text of each operand in an expression's comparison. Arguments of other calls are input."""
     text = constant(node)
     if text is not None:
         yield node.lineno, text  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Random tiny SDXL models, made from config objects: width 32, SDXL's blocks with half of their layers.
+"""Random tiny SDXL models, built from config objects: width 32, SDXL's blocks with half of their layers.
 
 ``write_tiny_sdxl`` makes a diffusers folder; ``write_single_file`` writes the same weights as the one-file checkpoint
 that the original SDXL release uses.
@@ -247,7 +247,7 @@ def write_hollow_sdxl(path: Path, drop: str = "", extra: dict[str, Tensor] | Non
     Args:
         path: of the file.
         drop: start of the names of tensors that are omitted.
-        extra: more tensors, of which only shape and format count.
+        extra: more tensors; only their shape and format count.
     """
     from lora_rocm.base_models.loading import Source
     from lora_rocm.families.sdxl.family import LAYOUT

@@ -31,7 +31,7 @@ SHALLOW_SD: dict[str, Any] = {
 
 
 def unet_config(version: Version, **changes: Any) -> dict[str, Any]:
-    """Four levels, of which the lowest has no attention; 1.x projects by convolutions, 2.x by linear layers."""
+    """Four levels, the lowest without attention; 1.x projects by convolutions, 2.x by linear layers."""
     config: dict[str, Any] = {
         "sample_size": 8,
         "down_block_types": (*("CrossAttnDownBlock2D",) * 3, "DownBlock2D"),

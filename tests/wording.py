@@ -27,7 +27,7 @@ from lora_rocm.errors import Problem
 
 FILE = Path(__file__).parent / "golden" / "wording.json"
 LIKENESS = 0.45
-"""Pieces of a text that resemble a phrase less are not taken for its new wording."""
+"""Pieces of a text that resemble a phrase less do not count as its new wording."""
 MORE_WORDS = 6
 """The new wording has up to this many words more, and fewer only where its whole sentence has."""
 PIECES = 8

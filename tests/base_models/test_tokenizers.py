@@ -25,7 +25,7 @@ EDIT = (
     "that meets the user's requirements while maintaining consistency with the original input where "
     "appropriate.<|im_end|>\n<|im_start|>user\n"
 )
-"""Qwen-Image's prefixes, of which its pipelines drop the known number of tokens."""
+"""Qwen-Image's prefixes; its pipelines drop a known number of their tokens."""
 
 
 @pytest.fixture

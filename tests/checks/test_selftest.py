@@ -238,7 +238,7 @@ Give = Callable[[SelfTestJob], None]
 
 @pytest.fixture
 def give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Give:
-    """Makes a job the one of this process."""
+    """Sets this process's job."""
     return lambda job: monkeypatch.setattr(sys, "argv", ["selftest", str(write_job(tmp_path, job))])
 
 

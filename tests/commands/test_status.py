@@ -193,7 +193,7 @@ def test_a_checkpoint_that_a_resume_refuses_is_not_the_last_one(tmp_path: Path, 
 
 @pytest.mark.parametrize("there", [(10, 20, 30, 40), (20, 30, 40), (40,), (10, 20, 40), (10, 20, 30), ()])
 def test_a_lost_lora_of_a_checkpoint_is_named(tmp_path: Path, there: tuple[int, ...]) -> None:
-    """The run deletes the oldest first, and never the newest: what else is not there was lost."""
+    """The run deletes the oldest first, and never the newest: any other missing checkpoint was lost."""
     run_dir = RunDir(tmp_path / "run").create()
     run_dir.checkpoints.mkdir()
     save_recipe(run_dir)

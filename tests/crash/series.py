@@ -42,7 +42,7 @@ class Found:
     """One disturbed run.
 
     hits: the calls that were struck. wrong: the faults found; empty if there are none.
-    cost_s: how much longer all its starts took together than the undisturbed run; None: it was not gone on from, as
+    cost_s: how much longer all its starts took together than the undisturbed run; None: it was not resumed, because
     another one was in the same state.
     """
 
@@ -70,7 +70,7 @@ def exits(
     faults: tuple[str, ...] = (),
     seen: set[str] | None = None,
 ) -> Iterator[Found]:
-    """Cut at each of ``points``, and go on to the end.
+    """Cut at each of ``points``, and resume to the end.
 
     ``seen``: digests of the files left by cut runs that were resumed to their end. No state is resumed twice, because
     the next steps depend only on the state.

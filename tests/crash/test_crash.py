@@ -1,4 +1,4 @@
-"""A run cut at any call that changes a file goes on to the bytes of the undisturbed one; a failing disk ends it well.
+"""A run cut at any call that changes a file resumes to the bytes of the undisturbed one; a failing disk ends it well.
 
 Here with a stride; benchmarks/reliability.py crashes and disk go through every call.
 """

@@ -68,5 +68,5 @@ class FakeCard:
 
     @property
     def limit(self) -> int:
-        """The allocator's limit in bytes, as it was set last."""
+        """The last limit set for the allocator, in bytes."""
         return round(self.fractions[-1] * TOTAL)

@@ -71,7 +71,7 @@ ALIKE = ("sd15", "sd2", "toy-flow")
 
 
 def families(*slow: str) -> list[Any]:
-    """All, of which these too are slow. causal-lm has a test of its kinds."""
+    """All families, with these as further slow ones. causal-lm has a test of its kinds."""
     return [
         *(pytest.param(name, marks=pytest.mark.slow) if name in (*ALIKE, *slow) else name for name in TOYS.names),
         *(pytest.param(f"causal-lm {variant}", marks=pytest.mark.slow) for variant in (*ARCHITECTURES, PACKED)),
@@ -137,7 +137,7 @@ def test_cached_samples_make_batches_whose_gradients_reach_the_adapter_alone(its
 
 
 def test_an_example_is_as_a_batch_of_its_shape(its: Its) -> None:
-    """Only what is padded may be of another size."""
+    """Only padded tensors may have another size."""
     batch, family = its.batch, its.family
     example = family.example(batch.shape, 2)
     assert set(example) == set(batch.tensors) - {"weight"}

@@ -31,7 +31,7 @@ START_ORPHAN = (
 
 
 def sleeps(run_dir: Path) -> None:
-    """Python's own sleep: other threads go on."""
+    """Python's own sleep: other threads continue."""
     time.sleep(FOREVER_S)
 
 
@@ -49,7 +49,7 @@ def blocks_in_c(run_dir: Path) -> None:
 
 
 def never_ending_kernel(run_dir: Path) -> None:
-    """A kernel of some ten minutes, which no limit here waits for: whoever waits for the device hangs."""
+    """A kernel of some ten minutes, longer than any limit here: code that waits for the device hangs."""
     torch.cuda._sleep(2**40)
 
 

@@ -33,7 +33,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Watch:
-    """The audit hook: it only notes, so that what is attacked goes on as ever."""
+    """The audit hook: it only records, so that the attacked code runs as usual."""
 
     def __init__(self, folder: Path) -> None:
         self.hostile, self.own = str(folder / "hostile"), str(folder / "own")

@@ -1,4 +1,4 @@
-"""Fingerprints of flat buffers: what changes is seen, whatever it is. ``test_triton`` checks that both implementations
+"""Fingerprints of flat buffers: every change is detected. ``test_triton`` checks that both implementations
 agree.
 """
 

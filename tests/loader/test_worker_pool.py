@@ -96,7 +96,7 @@ def read(
 ) -> list[Any]:
     """``given_up`` gets the symptom with which workers are given up; None where that is an error.
 
-    Where nothing hangs on purpose, the limit is one that no busy machine reaches.
+    Where nothing hangs on purpose, no busy machine reaches the limit.
     """
     timeout_s = 1.5 if source.fault in ("hangs", "is stopped") else 60
     workers = Workers(source, RuntimeSection(**{"worker_timeout_s": timeout_s, **runtime}), noting(said, given_up))

@@ -209,7 +209,7 @@ def read_lane(instruction: Instruction, target: Target) -> Operation:
 
 
 def read_first_lane(instruction: Instruction, target: Target) -> Operation:
-    """The number of the first thread that is on, or of the first of all where none is."""
+    """The number of the first active thread, or of the first thread if none is active."""
     words = read_words(instruction, instruction.operands[1])
     write = write_scalar(instruction, instruction.operands[0])
 

@@ -16,7 +16,7 @@ class UnknownTargetError(MachineCodeError):
 
 
 class UnknownArgumentError(MachineCodeError):
-    """A kernel that wants something at its start that is not modelled, or other arguments than it is given."""
+    """A kernel that needs an initial value that is not modelled, or other arguments than the launch has."""
 
 
 class UnknownInstructionError(MachineCodeError):

@@ -132,7 +132,7 @@ def _operation(instruction: Instruction, target: Target) -> Operation:
 
 
 def _both(first: Operation, second: Operation, instruction: Instruction) -> Operation:
-    """A dual instruction, both halves of which read before either writes."""
+    """A dual instruction: both halves read before either writes."""
     if not isinstance(first, Computed) or not isinstance(second, Computed):
         raise instruction.unknown("dual instruction")
     one, two = first, second
@@ -200,7 +200,7 @@ class _Run:
                 return self._ready.setdefault(following, []).append(waves)
 
     def _step(self, waves: Waves, at: int) -> int | None:
-        """Take one step; return the next one, or None where the waves do not go on together."""
+        """Take one step; return the next one, or None where the waves do not continue together."""
         step = self._steps[at]
         if step is None:
             return at + 1

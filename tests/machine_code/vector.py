@@ -64,7 +64,7 @@ class Computed:
 def sources_of(
     instruction: Instruction, target: Target, texts: tuple[str, ...], types: tuple[str, ...]
 ) -> tuple[list[Reader], Callable[[Waves], Mask] | None]:
-    """Readers of the sources, and the threads that may be written (None: all that are on).
+    """Readers of the sources, and the threads that may be written (None: all active ones).
 
     Raises:
         UnknownInstructionError: a modifier that is not modelled.

@@ -120,7 +120,7 @@ def footprint() -> Footprint:
 
 
 class Machine:
-    """Passes on a make-believe GPU: activations take ``factor`` times what is counted, of ``memory_bytes`` in all."""
+    """Passes on a fake GPU: activations take ``factor`` times what is counted, of ``memory_bytes`` in all."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, memory: Memory, factor: float, memory_bytes: int) -> None:
         self.memory, self.factor, self.memory_bytes = memory, factor, memory_bytes

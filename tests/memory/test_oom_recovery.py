@@ -60,7 +60,7 @@ class FullAt(TorchDispatchMode):
 
 
 class Watched:
-    """A rig with a device that is full now and then; what went into each update is written down."""
+    """A rig with a device that is full now and then; the samples of each update are recorded."""
 
     def __init__(self, mode: FullAt, *, in_update: bool = False, follow: dict[int, int] | None = None, **how: Any):
         self.rig = rig = Rig(**how)
@@ -390,7 +390,7 @@ def test_the_rig_is_a_linear_layer() -> None:
 
 
 def test_half_an_update_is_never_saved(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory runs out between the weights and their average: the run ends, and goes on from the checkpoint before."""
+    """Memory runs out between the weights and their average: the run ends, and resumes from the checkpoint before."""
     recipe = make_recipe(
         material,
         lora={"targets": [FEW_TARGETS]},

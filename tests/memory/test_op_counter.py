@@ -36,7 +36,7 @@ def test_bytes_come_and_go(device: torch.device) -> None:
     [(0.5, 0.5), (9.375, 9.375), (10, 10), (12.5, 12.5), (21.09375, 22), (25, 26), (28.125, 28.125), (30, 30)],
 )
 def test_a_rest_that_is_too_small_for_others_is_the_tensor_s(mib: float, taken_mib: float) -> None:
-    """12.5 MiB come in 14, of which others get 1.5; 25 in 26, of which nobody gets the last."""
+    """12.5 MiB come in 14, and others get 1.5 of these; 25 come in 26, and the last one stays unused."""
     assert taken_bytes(int(mib * 2**20)) == int(taken_mib * 2**20)
 
 

@@ -1,4 +1,4 @@
-"""The gate: a blocked or non-finite update moves nothing; state that is loaded goes on with the same bytes.
+"""The gate: a blocked or non-finite update moves nothing; loaded state continues with the same bytes.
 
 For every update rule.
 """

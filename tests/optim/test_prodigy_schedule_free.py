@@ -1,4 +1,4 @@
-"""Prodigy and schedule-free Adam as their package computes it, without its slices; what users get is the average."""
+"""Prodigy and schedule-free Adam as their package computes it, without its slices; users get the average."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedule-free AdamW as its authors' package computes it; what users get is the average."""
+"""Schedule-free AdamW as its authors' package computes it; users get the average."""
 
 from __future__ import annotations
 

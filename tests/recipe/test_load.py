@@ -132,7 +132,7 @@ def test_one_of_the_others_in_the_base_is_enough() -> None:
 
 
 def test_the_recipe_of_a_run_is_read_whatever_it_switches_off() -> None:
-    """A run writes all keys, so what was only a notice when it began is none of its errors."""
+    """A run writes all keys, so a mere notice at its start is not an error later."""
     Path("mine.yaml").write_text(MINIMAL, encoding="utf-8")
     settings = [given for given, *_ in OF_ANOTHER]
     off = [

@@ -36,7 +36,7 @@ def save_recipe(run_dir: RunDir, *overrides: str) -> None:
 
 
 def event(event_type: str, **fields: Any) -> Event:
-    """An event of a fake worker; one that no reader would take is refused."""
+    """An event of a fake worker; an event that no reader accepts is refused."""
     return TYPES[event_type](**fields)
 
 

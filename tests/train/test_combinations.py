@@ -192,7 +192,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def combinations() -> tuple[Sections, ...]:
-    """The sections of all combinations, none of which the recipe's rules refuse."""
+    """The sections of all combinations that the recipe's rules allow."""
     generator = random.Random(SEED)
     packs: dict[str, list[Sections]] = {name: [] for name in CHOICES}
     found = list[Sections]()

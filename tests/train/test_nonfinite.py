@@ -40,7 +40,7 @@ material = runs.material
 STEPS = 8
 
 Seen = list[tuple[int, list[str], float]]
-"""(iteration, samples, a number of their noise) of each micro-batch, as it was trained on."""
+"""(iteration, samples, a number of their noise) of each micro-batch in training."""
 
 
 def recipe_of(material: Path) -> Recipe:
@@ -56,7 +56,7 @@ def recipe_of(material: Path) -> Recipe:
 
 @contextmanager
 def watched(seen: Seen) -> Iterator[None]:
-    """Note what is trained on."""
+    """Record the micro-batches of training."""
     original = Trainer._forward_backward
 
     def noting(trainer: Trainer, batch: dict[str, Any], work: Any) -> None:

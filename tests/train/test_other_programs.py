@@ -33,7 +33,7 @@ LARGE_FROM, GAME_AT = 5, 3  # iterations
 
 
 class PageFaultError(RuntimeError):
-    """The card is full, and what HIP did not count is overwritten or unmapped."""
+    """The card is full, and memory that HIP did not count is overwritten or unmapped."""
 
 
 @dataclass

@@ -510,7 +510,7 @@ def test_a_bus_that_never_works_ends_the_run_with_all_kept(
 def test_every_checkpoint_has_a_usable_file_and_old_states_are_rotated(
     material: Path, straight: Path, tmp_path: Path
 ) -> None:
-    """The recipe of ``straight`` in epochs and shares, of which one has two steps: the same bytes."""
+    """The recipe of ``straight`` in epochs and shares, with two steps per epoch: the same bytes."""
     recipe = make_recipe(
         material,
         optim={"lr_warmup_steps": 0, "lr_warmup_ratio": 1 / 3},

@@ -38,7 +38,7 @@ pytestmark = [
 ]
 STEPS = 3
 SAVED_AT = 2
-"""An update before the last one that has a checkpoint too."""
+"""An earlier update with a checkpoint."""
 LORA: dict[str, Any] = {"rank": 2, "targets": r"down_blocks\.1.*attentions\.0.*attn1\.to_[qv]"}
 AVERAGING = tuple(name for name, section in OPTIMIZERS.items() if section.averages)
 RATES = {"prodigy": 1.0, "dadapt_adam": 1.0, "prodigy_schedule_free": 1.0}

@@ -1,4 +1,4 @@
-"""Commands that load a base for a run notice that it is not the one that was trained on."""
+"""Commands that load a base for a run notice that it differs from the base of the training."""
 
 from __future__ import annotations
 

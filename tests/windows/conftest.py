@@ -34,7 +34,7 @@ def require(programs: dict[str, str]) -> None:
 
 @pytest.fixture(scope="session")
 def wine_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Variables that lead to the prefix; it is made by the first worker and its server ended by the last."""
+    """Variables that lead to the prefix; the first worker creates it, and the last one ends its server."""
     require(NEEDED)
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wine"

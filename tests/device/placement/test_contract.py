@@ -1,6 +1,6 @@
 """Properties of every placement: the bytes sent come back, changed bytes are found, counted sizes are true.
 
-A placement takes part by a row in ``KINDS``. The last row is a toy, of which no shared code knows.
+A placement takes part by a row in ``KINDS``. The last row is a toy, unknown to shared code.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def _full(module: nn.Module, args: Any) -> None:
 
 
 class Capturing:
-    """Copies, but for the time that a graph is captured: then nothing is done. made: sizes of blocks that came."""
+    """Copies, except during the capture of a graph, when it does nothing. made: sizes of blocks that came."""
 
     def __init__(self) -> None:
         self.now, self.made = False, list[int]()

@@ -172,7 +172,7 @@ class Case(ABC):
         return found
 
     def files(self) -> dict[str, dict[str, Tensor]]:
-        """Key of ``model`` -> the tensors of its file, but for the prefix of the transformer's."""
+        """Key of ``model`` -> the tensors of its file, without the transformer's prefix."""
         pipeline = self.pipeline
         text = {f"model.{name}": tensor for name, tensor in pipeline.text_encoder.state_dict().items()}
         transformer = self.original(pipeline.transformer.state_dict())

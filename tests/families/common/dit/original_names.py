@@ -174,7 +174,7 @@ UP = re.compile(r"up_blocks\.(\d)\.(resnets|upsamplers)\.(\d)")
 
 
 def of_wan_vae(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The layers of its decoder are counted through all blocks: four of each, of which the last enlarges."""
+    """The layers of its decoder are counted through all blocks: four of each, and the last one enlarges."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         place = UP.search(name)

@@ -36,7 +36,7 @@ Files = dict[str, dict[str, Tensor]]
 
 
 def of(*quick: type[Case]) -> pytest.MarkDecorator:
-    """All families, of which these are quick."""
+    """All families; the given ones are quick."""
     marks = {kind: () if kind in quick else pytest.mark.slow for kind in TEXT}
     kinds = [pytest.param(kind, marks=mark, id=kind.__name__) for kind, mark in marks.items()]
     return pytest.mark.parametrize("case", kinds, indirect=True)
