@@ -127,7 +127,7 @@ def unfit(found: Found, choice: WheelChoice) -> str | None:
     if found.release and numbers(found.release) < numbers(ANY_TORCH):
         return f"it is too old: {ANY_TORCH} is needed"
     why = mismatch(found.torch, choice) if found.torch is not None else None
-    if why is None and found.release == choice.requirement.partition("==")[2]:  # of another torch nothing is known
+    if why is None and found.release == choice.requirement.partition("==")[2]:  # any other torch is unknown
         missing = lacking(found, choice)
         why = f"packages that belong to it are missing: {missing}" if missing is not None else None
     return why
@@ -379,7 +379,7 @@ def main(arguments: list[str] | None = None) -> int:
     except LoraRocmError as error:
         print(f"install: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # whoever read our output has gone; Python would complain again while it shuts down
+    except BrokenPipeError:  # the reader of our output has gone; Python would complain again while it shuts down
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 130
     except OSError as error:

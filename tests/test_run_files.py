@@ -119,7 +119,7 @@ def test_every_file_is_a_link(program: Program, run_dir: RunDir, outside: Path) 
         assert snapshot(outside) == before, command
     left = [name for name in names if (run_dir.path / name).is_symlink()]
     written = {*EXPORTS, "report.html", "recipe.yaml", "environment.json", "result.json", "samples/before-after.png"}
-    assert not written & set(left)  # whoever replaces a link has written
+    assert not written & set(left)  # replacing a link is a write
     assert checkpoint.read_checkpoint(run_dir.checkpoint(3)) is not None and len(run_dir.list_checkpoints()) == 1
 
 

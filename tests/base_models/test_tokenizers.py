@@ -84,7 +84,7 @@ def test_a_damaged_folder_is_replaced(home: Path) -> None:
     vocabulary.write_bytes(whole[:-1])
     packaged.cache_clear()
     assert packaged("clip_l") == folder and vocabulary.read_bytes() == whole
-    assert (folder / "merges.txt").stat().st_mtime_ns == made_ns  # only what differs is written
+    assert (folder / "merges.txt").stat().st_mtime_ns == made_ns  # only differences are written
     shutil.rmtree(folder)
     packaged.cache_clear()
     with ThreadPoolExecutor(4) as pool:  # several starts at once

@@ -149,7 +149,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_hostile_files_are_only_read(told: dict[str, Any]) -> None:
     assert told["seen"] == []
-    assert set(told["sound"].values()) == {"read"}, told["sound"]  # what is refused is refused for its content
+    assert set(told["sound"].values()) == {"read"}, told["sound"]  # every refusal is because of the content
     ended = told["ended"]
     assert {name for name in ended if name.startswith("recipe-")} and all(
         code == "recipe-invalid" for name, code in ended.items() if name.startswith("recipe-")

@@ -269,7 +269,10 @@ def test_a_triton_that_does_not_take_the_card_is_said_in_one_sentence_and_not_tr
     said: list[str] = []
     on_gpu(monkeypatch, gfx, version)
     monkeypatch.setattr(kernel_check, "first_wrong", lambda *_: pytest.fail("it was compiled"))
-    for device in (torch.device("cuda"), torch.device("meta")):  # what is counted in memory is what will run
+    for device in (
+        torch.device("cuda"),
+        torch.device("meta"),
+    ):  # the memory count uses the implementation that will run
         assert backend.form_for(device) == "eager"
     assert not kernel_check.trusted(torch.device("cuda"), torch.float16, said.append)
     assert len(said) == 1 and says(

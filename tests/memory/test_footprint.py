@@ -326,7 +326,7 @@ def test_the_adapter_takes_what_weights_and_optimizer_hold(
     assert held() == always
     with Ledger(iter(())) as ledger:  # of the gradients that come meanwhile, only the sum stays
         weights.gather()
-    assert landing == size * leaf_dtype.itemsize  # and so much were the leaf's gradients, which are gone
+    assert landing == size * leaf_dtype.itemsize  # the size of the leaf's gradients, which are freed
     assert held() == always - landing + buffer
     assert buffer + landing == ledger.peak_bytes
     weights.drop_gradients()

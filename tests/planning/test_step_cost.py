@@ -88,7 +88,7 @@ def test_by_hand() -> None:
     assert activation_bytes(net, ()) == (60 + 3 + 2) * MIB
     # the first does not keep its 10: missing until its own backward pass
     assert activation_bytes(net, (0,)) == (65 - 10) * MIB
-    # the last is computed again where everything before it is there, so nothing is won but its own forward transients
+    # the last is recomputed while everything before it is in memory, so only its own forward transients are saved
     assert activation_bytes(net, (2,)) == max(65, 63 - 30 + 32) * MIB
     assert activation_bytes(net, (0, 1, 2)) == (65 - 30) * MIB
     # its forward peak counts 3, not the kept tensors
@@ -120,7 +120,7 @@ def test_what_comes_and_goes_needs_more_than_its_bytes() -> None:
         for plan in plans_of(mode, 1, net, Job(batch_size=rows), RATES)
     }
     passing = SLACK_RECOMPUTED * activation_bytes(net, (0, 1, 2))
-    together = replace(net, recomputed_bytes=MIB)  # holds only where all are recomputed, and none is offloaded
+    together = replace(net, recomputed_bytes=MIB)  # true only if all are recomputed, and none is offloaded
     *_, some, every = (
         plan for mode in ("selective", "recompute") for plan in plans_of(mode, 1, together, Job(), RATES)
     )

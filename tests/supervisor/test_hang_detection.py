@@ -173,7 +173,7 @@ def test_only_a_count_that_moves_is_a_sign_of_life() -> None:
     assert worker.beats("loader").state.heard_at == worker.now and worker.state.activity == "loader"
     before = WatchState(Limits(), 0.0, beat=Heartbeat(5, 9, "step"))
     before.on_heartbeat(Heartbeat(5, 9, "step"), 50.0)
-    assert before.heard_at == 0.0 and before.activity == "start"  # what the worker before has left
+    assert before.heard_at == 0.0 and before.activity == "start"  # files of the previous worker
     before.on_heartbeat(Heartbeat(6, 9, "step"), 50.0)
     assert before.heard_at == 50.0
 

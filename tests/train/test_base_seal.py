@@ -119,7 +119,7 @@ def test_weights_that_change_between_two_starts_are_refused(case: Callable[..., 
     with pytest.raises(ResumeError) as caught:
         case(in_a_gap)
     assert caught.value.code == "resume-base-changed"
-    assert case()[1]  # negative control: as it was, it goes on
+    assert case()[1]  # negative control: unchanged, it resumes
     assert case(in_a_gap, accept_changes=True)[1]
 
 

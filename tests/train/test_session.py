@@ -83,7 +83,7 @@ def test_the_end_of_standard_input_asks_for_a_stop(tmp_path: Path) -> None:
     assert child.stdin is not None and child.stdout is not None
     assert json.loads(child.stdout.readline()) is False
     time.sleep(0.2)
-    assert child.poll() is None  # negative control: with the pipe open it goes on
+    assert child.poll() is None  # negative control: with the pipe open it continues
     output, _ = child.communicate(timeout=20)  # closes the pipe
     assert json.loads(output) is True and child.returncode == 0
 

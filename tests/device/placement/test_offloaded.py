@@ -225,7 +225,7 @@ def test_a_capture_that_was_broken_off_leaves_nothing_that_a_pass_could_believe(
     copy.now = False
     handle.remove()
     net.zero_grad()
-    transfer.clear()  # here, where what is captured is computed too
+    transfer.clear()  # here, where a capture computes too
     assert passed() == wanted == passed()
     assert same(trained(net, CPU), trained(prepared(CPU, None)[0], CPU))
     assert not transfer.bad
@@ -293,7 +293,7 @@ def test_weights_of_one_memory_stay_so_and_are_fetched_once() -> None:
     assert ((merged - single).abs() <= most).all()
     assert ((merged - single.roll(8, dims=-1)).abs() > 100 * most).float().mean() > 0.9, "the control: places exchanged"
     assert offload.host_bytes == offload.fetched_bytes == size
-    block.helper = Merged.Helper(torch.zeros(2))  # what is not of that memory is left alone
+    block.helper = Merged.Helper(torch.zeros(2))  # other memory is left alone
     assert Offload([block], Resident(DeviceTransfer(CPU, pin=False)), pin=False).host_bytes == size
 
 

@@ -38,7 +38,7 @@ from lora_rocm.kernels.frozen_conv import FrozenConv2d
 from lora_rocm.kernels.lora_layer import LoraLinear, with_lean_layers
 
 FOLDER = Path(lora_rocm.__file__).parent / "builtin" / "tiny_sdxl" / "unet"
-FEWER_LAYERS = {  # of the tiny model: two levels, of which the lower one has attention
+FEWER_LAYERS = {  # of the tiny model: two levels, the lower one with attention
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
     "block_out_channels": (48, 80),
