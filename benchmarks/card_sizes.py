@@ -1,17 +1,17 @@
-"""What fits into cards of some sizes: the real command at full size, encoders included, under a cap of the allocator.
+"""Recipes that fit into cards of some sizes: the real command at full size, with encoders, under an allocator cap.
 
 usage: python benchmarks/card_sizes.py ROOT FAMILY [--quantization none] [--cards 24,16,12,8] [--steps 14] [--toy]
                                        [--only steps] [--limit-s SECONDS] [--json FILE]
 
 Writes a base with random bf16 weights in the family's published structure (ROOT/FAMILY; FLUX.1 32 GiB, Z-Image 19,
 Anima 6), and four images of 1024x1024. Then it runs ``lora-rocm train`` at batch 1 and rank 16 on attention in a child
-for each row, from empty caches to the exported file; a row starts when the steps of the one before have ended. The
-first row has no cap, recomputes all activations and makes 30 steps; its step is what the others are compared with. The
+for each row, from empty caches to the exported file. A row starts when the steps of the one before have ended. The
+first row has no cap, recomputes all activations and makes 30 steps; the others are compared with its step. The
 cap of a card is its size less 0.75 GiB for desktop and runtime. ``--limit-s``: rows that would probably end later are
-left out. ``--toy``: a tiny base on the CPU, without caps.
+skipped. ``--toy``: a tiny base on the CPU, without caps.
 
-``--only steps`` is quicker: steps alone, in one process, of weights that are made in memory and offloaded further from
-row to row. It also tells how much memory the allocator holds.
+``--only steps`` is quicker: steps alone, in one process, with weights that are generated in memory; each row
+offloads more of them. It also reports the memory that the allocator holds.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace, card_gib: float, trained: threading.Event) 
     cache, run_dir, home = (root / f"{kind}-{name}" for kind in ("cache", "run", "home"))
     for folder in (cache, run_dir, home):
         shutil.rmtree(folder, ignore_errors=True)
-    # What the first row learns of machine and base is given to the others, but not what it encodes.
+    # The other rows reuse the first row's facts about machine and base, but not its encoded samples.
     cache.mkdir(parents=True)
     home.mkdir()
     for kept in kept_in(options).glob("*"):
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace, card_gib: float, trained: threading.Event) 
 
 
 def kept_in(options: argparse.Namespace) -> Path:
-    """Return the folder for what the first row learns."""
+    """Return the folder for the facts that the first row learns."""
     folder: Path = options.root / f"kept-{options.family}-{options.quantization}"
     return folder
 
@@ -239,7 +239,7 @@ def main() -> int:
         for card_gib in (0.0, *map(float, options.cards.split(","))):
             longest_s = max((row["wall_s"] for row in rows), default=0.0)
             if time.perf_counter() - started + longest_s > options.limit_s:
-                print(f"{card_gib:g} GB: left out, there is no time", flush=True)
+                print(f"{card_gib:g} GB: skipped, no time is left", flush=True)
                 continue
             trained = threading.Event()
             running.append(pool.submit(run, options, card_gib, trained))

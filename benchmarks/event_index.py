@@ -1,4 +1,4 @@
-"""How long a run with many events takes to open: the first time, with its index, and after one more step.
+"""Times the opening of a run with many events: the first time, with its index, and after one more step.
 
 python benchmarks/event_index.py --steps 100000
 """
@@ -19,7 +19,7 @@ from lora_rocm.rundir.run_view import RunView
 
 
 def step(updates: int, steps: int) -> StepEvent:
-    """Return a step with as many fields as that of a real run."""
+    """Return a step with as many fields as in a real run."""
     return StepEvent(
         updates=updates,
         max_train_steps=steps,

@@ -236,7 +236,7 @@ class FaultyBus:
         return spoil(tensor, fault.kind, fault.scene(tensor, before, bytes_of(other), fault.pair))
 
     def _expected(self, expected_KB: Tensor, before: Tensor) -> Tensor:
-        """Spoil the fingerprints. Swaps match those of the data, which is the hardest case to detect."""
+        """Spoil the fingerprints. Swaps match the data's swaps, which is the hardest case to detect."""
         fault = self.fault
         assert fault is not None
         if fault.target == "data":

@@ -1,7 +1,7 @@
 """Training on batches of realistic tensors, each with a fault in its transfer to the device.
 
 The loop, the transfer check and the gated optimizer are the product's. After each event parameters and moments are
-compared bit by bit with those of a fault-free trainer.
+compared bit by bit with a fault-free trainer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CHUNK = 250  # updates per turn of the fault-free trainer
 
 
 def make_batch(seed: int, iteration: int, size: tuple[int, int] | None = None, samples: int = 0) -> dict[str, Tensor]:
-    """Return CPU tensors like those of caches and families: mixed dtypes and sizes, odd byte counts, some all zero."""
+    """Return CPU tensors as caches and families have them: mixed dtypes and sizes, odd byte counts, some all zero."""
     rng = random.Random(f"{seed} {iteration}")
     generator = torch.Generator().manual_seed(rng.getrandbits(60))
     height, width = size or rng.choices(SIZES, SHARES)[0]
@@ -207,7 +207,7 @@ class Found:
     caught: Counter[tuple[str, str]] = field(default_factory=Counter)
     reached: Counter[tuple[str, str]] = field(default_factory=Counter)
     unchanged: Counter[tuple[str, str]] = field(default_factory=Counter)  # faults that changed nothing, so no faults
-    compared: int = 0  # states compared with those of the fault-free run
+    compared: int = 0  # states compared with the fault-free run
     differing: list[int] = field(default_factory=list)  # updates after which the states differed
     false_alarms: int = 0
     seconds: float = 0.0
@@ -230,7 +230,7 @@ COUNTS = ("caught", "reached", "unchanged")
 
 
 class Judge:
-    """Reads the events of a run with faults, and compares its state after each with that of a fault-free run."""
+    """Reads the events of a run with faults, and compares its state after each with a fault-free run."""
 
     def __init__(
         self, run: Run, bus: FaultyBus, clean_states: dict[int, Tensor], found: Found, choice: Mapping[str, Any]

@@ -35,7 +35,7 @@ STEERING = ("\x1b", "\x07", "\0", "\x9b", "\r")
 
 
 class Refused(Exception):
-    """The file is unusable; the message says why."""
+    """The file is unusable; the message has the reason."""
 
 
 @cache

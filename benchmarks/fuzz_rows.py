@@ -1,4 +1,4 @@
-"""Fuzz target for rows of texts: each is trained on or set aside by name, with whatever template and tokenizer.
+"""Fuzz target for rows of texts: each is trained on or skipped by name, with any template and tokenizer.
 
 A case is a table of a few rows, a chat template and a tokenizer, all from one seed.
 """
@@ -214,7 +214,7 @@ def read_rows(path: Path) -> None:
         assert error.code in KNOWN and error.what and error.where and error.fix, error.code
         raise Refused(str(error)) from None
     used = {sample.key.partition("#")[0] for sample in found.samples}
-    assert len(used) + len(found.set_aside) == ROWS, "a row is neither used nor set aside"
+    assert len(used) + len(found.set_aside) == ROWS, "a row is neither used nor skipped"
     assert all(problem.where and problem.what and problem.fix for problem in found.set_aside)
     (source,) = data.resolved_sources()
     for sample in found.samples:

@@ -43,7 +43,7 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     position = Position(**{name: 0 for name in Position.__dataclass_fields__})
     parts = {"adapter": {"w": torch.zeros(3)}, "optimizer": {"m": torch.zeros(3)}}
     run_dir = RunDir(folder).create()
-    run_dir.recipe.write_text("{}", encoding="utf-8")  # without a recipe it is no run
+    run_dir.recipe.write_text("{}", encoding="utf-8")  # without a recipe it is not a run
     path = checkpoint.save_checkpoint(run_dir, position, parts, {"threads": 1})
     (folder / BAIT).write_bytes((path / checkpoint.FILE_OF["adapter"]).read_bytes())
     return json.loads((path / checkpoint.STATE_FILE).read_bytes()), {
@@ -66,7 +66,7 @@ def checkpoint_state(rng: random.Random) -> bytes:
 
 
 def _renamed(rng: random.Random, checksums: dict[str, str]) -> dict[str, str]:
-    """Add or replace one file name; for readable files the checksum is right, so only the name is wrong."""
+    """Add or replace one file name; for readable files the checksum is correct, so only the name is wrong."""
     replaced = rng.choice((None, *checksums))
     kept = {name: checksum for name, checksum in checksums.items() if name != replaced}
     right = {f"../sound/{BAIT}": checksums["adapter.safetensors"], DEVICE: hashlib.sha256(b"").hexdigest()}

@@ -66,7 +66,7 @@ def read(target: Target, content: bytes, folder: Path) -> str:
         try:
             target.read(path)
         except (LoraRocmError, Refused) as error:
-            assert str(error).strip(), "an error without a word"
+            assert str(error).strip(), "an error without a message"
             _say(str(error))
             return "refused"
     return "read"

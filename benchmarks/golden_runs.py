@@ -3,7 +3,7 @@
     python benchmarks/golden_runs.py OLD [NEW]      # NEW: a commit; without it the working tree
 
 *New runs*: SDXL, Z-Image and a language model are trained from empty caches on the CPU with one thread and one
-micro-batch per update, on images of several sizes and chats of several lengths. *Resumed runs*: OLD begins a run with
+micro-batch per update. Images have several sizes and chats several lengths. *Resumed runs*: OLD begins a run with
 four micro-batches per update; OLD and NEW each resume a copy of it. All bytes have to be equal. No computed bytes are
 stored, because another processor computes others.
 """
@@ -51,7 +51,7 @@ COMMON = {
 
 @dataclass
 class Seen:
-    """What a run computed: name -> digest or numbers, by kind."""
+    """Results of a run: name -> digest or numbers, by kind."""
 
     losses: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, str] = field(default_factory=dict)
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
 
 
 def checked_out(commit: str, tree: Path) -> Path:
-    """Check a commit out into a folder of its own."""
+    """Check a commit out into a separate folder."""
     subprocess.run(["git", "worktree", "add", "--detach", "--quiet", str(tree), commit], cwd=ROOT, check=True)
     return tree
 

@@ -1,11 +1,11 @@
-"""Measures the step of an 8B language model beside the same model without the trainer; random weights, one process.
+"""Compares the step of an 8B language model with the same model without the trainer; random weights, one process.
 
     python -m benchmarks.language_model [--only REGEX] [--steps 6] [--limit-s 140] [--json FILE]
     python -m benchmarks.language_model --toy       # on the CPU: two small blocks
 
-The shape is that of Llama 3.1 8B: 2 texts of 2,048 tokens, rank 16 on all seven projections, bf16. The bare rows are
+The model has Llama 3.1 8B's shape: 2 texts of 2,048 tokens, rank 16 on all seven projections, bf16. The bare rows are
 transformers' model with PEFT and PyTorch's AdamW, eager; the others are this program's model, pass and optimizer. Its
-pass is captured. Peaks are those of tensors, over all steps from the first. T is the time of products and attention in
+pass is captured. Peaks are peaks of tensors, over all steps from the first. T is the time of products and attention in
 the bare row that keeps everything; the limit is T + 0.35 (bare - T).
 """
 
@@ -59,7 +59,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Asked:
-    """What is measured. ``ends_at``: no further row is begun after it, by ``time.perf_counter``."""
+    """The requested measurement. ``ends_at``: no further row begins after it, by ``time.perf_counter``."""
 
     only: str
     steps: int
@@ -212,7 +212,7 @@ def line_of(row: Mapping[str, Any]) -> str:
 
 
 def limits_of(rows: Sequence[Row]) -> list[str]:
-    """What the bare rows allow, in words."""
+    """Limits from the bare rows, in words."""
     found, told = {row["name"]: row for row in rows}, []
     kept, again = found.get("bare, everything kept"), found.get("bare, recomputed")
     if kept is not None and kept["busy_s"]:

@@ -1,16 +1,16 @@
-"""Measures the step of an 8B language model in other trainers beside this program's, each in a process of its own.
+"""Compares the step of an 8B language model in other trainers with this program's, each in a separate process.
 
     python -m benchmarks.language_peers ROOT [--only own,trl,llamafactory,unsloth] [--path TRAINER=FOLDER]
     python -m benchmarks.language_peers ROOT --toy      # on the CPU: two small blocks; Liger's kernels do not run there
 
-The shape is that of Llama 3.1 8B with random weights: 2 texts of 2,048 tokens that all count in the loss, rank 16 on
-all seven projections, bf16, fused AdamW, attention of PyTorch. A row of another trainer is its own loop by its own
-interface (``benchmarks/peer_steps.py``), from the end of a step to the end of the next, with data loader and callbacks;
-our row and the bare one are the pass and the optimizer alone (``benchmarks/language_model.py``). *busy* is the time in
-which the GPU computes, of 2 traced steps, for all. Peaks are those of tensors, from the first step.
+The model has Llama 3.1 8B's shape and random weights: 2 texts of 2,048 tokens that all count in the loss, rank 16 on
+all seven projections, bf16, fused AdamW, attention of PyTorch. Another trainer's row times its own loop through its own
+interface (``benchmarks/peer_steps.py``), from the end of a step to the end of the next, with data loader and callbacks.
+Our row and the bare one time the pass and the optimizer alone (``benchmarks/language_model.py``). *busy* is the time in
+which the GPU computes, of 2 traced steps, for all. Peaks are peaks of tensors, from the first step.
 
 ROOT takes the base (16 GB, written once, read by LLaMA-Factory and Unsloth) and all that the trainers write; nothing is
-looked up in a network. ``--path`` puts a folder of packages before all others for one trainer. A trainer that fails has
+looked up in a network. ``--path`` makes one trainer search a folder of packages first. A trainer that fails has
 a row with the last line of its output; the whole output is ``ROOT/TRAINER.log``. LLaMA-Factory's check of versions is
 off, so that all trainers use one transformers.
 """
@@ -48,7 +48,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Asked:
-    """What is measured, and where. ``limit_s``: of each trainer."""
+    """The requested measurement, and its folder. ``limit_s``: of each trainer."""
 
     root: Path
     paths: Mapping[str, str]
@@ -100,7 +100,7 @@ class Asked:
 
 
 def peer_rows(asked: Asked, trainer: str) -> Iterator[Row]:
-    """All modes of one trainer. A mode that fails has a row that says so; those after it have a new process."""
+    """All modes of one trainer. A mode that fails has a row with the error; the modes after it have a new process."""
     left, rows_path = list(MODES[trainer]), asked.root / f"{trainer}.jsonl"
     asked.log(trainer).unlink(missing_ok=True)
     ends_at = time.perf_counter() + asked.limit_s
@@ -135,7 +135,7 @@ def own_rows(asked: Asked) -> Iterator[Row]:
 
 
 def write_base(asked: Asked) -> None:
-    """Write the base where it is missing; its trainers fail without it and say so."""
+    """Write the base where it is missing; its trainers fail without it, and report that."""
     if not (asked.root / "base").is_dir():
         began = time.perf_counter()
         ends_at = began + asked.limit_s

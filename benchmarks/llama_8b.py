@@ -1,4 +1,4 @@
-"""The shape of Llama 3.1 8B with random weights, and the batch and the LoRA of which a step is measured."""
+"""The shape of Llama 3.1 8B with random weights, and the batch and LoRA for the measured step."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Whether a concept that stands behind 150 tokens of a caption is learned, with 225 tokens read and with 75.
+"""Checks whether a concept after 150 tokens of a caption is learned, with 225 tokens read and with 75.
 
 usage: python benchmarks/long_captions.py FOLDER [--steps 300]
 
 The demo's images get 150 commas in front of their captions, and so do the prompts. With 75 tokens all texts are then
-the same. Needs no GPU. It prints for each limit the concept score and its control, and the probability that an image
-drawn for the concept is closer to the images of the concept than one drawn for a control prompt.
+the same. Needs no GPU. For each limit it prints the concept score and its control. It also prints the probability that
+an image for the concept is closer to the concept's images than an image for a control prompt.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def train(run: Path, data: Path, limit: int, steps: int) -> None:
 
 
 def told_apart(run: Path, steps: int) -> float:
-    """How often an image drawn for the concept is closer to the concept's images than one for a control prompt."""
+    """Share of images for the concept that are closer to the concept's images than one for a control prompt."""
     files = sorted((run / "samples" / f"step-{steps:08}").glob("*.png"))
     distances = nearest_distance(*([Image.open(path) for path in paths] for paths in (files, IMAGES.glob("zibu*.png"))))
     return nearer(distances[: len(PROMPTS)], distances[len(PROMPTS) :])

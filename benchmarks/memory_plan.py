@@ -6,7 +6,7 @@ Each configuration (samples, pixels, rank, memory mode) is estimated beforehand 
 product's own model, adapter, transfer, passes and optimizer make steps, and the estimate is compared with the
 allocator's peak. The first configuration is the probe: its measured peak corrects all estimates. Then allocator limits:
 the plan chosen for each, its peak and its time. ``--toy`` rehearses on the CPU with the builtin model; the peak is then
-that of a ledger of all tensors.
+the peak in a ledger of all tensors.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Setup:
         return Shape.of(h=side_px, w=side_px)
 
     def load(self, plan: Plan | None = None) -> None:
-        """Load the model anew, on the device except for the weights that the plan offloads."""
+        """Reload the model, on the device except for the weights that the plan offloads."""
         self.offload: Offload | None = None
         self.in_force: Plan | None = None
         self.model: LoadedModel | None = None
@@ -162,7 +162,7 @@ class Setup:
         return self.counted[side_px]
 
     def put(self, plan: Plan) -> None:
-        """Apply a plan. Offloaded weights do not return to the device; if the plan needs that, load everything anew."""
+        """Apply a plan. Offloaded weights do not return to the device; if the plan needs that, reload everything."""
         before = self.in_force
         if before is not None and (before.recomputed, before.offloaded) == (plan.recomputed, plan.offloaded):
             return
@@ -292,7 +292,7 @@ def limited_steps(
 ) -> dict[str, Any]:
     """Run steps of one plan. A separate function, so that its engine and the whole model are freed at its end.
 
-    ``anew``: load the model anew, as in a run: memory is not fragmented by freed weights.
+    ``anew``: reload the model, as in a run: memory is not fragmented by freed weights.
     """
     if anew:
         setup.load(plan)

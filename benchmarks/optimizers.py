@@ -1,10 +1,10 @@
-"""Times the update of each optimizer over the weights of an SDXL LoRA beside AdamW's.
+"""Times the update of each optimizer over the weights of an SDXL LoRA, compared with AdamW.
 
     python -m benchmarks.optimizers                 # on a GPU: rank 16 on the attention projections
     python -m benchmarks.optimizers --toy           # on the CPU: a few small layers
 
-An update is what a run makes after the backward pass: norm, clipping, the rule, the copy to the layers, and the
-fingerprints of the state guard. The last column is the time of a whole step beside AdamW's: ``--step-ms`` is a step
+An update is the work of a run after the backward pass: norm, clipping, the rule, the copy to the layers, and the
+fingerprints of the state guard. The last column compares the time of a whole step with AdamW: ``--step-ms`` is a step
 with AdamW.
 """
 

@@ -2,7 +2,7 @@
 
 usage: python benchmarks/packed_linear.py [--rank 16] [--dtype bfloat16]
 
-Shapes are those of SDXL at 1024 px and of FLUX.1 at 1024 px: rows, inputs, outputs. ``unpack`` is the time to make the
+Shapes are from SDXL at 1024 px and FLUX.1 at 1024 px: rows, inputs, outputs. ``unpack`` is the time to make the
 dense weight once; a step makes it twice.
 """
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def compared(rows: int, inputs: int, outputs: int, rank: int, dtype: torch.dtype) -> Iterator[str]:
-    """Lines with the time of a layer, dense and in each format and form."""
+    """Lines with the time of a layer, dense, and in each format with each implementation."""
     with torch.device("cuda"):
         x, dy, a, b, weight = (
             torch.randn(shape, dtype=dtype, requires_grad=True)

@@ -1,4 +1,4 @@
-"""One other trainer's steps, in the process of its own that ``benchmarks.language_peers`` starts.
+"""One other trainer's steps, in a separate process that ``benchmarks.language_peers`` starts.
 
     python -m benchmarks.peer_steps ROOT TRAINER OUT --modes "everything kept" recomputed [--steps N] [--toy]
 
@@ -63,7 +63,7 @@ class Asked:
 
 
 def write_base(asked: Asked) -> None:
-    """Write the base with random weights, and our tokenizer of 640 tokens beside it."""
+    """Write the base with random weights, and our tokenizer of 640 tokens next to it."""
     import torch
 
     from benchmarks.llama_8b import random_model
@@ -140,7 +140,7 @@ def trl_row(asked: Asked) -> dict[str, Any]:
 
 
 def llamafactory_row(asked: Asked) -> dict[str, Any]:
-    """LLaMA-Factory: what its command ``train`` calls, with ``pure_bf16`` (its default is float32 with autocast)."""
+    """LLaMA-Factory: the function behind its command ``train``, with ``pure_bf16`` (default: float32 with autocast)."""
     from llamafactory.train.tuner import run_exp
 
     from benchmarks.llama_8b import PROJECTIONS, RANK

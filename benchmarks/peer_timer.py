@@ -58,7 +58,7 @@ class Timer(TrainerCallback):
             torch.cuda.synchronize(self.device)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        """Note what is trained, and the memory that the model holds."""
+        """Record the trained parameters, and the model's memory."""
         self._settle()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.row["trained_parameters"] = sum(parameter.numel() for parameter in trained)

@@ -1,4 +1,4 @@
-"""How far 16-bit training is from float32: a LoRA's gradients in narrow models with random weights, on the CPU.
+"""Measures the error of 16-bit training: a LoRA's gradients, in narrow models with random weights, on the CPU.
 
 usage: python benchmarks/precision_error.py [--tokens 128]
 
@@ -66,7 +66,7 @@ def anima_model(tokens: int) -> tuple[nn.Module, Pass, Callable[[nn.Module], Non
 
 
 def sdxl_model(tokens: int) -> tuple[nn.Module, Pass, Callable[[nn.Module], None]]:
-    """A UNet of the form of SDXL's, with a transformer block in each place."""
+    """A UNet with SDXL's structure, with a transformer block in each place."""
     kinds = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")
     model = UNet2DConditionModel(
         block_out_channels=(64, 128, 256),

@@ -1,18 +1,18 @@
-"""What the formats of a frozen base cost in quality. Needs no GPU.
+"""Measures the loss of quality from the formats of a frozen base. Needs no GPU.
 
 usage: python benchmarks/quantised_quality.py [--steps 200] [--layers-only] [--recipe recipes/demo.yaml] [--seeds 3]
        python benchmarks/quantised_quality.py --model recipes/anima.yaml [--side-px 256] [--device cuda]
 
-First the relative error (as a norm) of one layer with a LoRA: of its weight, of its output, of the gradient of its
-input and of those of the LoRA. The loss is the squared distance to a random target. Weights and inputs are normally
+First the relative error (as a norm) of one layer with a LoRA: of its weight, of its output, and of the gradients of
+its input and the LoRA. The loss is the squared distance to a random target. Weights and inputs are normally
 distributed; one input in 100 is 20 times as large, as activations of transformers are.
 
 Then a LoRA is trained on the tiny model of a demo's recipe, on each format with the same random numbers. Its loss at
-fixed noise is that on the base that it was trained on, and on the dense one, on which a LoRA is used later: the mean of
-several starts, and the least and the largest share by which it is above that of training on the dense base.
+fixed noise is measured on the base of its training, and on the dense base, on which a LoRA is used later. Figures: the
+mean of several starts, and the least and the largest relative increase over training on the dense base.
 
-``--model``: a whole model in its full size instead, with random weights, in float32: the relative error of what it
-predicts and of the gradients of all of A and of all of B, whose B is random too. On a CPU Anima takes 9 GB and some
+``--model``: a whole model in its full size instead, with random weights, in float32. It measures the relative error of
+the prediction, of all gradients of A, and of all gradients of B. B is random too. On a CPU Anima takes 9 GB and some
 minutes for each format.
 """
 

@@ -1,10 +1,10 @@
-"""Time of a captured training step on a base in each format, with Triton kernels and in the plain form.
+"""Time of a captured training step on a base in each format, with Triton kernels and with the eager implementation.
 
 usage: python benchmarks/quantised_steps.py ROOT FAMILY [--formats none,int8,nf4] [--sides 1024,512] [--json FILE]
                                            [--toy]
 
 The product's own model, adapter, passes and optimizer, batch 1, rank 16 on attention, everything kept, random weights.
-The plain form is used where there is no Triton. ``--toy`` rehearses on the CPU with a tiny model.
+The eager implementation is used where there is no Triton. ``--toy`` rehearses on the CPU with a tiny model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WARM_UP, TIMED = 4, 8
 
 
 def step_s(setup: Setup, side_px: int, triton: bool) -> float:
-    """Return the median time of a step in one form."""
+    """Return the median time of a step with one implementation."""
     setup.family.fuse(setup.model, triton)
     for component in setup.model.components.values():
         use_form(component, "triton" if triton else "eager")

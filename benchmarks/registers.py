@@ -2,9 +2,9 @@
 
 usage: python benchmarks/registers.py [--write] [--cards gfx1100,gfx942] [--warps 4]
 
-The launches are those of training steps of SDXL and SD 1.5, and of blocks of Z-Image, FLUX.1, Anima and language
-models, forward and backward, without weights or memory: the models are on the meta device, and every launch is compiled
-with the arguments that the launching code gives. ``--write`` records the counts of the installed Triton in
+The launches come from training steps of SDXL and SD 1.5, and from blocks of Z-Image, FLUX.1, Anima and language
+models, forward and backward, without weights or memory. The models are on the meta device, and every launch is compiled
+with the launching code's arguments. ``--write`` records the counts of the installed Triton in
 ``benchmarks/registers``; a test compares with that file. ``--warps`` only prints the counts with another number of
 warps for the kernels of large images.
 """
@@ -90,7 +90,7 @@ class RegisterFile:
     Source: LLVM, lib/Target/AMDGPU/Utils/AMDGPUBaseInfo.cpp: getTotalNumVGPRs, getVGPRAllocGranule, getMaxWavesPerEU;
     which architecture has 1536 registers: AMDGPU.td, Feature1_5xVGPRs.
 
-    registers: for each lane. granule: a wave gets a multiple of it. most_waves: that one SIMD can hold.
+    registers: for each lane. granule: a wave gets a multiple of this. most_waves: the most that one SIMD can hold.
     """
 
     lanes: int
@@ -117,19 +117,19 @@ METADATA = re.compile(r"\b(vgpr_count|\wgpr_spill_count|private_segment_fixed_si
 
 @dataclass(frozen=True)
 class Used:
-    """What one compiled kernel takes of a GPU."""
+    """GPU resources of one compiled kernel."""
 
     vgprs: int
     lds_bytes: int
     waves: int
-    """The occupancy that the compiler tells; ``RegisterFile.waves`` where only registers limit it."""
+    """The occupancy that the compiler reports; ``RegisterFile.waves`` where only registers limit it."""
     spilled: int
     """Vector and scalar registers that the compiler keeps in memory, and bytes of scratch memory."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel: what the launching code gave."""
+    """One launch of a kernel: the arguments from the launching code."""
 
     kernel: Any
     args: tuple[Any, ...]
@@ -156,7 +156,7 @@ class Launch:
 
 
 class NoDriver:
-    """Stands in for the driver of a GPU that is not there: kernels are compiled for it, and cannot be launched."""
+    """Replaces the driver of a missing GPU: kernels are compiled for it, and cannot be launched."""
 
     def __init__(self, gfx: str) -> None:
         self._gfx = gfx
@@ -201,7 +201,7 @@ def launches(dtype: torch.dtype, *steps: tuple[str, int, int, int]) -> dict[str,
 
 
 def train(family: str, dtype: torch.dtype, batch: int, height: int, width: int) -> None:
-    """A step on the meta device, forward and backward. Height and width are those of the latents."""
+    """A step on the meta device, forward and backward. Height and width are measured in latents."""
     config = json.loads((LAYOUTS[family].configs / "unet" / "config.json").read_text(encoding="utf-8"))
     depths = [1] * len(config["block_out_channels"])  # repeated transformer blocks launch the same
     with META:
@@ -286,7 +286,7 @@ def used(launch: Launch, gfx: str) -> Used:
 
 
 def recorded_in(version: str) -> dict[str, Any]:
-    """What is recorded of a version of Triton: card -> launch -> [VGPRs, bytes of LDS, waves]; empty if nothing is."""
+    """The record of a version of Triton: card -> launch -> [VGPRs, bytes of LDS, waves]; empty if nothing is."""
     path = RECORDED / f"{version}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -307,7 +307,7 @@ def faults(recorded: Mapping[str, Any], gfx: str, found: Mapping[str, Used]) -> 
 
 
 def written(counts: Mapping[str, Mapping[str, Used]]) -> str:
-    """The text of a file of counts, one launch a line."""
+    """The text of a file of counts, one launch per line."""
     cards = []
     for gfx, rows in counts.items():
         lines = [f"  {json.dumps(name)}: {[now.vgprs, now.lds_bytes, now.waves]}" for name, now in sorted(rows.items())]
@@ -316,7 +316,7 @@ def written(counts: Mapping[str, Mapping[str, Used]]) -> str:
 
 
 def counted(gfx: str) -> dict[str, Used]:
-    """What every launch takes of a card."""
+    """Resources of every launch on a card."""
     return {name: used(launch, gfx) for name, launch in launches(dtype_on(gfx), *STEPS).items()}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 PARTS = {
     "transfers": "faulty copies to the device: none may reach an optimizer step, and no good one may be refused",
     "state": "trained state that changes in memory: none may be trained on, and none without a fault refused",
-    "price": "what the guard and the canary cost, on and off side by side",
+    "price": "the overhead of the guard and the canary, on and off side by side",
     "crashes": "a run that is killed, at every write and at random moments: the bytes of the undisturbed one",
     "disk": "a disk that is full at every write of a run",
     "memory": "memory that runs out, by a hard limit and by injection",

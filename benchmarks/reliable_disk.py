@@ -1,7 +1,7 @@
 """A disk that fails at every call of a run: full, read-only, broken, gone; and a small one that really is full.
 
-Each run must end with exit code 3 and a sentence (or end well, if the call did not matter). No checkpoint may be taken
-for valid if it differs from what was written. Once the disk works again, the same command must give the bytes of the
+Each run must end with exit code 3 and a sentence (or end well, if the call did not matter). No checkpoint may count
+as valid if it differs from the bytes written. Once the disk works again, the same command must give the bytes of the
 undisturbed run.
 """
 

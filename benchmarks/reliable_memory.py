@@ -3,11 +3,11 @@
 usage: python benchmarks/reliability.py memory ROOT [--caps-gib 24,12] [--steps 4] [--batch 16] [--toy] [--json FILE]
 
 Makes a random SDXL from the published configs (as ``full_size_sdxl.py``; 7 GB under ROOT) and images of 1024 px. Runs
-``lora-rocm train`` at the batch size, without gradient checkpointing, once for each cap: the plan gets the cap like an
-APU's budget (``memory_limit_bytes``, set_per_process_memory_fraction), and supervisor and worker are the real ones. It
+``lora-rocm train`` at the batch size, without gradient checkpointing, once for each cap. The plan gets the cap like an
+APU's budget (``memory_limit_bytes``, set_per_process_memory_fraction); supervisor and worker are the real ones. It
 passes if each run finishes with the requested effective batch. ``--toy``: the builtin model on the CPU. The cap is then
-a system limit of the worker's address space (Linux), in MiB above its size when training begins, and the LoRA must
-equal that of an unlimited run to rounding.
+a system limit of the worker's address space (Linux), in MiB above its size when training begins. The LoRA must
+equal an unlimited run's LoRA to rounding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOLERANCE = 1e-2
 Adam's first updates divide each gradient by itself, so different rounding shows there.
 """
 
-LAUNCH = """
+LAUNCH = r"""
 import sys
 from pathlib import Path
 from lora_rocm.commands import train
@@ -84,7 +84,7 @@ def run(root: Path, recipe: Path, name: str, cap_bytes: int, toy: bool, batch: i
         "LORA_ROCM_HOME": str(root / f"home-{name}"),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     }
-    # a later run must not profit from what this one learns
+    # a later run must not reuse facts that this one learns
     shutil.rmtree(environ["LORA_ROCM_HOME"], ignore_errors=True)
     worker = ""
     if toy:

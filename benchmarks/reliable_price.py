@@ -12,15 +12,15 @@ it alternate; likewise for the guard of trained state. The output is
   of the guard for longer than the host is busy with it: a bound that does not drift. If steps are captured, the host
   does that work while the GPU is busy, and the difference in wall time (upper quartile of the pairs) is the lower
   bound;
-- the canary: the seconds of a look, and those without a kernel, as a share of the steps between two looks;
-- the guard of trained state ("state"): the same differences in wall time; its time per step when it runs alone, in wall
-  time (gaps between its launches included) and in kernels; and its read bandwidth, as a share of the device's peak
-  bandwidth (the faster of a sum over 1 GiB and a copy of it).
+- the canary: the seconds of a check, and the seconds without a kernel, as a share of the steps between two checks;
+- the guard of trained state ("state"): the same differences in wall time. Also its time per step when it runs alone, in
+  wall time (with gaps between its launches) and in kernels. Also its read bandwidth, as a share of the device's peak
+  bandwidth: the faster of a sum over 1 GiB and its copy.
 
 The promises: the GPU idles for at most 0.5 % longer, judged by that bound. The guard of trained state adds at most 0.3
-% to a step at rank 16 on ``attention`` without EMA, by the upper quartile of the pairs with and without it; its kernels
+% to a step at rank 16 on ``attention`` without EMA, by the upper quartile of the pairs with and without it. Its kernels
 read with at least 80 % of that bandwidth. Alone it takes longer, because within a step it fills gaps. ``--plain``
-measures the forms in plain PyTorch, for which the latter two are not promised. ``--toy`` rehearses on the CPU.
+measures the implementations in plain PyTorch, which do not promise the latter two. ``--toy`` rehearses on the CPU.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class UncheckedTransfer(DeviceTransfer):
 
 
 class UncheckedState:
-    """A stand-in for the guard of trained state that checks nothing."""
+    """Replaces the guard of trained state, and checks nothing."""
 
     def __init__(self, guard: StateGuard) -> None:
         self.changed, self.held = guard.changed, guard.held
@@ -111,7 +111,7 @@ class Block:
 
 @dataclass
 class Look:
-    """One look of the canary."""
+    """One check of the canary."""
 
     seconds: float
     busy_s: float | None = None  # kernels run
@@ -140,11 +140,11 @@ class Figures:
     state: State = field(default_factory=State)
     looks: list[Look] = field(default_factory=list)
     profiled_looks: list[Look] = field(default_factory=list)
-    every: int = 0  # steps between two looks
+    every: int = 0  # steps between two checks
 
 
 def idle_and_busy_us(intervals: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Return microseconds within the span of all (begin, end) intervals covered by (none, at least one) of them."""
+    """Return microseconds within the span of all (begin, end) intervals covered by (none, at least one)."""
     ordered = sorted(intervals)
     if not ordered:
         return 0.0, 0.0
@@ -181,7 +181,7 @@ def profiled(work: Callable[[], object]) -> tuple[float, float] | None:
         profiler.export_chrome_trace(str(path))
         kernels = kernels_of(json.loads(path.read_text(encoding="utf-8")))
     if not kernels:
-        raise RuntimeError("the profiler saw no kernel: nothing can be said of idle time")
+        raise RuntimeError("the profiler saw no kernel, so the idle time is unknown")
     idle_us, busy_us = idle_and_busy_us(kernels)
     return idle_us / 1e6, busy_us / 1e6
 
@@ -382,7 +382,7 @@ def summary(figures: Figures) -> dict[str, Any]:
     }
     if figures.profiled:
         idle_ms = added(figures.profiled, "idle_ms")
-        # the GPU does nothing else during a look, so all time without one of its kernels is idle time
+        # the GPU does nothing else during a check, so all time without one of its kernels is idle time
         look_idle_s = max(0.0, look_s - statistics.median(look.busy_s or 0.0 for look in figures.profiled_looks))
         found |= {
             "idle_ms_off": median(figures.profiled, "idle_ms", False),

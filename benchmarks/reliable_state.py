@@ -1,9 +1,9 @@
-"""Thousands of faults in trained state: no update may be made from it, and no update without a fault refused.
+"""Thousands of faults in trained state: no update may use it, and no update without a fault may be refused.
 
 usage: python benchmarks/reliability.py state [--faulty 10000] [--clean 100000] [--device cuda] [--captured]
 
 Between two updates of the product's optimizer, one tensor of its state (a weight, a moment, an average, a step count)
-is spoilt in one of the ways that copies are (``faults.KINDS``). ``--captured``: by the guard's graphs.
+is spoilt like a faulty copy (``faults.KINDS``). ``--captured``: by the guard's graphs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lora_rocm.checks.graph_check import capture_on_gpu
 from lora_rocm.optim.base import GatedOptimizer
 
 STATE_KINDS = tuple(kind for kind in KINDS if kind != "swapped_samples")  # there are no samples here
-CLEAN_IN_A_ROW = 100  # updates between two looks at the verdict, which stays set
+CLEAN_IN_A_ROW = 100  # updates between two reads of the verdict, which stays set
 
 
 @dataclass
@@ -46,7 +46,7 @@ def carried(optimizer: GatedOptimizer) -> dict[str, Tensor]:
 def moved_by_updates(optimizer: GatedOptimizer) -> Tensor:
     """Return weights and moments as bytes on the CPU.
 
-    Step counts are left out, because a held update may round a spoilt one, too.
+    Step counts are excluded, because a held update may round a spoilt one, too.
     """
     moments = [tensor for name, tensor in optimizer.state().items() if name.endswith(tuple(optimizer.rule.buffers))]
     tensors = [*optimizer.parameters.values(), *moments]

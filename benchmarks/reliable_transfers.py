@@ -26,7 +26,7 @@ from lora_rocm.device.transfer import DeviceTransfer, fingerprint
 
 SERIES = 500  # faults of one series; each starts a new run
 CLEAN_SERIES = 5000
-CLEAN_IN_A_ROW = 100  # sends between two looks at the verdict, which stays set
+CLEAN_IN_A_ROW = 100  # sends between two reads of the verdict, which stays set
 EXPONENTS = {  # bits of the exponent of float formats, viewed as integers
     torch.float32: (torch.int32, 0x7F800000),
     torch.float64: (torch.int64, 0x7FF0000000000000),

@@ -2,8 +2,8 @@
 
 usage: python benchmarks/scaling.py ROOT [--gpus 2,4] [--batch 4] [--steps 30] [--kill] [--toy] [--json FILE]
 
-Whole runs of ``lora-rocm train``: the command line, the supervisor, the guard, graphs. First each GPU in a run of its
-own, all at once; then together. The time per step is the median of the run's own ``step`` events, without the first
+Whole runs of ``lora-rocm train``: the command line, the supervisor, the guard, graphs. First each GPU in a separate
+run, all at once; then together. The time per step is the median of the run's own ``step`` events, without the first
 ones. ``--kill``: the largest number of GPUs, once undisturbed and once with a rank ended by SIGKILL, both at the same
 time and with deterministic kernels; the files must be equal. ``--toy`` rehearses on the CPU, over gloo, with the tiny
 model.
@@ -197,9 +197,9 @@ def _wait_for_step(run_dir: RunDir, at: int) -> int:
 def tell(row: Row) -> None:
     """Print one line of results."""
     scaling = f", {row['scaling']:.1%} of {row['gpus']} times the first" if "scaling" in row else " alone"
-    scaling += f", {row['of_sum']:.1%} of what each did alone" if "of_sum" in row else ""
+    scaling += f", {row['of_sum']:.1%} of the sum of all alone" if "of_sum" in row else ""
     print(  # noqa: T201
-        f"{row['gpus']} x {row['device']}{scaling}: batch {row['batch']} each, {1000 * row['median_s']:.1f} ms a step "
+        f"{row['gpus']} x {row['device']}{scaling}: batch {row['batch']} each, {1000 * row['median_s']:.1f} ms/step "
         f"(p95 {1000 * row['p95_s']:.1f}), {row['samples_per_s']:.2f} samples/s, {row['memory_gib']:.1f} GiB; "
         f"{row['ranks']} {row['said']} {row['phases']}",
         flush=True,

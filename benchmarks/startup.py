@@ -6,12 +6,12 @@ usage: python benchmarks/startup.py encode ROOT [--images 10000] [--side 1536] [
        python benchmarks/startup.py side-by-side ROOT OLD NEW [--base full|tiny] [--rounds 5] [--set KEY=VALUE]...
        python benchmarks/startup.py identity ROOT [--gib 2] [--json FILE]
 
-``encode`` makes photographs (JPEG, noise over a gradient; all files differ) under ROOT, fills a cache with them through
-``latent_cache.prepare``, and compares with a lower bound: the encoder alone, called as often, on pixels that are ready.
+``encode`` makes photographs (JPEG, noise over a gradient; all files differ) under ROOT, and fills a cache with them by
+``latent_cache.prepare``. The lower bound is the encoder alone, called equally often, on pixels that are ready.
 The encoder is a wait of fixed length, as a GPU is for the host. With ``--vae`` it is the built-in model's VAE on the
 CPU, and the decoding threads and the encoder share the CPU cores.
 
-``manifest`` makes tiny images and a cache entry for each, once, and reports two starts, each in a process of its own:
+``manifest`` makes tiny images and a cache entry for each, once, and reports two starts, each in a separate process:
 one that reads everything, and one after it. Captions are empty, so there is one text entry. "Before" is after imports.
 
 ``first-step`` trains two steps, twice: the second start finds a warm cache.
@@ -114,7 +114,7 @@ class Family:
 
 
 def fake_family(encode_s: float) -> Family:
-    """Return a family whose image encoder takes ``encode_s`` per image."""
+    """Return a family with an image encoder that takes ``encode_s`` per image."""
     latents = {"latent_mean": TensorSpec("float32", "CHW"), "latent_std": TensorSpec("float32", "CHW")}
     texts = {"prompt_embeds": TensorSpec("float32", "SD")}
     image, text = EntrySpec("image", (IMAGE,), latents, True), EntrySpec("text", (CAPTION,), texts)
@@ -169,7 +169,7 @@ def encode(options: argparse.Namespace) -> dict[str, Any]:
         "all s": round(total_s, 2),
         "images/s": round(len(prepared.items) / total_s, 1),
         "share of the floor": round(floor_s / total_s, 3),
-        "of it without scan and captions": round(floor_s / max(encoding[1] - encoding[0], 1e-9), 3),
+        "share without scan and captions": round(floor_s / max(encoding[1] - encoding[0], 1e-9), 3),
         "most resident MiB": round(seen[0]),
     }
 
@@ -257,8 +257,8 @@ def manifest(options: argparse.Namespace) -> dict[str, Any]:
         "resident MiB before": round(before_mib),
         "resident MiB": round(now_mib),
         "most resident MiB": round(peak_mib),
-        "bytes an image": round((now_mib - before_mib) * 2**20 / options.images),
-        "bytes an image at most": round((peak_mib - before_mib) * 2**20 / options.images),
+        "bytes per image": round((now_mib - before_mib) * 2**20 / options.images),
+        "bytes per image at most": round((peak_mib - before_mib) * 2**20 / options.images),
     }
 
 
@@ -311,7 +311,7 @@ def write_base(folder: Path, structure: str) -> None:
 
 
 def side_by_side(options: argparse.Namespace) -> dict[str, Any]:
-    """Start two checkouts in turns, each with caches of its own."""
+    """Start two checkouts in turns, each with its own caches."""
     root = options.root.absolute()
     write_base(root / options.base, options.base)
     make_photographs(root / "images", 4, 1024 if options.base == "full" else 128)
@@ -372,7 +372,7 @@ def one_start(checkout: Path, recipe: Path, run_dir: Path, settings: Sequence[st
 
 
 def identity(options: argparse.Namespace) -> dict[str, Any]:
-    """Return GB/s of each way to read a weights file, and the time to recall a cached digest."""
+    """Return GB/s of each method to read a weights file, and the time to recall a cached digest."""
     path = options.root / "identity.safetensors"
     if not path.exists():
         options.root.mkdir(parents=True, exist_ok=True)
@@ -416,7 +416,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of_manifest = commands.add_parser("manifest")
     of_manifest.add_argument("root", type=Path)
     of_manifest.add_argument("--images", type=int, default=1_000_000)
-    of_manifest.add_argument("--measure", action="store_true", help="what is there already, in this process")
+    of_manifest.add_argument("--measure", action="store_true", help="measure existing files, in this process")
     of_first = commands.add_parser("first-step")
     of_first.add_argument("root", type=Path)
     of_first.add_argument("--recipe", type=Path, default=Path("recipes/demo.yaml"))

@@ -1,10 +1,10 @@
-"""Measures the step of SDXL with each optimizer, adapter and option beside the plain one, in one process.
+"""Compares the step of SDXL with each optimizer, adapter and option with the plain step, in one process.
 
     python -m benchmarks.step_options [--only REGEX] [--batch 1] [--steps 20] [--limit-s 500] [--json FILE]
     python -m benchmarks.step_options --toy         # on the CPU: a tiny model
 
-Weights and data are random: 1024 px, rank 16 on the attention projections, captured steps. Each row is a run of its
-own, as the worker has it before its first step. The plain run is measured first and last; ratios are to its faster row.
+Weights and data are random: 1024 px, rank 16 on the attention projections, captured steps. Each row is a separate
+run, as the worker has it before its first step. The plain run is measured first and last; ratios are to its faster row.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def main() -> int:
     chosen = {name: changed for name, changed in OPTIONS.items() if re.search(options.only, name)}
     for name, changed in ((PLAIN, {}), *chosen.items(), (f"{PLAIN}, again", {})):
         if time.perf_counter() - began > options.limit_s and not name.startswith(PLAIN):
-            print(f"{name}: left out, there is no time", flush=True)
+            print(f"{name}: skipped, no time is left", flush=True)
             continue
         gc.collect()
         try:
@@ -164,7 +164,7 @@ def main() -> int:
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     plain_s = min(row["median_s"] for row in rows if row["name"].startswith(PLAIN))
-    print("| option | ms a step | beside plain | GPU busy ms | kernels | peak GiB | trained weights | opened in |")
+    print("| option | ms per step | vs plain | GPU busy ms | kernels | peak GiB | trained weights | opened in |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         print(line_of(row, plain_s))

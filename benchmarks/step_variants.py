@@ -3,13 +3,13 @@
 usage: python -m benchmarks.step_variants [ROOT] --out F [--toy] [--quick] [--only REGEX] [--batches 4,1] [--budget S]
 
 SDXL's UNet at full size with random bf16 weights (made on the device), 1024 px, rank 16 on the attention projections,
-fixed inputs; one step is forward, mean squared error, backward, fused AdamW. Each variant runs eagerly and as one
-captured graph. The error is that of the loss and of the adapter's gradient at batch 1, against plain modules in float32
-with the same weights: relative norms; the first variant shows the error of bf16 itself. ``ROOT`` is a checkout to
+fixed inputs. One step is forward, mean squared error, backward, fused AdamW. Each variant runs eagerly and as one
+captured graph. The error of the loss and the adapter's gradient is measured at batch 1, against plain float32 modules
+with the same weights, as relative norms. The first variant shows the error of bf16 itself. ``ROOT`` is a checkout to
 import from (default: this one). ``--toy`` runs the same on the CPU with a tiny UNet; Triton variants fail there.
 
 ``--only`` may be given several times: variants that match the first run first. ``--quick`` is for slow hosts: one eager
-step is timed, GPU time and kernels are those of the graph, and nothing is compared with float32.
+step is timed, GPU time and kernels come from the graph, and nothing is compared with float32.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute the step.
+    """One method of computing the step.
 
-    form: of the fused modules; None: nothing is fused. channels_last: as of ``fuse``.
+    ``form``: the fused modules' implementation; None: nothing is fused. channels_last: as of ``fuse``.
     compiled: names of the module classes that are compiled with torch.compile.
     """
 

@@ -1,12 +1,12 @@
-"""What language models fit into cards of some sizes, and how many tokens a second they train: steps under a memory cap.
+"""Language models that fit into cards of some sizes, and their tokens per second: steps under a memory cap.
 
     python -m benchmarks.text_card_sizes [--only REGEX] [--limit-s 400] [--json FILE]
     python -m benchmarks.text_card_sizes --toy      # on the CPU: the same models with two small blocks
 
 Random weights in the published shapes, one text at a time, rank 16 on all seven projections (gpt-oss: attention). For
-each model and length the first row has no cap and recomputes all activations; a row of a card follows the plan that is
-chosen for its size less 0.75 GiB for desktop and runtime, and is compared with the first. Memory is what the allocator
-may hold. Weights are offloaded further from row to row, so the largest card comes first.
+each model and length the first row has no cap and recomputes all activations. A row of a card follows the plan for its
+size less 0.75 GiB for desktop and runtime, and is compared with the first row. Memory is the limit of the
+allocator. Weights are offloaded further from row to row, so the largest card comes first.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ GPT_OSS_20B: dict[str, Any] = {
     "vocab_size": 201088,
     "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
 }
-"""The config of openai/gpt-oss-20b; what is not here is the default of its class."""
+"""The config of openai/gpt-oss-20b; missing keys have the default of its class."""
 TOY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 512, "head_dim": 16}
 TOY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 TOY_TOKENS = {2048: 64, 8192: 128}
@@ -132,7 +132,7 @@ class Texts(Setup):
 
 
 def rows_of(case: Case, toy: bool, device: torch.device, rates: Rates) -> Iterator[dict[str, Any]]:
-    """The row without a cap, then those of the cards."""
+    """The row without a cap, then the rows of the cards."""
     tokens = TOY_TOKENS[case.tokens] if toy else case.tokens
     whole_bytes = 1 << 62 if toy else torch.cuda.get_device_properties(device).total_memory
     job = Job(graphs=not toy and "num_local_experts" not in case.config)
@@ -182,7 +182,7 @@ def main() -> int:
     apply(settings, device)
     rates = Rates() if options.toy else measured_rates(device, torch.bfloat16)
     ends_at, rows = time.perf_counter() + options.limit_s, list[dict[str, Any]]()
-    print("| model | card | plan | ms a step | beside no cap | tokens/s | peak / held, GiB |", flush=True)
+    print("| model | card | plan | ms per step | vs no cap | tokens/s | peak / held, GiB |", flush=True)
     for case in CASES:
         if not re.search(options.only, f"{case.name} {case.tokens}") or time.perf_counter() > ends_at:
             continue

@@ -1,4 +1,4 @@
-"""Compare updates with those of TRL's SFTTrainer, on chats of different lengths with accumulated gradients.
+"""Compare updates with TRL's SFTTrainer, on chats of different lengths with accumulated gradients.
 
     pip install --target FOLDER --no-deps trl
     PYTHONPATH=FOLDER python benchmarks/trl_updates.py [--chats 8] [--batch-size 1] [--accumulation 8]
@@ -63,7 +63,7 @@ def base() -> Path:
 
 
 def write_chats(file: Path, count: int) -> list[list[dict[str, str]]]:
-    """Write conversations whose answers have between 2 and 160 words."""
+    """Write conversations with answers of 2 to 160 words."""
     generator = random.Random(1)
     chats = []
     for number in range(count):

@@ -1,4 +1,4 @@
-"""The page of all commands, made from the parameters of their handlers."""
+"""The page of all commands, generated from the parameters of their handlers."""
 
 from __future__ import annotations
 

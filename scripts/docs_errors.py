@@ -20,7 +20,7 @@ ROOT = Path(errors.__file__).parent
 UNKNOWN = "…"
 CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 PLAIN_FAILURE = "Failure"
-"""The class of an error that a command writes without raising it. Its exit code is the one of a wrong command."""
+"""The class of an error that a command writes without raising it. Its exit code is a wrong command's."""
 CLASSES: Mapping[str, int] = {
     PLAIN_FAILURE: errors.UserError.exit_code,
     **{

@@ -1,4 +1,4 @@
-"""The page of the events of a run, made from their classes."""
+"""The page of the events of a run, generated from their classes."""
 
 from __future__ import annotations
 

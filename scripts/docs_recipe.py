@@ -1,7 +1,7 @@
-"""The reference of the recipe: one page a section, and the page of names in other trainers.
+"""The reference of the recipe: one page per section, and the page of names in other trainers.
 
-A section of which there are several kinds (families, adapters, optimizers) has one table for all of them: a key is a
-row, with the kinds that have it and the default of each.
+A section with several kinds (families, adapters, optimizers) has one table for all kinds. A key is a row, with the
+kinds that have it and the default of each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables of the documentation about machines, made from the tables of the package.
+"""Tables of the documentation about machines, generated from the package's tables.
 
 They are between marks in pages of prose; ``python -m scripts.docs_pages`` updates them.
 """
@@ -99,7 +99,7 @@ def where(when: When) -> str:
     parts = [
         " and ".join(SYSTEMS[system] for system in when.systems),
         {True: "WSL", False: "not WSL", None: ""}[when.wsl],
-        {True: "integrated GPUs", False: "cards with memory of their own", None: ""}[when.integrated],
+        {True: "integrated GPUs", False: "cards with their own memory", None: ""}[when.integrated],
         ", ".join(cards) + (" and unknown GPUs" if when.unknown_too else ""),
         _versions("torch", when.torch_from, when.torch_below),
         _versions("HIP", when.hip_from, when.hip_below),

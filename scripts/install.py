@@ -68,24 +68,24 @@ INSTALL = ["-m", "pip", "install", "--no-compile"]
 
 
 def lock_command(part: str) -> list[str]:
-    """What installs the packages of a lock. Nothing that is not in it can come along, also not to build a package."""
+    """Return the pip command for a lock's packages. It installs nothing else, not even to build a package."""
     built = ["--no-build-isolation"] if part == "dev" else ["--only-binary", ":all:"]
     return [*INSTALL, "-q", "--no-deps", "--require-hashes", *built, "-r", LOCKS[part]]
 
 
 def lock_commands(dev: bool) -> list[list[str]]:
-    """What installs all packages but torch, in order: pip first, for an old one takes twice the time for the rest."""
+    """Return the commands for all packages except torch. pip is first: an old pip takes twice as long for the rest."""
     return [lock_command(part) for part in ("pip", "run", *(["dev"] if dev else []))]
 
 
 def torch_command(choice: WheelChoice, upgrade: bool = False) -> list[str]:
-    """What installs torch: the only step that knows its index. It keeps the packages that are there already."""
+    """Return the command that installs torch, the only one that uses its index. It keeps installed packages."""
     index = ["--index-url", choice.url] if choice.url else []
     return [*INSTALL, "-c", "constraints.txt", *(["--upgrade"] if upgrade else []), choice.requirement, *index]
 
 
 def project_commands(dev: bool, cpu: bool) -> list[list[str]]:
-    """What installs this package, editable, by the builder that is there already.
+    """Return the commands that install this package, editable, with the builder that is installed already.
 
     A torch for a GPU brings its own Triton; another one must not take its place.
     """
@@ -113,7 +113,7 @@ def ready_venv(venv: Venv, repair: bool) -> Found:
     if why is None:
         return found
     if not repair:
-        fix = f"Make it anew: {again('--repair')}"
+        fix = f"Rebuild it: {again('--repair')}"
         raise MachineError("venv-broken", f"{venv.folder.name} cannot be used: {why}.", where=str(venv.folder), fix=fix)
     say(f"{venv.folder.name} cannot be used: {why}")
     venv.make(clear=True)
@@ -127,7 +127,7 @@ def unfit(found: Found, choice: WheelChoice) -> str | None:
     if found.release and numbers(found.release) < numbers(ANY_TORCH):
         return f"it is too old: {ANY_TORCH} is needed"
     why = mismatch(found.torch, choice) if found.torch is not None else None
-    if why is None and found.release == choice.requirement.partition("==")[2]:  # of another torch nothing is known
+    if why is None and found.release == choice.requirement.partition("==")[2]:  # any other torch is unknown
         missing = lacking(found, choice)
         why = f"packages that belong to it are missing: {missing}" if missing is not None else None
     return why
@@ -139,13 +139,13 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def older(release: str, requirement: str) -> bool:
-    """Whether the installed torch is older than what the table names; always where it names no version."""
+    """Whether the installed torch is older than the table's version; always true if the table names no version."""
     wanted = requirement.partition("==")[2]
     return not wanted or numbers(release) < numbers(wanted)
 
 
 def torch_step(venv: Venv, found: Found, choice: WheelChoice, repair: bool, upgrade: bool) -> Step:
-    """What is to be done to torch: none is replaced unless that was asked for, and then it is uninstalled here.
+    """Choose the step for torch. A torch is replaced only on request, and it is uninstalled here.
 
     Raises:
         MachineError: "torch-unfit".
@@ -180,16 +180,16 @@ def install_torch(venv: Venv, choice: WheelChoice, upgrade: bool = False) -> Non
     if choice.else_default:
         if venv.run(*torch_command(choice, upgrade), *QUICK, hush=True):
             return
-        say("no answer from there; taking the default index, whose torch for Linux is larger and runs on the CPU too")
+        say("no answer from there; using the default index (its torch for Linux is larger and also runs on the CPU)")
         choice = replace(choice, url=None)
     if not venv.run(*torch_command(choice, upgrade)):
-        what = "torch could not be installed (pip says why above)."
+        what = "torch could not be installed (see pip's error above)."
         fix = "Common: no network, a proxy to set (HTTPS_PROXY), a full disk. Then run this again."
         raise MachineError("torch-failed", what, where=choice.url or "the default package index", fix=fix)
 
 
 def verified(venv: Venv, choice: WheelChoice) -> Found:
-    """Look at the torch in the venv, say what it is, refuse one that cannot use this machine's GPU."""
+    """Check the torch in the venv, print its version, and refuse one that cannot use this machine's GPU."""
     found = venv.look()
     why = "there is none, though pip reported no error" if found.release is None else unfit(found, choice)
     if why is not None:
@@ -206,9 +206,9 @@ def verified(venv: Venv, choice: WheelChoice) -> Found:
 
 
 def lacking(found: Found, choice: WheelChoice) -> str | None:
-    """The packages with the kernels for the GPU that are not those of the installed torch, as text; None if they are.
+    """The GPU's kernel packages that are missing or do not match the installed torch, as text; None if all match.
 
-    pip can call an installation complete without them: a torch whose metadata does not name the extra is enough.
+    pip can report an installation as complete without them, if torch's metadata does not name the extra.
     """
     extra = re.search(r"\[device-(gfx\w+)\]", choice.requirement)
     if extra is None or found.release is None or found.device_packages is None:
@@ -226,13 +226,13 @@ def completed(venv: Venv, choice: WheelChoice) -> None:
     if missing is None:
         return
     say(f"installing torch again: pip reported no error, but this is missing: {missing}")
-    # Of torch alone, whose metadata names the packages then: the index lacks some of its other dependencies.
+    # Only torch: its metadata then names the packages, and the index lacks some of its other dependencies.
     venv.run(*torch_command(choice), "--force-reinstall", "--no-deps")
     install_torch(venv, choice)
     missing = lacking(venv.look(), choice)
     if missing is not None:
         what = f"The kernels for {choice.gfx or 'this GPU'} were not installed with torch: {missing}."
-        fix = f"Install torch anew: {again('--repair')}. Or choose another index: {INDEX_VARIABLE}."
+        fix = f"Reinstall torch: {again('--repair')}. Or choose another index: {INDEX_VARIABLE}."
         raise MachineError("kernels-missing", what, where=choice.url or "the default package index", fix=fix)
 
 
@@ -244,7 +244,10 @@ def run_all(venv: Venv, commands: list[list[str]]) -> None:
     """
     for command in commands:
         if not venv.run(*command):
-            what, fix = "The packages could not be installed (pip says why above).", "Common: no network, a full disk."
+            what, fix = (
+                "The packages could not be installed (see pip's error above).",
+                "Common: no network, a full disk.",
+            )
             fix += " If hashes do not match, the index or mirror that pip asks serves another file: try another one."
             raise MachineError("packages-failed", what, where=" ".join(command), fix=fix)
 
@@ -259,7 +262,7 @@ def fingerprint(choice: WheelChoice | None = None) -> str:
 
 
 def read_stamp(venv: Venv) -> dict[str, object]:
-    """What was installed the last time; empty where nothing was, or an older version of this file wrote it."""
+    """The record of the last installation; empty if there is none, or if an older version of this file wrote it."""
     try:
         stamp = json.loads(venv.stamp.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -291,7 +294,7 @@ def install(options: argparse.Namespace, facts: HostFacts) -> None:
     else:
         step = torch_step(venv, ready_venv(venv, options.repair), choice, options.repair, options.upgrade)
         say("installing packages")
-        run_all(venv, lock_commands(options.dev))  # before torch, whose index has some of them too
+        run_all(venv, lock_commands(options.dev))  # before torch, because torch's index has some of them too
         if step != "keep":
             install_torch(venv, choice, upgrade=step == "upgrade")
             completed(venv, choice)
@@ -314,7 +317,7 @@ def quoted(command: list[str], windows: bool) -> str:
 
 
 def _kept(facts: HostFacts, choice: WheelChoice) -> str:
-    """What becomes of the torch that a machine has, as the end of a sentence."""
+    """The planned action on an installed torch, as the end of a sentence."""
     assert facts.torch is not None
     repair = f"{again('--repair', facts.system == 'windows')} replaces it"
     found = Found(release=facts.torch.version, torch=facts.torch, device_packages=facts.libraries)
@@ -325,7 +328,7 @@ def _kept(facts: HostFacts, choice: WheelChoice) -> str:
 
 
 def describe(facts: HostFacts, choice: WheelChoice, dev: bool) -> str:
-    """What would be done on a machine, and why: the exact commands, in order."""
+    """The plan for a machine, with reasons: the exact commands, in order."""
     windows = facts.system == "windows"
     machine, inside = ("py -3", r".venv\Scripts\python.exe") if windows else ("python3", ".venv/bin/python")
     first = [*torch_command(choice), *(QUICK if choice.else_default else [])]
@@ -350,9 +353,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make .venv ready for lora-rocm.")
     parser.add_argument("--dev", action="store_true", help="also the tools for tests and checks")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument(
-        "--repair", action="store_true", help="make anew what is broken, replace a torch that does not fit"
-    )
+    how.add_argument("--repair", action="store_true", help="rebuild a broken .venv, replace a torch that does not fit")
     how.add_argument("--upgrade", action="store_true", help="take the torch that the table names now, and the packages")
     how.add_argument("--dry-run", action="store_true", help="print the commands and the reasons, run nothing")
     parser.add_argument("--facts", type=Path, metavar="FILE", help="with --dry-run: another machine, as JSON")
@@ -363,7 +364,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Install, or say what would be installed."""
+    """Install, or print the plan of the installation."""
     options = parse(arguments)
     forbid_programs_here()
     try:
@@ -378,7 +379,7 @@ def main(arguments: list[str] | None = None) -> int:
     except LoraRocmError as error:
         print(f"install: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # whoever read our output has gone; Python would complain again while it shuts down
+    except BrokenPipeError:  # the reader of our output has gone; Python would complain again while it shuts down
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 130
     except OSError as error:

@@ -3,8 +3,8 @@
     python scripts/lock_packages.py
 
 Run it after a change of constraints.txt or of the dependencies in pyproject.toml. uv resolves for all systems and all
-Pythons that pyproject.toml allows; a package that only some of them need gets their marker. torch and what only its
-wheels for CUDA ask for are left out: they come from torch's own index.
+Pythons that pyproject.toml allows; a package that only some of them need gets their marker. torch and packages that
+only its CUDA wheels require are omitted: they come from torch's own index.
 
 Exit codes: 0 written; 1 constraints.txt lacks a package, which is named with the version to pin.
 """
@@ -26,11 +26,11 @@ from scripts.install import LOCKS, numbers  # noqa: E402
 from scripts.uv_tool import install_uv  # noqa: E402
 
 BUILDS = ("editables", "setuptools")
-"""What hatchling asks for to install this package editable, and what builds a package that has no wheel."""
+"""hatchling's requirement for an editable install of this package, and the builder of packages without a wheel."""
 OF_TORCH = re.compile(r"torch|triton|cuda-|nvidia-")
 ELSEWHERE = "sys_platform == 'emscripten'"
 """A marker of a system without torch."""
-HEADER = "# Made of constraints.txt by scripts/lock_packages.py. Do not edit.\n"
+HEADER = "# Built from constraints.txt by scripts/lock_packages.py. Do not edit.\n"
 
 
 def normal(name: str) -> str:
@@ -74,7 +74,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="lora-rocm-lock-", ignore_cleanup_errors=True) as name:
         uv, folder = install_uv(Path(name) / "tools"), Path(name)
         of_run, of_pip = resolved(uv, folder, run), resolved(uv, folder, ["pip"])
-        for torch in torches[:-1]:  # each can be installed beside the pinned packages, or this fails
+        for torch in torches[:-1]:  # fails if a torch cannot be installed together with the pinned packages
             resolved(uv, folder, [torch])
         of_dev, of_triton = resolved(uv, folder, [*run, *extras["dev"]]), resolved(uv, folder, extras["triton"])
     pinned = pins((ROOT / "constraints.txt").read_text(encoding="utf-8"))

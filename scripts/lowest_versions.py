@@ -3,7 +3,7 @@
     python scripts/lowest_versions.py [--keep FOLDER] [--family NAME ...]
 
 Makes an environment in a temporary folder: the torch for the CPU of ``lora_rocm/hardware/wheels.toml``, then the
-package with the lowest version of each of its own dependencies, as uv finds them. It takes minutes, and 2 GB of disk.
+package with the lowest version of each direct dependency, as uv finds them. It takes minutes, and 2 GB of disk.
 
 Exit codes: 0 every demo ran, and each package was as old as its bound; 1 not so; others as of ``scripts/install.py``.
 """
@@ -58,7 +58,7 @@ def normal(name: str) -> str:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """A release as numbers, without zeros at its end and without what follows a plus sign."""
+    """A release as numbers, without zeros at its end and without the part after a plus sign."""
     found = [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
     while found and not found[-1]:
         found.pop()
@@ -66,7 +66,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def newer_than_bound(found: dict[str, str], wanted: dict[str, str]) -> list[str]:
-    """The dependencies that are not as old as their bounds say, but torch: it is the one of wheels.toml."""
+    """The dependencies that are newer than their lower bounds, except torch, which comes from wheels.toml."""
     return [
         f"{name} {found.get(name, 'is missing')}, and its bound is {bound}"
         for name, bound in wanted.items()
@@ -83,7 +83,7 @@ def install(folder: Path) -> Path:
     uv, venv, torch = install_uv(folder / "tools"), folder / "venv", choose(probe(), {INDEX_VARIABLE: "cpu"})
     step = [sys.executable, "-m", "venv", str(venv)]
     _done(call(step, folder), step)
-    # torch alone: with it would come the newest of what it needs
+    # torch alone: otherwise its newest dependencies would come along
     python = program(venv, "python")
     step = [python, *INSTALL, "-q", "--no-deps", torch.requirement]
     if call([*step, "--index-url", torch.url or "", *QUICK], folder, quiet=True):

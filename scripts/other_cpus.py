@@ -2,9 +2,9 @@
 
     python scripts/other_cpus.py [--only SETTING]... [--workers 2] [--log FOLDER] [arguments of pytest]
 
-Runs with the Python that starts it. Prints one line a setting; ends with 0 where all are green. Without a path among
-the arguments of pytest, all tests run but those that never compute. The libraries take the fewest instructions that
-they are told and the processor has: a setting below what it has anyway changes nothing.
+Runs with the Python that starts it. Prints one line per setting; ends with 0 if all are green. Without a path among
+the arguments of pytest, all tests run except tests that never compute. The libraries use only
+instructions that both the setting and the processor allow, so a setting above the processor's level changes nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VERSIONS = "import torch; print(f'PyTorch {torch.__version__}, {torch.backends.c
 
 
 def processor() -> str:
-    """The processor's name, as Linux tells it, else as Python does."""
+    """The processor's name, from Linux, else from Python."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -41,7 +41,7 @@ def processor() -> str:
 
 
 def tested(name: str, options: argparse.Namespace, pytest_arguments: list[str]) -> bool:
-    """One run of pytest; prints its line, and keeps all it says in a file."""
+    """Run pytest once; print its line, and keep its whole output in a file."""
     environment = {**os.environ, **SETTINGS[name]}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
     command += ["-n", str(options.workers), "--dist", "worksteal"] if options.workers else []
@@ -69,7 +69,7 @@ def main() -> int:
     )
     parser.add_argument("--only", action="append", choices=list(SETTINGS), help="this setting; may be given repeatedly")
     parser.add_argument("--workers", type=int, default=2, help="processes of pytest-xdist; 0 runs without it")
-    parser.add_argument("--log", type=Path, default=ROOT / "build" / "other_cpus", help="folder for what pytest says")
+    parser.add_argument("--log", type=Path, default=ROOT / "build" / "other_cpus", help="folder for pytest's output")
     options, pytest_arguments = parser.parse_known_args()
     options.log.mkdir(parents=True, exist_ok=True)
     versions = subprocess.run([sys.executable, "-c", VERSIONS], stdout=subprocess.PIPE, check=True).stdout

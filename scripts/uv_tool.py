@@ -1,4 +1,4 @@
-"""The package resolver uv in a folder of its own, for scripts that need other versions than those of ``.venv``."""
+"""The package resolver uv in a separate folder, for scripts that need other versions than ``.venv`` has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def install_uv(folder: Path) -> str:
     """Make an environment in a folder with uv in it; the program.
 
     Raises:
-        subprocess.CalledProcessError: it cannot be installed; pip has said why.
+        subprocess.CalledProcessError: it cannot be installed; pip has printed why.
     """
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     command = [program(folder, "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check", UV]

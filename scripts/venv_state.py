@@ -1,4 +1,4 @@
-"""The ``.venv`` below this checkout: what is in it, seen from outside, and how commands are run for it.
+"""The ``.venv`` below this checkout: its content as seen from outside, and a runner for its commands.
 
 Standard library only. The torch in it may crash or hang when it is imported, so a child with a time limit looks.
 """
@@ -20,10 +20,10 @@ from lora_rocm.hardware.facts import Torch
 
 ROOT = Path(__file__).resolve().parent.parent
 LOOK_TIMEOUT_S = 300.0  # the first import of a torch of 10 GB, with a virus scanner watching
-LOOK = """
+LOOK = r"""
 import importlib.metadata, json, sys
 def say(**found):
-    print("\\nfound", json.dumps(found), flush=True)
+    print("\nfound", json.dumps(found), flush=True)
 say(python=sys.version_info[:2])
 try:
     wheel = importlib.metadata.distribution("torch")
@@ -46,7 +46,7 @@ say(version=torch.__version__, hip=torch.version.hip, cuda=torch.version.cuda,
 
 @dataclass(frozen=True)
 class Found:
-    """What is in ``.venv``. ``python`` None: it does not run. ``broken``: why it or its torch cannot be used.
+    """The content of ``.venv``. ``python`` None: it does not run. ``broken``: why it or its torch cannot be used.
 
     device_packages: version of each package with a GPU's kernels, by its name; None where nobody looked.
     """
@@ -69,7 +69,7 @@ def again(option: str, windows: bool = os.name == "nt") -> str:
 
 
 def venv_command(clear: bool = False) -> list[str]:
-    """What makes the venv, for the Python of the machine."""
+    """Arguments for the machine's Python that create the venv."""
     return ["-m", "venv", *(["--clear"] if clear else []), ".venv"]
 
 
@@ -115,7 +115,7 @@ class Venv:
         return ask([str(self.python), "-m", "pip", "--version"], LOOK_TIMEOUT_S)[0] == 0
 
     def look(self) -> Found:
-        """Ask its Python, in a process of its own because a torch may crash or hang when imported."""
+        """Ask its Python, in a separate process, because torch may crash or hang when imported."""
         code, output, errors = ask([str(self.python), "-W", "ignore", "-c", LOOK], LOOK_TIMEOUT_S)
         seen: dict[str, object] = {}
         for line in output.splitlines():

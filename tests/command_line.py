@@ -15,7 +15,7 @@ COMMANDS = get_command(cli.app)
 
 @dataclass(frozen=True)
 class Ended:
-    """What a command left."""
+    """The result of a finished command."""
 
     exit_code: int
     stdout: str

@@ -1,4 +1,6 @@
-"""Values that a config may have in place of its own, and what a base with one does: for ``test_config_values.py``."""
+"""Replacement values for the fields of a config, and the behaviour of a base with each: for
+``test_config_values.py``.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ VALUES: dict[str, Any] = {
 
 
 def config_files(base: Path) -> list[Path]:
-    """The configs of a base but those of tokenizers."""
+    """The configs of a base except tokenizer configs."""
     found = sorted(base.rglob("*config.json"))
     return [path for path in found if "tokenizer" not in str(path.relative_to(base))]
 

@@ -1,4 +1,4 @@
-"""What every test gets: one CPU thread, no network, an environment that is put back."""
+"""Set-up of every test: one CPU thread, no network, and an environment that is restored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ os.environ.update(
 import pytest
 from hypothesis import settings
 
-gc.disable()  # until all modules are imported: what they make is kept to the end, and looking through it takes a third
+gc.disable()  # until all modules are imported: their objects live to the end, and scanning them takes a third
 
 # A shared machine is slow now and then: examples have no deadline, the test as a whole has (pyproject.toml).
 settings.register_profile("quick", deadline=None, max_examples=50)
@@ -30,9 +30,9 @@ settings.load_profile("quick")
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is never garbage; the tests themselves run with the collector, as the program does."""
+    """Imported objects are never garbage; the tests themselves run with the collector, as the program does."""
     gc.freeze()
-    gc.set_threshold(20_000, 10, 50)  # models come and go: by Python's thresholds a tenth of the time is spent looking
+    gc.set_threshold(20_000, 10, 50)  # models come and go: Python's thresholds would spend a tenth of the time on scans
     gc.enable()
 
 
@@ -67,7 +67,7 @@ def few_objects_to_collect() -> None:
 
 @pytest.fixture(autouse=True)
 def restore_environment(program_folder: Path) -> Iterator[None]:
-    """No test leaves a variable, or what its runs have learnt about this machine, behind for the next one."""
+    """No test leaves a variable, or facts that its runs learned about this machine, for the next one."""
     before = os.environ.copy()
     yield
     for path in program_folder.glob("changes-*.json"):

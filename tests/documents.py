@@ -1,4 +1,4 @@
-"""Whether a JSON document is what ``docs/reference/json.md`` says of its class."""
+"""Whether a JSON document matches the description of its class in ``docs/reference/json.md``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lora_rocm.json_reference import is_object, keys_of
 
 
 def faults(value: Any, hint: Any, where: str = "") -> Iterator[str]:
-    """Yield where a value is not what a type allows."""
+    """Yield each place where a value does not match its type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if all(list(faults(value, part, where)) for part in arguments):

@@ -27,7 +27,7 @@ MIN_MESSAGE_WORDS = 3
 GENERATED = {"docs/recipe.md", "docs/json.md"}
 """Their text is linted where it is written: in field descriptions and docstrings."""
 FOREIGN = ("lora_rocm/base_models/tokenizer_data/", "lora_rocm/builtin/", "docs/lab/")
-"""Licences and data of others, and the laboratory journal."""
+"""Licences and data from other projects, and the laboratory journal."""
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 
 
@@ -67,7 +67,7 @@ class Rule:
     rooms: list[str] = field(default_factory=list)
 
     def spans(self, text: Text) -> Iterator[tuple[int, int]]:
-        """Where the text breaks the rule; a hit inside a match of ``unless`` is none."""
+        """Yield the places where the text breaks the rule; a hit inside a match of ``unless`` is none."""
         if (self.kinds and text.kind not in self.kinds) or (self.rooms and text.room not in self.rooms):
             return
         words = text.words
@@ -243,7 +243,7 @@ def yaml_comments(file: str, source: str) -> Iterator[Text]:
 
 
 def echoed(file: str, source: str) -> Iterator[Text]:
-    """What a batch file prints, and its remarks."""
+    """The printed lines of a batch file, and its remarks."""
     for number, line in enumerate(source.split("\n"), 1):
         if match := re.match(r"(?i)\s*@?(?:.*\becho[ .:]|rem )(.*)", line):
             yield Text(file, number, "message", prose(match[1]))
@@ -264,7 +264,7 @@ def texts_of(file: str, source: str) -> Iterator[Text]:
 
 
 def files() -> Iterator[Path]:
-    """What is linted: code, tables, recipes, docs; of tests the docstrings, of the history nothing."""
+    """The linted files: code, tables, recipes, docs; of tests the docstrings, of the history nothing."""
     for folder in (PACKAGE, "scripts", "benchmarks", "tests", "docs", "recipes"):
         for path in sorted((ROOT / folder).rglob("*")):
             file = path.relative_to(ROOT).as_posix()
@@ -289,7 +289,7 @@ def allowed() -> tuple[Allowed, ...]:
 
 
 def hits_in(text: Text, among: tuple[Rule, ...]) -> Iterator[Hit]:
-    """All hits of the rules in one text, without the list of what may stay."""
+    """All hits of the rules in one text, without the allow-list."""
     return (Hit(rule, text, *span) for rule in among for span in rule.spans(text))
 
 
@@ -304,7 +304,7 @@ def all_texts() -> tuple[Text, ...]:
 
 @cache
 def hits_of_the_tree() -> tuple[Hit, ...]:
-    """Every hit, those of the allow-list among them."""
+    """Every hit, including the ones in the allow-list."""
     return tuple(hit for text in all_texts() for hit in hits_in(text, rules()))
 
 

@@ -1,4 +1,4 @@
-"""Images on disk, and a family whose encoders are a few lines and count what is asked of them."""
+"""Images on disk, and a family with encoders of a few lines that count their calls."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def words_of(caption: str) -> Tensors:
 
 
 def letter_limit(max_tokens: int) -> TokenLimit:
-    """A tokenizer whose tokens are bytes."""
+    """A tokenizer with bytes as tokens."""
     alphabet = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Tokenizer(BPE(alphabet, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -69,7 +69,7 @@ def letter_limit(max_tokens: int) -> TokenLimit:
 
 
 class FakeFamily:
-    """What prepare and loader use of a family."""
+    """The part of a family that prepare and loader use."""
 
     texts = None
     inpaints = False

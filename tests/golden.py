@@ -1,4 +1,4 @@
-"""Reviewed outputs: compared with files under tests/golden; LORA_ROCM_UPDATE_GOLDEN=1 writes them anew for a review."""
+"""Reviewed outputs: compared with files under tests/golden. LORA_ROCM_UPDATE_GOLDEN=1 rewrites them for a review."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def few_quick(*quick: str) -> list[Any]:
 
 
 def assert_golden(kind: str, machine: str, text: str) -> None:
-    """``text`` is what the reviewed file says."""
+    """``text`` equals the reviewed file."""
     path = GOLDEN / kind / f"{machine}.txt"
     if os.environ.get("LORA_ROCM_UPDATE_GOLDEN"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ def judge_here(path: Path, families: Sequence[str]) -> Mapping[str, Judged]:
 
 
 def inspect(path: Path, registry: Registry = PRODUCT) -> dict[str, Any]:
-    """What is found; it is what the page of JSON documents says."""
+    """The findings, which match the page of JSON documents."""
     found = inspect_file.inspect(path, registry, judge_here)
     assert list(faults(json_form(found), InspectDocument)) == []
     return found

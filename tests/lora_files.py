@@ -39,19 +39,19 @@ def write_random_lora(path: Path, component: str, root: nn.Module, pattern: str,
 def write_as_forecast(
     form: str, path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
 ) -> None:
-    """Write a form whose size was forecast to the byte."""
+    """Write a format with a size that was forecast to the byte."""
     forecast_bytes = writers.size_bytes(form, family, adapter, recipe, facts)
     written = writers.write(form, path, family, adapter, recipe, facts)
     assert forecast_bytes == sum(file.num_bytes for file in written)
 
 
 def without_share(cannot_read: Iterable[str]) -> set[str]:
-    """What is said after an export, without the measured share that differs, which ``inspect`` does not know."""
+    """The report of an export, without the measured share that differs, which ``inspect`` does not know."""
     return {re.sub(r"; [0-9.]+% of the change differs", "", text) for text in cannot_read}
 
 
 def cannot_read_by_inspect(path: Path) -> list[set[str]]:
-    """Of each component's adapter in a file or folder, what ``inspect`` says of the programs that do not read it."""
+    """For each component's adapter in a file or folder, the programs that cannot read it according to ``inspect``."""
     found = inspect(path)
     adapters = found["adapters"].values() if "adapters" in found else [found["adapter"]]
     return [

@@ -1,6 +1,5 @@
 """``lora-rocm`` in this process: the real command line, parent, worker and tools, without a new Python for each start.
-
-What a child would write to its log or its pipe goes there too, so ``Said.text`` is what the user would see.
+A child's log and pipe go there too, so ``Said.text`` is the output that the user would see.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def write_inputs(root: Path) -> None:
 
 @dataclass(frozen=True)
 class Said:
-    """How a command ended, and what the user saw."""
+    """The exit of a command, and its output."""
 
     code: int
     out: str
@@ -117,7 +116,7 @@ class Program:
             arguments = (*arguments, "--no-supervisor")
         threads = torch.get_num_threads()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # as in a process of its own: nobody sees them, nothing fails on them
+            warnings.simplefilter("ignore")  # as in a separate process: nobody sees them, nothing fails on them
             ended = command_line(*arguments)
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(False)
@@ -135,7 +134,7 @@ def images(folder: Path, count: int = 4) -> Path:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder; two of them are equal if nothing was touched. A file that vanishes is left out."""
+    """Every file below a folder; two of them are equal if nothing was touched. A file that vanishes is skipped."""
     content: dict[str, bytes] = {}
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # another process may be at work in the folder
@@ -216,7 +215,7 @@ def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) 
         return found
     except LoraRocmError:
         raise
-    except Exception:  # in a process of its own: a traceback, and an exit code
+    except Exception:  # in a separate process: a traceback, and an exit code
         raise exit_status.died(f"The process {module}", 1, traceback.format_exc().encode()) from None
 
 

@@ -72,7 +72,7 @@ PROCESS_EDGES = {
     (f"{PACKAGE}.foundation.exit_codes", "exit_code_of"),
     (f"{PACKAGE}.processes.child_main", "main"),
     (f"{PACKAGE}.loader.worker_pool", "_serve"),
-    (f"{PACKAGE}.commands.check_base", "_weigh"),  # a thread, which hands on what it raises
+    (f"{PACKAGE}.commands.check_base", "_weigh"),  # a thread, which passes its exceptions on
     (f"{PACKAGE}.commands.start_run", "_work"),  # likewise
     (f"{PACKAGE}.dataset.rows.row_edge", "row_edge"),
     (f"{PACKAGE}.families.causal_lm.chat_template", "_template"),
@@ -102,7 +102,7 @@ OWN_JSON = {
         # what a library or a tool of the system prints
         *("families.causal_lm.chat:_growth", "families.common.tokenizers:_written_around"),
         "hardware.probe.windows_probe:adapters_from_json",
-        # the program's own cache and memory, which it makes again if they are damaged
+        # the program's own cache and memory, rebuilt if they are damaged
         "rundir.event_index:_read_index",
         *("cache_store.entry_file:_parsed", "cache_store.hash_memory:_read", "latent_cache.manifest:_read"),
         *("memory.footprint:_remembered", "rules.mitigation_store:_read"),
@@ -163,10 +163,10 @@ class Module:
 
     @property
     def room(self) -> str:
-        """The package that a module lies in, by its name in ROOMS.
+        """The package of a module, by its name in ROOMS.
 
-        Three are not packages. "specs" is what the light half knows of families: their registry and every ``spec.py``.
-        "sections" is what these are made of. A package of ``families`` belongs to "families".
+        Three are not packages. "specs" is the light half's knowledge of families: their registry and every ``spec.py``.
+        "sections" contains the sections' building blocks. A package of ``families`` belongs to "families".
         """
         parts = self.name.split(".")[1:]
         if parts[:1] == ["families"]:
@@ -198,7 +198,7 @@ def _parse(source: str) -> ast.Module:
 
 @cache
 def _with_function(source: str) -> tuple[tuple[str, ast.AST], ...]:
-    """Every node, with the name of the outermost function around it; made once, as most rules look at all of them."""
+    """Every node, with the name of the outermost function around it; cached, as most rules check all of them."""
     found: list[tuple[str, ast.AST]] = [("", _parse(source))]
     for function, node in found:  # it grows
         inside = function or (node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else "")
@@ -307,7 +307,7 @@ def eager_faults(module: Module) -> Iterator[str]:
 
 
 def standard_library_faults(module: Module) -> Iterator[str]:
-    """A package that has to be installed first, in what the installer uses."""
+    """Modules used by the installer that would have to be installed first."""
     if ROOMS[module.room] != STANDARD:
         return
     for found in imports_of(module):
@@ -342,7 +342,7 @@ def broad_except_faults(module: Module) -> Iterator[str]:
 
 
 def json_faults(module: Module) -> Iterator[str]:
-    """JSON of a user that does not go through ``parse_json``, which tells what is wrong and refuses repeated keys."""
+    """JSON of a user that does not go through ``parse_json``, which reports the fault and refuses repeated keys."""
     for function, node in _with_function(module.source):
         names = (
             [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) and node.module == "json" else []
@@ -410,7 +410,7 @@ def python_child_faults(module: Module) -> Iterator[str]:
 
 
 def family_word_lines(module: Module) -> Iterator[str]:
-    """Lines of shared code with a word of some family as an identifier or a key; what is said to users is none."""
+    """Lines of shared code with a word of some family as an identifier or a key; messages to users do not count."""
     if module.name.removeprefix(f"{PACKAGE}.").startswith(FOREIGN_NAMES):
         return
     said = {id(node.value) for node in module.nodes if isinstance(node, ast.Expr)}

@@ -1,4 +1,4 @@
-"""What users get wrong: a short error with place, value and remedy, exit code 2, no traceback, nothing lost."""
+"""Mistakes of users: a short error with place, value and remedy, exit code 2, no traceback, nothing lost."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_values_that_cannot_be(
 ) -> None:
     before = sorted(folder.iterdir())
     arguments = ["--run-dir", str(new)] if command == "train" else []
-    beside = ["--set", "train.validation_every_n_steps=0"]  # or data.watched alone is what is wrong
+    beside = ["--set", "train.validation_every_n_steps=0"]  # or data.watched alone is wrong
     said = program(command, "r.yaml", "--set", f"{key}={value}", *beside, *arguments).refused(2, *words)
     assert "--set" in said or "r.yaml:2" in said
     assert sorted(folder.iterdir()) == before and not new.exists()
@@ -229,7 +229,7 @@ def not_finite(model: Path) -> None:
 
 
 def not_finite_where_large(model: Path) -> None:
-    """With every tensor counted as a large one (in the test below): it is seen in what the model makes of an image."""
+    """With every tensor counted as a large one (in the test below): the model's output for an image shows it."""
     not_finite(model)
 
 
@@ -398,7 +398,7 @@ def test_other_keys_of_the_model(program: Program, files: Path, new: Path) -> No
 
 
 def test_a_hub_that_never_answers_is_given_up(program: Program, new: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listener = socket.create_server(("127.0.0.1", 0))  # accepts, and says nothing
+    listener = socket.create_server(("127.0.0.1", 0))  # accepts, and prints nothing
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", f"http://127.0.0.1:{listener.getsockname()[1]}")
     monkeypatch.setattr("lora_rocm.base_models.hub.ANSWER_TIMEOUT_S", 0.5)
@@ -416,7 +416,7 @@ def test_a_hub_that_never_answers_is_given_up(program: Program, new: Path, monke
 @pytest.mark.slow
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_hub_that_cannot_be_reached_by_real_processes(folder: Path, tmp_path: Path, answers: bool) -> None:
-    """Without HF_HUB_OFFLINE: nobody listens at the port, or somebody who never says a word."""
+    """Without HF_HUB_OFFLINE: nobody listens at the port, or a server that never answers."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         environ |= {"HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{listener.getsockname()[1]}"}

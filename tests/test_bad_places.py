@@ -1,6 +1,6 @@
 """Full disks, folders that cannot be written, damaged caches and checkpoints, resumes that do not fit, mad numbers.
 
-Whatever happens: exit code 2 or 3, a short error, and what was there before is still there and can be gone on from.
+Whatever happens: exit code 2 or 3, a short error, and existing files remain and can be resumed from.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def test_a_disk_without_inodes_is_named_as_such(program: Program, folder: Path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("size_kib", [4, 8, 12, 16, 24, 160, 240, 900, 1000, 1100])
 def test_run_directories_on_small_disks(folder: Path, small_disk: Path, size_kib: int) -> None:
-    """In processes of their own: also where not even the error can be written down."""
+    """In separate processes: also where not even the error can be written down."""
     subprocess.run(mount(small_disk, f"remount,size={size_kib}k"), check=True)
     command = [sys.executable, "-m", "lora_rocm", "train", "r.yaml", "--run-dir", str(small_disk / "run")]
     command += ["--set", FORMATS, "--set", "runtime.threads=1"]
@@ -229,7 +229,7 @@ def test_a_damaged_cache_is_repaired_and_changes_nothing(program: Program, folde
 def test_a_complete_cache_that_may_only_be_read(
     program: Program, folder: Path, new: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run takes what it needs, and what is damaged it refuses to train on."""
+    """A run takes the parts it needs, and refuses to train on damaged ones."""
     cache = Path(shutil.copytree(folder / "cache", new.path.parent / "cache"))
     for file in cache.rglob("*.safetensors"):
         os.utime(file, (0, 0))
@@ -283,14 +283,14 @@ def test_a_changed_recipe_is_shown_and_can_be_accepted(program: Program, copy: R
 
 
 LOGS = (".lock", "events", "worker.log", "heartbeat", "environment", "report", "stacks", "tensorboard")
-"""Files that tell of each start, whatever becomes of it."""
+"""Files that record each start, whatever its outcome."""
 
 
 @pytest.mark.parametrize("refusal", ["rank", "images", "checkpoint"])
 def test_what_the_worker_refuses_leaves_the_run_as_it_was(
     program: Program, folder: Path, tmp_path: Path, refusal: str
 ) -> None:
-    """Also a finished one, and the command that it was made with goes on from it, or says that it is complete."""
+    """Also a finished one, and the command that made it resumes it, or reports that it is complete."""
     run_dir = RunDir(Path(shutil.copytree(folder / "runs" / "ok", tmp_path / "run")))
     options = ["--run-dir", run_dir.path, "--resume", "latest", "--set", FORMATS]
     longer = ["--set", "train.max_train_steps=3"]

@@ -32,7 +32,7 @@ sample: {prompts: [a cat]}
 
 
 def check(*arguments: Any, **options: Any) -> CheckResult:
-    """``lora-rocm check``, and what it printed."""
+    """``lora-rocm check``, and its output."""
     output = Output()
     found = module.check(*arguments, **options, say=output.say)
     output.show(found, module.render(found))
@@ -40,7 +40,7 @@ def check(*arguments: Any, **options: Any) -> CheckResult:
 
 
 class Weigh:
-    """Stands in for the child that weighs the model."""
+    """Replaces the child that measures the model."""
 
     def __init__(self) -> None:
         self.calls = 0

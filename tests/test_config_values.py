@@ -69,7 +69,7 @@ REFUSED: list[tuple[str, str, str, str, str]] = [
 ]
 TAKEN: list[tuple[str, str, str, str]] = [
     ("sdxl", VAE, "scaling_factor", "missing"),
-    ("sdxl", "text_encoder/config.json", "eos_token_id", "number"),  # nothing of it is pooled
+    ("sdxl", "text_encoder/config.json", "eos_token_id", "number"),  # no part is pooled
     ("z-image", VAE, "shift_factor", "null"),
     ("z-image", SCHEDULER, "shift", "null"),
     ("llama", "config.json", "rms_norm_eps", "fraction"),
@@ -93,7 +93,7 @@ def judge(base: Path, name: str) -> Judged:
 
 
 def agreed(base: Path, name: str) -> UserError | None:
-    """What all three say of a base."""
+    """The common verdict of all three on a base."""
     recipe = recipe_of(name, base)
     refusal, verdict = checked(recipe), judge(base, name)
     assert bool(refusal) == bool(verdict.refusal)
@@ -219,7 +219,7 @@ def test_a_run_refuses_it_before_anything_is_encoded(sound: Callable[[str], Path
 def test_the_meta_device_does_not_decide_where_numbers_are_read(
     sound: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass that reads a number is not judged; any other failure is, and without one nothing is said."""
+    """A pass that reads a number is not judged; any other failure is, and without one nothing is reported."""
     recipe = recipe_of("llama", sound("llama"))
     family = family_for(recipe)
 

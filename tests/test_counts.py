@@ -1,4 +1,4 @@
-"""What a training step costs in counts that no machine changes: no more than is recorded."""
+"""The cost of a training step in counts that do not depend on the machine: no more than is recorded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOW = f"If that is meant, record it, in the same commit: {COMMAND}"
     "case", [case if case in OFTEN else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
 def test_a_step_costs_no_more_than_recorded(tmp_path: Path, case: str) -> None:
-    """The other cases are slow: the one that recomputes has all operators of their steps, and casts to bf16 too."""
+    """The other cases are slow: the case with recomputation has all operators of their steps, and casts to bf16 too."""
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
     if recorded["versions"] != versions():
         pytest.skip(f"counted with {recorded['versions']}; other versions have other operators: {versions()}")

@@ -1,4 +1,4 @@
-"""Code that lies in the current folder, or beside the recipe, is never run: by no child, no grandchild, no launcher."""
+"""Code in the current folder, or next to the recipe, is never run: by no child, no grandchild, no launcher."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def main():
 
 
 class Traps:
-    """A folder full of modules that take the names of others; what is imported of it leaves a mark."""
+    """A folder full of modules that take the names of others; an import of one leaves a mark."""
 
     def __init__(self, folder: Path, mark: Path) -> None:
         self.folder, self.mark = folder, mark
@@ -118,7 +118,7 @@ COMMANDS = {
 
 
 class Started:
-    """Stands in for ``subprocess.Popen``: notes what would be started, and starts nothing."""
+    """Replaces ``subprocess.Popen``: records each start, and starts nothing."""
 
     def __init__(self) -> None:
         self.pythons: list[tuple[list[str], Mapping[str, str]]] = []

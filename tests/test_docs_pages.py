@@ -19,7 +19,7 @@ from scripts.docs_commands import commands
 from scripts.docs_pages import DOCS, pages
 
 LONG_PAGES = ("reference/", "lab/")
-"""Folders whose pages may be of any length, and whose sentences are those of the program or of a journal."""
+"""Folders with pages of any length and with sentences from the program or a journal."""
 CODE_BLOCK = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 MAX_WORDS, MAX_SENTENCE_WORDS = 2000, 30
 GENERATED = tuple(name for name in pages())
@@ -164,7 +164,7 @@ COMMAND = re.compile(r"lora-rocm ((?:cache |bench )?[a-z]+)([^\n]*)")
 
 
 def code_in(text: str) -> list[str]:
-    """The lines of blocks of code, and code in lines. A line that goes on with a backslash is one."""
+    """The lines of blocks of code, and code in lines. A line continued by a backslash is one line."""
     text = text.replace("\\\n", " ")
     blocks = [line for block in CODE_BLOCK.findall(text) for line in block.splitlines()]
     return [*blocks, *re.findall(r"`([^`]+)`", CODE_BLOCK.sub("", text))]
@@ -292,7 +292,7 @@ QUESTIONS = {
     "kohya's network_alpha": ("reference/kohya-names.md", "| `network_alpha` | [`lora.alpha`]"),
     "report a bug": ("how-to/report-a-bug.md", "lora-rocm doctor --report"),
 }
-"""What a newcomer asks -> the page, and the answer on it."""
+"""A newcomer's question -> the page, and the answer on it."""
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

@@ -1,4 +1,4 @@
-"""Every error says how to fix it: a check of all places in the source that make one."""
+"""Every error describes its fix: a check of all places in the source that raise one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ROOT = Path(lora_rocm.__file__).parent
 NOT_WRONG = {"StoppedError"}
 """The user asked for it, so there is nothing to fix."""
 OF_PROBLEMS = {"RecipeError"}
-"""Each of its problems has a remedy of its own."""
+"""Each of its problems has its own remedy."""
 FOR_ANY_RUN = {
-    "supervisor/multi_gpu.py": 1,  # what torchrun has to be told
+    "supervisor/multi_gpu.py": 1,  # the start by torchrun needs --resume
     "supervisor/resume.py": 1,  # there is a run here
     "supervisor/worker.py": 1,  # after a restart of the machine
     "train/pipeline.py": 1,  # there is a checkpoint, and it is damaged
 }
-"""Errors whose advice names --resume latest whether or not the run has a checkpoint."""
+"""Errors with advice that names --resume latest whether or not the run has a checkpoint."""
 NEEDS_FIX = {
     name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.LoraRocmError)
 } - (NOT_WRONG | OF_PROBLEMS)
@@ -62,7 +62,7 @@ def test_an_error_without_a_remedy_is_found(source: str, count: int) -> None:
 
 
 def resuming_unasked(source: str) -> Iterator[int]:
-    """Lines whose advice names --resume latest and is not made by ``errors.resume_advice``."""
+    """Lines with advice that names --resume latest and does not come from ``errors.resume_advice``."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.keyword) and node.arg == "fix":
             texts = [each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)]

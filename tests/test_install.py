@@ -1,6 +1,7 @@
-"""The installer: what it does to ``.venv`` in which state, and that a torch is never replaced unasked.
+"""The installer: its actions on ``.venv`` in each state, and that a torch is never replaced unasked.
 
-Nothing is installed here: commands go to a stand-in. What looks into a venv is also run for real, on made-up torches.
+Nothing is installed here: commands go to a fake. The code that inspects a venv is also run for real, on made-up
+torches.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ BROKEN_TORCH = [RUNS, {"release": "2.12.0+rocm7.2"}, "ImportError: libhsa is mis
 
 
 class Stand:
-    """A ``.venv`` that is only a folder. ``commands``: what was run in it; those that contain ``failing`` fail.
+    """A ``.venv`` that is only a folder. ``commands``: the commands run in it; commands that contain ``failing`` fail.
 
     The compilation is not listed with them: ``compiled`` is its command.
-    ``states``: what a look finds, one after the other; the last one stays.
+    ``states``: the results of the inspections, one after the other; the last one stays.
     """
 
     def __init__(self, root: Path) -> None:
@@ -68,7 +69,7 @@ class Stand:
         return (1 if errors else 0), "\n".join(lines), "\n".join(errors)
 
     def installed(self) -> list[str]:
-        """What was installed beside torch: the locks, and the project."""
+        """The packages installed in addition to torch: the locks, and the project."""
         words = [command.split()[-1] for command in self.commands if "--no-deps" in command]
         return [Path(word).stem if word.startswith("locks/") else word for word in words]
 
@@ -195,7 +196,7 @@ NEXT_PACKAGES = {"amd-torch-device-gfx1200": NEXT, "rocm-sdk-device-gfx1200": "1
 
 
 def next_torch(**packages: str) -> list[Any]:
-    """AMD's multi-arch torch, whose metadata names no extra, so that its own list of architectures counts."""
+    """AMD's multi-arch torch without extras in its metadata, so that its own list of architectures counts."""
     found = {"version": NEXT, "hip": "7.16.26270", "cuda": None, "rocm": "10.1.0", "archs": ["gfx1200"]}
     return [RUNS, {"release": NEXT}, {"device_packages": packages}, found]
 
@@ -306,7 +307,7 @@ def test_the_second_time_nothing_is_done(stand: Stand) -> None:
     assert stand.run("--dev") == 0
     os.utime(stand.venv.stamp, (1, 1))
     assert stand.run("--dev") == 0 and stand.commands == []
-    assert stand.run() == 0 and stand.commands == []  # less than what is there
+    assert stand.run() == 0 and stand.commands == []  # less than the installed one
     assert stand.venv.stamp.stat().st_mtime > 1  # for make
 
 
@@ -565,7 +566,7 @@ def test_a_dry_run_prints_the_commands_that_a_real_run_runs(stand: Stand, capsys
         assert command in said.replace("'", "")
 
 
-# From here on the real thing: a Python looks at a torch that was made up.
+# From here on for real: a Python inspects a made-up torch.
 
 FAKE = """
 class _C:
@@ -578,7 +579,7 @@ DEVICES = "Provides-Extra: device-gfx1031\nProvides-Extra: device-gfx1100\n"
 
 
 def look(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, metadata: str = "") -> venv_state.Found:
-    """What a real Python says about a torch of that code."""
+    """The report of a real Python about a torch with that code."""
     (folder / "torch").mkdir(parents=True)
     (folder / "torch" / "__init__.py").write_text(code, encoding="utf-8")
     (folder / "torch-2.13.0.dist-info").mkdir()

@@ -53,7 +53,7 @@ def test_every_command_has_a_document() -> None:
 
 @pytest.fixture
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a recipe, images, a run, a LoRA file and a cache; heavy children are stand-ins."""
+    """A folder with a recipe, images, a run, a LoRA file and a cache; heavy children are fakes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path / "home"))

@@ -29,7 +29,9 @@ DEADLINE_S = 240.0
 WORKER = "lora_rocm.train.worker"
 MOMENTS = ("cache", "anywhere", "step", "checkpoint", "preview", "export")
 KINDS = ("tree", "parent", "worker")
-"""What is killed: all at once; the parent, whose worker then saves and leaves; the worker, which is started again."""
+"""The killed processes: all at once; the parent, after which its worker saves and leaves; the worker, which is started
+again.
+"""
 
 
 def write_recipe(folder: Path) -> Path:
@@ -94,7 +96,7 @@ RECIPES = {"images": write_recipe, "texts": write_text_recipe}
 
 
 class Command:
-    """``lora-rocm train`` in a process of its own, and the means to end it brutally."""
+    """``lora-rocm train`` in a separate process, and the means to end it brutally."""
 
     def __init__(self, recipe: Path, run_dir: Path, cache: Path) -> None:
         arguments = [
@@ -188,9 +190,9 @@ def endure(
                 command.wait_or_kill()
                 command = Command(recipe, run_dir, cache)
         assert command.wait() == 0
-        assert Command(recipe, run_dir, cache).wait() == 0  # after the end: says so
+        assert Command(recipe, run_dir, cache).wait() == 0  # after the end: reports that
         found = results(run_dir)
-        assert expected.keys() <= found.keys()  # a worker whose parent died saves a checkpoint more
+        assert expected.keys() <= found.keys()  # a worker without a parent saves one more checkpoint
         assert [name for name in expected if found[name] != expected[name]] == []
         log += [{"cost_s": cost_s(run_dir, kill.pop("at")), **kill} for kill in kills]
     return log

@@ -1,6 +1,6 @@
-"""Several ranks on the CPU, real processes over gloo: one is killed, and the bytes are those of the undisturbed run.
+"""Several ranks on the CPU, real processes over gloo: one is killed, and the bytes equal the undisturbed run.
 
-As in ``test_kill.py``; slow, for each start of each rank reads torch and diffusers anew.
+As in ``test_kill.py``; slow, because each rank reads torch and diffusers again at each start.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_the_updates_are_those_of_one_with_the_same_effective_batch(
 ) -> None:
     """An epoch has six micro-batches, so several ranks have fewer than others in its last update, or none.
 
-    PEFT's dropout draws for a micro-batch as a whole, so it is left out.
+    PEFT's dropout draws for a micro-batch as a whole, so it is excluded.
     """
     recipe, without = write_recipe(tmp_path), ("lora.dropout=0", "train.max_train_steps=4", "sample.prompts=[]")
     accumulation = "train.gradient_accumulation_steps"

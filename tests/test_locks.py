@@ -38,7 +38,7 @@ def project() -> dict[str, object]:
 
 
 def test_locks_and_constraints_pin_the_same() -> None:
-    """Each package stands in one lock, with the version that constraints.txt pins; Triton alone is pinned elsewhere."""
+    """Each package is in one lock, with the version that constraints.txt pins; Triton alone is pinned elsewhere."""
     parts = {part: pins(text_of(part)) for part in LOCKS}
     (triton,) = project()["project"]["optional-dependencies"]["triton"]  # type: ignore[index]
     assert parts.pop("triton") == {"triton": re.search(r"==([\d.]+)", triton)[1]}  # type: ignore[index]
@@ -48,7 +48,7 @@ def test_locks_and_constraints_pin_the_same() -> None:
 
 
 def test_a_lock_has_hashes_and_nothing_else() -> None:
-    """No index, no folder, no option: what pip asks is the user's choice, and what it takes is not."""
+    """No index, no folder, no option: the user chooses where pip searches, and the lock chooses what it takes."""
     for part in LOCKS:
         text = text_of(part).removeprefix(lock_packages.HEADER)
         assert ENTRY.sub("", text) == "", part

@@ -85,7 +85,7 @@ def recipe_of(base: Path, path: Path, folder: Path, lora: dict[str, Any]) -> Rec
 
 
 def written(path: Path, kind: str, change: Callable[[Tensors], object] = lambda tensors: None) -> Path:
-    """A file with one module of a kind, changed by ``change``, whose keys are roles."""
+    """A file with one module of a kind, changed by ``change``, with roles as keys."""
     tensors = {role: tensor.clone() for role, tensor in KINDS[kind][1].items()}
     if kind not in ("ia3", "oft"):
         tensors["alpha"] = torch.tensor(float(RANK))
@@ -95,10 +95,10 @@ def written(path: Path, kind: str, change: Callable[[Tensors], object] = lambda 
 
 
 def agreed(base: Shared, path: Path, kind: str, *, by_all: bool = False) -> AdapterError | None:
-    """What all say of a file: the refusal, or None.
+    """The common verdict on a file: the refusal, or None.
 
     ``inspect`` and the verdict that ``check`` and ``train`` share are asked each time. ``by_all``: ``check``, ``train``
-    and what reads a finished file, too, as one case of each kind of fault is.
+    and the readers of a finished file, too, with one case of each kind of fault.
     """
     section: dict[str, Any] = {"type": KINDS[kind][0], **({} if kind == "ia3" else {"rank": 4})}
     if kind == "dora":

@@ -47,7 +47,7 @@ def tag_faults(module: Module) -> Iterator[str]:
 
 
 def unescaped_faults(module: Module) -> Iterator[str]:
-    """What keeps a template from escaping a text: ``Markup``, an environment that does not escape."""
+    """Things that keep a template from escaping a text: ``Markup``, an environment that does not escape."""
     for node in module.nodes:
         named = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
         called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
@@ -66,7 +66,7 @@ def unescaped_faults(module: Module) -> Iterator[str]:
 
 
 def template_faults(text: str) -> list[str]:
-    """What a template may not have: unescaped texts, values outside of quotes in a tag, scripts, the network."""
+    """Things that a template may not have: unescaped texts, values outside of quotes in a tag, scripts, the network."""
     found = [match.group() for match in (*RAW.finditer(text), *NETWORK.finditer(text))]
     quoted = re.sub(r'="[^"]*"', "", re.sub(r"\{%.*?%\}|\{#.*?#\}", "", text, flags=re.DOTALL))
     return found + [tag for tag in re.findall(r"<[a-zA-Z][^<>]*>", quoted) if "{{" in tag]

@@ -212,7 +212,7 @@ def test_every_command_does_without_the_file_of_the_name(program: Program, folde
 
 
 def test_a_run_that_has_lost_the_file_before_its_end_goes_on(program: Program, folder: Path, copied: Path) -> None:
-    """Also one whose recipe was given another name since."""
+    """Also one with a recipe that was renamed since."""
     shutil.copytree(folder / "runs" / "named", copied)
     run = RunDir(copied)
     for path in (run.result, run.names, run.lora):

@@ -1,4 +1,5 @@
-"""What Windows lacks stays in the one module that owns it: read from the source, as in ``test_architecture.py``.
+"""Features that Windows lacks stay in the one module that owns them: read from the source, as in
+``test_architecture.py``.
 
 Attributes of ``os`` and the like are found where they are written as such; ``getattr`` with a string is not seen.
 """
@@ -33,7 +34,7 @@ POSIX_NAMES = {
     "socket": "AF_NETLINK AF_UNIX",
 }
 LINUX_FOLDER = re.compile(r"/(dev|etc|proc|run|sys|tmp|usr|var)(/\S*)?")
-# These look at Linux itself, or compare with what a Linux user wrote; a test of each holds what they do elsewhere.
+# These inspect Linux itself, or compare with a Linux user's text; a test of each covers other systems.
 KNOWS_LINUX = re.compile(
     rf"{PACKAGE}\.(hardware\.probe\.\w+|hardware\.card_memory|telemetry\.linux_sysfs|rules\.harmful_values|children\.bench\.copies)$"
 )
@@ -53,7 +54,7 @@ def posix_faults(module: Module) -> Iterator[str]:
 
 
 def fork_faults(module: Module) -> Iterator[str]:
-    """Processes made by fork, or by whatever the system takes when nobody says."""
+    """Processes started by fork, or by the system's default method."""
     for node in module.nodes:
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("get_context", "set_start_method")):
             if [ast.unparse(word) for word in node.args] != ["'spawn'"]:

@@ -63,12 +63,12 @@ def test_the_shares() -> None:
     assert found["guard_added_idle_percent"] == pytest.approx(0.2)
     assert found["canary_wall_percent"] == pytest.approx(0.2)  # 0.05 s in 250 steps of 0.1 s
     assert found["guard_host_ms"] == pytest.approx(0.1)
-    assert found["idle_at_most_percent"] == pytest.approx(0.1 + 0.1)  # half of a look is without a kernel
-    assert found["time_at_most_percent"] == pytest.approx(0.1 + 0.2)  # no kernels of its own in these blocks
-    figures.blocks = blocks("step_ms", 100.03, 100.0) * 5  # the host is busy beside the GPU: no step is longer for it
+    assert found["idle_at_most_percent"] == pytest.approx(0.1 + 0.1)  # half of a check is without a kernel
+    assert found["time_at_most_percent"] == pytest.approx(0.1 + 0.2)  # no separate kernels in these blocks
+    figures.blocks = blocks("step_ms", 100.03, 100.0) * 5  # the host works in parallel with the GPU: no step is longer
     assert summary(figures)["idle_at_most_percent"] == pytest.approx(0.03 + 0.1)
     for block in figures.profiled[::2]:
-        block.busy_ms = 90.02  # of what is longer the guard's own kernels are so much: nothing idles meanwhile
+        block.busy_ms = 90.02  # the guard's own kernels' share of the added time: nothing idles meanwhile
     assert summary(figures)["idle_at_most_percent"] == pytest.approx(0.01 + 0.1)
 
 

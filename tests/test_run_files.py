@@ -1,7 +1,7 @@
-"""A run directory is only ever itself: whatever in it is a link, no command changes anything outside of it.
+"""A run directory affects only itself: whatever in it is a link, no command changes anything outside.
 
 Every file and folder that a run has is replaced by a link to a copy outside, and every command is run. It succeeds, or
-says what it refuses.
+names the refused path.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def train(program: Program, run_dir: RunDir, *sets: str) -> Said:
 
 
 def commands(program: Program, run_dir: RunDir) -> Iterator[tuple[str, Said]]:
-    """All that look at a run or write in it; training goes on for a step, so that checkpoints are rotated."""
+    """All commands that read a run or write in it; training continues for a step, so that checkpoints are rotated."""
     run = run_dir.path
     yield "status", program("status", run)
     yield "report", program("report", run)
@@ -109,7 +109,7 @@ def told(said: Said) -> bool:
 
 
 def test_every_file_is_a_link(program: Program, run_dir: RunDir, outside: Path) -> None:
-    """All at once but those that are refused, so that every command goes through."""
+    """All at once except the refused ones, so that every command succeeds."""
     names = [name for name in files_of(outside) if name not in IN_PLACE]
     assert len(names) > 20
     link(run_dir, outside, *names)
@@ -119,7 +119,7 @@ def test_every_file_is_a_link(program: Program, run_dir: RunDir, outside: Path) 
         assert snapshot(outside) == before, command
     left = [name for name in names if (run_dir.path / name).is_symlink()]
     written = {*EXPORTS, "report.html", "recipe.yaml", "environment.json", "result.json", "samples/before-after.png"}
-    assert not written & set(left)  # whoever replaces a link has written
+    assert not written & set(left)  # replacing a link is a write
     assert checkpoint.read_checkpoint(run_dir.checkpoint(3)) is not None and len(run_dir.list_checkpoints()) == 1
 
 
@@ -179,7 +179,7 @@ def test_a_folder_that_holds_something_else_is_not_touched(program: Program, tmp
     assert sorted(place.rglob("*")) == before and sorted((folder / "runs").iterdir()) == [folder / "runs" / "ok"]
 
 
-# what is written is what was meant
+# the written file is the intended one
 
 
 def flip(path: Path) -> None:
@@ -258,13 +258,13 @@ def test_a_finished_run_makes_its_files_again(program: Program, run_dir: RunDir,
     assert all(f"{name} {words}" in said.out for name in EXPORTS) and says(said.out, "run_files/this-run-is-complete")
     assert {name: (run_dir.path / name).read_bytes() for name in EXPORTS} == whole
     before = snapshot(run_dir.path)
-    said = train(program, run_dir)  # negative control: nothing is wrong any more
+    said = train(program, run_dir)  # negative control: no fault is left
     assert said.code == 0 and "again" not in said.out and snapshot(run_dir.path) == before
 
 
 @pytest.mark.parametrize("harm", ["gone", "damaged"])
 def test_without_its_last_checkpoint_a_lost_file_is_said(program: Program, run_dir: RunDir, harm: str) -> None:
-    """The checkpoint before is whole, and its weights are not those of the file."""
+    """The checkpoint before is whole, and its weights differ from the file's."""
     flip(run_dir.lora)
     if harm == "gone":
         shutil.rmtree(run_dir.checkpoint(2))
@@ -291,7 +291,7 @@ def test_what_the_user_exports_into_a_finished_run_is_its_result(program: Progra
 
 
 def test_a_run_finished_before_there_were_digests(program: Program, run_dir: RunDir) -> None:
-    """A file that is gone is made again; what is in the others cannot be known."""
+    """A lost file is regenerated; the content of the others cannot be known."""
     run_dir.result.write_text('{"updates": 2, "exports": [{"format": "kohya", "path": "lora.safetensors"}]}', "utf-8")
     flip(run_dir.diffusers_lora)
     whole = run_dir.lora.read_bytes()
@@ -304,7 +304,7 @@ def test_a_run_finished_before_there_were_digests(program: Program, run_dir: Run
 
 
 def test_files_of_an_earlier_end_are_no_results(program: Program, run_dir: RunDir) -> None:
-    """``export`` wrote one that the recipe does not name; then the run goes on for a step."""
+    """``export`` wrote one that the recipe does not name; then the run continues for a step."""
     assert program("export", run_dir.path, "--format", "sd-scripts").code == 0
     stale = run_dir.export_of("sd-scripts")
     assert str(stale) in train(program, run_dir).out, "the control: it is a result"

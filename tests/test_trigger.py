@@ -1,4 +1,6 @@
-"""``[trigger]`` is the trigger word wherever a text is trained on or drawn from; prompts without the word are said."""
+"""``[trigger]`` is the trigger word in every text for training or previews; prompts without the word are
+reported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The holes that are left in the strict types, counted by room. A new one needs a reason here; a mended one leaves."""
+"""The holes that are left in the strict types, counted by room. A new one needs a reason here; a fixed one leaves."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "telemetry": (6, 0, SYSTEM),
     "train": (25, 4, JSON),
 }
-"""Room -> ``Any`` written out, ``type: ignore`` comments, why. Triton kernels are not counted: they are no Python."""
+"""Room -> ``Any`` written out, ``type: ignore`` comments, why. Triton kernels are not counted: they are not Python."""
 IGNORE = re.compile(r"#\s*type:\s*ignore")
 
 
 def holes(module: Module) -> tuple[int, int]:
-    """How often ``Any`` stands in the code, and how many ``type: ignore`` comments there are."""
+    """The number of ``Any`` in the code, and of ``type: ignore`` comments."""
     named = sum(isinstance(node, ast.Name) and node.id == "Any" for node in module.nodes)
     named += sum(isinstance(node, ast.Attribute) and node.attr == "Any" for node in module.nodes)
     tokens = tokenize.generate_tokens(io.StringIO(module.source).readline)
@@ -62,7 +62,7 @@ def holes(module: Module) -> tuple[int, int]:
 
 
 def counted(modules: tuple[Module, ...]) -> dict[str, tuple[int, int]]:
-    """The sums of ``holes`` by room; rooms without any are left out."""
+    """The sums of ``holes`` by room; rooms without any are omitted."""
     named: Counter[str] = Counter()
     ignored: Counter[str] = Counter()
     for module in modules:

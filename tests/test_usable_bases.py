@@ -1,4 +1,4 @@
-"""``check``, ``inspect`` and ``train`` agree on what a base is: sound ones of every family, and broken ones."""
+"""``check``, ``inspect`` and ``train`` agree on each base: sound ones of every family, and broken ones."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_broken_base_is_refused_and_not_promised(
     try:
         found = inspect(base)
     except UserError:
-        return  # it is no model at all
+        return  # it is not a model at all
     assert found["trainable"] == [] and not mentions(inspect_text(found), "commands/can-be-trained")
     assert BASE_JUDGED_BY not in inspect_text(found)
     assert found["unusable"]

@@ -1,4 +1,4 @@
-"""The wording of messages lies in ``golden/wording.json`` alone, and all that lies there is asserted.
+"""The wording of messages is in ``golden/wording.json`` alone, and all of it is asserted.
 
 Prose is wording if the program has it in a string, three words in a row, and the test did not write it itself. So
 captions, prompts and recipes of tests are data and stay where they are.
@@ -38,7 +38,7 @@ def plain_prose(text: str) -> bool:
 
 
 def constant(node: ast.AST) -> str | None:
-    """The text of a string or an f-string, whose values count as a gap."""
+    """The text of a string or an f-string; its values count as a gap."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -82,9 +82,9 @@ def called(node: ast.Call) -> str:
 
 
 def given_texts(tree: ast.AST) -> list[str]:
-    """All texts of a test file that are no expectation: what comes back of them is an echo and no message.
+    """All texts of a test file that are not expectations: their return is an echo, not a message.
 
-    Expectations stand in asserts, in ``match``, and as plain cells of the tables of ``parametrize``.
+    Expectations are in asserts, in ``match``, and in plain cells of the tables of ``parametrize``.
     """
     given: list[str] = []
 
@@ -108,7 +108,7 @@ def allowed_file(path: Path) -> bool:
 
 
 def expectations(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and text of all that an expression compares with. Arguments of other calls are input."""
+    """Line and text of each operand in an expression's comparison. Arguments of other calls are input."""
     text = constant(node)
     if text is not None:
         yield node.lineno, text  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ def expectations(node: ast.AST) -> Iterator[tuple[int, str]]:
 
 @dataclass
 class Read:
-    """What a test file does with wording: line and text, or line and key."""
+    """The wording used by a test file: line and text, or line and key."""
 
     frozen: list[tuple[int, str]] = field(default_factory=list)
     keys: list[tuple[int, str]] = field(default_factory=list)
@@ -140,7 +140,7 @@ class Read:
 
 
 def read(source: str) -> Read:
-    """Look through a test file once."""
+    """Parse a test file once."""
     found, tree = Read(), ast.parse(source)
     uses_keys = "tests.wording import" in source
     ours = {
@@ -195,7 +195,7 @@ def test_no_test_compares_with_wording() -> None:
 
 
 def test_each_phrase_is_asserted_somewhere() -> None:
-    """What is only denied could be worded in any way, and its test would still pass."""
+    """A phrase that tests only deny could be worded in any style, and its test would still pass."""
     phrases = json.loads(FILE.read_text(encoding="utf-8")).keys()
     unused = phrases - set().union(*(file.named for file in files_of_tests().values()))
     assert not unused, f"{sorted(unused)} are in no test: remove them"
@@ -260,7 +260,7 @@ def test_a_denied_assertion_and_a_key_that_is_only_denied_are_found() -> None:
 
 @pytest.fixture
 def phrases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """A file of its own, which may be rewritten."""
+    """A separate file, which may be rewritten."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     monkeypatch.delenv("LORA_ROCM_UPDATE_GOLDEN", raising=False)
     found = {"a/none": "no images found in {path}", "a/braces": "{{a: {number}}}", "a/whole": "The disk is full."}

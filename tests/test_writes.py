@@ -1,7 +1,7 @@
 """Files are written, renamed and removed by one module: read from the source, as in ``test_architecture.py``.
 
-``foundation/files.py`` follows no link where none may be followed. What does so elsewhere stands in a table with the
-reason why that is no matter. A new call has to go through ``foundation/files.py``, or to be examined and entered here.
+``foundation/files.py`` follows no link where none may be followed. Other code that does so is in a table, with the
+reason why it is harmless. A new call has to go through ``foundation/files.py``, or to be examined and entered here.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def writes(module: Module) -> Iterator[tuple[str, str, int]]:
     for function, node in _with_function(module.source):
         if isinstance(node, ast.Call):
             name, owner = _name(node.func), _owner(node.func)
-            imported = name == "rename" and not owner  # that of the one module
+            imported = name == "rename" and not owner  # the one module's
             of_path = name == "replace" and owner and len(node.args) == 1 and not node.keywords  # texts take two
             of_module = owner in OF_MODULES and name in CALLS_OF_MODULES
             if (name in CALLS and not imported) or of_path or of_module or _opens(node, name, owner):
@@ -158,7 +158,7 @@ def test_stays_silent_on_good_code(source: str) -> None:
 
 
 def test_folders_of_temporary_files_are_made_by_the_one_module() -> None:
-    """``temporary_folder`` says where there was no room."""
+    """``temporary_folder`` reports where there was no room."""
     made = {"TemporaryDirectory", "mkdtemp"}
     found = [
         f"{module.name}:{node.lineno}"

@@ -209,7 +209,7 @@ def write_tiny_llm(folder: Path, name: str = "llama", template: str | None = CHA
 
 
 def tiny_tokenizer(template: str | None = CHAT) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are bytes and the special ones; "<think>" is a token, and none of the special."""
+    """A tokenizer with bytes and the special ones as tokens; "<think>" is a token, and none of the special."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate(("<pad>", SPECIAL[0], SPECIAL[1], THINK, *letters))}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=None))

@@ -1,4 +1,4 @@
-"""Random tiny SDXL models, made from config objects: width 32, SDXL's blocks with half of their layers.
+"""Random tiny SDXL models, built from config objects: width 32, SDXL's blocks with half of their layers.
 
 ``write_tiny_sdxl`` makes a diffusers folder; ``write_single_file`` writes the same weights as the one-file checkpoint
 that the original SDXL release uses.
@@ -31,7 +31,7 @@ FEW_TARGETS = (
     r"(mid_block|up_blocks\.0)\..*\.(proj_in|proj_out|to_q|to_k|net\.0\.proj)"  # PEFT's injection takes its time
 )
 MIDDLE_TARGETS = r"mid_block\..*\.(proj_in|proj_out|to_q|to_k|net\.0\.proj)"
-"""A layer of each shape, for what does not depend on where layers lie."""
+"""A layer of each shape, for tests that do not depend on the layers' places."""
 RUN_TARGETS = (
     r"(down_blocks\.1\.attentions\.0|mid_block|up_blocks\.0\.attentions\.0)\..*\.(to_q|to_out\.0|proj_in|net\.0\.proj)"
 )
@@ -61,7 +61,7 @@ FEWER_LEVELS = {
         "attention_head_dim": [3, 5],
     },
 }
-"""Changes of ``hollow_builtin``, for what takes its time for each operation of a pass."""
+"""Changes of ``hollow_builtin``, for tests that take their time for each operation of a pass."""
 SHALLOW_WIDER = {**SHALLOW, "unet": {**SHALLOW["unet"], "block_out_channels": (16, 32)}}
 """The same with the widths 16 and 32 of the deep model."""
 TEXT_1_WIDTH, TEXT_2_WIDTH, PROJECTION, TIME_WIDTH = 32, 48, 24, 8
@@ -70,7 +70,7 @@ WRITTEN: dict[str, dict[Path, bytes]] = {}
 
 
 def vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """A byte-level BPE of a few dozen merges, in CLIP's form (words end in ``</w>``)."""
+    """A byte-level BPE of a few dozen merges, in CLIP's format (words end in ``</w>``)."""
     alphabet = sorted(ByteLevel.alphabet())
     merges: list[tuple[str, str]] = []
     for word in WORDS:
@@ -198,7 +198,7 @@ def hollow_builtin(folder: Path, changes: dict[str, dict[str, Any]]) -> Path:
 
 
 def written_once(folder: Path, how: str, write: Callable[[], object]) -> Path:
-    """Write a new folder and return it; what is written in the same way a second time is copied."""
+    """Write a new folder and return it; a second request for the same content copies it."""
     if how not in WRITTEN:
         write()
         WRITTEN[how] = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -210,7 +210,7 @@ def written_once(folder: Path, how: str, write: Callable[[], object]) -> Path:
 
 
 def without_base(kind: type[Any]) -> Any:
-    """A family of this class whose base is nowhere, for what does not read it."""
+    """A family of this class without a base, for tests that do not read it."""
     return kind(tiny_recipe("nowhere", model={"family": kind.name}))
 
 
@@ -242,12 +242,12 @@ def write_single_file(pipeline: StableDiffusionXLPipeline, path: Path, extra: di
 
 
 def write_hollow_sdxl(path: Path, drop: str = "", extra: dict[str, Tensor] | None = None) -> Path:
-    """A one-file checkpoint of SDXL's full size as far as its header says: its 6.9 GB are a hole that no disk holds.
+    """A one-file checkpoint of SDXL's full size according to its header: its 6.9 GB are a hole that no disk holds.
 
     Args:
         path: of the file.
-        drop: start of the names of tensors that are left out.
-        extra: more tensors, of which only shape and format count.
+        drop: start of the names of tensors that are omitted.
+        extra: more tensors; only their shape and format count.
     """
     from lora_rocm.base_models.loading import Source
     from lora_rocm.families.sdxl.family import LAYOUT
@@ -271,7 +271,7 @@ def write_hollow_sdxl(path: Path, drop: str = "", extra: dict[str, Tensor] | Non
 
 
 def write_config_folder(pipeline: StableDiffusionXLPipeline, folder: Path) -> Path:
-    """The configs and tokenizers alone, as ``model.config`` wants them beside a one-file checkpoint."""
+    """The configs and tokenizers alone, as ``model.config`` expects them for a one-file checkpoint."""
     for name in ("unet", "vae"):
         getattr(pipeline, name).save_config(folder / name)
     pipeline.scheduler.save_config(folder / "scheduler")
@@ -406,7 +406,7 @@ def trained(folder: Path | str, dtype: torch.dtype = torch.float32, **sections: 
 
 
 def unet_output(unet: torch.nn.Module, prompt_BSD: Tensor | None = None, pooled_BD: Tensor | None = None) -> Tensor:
-    """What a tiny UNet makes of fixed inputs (and of a prompt, if given), float32."""
+    """The output of a tiny UNet for fixed inputs (and for a prompt, if given), float32."""
     rng = torch.Generator().manual_seed(2)
     latents = torch.randn(2, 4, 8, 8, generator=rng)
     prompt = torch.randn(2, 77, TEXT_1_WIDTH + TEXT_2_WIDTH, generator=rng) if prompt_BSD is None else prompt_BSD
@@ -418,7 +418,7 @@ def unet_output(unet: torch.nn.Module, prompt_BSD: Tensor | None = None, pooled_
 
 
 def caption_encoder(family: ModelFamily) -> Callable[[str], Tensors]:
-    """What all encoders of captions make of one together, on the CPU."""
+    """The joint output of all encoders for one caption, on the CPU."""
     loaded = [
         each.load(plain_door(torch.device("cpu"))) for each in family.encoders() if each.entry.inputs == (CAPTION,)
     ]

@@ -31,7 +31,7 @@ SHALLOW_SD: dict[str, Any] = {
 
 
 def unet_config(version: Version, **changes: Any) -> dict[str, Any]:
-    """Four levels, of which the lowest has no attention; 1.x projects by convolutions, 2.x by linear layers."""
+    """Four levels, the lowest without attention; 1.x projects by convolutions, 2.x by linear layers."""
     config: dict[str, Any] = {
         "sample_size": 8,
         "down_block_types": (*("CrossAttnDownBlock2D",) * 3, "DownBlock2D"),
@@ -90,7 +90,7 @@ def write_single_sd(pipeline: Any, version: Version, path: Path, extra: dict[str
 
 
 def write_sd_configs(pipeline: Any, folder: Path) -> Path:
-    """The configs and tokenizer alone, as ``model.config`` wants them beside a one-file checkpoint."""
+    """The configs and tokenizer alone, as ``model.config`` expects them for a one-file checkpoint."""
     for name in ("unet", "vae", "scheduler"):
         getattr(pipeline, name).save_config(folder / name)
     pipeline.text_encoder.config.save_pretrained(folder / "text_encoder")

@@ -1,15 +1,15 @@
-"""The wording of messages: tests name a phrase by its key, and ``golden/wording.json`` alone says how it reads.
+"""The wording of messages: tests name a phrase by its key, and ``golden/wording.json`` alone has the words.
 
-A test asserts on codes, keys and places where an object has them. Where only the words tell what was said, it writes
+A test asserts on codes, keys and places where an object has them. Where only the words identify a message, it writes
 
-    assert says(error, "dataset/no-images-found", path=folder)
+    ``assert says(error, "dataset/no-images-found", path=folder)``
 
 and the file has ``"dataset/no-images-found": "no images found in {path}"``. After messages were reworded,
 
     LORA_ROCM_UPDATE_GOLDEN=1 pytest -n 0 ...
 
-puts the piece of the text that resembles the old phrase most into the file, to be read in the diff. A phrase that
-nothing resembles stays, and its test fails. ``test_wording.py`` refuses wording beside the file.
+writes the piece of the text that resembles the old phrase most into the file; read it in the diff. A phrase that
+nothing resembles stays, and its test fails. ``test_wording.py`` refuses wording outside the file.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from lora_rocm.errors import Problem
 
 FILE = Path(__file__).parent / "golden" / "wording.json"
 LIKENESS = 0.45
-"""Pieces of a text that resemble a phrase less are not taken for its new wording."""
+"""Pieces of a text that resemble a phrase less do not count as its new wording."""
 MORE_WORDS = 6
 """The new wording has up to this many words more, and fewer only where its whole sentence has."""
 PIECES = 8
-"""So many sentences, those that share most words with the phrase, are compared with it letter by letter."""
+"""Number of sentences, the ones that share most words with the phrase, that are compared with it letter by letter."""
 
 
 class Answer:
@@ -48,7 +48,7 @@ class Answer:
 
 
 class Worded:
-    """A whole text by its key: equal to a text that reads so. It stands in lists, tuples and values of dicts."""
+    """A whole text by its key: equal to a text that reads so. It is used in lists, tuples and values of dicts."""
 
     def __init__(self, key: str, values: dict[str, object]) -> None:
         self.key, self.values = key, values
@@ -95,7 +95,9 @@ def mentions(text: object, key: str | Worded, /, **values: object) -> Answer:
 
 
 def holds(text: object, words: str | Worded) -> bool:
-    """For tables that name keys and values beside wording: the text has a name as it is, or a phrase by its key."""
+    """For tables that name keys and values in addition to wording: the text has a name as it is, or a phrase by its
+    key.
+    """
     return bool(says(text, words)) if isinstance(words, Worded) else any(words in one for one in _texts(text))
 
 
@@ -124,7 +126,7 @@ def worded(key: str, /, **values: object) -> Worded:
 
 
 def phrase(key: str, /, **values: object) -> str:
-    """How the file words it, to be counted or searched for."""
+    """The phrase in the file, to be counted or searched for."""
     template = _phrases()[key]
     names = set(re.findall(r"\{(\w+)\}", template.replace("{{", "").replace("}}", "")))
     assert names == values.keys(), f"{key} has the values {sorted(names)}, not {sorted(values)}"
@@ -155,11 +157,11 @@ _renewed_keys: set[str] = set()
 
 
 def _renewed(key: str, values: dict[str, object], texts: list[str], *, whole: bool = False) -> bool:
-    """With LORA_ROCM_UPDATE_GOLDEN: put the new wording into the file. Whether there is one."""
+    """With LORA_ROCM_UPDATE_GOLDEN: write the new wording into the file. Whether there is one."""
     if not os.environ.get("LORA_ROCM_UPDATE_GOLDEN"):
         return False
     assert "PYTEST_XDIST_WORKER" not in os.environ, "several processes would write over each other: run with -n 0"
-    if key in _renewed_keys:  # two tests, two wordings: each needs a key of its own
+    if key in _renewed_keys:  # two tests, two wordings: each needs its own key
         return False
     new = renewed(_phrases()[key], values, texts, whole=whole)
     if new is None:

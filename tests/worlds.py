@@ -45,7 +45,7 @@ class Sum:
 def in_threads(
     size: int, work: Callable[[World], Result], spoil: Spoil = lambda rank, number, flat_N: None
 ) -> list[Result | Exception]:
-    """Run ``work`` on every rank of a world; what each has made, or how it failed. One that fails is gone for all."""
+    """Run ``work`` on every rank of a world; its result per rank, or the exception. One that fails is gone for all."""
     store, total = HashStore(), Sum(size, spoil)
 
     def run(rank: int) -> Result | Exception:

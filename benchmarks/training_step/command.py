@@ -65,8 +65,8 @@ def step(recipe_path: str, overrides: Sequence[str], asked: Asked, json_path: Pa
     """Measure training steps and print the tables; returns the exit code.
 
     Raises:
-        LoraRocmError: the recipe, its base model or its images are wrong, the child could not start or died before our
-            own steps were measured, or a file cannot be written.
+        LoraRocmError: the recipe, its base model or its images are wrong; the child could not start, or died before
+            our own steps were measured; or a file cannot be written.
     """
     loaded, found = load_recipe(recipe_path, overrides), Measured()
     if not asked.random_weights:
@@ -91,7 +91,7 @@ def step(recipe_path: str, overrides: Sequence[str], asked: Asked, json_path: Pa
 
 
 def _measure(recipe: Recipe, asked: Asked, traces: Path | None, found: Measured, keep: Callable[[], None]) -> None:
-    """Measure all rows into ``found``, and ``keep`` each. If the child dies after our own steps, the row says so."""
+    """Measure all rows into ``found``, and ``keep`` each. If the child dies after our own steps, the row names it."""
     begun: Row = {}
 
     def on_event(event: Event) -> None:
@@ -105,7 +105,9 @@ def _measure(recipe: Recipe, asked: Asked, traces: Path | None, found: Measured,
             case RowEvent():
                 found.rows.append(fields_of(event))
                 keep()
-                if not found.rows[-1]["problem"]:  # said at once: what comes next takes minutes, or ends the process
+                if not found.rows[-1][
+                    "problem"
+                ]:  # printed at once: the next measurement takes minutes, or ends the process
                     say(*tables.step_table(found.rows[-1:]))
 
     # run the child process; its death becomes a row if our own steps were measured
@@ -144,7 +146,7 @@ def run(job: Path, env: Mapping[str, str], on_event: OnEvent) -> None:
 
 
 def over_rounds(rows: Sequence[Row]) -> list[Row]:
-    """Return one row per variant: times are means over rounds, all other figures those of the last round."""
+    """Return one row per variant: times are means over rounds, all other figures are from the last round."""
     by_name: dict[str, list[Row]] = {}
     for row in rows:
         by_name.setdefault(row["name"], []).append(row)

@@ -36,7 +36,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Wanted:
-    """How long to measure, and the folder of traces (kept only if ``profile``)."""
+    """The length of the measurement, and the folder of traces (kept only if ``profile``)."""
 
     steps: int
     profile: bool

@@ -25,7 +25,7 @@ from benchmarks.training_step.setup import Bench
 
 aten = torch.ops.aten
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
-"""Operators whose result the host waits for (the first is ``item()``, ``bool()`` and ``float()``)."""
+"""Operators that make the host wait for the result (the first is ``item()``, ``bool()`` and ``float()``)."""
 NO_KERNEL = ("_unsafe_view", "empty", "empty_like", "empty_strided", "is_pinned", "resize_")
 """Operators that compute nothing, although they are not views."""
 COPIES_TO_HOST = ("tolist", "numpy")

@@ -46,7 +46,7 @@ def recipe_for(recipe: Recipe, random_weights: bool, folder: Path) -> Recipe:
 
     Args:
         recipe: the user's recipe.
-        random_weights: use a base with random weights, and a cache of its own.
+        random_weights: use a base with random weights, and a separate cache.
         folder: folder for that cache.
     """
     parts: dict[str, Any] = {
@@ -71,7 +71,7 @@ class Bench(AbstractContextManager["Bench"]):
 
     Attributes:
         steps: the ``step`` events so far.
-        incidents: failures, and what was changed or given up because of them, in words.
+        incidents: failures, and the changes or losses because of them, in words.
     """
 
     start: StartContext
@@ -107,7 +107,7 @@ def open_bench(
         folder: folder for a run directory, and with random weights a cache.
         random_weights: also make up the data.
         watch_parent: exit when standard input ends.
-        text_chunks: made-up text states are as many times longer than those of a usual caption.
+        text_chunks: made-up text states are longer than a usual caption's by this factor.
 
     Raises:
         LoraRocmError: any error of training.

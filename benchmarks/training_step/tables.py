@@ -11,16 +11,16 @@ from lora_rocm.foundation.units import size_text
 Row = Mapping[str, Any]
 
 STEP_LINES: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
-    ("ms a step, median", lambda row: 1e3 * row["median_s"], ".1f"),
-    ("ms a step, 95th percentile", lambda row: 1e3 * row["p95_s"], ".1f"),
-    ("samples a step", lambda row: row["samples"], ".0f"),
+    ("ms per step, median", lambda row: 1e3 * row["median_s"], ".1f"),
+    ("ms per step, 95th percentile", lambda row: 1e3 * row["p95_s"], ".1f"),
+    ("samples per step", lambda row: row["samples"], ".0f"),
     ("samples/s", lambda row: row["samples_per_s"], ".2f"),
-    ("GPU busy, ms a step", lambda row: _times(row["profile"]["busy_s"], 1e3), ".1f"),
-    ("GPU idle, ms a step", lambda row: _times(row.get("idle_s"), 1e3), ".1f"),
-    ("kernels a step (CPU: operators)", lambda row: row["profile"]["kernels"], ",.0f"),
+    ("GPU busy, ms per step", lambda row: _times(row["profile"]["busy_s"], 1e3), ".1f"),
+    ("GPU idle, ms per step", lambda row: _times(row.get("idle_s"), 1e3), ".1f"),
+    ("kernels per step (CPU: operators)", lambda row: row["profile"]["kernels"], ",.0f"),
     ("of these copies and fills", lambda row: row["profile"]["copies"], ",.0f"),
-    ("launches a step", lambda row: row["profile"]["launches"], ",.0f"),
-    ("host waits a step", lambda row: row["profile"]["waits"], ".1f"),
+    ("launches per step", lambda row: row["profile"]["launches"], ",.0f"),
+    ("host waits per step", lambda row: row["profile"]["waits"], ".1f"),
     ("waits that PyTorch flags", lambda row: row.get("flagged_waits"), ".1f"),
     ("peak memory, tensors, GiB", lambda row: _times(row["peak_allocated_bytes"], 2**-30), ".2f"),
     ("peak memory, reserved, GiB", lambda row: _times(row["peak_reserved_bytes"], 2**-30), ".2f"),
@@ -28,7 +28,7 @@ STEP_LINES: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
     ("TFLOP/s", lambda row: _times(row.get("flops_per_s"), 1e-12), ".4g"),
     ("of a large product's rate, %", lambda row: _times(row.get("of_matmul"), 100), ".1f"),
 )
-"""Reported figures of a training step. Lines without any value (those of a GPU, on a CPU) are left out."""
+"""Reported figures of a training step. Lines without any value (a GPU's lines, on a CPU) are omitted."""
 
 
 def step_table(rows: Sequence[Row]) -> list[str]:

@@ -65,7 +65,7 @@ def build(vocabulary: int) -> LlamaForCausalLM:
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, chats: list[list[Turn]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, int64 [N, LONGEST]; only what the assistant says is a label, its end included."""
+    """Tokens and labels, int64 [N, LONGEST]; only the assistant's words are labels, including the end token."""
     tokens, labels = [], []
     start, stop = (int(tokenizer.convert_tokens_to_ids(name)) for name in (START, STOP))
     heads = {role: [start, *tokenizer.encode(f"{role}\n", add_special_tokens=False)] for role in ("user", "assistant")}

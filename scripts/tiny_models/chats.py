@@ -71,7 +71,7 @@ class Scene:
         return f"{self.action}{ending}" if self.count == 1 else self.action
 
     def told(self, way: int) -> str:
-        """The scene as a sentence, in one of three ways."""
+        """The scene as a sentence, in one of three wordings."""
         where = f"the {self.place}"
         ways = (
             f"{self.counted} {self.be} {ACTIONS[self.action]} in {where}.",

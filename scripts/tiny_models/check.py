@@ -1,4 +1,4 @@
-"""Does the model follow its prompts? Draw a sample grid and measure colour, place and shape by looking at pixels.
+"""Does the model follow its prompts? Draw a sample grid and measure colour, place and shape from the pixels.
 
 python scripts/tiny_models/check.py lora_rocm/builtin/tiny_sdxl --out /tmp/check --count 96
 """
@@ -54,7 +54,7 @@ def nearest_colour(rgb: Floats) -> str:
 
 
 def read_picture(pixels: Floats) -> dict[str, str]:
-    """What a plain picture with one shape shows, from its pixels alone."""
+    """Attributes of a plain picture with one shape, from its pixels alone."""
     height, width = pixels.shape[:2]
     rim = np.concatenate([pixels[:4].reshape(-1, 3), pixels[-4:].reshape(-1, 3)])
     rim = np.concatenate([rim, pixels[:, :4].reshape(-1, 3), pixels[:, -4:].reshape(-1, 3)])
@@ -71,7 +71,7 @@ def read_picture(pixels: Floats) -> dict[str, str]:
         ("row", cy / height, ("top", "middle", "bottom")),
     ):
         found[key] = names[0] if value < 0.42 else names[2] if value > 0.58 else names[1]
-    # The shape whose mask, brought to the same box, overlaps best.
+    # The shape with the best overlap after its mask is scaled to the same box.
     box = Image.fromarray((mask[ys.min() : ys.max() + 1, xs.min() : xs.max() + 1] * 255).astype(np.uint8))
     seen = np.asarray(box.resize((48, 48)), np.float32) / 255
     found["shape"] = max(SHAPES, key=lambda s: _overlap(seen, _template(s)))
@@ -92,7 +92,7 @@ def _overlap(a: Floats, b: Floats) -> float:
 
 
 def exam(seed: int, count: int) -> tuple[list[Scene], list[str]]:
-    """Random scenes with one plain shape on a plain background, and full captions of them."""
+    """Random scenes with one plain shape on a plain background, and their full captions."""
     scenes, prompts = [], []
     for i in range(count):
         scene = make_scene(np.random.default_rng((seed, i, 3)), plain_one=True)
@@ -107,7 +107,7 @@ def exam(seed: int, count: int) -> tuple[list[Scene], list[str]]:
 
 
 def score(scenes: list[Scene], pictures: list[Floats]) -> dict[str, float]:
-    """Share of pictures that show what their scene says, by attribute."""
+    """Share of pictures that match their scene, by attribute."""
     hits: dict[str, list[bool]] = {}
     for scene, pixels in zip(scenes, pictures, strict=True):
         thing, seen = scene.things[0], read_picture(pixels)
@@ -119,7 +119,7 @@ def score(scenes: list[Scene], pictures: list[Floats]) -> dict[str, float]:
 
 
 def draw(pipe: DiffusionPipeline, prompts: list[str], seed: int, negative: str | None = None) -> list[Floats]:
-    """One 128 x 128 picture a prompt: 28 steps, guidance 4.5, a seed of its own each."""
+    """One 128 x 128 picture per prompt: 28 steps, guidance 4.5, each with its own seed."""
     pictures: list[Floats] = []
     for i in range(0, len(prompts), 64):
         part = prompts[i : i + 64]

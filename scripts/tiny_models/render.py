@@ -1,6 +1,6 @@
 """Render captioned pictures of the tiny world, deterministic for a seed.
 
-    python scripts/tiny_models/render.py --count 16 --out /tmp/samples     # look at the training pictures
+    python scripts/tiny_models/render.py --count 16 --out /tmp/samples     # inspect the training pictures
     python scripts/tiny_models/render.py --demo lora_rocm/builtin/demo_images
 
 A picture is a pure function of (seed, index), so any subset can be rendered by any number of workers.
@@ -47,7 +47,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """What is on a picture. `relation` says how two things stand to each other ("" for one thing or none)."""
+    """The content of a picture. `relation`: the relative place of two things ("" for one thing or none)."""
 
     things: tuple[Thing, ...]
     relation: str
@@ -72,7 +72,7 @@ def pick(rng: np.random.Generator, options: tuple[str, ...], weights: tuple[floa
 def make_thing(
     rng: np.random.Generator, taken: tuple[str, ...], size: str = "", column: str = "", row: str = ""
 ) -> Thing:
-    """A random shape whose colour is none of those taken."""
+    """A random shape in a colour that is not taken yet."""
     size = size or pick(rng, tuple(SIZES))
     column = column or pick(rng, tuple(COLUMNS))
     row = row or pick(rng, tuple(ROWS))

@@ -18,7 +18,7 @@ TIME_DIM = 32
 
 @dataclass
 class Parts:
-    """Everything that a StableDiffusionXLPipeline is made of."""
+    """All components of a StableDiffusionXLPipeline."""
 
     tokenizers: tuple[CLIPTokenizer, CLIPTokenizer]
     encoders: tuple[CLIPTextModel, CLIPTextModelWithProjection]
@@ -27,7 +27,7 @@ class Parts:
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
-        """What is trained."""
+        """The trained modules."""
         named = {"text_encoder": self.encoders[0], "text_encoder_2": self.encoders[1]}
         return {**named, "unet": self.unet, "vae": self.vae}
 

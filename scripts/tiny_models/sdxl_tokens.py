@@ -17,7 +17,7 @@ MAX_LENGTH = 77
 
 
 def byte_alphabet() -> list[str]:
-    """The 256 printable stand-ins of the bytes in CLIP's order, "!" first: SDXL's second tokenizer pads with id 0."""
+    """Printable characters for the 256 bytes, in CLIP's order. "!" is first: SDXL's second tokenizer pads with 0."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [b for b in range(256) if b not in plain]
     return [chr(b) for b in plain] + [chr(256 + i) for i in range(len(rest))]
@@ -34,7 +34,7 @@ def learn_merges(texts: list[str], merges: int) -> list[tuple[str, str]]:
         ]
     )
     alphabet = byte_alphabet()
-    # The trainer counts the alphabet in, and the word-end forms that it meets; 400 leaves room for both.
+    # The trainer counts the alphabet and the word-end variants that it meets; 400 leaves room for both.
     trainer = BpeTrainer(
         vocab_size=400 + merges, initial_alphabet=alphabet, end_of_word_suffix=SUFFIX, show_progress=False
     )
@@ -46,7 +46,7 @@ def learn_merges(texts: list[str], merges: int) -> list[tuple[str, str]]:
 def train_tokenizers(captions: list[str], seed: int, merges: int, folder: Path) -> None:
     """Write tokenizer/ and tokenizer_2/: the same words, but as in SDXL the second one pads with "!"."""
     rng = np.random.default_rng((seed, 5))
-    # Made-up words in the corpus give common syllables tokens of their own, so trigger words stay short.
+    # Made-up words in the corpus give common syllables their own tokens, so trigger words stay short.
     texts = captions + [nonsense(rng) for _ in range(max(200, len(captions) // 3))]
     learned = learn_merges(texts, merges)
     alphabet = byte_alphabet()

@@ -54,7 +54,7 @@ class Ema:
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        """Put the averaged weights into the model."""
+        """Copy the averaged weights into the model."""
         torch._foreach_copy_([p.detach() for p in self.parameters], self.shadow)
 
 
@@ -103,7 +103,7 @@ class Draws:
         self.share = np.asarray(sizes, float) / sum(sizes)
 
     def __call__(self, batch: int) -> tuple[int, torch.Tensor]:
-        """The number of a pool, and rows of it."""
+        """The number of a pool, and some of its rows."""
         number = int(self.rng.choice(len(self.sizes), p=self.share))
         return number, torch.from_numpy(self.rng.integers(0, self.sizes[number], batch)).to(self.device)
 
@@ -125,9 +125,9 @@ def optimise(
     """Optimise until the clock is done; the modules end holding the averaged weights.
 
     Args:
-        name: what the log lines and the results are called by.
+        name: the name in log lines and results.
         passes: computes the gradients of a new batch by ``backward``, and returns the value to show.
-        modules: what is trained, each with the factor of its learning rate.
+        modules: the trained modules, each with the factor of its learning rate.
         clock: steps, seconds and learning rate.
         decay: of the average of the weights.
         weight_decay: AdamW's.

@@ -35,7 +35,7 @@ def background_phrase(kind: str, colour: str) -> str:
 
 
 def thing_phrase(rng: np.random.Generator, thing: Thing, drop: float) -> str:
-    """A thing with its article; each attribute is left out with probability `drop`, so none is always given."""
+    """A thing with its article; each attribute is dropped with probability `drop`, so that each is sometimes absent."""
     words: list[str] = []
     if thing.size != "medium" and rng.random() >= drop or thing.size == "medium" and rng.random() < 0.4:
         words.append(thing.size)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, Qwen2Tokenizer, Qwen3Config, Qwen3Model
 from words import nonsense
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Qwen's form of a chat, without its tools and thinking.
+# Qwen's chat template, without its tools and thinking.
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -26,7 +26,7 @@ TEXT_WIDTH = 64
 
 @dataclass
 class Parts:
-    """Everything that a ZImagePipeline is made of."""
+    """All components of a ZImagePipeline."""
 
     tokenizer: Any
     text_encoder: Qwen3Model
@@ -35,7 +35,7 @@ class Parts:
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
-        """What is trained."""
+        """The trained modules."""
         return {"text_encoder": self.text_encoder, "transformer": self.transformer, "vae": self.vae}
 
 

@@ -56,7 +56,7 @@ class Trainer:
         return found
 
     def pools_of(self, shelf: Shelf, latents: tuple[torch.Tensor, torch.Tensor]) -> list[Pool]:
-        """The pictures of one size by the padded length of their captions; very long captions are left out."""
+        """The pictures of one size by the padded length of their captions; very long captions are skipped."""
         ids = self.ids([caption for pair in shelf.captions for caption in pair])
         pools = []
         for width in range(CAPTION_MULTIPLE, MAX_TOKENS + 1, CAPTION_MULTIPLE):

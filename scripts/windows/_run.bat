@@ -3,7 +3,7 @@ rem The other files here end in this one: without "call", which would read perce
 rem LR_FILE is the file that was started, LR_DO what for, LR_ARGS its arguments as they were written.
 set "LR_WINDOW="
 set "LR_CODE_PAGE="
-rem cmd looks for programs in the current folder first: a py.exe there, beside a downloaded recipe, is not Python.
+rem cmd searches the current folder for programs first: a py.exe there, next to a downloaded recipe, is not Python.
 set "LR_SEARCH=%NoDefaultCurrentDirectoryInExePath%"
 set "NoDefaultCurrentDirectoryInExePath=1"
 for %%r in ("%~dp0..\..") do set "LR_ROOT=%%~fr"
@@ -17,7 +17,7 @@ set "LR_LINE=%CMDCMDLINE:"=?%"
 set "LR_LINE=%LR_LINE:*/c ??=%"
 set "LR_DROP=%LR_LINE:*.bat? =%"
 if /i not "%LR_LINE%"=="%LR_FILE%? %LR_DROP%" goto python
-rem Options were not dropped: they stand behind the quotes of a path, or behind one without. A path may have " --" in it.
+rem Options were not dropped: they follow a path, which may be quoted or not. A path may have " --" in it.
 if "%LR_DROP:~0,1%"=="?" goto quoted
 if not "%LR_DROP: --=%"=="%LR_DROP%" goto python
 goto dropped
@@ -32,7 +32,7 @@ set LR_ARGS="%LR_DROP%"
 set "LR_WINDOW=1"
 
 :python
-rem What is missing is said before anything is installed, which takes minutes and gigabytes.
+rem Missing arguments are reported before anything is installed, which takes minutes and gigabytes.
 if defined LR_ARGS goto asked
 set "LR_CODE=2"
 if "%LR_DO%"=="train" echo Drop a recipe or a folder of images onto train.bat, or name one: train.bat RECIPE 1>&2
@@ -45,7 +45,7 @@ if "%LR_DO%"=="sample" goto leave
 for /f "tokens=2 delims=:." %%c in ('chcp') do set "LR_CODE_PAGE=%%c"
 chcp 65001 >nul
 if not defined PYTHONUTF8 set "PYTHONUTF8=1"
-rem Each is tried for real: "py" may know no Python 3, and "python" may be the door to the Microsoft Store.
+rem Each is tried for real: "py" may know no Python 3, and "python" may only open the Microsoft Store.
 set LR_NEW_ENOUGH=-I -c "import sys; sys.exit(sys.version_info < (3, 11))"
 set "LR_PYTHON=py -3"
 %LR_PYTHON% %LR_NEW_ENOUGH% >nul 2>nul
@@ -97,7 +97,7 @@ goto done
 goto done
 
 :shell
-rem A folder of its own: %RANDOM% is the same for all that start within one second. mkdir sets no error level of 0, ver does.
+rem A separate folder: %RANDOM% is the same for all that start within one second. mkdir sets no error level of 0, ver does.
 pushd "%TEMP%"
 :unnamed
 set "LR_PLAN=lora-rocm-%RANDOM%"

@@ -1,5 +1,5 @@
 @echo off
-rem Says what is wrong with this machine, and what cures it.   doctor.bat [options]
+rem Reports faults of this machine and their fixes.   doctor.bat [options]
 setlocal disabledelayedexpansion
 set "LR_FILE=%~f0"
 set "LR_DO=doctor"

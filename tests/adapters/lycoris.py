@@ -1,4 +1,4 @@
-"""LyCORIS' LoCon with weight decomposition, written from its formulas: what it stores, and the weight it makes.
+"""LyCORIS' LoCon with weight decomposition, written from its formulas: the stored tensors and the resulting weight.
 
 Shares nothing with the reader. LyCORIS 4.1 ``modules/locon.py``: ``scale = alpha / rank``; ``dora_scale`` starts as the
 norms of the base weight, [out, 1, ...] with ``wd_on_output``, else [1, in, 1, ...]; the merged weight is ``(W + update)

@@ -68,7 +68,7 @@ def test_gradients_take_memory_only_between_gathering_and_the_update_unless_they
             flat.drop_gradients()
     assert places[-1] == places[-2]
     flat.keep_gradients(False)
-    assert bytes_held() > 0  # what is in them is not lost
+    assert bytes_held() > 0  # their values are not lost
     flat.drop_gradients()
     assert bytes_held() == 0
 

@@ -1,4 +1,4 @@
-"""The directions in which a layer's inputs vary most: those of an exact decomposition, and of PEFT's EVA."""
+"""The directions in which a layer's inputs vary most match an exact decomposition and PEFT's EVA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def inputs(count: int, features: int, spread: list[float], seed: int = 0, mean: float = 0.0) -> Tensor:
-    """Inputs whose covariance has the directions and sizes of ``spread``; the others vary by nothing."""
+    """Inputs with a covariance that has the directions and sizes of ``spread``; the others vary by nothing."""
     rng = torch.Generator().manual_seed(seed)
     axes, _ = torch.linalg.qr(torch.randn(features, len(spread), generator=torch.Generator().manual_seed(99)))
     return torch.randn(count, len(spread), generator=rng) @ torch.diag(torch.tensor(spread)) @ axes.T + mean

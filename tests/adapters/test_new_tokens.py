@@ -1,4 +1,4 @@
-"""New tokens: their vectors are trained beside a LoRA, and nothing else of the text encoders is."""
+"""New tokens: their vectors are trained together with a LoRA, and nothing else of the text encoders is trained."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_the_file_of_sd15_is_read_by_diffusers_and_starts_a_token(tmp_path: Path
     with torch.no_grad():
         theirs, _ = pipeline.encode_prompt(PROMPT, CPU, 1, do_classifier_free_guidance=False)
     torch.testing.assert_close(prompt_BSD, theirs)
-    # Another run starts from the file, and a resumed one needs it no more.
+    # Another run starts from the file; a resumed one no longer needs it.
     again = NewToken(token="<other>", vectors=2, init_from=str(path))
     fresh = family.load(torch.float32, CPU)
     later = recipe.lora.model_copy(update={"new_tokens": (again,)})

@@ -131,7 +131,7 @@ ENDS = {
 
 
 def able(name: str, path: Path) -> tuple[bool, str]:
-    """Whether the reader reads a file for a family, and what it says."""
+    """Whether the reader accepts a file for a family, and its message."""
     family, components = hollow(name)
     try:
         components_of(family, path)
@@ -144,7 +144,7 @@ def agree(name: str, path: Path) -> bool:
     """The promise and the ability, which are one."""
     found, (reads, why) = inspect(path), able(name, path)
     promised = name in found["trainable"]
-    if name not in found["families"]:  # what no name or width tells, or not of a tiny model, is promised to nobody
+    if name not in found["families"]:  # names and widths cannot show it, at least in a tiny model: no promise
         assert not promised
         return reads
     assert promised == reads, (found, why)

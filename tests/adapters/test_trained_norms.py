@@ -1,4 +1,4 @@
-"""Norms trained beside the adapter: LyCORIS' differences, by its names, read back by LyCORIS' own code."""
+"""Norms trained together with the adapter: LyCORIS' differences under its names, read back by LyCORIS' own code."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_they_are_trained_written_and_read_back(folder: Path, tmp_path: Path) ->
     assert "lora_unet_out_0.w_norm" in tensors and "lora_unet_input_blocks_1_0_in_layers_0.b_norm" in tensors
     found = writers.verify("kohya", path, family, model, adapter)
     assert any("diffusers" in text for text in found.cannot_read)
-    # LyCORIS' code puts the norms of the file into the base
+    # LyCORIS' code writes the file's norms into the base
     by_lycoris = family.load(torch.float32, CPU)
     modules = by_lycoris.components["unet"].named_modules()
     own = {family.files.key("unet", name): module for name, module in modules if type(module) in KINDS}

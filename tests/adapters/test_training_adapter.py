@@ -1,4 +1,6 @@
-"""The training adapter: the loss is that of the merged base, nothing trains it, and absent it leaves nothing."""
+"""The training adapter: the loss equals the merged base's loss, the pair is not trained, and removing it leaves
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def file(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Made:
-    """A model with an adapter whose weights are not those of a start, and one pass."""
+    """A model with an adapter that has moved from its start, and one pass."""
 
     def __init__(
         self,
@@ -100,11 +102,13 @@ def test_loss_and_gradients_are_those_of_the_merged_base(base: Path, file: Path,
 
 @pytest.mark.parametrize("lora", [*KINDS, {"rank": 2, "use_dora": True}], ids=["lora", "rslora", "lokr", "dora"])
 def test_absent_it_leaves_nothing(base: Path, file: Path, lora: dict[str, Any]) -> None:
-    """In any order with the adapter that is trained, whose leaves are trained again after that."""
+    """This holds in any order with the trained adapter, and the trained adapter's leaves are trainable again
+    afterwards.
+    """
     found, plain = Made(base, lora, file), Made(base, lora)
     present = found.losses()
     with found.training_adapter.absent():
-        # not to the bit: a layer that nothing adapts may be fused with the sum after it, one that was adapted is not
+        # only to rounding: an unadapted layer may be fused with the sum after it, an adapted one is not
         torch.testing.assert_close(found.losses(), plain.losses(), rtol=1e-6, atol=0)
         assert not torch.allclose(present, plain.losses(), rtol=1e-2)
         with found.adapter.disabled():
@@ -120,7 +124,7 @@ def test_absent_it_leaves_nothing(base: Path, file: Path, lora: dict[str, Any]) 
 
 
 def test_a_dora_is_that_of_the_base_without_it(base: Path, file: Path) -> None:
-    """It is used without the training adapter, so its norms are those of the base: the pair is added beside it."""
+    """A DoRA is used without the training adapter, so its norms are the base's norms; the pair is added in parallel."""
     lora = {"rank": 2, "use_dora": True, "targets": "attention"}
     made, plain = Made(base, lora, file), Made(base, lora)
     path, x = "transformer_blocks.0.attn.to_q", torch.randn(3, 32, generator=torch.Generator().manual_seed(2))

@@ -30,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put(cache: Path, repo: str, folder: Path) -> Path:
-    """What a finished download leaves in the cache."""
+    """Write the cache files that a finished download leaves."""
     root = cache / f"models--{repo.replace('/', '--')}"
     (root / "refs").mkdir(parents=True)
     (root / "refs" / "main").write_text(COMMIT, encoding="utf-8")
@@ -59,7 +59,7 @@ def test_half_a_download_is_not_taken_for_a_model(cache: Path, tiny_sdxl: Path) 
 
 
 class GatedHub(BaseHTTPRequestHandler):
-    """Answers as the hub does to somebody without a token: what a gated model has, but none of its files."""
+    """Answers as the hub does without a token: it lists a gated model's files and refuses to send them."""
 
     def do_GET(self) -> None:
         tree = [{"type": "file", "path": "model_index.json", "size": 2, "oid": COMMIT}]
@@ -80,7 +80,7 @@ class GatedHub(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture

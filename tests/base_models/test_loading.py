@@ -285,7 +285,7 @@ def test_names_of_old_libraries(tmp_path: Path, pipeline: StableDiffusionXLPipel
 
 @pytest.mark.parametrize("component", ["unet", "vae", "text_encoder", "text_encoder_2"])
 def test_a_component_is_what_the_libraries_load(tiny_sdxl: Path, component: str) -> None:
-    """Weights, buffers, the mode, and what configs say of how to compute."""
+    """Weights, buffers, the mode, and the config fields that affect the computation."""
     part = LAYOUT.parts[component]
     theirs = part.cls.from_pretrained(str(tiny_sdxl / component), local_files_only=True).eval()
     ours = family(tiny_sdxl).source.load(component, torch.float32, CPU)

@@ -1,4 +1,4 @@
-"""A number that is not finite in a small tensor is found before a run loads it, also in one that loading converts."""
+"""A number in a small tensor that is not finite is found before a run loads it, also if loading converts the tensor."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_a_wrong_description_of_four_bits_is_refused_by_check(tmp_path: Path, ke
 
 
 def test_a_scale_for_each_column_of_a_square_weight_is_refused(tmp_path: Path) -> None:
-    """Its numbers are as many as those of the outputs."""
+    """There are as many scales as outputs."""
     tensors = whole("int8")
     tensors[f"{UNET}first.weight_scale"] = tensors[f"{UNET}first.weight_scale"].reshape(1, ROWS)
     error = outcome(written(tensors, tmp_path, "int8"))

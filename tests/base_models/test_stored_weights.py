@@ -1,4 +1,4 @@
-"""Weights that files store with scales are read as they are, or converted to what the recipe asks for."""
+"""Weights that files store with scales are read unchanged, or converted to the recipe's format."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def matrices(tensors: State) -> list[str]:
 
 
 def fp8_old(tensors: State) -> None:
-    """ComfyUI's first form: a number for each weight, and a marker."""
+    """ComfyUI's first format: one scale per weight, and a marker."""
     for name in matrices(tensors):
         if name.startswith(UNET):
             factor = tensors[name].abs().max() / 448
@@ -121,7 +121,7 @@ def base(checkpoint: tuple[Path, Path], tmp_path: Path, edit: Edit, quantization
 
 
 def dense_of(checkpoint: tuple[Path, Path], path: Path) -> Sdxl:
-    """The base in a file without a format of its own."""
+    """The base in a file without a special format."""
     return Sdxl(tiny_recipe(path, model={"config": str(checkpoint[1]), "quantization": "none"}))
 
 
@@ -173,7 +173,7 @@ def loaded(path: Path, weights: WeightFormat) -> nn.Module:
 
 
 def test_rows_of_a_split_weight_keep_their_codes_and_scales(tmp_path: Path) -> None:
-    """A part whose rows do not stay rows is packed again."""
+    """A part that does not consist of whole rows is packed again."""
     codes = torch.randn(128, 64, generator=torch.Generator().manual_seed(0)).mul(99).to(torch.float8_e4m3fn)
     scale = torch.rand(128, generator=torch.Generator().manual_seed(1)) + 0.1
     save_file({"both.weight": codes, "both.weight_scale": scale}, tmp_path / "x.safetensors")

@@ -25,7 +25,7 @@ EDIT = (
     "that meets the user's requirements while maintaining consistency with the original input where "
     "appropriate.<|im_end|>\n<|im_start|>user\n"
 )
-"""Qwen-Image's prefixes, of which its pipelines drop the known number of tokens."""
+"""Qwen-Image's prefixes; its pipelines drop a known number of their tokens."""
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_damaged_folder_is_replaced(home: Path) -> None:
     vocabulary.write_bytes(whole[:-1])
     packaged.cache_clear()
     assert packaged("clip_l") == folder and vocabulary.read_bytes() == whole
-    assert (folder / "merges.txt").stat().st_mtime_ns == made_ns  # only what differs is written
+    assert (folder / "merges.txt").stat().st_mtime_ns == made_ns  # only differences are written
     shutil.rmtree(folder)
     packaged.cache_clear()
     with ThreadPoolExecutor(4) as pool:  # several starts at once

@@ -1,4 +1,4 @@
-"""What is counted of a step: that everything that makes one dearer is seen in the count that it belongs to."""
+"""The counts of a step: each thing that makes a step more expensive is visible in its own count."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_flops_are_pytorchs_own_and_those_of_the_attention(bench: Bench, usual: 
 
 
 def grown(bench: Bench, more: Callable[[Tensor], Any]) -> Counts:
-    """The counts of a step whose loss does something more, with a tensor of the device."""
+    """The counts of a step with extra work in its loss, which uses a tensor of the device."""
     measured = bench.trainer.engine.measured
 
     def dearer(batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Any:
@@ -118,7 +118,7 @@ def test_bytes_that_are_given_back_are_no_longer_held() -> None:
     there, came = torch.zeros(100), torch.zeros(10)
     on_device.add(there, resident=True)
     on_device.add(came)
-    on_device.add(came[2:])  # a view holds nothing of its own
+    on_device.add(came[2:])  # a view owns no memory
     assert (on_device.bytes, on_device.peak) == (40, 40) and on_device.has(there[3:]) and on_device.has(came.view(2, 5))
     del came
     later = torch.zeros(5)

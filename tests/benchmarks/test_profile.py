@@ -28,7 +28,7 @@ def test_kernels_busy_time_and_launches_of_a_gpu() -> None:
         [
             {"ph": "M", "name": "process_name"},
             window(),
-            event("gpu_user_annotation", WINDOW, 100, 900),  # no work of its own
+            event("gpu_user_annotation", WINDOW, 100, 900),  # does no work itself
             event("kernel", "before the window", 50, 20),
             event("cuda_runtime", "cudaDeviceSynchronize", 60, 5),
             event("kernel", "nvjet_tst_128x64", 200, 100),

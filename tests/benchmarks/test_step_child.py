@@ -220,7 +220,7 @@ def test_a_run_that_recomputes_some_or_offloads_says_so(
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node")  # torch says it once a process, of the bare loop
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node")  # torch warns once per process, in the bare loop
 @pytest.mark.parametrize("memory", ["keep", "recompute"])
 def test_on_a_gpu_the_bare_loop_recomputes_where_ours_does_and_can_be_captured(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], quick: None, memory: str

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.training_step`` in the parent: tables, prices, children that die."""
+"""``python -m benchmarks.training_step`` in the parent: tables, costs, children that die."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def entry_bytes() -> bytes:
 
 
 def with_header(change: Any) -> bytes:
-    """An entry whose header was changed, and whose length still fits."""
+    """An entry with a changed header of the same length."""
     content = entry_bytes()
     data_at = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:data_at])
@@ -114,7 +114,7 @@ def test_a_header_that_lies(tmp_path: Path, lie: Any) -> None:
 
 
 def test_a_file_of_any_size_is_not_read(tmp_path: Path) -> None:
-    """One without holes would fill the disk; its first bytes are those of an entry."""
+    """One without holes would fill the disk; its first bytes look like an entry."""
     with (tmp_path / "e").open("wb") as file:
         file.write(entry_bytes())
         file.truncate(1 << 40)

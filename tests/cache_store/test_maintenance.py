@@ -1,4 +1,4 @@
-"""``cache stats|verify|prune`` on real folders: what is found, what goes, and above all what stays."""
+"""``cache stats|verify|prune`` on real folders: the files found, the files deleted, and above all the files kept."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_entries_that_no_run_wanted_lately(cache: LatentCache) -> None:
 
 @pytest.fixture
 def change_meanwhile(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Between the look at an entry and its end, a run wants it or writes it anew."""
+    """Between the check of an entry and its deletion, a run requests it or writes it again."""
     look = maintenance._look
 
     def late(path: Path, *rest: Any) -> Any:
@@ -310,7 +310,7 @@ def test_what_a_run_wants_meanwhile_stays(cache: LatentCache, change_meanwhile: 
 
 
 def test_files_that_somebody_has_open(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Windows: neither deleted nor renamed, and what is good stays where a run finds it."""
+    """As on Windows, they can be neither deleted nor renamed, and valid files stay where a run finds them."""
 
     def held(*args: Any) -> None:
         raise PermissionError(13, "The process cannot access the file")

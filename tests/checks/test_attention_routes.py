@@ -59,7 +59,7 @@ def taken() -> str:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, routes: tuple[str, ...], fault: Fault) -> list[str]:
-    """A torch whose attention is wrong by these routes; returns the routes that are taken."""
+    """A torch with wrong attention on these routes; returns the routes that are taken."""
     calls: list[str] = []
 
     def stand_in(*args: Any, **kwargs: Any) -> Tensor:

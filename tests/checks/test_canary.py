@@ -119,7 +119,7 @@ def test_a_changed_buffer_is_noticed_and_a_trained_weight_may_change() -> None:
 
 
 def test_weights_that_read_as_they_did_at_the_look_before_do_not_pass() -> None:
-    """The device's answer itself is stale: the fingerprints are salted anew each time."""
+    """The device's answer itself is stale: each check salts the fingerprints differently."""
     look = canary(module=base())
     answers: list[torch.Tensor] = []
 

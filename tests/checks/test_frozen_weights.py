@@ -84,7 +84,7 @@ def test_the_canary_captures_its_look_at_weights() -> None:
     placement.place(layer, "base")
     canary = Canary(CPU, torch.float32, 4, placement, capture=recorder)
     assert [canary.failure() for _ in range(3)] == [None] * 3
-    assert recorder.captured == 3 + 1  # a new one to try at each look, and one of the weights
+    assert recorder.captured == 3 + 1  # a new one to try at each check, and one of the weights
     layer.weight.data[0, 0] += 1
     found = canary.failure()
     assert found is not None and found.code == "canary-weights" and "base.weight" in found.where

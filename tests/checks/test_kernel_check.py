@@ -1,4 +1,6 @@
-"""The proof at load sees kernels that lie, cannot be compiled or end the device, and leaves sound ones alone."""
+"""The check at load detects kernels that return wrong numbers, do not compile or crash the device, and accepts correct
+ones.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def with_kernel(case: Case, kernel: Callable[..., Any]) -> Case:
-    """The case, where ``kernel(plain outputs)`` stands for what the Triton form gives."""
+    """The case, with ``kernel(plain outputs)`` in place of the Triton kernel."""
 
     def run(form: str, norm: Any, *inputs: Tensor) -> Any:
         outputs = case.run("eager", norm, *inputs)
@@ -141,7 +143,7 @@ def test_triton_s_own_errors_are_no_end() -> None:
 
 
 def test_a_target_that_triton_refuses_is_said_in_words() -> None:
-    """Its reason stands in 70 lines on standard error; the error itself says nothing."""
+    """Its reason is in 70 lines on standard error; the error itself does not name it."""
     error = RuntimeError("PassManager::run failed")
     said = first_wrong(CPU, torch.bfloat16, [with_kernel(SMALL[1], raising(error))])
     assert (

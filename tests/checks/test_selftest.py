@@ -1,4 +1,4 @@
-"""The table runs, every check in it can fail, and its child says what it does."""
+"""The table runs, every check in it can fail, and its child reports its progress."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_float32_products_are_right_to_the_bit(bit: int) -> None:
 
 
 def test_one_wrong_layout_is_named_alone() -> None:
-    """As rocm-libraries#9962: only products whose first matrix is transposed, only in 16 bits."""
+    """As in rocm-libraries#9962: only products with a transposed first matrix, only in 16 bits."""
     lora = torch.ops.aten.mm.default
 
     class Transposed(Broken):
@@ -238,7 +238,7 @@ Give = Callable[[SelfTestJob], None]
 
 @pytest.fixture
 def give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Give:
-    """Makes a job the one of this process."""
+    """Sets this process's job."""
     return lambda job: monkeypatch.setattr(sys, "argv", ["selftest", str(write_job(tmp_path, job))])
 
 

@@ -1,4 +1,4 @@
-"""Wrong copies and memory that forgets are noticed, on the way there and on the way back."""
+"""Wrong copies and memory that forgets are noticed in both directions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FAULTS = (zeros, tail_of_zeros, one_bit, all_nan, stale, shifted)
 
 
 class Copier:
-    """Stands in for the copies of torch: also "pinned" ones work without a GPU, and each does some damage."""
+    """Replaces the copies of torch: "pinned" ones work without a GPU, and each one does some damage."""
 
     def __init__(self, there: Damage = nothing, back: Damage = nothing, only: str = "") -> None:
         self.there, self.back, self.only = there, back, only

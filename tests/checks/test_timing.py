@@ -1,4 +1,4 @@
-"""Timing rows: failures are rows, hangs end the process, clocks are right."""
+"""Timing rows: failures are rows, hangs end the process, clocks are correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The child of `check`: weights are weighed without being loaded, and the adapter is looked at."""
+"""The child of `check`: weights are measured without being loaded, and the adapter is inspected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tiny_sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lora_file(path: Path, folder: Path, rank: int = 2, module: str = MODULE) -> Path:
-    """A LoRA of one module, whose names are those of diffusers."""
+    """A LoRA of one module with diffusers' names."""
     weight = load_file(next((folder / "unet").glob("*.safetensors")))[f"{MODULE.removeprefix('unet.')}.weight"]
     rows, columns = weight.shape
     factors = {"lora_A": torch.ones(rank, columns), "lora_B": torch.ones(rows, rank)}
@@ -36,7 +36,7 @@ def lora_file(path: Path, folder: Path, rank: int = 2, module: str = MODULE) -> 
 
 
 def real_bytes(folder: Path) -> dict[str, int]:
-    """What the files of a float32 model hold."""
+    """Bytes in the files of a float32 model."""
     files = {path.parent.name: load_file(path) for path in folder.glob("*/*.safetensors")}
     return {name: sum(t.numel() * t.element_size() for t in tensors.values()) for name, tensors in files.items()}
 

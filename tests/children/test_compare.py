@@ -1,4 +1,4 @@
-"""What a comparison says of each file of a run."""
+"""The comparison's row for each file of a run."""
 
 from __future__ import annotations
 

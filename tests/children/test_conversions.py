@@ -1,4 +1,4 @@
-"""``lora-rocm export`` to the formats that are made of the base's own files."""
+"""``lora-rocm export`` to the formats that are built from the base's own files."""
 
 from __future__ import annotations
 

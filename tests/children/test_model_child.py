@@ -74,7 +74,7 @@ def test_a_negative_prompt_is_refused_where_none_is_read() -> None:
 
 
 def test_a_control_image_is_refused_where_none_is_taken() -> None:
-    """The variant of a base outside of a run is that which takes one, for its files do not say."""
+    """Files do not state whether the base takes a control image; outside a run, the variant that takes one is used."""
     asked = job(inputs={"control_image": Path("c.png")}, base="x", family="flux")
     require_inputs_read(asked, recipe("flux", variant="kontext"))
     require_inputs_read(asked, recipe_for(asked, LORA, TOYS))

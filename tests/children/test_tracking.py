@@ -82,7 +82,7 @@ def test_it_gets_the_recipe_and_the_numbers(run_dir: RunDir) -> None:
 
 
 def test_it_gets_no_path_of_this_machine(run_dir: RunDir, tmp_path: Path) -> None:
-    """Wherever the recipe has one; a base of the hub, a built-in one and a prompt are no paths of this machine."""
+    """Wherever the recipe has one; a hub base, a built-in base and a prompt are not paths of this machine."""
     place, vae = tmp_path / "alice", tmp_path / "alice" / "vae.safetensors"
     place.mkdir()
     vae.write_bytes(b"")

@@ -264,7 +264,7 @@ def test_a_number_of_workers_that_ends_the_child_is_not_recommended(child: Any, 
 
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Path]]:
-    """A stand-in for the training process; returns a list that gets the folders of its runs."""
+    """A fake for the training process; returns a list that gets the folders of its runs."""
 
     def made(mode: str) -> list[Path]:
         runs: list[Path] = []

@@ -1,4 +1,4 @@
-"""``lora-rocm chat``: the answers of base and adapter are those of transformers and PEFT, turn after turn."""
+"""``lora-rocm chat``: base and adapter answer as in transformers and PEFT, turn after turn."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def recipe_of(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the recipe and the PEFT result of a run whose adapter answers otherwise than the base."""
+    """A folder with a run's recipe and PEFT result; the adapter answers differently from the base."""
     folder = tmp_path_factory.mktemp("run")
     recipe = recipe_of(folder)
     (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")

@@ -46,7 +46,7 @@ def pixels(encoded: str) -> np.ndarray:
 
 
 def test_a_run_is_compared_and_its_losses_are_those_of_training(program: Program, tmp_path: Path) -> None:
-    """The losses agree with those that training has computed, but for the rounding of the files to fp16."""
+    """The losses equal training's losses except for the files' rounding to fp16."""
     assert program.train("run", *SETS).code == 0
     run_dir = RunDir(tmp_path / "run")
     said = program("compare", "run", "--prompt", "a cat", "--strength", "0", "--strength", "30")

@@ -1,4 +1,4 @@
-"""What ``lora-rocm env`` prints: read by real shells, and reviewed for every recorded machine."""
+"""The output of ``lora-rocm env``: read by real shells, and reviewed for every recorded machine."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ ROWS = tuple(EnvRow("r", f"LR_TEST_{number}", value, "why: 50% & more", "source"
 def plan_text(
     recipe: str | None, overrides: Sequence[str], facts: Path | None, shell: str | None, *, explain: bool
 ) -> str:
-    """What ``lora-rocm env`` prints."""
+    """The output of ``lora-rocm env``."""
     return described(*planned(recipe, overrides, facts), shell, explain=explain)
 
 
 def json_text(recipe: str | None, overrides: Sequence[str], facts: Path | None) -> str:
-    """What ``lora-rocm env --json`` prints."""
+    """The output of ``lora-rocm env --json``."""
     return json.dumps(json_form(result_of(*planned(recipe, overrides, facts))))
 
 
@@ -195,7 +195,7 @@ def test_an_override_without_a_recipe_is_refused() -> None:
 
 @pytest.mark.parametrize("name", machines())
 def test_facts_are_written_as_they_are_read(name: str, tmp_path: Path) -> None:
-    """The JSON of a machine can stand in the place of its facts."""
+    """The JSON of a machine can replace its facts."""
     path = tmp_path / "env.json"
     path.write_text(json_text(None, (), machine(name)), encoding="utf-8")
     assert load_facts(path) == load_facts(machine(name)) and json_text(None, (), path) == path.read_text("utf-8")

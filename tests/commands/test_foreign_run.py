@@ -1,4 +1,4 @@
-"""Commands on a run of somebody else: what its recipe names decides nowhere where they write."""
+"""Commands on a run from somebody else: names in its recipe do not decide where they write."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Program
 
 
 def spoil(run_dir: Path, place: Path) -> None:
-    """Let the recipe name folders of its own for all output, as one that somebody has edited."""
+    """Edit the recipe, as somebody might have, so that it names other folders for all output."""
     yaml = YAML()
     data = yaml.load((run_dir / "recipe.yaml").read_text(encoding="utf-8"))
     data["cache"]["dir"], data["output"]["dir"] = str(place / "cache"), str(place / "runs")

@@ -1,4 +1,4 @@
-"""What ``inspect`` says of files and folders, and of what is no model."""
+"""The output of ``inspect`` for files and folders, also for files that are not models."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_a_whole_diffusers_folder_says_what_each_component_is(tmp_path: Path) ->
 
 
 def test_the_peft_folder_of_an_image_model_says_as_much_as_its_export(tmp_path: Path) -> None:
-    """Also of a text encoder, whose names are those of many models."""
+    """Also for a text encoder, which has the same names in many models."""
     attention = "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k"
     modules = {"unet": attention, "text_encoder": "text_model.encoder.layers.0.mlp.fc1"}
     for component, module in modules.items():

@@ -1,4 +1,4 @@
-"""``lora-rocm inspect`` of a language model's folder promises what ``check`` of a recipe with it says."""
+"""``lora-rocm inspect`` of a language model's folder agrees with ``check`` of a recipe with it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CHANGES: dict[str, Callable[[Path], Path]] = {
 
 
 def checked(folder: Path) -> str:
-    """What check says against a folder; "" if nothing."""
+    """The result of check for a folder; "" if nothing."""
     try:
         weigh(recipe_of(folder, lora={"targets": "attention-mlp"}, runtime={"device": "cpu"}))
     except LoraRocmError as error:

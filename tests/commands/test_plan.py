@@ -395,7 +395,7 @@ def slim() -> Footprint:
 
 
 def followed(fix: str, asked: Recipe, footprint: Footprint) -> tuple[Recipe, Footprint]:
-    """The recipe with what the sentence says, and its footprint. The settings are read from the words alone."""
+    """The recipe changed as the sentence advises, and its footprint. The settings are read from the words alone."""
     changes = dict(re.findall(r"(\w+\.\w+) to (\w+)", fix))
     sections = asked.model_dump(mode="json")
     for name, value in changes.items():
@@ -427,7 +427,9 @@ def untrue(
     auto_modes: tuple[Mode, ...] | None,
     budgets_gib: tuple[float, ...] = BUDGETS_GIB,
 ) -> list[str]:
-    """Fixes, over many budgets, that do not keep their word. auto_modes: given to the search; None: the right ones."""
+    """Fixes, over many budgets, that do not keep their word. auto_modes: given to the search. None: the
+    expected ones.
+    """
     found = []
     for budget_bytes in (int(gib * GIB) for gib in budgets_gib):
         job = job_of(asked, Settings(), on_gpu=True, can_offload=can_offload)
@@ -537,7 +539,7 @@ def test_a_room_says_what_it_is_made_of() -> None:
 def test_the_room_says_what_was_counted(
     machine: str, held_gib: float, said: str | Worded, write: Any, child: Any, monkeypatch: Any, capsys: Any
 ) -> None:
-    """The child measures what training would have; what is missing to the card's size is held by others."""
+    """The child measures the memory of training; other processes use the rest of the card."""
     made = situation(machine)
     known = budget_of(made.facts, made.gpu)
     whole = known.limit_bytes if known is not None else 24 * GIB

@@ -1,4 +1,4 @@
-"""Where a run stands."""
+"""The status of a run."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def test_running(run_dir: RunDir) -> None:
 
 
 def test_readings_are_no_word_of_the_worker(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that hangs stays silent, however often the GPU beside it is read."""
+    """A reading is not an event of the worker. A hanging worker counts as silent, however often the GPU is read."""
     with monkeypatch.context() as patch:
         patch.setattr("lora_rocm.rundir.events.time", SimpleNamespace(time=lambda: time.time() - 1000.0))
         write(run_dir, *STEPS)
@@ -174,7 +174,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, name: str) 
 
 @pytest.mark.parametrize("harm", ["bit", "moved"])
 def test_a_checkpoint_that_a_resume_refuses_is_not_the_last_one(tmp_path: Path, harm: str) -> None:
-    """A changed bit, and a folder whose name says another step than its record."""
+    """A changed bit, and a folder name with a different step from its record."""
     run_dir = RunDir(tmp_path / "run")
     write_whole_run(run_dir)
     older, newer = write_checkpoint(run_dir, 20), run_dir.checkpoint(40)
@@ -193,7 +193,7 @@ def test_a_checkpoint_that_a_resume_refuses_is_not_the_last_one(tmp_path: Path, 
 
 @pytest.mark.parametrize("there", [(10, 20, 30, 40), (20, 30, 40), (40,), (10, 20, 40), (10, 20, 30), ()])
 def test_a_lost_lora_of_a_checkpoint_is_named(tmp_path: Path, there: tuple[int, ...]) -> None:
-    """The run deletes the oldest first, and never the newest: what else is not there was lost."""
+    """The run deletes the oldest first, and never the newest: any other missing checkpoint was lost."""
     run_dir = RunDir(tmp_path / "run").create()
     run_dir.checkpoints.mkdir()
     save_recipe(run_dir)

@@ -1,4 +1,4 @@
-"""One training run as the parent sees it, with a stand-in for the worker."""
+"""One training run as the parent sees it, with a fake worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the training process really finds in its environment, on recorded machines; the child is a real process."""
+"""The environment variables that the training process really gets, on recorded machines; the child is a real
+process.
+"""
 
 from __future__ import annotations
 

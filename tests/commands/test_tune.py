@@ -1,4 +1,6 @@
-"""The tune command with a light child: what is right is kept, what hangs, crashes or is wrong is named and left out."""
+"""The tune command with a small child: correct results are kept; a backend that hangs, crashes or is wrong is named and
+skipped.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A warmed process that forks a child for each run, so that a run costs a fraction of a second.
 
 Started by ``lab.py`` with the shim preloaded. Each line of standard input is a job (JSON): arguments of a command line,
-and where the shim is to strike. The answer is how the child ended; what its user saw is in the file ``said``.
+and where the shim is to strike. The answer is how the child ended; the file ``said`` has the output for the user.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FAULTS = {"position": forget_the_position, "in-place": write_in_place}
 
 
 def warm(job: dict[str, Any]) -> None:
-    """One run, so that every import is made, and then nothing that exists is looked at by the collector again."""
+    """One run, so that every import is done; afterwards the collector ignores all existing objects."""
     _command(job)
     gc.collect()
     gc.freeze()

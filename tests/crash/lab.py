@@ -1,4 +1,6 @@
-"""Runs that are cut, or whose disk fails, at a chosen call; see ``shim.c`` and ``host.py``. Linux with a C compiler."""
+"""Runs that are cut, or have a failing disk, at a chosen call; see ``shim.c`` and ``host.py``. Linux with a C
+compiler.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ NOT_COMPARED = (
     ".parent",
     ".worker",
 )
-"""Files that tell when and how, not what: times are in them. Everything else in a run directory has to be equal."""
+"""Files that record times: their content differs between equal runs. Everything else in a run directory has to be
+equal.
+"""
 PASSING = ("events", "heartbeat", "tensorboard", "worker.log", ".parent", ".worker", "stacks")
 """Files that no later start reads for more than a count."""
 
@@ -91,7 +95,7 @@ def why_not() -> str:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended. code: of the command, or KILLED. hit: the call that was struck, where one was."""
+    """The end of a command. code: of the command, or KILLED. hit: the call that was struck, where one was."""
 
     code: int
     text: str
@@ -229,7 +233,7 @@ class Call:
 
 
 def results(root: Path) -> dict[str, bytes]:
-    """Every file of a run that says what was made, also half-written leftovers."""
+    """Every result file of a run, also half-written leftovers."""
     run_dir = root / "run"
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     names = {path.relative_to(run_dir).as_posix(): path for path in files if "tensorboard" not in path.parts}
@@ -242,7 +246,7 @@ def differing(found: dict[str, bytes], expected: dict[str, bytes]) -> list[str]:
 
 
 def lose_power(root: Path, calls: list[Call]) -> None:
-    """Leave of each file what was flushed to the disk: what a power cut may leave at worst."""
+    """Keep of each file only the bytes flushed to disk: the worst state after a power cut."""
     flushed: dict[int, int] = {}
     dirty: set[int] = set()
     for call in calls[:-1]:  # the last one did not happen

@@ -24,7 +24,7 @@ WORDS = {
     "ESTALE": "not there any more",
     "gone": "not there any more",
 }
-"""What the user has to read, by what happens to the disk."""
+"""The message that the user has to read, by disk fault."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Straight:
 class Found:
     """One disturbed run.
 
-    hits: the calls that were struck. wrong: what is not as it has to be; empty where all is well.
-    cost_s: how much longer all its starts took together than the undisturbed run; None: it was not gone on from, as
+    hits: the calls that were struck. wrong: the faults found; empty if there are none.
+    cost_s: how much longer all its starts took together than the undisturbed run; None: it was not resumed, because
     another one was in the same state.
     """
 
@@ -70,10 +70,10 @@ def exits(
     faults: tuple[str, ...] = (),
     seen: set[str] | None = None,
 ) -> Iterator[Found]:
-    """Cut at each of ``points``, and go on to the end.
+    """Cut at each of ``points``, and resume to the end.
 
-    ``seen``: digests of what lasts of a cut run, from where another run has gone on and found its end; such a state is
-    not gone on from twice, for what comes next is a function of it.
+    ``seen``: digests of the files left by cut runs that were resumed to their end. No state is resumed twice, because
+    the next steps depend only on the state.
     """
     for at in points:
         with lab.root() as root:
@@ -161,7 +161,7 @@ def failures(
     points: Sequence[int],
     faults: tuple[str, ...] = (),
 ) -> Iterator[Found]:
-    """Let the disk fail at each of ``points``, look at what is left and at what the user read, repair it, and go on.
+    """Let the disk fail at each of ``points``, check the files and the user's messages, repair it, and continue.
 
     A run may end well although a call failed, where the call was none that matters.
     """
@@ -175,7 +175,7 @@ def failures(
 
 
 def _bring_back(root: Path) -> list[str]:
-    """Mount the drive again; what is wrong is whatever was written where it had been."""
+    """Mount the drive again; a file written to its mount point meanwhile is a fault."""
     away, written = root.with_name(root.name + ".away"), []
     if away.exists():
         written = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
@@ -190,7 +190,7 @@ def after_start(straight: Straight) -> int:
 
 
 def _said(failed: Ended, words: str) -> list[str]:
-    """What is wrong with what the user was told."""
+    """Faults in the messages to the user."""
     if failed.code == 0:
         return []
     wrong = [] if failed.code == 3 else [f"exit code {failed.code}"]
@@ -201,7 +201,7 @@ def _said(failed: Ended, words: str) -> list[str]:
 
 
 def not_as_written(root: Path, straight: Straight) -> list[str]:
-    """Checkpoints that are taken for valid and are not those of the undisturbed run."""
+    """Checkpoints that count as valid and differ from the undisturbed run."""
     wrong, valid = [], []
     for updates, path in RunDir(root / "run").list_checkpoints():
         if read_checkpoint(path) is None:

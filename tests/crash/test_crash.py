@@ -1,4 +1,4 @@
-"""A run cut at any call that changes a file goes on to the bytes of the undisturbed one; a failing disk ends it well.
+"""A run cut at any call that changes a file resumes to the bytes of the undisturbed one; a failing disk ends it well.
 
 Here with a stride; benchmarks/reliability.py crashes and disk go through every call.
 """
@@ -75,7 +75,7 @@ def test_a_disk_that_is_full_from_some_call_on(place: Lab, straight: Straight) -
 def test_a_checkpoint_that_is_taken_for_valid_although_it_is_not_is_found(
     place: Lab, straight: Straight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control of what the test above looks at: one byte of a whole checkpoint is another."""
+    """Negative control of the test above: one byte of a whole checkpoint is changed."""
     root = Path(shutil.copytree(straight.root, place.folder / "spoilt"))
     assert series.not_as_written(root, straight) == []
     path = root / "run" / "checkpoints" / "step-00000004" / "adapter.safetensors"

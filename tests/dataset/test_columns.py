@@ -1,4 +1,4 @@
-"""Sequences of things that are made late are like lists of them."""
+"""Sequences that create their items on demand behave like lists."""
 
 from __future__ import annotations
 

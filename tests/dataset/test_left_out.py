@@ -1,4 +1,4 @@
-"""What a folder's walk leaves out is counted and named, and nothing else is said."""
+"""Skipped files of a folder are counted and named, and nothing else is reported."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_no_suffix_is_of_two_kinds() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_file_is_an_image_or_has_its_word(tmp_path: Path, make: SimpleNamespace, seed: int) -> None:
-    """Of a folder of anything: what is trained on, what is counted and what is harmless is all there is."""
+    """In a folder of arbitrary files, each file is a training sample, is counted as skipped, or is harmless."""
     rng = random.Random(seed)
     suffixes = [*readable_extensions(), *HARMLESS, *(s for unread in kinds().unread for s in unread.suffixes)]
     make.image(tmp_path / "sure.png")

@@ -49,7 +49,9 @@ def row(root: Path, path: str) -> str:
 
 
 Put = Callable[[Path, str], dict[str, object]]
-"""Puts what belongs to an image; gets the folder of the test and the image's path without extension, in a spelling."""
+"""Writes the file that belongs to an image; gets the folder of the test and the image's path without extension, in a
+spelling.
+"""
 
 
 def in_rows(name: str, content: Callable[[str], str]) -> Put:
@@ -112,7 +114,7 @@ COMPANIONS: dict[str, Put] = {
 
 
 def scanned(make: SimpleNamespace, root: Path, put: Put, forms: tuple[str, str]) -> Scan:
-    """One image in a sub-folder, named in the first form, and what belongs to it, named in the second."""
+    """One image in a sub-folder, named in the first spelling, and its companion, named in the second."""
     ours, theirs = (unicodedata.normalize(form, f"{FOLDER}/{NAME}") for form in forms)
     make.image(root / "data" / f"{ours}.png")
     return scan(make.data(path=str(root / "data"), **put(root, theirs)))
@@ -198,7 +200,7 @@ def test_a_path_that_is_not_there_stays(tmp_path: Path) -> None:
 
 
 def test_names_are_normalised_in_one_module() -> None:
-    """Who pairs by another rule pairs otherwise: every normalisation of names is ``name_key``."""
+    """Pairing by another rule would give other pairs: ``name_key`` is the only normalisation of names."""
     of_texts = {"errors.py", "foundation/redact.py", "foundation/terminal_text.py", "recipe/adapter_sections.py"}
     found = {
         path.relative_to(ROOT / "lora_rocm").as_posix()

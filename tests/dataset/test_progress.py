@@ -1,4 +1,4 @@
-"""What is said of long work, and that what was there before is said too but tells nothing of the speed."""
+"""Progress reports of long work: work that was already done is reported but does not count for the speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples in a table are those that were put into it."""
+"""A sample table returns the samples that were written to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shape is named as users know it, ordered by its cost, and found again in what was written."""
+"""A shape is named as users know it, ordered by its cost, and found again in the written result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that give wrong answers: what the self-test is there to notice. The references (float64) stay right."""
+"""Kernels that give wrong answers, which the self-test has to notice. The references (float64) stay right."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def one_nan(right: Tensor, before: Tensor | None) -> Tensor:
 
 
 def stale(right: Tensor, before: Tensor | None) -> Tensor:
-    """The kernel does not run: its memory holds the answer of before, or what it was filled with."""
+    """The kernel does not run: its memory has the previous answer, or its initial value."""
     return torch.full_like(right, float("nan")) if before is None else before.clone()
 
 
@@ -70,7 +70,7 @@ FAULTS: tuple[Fault, ...] = (zeros, wrong_tail, tail_of_zeros, one_bit, one_nan,
 
 
 class Broken(TorchDispatchMode):
-    """Within it, the named kernels of torch do what the fault says, forward and backward, but for float64."""
+    """Within it, the named kernels of torch have the fault, forward and backward, except in float64."""
 
     def __init__(self, kernels: Collection[str], fault: Fault) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Broken(TorchDispatchMode):
     def _damaged(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype is torch.float64:
             return value
-        if not value.numel():  # what a kernel leaves out: no bias, no dropout
+        if not value.numel():  # arguments that a kernel lacks: no bias, no dropout
             return value
         self.hits += 1
         key = (tuple(value.shape), value.dtype)

@@ -20,7 +20,7 @@ TOTAL = 24 * GIB
 SETTINGS = Settings(
     memory_limit_bytes=TOTAL - LIBRARIES - KEPT_FREE, kept_free_bytes=KEPT_FREE, library_bytes=LIBRARIES
 )
-"""What the plan of such a card says."""
+"""The plan's results for such a card."""
 
 
 @dataclass
@@ -68,5 +68,5 @@ class FakeCard:
 
     @property
     def limit(self) -> int:
-        """The allocator's limit in bytes, as it was set last."""
+        """The last limit set for the allocator, in bytes."""
         return round(self.fractions[-1] * TOTAL)

@@ -16,7 +16,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A GPU of 16 GiB, of which the driver says 20; what was set of it."""
+    """A GPU of 16 GiB, 20 according to the driver; the fraction that was set."""
     found: list[float] = []
     properties = SimpleNamespace(total_memory=16 * GIB, is_integrated=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -34,7 +34,7 @@ def test_the_share_is_of_what_torch_counts(fractions: list[float]) -> None:
 def test_no_limit_where_none_is_meant(fractions: list[float]) -> None:
     assert allocator.limit(torch.device("cpu"), GIB) is None
     assert allocator.limit(GPU, None) is None
-    assert allocator.limit(GPU, 62 * GIB) is None  # an APU whose properties tell only a part
+    assert allocator.limit(GPU, 62 * GIB) is None  # an APU that reports only a part in its properties
     assert fractions == []
 
 

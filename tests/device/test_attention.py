@@ -1,4 +1,4 @@
-"""Ways of attention: each gives plain attention's numbers, in the passes of training and nowhere else."""
+"""Backends of attention: each gives plain attention's numbers, in the passes of training and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the variables switch hipBLASLt off, torch prefers rocBLAS, whatever it makes of the variables itself."""
+"""Where the variables switch hipBLASLt off, torch prefers rocBLAS, whatever it infers from the variables itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CUBLASLT, HIPBLASLT = blas.VARIABLES
 
 
 class Library:
-    """Torch before 2.12 on RDNA 4: it prefers hipBLASLt until it is told otherwise."""
+    """Torch before 2.12 on RDNA 4: it prefers hipBLASLt until it is set otherwise."""
 
     def __init__(self, obeys: bool = True) -> None:
         self.preferred, self.obeys = "Cublaslt", obeys

@@ -1,4 +1,4 @@
-"""What is free on a device: the smaller of the runtime's answer and the driver's counters."""
+"""Free memory of a device: the smaller of the runtime's answer and the driver's counters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_smaller_answer_counts(card: FakeCard, monkeypatch: pytest.MonkeyPat
 
 
 def test_without_counters_the_runtime_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVIDIA, and AMD below WSL: there the answer is right."""
+    """NVIDIA, and AMD below WSL: there the answer is correct."""
     card = FakeCard(tmp_path, has_counters=False, others=3 * GIB, reserved=GIB).install(monkeypatch)
     assert free_bytes(GPU) == TOTAL - GIB
     assert card_bytes(GPU) is None

@@ -18,7 +18,7 @@ BIG, SMALL = torch.ones(3, 1280, 1280), torch.ones(3, 512, 512)
 
 
 class FakeGpu:
-    """An encoder whose time depends on the library and the size; its clock only moves when it works."""
+    """An encoder with a time that depends on the library and the size; its clock only moves when it works."""
 
     def __init__(self, with_s: float, without_s: float, build_s: float = 0.0, error: float = 1e-6) -> None:
         self.with_s, self.without_s, self.build_s, self.error = with_s, without_s, build_s, error

@@ -1,4 +1,4 @@
-"""What ranks add up and agree on; each rank is a thread here, but in the last test."""
+"""Sums and decisions of ranks; each rank is a thread here, but in the last test."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def unsummed(flat_N: Tensor) -> None:
 @pytest.mark.parametrize("fault", [zeroed, stale, unsummed])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_sum_that_is_not_the_sum_is_seen_by_all(fault: object, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the two sums of each update the first is that of the gradients."""
+    """Of the two sums of each update, the first is the gradients' sum."""
     flat_N = torch.randn(1000, generator=torch.Generator().manual_seed(2))
 
     def spoil(at: int, number: int, arrived_N: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What torch's errors mean, and that no process leaves while the GPU works: after an error, too."""
+"""The meaning of torch's errors. No process leaves while the GPU works, not even after an error."""
 
 from __future__ import annotations
 

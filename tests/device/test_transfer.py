@@ -282,7 +282,7 @@ def test_weights_have_the_same_fingerprints_together_and_alone(monkeypatch: pyte
 
 
 class Mapped(nn.Module):
-    """A module whose weights lie in a mapped file."""
+    """A module with weights in a mapped file."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ class Mapped(nn.Module):
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether its first byte lies in a mapped .safetensors file."""
+    """Whether its first byte is in a mapped .safetensors file."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         begin, end = (int(number, 16) for number in line.split()[0].split("-"))
         if begin <= tensor.data_ptr() < end:

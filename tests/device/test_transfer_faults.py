@@ -30,9 +30,9 @@ def test_no_fault_reaches_the_optimizer_and_the_states_are_those_of_a_run_withou
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_the_check_each_kind_does_harm(kind: str) -> None:
-    """Negative control: the same run with the check left out."""
+    """Negative control: the same run without the check."""
     choice = {"kinds": (kind,), "targets": ("data",)}
-    if kind == "one_nan":  # the check of loss and gradient holds it back, but cannot know better than to go on
+    if kind == "one_nan":  # the check of loss and gradient defers it, but cannot do better than continue
         with pytest.raises(NonFiniteError):
             faulty_steps(12, CPU, 3, UncheckedTransfer, **choice)
         return
@@ -113,7 +113,9 @@ def test_the_odd_tensors_are_what_they_are_called() -> None:
 
 @pytest.mark.parametrize("faults", [45, pytest.param(360, marks=pytest.mark.slow)])
 def test_a_step_over_static_buffers_holds_the_parameters_back_by_itself(faults: int) -> None:
-    """What is captured in a CUDA graph, here without one: nothing is read between the copies and the next step."""
+    """The body of the captured CUDA graph, here without a graph: nothing is read between the copies and the
+    next step.
+    """
     found = captured_faults(faults, CPU, seed=9)
     assert found.caught.total() == faults and not found.reached and not found.differing and not found.false_alarms
     assert {kind for kind, _ in found.caught} == set(KINDS)

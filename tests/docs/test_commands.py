@@ -42,7 +42,7 @@ STAND_INS = {
         "sample:\n": "sample:\n  steps: 8\n",
     },
 }
-"""Recipe of a page -> what is replaced in it, each text being there."""
+"""Recipe of a page -> replacements in it; each old text has to be present."""
 PROGRAM = str(Path(sys.executable).with_name("lora-rocm.exe" if sys.platform == "win32" else "lora-rocm"))
 QUICK = re.compile(r"lora-rocm doctor")
 """Commands of the quick set; the others take minutes."""

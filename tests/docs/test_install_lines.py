@@ -1,7 +1,7 @@
 """The lines that install lora-rocm with pip and uv take a torch for AMD GPUs.
 
-The indexes are simulated by folders: the default one has a torch for NVIDIA that is newer, and the vendor's one has old
-versions of other packages, as the real ones do.
+Folders simulate the indexes. As in the real ones, the default index has a newer torch for NVIDIA, and the vendor's has
+old versions of other packages.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def on(
 
 
 def some_days_after_the_last_review(days: int, facts: HostFacts = LINUX) -> Case:
-    """A machine whose clock shows a day so long after the newest review of a table."""
+    """A machine with a clock that many days after the newest review of a table."""
     situation, env_plan = case(facts)
     return replace(situation, today=max(review.day for review in reviews().values()) + timedelta(days)), env_plan
 

@@ -1,4 +1,4 @@
-"""Every check fires on its fault and is silent on healthy machines; what is told comes in order of harm."""
+"""Every check fires on its fault and is silent on healthy machines; findings come in order of harm."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_rows_about_bad_versions_have_a_source_and_a_range(row: object) -> None:
         (on(LINUX, torch={"aotriton": "0.12.50", "aotriton_images": {"amd-gfx110x": "?"}}), "attention-images"),
         (case(facts_of("windows-rx9060xt-fits")), "attention-images"),
         (case(facts_of("windows-rx9060xt-fits")), "rocm-attention-windows"),
-        (case(facts_of("windows-rx9060xt")), "rocm-attention-windows"),  # told by the files, more exactly
+        (case(facts_of("windows-rx9060xt")), "rocm-attention-windows"),  # the files show it more exactly
         (case(facts_of("windows-rx9070xt")), "rocm-attention-windows"),
         (case(LINUX), "price-of-safe"),
         (on(facts_of("linux-rx9070xt"), variables={"TORCH_BLAS_PREFER_HIPBLASLT": "1"}), "price-of-safe"),

@@ -1,7 +1,8 @@
-"""What is known about AMD machines (memory, drivers, libraries, convolutions), and who tells or settles it here.
+"""Known facts about AMD machines (memory, drivers, libraries, convolutions), and the check here that reports or settles
+each.
 
 Each line is one thing that is known, and the checks of the doctor, the rules of the plan ("rule:") or the modules
-("code:") that answer it. A line whose answer is removed fails.
+("code:") that answer it. A line fails if its answer is removed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cures can be typed as they stand: the shell takes them, and they change what they say."""
+"""Cures can be typed as written: the shell takes them, and they make the described change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines as kernels write them, from the log of a machine to the finding: what the probe drops is never told."""
+"""Lines as kernels write them, from a machine's log to the finding: lines that the probe drops are never reported."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_firmware(mes: str | None, package: str | None, told_of: str) -> None:
         ("3.59", None, "6.12.57+deb13-amd64", "7.2.53211-e1a6bc5663", ""),
         (None, None, "6.12.57+deb13-amd64", "7.14.26221", "drm-unread"),
         (None, None, "6.14.0-37-generic", "7.14.26221", ""),  # nobody said so
-        (None, "6.16.6", "6.8.0-90-generic", "7.14.26221", ""),  # a module of its own
+        (None, "6.16.6", "6.8.0-90-generic", "7.14.26221", ""),  # a separate module
     ],
 )
 def test_the_interface_of_the_driver(drm: str | None, module: str | None, kernel: str, hip: str, told_of: str) -> None:
@@ -122,7 +122,7 @@ def test_the_interface_of_the_driver(drm: str | None, module: str | None, kernel
         ("2.13.0+rocm10.0.1", None, "7.15.26340-0fa1b3c", ""),
         ("2.13.0a0+git1f2e3d4", "10.0.0", "7.15.26333", "rocm-conv"),  # built from sources: torch names its ROCm
         ("2.13.0a0+git1f2e3d4", "10.1.0", "7.16.26270", ""),
-        ("2.13.0a0+git1f2e3d4", None, "7.15.26333", ""),  # HIP's numbers are not those of ROCm
+        ("2.13.0a0+git1f2e3d4", None, "7.15.26333", ""),  # HIP's version numbers differ from ROCm's
         ("2.12.0+rocm7.14.0a20260608", None, "7.14.26159", ""),
         ("2.13.0+rocm7.2", None, "7.2.53211-e1a6bc5663", ""),
     ],

@@ -1,4 +1,6 @@
-"""Nothing private in a report: names, paths, tokens and addresses are put into every field, and looked for."""
+"""Nothing private in a report: names, paths, tokens and addresses are written into every field, and the report is
+searched for them.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +158,7 @@ SECRET_WORDS = ("Tr0ub4dor", "c0rrect h0rse", "87654321")
 def test_a_secret_without_a_known_form_in_every_variable_and_path(
     secret: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What leaves is what is known: values of variables that nobody has listed stay here, whatever they look like."""
+    """Only known values leave the machine: unlisted variables stay here, whatever they contain."""
     names = ("HSA_ENABLE_SDMA", "MIOPEN_FIND_MODE", "PYTORCH_HIP_ALLOC_CONF", "ROCM_PATH", "HIP_PATH", "NCCL_DEBUG")
     for name in names:
         monkeypatch.setenv(name, secret)

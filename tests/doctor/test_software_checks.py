@@ -1,4 +1,4 @@
-"""Versions of torch and of the libraries beside it; the doctor can only speak of those that the probe looks for."""
+"""Versions of torch and of its companion libraries; the doctor can only speak of those that the probe looks for."""
 
 from __future__ import annotations
 

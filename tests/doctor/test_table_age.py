@@ -1,4 +1,4 @@
-"""Tables whose facts age: each has the day of its review at its head, and the doctor says when that is long ago."""
+"""Tables with facts that age: each has its review date at the top, and the doctor reports when it is long ago."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.golden import HOSTS
 
 PACKAGE = Path(lora_rocm.__file__).parent
 ROOMS = ("device", "doctor", "hardware", "rules")
-"""The rooms whose tables are about machines."""
+"""The rooms with tables about machines."""
 DOES_NOT_AGE = {
     "device/torch_errors.toml": "messages of the torch that is pinned; its tests provoke them",
     "doctor/cures.toml": "tools of Linux distributions",

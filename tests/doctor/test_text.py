@@ -1,4 +1,4 @@
-"""What a user sees: one line for a healthy machine, reviewed outputs for all recorded ones."""
+"""The text for users: one line for a healthy machine, reviewed outputs for all recorded ones."""
 
 from __future__ import annotations
 

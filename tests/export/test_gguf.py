@@ -1,4 +1,4 @@
-"""A GGUF adapter by a converter that stands in for llama.cpp's: what it is given, and what is refused of its work."""
+"""A GGUF adapter by a converter that replaces llama.cpp's: its arguments, and faults of its output that are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ asked.outfile.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, TENSORS, 0) + json.d
 
 
 def script_of(folder: Path, tensors: int, fault: str = "") -> Path:
-    """A converter that needs a module beside it, as llama.cpp's does."""
+    """A converter that needs a module next to it, as llama.cpp's does."""
     folder.mkdir()
     (folder / "beside.py").write_text(f"TENSORS = {tensors}\n", encoding="utf-8")
     path = folder / "convert_lora_to_gguf.py"

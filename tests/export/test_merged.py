@@ -1,4 +1,6 @@
-"""A base with an adapter merged into it: transformers loads the folder, and its logits are those of both together."""
+"""A base with an adapter merged into it: transformers loads the folder, and its logits equal base and adapter
+together.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,7 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("module", ["q_proj", pytest.param("norm", marks=pytest.mark.slow)])
 def test_a_damaged_folder_is_noticed(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bit that falls over on its way to the disk, in an adapted weight and in another one."""
+    """A bit flips while the file is written, in an adapted weight and in another one."""
     from lora_rocm.export import merged as room
 
     def spoilt(path: Path, pieces: Any) -> None:
@@ -151,7 +153,7 @@ def test_a_damaged_folder_is_noticed(module: str, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 def test_memory_holds_one_weight_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the tensors that were read, only those of one weight live at once."""
+    """Of the tensors that were read, only one weight's tensors live at once."""
     import weakref
 
     from lora_rocm.export import merged as room

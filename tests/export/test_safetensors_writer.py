@@ -1,4 +1,4 @@
-"""Our safetensors writer: what the library reads back, and bytes that depend on the content alone."""
+"""Our safetensors writer: the library reads the same tensors back, and the bytes depend on the content alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sd-scripts form has the names that kohya's programs look up; of SDXL it is the kohya file."""
+"""The sd-scripts variant has the names that kohya's programs look up; of SDXL it is the kohya file."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def sdxl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
 
 
 def error_in_diffusers(family: Any, adapter: Any, path: Path) -> float:
-    """How far off the effect is that diffusers' own loader gives a file, as a share of the effect."""
+    """The error of the effect when diffusers' own loader reads a file, as a share of the effect."""
     off = whole = 0.0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT's, about names that diffusers makes of unlike alphas
+        warnings.simplefilter("ignore")  # PEFT's warning about names that diffusers derives from unequal alphas
         loaded_model = family.files.load_in_diffusers(path, adapter.components)
     for component, root in loaded_model.items():
         for name, layer in root.named_modules():

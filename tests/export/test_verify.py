@@ -26,7 +26,7 @@ from tests.wording import saying, says
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
-    # faults that the tests put there
+    # faults that the tests insert
     pytest.mark.filterwarnings("ignore:Found missing adapter keys:UserWarning"),
     pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning"),
 ]
@@ -89,7 +89,7 @@ def test_honest_files_pass(folder: Path, tmp_path: Path, form: str, dtype: str, 
     assert all(torch.equal(tensor, before[name]) for name, tensor in adapter.state().items())
     assert found.relative_difference <= {"fp32": 1e-5, "fp16": 1e-3, "bf16": 1e-2}[dtype]
     assert found.max_difference >= 0.0
-    assert (dtype == "fp32") or found.max_difference > 0.0  # it did compare with what is in the file
+    assert (dtype == "fp32") or found.max_difference > 0.0  # it did compare with the file's content
     assert bool(found.cannot_read) == (form != "kohya" or bool(lora.get("use_dora")))
     assert all(said == without_share(found.cannot_read) for said in cannot_read_by_inspect(path))
 
@@ -102,7 +102,7 @@ def test_an_untrained_adapter_passes(folder: Path, tmp_path: Path) -> None:
 
 
 def test_tiny_weights_in_fp16_pass(folder: Path, tmp_path: Path) -> None:
-    """Below fp16's normal range rounding is coarse, and says nothing against the file."""
+    """Below fp16's normal range rounding is coarse, which is not a fault of the file."""
     (family, model, adapter), path = trained(folder, lora=LORA), tmp_path / "lora.safetensors"
     adapter.load({name: p * 1e-6 if name.endswith("B") else p for name, p in adapter.state().items()})
     writers.write("kohya", path, family, adapter, family.recipe, FACTS)

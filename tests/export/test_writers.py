@@ -59,7 +59,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "conv": {"rank": 4, "alpha": 3.0, "targets": CONV_TARGETS},
 }
 SLOW_KINDS = ("dora", "rslora", "text dora")
-"""What they have, other kinds have too."""
+"""Their features are covered by other kinds too."""
 CASES = [
     *((kind, "fp32") for kind in KINDS if kind not in SLOW_KINDS),
     *(pytest.param(kind, "fp32", marks=pytest.mark.slow) for kind in SLOW_KINDS),
@@ -118,7 +118,7 @@ def write(form: str, path: Path, family: Any, adapter: Any, dtype: str) -> None:
 def assert_same_effect(
     ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], base: tuple[Tensor, ...], dtype: str
 ) -> None:
-    assert (ours[1] - base[1]).norm() > 0.02 * base[1].norm()  # else the comparison says nothing
+    assert (ours[1] - base[1]).norm() > 0.02 * base[1].norm()  # else the comparison proves nothing
     for live, loaded, plain in zip(ours, theirs, base, strict=True):
         assert (live - loaded).norm() <= TOLERANCE[dtype] * (live - plain).norm() + 1e-5 * plain.norm()
 

@@ -1,4 +1,4 @@
-"""What the contract of families is run with: a base and data of a family, and its model, adapted, on a device."""
+"""The subjects of the contract of families: a base and data of a family, and its model, adapted, on a device."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ SOME_OF_EACH = {
 }
 ARCHITECTURES = tuple(name for name in MODELS if name not in ("llama", "smollm"))
 PACKED = "packed"
-"""A variant of language models whose samples are packed into rows."""
+"""A variant of language models with samples that are packed into rows."""
 TEXTS = ("one\r\ntwo", "three and four, and so on", "five six", "ä" * 15, "x" * 200)
 
 
@@ -228,7 +228,7 @@ def write_controls(folder: Path) -> None:
 
 
 def write_clips(folder: Path) -> None:
-    """Put clips in the place of the images but the first; the first clip is longer than is used."""
+    """Replace all images except the first with clips; the first clip is longer than is used."""
     for number in range(1, len(CAPTIONS)):
         (folder / f"{number}.png").unlink()
         for frame in range(FRAMES + 2 * (number == 1)):
@@ -236,7 +236,7 @@ def write_clips(folder: Path) -> None:
 
 
 class Adapted:
-    """The model of a family with an adapter whose weights are not those of a start."""
+    """The model of a family with an adapter that has moved from its start."""
 
     def __init__(self, its: Its, device: torch.device, offloads: bool = False) -> None:
         self.family, self.pin = family_for(its.recipe), device.type == "cuda"

@@ -1,4 +1,4 @@
-"""What every model family keeps, from its cache to its result: the families of the program, and three toys.
+"""The contract of every model family, from its cache to its result: the families of the program, and three toys.
 
 ``pytest -m gpu`` makes the same on a GPU; ``-m slow`` starts and kills real children.
 """
@@ -71,7 +71,7 @@ ALIKE = ("sd15", "sd2", "toy-flow")
 
 
 def families(*slow: str) -> list[Any]:
-    """All, of which these too are slow. causal-lm has a test of its kinds."""
+    """All families, with these as further slow ones. causal-lm has a test of its kinds."""
     return [
         *(pytest.param(name, marks=pytest.mark.slow) if name in (*ALIKE, *slow) else name for name in TOYS.names),
         *(pytest.param(f"causal-lm {variant}", marks=pytest.mark.slow) for variant in (*ARCHITECTURES, PACKED)),
@@ -137,7 +137,7 @@ def test_cached_samples_make_batches_whose_gradients_reach_the_adapter_alone(its
 
 
 def test_an_example_is_as_a_batch_of_its_shape(its: Its) -> None:
-    """Only what is padded may be of another size."""
+    """Only padded tensors may have another size."""
     batch, family = its.batch, its.family
     example = family.example(batch.shape, 2)
     assert set(example) == set(batch.tensors) - {"weight"}
@@ -162,7 +162,7 @@ def test_a_batch_is_its_samples(its: Its, device: torch.device) -> None:
 
 @pytest.mark.usefixtures("_exact_convolutions")
 def test_padding_changes_nothing(its: Its, device: torch.device) -> None:
-    """Three more at the end of each axis that is padded, with what it is padded with; or the whole axis twice."""
+    """Three more at the end of each padded axis, with the usual padding value; or the whole axis twice."""
     adapted, batch = its.adapted(device), its.batch
     padded = {name: spec for name, spec in tensors_of(its.family).items() if spec.pad is not None}
     if not padded:
@@ -191,7 +191,7 @@ def test_padding_changes_nothing(its: Its, device: torch.device) -> None:
 
 @pytest.mark.parametrize("its", families("sdxl", "toy-video", "toy-text"), indirect=True)
 def test_the_footprint_is_that_of_a_real_pass(its: Its) -> None:
-    """That of SDXL has tests of its own (tests/memory/test_footprint.py)."""
+    """SDXL has its own tests (tests/memory/test_footprint.py)."""
     real = Real(its.recipe, its.batch.shape)
     found = count(real.family, hollow_model(real.family, its.recipe, torch.float32, False), its.recipe, real.shape)
     assert len(found.blocks) == len(real.family.blocks(real.model))
@@ -276,7 +276,7 @@ def test_captured_passes_are_the_eager_ones(its: Its, device: torch.device) -> N
     [*(pytest.param(name, marks=pytest.mark.slow) if name == "mistral" else name for name in ARCHITECTURES), PACKED],
 )
 def test_each_kind_of_language_model_keeps_the_main_part_of_it(variant: str, tmp_path: Path) -> None:
-    """The whole of it is slow."""
+    """The complete test is slow."""
     its = Its.write("causal-lm", tmp_path, variant)
     test_a_batch_is_its_samples(its, CPU)
     test_padding_changes_nothing(its, CPU)
@@ -290,7 +290,7 @@ def flipped(batch: Batch) -> dict[str, Tensor]:
 
 
 def killed(its: Its, run_dir: Path, device: torch.device) -> None:
-    """A run in a child that is killed: a fork of this process, or beside a GPU a new one."""
+    """A run in a child that is killed: a fork of this process, or a new process if there is a GPU."""
     if device.type == "cpu":
         pid = os.fork()
         if not pid:
@@ -306,12 +306,12 @@ def killed(its: Its, run_dir: Path, device: torch.device) -> None:
 
 
 def result(run_dir: Path) -> Any:
-    """What a run says of its files, with a digest of each."""
+    """The description of each file of a run, with its digest."""
     return json.loads(RunDir(run_dir).result.read_text(encoding="utf-8"))
 
 
 def require_whole(its: Its, run_dir: Path) -> None:
-    """What a run leaves: its result is loaded back and compared before it is said to be done; previews were made."""
+    """The results of a run: its result is loaded back and compared before it is reported as done; previews exist."""
     exports = result(run_dir)["exports"]
     assert [export["format"] for export in exports] == list(its.formats)
     assert all(export["files"] and export["max_difference"] < 1e-2 for export in exports)

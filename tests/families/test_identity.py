@@ -1,4 +1,4 @@
-"""A base's identity: every byte of what is loaded, remembered by file versions, never believed against the bytes."""
+"""A base's identity: every loaded byte, remembered by file versions, never trusted over the bytes."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_the_identity_is_of_all_that_is_trained_on(folder: Path, changed: str, t
 
 
 def test_two_checkpoints_that_share_a_vae_share_what_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one file each: only the UNets differ, and where the components lie in the files."""
+    """In one file each: only the UNets differ, and the components' places in the files."""
     one = write_single_file(tiny_pipeline(), tmp_path / "one.safetensors")
     config = write_config_folder(tiny_pipeline(), tmp_path / "config")
     tensors = load_file(one)

@@ -1,4 +1,4 @@
-"""What the light half knows of families: shapes, recognition, recipes of families that the program does not have."""
+"""Facts about families in the light half: shapes, recognition, recipes of families that the program does not have."""
 
 from __future__ import annotations
 

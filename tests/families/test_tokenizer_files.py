@@ -62,6 +62,6 @@ def test_no_tokenizer_at_all(tmp_path: Path) -> None:
 
 
 def test_an_error_of_a_library_is_recognised() -> None:
-    """The control: what was once said."""
+    """The control: a message that was recorded once."""
     for said in ("'NoneType' object has no attribute 'pop'", "transformers.PreTrainedConfig() argument after **"):
         assert OF_LIBRARIES.search(said)

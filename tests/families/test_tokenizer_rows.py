@@ -1,4 +1,4 @@
-"""A tokenizer whose ids the model's table of embeddings has no rows for is refused before anything computes with it."""
+"""A tokenizer with ids beyond the model's embedding table is refused before anything computes with it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BEYOND = SIZE["vocab_size"]
 
 
 def edited(folder: Path, edit: Edit) -> Path:
-    """A folder whose tokenizer.json was changed."""
+    """A folder with a changed tokenizer.json."""
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     edit(content)

@@ -23,7 +23,7 @@ class ToyTextSection(ModelSection):
 
 
 class NextTokenSection(ObjectiveSection):
-    """What the model is trained towards: the next token."""
+    """The target of training: the next token."""
 
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Share of every other token in the target.")
 
@@ -51,7 +51,7 @@ class ToyVideoSection(ModelSection):
 
 
 class FlowSection(ObjectiveSection):
-    """What the model is trained towards: the velocity of a flow."""
+    """The target of training: the velocity of a flow."""
 
     shift: float = Field(1.0, gt=0, description="Of the noise levels.")
 

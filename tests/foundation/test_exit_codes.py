@@ -1,4 +1,4 @@
-"""How a command ends."""
+"""The exit codes of a command."""
 
 from pathlib import Path
 

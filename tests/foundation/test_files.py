@@ -1,4 +1,4 @@
-"""Writing whole files, reading them back, and what happens where a link lies."""
+"""Writing whole files, reading them back, and the behaviour where a link is in the path."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SYMLINK, JUNCTION, CLOUD_FILE = 0xA000000C, 0xA0000003, 0x9000001A  # reparse ta
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A folder of somebody else's, beside the one that is written in."""
+    """Somebody else's folder, next to the one that is written to."""
     folder = tmp_path / "outside"
     (folder / "sub").mkdir(parents=True)
     (folder / "file").write_bytes(b"theirs")
@@ -83,7 +83,7 @@ def test_a_place_that_no_file_can_be_written_at_is_named_with_its_option(tmp_pat
     ids=["file", "folder", "symbolic link", "junction", "file of OneDrive"],
 )
 def test_links_of_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, tag: int, link: bool) -> None:
-    """What ``os.lstat`` gives on Windows: a junction is a folder for Python 3.11's ``Path.is_symlink``."""
+    """The result of ``os.lstat`` on Windows: a junction is a folder for Python 3.11's ``Path.is_symlink``."""
     (tmp_path / "x").mkdir()
     real = os.lstat
     found = SimpleNamespace(st_mode=mode | 0o777, st_reparse_tag=tag)
@@ -164,7 +164,7 @@ def test_a_name_that_is_empty_is_said() -> None:
 
 
 def flipping(monkeypatch: pytest.MonkeyPatch, times: int) -> list[Path]:
-    """A disk that flips one bit of what was just renamed, so many times."""
+    """A disk that flips one bit of the file just renamed, for a number of times."""
     flipped: list[Path] = []
     real = os.replace
 

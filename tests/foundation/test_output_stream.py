@@ -1,4 +1,4 @@
-"""A run whose terminal, reader or log goes away: nothing is lost, and nothing else changes."""
+"""A run with a terminal, reader or log that goes away: nothing is lost, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_without_it_such_a_stream_raises() -> None:
     with pytest.raises(OSError):
         stream.write("größe\n")
         stream.flush()
-    file.room = 100  # for what it still holds
+    file.room = 100  # for its buffered text
 
 
 def test_a_stream_in_memory_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(place: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Start ``lora-rocm train`` with a worker of that mode; what still runs at the end of the test is ended."""
+    """Start ``lora-rocm train`` with a worker of that mode; processes still running at the test's end are ended."""
     running: list[subprocess.Popen[bytes]] = []
 
     def begin(mode: str, *, before: list[str] | None = None, **streams: Any) -> subprocess.Popen[bytes]:
@@ -151,7 +151,7 @@ def test_an_exit_code_is_not_lost_with_the_words(start: Callable[..., Any], plac
 
 @full
 def test_a_command_whose_output_is_the_result_says_that_it_was_not_written(place: Path) -> None:
-    """``lora-rocm schema`` makes nothing else: the counterpart of going on."""
+    """``lora-rocm schema`` makes nothing else: the opposite of continuing."""
     with FULL.open("wb") as log:
         command = [sys.executable, "-P", "-m", "lora_rocm", "schema"]
         done = subprocess.run(command, stdout=log, stderr=subprocess.PIPE, cwd=place, timeout=WAIT_S)

@@ -1,4 +1,4 @@
-"""What imports make is not searched for garbage, and what is garbage afterwards is found."""
+"""Objects made by imports are not searched for garbage, and later garbage is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headers that lie are refused with the reason; sound ones are read."""
+"""Headers with false values are refused with the reason; sound ones are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may come from outside, and what a terminal gets."""
+"""Text that may come from outside, and the text that a terminal gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``lora-rocm`` whose worker is the faulty one: ``python -m tests.hangs.drive train RECIPE ...``."""
+"""``lora-rocm`` with the faulty worker: ``python -m tests.hangs.drive train RECIPE ...``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The real training worker with one fault that comes once: ``python -m tests.hangs.faulty_worker RUN_DIR ...``.
 
-The file ``<run directory>.fault`` beside the run directory names it. It is deleted when the fault comes, so the next
+The file ``<run directory>.fault`` next to the run directory names it. It is deleted when the fault comes, so the next
 start is a sound one.
 """
 
@@ -31,12 +31,12 @@ START_ORPHAN = (
 
 
 def sleeps(run_dir: Path) -> None:
-    """Python's own sleep: other threads go on."""
+    """Python's own sleep: other threads continue."""
     time.sleep(FOREVER_S)
 
 
 def blocks_in_c(run_dir: Path) -> None:
-    """A call into C that keeps the interpreter's lock: no other Python thread of the process runs any more.
+    """A call into C that keeps the interpreter's lock: no other Python thread of the process runs again.
 
     And a process that it once started through another one, which has gone: nobody's child.
     """
@@ -49,12 +49,12 @@ def blocks_in_c(run_dir: Path) -> None:
 
 
 def never_ending_kernel(run_dir: Path) -> None:
-    """A kernel of some ten minutes, which no limit here waits for: whoever waits for the device hangs."""
+    """A kernel of some ten minutes, longer than any limit here: code that waits for the device hangs."""
     torch.cuda._sleep(2**40)
 
 
 def fault_file(run_dir: Path) -> Path:
-    """Beside the run directory, which takes no foreign files."""
+    """It is next to the run directory, which takes no foreign files."""
     return run_dir.with_name(f"{run_dir.name}.fault")
 
 
@@ -75,7 +75,7 @@ def _after(
     return wrapped
 
 
-# name -> where it comes: the object and its function, at which call, and what it is
+# name -> its place (the object and its function), the number of the call, and the fault
 FAULTS: dict[str, tuple[Any, str, int, Callable[[Path], None]]] = {
     "loader": (Reader, "__getitem__", 9, sleeps),
     "c-call": (Trainer, "_update", 5, blocks_in_c),

@@ -1,7 +1,7 @@
 """Real workers that really hang, and the bytes of the run that did not.
 
-Only where the fault comes differs from a user's run: supervisor, worker and training are the real ones. Quick ones over
-a stand-in for the worker: tests/supervisor/test_supervisor.py.
+Only where the fault comes differs from a user's run: supervisor, worker and training are the real ones. Quick ones with
+a fake worker: tests/supervisor/test_supervisor.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environ() -> dict[str, str]:
-    """Workers look for nothing in the current folder, so the path names the faulty one."""
+    """Workers do not search the current folder, so the path names the faulty one."""
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
@@ -115,7 +115,7 @@ def test_a_worker_that_hangs_is_ended_and_the_bytes_are_those_of_an_undisturbed_
     assert results(run_dir) == undisturbed
     workers = [event["pid"] for event in read_events(RunDir(run_dir).events()) if event["type"] == "start"]
     assert len(workers) == 2 and all(map(is_gone, workers))
-    if fault == "c-call":  # and what it once started through a process that has gone
+    if fault == "c-call":  # and its child through a process that has ended
         grandchild = int((run_dir / GRANDCHILD).read_text(encoding="utf-8"))
         assert is_gone(grandchild) and others[0]["time"] > started
 
@@ -142,7 +142,7 @@ def test_without_a_supervisor_nobody_ends_it(recipe: Path, tmp_path: Path) -> No
 
 @pytest.mark.gpu
 def test_gpu_kernel_that_does_not_end(recipe: Path, tmp_path: Path) -> None:
-    """On deterministic kernels the bytes are those of the undisturbed run on the same GPU."""
+    """On deterministic kernels the bytes equal the undisturbed run on the same GPU."""
     assert torch.cuda.is_available()
     gpu = ("runtime.device=gpu", "runtime.deterministic=true", "train.mixed_precision=bf16", "runtime.max_restarts=3")
     assert train(recipe, tmp_path / "straight", *gpu, limits_s=GPU_LIMITS_S).returncode == 0

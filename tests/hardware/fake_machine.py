@@ -36,7 +36,7 @@ def kfd_version(gfx: str) -> int:
 
 @dataclass
 class Tools:
-    """What runs when a tool is asked: answers by name, and a record of who was asked."""
+    """Tools: the simulated answer of each tool, by name, and a record of the tools asked."""
 
     answers: dict[str, str | OSError] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Tools:
 
 
 class Registry:
-    """A registry made of dictionaries."""
+    """A registry built from dictionaries."""
 
     def __init__(self, content: dict[str, dict[str, Any]]) -> None:
         self.content = content
@@ -77,7 +77,7 @@ def put(root: Path, path: str, text: str) -> Path:
 
 
 def put_torch(folder: Path, torch: Torch | None, libraries: dict[str, str]) -> Path:
-    """A site-packages folder with this torch and these packages, as far as their file names tell."""
+    """A site-packages folder with this torch and these packages, as far as file names show them."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, version in libraries.items():
         (folder / f"{name.replace('-', '_')}-{version}.dist-info").mkdir()
@@ -110,7 +110,7 @@ def put_aotriton(folder: Path, version: str) -> None:
 
 
 def signature(version: str) -> str:
-    """What AOTriton writes beside its images, without the hashes of its tuning databases."""
+    """The signature file that AOTriton writes next to its images, without the hashes of its tuning databases."""
     sha1 = {"AOTRITON_GIT_SHA1": "6e00ef3e335b45dfb49065259533b59c68995bfe", "DB_SHA256": {"primary": {}}}
     return json.dumps({**sha1, "TRITON_VERSION": f"3.7.0+gitdb82b800.aotriton{version}"}, indent=2) + "\n"
 

@@ -1,4 +1,4 @@
-"""A simulated folder of PCI devices with one card, whose counters change as other programs take memory."""
+"""A simulated folder of PCI devices with one card; its counters change as other programs take memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Situations on recorded machines, and variations of them."""
+"""Situations on recorded machines, and their variations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The table of architectures beside AMD's own, the package rocm-bootstrap (MIT, made from LLVM's processor table)."""
+"""The table of architectures compared with AMD's own, the package rocm-bootstrap (MIT, made from LLVM's processor
+table).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ LEFT_OUT = {
 
 
 def unknown(targets: set[str], known: set[str]) -> set[str]:
-    """Targets that are neither known nor left out on purpose."""
+    """Targets that are neither known nor excluded on purpose."""
     return targets - known - LEFT_OUT.keys()
 
 

@@ -1,4 +1,4 @@
-"""Where the program keeps what is its own."""
+"""The folder with the program's own files."""
 
 from __future__ import annotations
 

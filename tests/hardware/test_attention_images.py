@@ -1,4 +1,4 @@
-"""Which AOTriton and images fit, and what is said where the files do not tell."""
+"""Which AOTriton and images fit, and the message where the files do not show it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory budget of every recorded machine, and what it does with facts that are missing."""
+"""The memory budget of every recorded machine, and its behaviour when facts are missing."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from lora_rocm.rules.memory_rules import memory_table
 from tests.golden import HOSTS, machines
 from tests.wording import says, worded
 
-# Reviewed by hand: GiB of each GPU in order, and whether the allocator is held to it.
+# Reviewed by hand: GiB of each GPU in order, and whether it limits the allocator.
 REVIEWED: dict[str, list[tuple[float, bool] | None]] = {
     "apple-m3": [None],
     "broken-no-permission": [(17.3, True)],
@@ -95,7 +95,7 @@ def apu(**changes: object) -> tuple[HostFacts, Gpu]:
         ({"memory_available_bytes": 40 * GIB}, 24),  # other programs hold the rest: 40 - 16
         ({"memory_available_bytes": 4 * GIB}, 0),
         ({"memory_available_bytes": None}, 62),  # not read: nothing is guessed
-        ({"linux": Linux("6.18", ttm_pages_limit=30 * 262144)}, 30),  # the kernel's limit is below what GTT says
+        ({"linux": Linux("6.18", ttm_pages_limit=30 * 262144)}, 30),  # the kernel's limit is below GTT's size
         ({"gtt_bytes": None}, 0),  # only the small carve-out is known
     ],
 )
@@ -121,7 +121,7 @@ def test_the_selected_gpu_is_the_one_that_has_a_budget() -> None:
     assert gpu is not None and gpu.gfx == "gfx1100"
     found = found_for(facts, gpu)
     assert found is not None and found.capped
-    assert found.kept_free_bytes == RESERVES.headless_mib * MIB  # the APU beside it shows the desktop
+    assert found.kept_free_bytes == RESERVES.headless_mib * MIB  # the APU next to it shows the desktop
 
 
 def card(machine: str, **changes: object) -> MemoryBudget:

@@ -1,4 +1,4 @@
-"""Verdicts are kept per stack; a damaged file is none; what they mean."""
+"""Verdicts are kept per stack; a damaged file counts as missing; also their meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings travel in one variable, and a damaged one is told in words."""
+"""The settings travel in one variable, and a damaged one is reported in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which torch a machine gets: the table, the choice, what the variables do, what is refused."""
+"""The choice of a machine's torch: the table, the choice, the variables, the refusals."""
 
 from __future__ import annotations
 

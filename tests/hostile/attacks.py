@@ -1,4 +1,4 @@
-"""Files that attack whoever reads them. All of them are small: what they claim is not."""
+"""Files that attack their readers. All of them are small but claim to be large."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def zeros(mebibytes: int) -> bytes:
 
 
 def bmp_of(width: int, height: int) -> bytes:
-    """Without pixels, but for a single row."""
+    """Without pixels except a single row."""
     header = b"BM" + struct.pack("<IHHIIiiHHIIiiII", 54, 0, 0, 54, 40, width, height, 1, 24, 0, 0, 0, 0, 0, 0)
     return header + (bytes(3 * width) if height == 1 else b"")
 
@@ -120,7 +120,7 @@ def pickled(folder: Path) -> bytes:
 
 
 def safetensors(header: Any, body: bytes = b"", length: int | None = None) -> bytes:
-    """A file with any header: a value, or the raw text of one; ``length``: what it says that this takes."""
+    """A file with any header: a value, or the raw text of one; ``length``: the claimed length of its header."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode("ascii")
     return (len(raw) if length is None else length).to_bytes(8, "little") + raw + body
 

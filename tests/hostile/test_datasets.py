@@ -148,7 +148,7 @@ def saved(folder: Path) -> Path:
 
 
 def test_arrow_whose_offsets_lie(tmp_path: Path) -> None:
-    """Without being asked, Arrow would read wherever they point to."""
+    """Otherwise Arrow would read the target unasked."""
     folder = saved(tmp_path / "ds")
     assert len(scanned(folder).samples) == 50
     file = next(folder.glob("*.arrow"))

@@ -35,7 +35,7 @@ def test_damaged_files_are_read_or_refused(target: Target, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_each_row_of_2000_is_trained_on_or_set_aside(tmp_path: Path) -> None:
-    """The full number of rows; the quick share is that of ``test_damaged_files_are_read_or_refused``."""
+    """The full number of rows; the quick share is in ``test_damaged_files_are_read_or_refused``."""
     (target,) = (each for each in TARGETS if each.name == "chat-rows")
     for number in range(2000 // fuzz_rows.ROWS):
         read(target, reliable_fuzz.content_of(target, SEED + 1, number), tmp_path)

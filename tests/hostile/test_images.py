@@ -44,7 +44,7 @@ def test_giant_dimensions(tmp_path: Path, make: attacks.Any) -> None:
 
 @pytest.mark.parametrize("kind", [b"zTXt", b"iTXt", b"iCCP"])
 def test_chunks_that_unpack_to_gigabytes(tmp_path: Path, kind: bytes) -> None:
-    """Alone no text of 64 MiB is made of it; a short one is read over."""
+    """Alone no text of 64 MiB is built from it; a short one is read over."""
     heads = {b"zTXt": b"k\0\0", b"iTXt": b"k\0\1\0\0\0", b"iCCP": b"p\0\0"}
     (tmp_path / "a.png").write_bytes(attacks.png_of(8, 8, attacks.chunk(kind, heads[kind] + attacks.zeros(64))))
     (tmp_path / "b.png").write_bytes(attacks.png_of(8, 8, attacks.chunk(kind, heads[kind] + attacks.zeros(0))))
@@ -81,7 +81,7 @@ def test_a_hundred_thousand_frames(tmp_path: Path) -> None:
     (tmp_path / "x.gif").write_bytes(head[:-1] + frame * 100_000 + b"\x3b")
     began = time.process_time()
     assert read_header(tmp_path / "x.gif").size == (8, 8)
-    assert decode((tmp_path / "x.gif").read_bytes()).size == (8, 8)  # the first one, and no other is looked at
+    assert decode((tmp_path / "x.gif").read_bytes()).size == (8, 8)  # the first one, and no other is checked
     assert time.process_time() - began < QUICK_S
 
 
@@ -139,7 +139,7 @@ for problem in found.set_aside:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
 def test_pipes_and_devices_are_not_waited_for(tmp_path: Path) -> None:
-    """In a process of its own: one that waits has to be ended."""
+    """In a separate process: one that waits has to be ended."""
     folder = tmp_path / "pics"
     folder.mkdir()
     for name in ("good.png", "talk.png"):

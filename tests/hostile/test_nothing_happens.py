@@ -24,7 +24,7 @@ RECIPE = "model: {name_or_path: builtin:tiny-sdxl}\ndata: {path: pics}\ntrain: {
 
 
 def make_folder(root: Path) -> None:
-    """``sound`` and ``hostile`` with files of each kind, and ``own`` for what may be written."""
+    """``sound`` and ``hostile`` with files of each kind, and ``own`` for permitted writes."""
     for name in ("sound", "hostile", "own"):
         (root / name).mkdir(parents=True)
     hostile, sound = root / "hostile", root / "sound"
@@ -121,7 +121,7 @@ def make_data(sound: Path, hostile: Path) -> None:
 
 
 def watched(root: Path) -> dict[str, Any]:
-    """What the process with the hook tells."""
+    """The report of the process with the hook."""
     environ = {
         **os.environ,
         **dict.fromkeys(("HF_HOME", "TMPDIR", "TEMP", "TMP", "LORA_ROCM_HOME", "XDG_CACHE_HOME"), str(root / "own")),
@@ -149,7 +149,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_hostile_files_are_only_read(told: dict[str, Any]) -> None:
     assert told["seen"] == []
-    assert set(told["sound"].values()) == {"read"}, told["sound"]  # what is refused is refused for its content
+    assert set(told["sound"].values()) == {"read"}, told["sound"]  # every refusal is because of the content
     ended = told["ended"]
     assert {name for name in ended if name.startswith("recipe-")} and all(
         code == "recipe-invalid" for name, code in ended.items() if name.startswith("recipe-")

@@ -225,7 +225,7 @@ def test_lines_that_no_run_has_written(tmp_path: Path, whole_run: tuple[Path, st
 
 
 def test_every_event_that_is_written_is_read(tmp_path: Path) -> None:
-    """Control: what a run writes has the kinds that the readers expect."""
+    """Control: a run writes only the kinds of events that the readers expect."""
     run_dir = RunDir(tmp_path / "run")
     write_whole_run(run_dir)
     assert len(read_events(run_dir.events())) == len(run_dir.events().read_bytes().splitlines())

@@ -1,4 +1,4 @@
-"""Weight files that lie about themselves: every reader refuses them in a sentence, before it takes any memory."""
+"""Weight files with false headers: every reader refuses them in one sentence, before it takes any memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def as_cache_entry(path: Path) -> None:
 
 
 def bounded(read: Callable[[Path], None], path: Path) -> str:
-    """What the refusal says; it takes little memory and time."""
+    """The text of the refusal; it takes little memory and time."""
     began = time.process_time()
     tracemalloc.start()
     try:
@@ -116,7 +116,7 @@ def test_a_pipe_is_no_weight_file(tmp_path: Path) -> None:
 
 
 def with_metadata(folder: Path, config: str, width: int = 32) -> Path:
-    """A LoRA of one layer of the model, of which rank and alpha are told in its metadata."""
+    """A LoRA of one layer of the model, with rank and alpha in its metadata."""
     weights = {f"unet.{NAME}.lora_A.weight": torch.ones(2, width), f"unet.{NAME}.lora_B.weight": torch.ones(width, 2)}
     save_file(weights, folder / "x.safetensors", {"lora_adapter_metadata": config})
     return folder / "x.safetensors"

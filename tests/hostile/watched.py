@@ -1,11 +1,11 @@
-"""A process that reads hostile files under an audit hook, and tells what it did beside reading.
+"""A process that reads hostile files under an audit hook, and reports every other action.
 
     python -m tests.hostile.watched FOLDER
 
-All that is imported is imported, and sound files are read, before the hook is there. Then the files in FOLDER/hostile
-are read; FOLDER/own is the only place where anything may be written. One JSON object on standard output: what was done
-that no reader has any business with, how the reads ended, and by how many bytes the peak of memory rose; and the same
-of ``misbehave``, the control.
+All imports are done, and sound files are read, before the hook is installed. Then the files in FOLDER/hostile
+are read; FOLDER/own is the only place where anything may be written. One JSON object on standard output: actions that
+no reader may take, the results of the reads, and the rise of peak memory in bytes. It has the same for ``misbehave``,
+the control.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Watch:
-    """The audit hook: it only notes, so that what is attacked goes on as ever."""
+    """The audit hook: it only records, so that the attacked code runs as usual."""
 
     def __init__(self, folder: Path) -> None:
         self.hostile, self.own = str(folder / "hostile"), str(folder / "own")
@@ -43,7 +43,7 @@ class Watch:
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.on:
             return
-        self.on = False  # what is done in here is no event
+        self.on = False  # actions in here do not count as events
         try:
             if self._is_wrong(event, arguments):
                 self.seen.append(f"{event} {arguments!r:.200}")
@@ -72,13 +72,13 @@ class Watch:
 
 
 def _copies_a_module() -> bool:
-    """Whether the pickle that is read was made a moment ago by the one function that copies a module this way."""
+    """Whether the pickle was written a moment ago by the only function that copies modules through pickle."""
     frames = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
     return any(code is hollow_copy.__code__ for code in frames)
 
 
 def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
-    """How the files of each kind are read, by the first part of their names."""
+    """The readers for the files of each kind, by the first part of their names."""
     import torch
 
     from lora_rocm.adapters.files.lora_reader import read_lora
@@ -147,7 +147,7 @@ def forget_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had since then; 0 where the system does not tell."""
+    """The most memory that this process has had since then; 0 where the system does not report it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM:"):
@@ -156,7 +156,7 @@ def peak_bytes() -> int:
 
 
 def read_all(folder: Path, known: dict[str, Callable[[Path], Any]]) -> dict[str, str]:
-    """How each file of a folder was read: "read", or the code of the refusal."""
+    """The result of reading each file of a folder: "read", or the code of the refusal."""
     ended = {}
     for path in sorted(folder.iterdir()):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

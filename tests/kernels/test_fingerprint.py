@@ -1,4 +1,6 @@
-"""Fingerprints of flat buffers: what changes is seen, whatever it is. That both forms agree is in ``test_triton``."""
+"""Fingerprints of flat buffers: every change is detected. ``test_triton`` checks that both implementations
+agree.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def layout_of(tensor: Tensor) -> torch.memory_format:
 
 
 def passed(conv: nn.Conv2d, x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """(output, gradient of the input, numbers kept besides weights)."""
+    """(output, gradient of the input, numbers kept in addition to weights)."""
     kept, weights = 0, {p.data_ptr() for p in conv.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:

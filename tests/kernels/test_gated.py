@@ -1,4 +1,6 @@
-"""Gated activations in their plain form: against diffusers' and finite differences, and what they keep."""
+"""The eager implementation of gated activations: compared with diffusers' and finite differences, and the memory it
+keeps.
+"""
 
 from __future__ import annotations
 

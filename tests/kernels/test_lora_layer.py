@@ -1,4 +1,4 @@
-"""The way by which PEFT takes our linear layer is not public: this pins what we need of it."""
+"""PEFT's mechanism for taking our linear layer is not public: this pins the part that we need."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def dropping(rank_dropout: float, module_dropout: float) -> Model:
 
 
 def ranks(model: Model, samples: int = 4000) -> tuple[Tensor, Tensor]:
-    """What the two ranks add to each sample, as a share of all of it: (linear [B, S, 2], conv [B, H, W, 2])."""
+    """The contributions of the two ranks to each sample, as a share of their sum: (linear [B, S, 2], conv [B, H, W,
+    2]).
+    """
     shares = []
     for layer, x in ((model.linear, torch.ones(samples, 3, 4)), (model.conv, torch.ones(samples, 4, 2, 2))):
         added = layer(x) - layer.base_layer(x)
@@ -126,12 +128,12 @@ def test_ranks_are_drawn_before_a_pass_and_stay_through_it() -> None:
     for seed in (3, 4, 3):
         draws.draw(seed)
         one = model.linear(x)
-        model.linear(x[:5])  # other rows have draws of their own
+        model.linear(x[:5])  # other rows have their own draws
         assert torch.equal(model.linear(x), one)
         seen.append(one)
     assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[0], seen[1])
     assert draws.factors(drop, 8, x.device).data_ptr() == address
-    late = DropoutDraws(model.modules())  # whose rows come in the middle of a pass
+    late = DropoutDraws(model.modules())  # with rows from the middle of a pass
     late.draw(3)
     assert torch.equal(model.linear(x), seen[0])
 

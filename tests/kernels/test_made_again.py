@@ -1,4 +1,4 @@
-"""Tensors that are made again are not kept, and the gradients have the same bits."""
+"""Recomputed tensors are not kept, and the gradients have the same bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lora_rocm.kernels.made_again import made, made_again
 
 
 def passed(x: Tensor, again: bool, seen: list[weakref.ref[Any]]) -> Tensor:
-    """A square of sines, whose view is what is kept."""
+    """A square of sines; its view is the tensor kept."""
     both = made(lambda given: given[0].sin(), [x])
     seen.append(weakref.ref(both[0].untyped_storage()))
     with made_again(both) if again else nullcontext():

@@ -1,4 +1,6 @@
-"""Norms of rows with residual branches in their plain form: against the formula, and what they keep."""
+"""The eager implementation of norms of rows with residual branches: compared with the formula, and the memory
+it keeps.
+"""
 
 from __future__ import annotations
 

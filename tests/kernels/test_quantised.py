@@ -1,4 +1,4 @@
-"""Formats of quantised layers: nf4 is that of bitsandbytes, errors have the expected size, zeros stay zeros."""
+"""Formats of quantised layers: nf4 is bitsandbytes' format, errors have the expected size, zeros stay zeros."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_zeros_and_single_rows(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_dense_weight_has_the_wanted_dtype(name: str, dtype: torch.dtype) -> None:
-    """Also if it is not that of the packed layer; the values differ by the rounding of the two dtypes only."""
+    """Also if it is not the packed layer's dtype; the values differ by the rounding of the two dtypes only."""
     for stored in (torch.bfloat16, torch.float32):
         layer = packed(name, weights(stored))
         found = dense_weight(layer, dtype)

@@ -1,4 +1,4 @@
-"""Normed and turned heads in their plain form: against the libraries that models come from."""
+"""The eager implementation of normed and rotated heads, compared with the libraries that models come from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of tokens and its gradient in the place of the logits, in the plain form: against autograd."""
+"""The eager implementation of the token loss, which writes its gradient over the logits, compared with autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels: equal to their plain forms, and compiled for AMD cards without one."""
+"""The Triton kernels: equal to their eager implementations, and compiled for AMD cards without one."""
 
 from __future__ import annotations
 
@@ -124,7 +124,9 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any], int]]:
 
 
 def assembly(kernel: Any, constants: dict[str, Any], arch: str, warps: int, **types: str) -> str:
-    """What a kernel becomes for an AMD card, of arguments as launches have them: aligned buffers of less than 2 GiB."""
+    """The assembly of a kernel for an AMD card, for arguments as launches have them: aligned buffers of less than 2
+    GiB.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -222,7 +224,7 @@ def test_another_triton_does_what_the_table_says_and_warns_of_nothing(folder: st
 
 
 def test_every_launch_says_whether_products_and_sums_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 3.10 on Triton has another default, and 3.9 warns of it."""
+    """From 3.10 on Triton has another default, and 3.9 warns about it."""
     seen: dict[str, Any] = {}
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -232,7 +234,7 @@ def test_every_launch_says_whether_products_and_sums_are_fused(monkeypatch: pyte
     for case in kernel_check.SMALL:
         kernel_check._Given(case, torch.device("cpu"), torch.float32).outcome("triton", torch.float32)
     assert len(seen) == 16 and None not in seen.values()
-    assert {name for name, fused in seen.items() if not fused} == {"unpack_nf4", "unpack_rows"}  # exact to the bit
+    assert {name for name, fused in seen.items() if not fused} == {"unpack_nf4", "unpack_rows"}  # bit for bit
 
 
 def test_triton_is_chosen_for_gpus_and_only_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +269,10 @@ def test_a_triton_that_does_not_take_the_card_is_said_in_one_sentence_and_not_tr
     said: list[str] = []
     on_gpu(monkeypatch, gfx, version)
     monkeypatch.setattr(kernel_check, "first_wrong", lambda *_: pytest.fail("it was compiled"))
-    for device in (torch.device("cuda"), torch.device("meta")):  # what is counted in memory is what will run
+    for device in (
+        torch.device("cuda"),
+        torch.device("meta"),
+    ):  # the memory count uses the implementation that will run
         assert backend.form_for(device) == "eager"
     assert not kernel_check.trusted(torch.device("cuda"), torch.float16, said.append)
     assert len(said) == 1 and says(

@@ -1,4 +1,4 @@
-"""Frozen weights in the formats of ``model.quantization``, through all that touches frozen weights."""
+"""Frozen weights in the formats of ``model.quantization``, through all code that touches frozen weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Run by ``test_triton.py`` in a process of its own: prints how far each Triton kernel is from its plain form.
+"""Run by ``test_triton.py`` in a separate process: prints the difference between each Triton kernel and its eager
+implementation.
 
 usage: triton_twins.py DEVICE [few]. Few: float32, and one size of each kernel. All: the proof at load as well. The
-fingerprints of trained state are always compared, to the bit.
+fingerprints of trained state are always compared bit for bit.
 
 On the CPU Triton's interpreter runs the kernels (TRITON_INTERPRET=1 must be set before they are imported).
 """
@@ -34,7 +35,7 @@ def outcome(function: Callable[..., object], form: str, inputs: tuple[Tensor, ..
 
 
 def cases(dtype: torch.dtype) -> dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]]:
-    """Name -> (function of the inputs and the form, inputs)."""
+    """Name -> (function of the inputs and the implementation, inputs)."""
 
     def normal(*shape: int, mean: float = 0.0) -> Tensor:
         return (torch.randn(*shape) + mean).to(DEVICE, dtype)

@@ -88,7 +88,7 @@ def test_one_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, data
     header_bytes = 8 + int.from_bytes(content[:8], "little")
     content[data.draw(st.integers(header_bytes, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     entry(cache).write_bytes(content)
-    assert not cache.fault("image", KEY)  # only looked at from outside
+    assert not cache.fault("image", KEY)  # only inspected from outside
     with pytest.raises(CacheEntryBad, check=saying("latent_cache/not-as-it-was-written")):
         cache.get("image", KEY, SPEC)
 
@@ -296,7 +296,7 @@ def test_what_is_no_file_takes_up_a_name_and_is_made_again(cache: LatentCache, t
     if place == "folder":
         entry(cache).unlink()
         entry(cache).mkdir()
-    else:  # even to what was there: a link can be pointed elsewhere while it is read
+    else:  # even to an existing file: a link can change its target while it is read
         target = tmp_path / "target"
         os.replace(entry(cache), target)
         os.symlink(target, entry(cache))

@@ -80,7 +80,7 @@ def encoded(process: subprocess.Popen[bytes]) -> int:
 
 
 def undisturbed(tmp_path: Path) -> dict[str, bytes]:
-    """In this process: what is left depends on the captions alone."""
+    """In this process: the cache's files depend on the captions alone."""
     family, cache = FakeFamily(), LatentCache(tmp_path / "undisturbed")
     encoding = Encoding(cache, torch.device("cpu"), context=RunContext(pytest.fail))
     caches = Caches(encoding, family.encoders())
@@ -95,7 +95,7 @@ def entries(root: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_two_processes_fill_one_cache(tmp_path: Path) -> None:
-    """Both end right, and what they leave is what one alone leaves: no second copies, no half files."""
+    """Both succeed, and the cache equals the cache of one process: no second copies, no half files."""
     both = [filler(tmp_path / "cache", 0.002) for _ in range(2)]
     for process in both:
         begin(process)

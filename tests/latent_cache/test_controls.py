@@ -1,4 +1,4 @@
-"""Control images as cache entries: encoded as images are, cut and mirrored with their image, made by content."""
+"""Control images as cache entries: encoded like images, cut and mirrored with their image, keyed by content."""
 
 from __future__ import annotations
 

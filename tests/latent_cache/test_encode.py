@@ -287,7 +287,7 @@ def test_damaged_entries_are_counted_when_they_are_encoded_again(
     images = images_for(make, tmp_path / "data")
     caches.fill_images(images)
     caches.fill_texts(["a", "b"])
-    assert told == []  # what was missing is no damage
+    assert told == []  # a missing entry is not damage
     latents, texts = (sorted((caches.encoding.cache.root / kind).rglob("*.safetensors")) for kind in ("image", "text"))
     latents[0].write_bytes(b"")
     texts[0].write_bytes(texts[0].read_bytes()[:-8] + bytes(8))
@@ -302,12 +302,12 @@ def test_damaged_entries_are_counted_when_they_are_encoded_again(
 
 
 def tensors_in_tiles(pixels_CHW: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What tiles give: the same to rounding."""
+    """The result of tiles: the same to rounding."""
     return {name: tensor + 1e-6 for name, tensor in latents_of(pixels_CHW).items()}
 
 
 class Crowded:
-    """A family whose image encoder fits only small images into memory, unless it works in tiles."""
+    """A family with an image encoder that fits only small images into memory, unless it works in tiles."""
 
     def __init__(self, new_family: Callable[[], Any], most: float = 96 * 64) -> None:
         self.family = new_family()
@@ -374,7 +374,7 @@ def test_what_is_in_the_cache_in_tiles_is_taken_at_the_next_start(
     mixed: Path, make: SimpleNamespace, new_family: Callable[[], Any]
 ) -> None:
     first, _ = Crowded(new_family).prepare(make, mixed)
-    for tiles in (False, True):  # as the next start is told, or not
+    for tiles in (False, True):  # the next start knows of the tiles, or not
         crowded = Crowded(new_family)
         again, changed = crowded.prepare(make, mixed, tiles=tiles)
         assert again.items == first.items and changed == []
@@ -460,9 +460,7 @@ def test_a_repair_beside_the_model_in_training_goes_to_the_cpu_where_the_gpu_is_
     monkeypatch.setattr(encoder, "load", full)
     caches = prepared.repair.__self__
     caches.encoding.device, caches.encoding.open_door = torch.device("cuda", 0), door_to
-    caches.encoding.report = (
-        stop  # there is no progress to tell of, and a step of training to be finished before a stop
-    )
+    caches.encoding.report = stop  # there is no progress to report, and a training step has to end before a stop
     prepared.repair(kind, key, "damaged")
     assert devices == ["cuda", "cpu"] and file.with_name(f"{key}-1.safetensors").exists()
     monkeypatch.setattr(encoder, "load", lambda door: full(door_to(torch.device("cuda", 0))))

@@ -359,7 +359,7 @@ def test_an_input_that_nothing_provides_is_refused(world: World) -> None:
 
 
 def masked() -> Toy:
-    """Captions of one state a word, and a mask that tells what is padded."""
+    """Captions of one state per word, and a mask that marks padding."""
 
     def made(caption: str) -> dict[str, Tensor]:
         states = states_of(caption)["states"]
@@ -373,7 +373,7 @@ def masked() -> Toy:
 
 @pytest.fixture
 def lengths(tmp_path: Path, make: SimpleNamespace) -> World:
-    """Twelve images of one size, whose captions have five or two words."""
+    """Twelve images of one size with captions of five or two words."""
     world = World(tmp_path, make)
     for index in range(12):
         make.image(

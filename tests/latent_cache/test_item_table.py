@@ -1,4 +1,4 @@
-"""Samples and items in columns say what the objects would."""
+"""Samples and items in columns have the same values as the objects."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_a_table_is_the_samples_that_were_put_into_it(usable: Usable) -> None:
 
 
 def test_axes_that_a_sample_has_are_its_shape(tmp_path: Path, make: SimpleNamespace) -> None:
-    """A still of 64x96 and a clip of it, and texts of two lengths, which are told apart by nothing but their axes."""
+    """A still of 64x96 and a clip with it, and texts of two lengths, which differ in nothing but their axes."""
     samples = usable_of(tmp_path, make, flip_aug=False).samples
     columns = {"h": [64, 64, 0], "w": [96, 96, 0], "frames": [0, 5, 0], "tokens": [0, 0, 96]}
     axes = {f"axis {name}": np.array(rows, np.int32) for name, rows in columns.items()}
@@ -218,7 +218,7 @@ MASKED = EntrySpec("text", (CAPTION,), {"mask": TensorSpec("bool", "S", Pad("S")
 
 
 def with_lengths(usable: Usable, lengths: tuple[tuple[int, ...], ...]) -> Any:
-    """The table of all samples, whose captions are of these lengths."""
+    """The table of all samples, with captions of these lengths."""
     column = KeyLists()
     for row in lengths:
         column.append_lengths(row)

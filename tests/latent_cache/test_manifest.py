@@ -1,4 +1,4 @@
-"""A manifest is taken where it is still true, and what it says is what looking at everything would have said."""
+"""A manifest is used where it is still true, and its entries equal the result of checking every image."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DAY_S = 86400
 
 
 class Starts:
-    """Starts with one cache, each as a new process would; counts those that looked at every image."""
+    """Starts with one cache, each as a new process would. Starts that checked every image."""
 
     def __init__(self, root: Path, make: SimpleNamespace, new_family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.make, self.new_family = root, make, new_family
@@ -255,7 +255,7 @@ def test_a_folder_that_could_not_be_read_for_now_is_not_kept(starts: Starts, mon
     monkeypatch.setattr(manifest, "_listed", lambda root, recursive: [b"as before"])
     assert says(starts().notices, "latent_cache/cannot-be-read")
     assert not (starts.root / "cache" / MANIFESTS).exists()
-    monkeypatch.setattr(folders.os, "scandir", lambda path: fails(path, 13))  # a permission is no matter of the moment
+    monkeypatch.setattr(folders.os, "scandir", lambda path: fails(path, 13))  # a permission error is not transient
     starts()
     assert len(list((starts.root / "cache" / MANIFESTS).iterdir())) == 1
 

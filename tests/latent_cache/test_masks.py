@@ -1,4 +1,4 @@
-"""Masks as cache entries: made by content, on the grid of the latents, beside images without any."""
+"""Masks as cache entries: keyed by content, on the grid of the latents, mixed with images without any."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 class World:
-    """Three images of 64x64, of which two have masks, and runs over them."""
+    """Three images of 64x64, two of them with masks, and runs over them."""
 
     def __init__(self, root: Path, make: SimpleNamespace) -> None:
         self.root, self.make = root, make
@@ -60,7 +60,7 @@ class World:
         return found
 
     def masks(self, batch_size: int = 1, name: str = LOSS_MASK) -> dict[str, Tensor]:
-        """The mask of each sample, as it is in its batch."""
+        """The mask of each sample in its batch."""
         batches = self.batches(self.prepare(), batch_size)
         return {
             key: mask_CHW
@@ -127,7 +127,7 @@ def test_entries_are_made_by_content(world: World) -> None:
 
 
 def test_the_hash_of_a_sample_stays_that_of_its_image(world: World) -> None:
-    """It decides what is held out, and which images are copies."""
+    """It decides the held-out images, and which images are copies."""
     world.keys["validation_split"] = 0.4
     masked = world.prepare()
     del world.keys["mask_path"]

@@ -1,4 +1,4 @@
-"""Threads around a loop: order, memory, errors and stops are those of a loop without them."""
+"""Threads around a loop: order, memory, errors and stops are the same as in a loop without them."""
 
 from __future__ import annotations
 

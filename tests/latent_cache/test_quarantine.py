@@ -1,4 +1,4 @@
-"""Entries are written only after a look has found all well; what was made before a look that failed is thrown away."""
+"""Entries are written only after a check has passed; entries made before a failed check are thrown away."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = ["a", "b", "c", "d", "e"]
 
 
 class Watched:
-    """Caches with a look that notes what lies on the disk, and fails where it is told to."""
+    """Caches with a check that records the files on the disk, and fails where the test asks for it."""
 
     def __init__(self, root: Path, family: Any, fails_at: int | None = None) -> None:
         self.root, self.family, self.fails_at = root, family, fails_at
@@ -43,7 +43,7 @@ class Watched:
             raise CanaryError("canary-kernel", "wrong")
 
     def never_saw_more_than(self, proven: list[int]) -> None:
-        """At each look no entry was on the disk that a look had not found well; the thread that writes may lag."""
+        """At each check, every entry on the disk had passed an earlier check; the thread that writes may lag."""
         assert len(self.seen) == len(proven)
         assert all(seen <= found_well for seen, found_well in zip(self.seen, proven, strict=True))
 

@@ -46,7 +46,7 @@ def ready(tmp_path: Path, make: SimpleNamespace, family: Any) -> Iterator[Simple
 
 
 def same(one: list[Batch], other: list[Batch]) -> bool:
-    """Whether two lists of batches are equal to the bit."""
+    """Whether two lists of batches are equal bit for bit."""
     if len(one) != len(other):
         return False
     for a, b in zip(one, other, strict=True):

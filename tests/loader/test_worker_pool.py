@@ -96,7 +96,7 @@ def read(
 ) -> list[Any]:
     """``given_up`` gets the symptom with which workers are given up; None where that is an error.
 
-    Where nothing hangs on purpose, the limit is one that no busy machine reaches.
+    Where nothing hangs on purpose, no busy machine reaches the limit.
     """
     timeout_s = 1.5 if source.fault in ("hangs", "is stopped") else 60
     workers = Workers(source, RuntimeSection(**{"worker_timeout_s": timeout_s, **runtime}), noting(said, given_up))
@@ -127,7 +127,7 @@ def test_a_worker_that_fails_costs_no_batch(fault: str, orders: Orders, tmp_path
 
 
 def test_reading_that_forgets_its_position_gives_other_batches(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control of the tests above; that the workers failed is all that the reading knows of them."""
+    """Negative control of the tests above; the reading knows only that the workers failed."""
 
     def failing(self: Group, orders: Orders) -> Iterator[Any]:
         yield from (Source()[order] for order in itertools.islice(orders, FAULTY))
@@ -213,7 +213,7 @@ def test_torch_may_be_the_first_to_say_that_a_worker_hangs(
 
 
 def test_workers_of_two_readings_are_given_up_once(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look at the held-out images comes in the middle of a step's reading."""
+    """An evaluation of the held-out images comes in the middle of a step's reading."""
 
     def failing(self: Group, orders: Orders) -> Iterator[Any]:
         yield Source()[next(iter(orders))]

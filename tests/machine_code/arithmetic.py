@@ -40,8 +40,8 @@ COMPARISONS: dict[str, Function] = {
 def fma(x: Array, y: Array, z: Array) -> Array:
     """``x * y + z`` of float32, rounded once.
 
-    The product is exact in float64. Where the sum is not, its last bit is made odd, so that rounding it to float32 goes
-    the way that the exact sum would go (rounding to odd, Boldo and Melquiond 2008).
+    The product is exact in float64. An inexact sum gets an odd last bit, so that it rounds to float32 as the exact sum
+    would (rounding to odd, Boldo and Melquiond 2008).
     """
     product, addend = np.multiply(x, y, dtype=np.float64), z.astype(np.float64)
     total = product + addend

@@ -56,7 +56,9 @@ NONE_OF = (
     *("private_segment_fixed_size", "uses_dynamic_stack", "system_vgpr_workitem_id", "group_segment_fixed_size"),
     *("user_sgpr_dispatch_ptr", "user_sgpr_queue_ptr", "user_sgpr_dispatch_id"),
 )
-"""Scratch memory, coordinates of threads beyond x, LDS besides the launch's, and addresses of the runtime's tables."""
+"""Scratch memory, coordinates of threads beyond x, LDS in addition to the launch's, and addresses of the runtime's
+tables.
+"""
 USER_SGPRS = {
     "private_segment_buffer": 4, "dispatch_ptr": 2, "queue_ptr": 2, "kernarg_segment_ptr": 2, "dispatch_id": 2,
     "flat_scratch_init": 2, "private_segment_size": 1,
@@ -75,7 +77,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction, or one half of a dual one. form: "", "e32", "e64", "e64_dpp", "dpp" or "sdwa"."""
+    """One instruction, or one half of a dual one. ``form``: "", "e32", "e64", "e64_dpp", "dpp" or "sdwa"."""
 
     name: str
     form: str
@@ -90,7 +92,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Argument:
-    """Where an argument lies among the kernel's arguments, in bytes."""
+    """The offset of an argument among the kernel's arguments, in bytes."""
 
     offset: int
     size: int
@@ -202,7 +204,7 @@ def _instruction(text: str, line: str, number: int) -> Instruction:
 
 @cache
 def _canonical(name: str) -> tuple[str, str]:
-    """(name as the newest architecture has it, form)."""
+    """(name as the newest architecture has it, encoding)."""
     form = FORM.search(name)
     name = FORM.sub("", name)
     for old, new in RENAMED:

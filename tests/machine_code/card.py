@@ -25,7 +25,7 @@ Edit = Callable[[str, str], str]
 
 
 class Card:
-    """What Triton calls a driver.
+    """The part of a driver that Triton calls.
 
     arch: "gfx1100". noise: seed of what registers start with. edit: changes assembly before it runs.
     """
@@ -53,7 +53,7 @@ class Card:
         return None, None, 0, 0, 1024
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        """What Triton calls at every launch of a kernel."""
+        """The object that Triton calls at every launch of a kernel."""
         files = get_cache_manager(metadata.hash).get_group(f"{metadata.name}.json")
         text = Path(files[f"{metadata.name}.amdgcn"]).read_text(encoding="utf-8")
         given = [source.signature[name] != "constexpr" for name in source.fn.arg_names]
@@ -76,7 +76,7 @@ class Card:
 
 
 def memory_of(tensor: torch.Tensor) -> Array:
-    """The bytes from a tensor's first number to its last; what is written to them is seen by it."""
+    """The bytes from a tensor's first number to its last; the tensor sees writes to them."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     found: Array = tensor.detach().as_strided((span,), (1,)).view(torch.uint8).numpy()
     return found

@@ -29,10 +29,10 @@ SWAPS = re.compile(r"swizzle\((SWAP|REVERSE),(\d+)\)")
 
 @dataclass(frozen=True)
 class LaneMove:
-    """Which thread each thread reads from, as the modifiers of an instruction say.
+    """The thread that each thread reads from, according to an instruction's modifiers.
 
-    inside: the threads whose source exists. allowed: the threads that may be written. zeroed: where there is no source,
-    0 is read; else nothing is written. all_sources: threads that are off are read as well.
+    inside: the threads with an existing source. allowed: the threads that may be written. zeroed: where there is no
+    source, 0 is read; else nothing is written. all_sources: threads that are off are read as well.
     """
 
     source: Indices
@@ -48,7 +48,7 @@ class LaneMove:
         return valid
 
     def moved(self, words: Reader) -> Reader:
-        """What each thread reads."""
+        """The values that each thread reads."""
 
         def read(waves: Waves) -> Array:
             found = np.broadcast_to(words(waves), (waves.count, waves.lanes))
@@ -66,7 +66,7 @@ def lane_move(instruction: Instruction, target: Target) -> LaneMove:
     """Read the modifiers of data parallel primitives.
 
     Raises:
-        UnknownInstructionError: they do not say one pattern that is known.
+        UnknownInstructionError: the modifiers are not one known pattern.
     """
     modifiers = instruction.modifiers
     patterns = set(modifiers) - SHARED
@@ -117,7 +117,7 @@ def _source_on(waves: Waves, words: Reader) -> Array:
 
 
 def permlane_16(crossed: bool) -> Builder:
-    """Any thread of a row, or of the other row of two, as 16 numbers of four bits say."""
+    """Any thread of a row, or of the other row of two, given by 16 numbers of four bits."""
 
     def build(instruction: Instruction, target: Target) -> Operation:
         if target.lanes != 32 or set(instruction.modifiers) - {"op_sel"}:
@@ -186,7 +186,7 @@ def swizzled(instruction: Instruction, target: Target) -> Operation:
 
 
 def permuted(instruction: Instruction, target: Target) -> Operation:
-    """The thread whose number, times 4, each thread names."""
+    """Each thread reads from the thread with its number, times 4."""
     if instruction.modifiers:
         raise instruction.unknown("modifier")
     into = vector_register(instruction, instruction.operands[0])
@@ -209,7 +209,7 @@ def read_lane(instruction: Instruction, target: Target) -> Operation:
 
 
 def read_first_lane(instruction: Instruction, target: Target) -> Operation:
-    """The number of the first thread that is on, or of the first of all where none is."""
+    """The number of the first active thread, or of the first thread if none is active."""
     words = read_words(instruction, instruction.operands[1])
     write = write_scalar(instruction, instruction.operands[0])
 
@@ -221,7 +221,7 @@ def read_first_lane(instruction: Instruction, target: Target) -> Operation:
 
 
 def counted_below(first: int) -> Builder:
-    """How many bits of 32 threads, from the ``first`` on, are set below each thread, plus a number."""
+    """The number of bits that are set below each thread in 32 threads from ``first`` on, plus a number."""
 
     def build(instruction: Instruction, target: Target) -> Operation:
         into = vector_register(instruction, instruction.operands[0])

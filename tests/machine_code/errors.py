@@ -1,7 +1,7 @@
-"""What a run of machine code can end with, besides its results.
+"""Errors that a run of machine code can end with.
 
 No class derives from an error that a compiler or a launch may raise, so the comparison of kernels with their eager
-forms lets them pass.
+implementations lets them pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class UnknownTargetError(MachineCodeError):
 
 
 class UnknownArgumentError(MachineCodeError):
-    """A kernel that wants something at its start that is not modelled, or other arguments than it is given."""
+    """A kernel that needs an initial value that is not modelled, or other arguments than the launch has."""
 
 
 class UnknownInstructionError(MachineCodeError):
@@ -24,11 +24,11 @@ class UnknownInstructionError(MachineCodeError):
 
 
 class OutOfBoundsError(MachineCodeError):
-    """An access to bytes that belong to no buffer, or lie outside the workgroup's LDS."""
+    """An access to bytes that belong to no buffer, or are outside the workgroup's LDS."""
 
 
 class MisalignedError(MachineCodeError):
-    """An access whose address is not a multiple of what it reads or writes."""
+    """An access at an address that is not a multiple of the access size."""
 
 
 class LdsRaceError(MachineCodeError):

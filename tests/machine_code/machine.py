@@ -1,6 +1,6 @@
 """Runs a kernel: decodes its instructions once, and computes all waves that are at the same one together.
 
-Where waves part ways, the ones that are behind go first, and those that meet go on together. Barriers hold until every
+Where waves diverge, the ones that are behind go first, and waves that meet continue together. Barriers hold until every
 wave has come to one or ended. Not modelled: time, caches, missing waits, and the last bit of reciprocals, square roots
 and powers of two.
 """
@@ -82,12 +82,12 @@ BARRIERS = {
     "s_barrier_wait": Barrier(signals=False, waits=True),
 }
 Step = Operation | Branch | Barrier | End | None
-"""What a step does; None: nothing."""
+"""The action of a step; None: nothing."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """A kernel whose instructions are bound to what they do."""
+    """A kernel with instructions that are bound to their operations."""
 
     program: Program
     steps: tuple[Step, ...]
@@ -132,7 +132,7 @@ def _operation(instruction: Instruction, target: Target) -> Operation:
 
 
 def _both(first: Operation, second: Operation, instruction: Instruction) -> Operation:
-    """A dual instruction, both halves of which read before either writes."""
+    """A dual instruction: both halves read before either writes."""
     if not isinstance(first, Computed) or not isinstance(second, Computed):
         raise instruction.unknown("dual instruction")
     one, two = first, second
@@ -185,7 +185,7 @@ class _Run:
         self._waiting = {}
 
     def _go(self, waves: Waves, at: int, until: int) -> None:
-        """Run some waves until they end, wait, part ways or come to where others are."""
+        """Run some waves until they end, wait, diverge or reach other waves."""
         following: int | None = at
         while following is not None:
             at = following
@@ -200,7 +200,7 @@ class _Run:
                 return self._ready.setdefault(following, []).append(waves)
 
     def _step(self, waves: Waves, at: int) -> int | None:
-        """Take one step; return the next one, or None where the waves do not go on together."""
+        """Take one step; return the next one, or None where the waves do not continue together."""
         step = self._steps[at]
         if step is None:
             return at + 1
@@ -255,10 +255,10 @@ def launch(
         grid: workgroups along x, y and z.
         threads: of a workgroup.
         lds_size: bytes of LDS of a workgroup.
-        values: the arguments. Arrays of bytes are buffers, and are changed by what the kernel stores.
+        values: the arguments. Arrays of bytes are buffers, and the kernel's stores change them.
             They may overlap if none is read where another is written.
         noise: seed of what registers start with.
-        most_steps: after so many instructions a wave does not end.
+        most_steps: a wave that needs more instructions is an error.
 
     Raises:
         MachineCodeError: something is not modelled, or the kernel did what no kernel may do.
@@ -329,7 +329,7 @@ def start_of(
 
 
 def _set_up(program: Program, waves: Waves, sizes: tuple[int, ...], kernarg: int) -> None:
-    """What registers hold at the start: the address of the arguments, the workgroup, the thread."""
+    """Set the registers' initial values: the address of the arguments, the workgroup, the thread."""
     register = program.kernarg_register
     waves.write_scalar(register, np.uint32(kernarg & 0xFFFFFFFF))
     waves.write_scalar(register + 1, np.uint32(kernarg >> 32))

@@ -115,7 +115,7 @@ class Lds:
 
         Raises:
             OutOfBoundsError: an address beyond the workgroup's LDS.
-            MisalignedError: an address that is no multiple of the size.
+            MisalignedError: an address that is not a multiple of the size.
             LdsUnwrittenError: a half that was never written.
             LdsRaceError: a half that another wave wrote since the last barrier.
         """

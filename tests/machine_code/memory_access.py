@@ -48,7 +48,7 @@ def _offset(instruction: Instruction, key: str = "offset") -> int:
 
 
 def _by_descriptor(instruction: Instruction) -> Where:
-    """Base and size of a buffer lie in four scalar registers; beyond the size nothing is read or written."""
+    """Base and size of a buffer are in four scalar registers; beyond the size nothing is read or written."""
     if set(instruction.modifiers) - {"offset", "offen"} - CACHE_HINTS:
         raise instruction.unknown("modifier")
     _, index, descriptor, base = instruction.operands
@@ -153,7 +153,7 @@ def added_64(instruction: Instruction, target: Target) -> Operation:
 
 
 def lds(stores: bool, size: int, accesses: int, unit: int) -> Builder:
-    """One or two loads or stores of LDS. ``unit``: what an offset counts, in bytes."""
+    """One or two loads or stores of LDS. ``unit``: the unit of an offset, in bytes."""
     keys = ("offset",) if accesses == 1 else ("offset0", "offset1")
 
     def build(instruction: Instruction, target: Target) -> Operation:

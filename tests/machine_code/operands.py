@@ -1,6 +1,6 @@
 """Operands of instructions, bound once to what reads and writes them.
 
-A type says how bits are seen: "u32", "i32", "f32" one register; "u64", "i64" two; "f16", "u16" half a register.
+A type is the interpretation of bits: "u32", "i32", "f32" one register; "u64", "i64" two; "f16", "u16" half a register.
 A reader returns an array that broadcasts to [waves, threads]; one of a scalar operation returns one number per wave.
 """
 

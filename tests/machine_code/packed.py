@@ -44,7 +44,7 @@ def half_words(x: Array) -> Words:
 
 
 def to_f16(function: Function, *types: str) -> Builder:
-    """An operation whose result is half a register. The other half becomes 0 on gfx9 and stays on newer ones."""
+    """An operation with a result of half a register. The other half becomes 0 on gfx9 and stays on newer ones."""
 
     def build(instruction: Instruction, target: Target) -> Operation:
         into, *texts = instruction.operands
@@ -150,7 +150,7 @@ def _half(instruction: Instruction, text: str, high: int, dtype: str = "f16") ->
 def mixed(half: str) -> Builder:
     """A product and sum of float32 and float16 sources. ``half``: "", or where the result goes as float16.
 
-    op_sel_hi: the sources that are float16. op_sel: those of them that are upper halves.
+    op_sel_hi: the sources that are float16. op_sel: the ones that are upper halves.
     """
 
     def build(instruction: Instruction, target: Target) -> Operation:

@@ -46,7 +46,7 @@ def is_ignored(instruction: Instruction) -> bool:
 
 
 def plain(result: str, function: Function, *sources: str, scc: bool = False) -> Builder:
-    """An operation of sources of some types. ``scc``: the flag says whether the result is not 0."""
+    """An operation of sources of some types. ``scc``: the flag shows whether the result is not 0."""
 
     def build(instruction: Instruction, target: Target) -> Operation:
         _expect(instruction, 1 + len(sources))
@@ -103,7 +103,7 @@ def shifted_sum(places: int) -> Builder:
 
 
 def extreme(function: Function, dtype: str) -> Builder:
-    """The larger or smaller of two; the flag says whether it is the first."""
+    """The larger or smaller of two; the flag shows whether it is the first."""
 
     def build(instruction: Instruction, target: Target) -> Operation:
         _expect(instruction, 3)
@@ -164,7 +164,7 @@ def bit_compared(wanted: int) -> Builder:
 
 
 def save_exec(function: Callable[[Mask, Mask], Mask], lanes: int) -> Builder:
-    """Keep which threads are on, and set them anew from that and a mask; the flag says whether any is on."""
+    """Save the active threads; set them again from the saved ones and a mask; the flag shows whether any is on."""
 
     def build(instruction: Instruction, target: Target) -> Operation:
         _expect(instruction, 2)

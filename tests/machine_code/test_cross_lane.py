@@ -15,7 +15,7 @@ IN_ORDER = "s_mov_b32 s2, 0x76543210\ns_mov_b32 s3, 0xfedcba98"
 
 
 def moved(arch: str, modifiers: str, on: Array | None = None) -> list[int]:
-    """What each thread gets of 100 plus the numbers of the threads, in a register that held 99."""
+    """The values that each thread gets from 100 plus the numbers of the threads, in a register that held 99."""
     lanes = 64 if arch.startswith("gfx9") else 32
     state = run(arch, f"v_mov_b32_dpp v2, v1 {modifiers}", {1: np.arange(lanes) + 100, 2: np.full(lanes, OLD)}, on=on)
     found: list[int] = state.vector[2, 0].tolist()

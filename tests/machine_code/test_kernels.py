@@ -1,4 +1,6 @@
-"""Every Triton kernel of the program, run as the machine code of AMD cards and compared with its eager form."""
+"""Every Triton kernel of the program, run as the machine code of AMD cards and compared with its eager
+implementation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a kernel is read and started, how waves part and meet, and what ends a run."""
+"""Reading and starting a kernel, waves that part and meet, and the ends of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads and stores, and what is checked of them; each check has an access that it lets pass."""
+"""Loads and stores, and their checks; each check has an access that it lets pass."""
 
 from __future__ import annotations
 

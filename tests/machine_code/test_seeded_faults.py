@@ -1,4 +1,4 @@
-"""Faults that are put into the kernels' sources and into their machine code: each is found.
+"""Faults that are inserted into the kernels' sources and into their machine code: each is found.
 
 Without a fault the same cases pass (``test_kernels.py``).
 """
@@ -29,7 +29,7 @@ NEIGHBOURS, NF4 = (next(at for at, case in enumerate(SMALL) if name in case.name
 
 @dataclass(frozen=True)
 class SourceFault:
-    """A text in a module of kernels that is exchanged once, and what is found then; None: wrong numbers."""
+    """A text in a module of kernels that is exchanged once, and the resulting error; None: wrong numbers."""
 
     what: str
     module: str
@@ -116,7 +116,7 @@ SOURCE = (
 
 @dataclass(frozen=True)
 class CodeFault:
-    """A pattern of assembly whose ``number``-th place in a kernel is exchanged."""
+    """A pattern of assembly; its ``number``-th place in a kernel is exchanged."""
 
     what: str
     pattern: str

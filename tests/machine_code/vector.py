@@ -64,7 +64,7 @@ class Computed:
 def sources_of(
     instruction: Instruction, target: Target, texts: tuple[str, ...], types: tuple[str, ...]
 ) -> tuple[list[Reader], Callable[[Waves], Mask] | None]:
-    """Readers of the sources, and the threads that may be written (None: all that are on).
+    """Readers of the sources, and the threads that may be written (None: all active ones).
 
     Raises:
         UnknownInstructionError: a modifier that is not modelled.
@@ -191,7 +191,7 @@ def multiplied_wide(dtype: str, wide: str) -> Builder:
 
 
 def division_scaled(instruction: Instruction, target: Target) -> Operation:
-    """The first step of a division: a source scaled, and a mask that says whether the last step undoes it."""
+    """The first step of a division: a source scaled, and a mask that shows whether the last step undoes it."""
     into, out, *texts = instruction.operands
     (x, divisor, dividend), _ = sources_of(instruction, target, tuple(texts), ("f32",) * 3)
     store, flags = write(instruction, into, "f32"), write_mask(instruction, out)
@@ -205,7 +205,7 @@ def division_scaled(instruction: Instruction, target: Target) -> Operation:
 
 
 def division_fma(instruction: Instruction, target: Target) -> Operation:
-    """The last product and sum of a division, scaled back where the first step says so."""
+    """The last product and sum of a division, scaled back where the first step marked it."""
     into, *texts = instruction.operands
     (x, y, z), _ = sources_of(instruction, target, tuple(texts), ("f32",) * 3)
     store = write(instruction, into, "f32")

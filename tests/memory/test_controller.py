@@ -1,4 +1,4 @@
-"""What is kept: decided by budget and recipe, put into the model, and corrected by what a first pass takes."""
+"""Kept tensors: chosen by budget and recipe, applied to the model, and corrected by the measurement of a first pass."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def recipe(memory: str = "auto", **train: Any) -> Recipe:
 
 @pytest.fixture(autouse=True)
 def small_slack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a GPU is more than all that this model takes."""
+    """A GPU's slack is more than this whole model takes."""
     monkeypatch.setattr(step_cost, "SLACK_BYTES", 0)
 
 
@@ -120,7 +120,7 @@ def footprint() -> Footprint:
 
 
 class Machine:
-    """Passes on a make-believe GPU: activations take ``factor`` times what is counted, of ``memory_bytes`` in all."""
+    """Passes on a fake GPU: activations take ``factor`` times what is counted, of ``memory_bytes`` in all."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, memory: Memory, factor: float, memory_bytes: int) -> None:
         self.memory, self.factor, self.memory_bytes = memory, factor, memory_bytes
@@ -279,7 +279,7 @@ def test_another_error_of_the_pass_is_not_taken_for_memory(
 
 
 def test_weights_that_are_offloaded_late_stay_right(footprint: Footprint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass runs out, and in the end blocks that lay on the device wait in main memory."""
+    """The pass runs out of memory, and in the end blocks that were on the device wait in main memory."""
     wanted = _gradients(LoadedModel({"net": Layers()}, torch.float32, CPU))
     budget = needs(footprint)
     memory = memory_of(footprint, budget)
@@ -378,7 +378,7 @@ def test_a_gpu_too_full_to_be_measured_is_planned_for_all_the_same(monkeypatch: 
 
 
 def test_what_is_chosen_goes_by_the_rates(footprint: Footprint) -> None:
-    """Launches of a slow host, and a fast GPU: what is captured is faster, though it needs more recomputing."""
+    """With launches of a slow host and a fast GPU, captured blocks are faster, though they need more recomputing."""
     job = Job(graphs=True, modes=("keep", "recompute"))  # one sample: no smaller parts would fit
     keep, again = (planned_bytes(mode, footprint, job) for mode in ("keep", "recompute"))
     captured, launched = keep
@@ -396,7 +396,7 @@ def test_what_is_chosen_goes_by_the_rates(footprint: Footprint) -> None:
 
 
 def planned_bytes(mode: Mode, footprint: Footprint, job: Job) -> tuple[int, int]:
-    """What a mode needs: captured, launched."""
+    """Memory that a mode needs: captured, launched."""
     ways = (job, replace(job, graphs=False))
     captured, launched = (next(plans_of(mode, 1, footprint, way, Rates())).needed_bytes for way in ways)
     return captured, launched

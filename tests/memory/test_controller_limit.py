@@ -29,7 +29,7 @@ SPARE_BYTES = 165 * 2**20
 
 
 def start(run_dir: RunDir, spare_bytes: int) -> tuple[int, str]:
-    """The worker itself in a process of its own, which may take so many bytes more once training begins."""
+    """The worker itself in a separate process, with a limited amount of further memory once training begins."""
     environ = {**os.environ, **PRECISE, SPARE: str(spare_bytes)}
     command = [sys.executable, "-m", "benchmarks.limited_worker", str(run_dir.path)]
     with subprocess.Popen(

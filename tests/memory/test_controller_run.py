@@ -70,7 +70,7 @@ def test_on_a_gpu_every_way_trains_alike(material: Path, tmp_path: Path, mode: s
 def test_a_first_pass_that_takes_too_much_changes_the_plan_and_no_byte(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, whose memory a make-believe one has here: 40 % more is measured than was counted."""
+    """As on a GPU, with the memory of a fake one: 40 % more is measured than was counted."""
     sections = {"lora": SECTIONS["lora"], "train": {"max_train_steps": 1, "batch_size": 1}}
     recipe = make_recipe(material, **sections)
     assert start(recipe, tmp_path / "kept")

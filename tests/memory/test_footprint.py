@@ -1,4 +1,4 @@
-"""What is counted on a model without weights, beside what a ledger sees of a real pass on the CPU."""
+"""Counts on a model without weights, compared with a ledger of a real pass on the CPU."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Real:
             component.train()
 
     def activations(self, chosen: list[nn.Module] | None, rows: int = 1) -> int:
-        """The most that a pass takes beside weights and gradients, in bytes."""
+        """The most that a pass takes in addition to weights and gradients, in bytes."""
         together = chosen is None
         self.family.recompute_activations(self.model, Recomputing(self.model, chosen, together))
         batch = self.family.example(self.shape, rows)
@@ -137,7 +137,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Footprint, Real]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Footprint:
-    """Of the smaller model, for what is compared with other counts of it alone."""
+    """Of the smaller model, because it is compared only with other counts of the same model."""
     its = recipe(tmp_path_factory.mktemp("small"))
     family = family_for(its)
     return count(family, hollow_model(family, its, torch.float32, False), its, SHAPE)
@@ -324,9 +324,9 @@ def test_the_adapter_takes_what_weights_and_optimizer_hold(
 
     always, buffer, landing = adapter_bytes(size, state_bytes([leaf.shape], its), its, leaf_dtype)
     assert held() == always
-    with Ledger(iter(())) as ledger:  # of what comes while they are gathered, only the sum stays
+    with Ledger(iter(())) as ledger:  # of the gradients that come meanwhile, only the sum stays
         weights.gather()
-    assert landing == size * leaf_dtype.itemsize  # and so much were the leaf's gradients, which are gone
+    assert landing == size * leaf_dtype.itemsize  # the size of the leaf's gradients, which are freed
     assert held() == always - landing + buffer
     assert buffer + landing == ledger.peak_bytes
     weights.drop_gradients()
@@ -492,7 +492,7 @@ def test_a_model_that_is_not_here_is_counted_by_the_published_configuration(
     monkeypatch.setattr(child, "counted", counted)
     given = recipe(tmp_path)
     wanted = given.model_copy(update={"model": given.model.model_copy(update={"name_or_path": "somebody/a-fine-tune"})})
-    if code in ("hub-unknown", "config-damaged"):  # that is said
+    if code in ("hub-unknown", "config-damaged"):  # that is reported
         with pytest.raises(ModelError):
             child._counted(wanted, Settings(), True, True)
         return

@@ -60,7 +60,7 @@ class FullAt(TorchDispatchMode):
 
 
 class Watched:
-    """A rig whose work runs on a device that is full now and then; what went into each update is written down."""
+    """A rig with a device that is full now and then; the samples of each update are recorded."""
 
     def __init__(self, mode: FullAt, *, in_update: bool = False, follow: dict[int, int] | None = None, **how: Any):
         self.rig = rig = Rig(**how)
@@ -99,7 +99,7 @@ class Watched:
 
 
 def steps_of(rig: Rig) -> list[dict[str, Any]]:
-    """The step events without times and counts of what was sent."""
+    """The step events without times and counts of sent work."""
     keys = ("updates", "iteration", "loss", "grad_norm", "learning_rate", "loss_scale")
     return [{key: event[key] for key in keys} for event in rig.of_type("step")]
 
@@ -122,7 +122,9 @@ def operations(**how: Any) -> int:
 def test_memory_that_runs_out_at_any_operation_costs_no_sample_and_no_byte(
     accumulation: int, scale: bool, tries: int
 ) -> None:
-    """Once or twice in a run, anywhere in drawing, copying, forward and backward, with an update under way or not."""
+    """Once or twice in a run, anywhere in drawing, copying, forward and backward, with or without an update in
+    progress.
+    """
     how = {"accumulation": accumulation, "scale": scale}
     number = operations(**how)
     assert number > 100 * STEPS // 2
@@ -162,7 +164,7 @@ def test_gradients_that_stay_change_the_result(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_step_that_is_not_made_again_loses_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: what the list of samples would look like."""
+    """Negative control: the list of samples without the repeat."""
     original = Rig().trainer.open_batches
     monkeypatch.setattr("tests.train.test_loop.batches", lambda *how: lambda first: original(first + (first > 0)))
     hit = Watched(FullAt(operations() // STEPS * 3 // 2))
@@ -170,7 +172,7 @@ def test_a_step_that_is_not_made_again_loses_its_samples(monkeypatch: pytest.Mon
 
 
 def test_an_update_that_has_to_be_sent_again_and_a_full_device_at_once() -> None:
-    """The update under way turns out to be spoilt while memory runs out for the next one."""
+    """The update in progress turns out to be spoilt while memory runs out for the next one."""
     clean = Watched(FullAt())
     number = operations()
     for nth in range(2, 6):
@@ -261,7 +263,7 @@ def test_state_that_is_there_from_the_start_is_that_which_pytorch_makes() -> Non
 
 
 class Gauge:
-    """What the device held at each time that memory ran out."""
+    """The memory in use on the device at each time that memory ran out."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *seen: Usage) -> None:
         self.emptied = 0
@@ -331,7 +333,7 @@ class Recording(NoisyLine):
 
 
 def gradient_of(micro_batches: list[Batch], parts: int) -> tuple[dict[str, Tensor], Tensor, Work]:
-    """The gradient of one effective batch by the loop's own code, the noise of its rows, and what it says of itself."""
+    """The gradient of one effective batch by the loop's own code, the noise of its rows, and its report."""
     rig, family = Rig(accumulation=1), Recording()
     rig.trainer.family, rig.trainer.accumulation, rig.trainer.relief.parts = family, len(micro_batches), parts
     rig.trainer.transfer = DeviceTransfer(torch.device("cpu"), pin=False, copy=copy_to_device)
@@ -348,7 +350,7 @@ def gradient_of(micro_batches: list[Batch], parts: int) -> tuple[dict[str, Tenso
     st.sampled_from([2, 3, 4, 8, 16]),
 )
 def test_the_summed_gradient_of_the_parts_is_that_of_the_whole(weights: list[list[float]], parts: int) -> None:
-    """Filling rows have weight 0: a part may consist of them alone."""
+    """Filling rows have weight 0: a part may consist only of such rows."""
     micro_batches = [random_batch(len(some), some) for some in weights]
     whole, noise, work = gradient_of(micro_batches, 1)
     divided, same_noise, divided_work = gradient_of(micro_batches, parts)
@@ -382,13 +384,13 @@ def test_gradients_without_their_weights_differ() -> None:
 
 
 def test_the_rig_is_a_linear_layer() -> None:
-    """What the tests above rest on: batches of the rig have rows enough to be cut."""
+    """The assumption of the tests above: batches of the rig have rows enough to be cut."""
     first = next(batches(1)(0))
     assert len(first.positions) == EFFECTIVE_BATCH and isinstance(Rig().trainer.model.components["net"], nn.Linear)
 
 
 def test_half_an_update_is_never_saved(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory runs out between the weights and their average: the run ends, and goes on from the checkpoint before."""
+    """Memory runs out between the weights and their average: the run ends, and resumes from the checkpoint before."""
     recipe = make_recipe(
         material,
         lora={"targets": [FEW_TARGETS]},

@@ -20,7 +20,7 @@ def test_bytes_come_and_go(device: torch.device) -> None:
         assert ledger.live_bytes == 256 * 256 * 4
         c = a @ b
         del a
-        assert ledger.live_bytes == 2 * 256 * 256 * 4  # the view still holds it
+        assert ledger.live_bytes == 2 * 256 * 256 * 4  # the view still keeps it alive
         del b, c
         assert ledger.live_bytes == 0
         assert ledger.mark() == 2 * 256 * 256 * 4
@@ -36,7 +36,7 @@ def test_bytes_come_and_go(device: torch.device) -> None:
     [(0.5, 0.5), (9.375, 9.375), (10, 10), (12.5, 12.5), (21.09375, 22), (25, 26), (28.125, 28.125), (30, 30)],
 )
 def test_a_rest_that_is_too_small_for_others_is_the_tensor_s(mib: float, taken_mib: float) -> None:
-    """12.5 MiB come in 14, of which others get 1.5; 25 in 26, of which nobody gets the last."""
+    """12.5 MiB come in 14, and others get 1.5 of these; 25 come in 26, and the last one stays unused."""
     assert taken_bytes(int(mib * 2**20)) == int(taken_mib * 2**20)
 
 
@@ -97,7 +97,7 @@ def test_attention_called_by_keyword_is_counted_as_by_position(heads: int) -> No
 
 
 def test_an_operation_on_the_same_shapes_again_counts_as_the_first_time() -> None:
-    """Also one whose result is the memory of its input, which its schema does not tell."""
+    """Also for an operation with a result that is the memory of its input, which its schema does not show."""
     tensor_MN = torch.ones(64, 128, device=META)
     operations = [
         lambda: torch.ops.aten._unsafe_view(tensor_MN, [128, 64]),

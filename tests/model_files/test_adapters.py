@@ -1,4 +1,4 @@
-"""LoRAs of other families are named as such; a file of the family at hand, and one that says nothing, are not."""
+"""LoRAs of other families are named as such; a file of the family at hand, and one without any mark, are not."""
 
 from __future__ import annotations
 

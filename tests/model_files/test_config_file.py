@@ -1,4 +1,4 @@
-"""Configs of what no model is are refused before anything is made from them."""
+"""Configs that belong to no model are refused before anything is made from them."""
 
 from __future__ import annotations
 

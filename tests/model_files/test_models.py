@@ -264,7 +264,7 @@ def test_each_model_is_recognised_as_itself_and_as_nothing_else() -> None:
 
 
 def adapter_of(shapes: Shapes, prefix: str, chosen: str, kind: str = "lora") -> Shapes:
-    """An adapter of rank 4 on the linear layers of the blocks whose names have ``chosen``."""
+    """An adapter of rank 4 on the linear layers of the blocks that have ``chosen`` in their names."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
@@ -309,7 +309,7 @@ def test_an_adapter_of_each_model_is_of_its_family_and_of_few_others() -> None:
 @pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "lokr in factors", "oft"])
 @pytest.mark.parametrize("prefix", [*PREFIXES, ""])
 def test_a_model_of_another_width_is_not_taken_for_another_family(prefix: str, kind: str) -> None:
-    """Names that two families share tell neither; the controls have the same names, or nearly the same."""
+    """Names that two families share identify neither; the controls have the same names, or nearly the same."""
 
     def families(blocks: str, width: int) -> tuple[str, ...] | None:
         layers = {f"{blocks}.{n}.attn{n + 1}.to_{part}.weight": (width, width) for n in range(2) for part in "qkv"}

@@ -1,4 +1,4 @@
-"""What programs do with LoRA files, by spelling; each line was tried with the program or read in its source."""
+"""Support of LoRA files in other programs, by spelling; each line was tried with the program or read in its source."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ KINDS = {
     ],
 )
 def test_a_kind_of_adapter_has_readers_of_its_own(kind: str, reads: tuple[str, ...]) -> None:
-    """A program that is not known to read one is not said to, and a kind without a row is not known."""
+    """A program that is not known to read a kind is not listed as a reader, and a kind without a row is not known."""
     for family in ("sd15", "sdxl"):
         found = readers_of([f"{KEY}.{ending}" for ending in KINDS[kind]], [family])
         assert found is not None and "reads" not in found.diffusers.replace("reads none", ""), family
@@ -190,7 +190,7 @@ def test_what_is_not_known_is_said_so() -> None:
 
 @pytest.mark.parametrize("factor", [4, 16, 32, 64, -1])
 def test_lycoris_is_said_to_read_a_lokr_exactly_when_it_does(tmp_path: Path, factor: int) -> None:
-    """By its own reader, for a layer of 320 outputs and 640 inputs, whose roots are 17.9 and 25.3."""
+    """By its own reader, for a layer of 320 outputs and 640 inputs, with roots 17.9 and 25.3."""
     (outer, height), (inner, width) = (factorization(side, factor) for side in (320, 640))
     tensors = {"lokr_w1": torch.ones(outer, inner), "lokr_w2": torch.ones(height, width), "alpha": torch.tensor(1.0)}
     w1, w2, alpha = tensors.values()

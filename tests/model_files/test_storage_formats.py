@@ -1,4 +1,4 @@
-"""Forms of weights that nothing here reads are refused by name; rounded ones are read, and told."""
+"""Formats of weights that nothing here reads are refused by name; rounded ones are read, with a notice."""
 
 from __future__ import annotations
 

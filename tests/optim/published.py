@@ -89,7 +89,7 @@ def assert_follows(
     shapes: Sequence[tuple[int, ...]] = SHAPES,
     **how: Any,
 ) -> tuple[GatedOptimizer, list[nn.Parameter], Stepper]:
-    """The weights are those of the published optimizer to within ``bound``. Returns what ``followed`` returns.
+    """The weights equal the published optimizer's weights to within ``bound``. Returns what ``followed`` returns.
 
     ``seen``: argument -> another value, with which ours are not.
     """

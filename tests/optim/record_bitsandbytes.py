@@ -1,6 +1,6 @@
 """Records an update of bitsandbytes' 8-bit AdamW on the CPU, with which ours is compared.
 
-bitsandbytes is no requirement of the tests: PEFT imports it wherever it is installed, which takes each process seconds.
+The tests do not require bitsandbytes: PEFT imports it wherever it is installed, which takes each process seconds.
 
     pip install --no-deps --target FOLDER bitsandbytes==0.50.2
     PYTHONPATH=.:FOLDER python tests/optim/record_bitsandbytes.py tests/optim/bitsandbytes_adamw_8bit.safetensors

@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments: the code, an update of bitsandbytes, and updates near to those of full precision."""
+"""AdamW with 8-bit moments: the code, an update of bitsandbytes, and updates near to full precision."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECORD = Path(__file__).with_name("bitsandbytes_adamw_8bit.safetensors")
 
 
 def test_the_values_of_the_code_are_those_of_bitsandbytes() -> None:
-    """Some of ``bitsandbytes.functional.create_dynamic_map()``, and of it with ``signed=False``."""
+    """Some of ``bitsandbytes.functional.create_dynamic_map()``, also with ``signed=False``."""
     signed, unsigned = code_book(True), code_book(False)
     assert len(signed) == len(unsigned) == 256 and bool((signed.diff() > 0).all() and (unsigned.diff() > 0).all())
     torch.testing.assert_close(signed[[0, 1, 64, 126]], torch.tensor([-0.9929687, -0.9789063, -0.0985937, -5.5e-7]))
@@ -100,5 +100,5 @@ def test_updates_are_near_those_of_full_precision() -> None:
     section = Adamw8bitSection(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0)
     ours, theirs, _ = followed(section, lambda weights: torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1))
     for weight, parameter in zip(ours.parameters.values(), theirs, strict=True):
-        off = (weight - parameter.detach()).norm() / (6 * 1e-2 * weight.numel() ** 0.5)  # of the way that was gone
+        off = (weight - parameter.detach()).norm() / (6 * 1e-2 * weight.numel() ** 0.5)  # of the distance covered
         assert 0 < float(off) < 0.05

@@ -43,7 +43,7 @@ def walked(section: OptimSection) -> GatedOptimizer:
 
 
 def way(section: OptimSection) -> float:
-    """How far weights go on average, as a share of the whole way."""
+    """The average distance that weights move, as a share of the whole distance."""
     return float((1 - walked(section).weights.masters.float()).mean()) / (STEPS * section.learning_rate)
 
 
@@ -54,7 +54,7 @@ def test_small_steps_add_up(rounding: Literal["stochastic", "kahan"]) -> None:
 
 
 def test_kahans_sum_knows_what_the_weights_lack() -> None:
-    """bf16 numbers below 1 are 2**-8 apart, so weights alone are off; those of chance are not even alike."""
+    """bf16 numbers below 1 are 2**-8 apart, so weights alone are off; random values are not even alike."""
     kahan, chance = (
         walked(AdamwBf16Section(rounding=rounding, weight_decay=0.0)) for rounding in ("kahan", "stochastic")
     )

@@ -1,4 +1,4 @@
-"""The gate: a blocked or non-finite update moves nothing; state that is loaded goes on with the same bytes.
+"""The gate: a blocked or non-finite update moves nothing; loaded state continues with the same bytes.
 
 For every update rule.
 """
@@ -92,7 +92,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
-    """Names of what does not have the same bytes."""
+    """Names of the tensors with other bytes."""
     return {name for name in before if not torch.equal(as_bytes(before[name]), as_bytes(after[name]))}
 
 
@@ -123,7 +123,7 @@ def test_a_blocked_update_moves_nothing_and_a_free_one_everything(
     optimizer.step(3, FREE)  # negative control
     constant = {"loss_scale", "a.start", "b.start", "d"}  # d grows in some steps only
     if weight_dtype is torch.float32:
-        constant |= {"a.kahan", "b.kahan"}  # nothing is left out
+        constant |= {"a.kahan", "b.kahan"}  # nothing is skipped
     assert changed(before, everything(optimizer)) >= set(before) - constant
 
 
@@ -271,7 +271,7 @@ def test_a_step_waits_for_nothing(section: OptimSection) -> None:
 
 
 def test_the_average_follows_slowly_after_a_quick_start() -> None:
-    """The decay of update u is (1 + u) / (10 + u), until that is what the recipe has."""
+    """The decay of update u is (1 + u) / (10 + u), until that reaches the recipe's value."""
     optimizer = make(ema=0.15)
     average = optimizer.parameters["a"].clone()
     for number, decay in enumerate((0.1, 0.15, 0.15)):
@@ -305,7 +305,7 @@ def test_the_logged_rate_is_the_recipes_also_when_text_encoders_come_first() -> 
 
 
 def moved_by_small_gradients(section: OptimSection, weight_dtype: torch.dtype) -> Tensor:
-    """What ten updates with gradients near 1e-5, whose squares fp16 does not hold, change."""
+    """The change after ten updates with gradients near 1e-5, which have squares below fp16's range."""
     optimizer = make(section, ema=0.0, weight_dtype=weight_dtype)
     before = optimizer.weights.masters.to(torch.float32, copy=True)
     for update in range(10):
@@ -320,7 +320,7 @@ FP16 = [section for section in SECTIONS if "fp16" in section.weight_dtypes]
 
 @pytest.mark.parametrize("section", [*FP16, SECTIONS[0]], ids=lambda section: section.optimizer)
 def test_fp16_weights_move_as_those_of_float32_where_they_are_allowed(section: OptimSection) -> None:
-    """The control is AdamW, whose second moments would be zero."""
+    """The control is AdamW; its second moments would be zero."""
     section = section.model_copy(update={"max_grad_norm": 0.0})
     wanted, found = (moved_by_small_gradients(section, dtype) for dtype in (torch.float32, torch.float16))
     off = float((found - wanted).norm() / wanted.norm())

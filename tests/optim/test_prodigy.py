@@ -121,7 +121,7 @@ def test_updates_equal_those_of_the_published_package(
 
 
 def beside_plain(variant: dict[str, Any], multiple: float, divided_by: float) -> list[float]:
-    """Ratios of the estimate to that of plain Prodigy over weights, the second of which is divided."""
+    """Ratios of the estimate to plain Prodigy's estimate over weights, the second of which is divided."""
     section = ProdigySection(max_grad_norm=0, **variant)
     ours, divided, ratios = make(section, multiple), {"a": 1.0, "b": divided_by}, []
     plain = Plain(section, start_weights(), divided)

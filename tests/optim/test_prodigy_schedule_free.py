@@ -1,4 +1,4 @@
-"""Prodigy and schedule-free Adam as their package computes it, without its slices; what users get is the average."""
+"""Prodigy and schedule-free Adam as their package computes it, without its slices; users get the average."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 20
 
 
 class Published(ProdigyPlusScheduleFree):
-    """The package with all its additions off, whose estimate looks at each weight and not at each eleventh."""
+    """The package with all its additions off; its estimate reads each weight instead of each eleventh."""
 
     def __init__(self, weights: list[nn.Parameter], **given: Any) -> None:
         off = {"factored": False, "use_stableadamw": False, "stochastic_rounding": False, "split_groups": False}

@@ -1,4 +1,4 @@
-"""The learning rate by the number of updates, beside the formulas of diffusers and of the REX paper."""
+"""The learning rate by the number of updates, compared with the formulas of diffusers and of the REX paper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedule-free AdamW as its authors' package computes it; what users get is the average."""
+"""Schedule-free AdamW as its authors' package computes it; users get the average."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_updates_and_average_are_those_of_the_package(how: dict[str, Any]) -> No
     theirs = {"eps" if name == "epsilon" else name: value for name, value in how.items()}
 
     def published(weights: list[nn.Parameter]) -> AdamWScheduleFree:
-        # Ours counts the first full step beside the warm-up.
+        # Ours counts the first full step in addition to the warm-up.
         made = AdamWScheduleFree(weights, lr=1e-2, weight_decay=0.1, warmup_steps=WARMUP + 1, **theirs)
         made.train()
         return made

@@ -1,4 +1,4 @@
-"""What is trained is guarded: one flipped bit between two updates moves nothing, and is named."""
+"""Trained weights are guarded: one flipped bit between two updates moves nothing, and is named."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def one_update(optimizer: GatedOptimizer, verdict: Tensor = FREE, value: float |
 
 
 def is_changed(optimizer: GatedOptimizer) -> list[str]:
-    """What the guard names; none where its verdict is 0."""
+    """The weights that the guard names; none where its verdict is 0."""
     verdict = float(optimizer.state_guard.check())
     failure = optimizer.state_guard.failure(0)
     assert verdict == (failure is not None)
@@ -215,7 +215,7 @@ def test_what_changes_while_an_update_is_left_out_is_seen_after_it(verdict: Tens
 
 
 def test_an_update_by_itself_does_what_it_is_told() -> None:
-    """Who makes one asks the guard before, as the loop does: of several ranks all have to do the same."""
+    """A caller of an update asks the guard first, as the loop does: all ranks have to decide the same."""
     optimizer = make(scale=False)
     set_gradients(optimizer, 0)
     flip(optimizer.weights.masters, 1)

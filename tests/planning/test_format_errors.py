@@ -1,4 +1,4 @@
-"""What is said of the formats of a frozen base: each has figures, of families that there are."""
+"""The documented errors of a frozen base's formats: each existing format has figures, of existing families."""
 
 from __future__ import annotations
 

@@ -43,7 +43,9 @@ RATES = Rates(flops=1e12, moved_bytes=1e11, bus_bytes=1e9, launch_s=1e-5, host_l
 
 
 def row_of_blocks(kept: list[int], weights: list[int] | None = None, flops: list[float] | None = None) -> Footprint:
-    """Blocks one after the other, each with an output of 1 MiB; backward each takes 2 MiB beside what is kept."""
+    """Blocks one after the other, each with an output of 1 MiB; backward each takes 2 MiB in addition to the kept
+    tensors.
+    """
     count = len(kept)
     weights, flops = weights or [10 * MIB] * count, flops or [1e9] * count
     moments, blocks, starts, live = [], [], [], 0
@@ -86,10 +88,10 @@ def test_by_hand() -> None:
     assert activation_bytes(net, ()) == (60 + 3 + 2) * MIB
     # the first does not keep its 10: missing until its own backward pass
     assert activation_bytes(net, (0,)) == (65 - 10) * MIB
-    # the last is computed again where everything before it is there, so nothing is won but its own forward transients
+    # the last is recomputed while everything before it is in memory, so only its own forward transients are saved
     assert activation_bytes(net, (2,)) == max(65, 63 - 30 + 32) * MIB
     assert activation_bytes(net, (0, 1, 2)) == (65 - 30) * MIB
-    # going forward it passes with 3, not with what it keeps
+    # its forward peak counts 3, not the kept tensors
     assert activation_bytes(replace(net, moments=net.moments[:3]), (2,)) == max(31 + 2, 32 + 3, 63 - 30 + 32) * MIB
     assert resident_bytes(net, ()) == (35 + 7) * MIB + WORKSPACE_BYTES
     assert resident_bytes(net, (0, 2)) == (35 - 20 + SLOTS * 10 + 7) * MIB + WORKSPACE_BYTES
@@ -109,7 +111,7 @@ def test_time_by_hand() -> None:
 
 
 def test_what_comes_and_goes_needs_more_than_its_bytes() -> None:
-    """The more is recomputed, the more the allocator holds beside the tensors, and so for each sample."""
+    """The more is recomputed, the more the allocator holds in addition to the tensors, and so for each sample."""
     net = row_of_blocks([10 * MIB, 10 * MIB, 10 * MIB], flops=[1e9, 1e9, 1e9])
     beside = {
         (rows, len(plan.recomputed)): plan.needed_bytes - plan.peak_bytes - SLACK_BYTES
@@ -118,7 +120,7 @@ def test_what_comes_and_goes_needs_more_than_its_bytes() -> None:
         for plan in plans_of(mode, 1, net, Job(batch_size=rows), RATES)
     }
     passing = SLACK_RECOMPUTED * activation_bytes(net, (0, 1, 2))
-    together = replace(net, recomputed_bytes=MIB)  # holds only where all are recomputed, and none is offloaded
+    together = replace(net, recomputed_bytes=MIB)  # true only if all are recomputed, and none is offloaded
     *_, some, every = (
         plan for mode in ("selective", "recompute") for plan in plans_of(mode, 1, together, Job(), RATES)
     )

@@ -1,4 +1,4 @@
-"""Jobs of heavy children: what is written is read back, and what does not fit is refused by name."""
+"""Jobs of heavy children: written jobs are read back, and a job that does not fit is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all child processes have in common."""
+"""Common behaviour of all child processes."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ DONE = {"seconds": 0.5}
 
 
 class Runner:
-    """Runs the fake child with the outcomes of its rows; what came is in ``rows``."""
+    """Runs the fake child with the outcomes of its rows; the results are in ``rows``."""
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "starts.jsonl"

@@ -1,4 +1,4 @@
-"""Children that say JSON, report errors, or die; and what is said where the code of one cannot be imported."""
+"""Children that write JSON, report errors, or die; and the message where the code of one cannot be imported."""
 
 from __future__ import annotations
 

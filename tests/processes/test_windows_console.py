@@ -1,4 +1,4 @@
-"""The closing of a console window, with a stand-in for Windows' calls."""
+"""The closing of a console window, with a fake of Windows' calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAIT_S = 5.0
 
 
 class Kernel32:
-    """Keeps the handlers, and calls them in a thread of its own as Windows does."""
+    """Keeps the handlers, and calls them in a separate thread as Windows does."""
 
     def __init__(self) -> None:
         self.handlers: list[Any] = []

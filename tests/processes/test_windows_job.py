@@ -1,4 +1,4 @@
-"""Windows job objects, over a stand-in for kernel32; elsewhere there is none."""
+"""Windows job objects, over a fake kernel32; elsewhere there is none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JOB, PROCESS = 11, 22
 
 
 class Kernel32:
-    """Records the calls; ``refuses`` names those that fail, as Windows tells it: by 0."""
+    """Records the calls; ``refuses`` names the calls that fail. Windows reports a failure as 0."""
 
     def __init__(self, *refuses: str) -> None:
         self.refuses = refuses
@@ -51,7 +51,7 @@ def test_a_process_is_put_into_a_job_and_ended_with_it() -> None:
 
 
 def test_letting_go_of_it_ends_nobody() -> None:
-    """A worker whose parent has gone saves and leaves by itself; no limit is set that would kill it."""
+    """A worker without its parent saves and leaves by itself; no limit is set that would kill it."""
     kernel32 = Kernel32()
     made = Job(kernel32, 4711)
     made.close()

@@ -1,4 +1,4 @@
-"""Keys of other trainers as they stand in 103 configurations found in the wild, and what each is called here."""
+"""Keys of other trainers from 103 configurations found in the wild, and the name of each here."""
 
 RIGHT: dict[str, str] = {
     "alpha": "lora.alpha",
@@ -172,7 +172,7 @@ RIGHT: dict[str, str] = {
     "ip_noise_gamma": "objective.ip_noise_gamma",
     "input_perturbation": "objective.ip_noise_gamma",
 }
-"""Where the key may stand in any section."""
+"""Places where the key is valid in any section."""
 
 NOTHING_LIKE_IT = """
     LoRA_type activation_offloading additional_embeddings aspect_bucket_rounding

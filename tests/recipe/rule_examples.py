@@ -1,4 +1,4 @@
-"""For each rule over several keys the smallest recipe that breaks it: what it adds to ``MINIMAL``, by dotted key."""
+"""For each rule over several keys the smallest recipe that breaks it: its changes to ``MINIMAL``, by dotted key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MINIMAL: Example = {
     "train.max_train_steps": 10,
 }
 LISTS = ("data.sources", "lora.new_tokens", "lora.overrides")
-"""Keys whose entries stand side by side when two examples are put together."""
+"""Keys with entries that are concatenated when two examples are joined."""
 OF_SOURCES: Mapping[str, Any] = {
     "path": "a", "dataset": "b", "split": "test", "image_column": "photo", "caption_column": "words",
     "crop_column": "box", "loss_weight_column": "weight", "caption_extension": ".md", "caption_fallback": "error",

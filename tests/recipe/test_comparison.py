@@ -66,7 +66,7 @@ def test_fingerprint_and_differences(override: str, same: bool) -> None:
     ],
 )
 def test_what_processes_that_train_together_share(override: str, shared: bool) -> None:
-    off = ("sample.prompts=[]", "data.validation_split=0")  # beside which their settings may stand
+    off = ("sample.prompts=[]", "data.validation_split=0")  # with these, all settings below are valid
     old, new = (shared_values(load_recipe("recipe.yaml", [*off, *sets]).recipe) for sets in ((), (override,)))
     assert [key for key in old if old[key] != new[key]] == ([override.partition("=")[0]] if shared else [])
 

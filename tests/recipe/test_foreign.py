@@ -1,4 +1,4 @@
-"""Files of other trainers are recognised as what they are, by what they hold; recipes never are."""
+"""Files of other trainers are recognised by their content; recipes never are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutated recipes: a Recipe or a RecipeError whose problems all have a place, and nothing else."""
+"""Mutated recipes: a Recipe or a RecipeError in which all problems have a place, and nothing else."""
 
 import contextlib
 import tempfile

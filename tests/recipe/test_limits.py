@@ -1,4 +1,4 @@
-"""Each number and each list of a recipe has limits, and what lies beyond them is refused before it takes any memory."""
+"""Each number and each list of a recipe has limits, and values beyond them are refused before they take any memory."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_one_of_the_others_in_the_base_is_enough() -> None:
 
 
 def test_the_recipe_of_a_run_is_read_whatever_it_switches_off() -> None:
-    """A run writes all keys, so what was only a notice when it began is none of its errors."""
+    """A run writes all keys, so a mere notice at its start is not an error later."""
     Path("mine.yaml").write_text(MINIMAL, encoding="utf-8")
     settings = [given for given, *_ in OF_ANOTHER]
     off = [
@@ -321,7 +321,7 @@ def test_the_base_of_a_linked_recipe_is_beside_the_link_or_beside_the_file(in_fo
 
 
 def folder_of_bytes(parent: Path) -> Path:
-    """A folder with a name that is no UTF-8."""
+    """A folder with a name that is not UTF-8."""
     folder = os.path.join(os.fsencode(parent), b"caf\xe9")
     try:
         os.mkdir(folder)

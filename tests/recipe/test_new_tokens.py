@@ -1,4 +1,4 @@
-"""The key ``lora.new_tokens``: what a token may be, how it is found in captions, and which families have it."""
+"""The key ``lora.new_tokens``: valid tokens, how they are found in captions, and the families that have them."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def refused(folder: Path, optim: str, *overrides: str) -> str:
     ],
 )
 def test_arguments_are_the_typed_keys(tmp_path: Path, arguments: str, keys: dict[str, Any]) -> None:
-    """What a run keeps has typed keys alone, so a resume compares those."""
+    """A run stores typed keys alone, so a resume compares those."""
     recipe = load_recipe(written(tmp_path, f"{{{arguments}}}")).recipe
     assert {key: getattr(recipe.optim, key) for key in keys} == keys
     kept = tmp_path / "kept.yaml"
@@ -192,7 +192,7 @@ def test_the_tables_name_what_is_there() -> None:
 def test_an_unknown_optimizer_is_the_only_problem(
     tmp_path: Path, optim: str, overrides: tuple[str, ...], what: Worded, fix: Worded
 ) -> None:
-    """The keys and arguments of the one that is meant are not judged by the default, whose ``betas`` are two."""
+    """The keys and arguments of the named optimizer are not judged by the default one, which has two ``betas``."""
     of_another = "betas: [0.9, 0.99, 0.999], d_coef: 2, optimizer_args: [use_bias_correction=True]"
     said = refused(tmp_path, optim % of_another, *overrides)
     assert "has 1 problem." in said and says(said, what) and says(said, fix)

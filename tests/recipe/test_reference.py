@@ -87,7 +87,7 @@ def toy_schema(toy_adapter: None) -> dict[str, Any]:
 
 
 def fits(value: Any, schema: Any, root: dict[str, Any]) -> bool:
-    """Whether a schema takes a value, as far as our schemas say something about keys."""
+    """Whether a schema accepts a value, as far as our schemas constrain keys."""
     if isinstance(schema, bool):
         return schema
     rules = [

@@ -49,7 +49,7 @@ def test_the_highest_rank_and_alpha_of_the_file_count(
 
 
 def test_a_peft_folder_and_what_a_run_keeps(tmp_path: Path) -> None:
-    """A run keeps the number, so it goes on without the file."""
+    """A run keeps the number, so it resumes without the file."""
     (tmp_path / "p" / "unet").mkdir(parents=True)
     save_file({"base_model.model.a.lora_A.weight": np.zeros((5, 2))}, tmp_path / "p/unet/adapter_model.safetensors")
     recipe = load_recipe(written(tmp_path, f"init_from: {tmp_path / 'p'}")).recipe

@@ -212,7 +212,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz_"
 
 
 def slips(word: str) -> set[str]:
-    """Every word that one slip of the keyboard makes: letters exchanged, left out, put in, replaced."""
+    """Every word within one slip of the keyboard: letters exchanged, omitted, inserted, replaced."""
     exchanged = {word[:at] + word[at + 1] + word[at] + word[at + 2 :] for at in range(len(word) - 1)}
     left_out = {word[:at] + word[at + 1 :] for at in range(len(word))}
     put_in = {word[:at] + letter + word[at:] for at in range(len(word) + 1) for letter in LETTERS}

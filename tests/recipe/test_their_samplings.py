@@ -63,7 +63,7 @@ THEIRS: dict[tuple[str, str], Draw] = {
     ("ai-toolkit", "linear"): lambda rng: (torch.linspace(1000, 1, 1000) / 1000)[(uniform(rng) * 1000).long()],
     ("ai-toolkit", "weighted"): lambda rng: (torch.linspace(1000, 1, 1000) / 1000)[(uniform(rng) * 1000).long()],
     ("ai-toolkit", "flux_shift"): ai_toolkit_flux_shift,
-    ("ai-toolkit", "shift"): ai_toolkit_flux_shift,  # of FLUX.1, whose scheduler shifts by resolution
+    ("ai-toolkit", "shift"): ai_toolkit_flux_shift,  # of FLUX.1: its scheduler shifts by resolution
     ("OneTrainer", "uniform"): uniform,
     ("OneTrainer", "logit_normal"): lambda rng: normal(rng).sigmoid(),
 }

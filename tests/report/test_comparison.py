@@ -1,4 +1,4 @@
-"""The page of ``lora-rocm compare``, and what it says about the held-out losses."""
+"""The page of ``lora-rocm compare``, and its sentences about the held-out losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compared(updates: int, *losses: float) -> Compared:
     ],
 )
 def test_later_steps_overfit_only_if_they_are_worse_by_more_than_chance(last: tuple[float, ...], words: Worded) -> None:
-    """The differences are those of the same samples: their losses differ far more than the steps do."""
+    """The differences are between equal samples: their losses differ far more than the steps do."""
     said = verdict([compared(0, 0.9, 0.9, 0.9), compared(10, 0.2, 0.3, 0.4), compared(20, *last)])
     assert says(said, words) and says(said, "report/lowest-after-step-value", value=10 if last[2] > 0.4 else 20)
 
@@ -57,7 +57,7 @@ def test_the_page_has_an_image_of_each_step_prompt_and_strength(tmp_path: Path) 
     assert html.count('alt="step 10: ein Hündchen &lt;script&gt;"') == 2 == html.count('alt="step 10: a cat"')
     assert html.count("<img") == 2 * 2 + 4 and html.count("data:image/png") == 8
     assert "Strength 0.5" in html and "Strength 1" in html and "without LoRA" in html and "zibu &lt;x&gt;" in html
-    assert "data.validation_split" in html  # there are no losses, and it says how to get them
+    assert "data.validation_split" in html  # there are no losses, and it explains how to get them
     html = comparison_page("zibu", rows, ["a cat", "a dog"], [1.0], holds_out=True)
     assert says(html, "report/cannot-be-used-any-more") and "data.validation_split" not in html
     html = comparison_page("zibu", [compared(0, 0.3, 0.2), compared(10, 0.1, 0.2)], [], [1.0])

@@ -27,7 +27,7 @@ OF_FILES = EVIL.replace("/", "")
 
 
 def filled(annotation: Any, word: str, number: float | None = 1) -> Any:
-    """A value of this type, in which each text is the word. number: None for what may be null, and 0 elsewhere."""
+    """A value of this type, in which each text is the word. number: None for nullable values, and 0 elsewhere."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return filled(arguments[0], word, number)

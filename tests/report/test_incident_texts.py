@@ -1,4 +1,4 @@
-"""What went wrong, from the supervisor and from all ranks."""
+"""Texts of incidents, from the supervisor and from all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that stand out: injected ones are found, the noise of diffusion losses is none."""
+"""Outlier steps: injected ones are found, and the noise of diffusion losses gives none."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_nothing_is_said_of_the_first_steps() -> None:
 
 
 def test_a_new_usual_is_learnt() -> None:
-    """A loss that stays high stands out until it is half of the window."""
+    """A loss that stays high is an outlier until it fills half of the window."""
     found = flagged([*calm(50), *[(5.0, 0.5)] * 40])
     assert found == list(range(51, 51 + len(found))) and 20 <= len(found) <= 26
 

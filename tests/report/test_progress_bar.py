@@ -197,7 +197,7 @@ def test_measures_of_steps_are_shown_smoothed() -> None:
 
 
 def test_a_resume_goes_on_with_the_checks_of_the_run(tmp_path: Path) -> None:
-    """The counters of a worker begin at 0; what is shown is the sum over all sessions, as in the report."""
+    """The counters of a worker begin at 0; the display shows the sum over all sessions, as the report does."""
     path = tmp_path / "events.jsonl"
     for session, resumed in ((1, None), (2, 1)):
         writer = EventWriter(path, session=session)
@@ -217,7 +217,7 @@ def test_a_resume_goes_on_with_the_checks_of_the_run(tmp_path: Path) -> None:
 
 
 def test_a_resume_goes_on_with_the_loss_of_the_run(tmp_path: Path) -> None:
-    """As if it had never stopped; the steps that are made again count once."""
+    """As if it had never stopped; repeated steps count once."""
     losses = {1: 0.9, 2: 0.7, 3: 0.5}
     steps = {
         n: {"type": "step", **step_fields(n, loss=loss, measures={"accuracy": loss})} for n, loss in losses.items()

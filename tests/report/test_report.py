@@ -241,7 +241,7 @@ def test_an_error_is_the_headline(run_dir: RunDir) -> None:
     writer.close()
     html, checker = checked(write_report(run_dir))
     assert says(html, "report/ended-at-step-1-of-40-the") and "Free it." in html
-    assert html.count("<svg") == 1  # the loss was never finite: no plot of it
+    assert html.count("<svg") == 1  # the loss was never finite, so it has no plot
 
 
 def test_sizes_are_bounded(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +398,7 @@ BELOW = "Are the previews nearer to the training images?"
 
 
 def with_score(run_dir: RunDir, **fields: object) -> Checker:
-    """The report of a run whose newest concept score has these fields."""
+    """The report of a run with these fields in its newest concept score."""
     write_whole_run(run_dir)
     score = {"score": 0.9, "control": None, "detail": {}, **fields}
     with run_dir.events().open("a", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Memory that spills: told once, where the driver does so, memory is full and training has become slow."""
+"""Memory that spills: reported once, if the driver spills, memory is full and training has become slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules for AMD: where each fires, told a second time by hand, and looked for on every recorded machine."""
+"""The rules for AMD: the conditions of each, restated by hand, and checked on every recorded machine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def numbers(version: str | None) -> list[int]:
 
 
 class Machine:
-    """What the oracle may look at: the recorded file itself and the card that is expected to be chosen."""
+    """The input of the oracle: the recorded file itself and the card that is expected to be chosen."""
 
     def __init__(self, name: str) -> None:
         self.raw: dict[str, Any] = json.loads((HOSTS / f"{name}.json").read_text(encoding="utf-8"))

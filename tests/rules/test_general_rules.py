@@ -28,7 +28,7 @@ def test_they_hold_on_every_machine(name: str) -> None:
         ("nvidia-rtx4090", {}, True),
         ("nvidia-rtx4090", {"CUDA_VISIBLE_DEVICES": ""}, False),
         ("linux-rx7900xtx", {"HIP_VISIBLE_DEVICES": "-1"}, False),
-        ("broken-no-permission", {}, False),  # its torch is one for the CPU, which is said elsewhere
+        ("broken-no-permission", {}, False),  # its torch is a CPU build, which is reported elsewhere
         ("cpu-only", {}, False),
         ("apple-m3", {}, False),
     ],

@@ -1,4 +1,4 @@
-"""Which lines of the kernel's log came since a moment, and what they say about a process."""
+"""Lines of the kernel's log since a moment, and their meaning for a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plan says about memory on recorded machines."""
+"""The plan's sentences about memory on recorded machines."""
 
 import pytest
 
@@ -10,7 +10,12 @@ from lora_rocm.rules.memory_rules import budget_of
 from lora_rocm.rules.this_machine import situation_here
 from tests.golden import HOSTS, machines
 
-UNLIMITED = {"apple-m3", "broken-unknown-gpu", "cpu-only", "nvidia-rtx4090"}  # every AMD GPU whose memory is known is
+UNLIMITED = {
+    "apple-m3",
+    "broken-unknown-gpu",
+    "cpu-only",
+    "nvidia-rtx4090",
+}  # every AMD GPU with known memory is limited
 HEAP = {
     "linux-strix-halo", "linux-strix-halo-2604", "linux-strix-halo-dkms", "linux-strix-halo-mes86",
     "linux-strix-halo-tuned", "linux-strix-point",

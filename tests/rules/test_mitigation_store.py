@@ -1,4 +1,4 @@
-"""What is remembered about a machine: kept, recalled for the right runs, damaged, forgotten, said."""
+"""Facts remembered about a machine: kept, recalled for matching runs, damaged, forgotten, reported."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def of_size(**train: object) -> Recipe:
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Situation:
-    """A start on "this machine", whose folder has spaces and letters that are not ASCII."""
+    """A start on "this machine"; its folder has spaces and letters that are not ASCII."""
     folder = tmp_path / "Zoë K"
     monkeypatch.setattr(this_machine, "probe", lambda deep: facts_of(XTX))
     monkeypatch.setenv("LORA_ROCM_HOME", str(folder))
@@ -163,7 +163,7 @@ def file_of(made: Situation) -> Path:
 
 
 def make(made: Situation, change: str, seen: str = "hang") -> Situation:
-    """As a run does: the change is put in force, then remembered."""
+    """As in a run: the change takes effect, then it is remembered."""
     after = replace(made, changes=(*made.changes, change))
     keep(after, [change], seen, mute)
     return after
@@ -232,7 +232,7 @@ def test_none_is_kept_more_often_than_it_can_be_made(change: object, start: Situ
 
 
 class Killed(BaseException):
-    """What a kill between two writes is to whoever writes."""
+    """Simulates a kill between two writes for the writer."""
 
 
 @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ def test_tiles_for_training_images_are_for_runs_of_that_size_whatever_their_prev
 
 
 def test_a_workload_s_name_is_the_same_in_every_version() -> None:
-    """Or what is remembered would be lost with an update."""
+    """Otherwise an update would lose the remembered facts."""
     found = workload_of(of_size(), "training")
     assert found.text == "builtin:tiny-sdxl, 1024 px, batch 4, LoRA rank 16 (attention-mlp), precision auto"
     assert found.id == "aa7083ec7eb9d1c7"

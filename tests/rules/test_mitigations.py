@@ -1,4 +1,4 @@
-"""What is changed after a failure: on every recorded machine, for everything seen, until nothing is left."""
+"""Changes after a failure: on every recorded machine, for every symptom, until no change is left."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def altered(before: Situation, after: Situation) -> bool:
 
 
 def walk(seen: Seen, phase: str, situation: Situation, most: int = 60) -> tuple[list[str], Situation]:
-    """What is changed, one after the other, while the same thing is seen again and again."""
+    """The changes, one after the other, while the same symptom repeats."""
     done: list[str] = []
     while len(done) < most:
         for change in candidates(seen, phase, situation):
@@ -144,7 +144,7 @@ def test_from_the_situation_over_the_plan_to_the_settings_of_the_worker(change: 
         rows = [found for found in then.rows if found.variable == row.variable]
         if row.variable.startswith(SETTING):
             name = row.variable.removeprefix(SETTING)
-            # One halving leaves two parts; everything else differs from what a sound machine gets.
+            # One halving leaves two parts; everything else differs from a sound machine's settings.
             assert getattr(settings_from(environ), name) != getattr(Settings(), name)
             assert getattr(before.settings, name) == getattr(Settings(), name), "the control: not without the change"
         elif row.when is None or row.when.holds(where):
@@ -242,7 +242,7 @@ def test_every_failure_has_an_answer_on_an_amd_gpu() -> None:
 
 
 def test_what_the_cpu_has_an_answer_to() -> None:
-    """As ``candidates`` says: there is nothing to change for the rest."""
+    """As in ``candidates``: the rest has no change."""
     found = {seen: walk(seen, "step", start(CPU))[0] for seen in SEEN}
     assert {seen: done for seen, done in found.items() if done} == {
         "loader-hang": ["workers-0"],

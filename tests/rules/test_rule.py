@@ -1,4 +1,4 @@
-"""Where a rule holds: each condition met and not met."""
+"""The conditions of a rule: each one met and not met."""
 
 from __future__ import annotations
 

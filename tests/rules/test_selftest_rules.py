@@ -1,4 +1,4 @@
-"""What follows from a verdict: each row is made to fire, and stays silent on a sound machine."""
+"""The settings that follow from a verdict: each row is made to fire, and stays silent on a sound machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAMES = (
 def verdict(
     *bad: str, status: str = "failed", left_out: tuple[str, ...] = (), remedies: tuple[str, ...] = ()
 ) -> Verdict:
-    """All checks, of which those whose name begins so fail."""
+    """All checks; the ones with a name that begins with the given text fail."""
 
     def result(name: str) -> Result:
         if name.startswith(left_out):
@@ -48,7 +48,7 @@ def machine(name: str, found: Verdict | None = None) -> Situation:
 
 
 def rows(situation: Situation) -> dict[str, str]:
-    """What the rows of this table set."""
+    """The settings of this table's rows."""
     return {row.variable: row.value for row in plan(situation).rows if row.rule.startswith("verdict-")}
 
 

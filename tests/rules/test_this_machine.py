@@ -1,4 +1,4 @@
-"""Facts, verdict and recipe put together."""
+"""Facts, verdict and recipe combined."""
 
 from __future__ import annotations
 

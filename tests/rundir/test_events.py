@@ -71,7 +71,7 @@ def example(kind: type[Event]) -> dict[str, Any]:
 
 
 def hints(kind: type[Event]) -> dict[str, Any]:
-    """Field -> its type without what pydantic adds; a union begins with what is not None."""
+    """Field -> its type without what pydantic adds; a union begins with its type other than None."""
     named = {name: hint for name, hint in get_type_hints(kind).items() if name in kind.model_fields}
     return {name: hint for name, hint in named.items() if name not in ("time", "session")}
 

@@ -1,4 +1,4 @@
-"""The heartbeat is read as it was written, also over a longer older one, and a torn one is no heartbeat."""
+"""The heartbeat is read as it was written, also over a longer older one, and a torn file is not a heartbeat."""
 
 from __future__ import annotations
 

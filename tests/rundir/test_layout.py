@@ -1,4 +1,4 @@
-"""Names in a run directory, whose they are, and what may be removed."""
+"""Names in a run directory, their owners, and the files that may be removed."""
 
 import os
 from pathlib import Path
@@ -85,7 +85,7 @@ def test_create_over_a_file_is_a_sentence(tmp_path: Path) -> None:
         RunDir(tmp_path / "file").create()
 
 
-# whose folder is it?
+# who owns the folder?
 
 
 def filled(folder: Path, *names: str) -> RunDir:
@@ -106,7 +106,7 @@ def filled(folder: Path, *names: str) -> RunDir:
         ["notes.txt"],
         ["images/a.png"],
         ["run-1/recipe.yaml", "run-1/events.jsonl"],  # ``runs``
-        ["recipe.yaml", "images/a.png"],  # the user's recipe beside the user's images
+        ["recipe.yaml", "images/a.png"],  # the user's recipe next to the user's images
         ["lora.safetensors"],
         ["samples/mine.png"],
         ["checkpoints/step-00000100/model.bin"],  # of another trainer
@@ -172,7 +172,7 @@ def test_links_where_a_run_writes_in_place_are_refused_and_named(tmp_path: Path,
     with pytest.raises(StorageError) as caught:
         run_dir.require_own()
     assert caught.value.code == "link-refused" and str(run_dir.path / name) in caught.value.where
-    if name in ("checkpoints", "samples", "tensorboard", "peft"):  # looked at before each write, too
+    if name in ("checkpoints", "samples", "tensorboard", "peft"):  # checked before each write, too
         with pytest.raises(StorageError, check=saying("rundir/a-link-lies")):
             run_dir.require()
     assert not (tmp_path / "elsewhere").exists()
@@ -189,7 +189,7 @@ def test_the_directory_of_a_run_may_be_a_link(tmp_path: Path) -> None:
 
 
 def test_only_what_a_killed_writer_of_this_run_left_is_removed(tmp_path: Path) -> None:
-    """Neither files of the user with such names, nor those of a run inside of it, nor what links lead to."""
+    """Not removed: files of the user with such names, files of a run inside it, and the targets of links."""
     theirs = [
         ".notes.tmp",
         "sub/.cache.tmp/x",

@@ -1,4 +1,4 @@
-"""Exported files of an earlier step are told from those of the run's present state, in every format."""
+"""Exported files of an earlier step are distinguished from exports of the run's present state, in every format."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def put(run_dir: RunDir, form: str, steps: int = 0) -> Path:
 
 
 def told(run_dir: RunDir, path: Path) -> list[bool]:
-    """Whether status, report and the end of ``train`` say that a file is of step 20 while the run is at 40."""
+    """Whether status, report and the end of ``train`` report that a file is of step 20 while the run is at 40."""
     words = "made at step 20, the run is at 40"
     found = status(run_dir)
     assert (path in found.files) == (words not in status_text(found)), "it is a result, or it is explained"

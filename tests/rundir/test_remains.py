@@ -1,4 +1,4 @@
-"""What killed writers left is removed; what a writer that runs is writing, and what others have, is not."""
+"""Leftovers of killed writers are removed; files of a running writer, and files of others, are not."""
 
 from __future__ import annotations
 

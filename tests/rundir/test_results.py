@@ -138,5 +138,5 @@ def test_an_export_after_the_end_takes_the_place_of_the_one_before(tmp_path: Pat
     formats = [entry["format"] for entry in results.read_result(run_dir)["exports"]]
     assert sorted(formats) == ["kohya", "peft"] and results.updates_of(run_dir) == 7
     run_dir.result.unlink()
-    record_export(run_dir, "kohya", Made(7))  # a run that goes on has no result yet
+    record_export(run_dir, "kohya", Made(7))  # a resumed run has no result yet
     assert not run_dir.result.exists()

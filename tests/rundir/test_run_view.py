@@ -1,4 +1,4 @@
-"""A run as its files tell it, with and without an index of its events."""
+"""A run according to its files, with and without an index of its events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _small_files_have_an_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def everything(log: EventLog) -> tuple[Any, ...]:
-    """All that a log tells, in values that can be compared."""
+    """All contents of a log, as values that can be compared."""
     kinds = [kind for kind in RUN_EVENTS if kind is not StepEvent]
     columns = [[*map(repr, column)] for of in (log.steps.whole, log.steps.real) for column in of.values()]
     return (
@@ -106,7 +106,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def lies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many lines are parsed from now on."""
+    """The number of lines parsed from now on."""
     parsed, real = [0], event_log.event_of
 
     def counted(*given: Any) -> Event | None:

@@ -1,4 +1,4 @@
-"""Damaged files of a run are found by header and length, and the remedy that is said works."""
+"""Damaged files of a run are found by header and length, and the suggested remedy works."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 def test_the_newest_lora_is_the_result_only_of_a_finished_run(run_dir: RunDir) -> None:
     assert newest_lora(run_dir) == run_dir.lora
-    run_dir.result.unlink()  # it goes on
+    run_dir.result.unlink()  # it continues
     assert newest_lora(run_dir) == run_dir.checkpoint_lora(40)
     run_dir.checkpoint_lora(40).unlink()
     assert newest_lora(run_dir) == run_dir.lora, "of what it was before"

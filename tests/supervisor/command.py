@@ -1,4 +1,4 @@
-"""The command line with a stand-in for the worker: ``python -m tests.supervisor.command MODE train RECIPE ...``."""
+"""The command line with a fake worker: ``python -m tests.supervisor.command MODE train RECIPE ...``."""
 
 from __future__ import annotations
 

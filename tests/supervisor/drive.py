@@ -1,4 +1,4 @@
-"""A parent in a process of its own, with what a user sees.
+"""A parent in a separate process, with the output that a user sees.
 
 ``python -m tests.supervisor.drive MODE RUN_DIR [KEY=VALUE ...]``
 With settings of the recipe, even an empty one, the worker is supervised.

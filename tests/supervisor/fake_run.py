@@ -27,7 +27,7 @@ TITLE = 'name: "größe <script>alert(1)</script>"'
 
 
 def save_recipe(run_dir: RunDir, *overrides: str) -> None:
-    from lora_rocm.recipe.load import dump_recipe, load_recipe  # half of the time that a stand-in worker starts in
+    from lora_rocm.recipe.load import dump_recipe, load_recipe  # half of a fake worker's start time
 
     path = run_dir.path / "source.yaml"
     path.write_text(RECIPE.replace("author: größe", TITLE), encoding="utf-8")
@@ -36,17 +36,17 @@ def save_recipe(run_dir: RunDir, *overrides: str) -> None:
 
 
 def event(event_type: str, **fields: Any) -> Event:
-    """An event of a stand-in; one that no reader would take is refused."""
+    """An event of a fake worker; an event that no reader accepts is refused."""
     return TYPES[event_type](**fields)
 
 
 def listening(said: list[str]) -> RunContext:
-    """A context whose sentences are noted."""
+    """A context that records its messages."""
     return RunContext(lambda emitted: said.append(emitted.text) if isinstance(emitted, NoticeEvent) else None)
 
 
 def heard(fields: dict[str, Any]) -> Event:
-    """An event of a stand-in, as its reader gets it: what the real writer would refuse is an error here."""
+    """An event of a fake worker, as its reader gets it: an event that the real writer would refuse is an error here."""
     return event(fields["type"], **{name: value for name, value in fields.items() if name != "type"})
 
 
@@ -107,7 +107,7 @@ def safetensors_bytes(num_bytes: int) -> bytes:
 
 
 def write_checkpoint(run_dir: RunDir, updates: int, num_bytes: int = 1000) -> Path:
-    """A checkpoint as a worker would write it, whose adapter has no tensors."""
+    """A checkpoint as a worker would write it, but with an adapter without tensors."""
     folder, content = run_dir.checkpoint(updates), safetensors_bytes(num_bytes)
     folder.mkdir(parents=True)
     (folder / "adapter.safetensors").write_bytes(content)

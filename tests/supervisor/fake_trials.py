@@ -1,4 +1,6 @@
-"""A light child that reports rows, crashes and hangs as the variable FAKE_ROWS says: a list of (fields, outcome)."""
+"""A light child that reports rows, crashes and hangs according to the variable FAKE_ROWS: a list of (fields,
+outcome).
+"""
 
 from __future__ import annotations
 

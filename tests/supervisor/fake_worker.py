@@ -1,4 +1,4 @@
-"""A stand-in for the training child, without torch: ``python -m tests.supervisor.fake_worker MODE RUN_DIR``."""
+"""A fake training child, without torch: ``python -m tests.supervisor.fake_worker MODE RUN_DIR``."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def main() -> int:
     """One start: three steps from the newest checkpoint on, then the mode's own end.
 
     ``first:MODE`` ends so at its first start only, ``2:MODE`` at the first two. ``further,2:MODE`` also writes a
-    checkpoint each time. ``MODE@1``: of several ranks only that one ends so, the others wait for it. What it was
-    started with is in the file ``started``, a line for each start.
+    checkpoint each time. ``MODE@1``: of several ranks only that one ends so, the others wait for it. The file
+    ``started`` records its arguments and variables, a line for each start.
     """
     run_dir, rank = RunDir(Path(sys.argv[2])), int(os.environ.get("RANK", "0"))
     before = starts_of(run_dir, rank)
@@ -42,7 +42,7 @@ def main() -> int:
     if mode in BEFORE_A_WORD:
         BEFORE_A_WORD[mode]()
     writer = LineWriter(run_dir.events(rank), session=before + 1)
-    if mode == "late-orphan":  # what an orphan still says before the real worker can start
+    if mode == "late-orphan":  # the orphan's last event before the real worker can start
         writer.write("end", reason="stopped", updates=0, exit_code=130)
     heartbeat = HeartbeatWriter(run_dir.heartbeat(rank))
     heartbeat.beat("start")
@@ -169,7 +169,7 @@ def spin(run_dir: RunDir, writer: LineWriter) -> int:
 
 
 def blocks_in_c(run_dir: RunDir, writer: LineWriter) -> int:
-    """A call into C that keeps the interpreter's lock: no other Python thread of the process runs any more."""
+    """A call into C that keeps the interpreter's lock: no other Python thread of the process runs again."""
     import ctypes  # only here: workers are started by the hundred
 
     library = ctypes.PyDLL("msvcrt" if sys.platform == "win32" else None)
@@ -209,7 +209,7 @@ def loader_then_die(run_dir: RunDir, writer: LineWriter) -> int:
 
 
 def change_then_full(run_dir: RunDir, writer: LineWriter) -> int:
-    """All that a worker can change was changed, and memory ran out all the same: what it held was in pieces."""
+    """All settings that a worker can change were changed, and memory ran out all the same: it was fragmented."""
     writer.write("change", id="checkpointing", effect="rounding", seen="out-of-memory", text="again")
     return failing("out-of-memory")(run_dir, writer)
 

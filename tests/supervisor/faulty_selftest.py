@@ -1,4 +1,4 @@
-"""Speaks like the self-test's child, without torch, and crashes or hangs where it is told to.
+"""Speaks like the self-test's child, without torch, and crashes or hangs on request.
 
 ``python faulty_selftest.py LOG FAULTS JOB``. FAULTS is JSON: name of a check -> what happens in it. Each start adds
 its environment and job to LOG.

@@ -125,10 +125,10 @@ def test_compiling_has_a_limit_of_its_own_and_the_steps_behind_it_theirs() -> No
     limits = Limits({"compile": 700.0, "first_step": 20.0})
     worker = Worker(limits).starts().begins("compile").beats("compile").after(650)
     assert decide(worker.state, worker.now) is None
-    worker.beats("compile")  # a piece is done: the silence begins anew
+    worker.beats("compile")  # a piece is done: the silence begins again
     assert worker.hangs_after() == ("compile", 700.0)
     assert worker.ends("compile").begins("step").hangs_after() == ("first_step", 20.0)
-    assert not worker.state.learned.step_s  # the control: nothing of it counts as a step
+    assert not worker.state.learned.step_s  # the control: none of these counts as a step
     log = Worker(limits).starts().begins("compile")
     log.after(701).state.on_log(5000, log.now)
     assert isinstance(decide(log.state, log.now), Hung)  # a compiler that only warns gets nowhere
@@ -152,7 +152,7 @@ def test_an_encoder_is_waited_for_also_behind_images_that_were_there_before() ->
     assert worker.state.limit == "cache_first" and not worker.state.learned.item_s
     worker.after(1500).caches("images", 50, 100, per_second=0.001).after(2).caches("images", 51, 100)
     assert worker.state.limit == "cache" and list(worker.state.learned.item_s) == [2.0]
-    for what in ("sizes", "texts"):  # no encoder is loaded there, and what they take is no measure for one
+    for what in ("sizes", "texts"):  # no encoder is loaded there, so their time does not predict an encoder's
         worker.after(1).caches(what, 5, 10).after(1).caches(what, 6, 10)
         assert worker.state.limit == "cache" and list(worker.state.learned.item_s) == [2.0]
 
@@ -173,7 +173,7 @@ def test_only_a_count_that_moves_is_a_sign_of_life() -> None:
     assert worker.beats("loader").state.heard_at == worker.now and worker.state.activity == "loader"
     before = WatchState(Limits(), 0.0, beat=Heartbeat(5, 9, "step"))
     before.on_heartbeat(Heartbeat(5, 9, "step"), 50.0)
-    assert before.heard_at == 0.0 and before.activity == "start"  # what the worker before has left
+    assert before.heard_at == 0.0 and before.activity == "start"  # files of the previous worker
     before.on_heartbeat(Heartbeat(6, 9, "step"), 50.0)
     assert before.heard_at == 50.0
 
@@ -187,7 +187,7 @@ def test_what_is_written_to_the_log_is_no_work_but_downloads_tell_nobody_else(ph
         worker.after(50).state.on_log(size * 10_000, worker.now)
     assert (decide(worker.state, worker.now) is None) == counts
     worker.state.on_log(990_000, worker.after(4000).now)
-    assert isinstance(decide(worker.state, worker.now), Hung)  # the same size is no sign anywhere
+    assert isinstance(decide(worker.state, worker.now), Hung)  # an equal size is never a sign of progress
 
 
 def test_a_log_that_grows_while_images_are_encoded_is_no_sign() -> None:
@@ -310,7 +310,7 @@ def test_regular_signs_are_never_called_hung_and_silence_always_is(
         assert decide(worker.state, worker.now) is None
     name, silent_s = worker.hangs_after()
     assert FLOOR_S <= silent_s <= max(LIMITS["load"].first_s, *(limit.times * 1e4 for limit in LIMITS.values()))
-    for _ in range(5):  # whatever is looked at in the meantime
+    for _ in range(5):  # whatever is read in the meantime
         worker.after(silent_s / 5 + 0.01)
         worker.state.on_heartbeat(worker.state.beat, worker.now)
         worker.state.on_log(123, worker.now)

@@ -1,4 +1,4 @@
-"""What a failure leads to, by table, on recorded machines; no process, no clock."""
+"""The consequences of a failure, by table, on recorded machines; no process, no clock."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_a_process_of_its_own_may_fit_where_the_one_before_did_not(failures: lis
     assert after(failures[-1], past, situation) == wanted
     further = replace(past, progressed=(*past.progressed[:-1], True))
     assert after(failures[-1], further, situation) == Restart((), 0)
-    assert past.pause_s() >= 2.0  # what the one before held is not there at once
+    assert past.pause_s() >= 2.0  # the previous worker's memory is not free at once
 
 
 def test_memory_that_runs_out_in_a_checkpoint_is_answered_like_that_of_a_step() -> None:

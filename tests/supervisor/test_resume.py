@@ -114,7 +114,7 @@ def test_the_saved_recipe_is_the_resolved_one(loaded: LoadedRecipe, tmp_path: Pa
 
 
 def test_before_the_first_checkpoint_everything_may_change(loaded: LoadedRecipe, tmp_path: Path) -> None:
-    run_dir = made(loaded, tmp_path / "run")  # and then the worker found no images, say
+    run_dir = made(loaded, tmp_path / "run")  # and then the worker found no images, for example
     assert again(changed("lora.rank=4"), run_dir)
     assert load_recipe(run_dir.recipe).recipe.lora.rank == 4
     run_dir.recipe.write_bytes(b"\xff\xff")
@@ -166,7 +166,7 @@ def test_a_resume_with_another_optimizer_names_no_command_that_does_not_work(
 
 
 def test_what_was_not_accepted_leaves_recipe_and_result(loaded: LoadedRecipe, tmp_path: Path) -> None:
-    """As where the worker refuses, or is killed before it has looked at everything."""
+    """As where the worker refuses, or is killed before it has checked everything."""
     run_dir = trained(made(loaded, tmp_path / "run"))
     write_json(run_dir.result, {"updates": 40})
     before = snapshot(run_dir)

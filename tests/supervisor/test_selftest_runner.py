@@ -43,7 +43,7 @@ def child_finds_us(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Child:
-    """The faulty child, and what it was started with."""
+    """The faulty child, and its arguments."""
 
     def __init__(self, folder: Path, faults: dict[str, Any]) -> None:
         self.log, self.faults = folder / "starts.jsonl", faults
@@ -153,7 +153,7 @@ def test_a_child_that_never_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
-    """The real one: it is told by the end of its standard input, and says no more."""
+    """The real one: the end of its standard input stops it, and it writes nothing further."""
     command = child_command(write_job(tmp_path, SelfTestJob(on_cpu=True, only=("training",))))
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ))
     assert child.stdin is not None and child.stdout is not None
@@ -167,7 +167,7 @@ def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def machine(name: str, folder: Path, **recipe: Any) -> Situation:
-    """A recorded machine whose folder for verdicts is ours."""
+    """A recorded machine with our folder for verdicts."""
     facts = load_facts(HOSTS / f"{name}.json")
     found = situation_here(make_recipe(**recipe), facts, {**facts.variables, **os.environ})
     return replace(found, app_dir=str(folder / "own"))

@@ -32,13 +32,13 @@ from tests.supervisor.supervised import ROOT, supervisor
 from tests.wording import saying, says, worded
 
 SHORT = ("timeouts.first_step=1", "timeouts.step=1")
-WAIT_S = 120.0  # for what comes at once where nothing else runs
+WAIT_S = 120.0  # for events that come at once on an idle machine
 AMD = "linux-rx7900xtx"
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals between processes")
 
 
 class Run:
-    """One supervised command over the fake worker, and what came of it."""
+    """One supervised command over the fake worker, and its result."""
 
     def __init__(self, folder: Path) -> None:
         self.run_dir = RunDir(folder / "a run \u2713").create()
@@ -134,7 +134,7 @@ def test_without_a_budget_a_hang_is_an_error(run: Run) -> None:
 
 
 def test_the_limits_that_nobody_has_set(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that goes four seconds at each look, which is less than a pause of the machine."""
+    """By a clock that advances four seconds at each reading, which is less than a pause of the machine."""
     monkeypatch.setattr(worker, "POLL_S", 0.02)
     monkeypatch.setattr(supervise, "MAX_STACKS_S", 0.0)
     clock = itertools.count(0.0, 4.0)
@@ -156,7 +156,7 @@ def test_whoever_has_said_the_end_and_stays_is_ended_and_has_finished(
 
 @posix
 def test_what_the_worker_started_is_gone_with_it(run: Run) -> None:
-    """It hears no signal, and somebody whose own parent has ended belongs to it."""
+    """It hears no signal, and an orphaned process belongs to it."""
     assert run("first:hang-deaf", "timeouts.step=2") == 0
     grandchild = int((run.run_dir.path / "grandchild").read_text(encoding="ascii"))
     assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
@@ -326,7 +326,7 @@ def test_what_the_worker_changed_itself_stays(run: Run) -> None:
     assert run("first:change-then-die", "train.batch_size=4") == 0
     assert [settings_from(start["environ"]).micro_batch_parts for start in run.started()] == [1, 2]
     assert run.kept == [("micro-batch-halved", "out-of-memory")]
-    assert not run.written("change")  # the worker has told it
+    assert not run.written("change")  # the worker has reported it
 
 
 def test_workers_that_the_worker_gave_up_stay_so_in_the_next_command_as_well(run: Run) -> None:
@@ -451,7 +451,7 @@ def starts_of(run: Run, rank: int) -> list[dict[str, Any]]:
 
 
 def test_the_cause_is_not_who_only_missed_another(run: Run) -> None:
-    """One rank says at once that another is gone; that one ends later, with a reason of its own."""
+    """One rank reports at once that another is gone; that one ends later, with its own reason."""
 
     def command(checkpoint: Path | None, attempt: int, stacks_after_s: Any) -> list[str]:
         script = "import os, subprocess, sys, time; rank = os.environ['RANK']; time.sleep(0.4 * (rank == '0')); "

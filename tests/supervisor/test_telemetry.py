@@ -1,4 +1,4 @@
-"""Telemetry beside a supervised run: it is told, it warns, and whatever happens to it the run does not notice."""
+"""Telemetry during a supervised run: it receives events and warns, and its failures do not affect the run."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from tests.wording import says
 
 Event = dict[str, Any]
 CARDS = Cards("sysfs", (XTX,), spills="moved")
-SOON_S = 20.0  # for what comes at once where nothing else runs
+SOON_S = 20.0  # for events that come at once on an idle machine
 posix = pytest.mark.skipif(sys.platform == "win32", reason="named pipes in a folder, which Windows lacks")
 
 
 class Run:
-    """A supervised run over the fake worker, which stops once ``enough`` says so of an event."""
+    """A supervised run over the fake worker, which stops once ``enough`` is true for an event."""
 
     def __init__(self, folder: Path) -> None:
         self.run_dir = RunDir(folder / "run").create()
@@ -70,7 +70,7 @@ def is_type(event_type: str) -> Callable[[Event], bool]:
 
 
 def with_pipe(folder: Path) -> str:
-    """A recorded machine, one of whose files never returns."""
+    """A recorded machine with one file that never returns."""
     device = write_tree(folder, changes={"mem_info_vram_used": None})
     os.mkfifo(device / "mem_info_vram_used")
     return str(folder)

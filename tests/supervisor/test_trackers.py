@@ -56,7 +56,7 @@ def test_one_that_failed_is_named_once_and_the_events_go_on(run_dir: RunDir, mon
         on_event(event("step", **step_fields(1)))
     found.__exit__(None, None, None)
     assert said == [worded("supervisor/wandb-gets-no-more-numbers-look")] and heard == ["step"] * 3
-    found, child, _ = started(run_dir, "import sys; sys.exit(5)", monkeypatch, said)  # it dies without a word
+    found, child, _ = started(run_dir, "import sys; sys.exit(5)", monkeypatch, said)  # it dies silently
     child.wait(60)
     found.__exit__(None, None, None)
     assert said[1:] == [worded("supervisor/wandb-ended-with-exit-code-5-and")]

@@ -1,4 +1,4 @@
-"""Measured choices of a run: what is chosen, what is avoided, where it is kept, and when a resume refuses."""
+"""Measured choices of a run: the chosen and the avoided options, where they are kept, and when a resume refuses."""
 
 from __future__ import annotations
 

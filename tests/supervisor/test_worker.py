@@ -31,7 +31,7 @@ from tests.supervisor.fake_run import save_recipe
 from tests.wording import Worded, saying, says, worded
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 120.0  # for what comes at once where nothing else runs
+WAIT_S = 120.0  # for events that come at once on an idle machine
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals between processes")
 
 
@@ -63,7 +63,7 @@ def test_events_reach_the_parent_and_stale_things_are_ignored(run_dir: RunDir) -
         "step",
         "step",
         "end",
-    ]  # not those of the first run
+    ]  # not the first run's
     assert not run_dir.stop.exists()
 
 

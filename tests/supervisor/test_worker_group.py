@@ -1,4 +1,4 @@
-"""What children that train together are told, and whose failure counts."""
+"""Messages to children that train together, and the child with the failure that counts."""
 
 from __future__ import annotations
 

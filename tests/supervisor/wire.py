@@ -1,4 +1,4 @@
-"""What a stand-in child says: events as JSON lines. Their classes would be most of the time that it starts in.
+"""The output of a fake child: events as JSON lines. Their classes would be most of the time that it starts in.
 
 A reader passes over a line that its classes refuse: ``fake_run.refused`` finds it.
 """

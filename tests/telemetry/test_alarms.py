@@ -1,4 +1,4 @@
-"""Warnings: once an incident, and never for what is usual."""
+"""Warnings: once per incident, and never for usual values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def told(alarms: Alarms, count: int = STEADY, **values: Any) -> list[AlarmEvent]
 
 
 def trained(spills: Literal["moved", "shared", ""], **before: Any) -> Alarms:
-    """Alarms of a run whose first step is made."""
+    """Alarms of a run after its first step."""
     alarms = Alarms(spills)
     alarms.on_start()
     assert told(alarms, **before) == []

@@ -1,4 +1,4 @@
-"""What is read on recorded machines."""
+"""The readings on recorded machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that reads: what it says once, and that it ends with its parent."""
+"""The process that reads: it reports each fact once, and it ends with its parent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Over(Exception):
 
 
 def said_by(readings: list[list[TelemetryEvent] | OSError]) -> list[Event]:
-    """What the process says of these readings."""
+    """The process's reports about these readings."""
     said, left = list[Event](), list(readings)
 
     class Reader:

@@ -1,4 +1,4 @@
-"""Whole runs in this process, with a tiny model and five images: what the tests of a run start from."""
+"""Whole runs in this process, with a tiny model and five images: the start of the tests of a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @functools.cache
 def _shared_material(base: Path) -> Path:
-    """What the tests of all modules start from: its images are encoded once. Who changes it puts it back."""
+    """The common material of all test modules: its images are encoded once. A test that changes it restores it."""
     return write_material(base / "Bilder und Modell")
 
 
@@ -78,7 +78,9 @@ def start(
     chosen: Path | None = None,
     settings: Settings = Settings(),  # noqa: B008 (frozen)
 ) -> bool:
-    """One start of the worker's work; asks for a stop when update ``stop_at`` was made (one more may be under way)."""
+    """One start of the worker's work; asks for a stop when update ``stop_at`` was made (one more may be in
+    progress).
+    """
     directory = RunDir(run_dir).create()
     directory.stop.unlink(missing_ok=True)
     directory.recipe.write_text(dumped(recipe), encoding="utf-8")
@@ -117,12 +119,12 @@ def straight(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @functools.cache
 def _shared_straight(material: Path, run_dir: Path) -> Path:
     assert start(make_recipe(material), run_dir)
-    gc.freeze()  # what the first run of a process imports; the program collects several times a run
+    gc.freeze()  # imports of a process's first run; the program collects several times per run
     return run_dir
 
 
 def rewound(run: Path, to: Path, updates: int = 4) -> Path:
-    """A copy of a run as it was when it had made that many updates: what a stop at this checkpoint leaves."""
+    """A copy of a run as it was after that number of updates: the state that a stop at this checkpoint leaves."""
     directory = RunDir(Path(shutil.copytree(run, to)))
     discard_newer(directory, updates)
     assert directory.list_checkpoints()[-1][0] == updates

@@ -1,4 +1,4 @@
-"""A resume goes on with the base that it was begun with: other bytes are refused, whatever times and memories say."""
+"""A resume uses the base that the run began with: other bytes are refused, whatever times and memories show."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def case(material: Path, begun: Path, tmp_path: Path) -> Callable[..., Any]:
 
 
 def in_a_gap(path: Path) -> None:
-    """Another sign for weights that lie neither at the start, nor in the middle, nor at the end of a large tensor."""
+    """Another sign for weights that are neither at the start, nor in the middle, nor at the end of a large tensor."""
     entry = max(read_header(path).tensors.values(), key=lambda entry: entry.end - entry.begin)
     place = entry.begin + (entry.end - entry.begin) // 4
     assert entry.end - entry.begin > 5 * (64 << 10)
@@ -119,7 +119,7 @@ def test_weights_that_change_between_two_starts_are_refused(case: Callable[..., 
     with pytest.raises(ResumeError) as caught:
         case(in_a_gap)
     assert caught.value.code == "resume-base-changed"
-    assert case()[1]  # negative control: as it was, it goes on
+    assert case()[1]  # negative control: unchanged, it resumes
     assert case(in_a_gap, accept_changes=True)[1]
 
 
@@ -148,7 +148,7 @@ def test_another_number_format_is_no_other_base_and_is_sealed_from_then_on(
     assert checkpoint is not None
     assert {"unet float32", "unet bfloat16"} <= checkpoint.facts["base_seals"].keys()
     with pytest.raises(ResumeError, match="base model"):
-        case(in_a_gap)  # there the digest of what is read tells
+        case(in_a_gap)  # there the digest of the read bytes decides
 
 
 def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_with_a_word(

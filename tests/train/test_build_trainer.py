@@ -1,4 +1,4 @@
-"""The first pass: measured with as much beside it as a step will have."""
+"""The first pass: measured with as much other memory in use as a step will have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lora_rocm.train.engine import Engine
 def test_the_gradients_buffer_is_there_where_the_plan_in_force_has_it(
     monkeypatch: pytest.MonkeyPatch, keeps: list[bool]
 ) -> None:
-    """A pass for each plan, the last of which stays in force."""
+    """A pass for each plan; the last plan stays in force."""
     weights = FlatWeights({"w": nn.Parameter(torch.ones(3))})
     were_there = []
     memory = SimpleNamespace(offload=None, parts=1, recomputes_all=False, captures=True, keeps_gradients=False)

@@ -51,12 +51,12 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _all_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the first entry on, so that one look decides about everything."""
+    """From the first entry on, so that one check decides about everything."""
     monkeypatch.setattr(encode_session, "FIRST_HELD", encode_session.MOST_HELD)
 
 
 def fill(material: Path, place: Path, on_progress: Callable[[str, int], None] = lambda what, done: None) -> None:
-    """The caching of a run, into a cache of its own."""
+    """The caching of a run, into its own cache."""
     recipe = recipe_of(material)
     recipe = recipe.model_copy(update={"cache": recipe.cache.model_copy(update={"dir": str(place / "cache")})})
     directory = RunDir(place / "run").create()
@@ -150,7 +150,7 @@ def test_an_encoder_whose_weights_change_in_memory_leaves_nothing_behind(
 
 
 class Bus:
-    """Zeroes every third tensor on its way to the device, and every third on its way back."""
+    """Zeroes every third tensor sent to the device, and every third one sent back."""
 
     def __init__(self, methods: tuple[str, ...]) -> None:
         self.methods, self.copies, self.reads = methods, 0, 0

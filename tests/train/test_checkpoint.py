@@ -107,7 +107,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(data=st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_checkpoint_is_read_as_it_was_written_or_not_at_all(pair: Path, data: st.DataObject) -> None:
-    """Also where both checkpoints hold the same tensors, so that no checksum differs but that of the state."""
+    """Also where both checkpoints hold the same tensors, so that only the state's checksum differs."""
     with tempfile.TemporaryDirectory() as name:
         run_dir = RunDir(Path(shutil.copytree(pair, Path(name) / "run")))
         older, path = run_dir.checkpoint(3), run_dir.checkpoint(6)
@@ -155,7 +155,7 @@ class Same:
 
 
 def lie(path: Path, files: dict[str, bytes]) -> None:
-    """Have the state of a checkpoint name other files (of this content), with the right checksums and seal."""
+    """Have the state of a checkpoint name other files (of this content), with matching checksums and seal."""
     body = json.loads((path / "state.json").read_bytes())
     del body["seal"]
     for name, content in files.items():
@@ -213,7 +213,7 @@ def test_what_is_larger_than_anything_written_here_is_not_read(
 
 
 def test_a_checkpoint_is_looked_at_piece_by_piece(tmp_path: Path) -> None:
-    """What lies there may be larger than memory; where it is really loaded, there is as much of it as tensors need."""
+    """The files may be larger than memory; where it is really loaded, there is as much of it as tensors need."""
     path, large = write(RunDir(tmp_path), 6), part(1 << 22)
     (path / ADAPTER).write_bytes(large)
     lie(path, {ADAPTER: large})

@@ -69,7 +69,7 @@ def by_the_base(recipe: Recipe, number: int) -> Image.Image:
 
 
 def draw(recipe: Recipe, run: Path, stopped: bool = False) -> tuple[Recipe, list[dict[str, Any]]]:
-    """Draw what is missing; the recipe with the folder, and the events of the progress."""
+    """Draw the missing images; the recipe with the folder, and the events of the progress."""
     directory = RunDir(run)
     directory.path.mkdir(exist_ok=True)
     if stopped:

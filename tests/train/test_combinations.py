@@ -168,7 +168,7 @@ CHOICES: dict[str, tuple[Sections, ...]] = {
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images with alpha channels, which are masks; the same with weights in a table, and with masks beside them."""
+    """Images with alpha channels, which are masks; the same with weights in a table, and with masks for the images."""
     folder = write_material(tmp_path_factory.mktemp("combinations"))
     write_tiny_sdxl(folder / "inpainting", **{**SHALLOW, "unet": {**SHALLOW["unet"], "in_channels": 9}})
     for path in (folder / "images").glob("*.png"):
@@ -192,7 +192,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def combinations() -> tuple[Sections, ...]:
-    """The sections of all combinations, none of which the recipe's rules refuse."""
+    """The sections of all combinations that the recipe's rules allow."""
     generator = random.Random(SEED)
     packs: dict[str, list[Sections]] = {name: [] for name in CHOICES}
     found = list[Sections]()

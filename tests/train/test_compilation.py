@@ -1,4 +1,6 @@
-"""Compiled parts compute the same; what cannot be compiled, or too much of it, is said; nothing is eager in silence."""
+"""Compiled parts compute the same; parts that do not compile, or too many variants, are reported; nothing falls back to
+eager silently.
+"""
 
 from __future__ import annotations
 

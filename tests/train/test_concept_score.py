@@ -45,7 +45,7 @@ def test_nothing_learned_scores_one_half(zibus: list[Image.Image]) -> None:
 
 
 def test_another_concept_does_not_score(zibus: list[Image.Image]) -> None:
-    """Negative control: something new appears, and it is not what was taught."""
+    """Negative control: something new appears, and it is not the taught concept."""
     before = [plain(colour) for colour in BACKGROUNDS]
     wrong = score(before, [with_square(colour) for colour in BACKGROUNDS], zibus, num_control=0)
     right = score(before, zibus[:5], zibus[5:], num_control=0)

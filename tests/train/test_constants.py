@@ -86,7 +86,7 @@ ALLOWED = {
 
 
 def inside(value: object) -> Mapping[str, object]:
-    """What an object of ours, a container or a function holds, by attribute, key or cell."""
+    """The contents of an object of ours, a container or a function, by attribute, key or cell."""
     if isinstance(value, Mapping):
         return {f"[{key!r:.40}]": each for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -155,7 +155,7 @@ def kept_unguarded(material: Path, folder: Path, name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_whatever_a_run_keeps_is_guarded(material: Path, tmp_path: Path, name: str) -> None:
-    """Who keeps a tensor of another kind registers it (``device.constants``), or says in ``ALLOWED`` why not."""
+    """A tensor of another kind has to be registered (``device.constants``), or ``ALLOWED`` gives the reason why not."""
     assert kept_unguarded(material, tmp_path, name) == []
 
 

@@ -1,4 +1,4 @@
-"""Room on the disk: told before a run and before each checkpoint, with figures that are near the truth."""
+"""Room on the disk: reported before a run and before each checkpoint, with figures that are near the truth."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = Sizes(checkpoint_bytes=12_000_000, lora_bytes=2_000_000, exports_bytes=2
 
 
 def room(folder: Path, free: int | None, **sections: dict[str, Any]) -> tuple[Room, list[str]]:
-    """A run of 10 updates with a checkpoint (11.4 MiB) after every second, and what it says."""
+    """A run of 10 updates with a checkpoint (11.4 MiB) after every second, and its messages."""
     recipe = recipe_from(
         {
             "model": {"name_or_path": "m"},

@@ -1,4 +1,4 @@
-"""Graphs are believed only where they say what the eager pass says. Here a capture is a function that runs again."""
+"""Graphs are trusted only where their result equals the eager pass. Here a capture is a function that runs again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Replay = tuple[Callable[[], None], Passed]
 
 
 class Fake:
-    """Stands in for the GPU: what is captured is computed again at each replay, into the same results."""
+    """Replaces the GPU: the captured code is computed again at each replay, into the same results."""
 
     def __init__(
         self, spoil: Callable[[Passed], None] = lambda passed: None, before: Callable[[], None] = lambda: None
@@ -191,7 +191,7 @@ class Layer:
         return replay, passed
 
     def passes(self, *weights: float) -> list[dict[str, torch.Tensor]]:
-        """Gradients of passes whose samples have these weights."""
+        """Gradients of passes over samples with these weights."""
         found = []
         for number, weight in enumerate(weights):
             self.weights.drop_gradients()
@@ -201,7 +201,7 @@ class Layer:
         return found
 
     def passes_of(self, rows: Iterable[int], captures: bool = True) -> list[torch.Tensor]:
-        """Gradients of passes of so many rows each; ``captures``: not all eager."""
+        """Gradients of passes with the given numbers of rows; ``captures``: not all eager."""
         found = []
         for number, count in enumerate(rows):
             self.weights.drop_gradients()
@@ -250,7 +250,7 @@ def test_samples_of_no_weight_prove_no_graph(weights: tuple[float, ...]) -> None
 
 @pytest.mark.parametrize("b", [0.0, 1e-4], ids=["before the first update", "after it"])
 def test_gradients_of_a_are_looked_at_by_themselves(b: float) -> None:
-    """Those of B are so much larger that the whole does not tell; while B is zero there are none to compare."""
+    """B's gradients are so much larger that the whole does not show it; while B is zero there are none to compare."""
     layer, control = Layer(without_a, b), Layer(sound, b)
     for each in (layer, control):
         each.passes(1, 1, 1)

@@ -1,4 +1,4 @@
-"""On a GPU: training with captured steps is training; the graphs are used, and what they take is known."""
+"""On a GPU: training with captured steps is training; the graphs are used, and their memory is known."""
 
 from __future__ import annotations
 

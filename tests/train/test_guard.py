@@ -58,7 +58,7 @@ def after_step(monkeypatch: pytest.MonkeyPatch, updates: int, act: Callable[[Tra
 
 
 class Later(Broken):
-    """Kernels that are right until they are spoilt."""
+    """Kernels that are correct until they are spoilt."""
 
     def __init__(self, fault: Fault) -> None:
         self.spoilt = False
@@ -76,7 +76,7 @@ def written(run_dir: Path) -> tuple[list[int], list[str]]:
 
 
 def looks(run_dir: Path, weights: str = "base weights") -> list[tuple[int, bool]]:
-    """(updates, passed) of the looks of a training, or of its caching (``ENCODERS``)."""
+    """(updates, passed) of the checks of a training, or of its caching (``ENCODERS``)."""
     events = [event for event in read_events(RunDir(run_dir).events()) if event["type"] == "canary"]
     return [(event["updates"], event["passed"]) for event in events if weights in event["checks"]]
 
@@ -93,7 +93,7 @@ def test_it_looks_at_the_start_and_before_anything_is_written_and_once_for_an_up
     material: Path, sound: Path, tmp_path: Path
 ) -> None:
     assert looks(sound) == [(updates, True) for updates in (0, 2, 4, 6)]
-    assert not start(recipe_of(material, 3), tmp_path / "run", stop_at=4)  # one more is under way
+    assert not start(recipe_of(material, 3), tmp_path / "run", stop_at=4)  # one more is in progress
     assert start(recipe_of(material, 3), tmp_path / "run")
     assert looks(tmp_path / "run") == [(updates, True) for updates in (0, 2, 3, 4, 5, 5, 6)]
 
@@ -232,7 +232,7 @@ def test_a_flipped_bit_in_what_is_trained_is_never_trained_on_or_written(
 
 
 def poison(trainer: Trainer, where: str, value: float) -> None:
-    """As if the last update had made it: only then is it no change of what that left."""
+    """The state changes as if the last update had written it: only then does it count as the update's result."""
     POISONS[where](trainer).view(-1)[-1:].fill_(value)
     trainer.optimizer.state_guard.reset()
 

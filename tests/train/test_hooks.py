@@ -191,5 +191,5 @@ def test_no_run_ends_for_tensorboard(tmp_path: Path, gone: bool) -> None:
         time.sleep(0.001)
     writer(event("end", reason="done", updates=39, exit_code=0))
     for thread in set(threading.enumerate()) - before:
-        thread.join(10)  # it ends with an error, which must not be taken for that of a later test
+        thread.join(10)  # it ends with an error, which must not count for a later test
     assert len(said) == 1 and str(folder) in said[0] and says(said[0], "train/training-goes-on")

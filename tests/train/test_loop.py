@@ -1,4 +1,4 @@
-"""The loop: same updates whatever is interrupted, split or corrupted on the way."""
+"""The loop: same updates despite interruptions, splits and corrupted transfers."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_the_epoch_of_an_update_is_how_many_are_finished() -> None:
 
 
 class Measured(NoisyLine):
-    """It measures two values of each sample beside the loss."""
+    """It measures two values of each sample in addition to the loss."""
 
     def predict(self, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Prediction:
         first_B = batch["x"][:, 0]
@@ -195,7 +195,7 @@ class Measured(NoisyLine):
 
 @pytest.mark.parametrize(("accumulation", "parts"), [(1, 1), (2, 1), (1, 2)])
 def test_measures_of_a_step_are_means_over_its_samples_and_change_nothing(accumulation: int, parts: int) -> None:
-    """Those that are not finite are left out. The optimizer logs a value, too."""
+    """Values that are not finite are omitted. The optimizer logs a value, too."""
     plain, rig = (prodigy_rig(accumulation=accumulation, parts=parts) for _ in range(2))
     rig.trainer.family = rig.trainer.engine.family = Measured()  # type: ignore[assignment]
     rig.fit(5)
@@ -219,7 +219,7 @@ def test_prodigy_learns_and_each_step_tells_its_estimate() -> None:
     assert estimates == sorted(estimates) and estimates[0] >= 0.99e-3 and estimates[-1] > 2e-3
     rates = [step["optimizer"]["effective_learning_rate"] for step in steps]
     assert rates[1:] == estimates[:-1] and {step["learning_rate"] for step in steps} == {1.0}
-    assert {step["optimizer"] == {} for step in Rig().fit(2).of_type("step")} == {True}  # AdamW tells nothing
+    assert {step["optimizer"] == {} for step in Rig().fit(2).of_type("step")} == {True}  # AdamW reports nothing
 
 
 @pytest.mark.parametrize("nth", [{9}, {4, 15}], ids=str)

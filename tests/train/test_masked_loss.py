@@ -1,4 +1,4 @@
-"""Whole runs with masks: what lies outside teaches nothing, and a resume gives the bytes of the undisturbed run."""
+"""Whole runs with masks: pixels outside teach nothing, and a resume gives the bytes of the undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that are not finite, put into whole small runs: what is said, what is written, and what a new start does."""
+"""Values that are not finite, inserted into whole small runs: the messages, the written files, and the next start."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ material = runs.material
 STEPS = 8
 
 Seen = list[tuple[int, list[str], float]]
-"""(iteration, samples, a number of their noise) of each micro-batch, as it was trained on."""
+"""(iteration, samples, a number of their noise) of each micro-batch in training."""
 
 
 def recipe_of(material: Path) -> Recipe:
@@ -56,7 +56,7 @@ def recipe_of(material: Path) -> Recipe:
 
 @contextmanager
 def watched(seen: Seen) -> Iterator[None]:
-    """Note what is trained on."""
+    """Record the micro-batches of training."""
     original = Trainer._forward_backward
 
     def noting(trainer: Trainer, batch: dict[str, Any], work: Any) -> None:
@@ -201,7 +201,7 @@ def test_state_or_losses_that_are_not_finite_end_the_worker_and_a_new_start_give
             after_step(patch, at, poison)
             start(recipe, run_dir)
         assert caught.value.code == code and caught.value.exit_code == 3 and seen_of_code(code) == seen
-        last = events(run_dir, "phase")[-1]  # a look before a checkpoint has a checkpoint's time
+        last = events(run_dir, "phase")[-1]  # a check before a checkpoint has a checkpoint's time
         assert (last["phase"], last["state"]) == ("checkpoint", "begin" if code == "state-nonfinite" else "end")
         checkpoint, damaged = latest_valid(RunDir(run_dir))
         assert (checkpoint.position.updates if checkpoint else 0) == newest and not damaged
@@ -214,7 +214,7 @@ def test_state_or_losses_that_are_not_finite_end_the_worker_and_a_new_start_give
 
 
 def rolled_back(sound: Sound, to: Path) -> Path:
-    """A run directory whose newest checkpoint is an old one of the sound run."""
+    """A run directory with an old checkpoint of the sound run as the newest."""
     shutil.copytree(sound.run_dir, to)
     for updates, path in RunDir(to).list_checkpoints():
         if updates > 4:
@@ -237,7 +237,7 @@ def test_a_roll_back_draws_other_noise_for_the_same_data_however_often_it_is_int
     checkpoint, _ = latest_valid(RunDir(stopped))
     assert checkpoint is not None and checkpoint.position.attempt == 2 and checkpoint.position.updates in (5, 6)
     shutil.copytree(stopped, tmp_path / "forgetful")
-    assert start(recipe, stopped)  # it is saved: nobody has to say it again
+    assert start(recipe, stopped)  # it is saved: nobody has to repeat it
     assert bytes_of(stopped) == bytes_of(straight)
     restore = pipeline._restore
 

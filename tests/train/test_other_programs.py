@@ -33,7 +33,7 @@ LARGE_FROM, GAME_AT = 5, 3  # iterations
 
 
 class PageFaultError(RuntimeError):
-    """The card is full, and what HIP did not count is overwritten or unmapped."""
+    """The card is full, and memory that HIP did not count is overwritten or unmapped."""
 
 
 @dataclass
@@ -105,7 +105,7 @@ def test_a_game_that_starts_shrinks_the_limit_and_the_step_is_made_again_in_part
 def test_a_limit_that_stays_ends_in_a_page_fault(
     follows: bool, every_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: the same game, and nobody asks anew."""
+    """Negative control: the same game, and nobody asks again."""
     rig, device = run(tmp_path, monkeypatch, game=4 * GIB, follows=follows, every_s=every_s)
     with pytest.raises(PageFaultError):
         rig.fit(STEPS)
@@ -143,7 +143,7 @@ def test_recovery_asks_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_hooks_begin_with_a_limit_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint, previews: what takes memory beside steps."""
+    """A checkpoint, previews: actions that take memory outside steps."""
     rig, device = run(tmp_path, monkeypatch, game=0, every_s=1e9)
     seen: list[int] = []
 
@@ -162,7 +162,7 @@ def test_hooks_begin_with_a_limit_of_now(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_model_that_moves_begins_with_a_limit_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The base of a run, and that of a process that does not train: both were read for minutes before."""
+    """The base of a run, and the base of a process that does not train: both were read for minutes before."""
     card = FakeCard(tmp_path).install(monkeypatch)
     monkeypatch.setattr(standalone, "DeviceTransfer", lambda *args, **how: None)
     monkeypatch.setattr(load_model, "decide", lambda *how: SimpleNamespace(budget=card.limit))

@@ -1,4 +1,4 @@
-"""What a run leaves behind when its disk is low, and when it was cut between a checkpoint and its images."""
+"""Files that a run leaves when its disk is low, and when it was cut between a checkpoint and its images."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_disk_that_is_low_is_said_at_the_start_and_refused_before_a_checkpoint
         return usage._replace(free=disk_space.RESERVE_BYTES + (0 if run_dir.checkpoint(1).exists() else 100_000))
 
     told = "".join(event.get("text", "") for event in read_events(RunDir(Path("straight")).events()))
-    assert "disk" not in told  # negative control: there is room, and nothing is said of it
+    assert "disk" not in told  # negative control: there is room, and no message about it
     with monkeypatch.context() as patch:
         patch.setattr("lora_rocm.rundir.disk_space.shutil.disk_usage", shrinking)
         said = program.train(run_dir.path, *PREVIEWS)

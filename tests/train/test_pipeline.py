@@ -232,7 +232,7 @@ def test_changed_recipe_or_images_are_refused_on_resume(material: Path, straight
 def test_images_that_vanish_after_the_last_update_do_not_cost_the_result(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut between the last update and the result; the bytes are those of the run whose images were there."""
+    """Cut between the last update and the result; the bytes equal the run in which the images existed."""
     images = shutil.copytree(material / "images", tmp_path / "images")
     recipe = make_recipe(
         material,
@@ -334,7 +334,7 @@ def test_a_resume_takes_the_checkpoints_threads_unless_the_recipe_names_them(
         assert not start(make_recipe(material, runtime={"threads": 1}), tmp_path / "run", stop_at=3)
     finally:
         torch.set_num_threads(used)
-    assert during_cache == [2, 2, 1]  # what is cached anew depends on it too
+    assert during_cache == [2, 2, 1]  # a new cache depends on it too
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
@@ -465,7 +465,7 @@ def test_a_base_with_a_number_that_is_none_is_refused_by_its_name(material: Path
 
 
 class Bus:
-    """Zeroes latents on their way now and then, for some methods of the ladder."""
+    """Zeroes transferred latents now and then, for some methods of the ladder."""
 
     def __init__(self, methods: tuple[str, ...], every: int) -> None:
         self.methods, self.every, self.seen = methods, every, 0
@@ -510,7 +510,7 @@ def test_a_bus_that_never_works_ends_the_run_with_all_kept(
 def test_every_checkpoint_has_a_usable_file_and_old_states_are_rotated(
     material: Path, straight: Path, tmp_path: Path
 ) -> None:
-    """The recipe of ``straight`` in epochs and shares, of which one has two steps: the same bytes."""
+    """The recipe of ``straight`` in epochs and shares, with two steps per epoch: the same bytes."""
     recipe = make_recipe(
         material,
         optim={"lr_warmup_steps": 0, "lr_warmup_ratio": 1 / 3},
@@ -547,7 +547,7 @@ def test_a_run_that_saves_by_the_clock_alone_resumes_to_the_byte(
     [("auto", True, True), ("auto", False, False), ("yes", False, True), ("no", True, False)],
 )
 def test_what_pins(material: Path, asked: str, planned: bool, pins: bool) -> None:
-    """``auto`` is what the plan says of a GPU; the CPU never pins."""
+    """``auto`` is the plan's choice for a GPU; the CPU never pins."""
     settings, recipe = Settings(pin_memory=planned), make_recipe(material, runtime={"pin_memory": asked})
     session: Any = None
     begin = pipeline.StartContext(session, recipe, torch.device("cuda", 0), torch.float32, settings)

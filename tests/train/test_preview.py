@@ -61,7 +61,7 @@ def test_a_guidance_that_is_not_set_is_the_family_s_usual_one() -> None:
 def test_a_round_counts_only_when_it_is_whole(tmp_path: Path) -> None:
     run_dir, recipe = RunDir(tmp_path), make_recipe()
     paths = draw_round(run_dir, 0, ["red", "green", "blue"])
-    assert preview.existing(run_dir, 0, recipe) is None  # what was asked for is written last
+    assert preview.existing(run_dir, 0, recipe) is None  # the request is written last
     asked = [request.to_json() for request in preview.requests_of(recipe)]
     write_json(run_dir.samples_at(0) / preview.REQUESTS_FILE, asked)
     assert preview.existing(run_dir, 0, recipe) == paths
@@ -174,7 +174,7 @@ def test_prompts_have_options_of_their_own() -> None:
     upper, other = (preview.requests_of(make_recipe(prompts=[f"a cat --{n} dog --{w} 64"]))[0] for n, w in ("NW", "nw"))
     assert upper == other, "sd-scripts reads options in capitals too"
     assert (fifth.prompt, fifth.sampler, fifth.lora_scale) == ("a cat -- cat", "euler", 1.0)
-    assert [each.seed for each in (fifth, sixth, control, last)] == [11, 12, 13, 14]  # those of the section, by place
+    assert [each.seed for each in (fifth, sixth, control, last)] == [11, 12, 13, 14]  # the section's prompts, by place
     assert set(recipe.sample.texts) == {"a cat", "a cat -- cat", "a dog", "blurry"}
     assert recipe.sample.num_images == len(preview.requests_of(recipe))
 

@@ -83,7 +83,7 @@ def test_the_end_of_standard_input_asks_for_a_stop(tmp_path: Path) -> None:
     assert child.stdin is not None and child.stdout is not None
     assert json.loads(child.stdout.readline()) is False
     time.sleep(0.2)
-    assert child.poll() is None  # negative control: with the pipe open it goes on
+    assert child.poll() is None  # negative control: with the pipe open it continues
     output, _ = child.communicate(timeout=20)  # closes the pipe
     assert json.loads(output) is True and child.returncode == 0
 
@@ -95,7 +95,7 @@ STACKS_AFTER_S = {"load": 60.0, "cache_first": 60.0, "first_step": 60.0} | dict.
 
 
 def stacks_of_a_silence(run_dir: RunDir, begin: Callable[[Session, ExitStack], None]) -> str:
-    """What a worker writes down that is silent for longer than some of its limits.
+    """The stacks that a worker writes if it is silent for longer than some of its limits.
 
     Once more where a pause of the machine made what came before the silence as long as the silence.
     """

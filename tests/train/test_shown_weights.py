@@ -1,4 +1,4 @@
-"""What users get of a run is the same by every way: its own files, and all that is made of a checkpoint afterwards."""
+"""Users get the same weights by every route: its own files, and all conversions of a checkpoint afterwards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = [
 ]
 STEPS = 3
 SAVED_AT = 2
-"""An update before the last one that has a checkpoint too."""
+"""An earlier update with a checkpoint."""
 LORA: dict[str, Any] = {"rank": 2, "targets": r"down_blocks\.1.*attentions\.0.*attn1\.to_[qv]"}
 AVERAGING = tuple(name for name, section in OPTIMIZERS.items() if section.averages)
 RATES = {"prodigy": 1.0, "dadapt_adam": 1.0, "prodigy_schedule_free": 1.0}
@@ -94,7 +94,7 @@ def assert_same_by_every_way(recipe: Recipe, folder: Path, patch: pytest.MonkeyP
     for form in recipe.formats:
         made = export(run_dir, form, folder / "again" / run_dir.export_of(form).name)
         assert contents(made) == contents(run_dir.export_of(form)) != {}, form
-    if "kohya" not in recipe.spec.formats:  # the form of such files, which such a family has no reader for
+    if "kohya" not in recipe.spec.formats:  # the format of such files, for which such a family has no reader
         patch.setattr(model_child.writers, "verify", lambda *about: Verification(0.0, 0.0, (), ()))
     earlier = export(run_dir, "kohya", folder / "earlier.safetensors", SAVED_AT)
     assert contents(earlier) == contents(run_dir.checkpoint_lora(SAVED_AT)), "beside the checkpoint"
@@ -129,7 +129,7 @@ QUICK = (*AVERAGING, "EMA, bf16")
 
 def test_every_optimizer_is_among_the_cases() -> None:
     assert RULES.keys() == OPTIMIZERS.keys() and RULES.keys() <= CASES.keys() and len(AVERAGING) >= 2
-    for name, section in OPTIMIZERS.items():  # what the light half says of a rule is what the rule does
+    for name, section in OPTIMIZERS.items():  # the section's flag matches the rule
         assert (RULES[name].averaged.__func__ is not UpdateRule.averaged.__func__) == section.averages  # type: ignore[attr-defined]
 
 
@@ -183,7 +183,7 @@ def averaging(recipe: Recipe, way: str) -> Recipe:
 
 
 def assert_conversions(its: Its, recipe: Recipe, run_dir: RunDir, folder: Path) -> None:
-    """The converter of gguf is handed the run's own PEFT folder; merged is the base with what that folder adds."""
+    """The converter of gguf is handed the run's own PEFT folder; merged is the base with that folder's additions."""
     own = load_file(run_dir.peft_dir / "model" / "adapter_model.safetensors")
     script = script_of(folder / "llama", len(own))
     copied = folder / "seen.safetensors"
@@ -234,7 +234,9 @@ RAW = {
     "averaged": {"optim/schedule_free.py", "optim/update_rule.py"},
     "FILE_OF": {"rundir/layout.py", "rundir/checkpoint_record.py", "train/checkpoint.py"},
 }
-"""What is no way to the weights that users get: name -> the modules that may use it, to train on or to check files."""
+"""Names that do not lead to the weights that users get: name -> the modules that may use it, to train on or to check
+files.
+"""
 
 
 def users_of(names: set[str], sources: dict[str, str]) -> Iterator[tuple[str, str]]:

@@ -1,5 +1,5 @@
-"""Workers that start together, each with a recipe of its own, as ``torchrun`` starts them; a thread each, but in the
-last test.
+"""Workers that start together, each with its own recipe, as ``torchrun`` starts them; a thread each, but in the last
+test.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def changed(material: Path, keys: Mapping[str, Any]) -> Recipe:
 
 
 class Pair:
-    """Two workers of one run directory. Who waits for one that has ended hears of it, as from a store that is gone."""
+    """Two workers of one run directory. A rank that waits for an ended one is notified, as from a store that
+    is gone.
+    """
 
     def __init__(self, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
         self.run_dir, self._here, self._ended = RunDir(run_dir).create(), threading.local(), threading.Event()
@@ -87,7 +89,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
 
 
 def refusals(ends: list[tuple[int, dict[str, Any]]], what: str) -> list[str]:
-    """Where all say that they differ in ``what``."""
+    """The places where all report that they differ in ``what``."""
     assert [code for code, _ in ends] == [UserError.exit_code] * 2, ends
     assert all(
         event["code"] == "ranks-differ" and says(event["what"], "train/differ-in-what", what=what) for _, event in ends
@@ -96,7 +98,7 @@ def refusals(ends: list[tuple[int, dict[str, Any]]], what: str) -> list[str]:
 
 
 def test_other_recipes_are_refused(material: Path, start: Pair) -> None:
-    """Those of the two that save or end at other steps would wait for each other for ever."""
+    """The two that save or end at other steps would wait for each other for ever."""
     first = {"lora.rank": 2, "train.max_train_steps": 2, "output.save_every_n_steps": 500, "sample.seed": 1234}
     second = {"lora.rank": 3, "train.max_train_steps": 3, "output.save_every_n_steps": 1, "sample.seed": 1}
     differ = [f"{key}: rank 0 has {first[key]}, rank 1 has {second[key]}" for key in sorted(first)]
@@ -148,7 +150,7 @@ def test_another_number_format_is_refused(material: Path, start: Pair, monkeypat
 
 
 def test_other_images_are_refused(material: Path, start: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same path on another machine, and what is there is not the same."""
+    """The same path on another machine has other content."""
     prepare_data, caption = pipeline.prepare_data, material / "images" / "bild 1.txt"
     before = caption.read_bytes()
 

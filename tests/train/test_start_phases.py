@@ -1,4 +1,4 @@
-"""From the command's first instruction to the first step every second lies in a phase that has a name."""
+"""From the command's first instruction to the first step, every second is in a named phase."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that load a base for a run notice that it is not the one that was trained on."""
+"""Commands that load a base for a run notice that it differs from the base of the training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def negated(path: Path) -> None:
 
 
 class Trained:
-    """A finished run on a base of its own, and what commands on it say."""
+    """A finished run on its own base, and the messages of commands on it."""
 
     def __init__(self, run_dir: Path, base: Path) -> None:
         self.dir, self.base, self.events = RunDir(run_dir), base, Said()
@@ -120,7 +120,7 @@ def texts(written: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
 
 
 def refused(trained: Trained, file: str, command: Callable[[], None]) -> AdapterError:
-    """The refusal of a command with a negated matrix in a file of the base, which is put back."""
+    """The refusal of a command with a negated matrix in a file of the base; the file is restored."""
     path = trained.base / file
     content = path.read_bytes()
     negated(path)

@@ -1,4 +1,4 @@
-"""Whole runs with a training adapter: previews and results are without it, and another one is no resume."""
+"""Whole runs with a training adapter: previews and results are without it, and a resume with another one is refused."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_previews_and_results_are_without_it(
     assert preview_of(straight, 0) == preview_of(plain, 0)
     assert load_file(straight.lora).keys() == load_file(plain.lora).keys()
     assert bytes_of(straight.path) != bytes_of(plain.path), "the control: it was trained with"
-    # The last preview is that of the base with the exported LoRA alone.
+    # The last preview uses the base with the exported LoRA alone.
     family = family_for(recipe)
     model = family.load(torch.float32, CPU)
     attach_file(family, model, straight.lora)

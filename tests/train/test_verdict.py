@@ -1,4 +1,4 @@
-"""The verdict of an update as one tensor: what was packed is unpacked, by name, without a wait for the device."""
+"""The verdict of an update as one tensor: packed values are unpacked, by name, without a wait for the device."""
 
 from __future__ import annotations
 

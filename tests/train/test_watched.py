@@ -1,4 +1,4 @@
-"""``data.watched``: samples of any family whose loss is taken, and that change nothing in training."""
+"""``data.watched``: samples of any family; their loss is measured, and they change nothing in training."""
 
 from __future__ import annotations
 

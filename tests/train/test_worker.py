@@ -1,4 +1,4 @@
-"""The training child as a process: signals, and what it writes to its log."""
+"""The training child as a process: signals, and the content of its log."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_workers_that_are_given_up_are_a_change_of_the_run(
 ) -> None:
 
     class Failing:
-        """In place of ``worker_pool.Group``: what it reads is read here, so no process has to start."""
+        """Replaces ``worker_pool.Group``: it reads in this process, so no process has to start."""
 
         def __init__(self, source: Any, size: int, runtime: Any) -> None:
             self.source = source
@@ -49,9 +49,7 @@ def test_workers_that_are_given_up_are_a_change_of_the_run(
     assert (change["id"], change["effect"], change["seen"]) == ("workers-0", "exact", seen)
     assert bytes_of(tmp_path / "run") == bytes_of(straight)
     run_dir = RunDir(tmp_path / "run")
-    assert changes_of(trouble_of(run_dir, EventReader(run_dir.events()).poll())) == (
-        "workers-0",
-    )  # for whoever resumes it
+    assert changes_of(trouble_of(run_dir, EventReader(run_dir.events()).poll())) == ("workers-0",)  # for a later resume
 
 
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])

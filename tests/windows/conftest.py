@@ -1,4 +1,4 @@
-"""One Wine prefix for all workers of the suite, and the stand-in program, compiled once."""
+"""One Wine prefix for all workers of the suite, and the fake program, compiled once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def require(programs: dict[str, str]) -> None:
 
 @pytest.fixture(scope="session")
 def wine_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Variables that lead to the prefix; it is made by the first worker and its server ended by the last."""
+    """Variables that lead to the prefix; the first worker creates it, and the last one ends its server."""
     require(NEEDED)
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wine"
@@ -66,5 +66,5 @@ def wine_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
 
 @pytest.fixture
 def stage(wine_environment: dict[str, str], tmp_path: Path) -> Stage:
-    """A stand-in for an installed checkout, in a folder whose name has a space and an umlaut."""
+    """A fake of an installed checkout, in a folder with a space and an umlaut in its name."""
     return Stage(tmp_path / "lora rocm \u00fc", wine_environment)

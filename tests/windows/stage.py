@@ -1,4 +1,4 @@
-"""A checkout as the .bat files see it, with stand-ins for Python and for the program, under Wine."""
+"""A checkout as the .bat files see it, with fakes of Python and of the program, under Wine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUSY_TRIES = 3
 
 @dataclass(frozen=True)
 class Call:
-    """One start of a stand-in."""
+    """One start of a fake program."""
 
     program: str
     path: str
@@ -30,7 +30,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """code: exact exit code of the started command line. said: both output streams. calls: in order."""
+    """code: exact exit code of the started command line. ``said``: both output streams. calls: in order."""
 
     code: int
     said: str
@@ -66,7 +66,7 @@ class Stage:
         shutil.copytree(BAT_FOLDER, root / "scripts" / "windows")
 
     def put(self, path: Path) -> None:
-        """A stand-in of that name."""
+        """A fake program with that name."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         path.hardlink_to(self.recorder)
@@ -98,7 +98,7 @@ class Stage:
         says: Mapping[str, str] | None = None,
         **variables: str,
     ) -> Outcome:
-        """Run a command line; ``codes`` and ``says`` are exit codes and words of the stand-ins.
+        """Run a command line; ``codes`` and ``says`` are exit codes and words of the fake programs.
 
         A busy Wine sometimes cannot start a program that is there: then the line runs again.
         """
@@ -147,5 +147,5 @@ class Stage:
         return self.run(line, CMDCMDLINE=line, **options)
 
     def prompt(self, name: str, arguments: str = "", **options: Any) -> Outcome:
-        """As typed at a prompt or in a script: ``arguments`` as they stand there."""
+        """As typed at a prompt or in a script: ``arguments`` are passed verbatim."""
         return self.run(f'cmd.exe /c ""{self.bat(name)}" {arguments}"', **options)

@@ -1,4 +1,4 @@
-"""The .bat files under Wine's cmd, with stand-ins for Python and for the program: steps, arguments, places, exit codes.
+"""The .bat files under Wine's cmd, with fakes of Python and of the program: steps, arguments, places, exit codes.
 
 Each run is one command line started without a shell in between, so the exact exit code is seen.
 """
@@ -161,7 +161,7 @@ def test_a_dropped_folder_of_images(stage: Stage, ending: str) -> None:
 
 
 def test_a_dropped_path_without_quotes(stage: Stage) -> None:
-    """The Explorer puts quotes only around spaces; cmd takes what follows an & for another command."""
+    """The Explorer adds quotes only around spaces; cmd takes what follows an & for another command."""
     outcome = stage.double_click("train.bat", "Z:\\Tom&Jerry\\x^y.yaml", codes={"lora-rocm": "2"})
     assert outcome.code == 2 and "recognize" not in outcome.said
     assert outcome.calls[-1].arguments == ["train", "Z:\\Tom&Jerry\\x^y.yaml"]
@@ -193,7 +193,7 @@ def test_without_an_argument_it_says_what_to_give_and_installs_nothing(stage: St
 
 def test_a_missing_python_is_explained(stage: Stage) -> None:
     outcome = stage.double_click("install.bat", codes={"py": "1", "python": "9009"})
-    assert (outcome.code, outcome.programs) == (3, ["py", "python"])  # 9009: the door to the Microsoft Store
+    assert (outcome.code, outcome.programs) == (3, ["py", "python"])  # 9009: the alias that opens the Microsoft Store
     assert "https://www.python.org" in outcome.said and "Press any key" in outcome.said
     for program in ("py", "python"):
         (stage.bin / f"{program}.exe").unlink()
@@ -231,7 +231,7 @@ def test_a_script_can_say_that_it_is_one(stage: Stage) -> None:
 
 
 def test_a_window_that_closes_is_noticed(stage: Stage) -> None:
-    """Negative control of the tests that look for the question."""
+    """Negative control of the tests that search for the question."""
     stage.edit("_run.bat", 'set "LR_WINDOW=1"', 'set "LR_WINDOW="')
     assert "Press any key" not in stage.double_click("demo.bat").said
 

@@ -1,7 +1,7 @@
-"""What the .bat files must look like, because Wine 8 cannot show it: Windows' cmd reads these things differently.
+"""Rules for the text of the .bat files that Wine 8 cannot show: Windows' cmd reads these things differently.
 
-Text of the user (paths, arguments) is expanded once and between quotes, so that %, !, ^, &, ( and ) in it stay text:
-``call`` would read percent signs and carets again, delayed expansion would eat exclamation marks.
+Text of the user (paths, arguments) is expanded once and between quotes, so that %, !, ^, &, ( and ) in it stay text.
+``call`` would read percent signs and carets again; delayed expansion would remove exclamation marks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAY_STAND_BARE |= {"ERRORLEVEL", "RANDOM"}
 
 
 def faults(content: bytes) -> Iterator[str]:
-    """What is wrong with one file, line by line."""
+    """The faults of one file, line by line."""
     if not content.isascii():
         yield "is not ASCII"
     if content.count(b"\n") != content.count(b"\r\n") or not content.endswith(b"\r\n"):

@@ -1,4 +1,4 @@
-"""Training, resume, export and report as real processes in which what Windows lacks or forbids is gone.
+"""Training, resume, export and report as real processes without the features that Windows lacks or forbids.
 
 See ``simulated/sitecustomize.py``. Linux all the same: this shows what our code relies on, not what Windows does.
 """
@@ -60,7 +60,7 @@ def resume_and_report(folder: Path) -> None:
 
 
 def test_training_resume_export_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of this process, without the restrictions, is gone on from by processes that have them, without caches."""
+    """Processes with the restrictions, and without caches, resume a run of this process, which has none."""
     folder = folder_with_recipe(tmp_path)
     monkeypatch.chdir(folder)
     said = Program(monkeypatch)(*train("run"))

@@ -1,4 +1,6 @@
-"""LoRA files of others: every form is read alike, and what is no LoRA of this model is refused in a sentence."""
+"""LoRA files from other programs: every format is read alike, and a file that is not a LoRA of this model is refused
+with one sentence.
+"""
 
 from __future__ import annotations
 
@@ -197,7 +199,7 @@ def test_what_is_no_lora(live: tuple[Any, Any, Any], tmp_path: Path, tensors: di
 
 BLOCK = "mid_block.attentions.0.transformer_blocks.0"
 SHAPES = {
-    f"{BLOCK}.attn1.to_q": (32, 32),  # square: only the shape of dora_scale tells the axis
+    f"{BLOCK}.attn1.to_q": (32, 32),  # square: only dora_scale's shape gives the axis
     f"{BLOCK}.attn2.to_k": (32, 80),
     f"{BLOCK}.ff.net.0.proj": (256, 32),
     "mid_block.resnets.0.conv1": (32, 32, 3, 3),
@@ -207,7 +209,7 @@ SHAPES = {
 
 
 def write_locon(live: tuple[Any, Any, Any], path: Path, wd_on_output: bool | None) -> dict[str, tuple[Any, Any]]:
-    """A kohya-form file by LyCORIS' formulas; module path -> (base weight, merged weight)."""
+    """A kohya file written by LyCORIS' formulas; module path -> (base weight, merged weight)."""
     family, model, _ = live
     rng, tensors, merged = torch.Generator().manual_seed(5), {}, {}
     layers = dict(adaptable(model.components["unet"]))
@@ -314,7 +316,7 @@ def test_embeddings_that_are_bundled_are_named(live: tuple[Any, Any, Any], tmp_p
 
 
 def test_alphas_beside_the_factors_of_the_diffusers_form(live: tuple[Any, Any, Any], tmp_path: Path) -> None:
-    """ComfyUI takes them in any form; read as if there were none, the effect would be four times as strong."""
+    """ComfyUI takes them in any format; read as if there were none, the effect would be four times as strong."""
     tensors = {f"{NAME}.lora_{side}.weight": torch.ones(shape) for side, shape in SIDES.items()}
     save_file(tensors | {f"{NAME}.alpha": torch.tensor(0.5)}, tmp_path / "x.safetensors")
     assert read_lora(live[0], live[1].components, tmp_path / "x.safetensors")[NAME].scale == 0.25

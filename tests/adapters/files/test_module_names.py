@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
 
 def rows_in_file(component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-    """Query, key and value are one ``qkv``; ``gate_up`` is two weights, which stand in the other order."""
+    """Query, key and value are one ``qkv``; ``gate_up`` is two weights, stored in the opposite order."""
     if module in HEADS:
         return [("k_qkv", HEADS[module][0], rows)]
     return [("k_up", 0, rows // 2), ("k_gate", 0, rows // 2)]

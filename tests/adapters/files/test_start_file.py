@@ -1,4 +1,4 @@
-"""A LoRA file that does not fit a recipe: what is advised is all that it takes, for any file and recipe."""
+"""A LoRA file that does not fit a recipe: the advice is complete, for any file and recipe."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
 
 
 def write(world: Any, path: Path, modules: dict[str, int], wd_on_output: bool | None = None) -> Path:
-    """A kohya-form file of these modules, with their ranks."""
+    """A kohya file of these modules, with their ranks."""
     family, model, _ = world
     rng, tensors = torch.Generator().manual_seed(1), {}
     for name, rank in modules.items():
@@ -67,9 +67,8 @@ def text_path(root: torch.nn.Module) -> str:
 
 
 def advised(world: Any, lora: dict[str, Any], path: Path) -> dict[str, Any] | None:
-    """The settings that the refusal names; None where the file is taken. Only names are looked at: no layers are made.
-
-    What is adapted is read from the expressions, as ``lora.targets`` says it.
+    """The settings that the refusal names; None where the file is taken. Only names are checked and no layers are
+    built. The adapted modules follow from the expressions, as in ``lora.targets``.
     """
     family, model, folder = world
     recipe = read_recipe(folder, path.parent, lora)

@@ -1,4 +1,4 @@
-"""IA3: what it computes, what its files do in other programs, what is taken over from them."""
+"""IA3: its computation, its files in other programs, and the start from existing files."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ WRONG = {
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_file_is_caught(folder: Path, file: Path, tmp_path: Path, fault: str) -> None:
-    """An honest one passes, and says who reads no IA3."""
+    """A correct file passes, and the result names the programs that cannot read IA3."""
     family, model, adapter = shared(folder)
     said = writers.verify("kohya", file, family, model, adapter).cannot_read
     assert any("ComfyUI" in words for words in said) and any("convolutions" in words for words in said)

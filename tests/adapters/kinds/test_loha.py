@@ -1,4 +1,4 @@
-"""LoHa: what it computes, where it starts, what its files do in other programs, what is taken over from them."""
+"""LoHa: its computation, its start, its files in other programs, and the start from existing files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def shared(folder: Path) -> tuple[Any, Any, Any]:
 
 @pytest.fixture(scope="module")
 def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The adapter's file in each form."""
+    """The adapter's file in each format."""
     family, _, adapter = shared(folder)
     paths = {
         form: tmp_path_factory.mktemp("files") / name for form, name in (("kohya", "x.safetensors"), ("peft", "p"))
@@ -104,7 +104,7 @@ def test_the_change_of_a_weight_is_not_kept_for_the_backward_pass(folder: Path) 
     x = torch.randn(2, base.in_features, requires_grad=True)
 
     def kept(run: Any) -> int:
-        """How many tensors of the weight's size are kept."""
+        """Number of tensors of the weight's size that are kept."""
         seen: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: seen.append(tensor.numel()) or tensor, lambda t: t

@@ -1,4 +1,4 @@
-"""LoKr: what it computes, where it starts, what its files do in other programs, what is taken over from them."""
+"""LoKr: its computation, its start, its files in other programs, and the start from existing files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @cache
 def shared(folder: Path, form: str) -> tuple[Any, Any, Any]:
-    """(family, model, adapter) of a form, for tests that leave them as they are; files are written in float32."""
+    """(family, model, adapter) of a variant, for tests that do not change them; files are written in float32."""
     return trained(folder, lora=lokr(**FORMS[form]), output={"dtype": "fp32"})
 
 
@@ -339,7 +339,7 @@ def test_a_peft_folder_of_peft_s_own_making_is_read_with_its_scale(folder: Path,
 
 
 def test_the_layers_are_peft_s_under_peft_s_names(folder: Path) -> None:
-    """``layers_mapping`` and the constructor that injects are PEFT's, and not written down: what they give is held."""
+    """``layers_mapping`` and PEFT's constructor are not documented, so their results are checked."""
     _, model, _ = injected(folder, rank=2, factor=4)
     other = family_for(tiny_recipe(folder)).load(torch.float32, CPU).components["unet"]
     inject_adapter_in_model(LoKrConfig(r=2, decompose_factor=4, target_modules=TARGETS), other, PEFT_NAME)

@@ -1,4 +1,4 @@
-"""The adapter: what is injected, how it starts, what it can take over."""
+"""The adapter: injected layers, their start, and the files they can start from."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_only_the_adapter_is_trained(folder: Path) -> None:
     ((r".*\.attn2\.to_k", r"conv_in"), 5),
 ])  # fmt: skip
 def test_targets(folder: Path, targets: Any, modules: int) -> None:
-    """4 blocks of one transformer layer; 8 resnets of which 5 change their width; 2 samplers."""
+    """4 blocks of one transformer layer; 8 resnets, 5 of them with a change of width; 2 samplers."""
     _, _, adapter = injected(folder, targets=targets)
     assert len(adapter.modules) == modules
     assert adapter.components == ["unet"]
@@ -319,7 +319,7 @@ def test_a_plain_lora_starts_a_dora_with_the_same_effect(folder: Path, tmp_path:
 def test_a_file_of_lower_ranks_starts_with_its_effect_and_room_to_learn(
     folder: Path, tmp_path: Path, use_dora: bool, rank: int
 ) -> None:
-    """kohya's conv_dim beside network_dim: ranks 2 and 4 in one file, filled up to the recipe's."""
+    """kohya's conv_dim in addition to network_dim: ranks 2 and 4 in one file, padded to the recipe's rank."""
     family, model, adapter = trained(folder, lora={**FEW, "use_dora": use_dora})
     path = exported("kohya", tmp_path / "lora.safetensors", family, adapter)
     lower_one_rank(adapter, path)
@@ -393,7 +393,7 @@ def test_a_file_can_be_attached(folder: Path, tmp_path: Path, form: str, use_dor
 
 
 def test_a_file_with_several_ranks_is_attached(folder: Path, tmp_path: Path) -> None:
-    """Ranks differ from module to module in many files of others."""
+    """Ranks differ between modules in many files from other programs."""
     family, model, adapter = trained(folder, lora=FEW)
     path = exported("kohya", tmp_path / "lora.safetensors", family, adapter)
     name = lower_one_rank(adapter, path)

@@ -1,4 +1,4 @@
-"""What LoRA's factors start from: nothing changes at the start, the result is PEFT's, and the file is a plain LoRA."""
+"""The start of LoRA's factors: nothing changes at the start, the result is PEFT's, and the file is a plain LoRA."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_start_changes_nothing_and_the_file_is_a_lora(folder: Path, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", ["int8", "nf4"])
 def test_a_packed_base_is_unchanged_at_the_start_too(folder: Path, packed: str) -> None:
-    """The bytes of a packed weight say nothing of the dtype in which its layer computes."""
+    """The dtype of a packed weight's bytes is not the dtype in which its layer computes."""
     _, model, adapter = injected(folder, init="olora", packed=packed)
     adapter.cast_inputs(False)
     _, plain, _ = injected(folder, packed=packed)
@@ -183,7 +183,7 @@ def test_layers_narrower_than_the_rank_keep_trainable_ranks() -> None:
 
 
 def test_pissa_starts_from_the_largest_singular_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a weight without structure, whose singular values are close to each other. Large ones have spare vectors."""
+    """The weight has no structure: its singular values are close to each other. Large ones have spare vectors."""
     weight, rank = torch.randn(96, 128, generator=torch.Generator().manual_seed(0)), 8
     u, s, v_t = torch.linalg.svd(weight, full_matrices=False)
     wanted = (u[:, :rank] * s[:rank]) @ v_t[:rank]

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_lycoris(tensors: dict[str, Tensor], key: str, base: nn.Module, x: Tensor) -> Tensor:
-    """What a layer with the file's module computes in LyCORIS."""
+    """The output of a layer with the file's module, computed by LyCORIS."""
     output: Tensor = module_of(tensors, key, base)(x)
     return output
 

@@ -1,4 +1,4 @@
-"""OFT: what it computes, what its files do in other programs, what is taken over from them."""
+"""OFT: its computation, its files in other programs, and the start from existing files."""
 
 from __future__ import annotations
 

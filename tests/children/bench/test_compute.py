@@ -1,4 +1,4 @@
-"""The rows of the compute benchmark: what a recipe's pass computes, at its shapes."""
+"""The rows of the compute benchmark: the operations of a recipe's pass, at its shapes."""
 
 from contextlib import nullcontext
 from dataclasses import replace

@@ -58,7 +58,7 @@ except torch.OutOfMemoryError:
 
 @pytest.mark.parametrize(("line", "said"), [("", "raised"), ("assert limit(device, 2**30) == 2**30", "")])
 def test_a_full_allocator_raises(line: str, said: str) -> None:
-    """In a process of its own, because the limit stays; without it the same allocations fit."""
+    """In a separate process, because the limit stays; without it the same allocations fit."""
     code = LIMITED.replace(line, "pass") if line else LIMITED
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8")
     assert done.returncode == 0 and done.stdout.strip() == said, done.stderr

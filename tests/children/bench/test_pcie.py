@@ -1,4 +1,4 @@
-"""The bus as sysfs tells it: the narrowest link on the way counts."""
+"""The bus according to sysfs: the narrowest link of the path counts."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ ADDRESS = "0000:03:00.0"
 
 
 def devices(tmp_path: Path, **links: tuple[str, str]) -> Path:
-    """A sysfs with a card behind a switch of its own: root port, switch, card."""
+    """A sysfs with a card behind its own switch: root port, switch, card."""
     chain = tmp_path / "devices" / "pci0000:00"
     for name, (speed, width) in links.items():
         chain /= name

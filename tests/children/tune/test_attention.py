@@ -1,4 +1,6 @@
-"""The trial of attention: what is wrong, missing or failing has a problem and no time; what is right has a time."""
+"""The trial of attention: a backend that is wrong, missing or failing has a problem and no time; a correct one has a
+time.
+"""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_a_table_is_tuned_read_by_a_run_and_refused_for_other_software(tmp_path:
     )
 
 
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # said by torch where a backward pass comes first
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's warning where a backward pass comes first
 def test_every_way_here_is_right_or_told(capfd: Any) -> None:
     from lora_rocm.children.tune.attention import Trial, prepared
     from lora_rocm.children.tune.job import AttentionCall

@@ -1,4 +1,4 @@
-"""Captions that are longer than the text encoders read. What CLIP's tokenizer says: tests/families."""
+"""Captions that are longer than the text encoders read. CLIP's own tokenizer is compared in tests/families."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def test_an_image_is_not_changed_without_its_control_image(keys: Any, images: Pa
 
 
 def numbered(make: SimpleNamespace, images: Path, *names: str) -> None:
-    """Put control images of these names in the place of the control image of a.png."""
+    """Replace the control image of a.png with control images of these names."""
     (images.parent / "controls" / "a.webp").unlink()
     for seed, name in enumerate(names):
         make.image(images.parent / "controls" / f"{name}.png", 40, 80, seed=20 + seed)
@@ -271,7 +271,7 @@ def test_a_numbered_control_image_of_another_image_is_not_taken(images: Path, ma
     numbered_masks = images.parent / "masks"
     make.image(numbered_masks / "a_0.png")
     (images / "a_0.jpg").unlink()
-    with pytest.raises(DataError) as caught:  # the control: an image has one mask, whose name is not numbered
+    with pytest.raises(DataError) as caught:  # the control: an image has one mask, without a number in its name
         scanned(make, images, control_path=None, mask_path=str(numbered_masks))
     assert caught.value.code == "masks-missing"
 
@@ -285,7 +285,7 @@ def test_numbered_control_images_beside_the_images(images: Path, make: SimpleNam
 
 
 def test_numbered_images_beside_the_images_are_named(images: Path, make: SimpleNamespace) -> None:
-    """They could be control images or images: as long as their names do not say so, they are images without one."""
+    """They could be control images or images: unless their names state it, they are images without one."""
     for name in ("a-condlabel", "sub/b-condlabel", "a_0"):
         make.image(images / f"{name}.png")
     with pytest.raises(DataError) as caught:

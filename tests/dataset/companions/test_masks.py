@@ -217,7 +217,7 @@ def test_proportions() -> None:
 @pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("size", [(96, 64), (101, 67), (67, 131)])
 def test_a_mask_is_cut_as_its_image_is(size: tuple[int, int], flip: bool) -> None:
-    """A rectangle that is white in both lies in the same cells."""
+    """A rectangle that is white in both covers the same cells."""
     geometry = choose_bucket(*size, 64, 16, 2.5, enable_bucket=True, upscale=False)
     pixels_HW = np.zeros((size[1], size[0]), dtype=np.uint8)
     pixels_HW[size[1] // 3 : size[1] // 2, size[0] // 5 : size[0] // 2] = 255

@@ -72,7 +72,7 @@ def test_the_header_is_enough_for_the_size(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def with_preview() -> bytes:
-    """A JPEG with a small preview in its EXIF data, which has an end mark of its own."""
+    """A JPEG with a small preview in its EXIF data; the preview has its own end mark."""
     exif = Image.Exif()
     exif[0x9C9B] = encoded(left_red(), "JPEG")
     return encoded(left_red(), "JPEG", exif=exif)
@@ -263,7 +263,7 @@ def test_the_crop_lies_where_the_geometry_says_in_both_variants() -> None:
 
 
 def test_twelve_bits_that_a_tiff_declares_are_taken_for_what_they_are() -> None:
-    """II, 12 bits a sample, one row of 4 pixels: 0, 1365, 2730, 4095, packed most significant bits first."""
+    """II, 12 bits per sample, one row of 4 pixels: 0, 1365, 2730, 4095, packed most significant bits first."""
     packed = int("".join(f"{value:012b}" for value in (0, 1365, 2730, 4095)), 2).to_bytes(6, "big")
     fields = [(256, 3, 4), (257, 3, 1), (258, 3, 12), (259, 3, 1), (262, 3, 1), (273, 4, 8), (277, 3, 1), (278, 3, 1)]
     entries = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in [*fields, (279, 4, 6)])

@@ -86,7 +86,7 @@ def test_what_is_used_lies_in_the_given_crop(x: int, y: int, width: int, height:
 
 
 def test_a_given_crop_has_the_size_of_its_part() -> None:
-    """The scale is that of the part, so a small part of a large image keeps its pixels."""
+    """The scale is derived from the part, so a small part of a large image keeps its pixels."""
     _, found = geometry(1000, 800, Given(crop=(400, 300, 64, 64)))
     assert found.resized_hw == (800, 1000) and found.target_hw == (64, 64) and found.crop_top_left == (300, 400)
     sample, data = sample_of(1000, 800, Given(crop=(400, 300, 8, 8)))

@@ -210,7 +210,7 @@ Place = tuple[int, int]  # an item's index, and which of its repeats
 
 
 def plain_order(found: list[Item], size: int, seed: int, epoch: int) -> list[list[Place]]:
-    """What an epoch is, said in the plainest way: sorted as drawn; only one batch of the first epoch is moved."""
+    """A plain reference implementation of an epoch: sorted as drawn; only one batch of the first epoch is moved."""
     buckets: dict[tuple[int, int], list[Place]] = {}
     for index, one in enumerate(found):
         buckets.setdefault((one.shape["h"], one.shape["w"]), []).extend(

@@ -15,7 +15,7 @@ counts = st.lists(st.integers(1, 6), min_size=1, max_size=12)
 
 
 def evened(own: list[int], reg: list[int]) -> list[int]:
-    """The repeats of the regularisation images, which stand between the others."""
+    """The repeats of the regularisation images, which are between the others."""
     is_reg_N = np.array([False] * (len(own) // 2) + [True] * len(reg) + [False] * (len(own) - len(own) // 2))
     repeats_N = np.array([*own[: len(own) // 2], *reg, *own[len(own) // 2 :]])
     found_N = evened_repeats(is_reg_N, repeats_N)

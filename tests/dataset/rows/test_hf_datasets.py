@@ -168,7 +168,7 @@ def test_bytes_read_as_a_file(kind: str) -> None:
 
 
 def imagefolder(root: Path, make: SimpleNamespace, kind: str = "jsonl") -> Path:
-    """Images in two folders, one of them without a row, and the captions beside them."""
+    """Images in two folders, one of them without a row, and the captions next to them."""
     table = {"file_name": ["0.png", "sub/1 ü.png", "gone.png"], "text": ["zero", "one", "two"], "n": [1, 2, 3]}
     for number, name in enumerate(("0.png", "sub/1 ü.png", "no row.png")):
         make.image(root / name, seed=number)
@@ -228,7 +228,7 @@ def test_the_library_draws_no_bars(tmp_path: Path, content: bytes, capfd: pytest
 def test_a_place_that_may_not_be_read_is_outside(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A link in the way of an image, as /proc/1/cwd for anybody but root."""
+    """A link in an image's path, as /proc/1/cwd for anybody but root."""
     link = tmp_path / "files" / "link"
     link.symlink_to(tmp_path)
     readlink = os.readlink

@@ -1,4 +1,6 @@
-"""What Parquet unpacks to, told without unpacking it; memory of the telling; and honest files, which pass."""
+"""The unpacked size of a Parquet file, determined without unpacking it; memory of that check; and honest files, which
+pass.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,7 @@ def test_what_is_in_a_file_once_counts_once(tmp_path: Path, use_dictionary: bool
     [
         (["a photo", "a drawing"], 200, 0),
         (["a photo", "a drawing"], 1, parquet_guard.DICTIONARY_BATCHES),
-        (["a photo"] * 2, 10**9, parquet_guard.DICTIONARY_BATCHES),  # what the first row holds tells nothing of others
+        (["a photo"] * 2, 10**9, parquet_guard.DICTIONARY_BATCHES),  # the first row's size does not predict the others
     ],
 )
 def test_nothing_is_read_where_even_the_most_is_little(

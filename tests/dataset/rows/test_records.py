@@ -1,4 +1,4 @@
-"""Rows of tables are recognised by their columns, and what cannot be learned from is named."""
+"""Rows of tables are recognised by their columns, and rows without usable text are named."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_an_answer_that_only_calls_a_tool_may_say_nothing() -> None:
 
 
 def scanned(path: Path) -> tuple[list[str], list[tuple[str, str]]]:
-    """Texts, and the place and reason of what was set aside."""
+    """Texts, and the place and reason of each skipped row."""
     found = scan_texts(DataSection(sources=(DataSource(dataset=str(path)),)))
     return [sample.caption for sample in found.samples], [(each.where, each.what) for each in found.set_aside]
 
@@ -383,7 +383,7 @@ def test_a_json_array_a_csv_and_a_parquet_file_hold_the_same_rows(tmp_path: Path
 
 
 def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
-    """The second line is broken; the first comes before it is looked at."""
+    """The second line is broken; the first comes before it is checked."""
     path = tmp_path / "t.jsonl"
     path.write_bytes(b'{"text": "a"}\n' + b"x" * (1 << 25) + b'\n{"text": "b"}\n')
     (source,) = DataSection(sources=(DataSource(dataset=str(path)),)).resolved_sources()
@@ -421,7 +421,7 @@ def test_any_row_is_a_record_or_named(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("content", ["", "\n\n"])
 @pytest.mark.parametrize("name", ["t.jsonl", "t.csv"])
 def test_a_table_without_rows_is_named(tmp_path: Path, name: str, content: str) -> None:
-    """Also beside one that has rows."""
+    """Also next to one that has rows."""
     (tmp_path / name).write_text(content, encoding="utf-8")
     (tmp_path / "full.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
     sources = tuple(DataSource(dataset=str(tmp_path / each)) for each in ("full.jsonl", name))

@@ -1,4 +1,4 @@
-"""Clips: a sub-folder of numbered images is one sample, whose frames are in the order of their numbers."""
+"""Clips: a sub-folder of numbered images is one sample; its frames are in the order of their numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.wording import says
 
 @pytest.fixture
 def data(tmp_path: Path, make: SimpleNamespace) -> Path:
-    """A still, a clip of ten frames with a caption beside it, and a folder of images that are not all numbered."""
+    """A still, a clip of ten frames with a caption next to it, and a folder in which not all images are numbered."""
     make.image(tmp_path / "data" / "still.png", caption="a still")
     for number in range(10):
         make.image(tmp_path / "data" / "sub" / "walk.v2" / f"frame {number + 1}.png", 64, 48, seed=number)

@@ -84,7 +84,7 @@ def test_captions_have_no_ending_of_images(tmp_path: Path, make: SimpleNamespace
 
 
 def test_what_runs_have_drawn_is_no_image_to_train_on(tmp_path: Path, make: SimpleNamespace) -> None:
-    """As with ``data.path: .`` beside the recipe."""
+    """As with ``data.path: .`` in the recipe's folder."""
     make.image(tmp_path / "a.png", caption="x")
     for name in ("one", "two"):
         run_dir = tmp_path / "runs" / name

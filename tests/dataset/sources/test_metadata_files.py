@@ -1,4 +1,4 @@
-"""Captions of an imagefolder: metadata.jsonl and metadata.csv beside the images."""
+"""Captions of an imagefolder: metadata.jsonl and metadata.csv next to the images."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def test_images_too_small_for_a_bucket_are_named(tmp_path: Path, make: SimpleNam
 
 
 def test_photographs_of_many_shapes(tmp_path: Path) -> None:
-    """Real images with what else lies in such a folder: a text, a file of several pages, and one that is tiny."""
+    """Real images and the other files of such a folder: a text, a file of several pages, and one that is tiny."""
     folder = tmp_path / "photographs"
     shutil.copytree(PHOTOGRAPHS, folder)
     pages = [Image.new(mode, (40, 30)) for mode in ("RGB", "I;16")]

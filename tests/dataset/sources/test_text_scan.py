@@ -1,4 +1,4 @@
-"""Folders of texts: one sample a file, what is odd set aside, and no word of anything else."""
+"""Folders of texts: one sample per file, odd files are skipped, and nothing else is mentioned."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What every placement keeps: the bytes that were sent come back, changed ones are found, counted sizes are true.
+"""Properties of every placement: the bytes sent come back, changed bytes are found, counted sizes are true.
 
-A placement takes part by a row in ``KINDS``. The last row is a toy, of which no shared code knows.
+A placement takes part by a row in ``KINDS``. The last row is a toy, unknown to shared code.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Net(nn.Module):
 
 
 class Sharded:
-    """A toy: of every frozen tensor each of two devices has one half, and a fetch puts them together."""
+    """A toy: each of two devices has one half of every frozen tensor, and a fetch joins them."""
 
     def __init__(self, transfer: DeviceTransfer) -> None:
         self.transfer, self._rest = transfer, Resident(transfer)
@@ -124,7 +124,7 @@ class Sharded:
 
 @dataclass
 class Kind:
-    """How a placement is made for a net, where its bytes lie, and how many of them are not on the device."""
+    """How to place a net, the location of its bytes, and how many bytes are not on the device."""
 
     make: Callable[[DeviceTransfer, Net], Any]
     stored: Callable[[Any], list[Tensor]]
@@ -166,7 +166,7 @@ def placed(kind: Kind, net: Net, transfer: DeviceTransfer | None = None) -> Plac
 
 
 def found(placement: Placement, net: Net) -> bool:
-    """Whether the use of all weights, or a look at those on the device, finds a change."""
+    """Whether the use of all weights, or a check of the ones on the device, finds a change."""
     for part in net.parts:
         placement.fetch(part)
         placement.release(part)
@@ -207,7 +207,7 @@ def test_a_changed_byte_is_found_wherever_it_lies(kind: Kind, stored: str) -> No
 
 @every_kind
 def test_a_byte_that_changes_on_the_way_is_sent_again_or_refused(kind: Kind) -> None:
-    """Of one tensor on its first way; on all ways; and on none, which is the control."""
+    """Of one tensor on its first way; on all methods; and on none, which is the control."""
     for faults in (0, 1, 99):
         net, times = Net(), [faults]
         wanted = net.bytes_of()["first.weight"]

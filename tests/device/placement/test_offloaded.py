@@ -1,4 +1,4 @@
-"""Weights that wait in main memory: the same bits, fetched in time, and every arrival looked at."""
+"""Weights that wait in main memory: the same bits, fetched in time, and every arriving weight checked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Copy = Callable[[Tensor, Tensor], None]
 
 
 class Block(nn.Module):
-    """A frozen layer with a trained one beside it; the first has none, as the first layers of a model may."""
+    """A frozen layer with a trained one in parallel; the first has none, as the first layers of a model may."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def prepared(
 
 
 def trained(net: Net, device: torch.device, steps: int = STEPS) -> list[Tensor]:
-    """Weights and losses after steps of gradient descent, with a look without gradients in between."""
+    """Weights and losses after steps of gradient descent, with a pass without gradients in between."""
     found = []
     for step in range(steps):
         x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(step)).to(device)
@@ -151,7 +151,7 @@ def test_a_spoilt_arrival_sets_the_verdict(fault: str, first: int) -> None:
 
 
 def test_without_the_check_it_would_go_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control of the one above: the same fault changes what is learnt, and nothing else tells."""
+    """Negative control of the test above: the same fault changes the trained weights, and nothing else reports it."""
     monkeypatch.setattr(Offload, "_check", lambda self, index, place: None)
     net, transfer, _ = prepared(CPU, slice(None), Faulty(FAULTS["one bit"], 3))
     assert not same(trained(net, CPU), trained(prepared(CPU, None)[0], CPU))
@@ -159,7 +159,7 @@ def test_without_the_check_it_would_go_unseen(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_fault_that_passed_is_gone_with_the_next_pass() -> None:
-    """The host clears the verdict and sends the batch again: all weights are fetched anew."""
+    """The host clears the verdict and sends the batch again: all weights are fetched again."""
     wanted = trained(prepared(CPU, None)[0], CPU)
     faulty = Faulty(flip_one_bit)
     net, transfer, _ = prepared(CPU, slice(None), faulty)
@@ -188,7 +188,7 @@ def _full(module: nn.Module, args: Any) -> None:
 
 
 class Capturing:
-    """Copies, but for the time that a graph is captured: then nothing is done. made: sizes of blocks that came."""
+    """Copies, except during the capture of a graph, when it does nothing. made: sizes of blocks that came."""
 
     def __init__(self) -> None:
         self.now, self.made = False, list[int]()
@@ -201,7 +201,9 @@ class Capturing:
 
 @pytest.mark.parametrize(("number", "entry"), [(1, 1), (2, 2), (3, 1), (3, 2)])
 def test_a_capture_that_was_broken_off_leaves_nothing_that_a_pass_could_believe(number: int, entry: int) -> None:
-    """At the first block going forward, and at the second going back, the next pass begins beside where it ended."""
+    """At the first block going forward, and at the second going back, the next pass begins at another block than the
+    one where it ended.
+    """
     copy = Capturing()
     net, transfer, _ = prepared(CPU, slice(1, None), copy)
 
@@ -223,7 +225,7 @@ def test_a_capture_that_was_broken_off_leaves_nothing_that_a_pass_could_believe(
     copy.now = False
     handle.remove()
     net.zero_grad()
-    transfer.clear()  # here, where what is captured is computed too
+    transfer.clear()  # here, where a capture computes too
     assert passed() == wanted == passed()
     assert same(trained(net, CPU), trained(prepared(CPU, None)[0], CPU))
     assert not transfer.bad
@@ -291,7 +293,7 @@ def test_weights_of_one_memory_stay_so_and_are_fetched_once() -> None:
     assert ((merged - single).abs() <= most).all()
     assert ((merged - single.roll(8, dims=-1)).abs() > 100 * most).float().mean() > 0.9, "the control: places exchanged"
     assert offload.host_bytes == offload.fetched_bytes == size
-    block.helper = Merged.Helper(torch.zeros(2))  # what is not of that memory is left alone
+    block.helper = Merged.Helper(torch.zeros(2))  # other memory is left alone
     assert Offload([block], Resident(DeviceTransfer(CPU, pin=False)), pin=False).host_bytes == size
 
 
@@ -306,7 +308,7 @@ def test_other_layouts_come_back_as_they_are() -> None:
 
 
 def test_weights_that_are_parts_of_something_larger_take_only_their_part() -> None:
-    """As after an earlier offload, whose blocks lie in one piece of memory, or where a file was read whole."""
+    """As after an earlier offload, which stores blocks in one piece of memory, or after a file was read whole."""
     net, whole = Net(), torch.randn(1_000_000)
     layer = net.blocks[1].base
     layer.weight.data = whole[300:].as_strided(layer.weight.shape, (1, len(layer.weight)))
@@ -325,7 +327,9 @@ def test_weights_that_are_parts_of_something_larger_take_only_their_part() -> No
 
 
 class ConvolvedLast(nn.Module):
-    """A block whose last step goes back with nothing but a weight: nothing asks for it to be computed again before."""
+    """A block that ends in an operation with nothing but a weight in its backward: nothing triggers its
+    recomputation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -429,7 +433,7 @@ def test_on_a_gpu_eager_and_captured_give_the_bits_of_no_offload(which: slice) -
         captured = torch.autograd.grad(net(x).square().mean(), leaves)
     for _ in range(3):
         with torch.no_grad():
-            net(x)  # moves what lies in the places
+            net(x)  # moves the values in the places
         graph.replay()
     torch.cuda.synchronize()
     assert same(list(captured), list(eager))

@@ -152,7 +152,7 @@ def test_a_fetch_that_arrives_changed_is_found_before_its_results_are_kept(
 
 def test_the_host_never_holds_the_layers_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     def most_layers() -> float:
-        """The most memory beside the weights, in layers."""
+        """The most memory in addition to the weights, in layers."""
         with Ledger(iter([transfer.position_table(CPU)])) as ledger:
             model = made(t5, torch.float32)
             ledger.mark()
@@ -160,7 +160,7 @@ def test_the_host_never_holds_the_layers_twice(monkeypatch: pytest.MonkeyPatch) 
             streaming().place(model, "encoder")
             return (ledger.mark() - before) / one_layer
 
-    for where in (offloaded, transfer):  # what a fingerprint takes is more than such small layers
+    for where in (offloaded, transfer):  # a fingerprint takes more than such small layers
         monkeypatch.setattr(where, "whole_fingerprint", lambda tensor: torch.zeros((), dtype=torch.int64))
     monkeypatch.setattr(base, "GROUP_BYTES", {False: 0, True: 0})
     one_layer = sum(p.numel() * 4 for p in repeated_layers(made(t5))[-1].parameters())

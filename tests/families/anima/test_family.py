@@ -104,7 +104,7 @@ def test_a_file_without_the_text_conditioner_is_no_anima(base: Path, tmp_path: P
 
 
 def test_a_file_has_as_many_blocks_as_it_names(base: Path, tmp_path: Path) -> None:
-    """As fine-tunes that put blocks between those of the base. A number left out is a damaged file."""
+    """As in fine-tunes that insert blocks between the base's blocks. A missing number means a damaged file."""
     torch.manual_seed(0)
     state, conditioner = tiny_transformer(num_layers=4).state_dict(), tiny_anima().text_conditioner.state_dict()
     tensors = {f"net.{name}": tensor for name, tensor in of_anima(state).items()}

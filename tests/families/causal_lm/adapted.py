@@ -33,7 +33,7 @@ def recipe_of(folder: Path, **sections: Any) -> Recipe:
 
 
 class Adapted:
-    """A loaded model with an adapter whose weights are not those of a start."""
+    """A loaded model with an adapter that has moved from its start."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.family = recipe, CausalLM(recipe)

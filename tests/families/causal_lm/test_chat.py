@@ -1,4 +1,4 @@
-"""Conversations as tokens: those of the chat template, and trained on is what the assistant says."""
+"""Conversations as tokens: the chat template's tokens, and the loss covers the assistant's words."""
 
 from __future__ import annotations
 

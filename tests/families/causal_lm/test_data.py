@@ -1,4 +1,4 @@
-"""From a table of conversations to the items of a run: what is held out, and rows of several texts."""
+"""From a table of conversations to the items of a run: held-out rows, and rows of several texts."""
 
 from __future__ import annotations
 

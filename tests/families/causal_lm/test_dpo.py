@@ -219,7 +219,7 @@ NOISES = {"cat": "meow", "dog": "woof", "cow": "moo", "duck": "quack", "pig": "o
 
 
 def made_up(seed: int, count: int = 72) -> list[dict[str, Any]]:
-    """Pairs whose chosen answer is in brackets and whose rejected one has a full stop; which noise says nothing."""
+    """Pairs with the chosen answer in brackets and a full stop after the rejected one; noise does not show it."""
     rng, rows = random.Random(seed), []
     for _ in range(count):
         animal, noise, place = rng.choice([*NOISES]), rng.choice([*NOISES.values()]), rng.randrange(100)

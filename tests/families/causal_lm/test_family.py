@@ -159,7 +159,7 @@ def test_the_part_that_reads_images_is_left_out(tmp_path: Path) -> None:
 
 
 def test_samples_in_one_row_see_no_other_beside_the_sinks_of_gpt_oss(tmp_path: Path) -> None:
-    """Losses and gradients are those of separate samples, some longer than its sliding window of 16."""
+    """Losses and gradients equal separate samples, some longer than its sliding window of 16."""
     folder, lengths = write_tiny_gpt_oss(tmp_path), (12, TOKENS, 28)
     adapted = Adapted(recipe_of(folder, data={"path": str(folder), "packing": True}))
     ids_S = torch.randint(4, 260, (sum(lengths),), generator=torch.Generator().manual_seed(4))

@@ -213,7 +213,7 @@ class Holder(nn.Module):
 
 @pytest.mark.slow
 def test_heads_that_are_turned_in_part_are_attended_by_transformers(tmp_path: Path) -> None:
-    """As those of Phi 4 mini."""
+    """As in Phi 4 mini."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     write_tiny_llm(tmp_path, "phi3", rope_parameters=rope)
     model = Adapted(recipe_of(tmp_path))

@@ -34,13 +34,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def theirs(folder: Path) -> Any:
-    """transformers' model, whose experts are made dense by transformers."""
+    """transformers' model with experts that transformers made dense."""
     how = {"attn_implementation": "eager", "quantization_config": Mxfp4Config(dequantize=True)}
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
 
 
 def test_losses_and_gradients_are_those_of_transformers(base: Path, tmp_path: Path) -> None:
-    """Sequences are longer than the sliding window, and every head has a sink of its own."""
+    """Sequences are longer than the sliding window, and every head has its own sink."""
     adapted, data = Adapted(recipe_of(base, output={"dtype": "fp32"})), batch()
     loss_B = losses(adapted.family, adapted.model, data, {})
     loss_B.sum().backward()
@@ -104,7 +104,7 @@ def test_an_edition_with_dense_experts_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_expert_is_dense_at_a_time(tmp_path: Path) -> None:
-    """Forward and backward of a model with 24 experts take less memory than six of them would, dense."""
+    """Forward and backward of a model with 24 experts take less memory than six dense experts."""
     width, experts = 128, 24
     base = write_tiny_gpt_oss(tmp_path, hidden_size=width, intermediate_size=width, num_local_experts=experts)
     adapted = Adapted(recipe_of(base))

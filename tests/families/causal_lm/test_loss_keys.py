@@ -1,4 +1,4 @@
-"""What a row says about the loss is carried out, refused, or said to count for nothing; in every spelling and place."""
+"""A row's keys about the loss are applied, refused, or reported as without effect; in every spelling and place."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def spellings(name: str) -> Iterator[str]:
 
 
 def seen(row: dict[str, Any], pairs: bool, train_on: str = "answers") -> tuple[list[Any] | None, str]:
-    """The tokens of a row with what is trained on (None: it is refused), and everything that is said about it."""
+    """The tokens of a row with its mask (None: it is refused), and all notices about it."""
     cells, account, found = RowCells(row), RowAccount(), ChatTokenizer(TOKENIZER, 512, train_on, "tiny", pairs)
     try:
         parts = found.parts(written(record_of(cells, pairs)))
@@ -75,7 +75,7 @@ def _sides(record: Any) -> list[Any]:
 
 
 def expected(meaning: LossKey, name: str, value: Any, place: str) -> str:
-    """What the table says: "same", "excluded", "refused", "noted"."""
+    """The table's expectation: "same", "excluded", "refused", "noted"."""
     is_row, flag = place.startswith("row"), loss_keys.flag_of(value)
     if meaning.kind == "harmless":
         return "same" if value is None else "noted"

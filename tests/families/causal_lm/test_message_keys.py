@@ -1,4 +1,4 @@
-"""Keys of messages beside role and content: they mask a turn, are written by the template, or are named."""
+"""Keys of messages other than role and content: they mask a turn, are written by the template, or are named."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_answers_of_a_completion_that_the_template_rewrites_are_cut_apart_or_ref
     for completion in ([THIRD], [{**ANSWER, "weight": 0}], [{**ANSWER, "weight": 0}, THIRD]):
         with pytest.raises(
             UnusableText, check=saying("families/nothing-to-learn")
-        ):  # the answer of the prompt does not stand in for it
+        ):  # the prompt's answer does not replace it
             record_of({"prompt": [USER, ANSWER, USER], "completion": completion})
 
 
@@ -386,7 +386,7 @@ def test_every_key_and_column_is_used_or_named(
         return {**columns, **plain[form]}
 
     def seen(row: dict[str, Any]) -> tuple[object, str]:
-        """The tokens with their mask, and everything that is said about the row."""
+        """The tokens with their mask, and all notices about the row."""
         cells, account, found = RowCells(row), RowAccount(), reader(template)
         try:
             parts = found.parts(written(record_of(cells)))
@@ -407,7 +407,7 @@ def test_every_key_and_column_is_used_or_named(
             if value in (None, "", []) or (
                 key.lower() in ("weight", "weights", "train", "training", "loss") and value in (0, 1)
             ):
-                continue  # it says nothing, or what holds without it
+                continue  # without a value, or with the default
             less = [columns, of_user, of_answer]
             less[at] = {name: each for name, each in keys.items() if name != key}
             used = seen(row_of(*less))[0] != tokens

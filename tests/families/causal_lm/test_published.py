@@ -1,4 +1,4 @@
-"""Models in the layout in which they are published, which is not that of transformers' modules."""
+"""Models in their published layout, which differs from the layout of transformers' modules."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_all_conversions_of_a_model_are_merged_back(tmp_path: Path) -> None:
 
 
 def test_experts_are_put_together_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the separate experts no more than those of two layers are in memory at a time."""
+    """At most two layers' separate experts are in memory at a time."""
     base, most = write_tiny_llm(tmp_path, "qwen3_moe", num_hidden_layers=6), 0
     take = Assembly.take
 
@@ -146,7 +146,7 @@ def test_what_the_layout_does_not_explain_is_refused(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_published_layout_of_every_architecture_is_read() -> None:
-    """What transformers would save of a model is converted to the model's own tensors again."""
+    """The file that transformers would save is converted back to the model's own tensors."""
     checked, converted = set[str](), set[str]()
     for kind, config_class in CONFIG_MAPPING.items():
         try:

@@ -1,4 +1,4 @@
-"""Odd rows, templates and tokenizers: each row is trained on or set aside by name, within limits of time and memory."""
+"""Odd rows, templates and tokenizers: each row is trained on or skipped by name, within limits of time and memory."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_gradients_are_the_same_to_the_bit(dropout: float) -> None:
 
 
 def test_dropout_that_is_not_drawn_again_shows() -> None:
-    """Negative control of the one above: where the model is said to have none, other masks come."""
+    """Negative control of the test above: if the model claims to have no dropout, other masks come."""
     net, other = Row(0.5), Row(0.0)
     wanted, _ = passed(net, None)
     found, _ = passed(net, Recomputing(LoadedModel({"net": other}, torch.float32, CPU)))
@@ -82,7 +82,7 @@ def test_only_the_chosen_blocks_keep_less() -> None:
 
 
 class Chained(Row):
-    """Whose blocks are called as a chain."""
+    """A model with blocks that are called as a chain."""
 
     def __init__(self, count: int, dropout: float) -> None:
         super().__init__(dropout)
@@ -107,7 +107,7 @@ def test_neighbours_keep_one_input_together(count: int, inputs: int, dropout: fl
 
 @pytest.mark.parametrize("lengths", [(), (2,), (3, 2), (3, 3, 2), (3, 3, 3), (9,)])
 def test_the_first_blocks_go_into_segments_of_these_lengths(lengths: tuple[int, ...]) -> None:
-    """Nothing is left out, and a segment for which there are too few blocks is none."""
+    """No block is skipped, and a segment with too few blocks is dropped."""
     run, blocks = (
         Recomputing(LoadedModel({"net": Row()}, torch.float32, CPU), together=True),
         list(Chained(8, 0).blocks),

@@ -1,4 +1,6 @@
-"""A base of one family, given as another: the refusal says what it is and how to train on it. All pairs of families."""
+"""A base of one family, given as another: the refusal names the real family and how to train on it. All pairs of
+families.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ OF_FILES: dict[str, list[str]] = {
     "anima": [f"{DIT}blocks.0.mlp.layer1.weight", f"{DIT}llm_adapter.blocks.0.cross_attn.q_proj.weight"],
     "causal-lm": ["model.layers.0.self_attn.q_proj.weight"],
 }
-"""Family -> names of tensors by which a file of it is known."""
+"""Family -> names of tensors that identify its files."""
 FOLDERS: dict[str, Callable[[Path], object]] = {
     "sd15": lambda folder: write_tiny_sd(folder, "sd15"),
     "sd2": lambda folder: write_tiny_sd(folder, "sd2"),
@@ -53,7 +55,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Pat
         found[name, "file"], found[name, "folder"] = folder / f"{name}.safetensors", folder / name
         save_file({tensor: torch.zeros(1) for tensor in OF_FILES[name]}, found[name, "file"])
         FOLDERS[name](found[name, "folder"])
-    for name, width in (("sd15", 768), ("sd2", 1024)):  # one pipeline serves both: the width of the text tells
+    for name, width in (("sd15", 768), ("sd2", 1024)):  # one pipeline serves both: the text's width decides
         config = found[name, "folder"] / "unet" / "config.json"
         config.write_text(json.dumps({**read_json(config), "cross_attention_dim": width}), encoding="utf-8")
     return found

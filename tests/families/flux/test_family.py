@@ -88,7 +88,7 @@ def test_tokens_and_places_are_those_of_the_pipeline() -> None:
 
 
 def test_a_model_that_knows_the_velocity_has_no_loss(base: Path) -> None:
-    """In bf16 too, where it sees another time than was drawn: the image is mixed with what it sees."""
+    """In bf16 too, where the time is rounded: the image is mixed with the exact value that the model gets."""
     family = family_of(base)
     batch = {"latent_mean": torch.randn(2, CHANNELS, 4, 4), "latent_std": torch.zeros(2, CHANNELS, 4, 4)}
     batch |= random_text(2)

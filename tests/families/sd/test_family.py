@@ -97,7 +97,7 @@ def test_loss_and_gradients_are_the_reference(shallow: dict[str, Path], version:
     expected_B.sum().backward()
     gradients = {name: p.grad for name, p in model.components["unet"].named_parameters()}
     for name, parameter in unet.named_parameters():
-        # what a GroupNorm takes away cancels in the gradients of the biases before it: 1.2e-5 was seen of one
+        # a GroupNorm removes constants, so gradients of the biases before it cancel: 1.2e-5 was seen
         limit = 1e-5 if parameter.ndim > 1 else 5e-5
         assert float((gradients[name] - parameter.grad).norm() / parameter.grad.norm()) < limit, name
 
@@ -163,7 +163,7 @@ def test_what_a_single_file_of_2_x_predicts_is_told_by_its_weights(
     family = family_of("sd2", path)
     assert family.scheduler_config["prediction_type"] == ("v_prediction" if spread > 0.1 else "epsilon")
     chosen = family_of("sd2", path, model={"prediction_type": "epsilon"})
-    assert chosen.scheduler_config["prediction_type"] == "epsilon"  # who knows better may say so
+    assert chosen.scheduler_config["prediction_type"] == "epsilon"  # the user may state it
 
 
 def test_other_families_are_recognised_by_name(

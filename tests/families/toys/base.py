@@ -1,4 +1,4 @@
-"""What the toy families share: a base of random weights from a seed, encoders of a few lines, a flow objective.
+"""Shared parts of the toy families: a base of random weights from a seed, encoders of a few lines, a flow objective.
 
 Dimensions: B batch, C channels, F frames, H W latent height and width, S tokens, D width.
 """
@@ -33,7 +33,7 @@ WORD_WIDTH = 16
 
 @dataclass(frozen=True)
 class ToyEncoder:
-    """An encoder without weights: what it makes of one sample's inputs is a function."""
+    """An encoder without weights: its output is a function of one sample's inputs."""
 
     entry: EntrySpec
     tensors_of: Callable[[Inputs], Tensors]
@@ -61,7 +61,7 @@ def kohya_key(component: str, module: str) -> str:
 
 
 class ToyFamily(ABC):
-    """Implements ``ModelFamily`` but for what is a family's own."""
+    """Implements ``ModelFamily`` except for a family's own parts."""
 
     name: str
     component: str
@@ -136,7 +136,7 @@ class ToyFamily(ABC):
 
 
 class ToyTransformer(ToyFamily):
-    """A family with one of diffusers' transformers, whose objective is a flow."""
+    """A family with one of diffusers' transformers and a flow as its objective."""
 
     component = "transformer"
     pipeline: type[Any]
@@ -166,7 +166,7 @@ class ToyTransformer(ToyFamily):
 
     @abstractmethod
     def velocity(self, model: LoadedModel, x: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
-        """What the model says of noisy latents."""
+        """The model's output for noisy latents."""
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
         latents, noise, sigma_B = batch[self.latents], draws["noise"], draws["sigma"]
@@ -196,7 +196,7 @@ class ToyTransformer(ToyFamily):
         return drawn
 
     def given(self, request: PreviewRequest) -> Tensors:
-        """What the model is given beside the prompt, without a batch dimension."""
+        """The model's inputs other than the prompt, without a batch dimension."""
         return {}
 
     def decoded(self, latents: Tensor, request: PreviewRequest) -> Drawn:

@@ -1,6 +1,6 @@
-"""A model that edits an image: as ``flux_like``, with the tokens of control images behind those of the image.
+"""A model that edits an image: as ``flux_like``, with the tokens of control images after the image's tokens.
 
-Each control image has a size of its own.
+Each control image has its own size.
 """
 
 from __future__ import annotations

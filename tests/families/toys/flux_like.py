@@ -90,7 +90,7 @@ class FluxLike(ToyTransformer):
         more_BSC: Tensor | None = None,
         more_places: Sequence[Tensor] = (),
     ) -> Tensor:
-        """``velocity`` with further tokens behind those of the image, and their places."""
+        """``velocity`` with further tokens after the image's tokens, and their places."""
         rows, channels, height, width = x.shape
         high, wide = height // 2, width // 2
         packed_BSC = packed(x) if more_BSC is None else torch.cat([packed(x), more_BSC], dim=1)

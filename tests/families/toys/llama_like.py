@@ -104,7 +104,7 @@ class LlamaLike(ToyFamily):
         return {"input_ids": zeros_BS, "labels": zeros_BS.clone(), LOSS_MASK: torch.ones(rows, shape["tokens"])}
 
     def _logits(self, model: LoadedModel, ids_BS: Tensor) -> Tensor:
-        """Padding lies behind all that counts, and no token sees what is behind it: no mask is needed."""
+        """Padding comes after all real tokens, and no token sees later ones: no mask is needed."""
         llama: Any = model.components["model"]
         x_BSD = llama.model.embed_tokens(ids_BS)
         places_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device)[None]

@@ -1,6 +1,6 @@
 """Wan in miniature, of diffusers' own blocks: latents with an axis of frames, text of a fixed length without a mask.
 
-The first frame of a clip makes latents of its own, and each four after it together. An image is a clip of one frame.
+The first frame of a clip has its own latents, and each four after it share theirs. An image is a clip of one frame.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def test_text_is_encoded_as_the_pipeline_does(base: Path) -> None:
 
 
 def test_the_forward_pass_is_that_of_diffusers() -> None:
-    """Captions and images whose tokens have to be filled up, in one batch and alone; with and without a mask."""
+    """Captions and images with tokens that have to be padded, in one batch and alone; with and without a mask."""
     torch.manual_seed(0)
     transformer = tiny_transformer()
     captions = [torch.randn(count, WIDTH) for count in (20, 45)]
@@ -131,7 +131,7 @@ def test_turbo_is_advised_against(base: Path) -> None:
 
 
 def test_a_base_of_another_variant_than_the_recipe_s_is_noticed(base: Path, tmp_path: Path) -> None:
-    """By its name and by the shift of its scheduler; neither says anything of a base that is as the recipe says."""
+    """By its name and by the shift of its scheduler; neither reports anything for a base that matches the recipe."""
     turbo = shutil.copytree(base, tmp_path / "Z-Image-Turbo")
     config = turbo / "scheduler" / "scheduler_config.json"
     config.write_text(config.read_text(encoding="utf-8").replace('"shift": 6.0', '"shift": 3.0'), encoding="utf-8")
@@ -155,7 +155,9 @@ def test_the_template_in_the_packaged_tokenizer_s_tokens() -> None:
 
 
 def test_a_batch_of_captions_of_one_length_has_no_mask(base: Path, tmp_path: Path) -> None:
-    """The attention without a mask is the fast one. Captions of 32 and of 64 tokens, with what the template adds."""
+    """The attention without a mask is the fast one. Captions of 32 and of 64 tokens, including the template's
+    tokens.
+    """
     for number in range(6):
         image(tmp_path / "images" / f"{number}.png", 64, 64, seed=number, caption="x" * (1 + number % 2 * 32))
     family = ZImage(

@@ -57,7 +57,7 @@ def test_a_compute_card_without_display_is_found_on_the_bus(tmp_path: Path) -> N
 
 
 def test_a_card_that_kfd_skips_beside_an_apu_that_it_lists_is_said(tmp_path: Path) -> None:
-    """Without PCIe atomics KFD leaves a card out; the APU beside it would be used without a word."""
+    """Without PCIe atomics KFD leaves a card out; otherwise the APU would be used silently."""
     facts = host("linux-strix-halo-rx7900xtx")
     skipping = tuple(replace(gpu, node=gpu.node if gpu.integrated else None) for gpu in facts.gpus)
     sources, _ = linux_machine(tmp_path / "skipped", replace(facts, gpus=skipping))

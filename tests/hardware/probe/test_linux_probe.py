@@ -1,4 +1,4 @@
-"""What a Linux machine tells beside its GPUs: memory, rights, containers, packages, the kernel's log."""
+"""The facts of a Linux machine other than its GPUs: memory, rights, containers, packages, the kernel's log."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def test_containers_are_known_by_their_files(mark: object, tmp_path: Path) -> No
 def test_the_limit_of_mapped_memory_is_that_of_the_drivers_own_module(
     also: bool, module: str, pages: int, tmp_path: Path
 ) -> None:
-    """A driver installed beside the kernel brings amdttm; the kernel's own ttm may be loaded for another GPU."""
+    """A driver installed in addition to the kernel brings amdttm; the kernel's own ttm may be loaded for
+    another GPU.
+    """
     sources, _ = machine(tmp_path)
     if also:
         put(tmp_path, "/sys/module/amdttm/parameters/pages_limit", "27648000\n")

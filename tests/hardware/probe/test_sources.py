@@ -1,4 +1,4 @@
-"""Tools that hang, fail or lie, what is remembered of them, and reads that go wrong."""
+"""Tools that hang, fail or return false answers, the remembered answers, and failing reads."""
 
 from __future__ import annotations
 

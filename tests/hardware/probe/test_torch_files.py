@@ -137,7 +137,7 @@ def test_other_builds_are_not_asked_in_haste(version: str, cuda: str | None, tmp
 
 
 def test_the_question_works_on_this_torch() -> None:
-    """A CPU build has no such list, and says so in the same format."""
+    """A CPU build has no such list, and reports that in the same format."""
     import sys
 
     assert run_tool([sys.executable, "-c", ASK], 120.0).strip().startswith("archs:")
@@ -156,7 +156,7 @@ def test_a_version_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "torch" / "version.py").mkdir()
     look = look_at(tmp_path)
     torch, _ = installed(look, False)
-    assert torch == Torch(ROCM.version)  # the package's name still tells the version
+    assert torch == Torch(ROCM.version)  # the package's name still has the version
     assert look.unread[0].why == "is a directory"
 
 

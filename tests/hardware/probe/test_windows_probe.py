@@ -1,4 +1,4 @@
-"""What a Windows machine tells: adapters, HIP's own list, DLLs in the way, settings of the system."""
+"""The facts of a Windows machine: adapters, HIP's own list, DLLs in the way, settings of the system."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_unknown_id_leaves_the_name(tmp_path: Path) -> None:
 
 
 def test_the_id_counts_before_the_name(tmp_path: Path) -> None:
-    """Of the two chips whose products are called 840M."""
+    """Two chips have products called 840M."""
     sources, _, content = machine(tmp_path, "windows-krackan")
     content[rf"{DISPLAY_CLASS}\0000"] |= {"DriverDesc": "AMD Radeon 840M", "MatchingDeviceId": r"PCI\VEN_1002&DEV_1902"}
     gpu = probe(sources=sources).gpus[0]
@@ -145,7 +145,7 @@ def test_dlls_in_the_way_are_found_once_and_system32_first(tmp_path: Path) -> No
     sources, _, _ = machine(tmp_path)
     put(tmp_path, r"D:\old\AMDHIP64.DLL", "")
     put(tmp_path, r"D:\old\amdhip64.txt", "")
-    put(tmp_path, r"D:\OLD\amdhip64.dll", "")  # the same file, on a system that does not tell the cases apart
+    put(tmp_path, r"D:\OLD\amdhip64.dll", "")  # the same file, on a case-insensitive system
     environ = {"PATH": r'D:\old;"D:\OLD";;C:\WINDOWS\system32', "SystemRoot": r"C:\Windows"}
     found = windows_of(replace(sources, environ=environ)).hip_libraries
     assert found == (Library(r"C:\Windows\System32\amdhip64_7.dll", "10.0.3722.0"), Library(r"D:\old\AMDHIP64.DLL"))
@@ -223,7 +223,7 @@ def test_windows_own_memory_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeVersion:
-    """version.dll with one DLL, whose version is 10.0.3551.7."""
+    """version.dll with one DLL of version 10.0.3551.7."""
 
     def __init__(self) -> None:
         fixed = [0xFEEF04BD, 0x10000, 10 << 16, 3551 << 16 | 7]

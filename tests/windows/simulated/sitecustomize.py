@@ -1,11 +1,12 @@
-"""What Windows lacks or forbids, for a Python that has this folder on PYTHONPATH: tests start such processes.
+"""Features that Windows lacks or forbids, for a Python that has this folder on PYTHONPATH: tests start such processes.
 
-Names that only POSIX has are gone from ``os`` and ``signal``; processes are made by spawn alone; a file that any
-process has open or mapped is neither renamed, replaced nor deleted; nobody may make links; torch was built without
-``torch.distributed``. Left as it is: ``os.name``, path separators, and what the standard library itself needs here.
+``os`` and ``signal`` lack the names that only POSIX has. Processes start by spawn alone. A file that any process has
+open or mapped is neither renamed, replaced nor deleted. Nobody may make links. torch was built without
+``torch.distributed``. Unchanged: ``os.name``, path separators, and everything that the standard library itself needs
+here.
 
-A process that has imported torch writes at its end what of ``torch.distributed`` it had into the file that the variable
-SIMULATED_DISTRIBUTED names: ``is_available()``, and whether there is ``init_process_group``.
+A process that has imported torch writes at its end the available parts of ``torch.distributed`` into the file named by
+the variable SIMULATED_DISTRIBUTED: ``is_available()``, and whether there is ``init_process_group``.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Finder:
     """Sees imports before they happen, and leaves them to others."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Take the distributed half out of torch when it is about to be looked for."""
+        """Take the distributed half out of torch when it is about to be imported."""
         if name == "torch.distributed":
             for part in DISTRIBUTED:
                 vars(sys.modules["torch._C"]).pop(part, None)
@@ -118,7 +119,7 @@ def _tell_distributed(path: str) -> None:
 
 
 def install() -> None:
-    """Once a process, before anything else runs."""
+    """Once per process, before anything else runs."""
     for module, names in GONE.items():
         for name in names:
             delattr(module, name)

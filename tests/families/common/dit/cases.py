@@ -49,7 +49,7 @@ TEXTS = ("a cat", "blue")
 
 
 def adapted(family: Any) -> tuple[LoadedModel, Any]:
-    """The model with an adapter whose weights are not those of a start."""
+    """The model with an adapter that has moved from its start."""
     model = family.load(torch.float32, CPU)
     adapter = inject(family, model, family.recipe.lora, 0)
     rng = torch.Generator().manual_seed(3)
@@ -69,15 +69,15 @@ def with_configs(layout: Layout, folder: Path) -> Layout:
 
 
 class Case(ABC):
-    """A family, and what its tests compare it with.
+    """A family, and the references of its tests.
 
     name, cls: of the family. layout: the published one. model: further keys of ``model``.
     layers: preset -> number of layers of the published model. parameters: component -> their number in it.
-    prefixes: before the names in some files of the transformer. file_prefix: before those in a LoRA file for others.
-    native: whether that file has the original names. by_width: whether only the width of the published model tells
-        diffusers' names from those of other families.
+    prefixes: before the names in some files of the transformer. file_prefix: before names in a LoRA file for others.
+    native: whether that file has the original names. by_width: whether only the width of the published model
+        distinguishes diffusers' names from other families' names.
     tokenizers: their folders. shift, scale: of latents. changed: how many of the original's weights all-linear changes.
-    original_module: diffusers' module -> (the original's, place among those that are its rows).
+    original_module: diffusers' module -> (the original's, place among its rows).
     """
 
     name: str
@@ -165,14 +165,14 @@ class Case(ABC):
         return _ldm_vae(state)
 
     def original_modules(self, modules: Iterable[str]) -> dict[str, list[str]]:
-        """The original's module -> those of diffusers, in the order of its rows."""
+        """The original's module -> diffusers' modules, in the order of its rows."""
         found: dict[str, list[str]] = {}
         for module in sorted(modules, key=self.original_module):
             found.setdefault(self.original_module(module)[0], []).append(module)
         return found
 
     def files(self) -> dict[str, dict[str, Tensor]]:
-        """Key of ``model`` -> the tensors of its file, but for the prefix of the transformer's."""
+        """Key of ``model`` -> the tensors of its file, without the transformer's prefix."""
         pipeline = self.pipeline
         text = {f"model.{name}": tensor for name, tensor in pipeline.text_encoder.state_dict().items()}
         transformer = self.original(pipeline.transformer.state_dict())
@@ -193,7 +193,7 @@ class ZImage(Case):
         return ZImagePipeline.from_pretrained(self.folder, local_files_only=True)
 
     def text(self, rows: int) -> Tensors:
-        """Of different length, as the model is told by masks."""
+        """The lengths differ, and masks carry them to the model."""
         rng = torch.Generator().manual_seed(5)
         found = [filled(torch.randn(20 + 25 * row, WIDTH, generator=rng), 32) for row in range(rows)]
         length = max(len(each[STATES]) for each in found)
@@ -208,7 +208,7 @@ class ZImage(Case):
         return -torch.stack(transformer(list(noisy_BCHW[:, :, None]), time_B, states, return_dict=False)[0])[:, :, 0]
 
     def sampled(self, request: PreviewRequest, noise_CHW: Tensor, texts: Mapping[str, Tensors]) -> Tensor:
-        """Its guidance scale is less by one than that of other programs."""
+        """Its guidance scale is one less than in other programs."""
         real = {prompt: [text[STATES][text[REAL]]] for prompt, text in texts.items()}
         latents: Tensor = self.pipeline(
             prompt_embeds=real[request.prompt],
@@ -300,7 +300,7 @@ class Schnell(Flux):
 
 
 class Resize:
-    """What ``CosmosTransformer3DModel`` takes of torchvision, which need not be there."""
+    """The part of torchvision that ``CosmosTransformer3DModel`` uses; torchvision may be absent."""
 
     class InterpolationMode:
         NEAREST = "nearest"

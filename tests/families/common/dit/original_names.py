@@ -1,4 +1,6 @@
-"""Tensor names of the original releases, from those of diffusers: the product's tables turned around, written anew."""
+"""Tensor names of the original releases, from diffusers' names: the product's tables inverted, written
+independently.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def of_flux(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def module_of_flux(path: str) -> tuple[str, int]:
-    """(the original's module, place among those of diffusers in its rows) of a block's module."""
+    """(the original's module, place among diffusers' modules in its rows) of a block's module."""
     kind, number, inner = path.split(".", 2)
     parts = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
     if kind == "single_transformer_blocks":
@@ -172,7 +174,7 @@ UP = re.compile(r"up_blocks\.(\d)\.(resnets|upsamplers)\.(\d)")
 
 
 def of_wan_vae(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The layers of its decoder are counted through all blocks: four of each, of which the last enlarges."""
+    """The layers of its decoder are counted through all blocks: four of each, and the last one enlarges."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         place = UP.search(name)

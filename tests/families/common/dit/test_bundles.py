@@ -36,7 +36,7 @@ Files = dict[str, dict[str, Tensor]]
 
 
 def of(*quick: type[Case]) -> pytest.MarkDecorator:
-    """All families, of which these are quick."""
+    """All families; the given ones are quick."""
     marks = {kind: () if kind in quick else pytest.mark.slow for kind in TEXT}
     kinds = [pytest.param(kind, marks=mark, id=kind.__name__) for kind, mark in marks.items()]
     return pytest.mark.parametrize("case", kinds, indirect=True)
@@ -60,7 +60,7 @@ def split(files: Mapping[str, Mapping[str, Tensor]], folder: Path) -> dict[str, 
 
 
 def bundle(case: Case, files: Mapping[str, Mapping[str, Tensor]], path: Path) -> str:
-    """Write all in one file, with a number of ComfyUI's that stands beside each text encoder."""
+    """Write all in one file, with ComfyUI's number that is next to each text encoder."""
     together = {prefixes(case)[key] + name: t.clone() for key, found in files.items() for name, t in found.items()}
     for encoder in TEXT[type(case)].values():
         together[f"{encoder}logit_scale"] = torch.ones(())
@@ -106,7 +106,7 @@ def test_a_bundle_is_read_as_its_files_are(case: Case, tmp_path: Path) -> None:
 
 @of(ZImage)
 def test_only_what_belongs_to_a_component_is_its_identity(case: Case, tmp_path: Path) -> None:
-    """Else each edition of a bundle would have caches of its own."""
+    """Otherwise each edition of a bundle would have its own caches."""
     files = files_of(case)
     other = {**files, "vae": {name: tensor + 1 for name, tensor in files["vae"].items()}}
     paths = [bundle(case, each, tmp_path / f"{number}.safetensors") for number, each in enumerate((files, other))]
@@ -166,7 +166,7 @@ def test_scaled_text_encoders_are_read_in_a_bundle_as_alone(case: Case, tmp_path
 
 @of(ZImage)
 def test_a_bundle_trains_as_its_files_do(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit."""
+    """Bit for bit."""
     owner, name = (flux, "LAYOUT") if isinstance(case, Flux) else (case.cls, "layout")
     monkeypatch.setattr(owner, name, with_configs(case.layout, case.folder))
     for number, caption in enumerate(("a cat", "a dog")):

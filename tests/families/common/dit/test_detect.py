@@ -1,4 +1,4 @@
-"""What a base is called, by the parts of its path that belong to the model."""
+"""The name of a base, from the parts of its path that belong to the model."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_a_preview_that_begins_at_an_image_shows_it(case: Case) -> None:
 
 @of(ZImage, Flux, Schnell, Anima)
 def test_a_preview_is_that_of_the_pipeline(case: Case) -> None:
-    """Its shift is the base's, whatever that of training."""
+    """Its shift is the base's, whatever training's shift is."""
     family, batch = case.family(objective={"shift": 2}), case.text(2)
     model = family.load(torch.float32, CPU)
     texts = {prompt: case.sample(batch, row) for row, prompt in enumerate(TEXTS)}
@@ -374,7 +374,7 @@ SPELLINGS = {
     "SimpleTuner": ("lycoris_", False, "kohya"),
     "DiffSynth": ("", False, "default"),
 }
-"""Program -> (what stands before a name, whether the name is the original's, the parts of a module)."""
+"""Program -> (the prefix of a name, whether the name is the original's, the parts of a module)."""
 CONFIG = {"format": "pt", "lora_adapter_metadata": json.dumps({"transformer.r": 2, "transformer.lora_alpha": 1})}
 
 
@@ -471,7 +471,7 @@ def test_every_adapter_is_written_in_every_form_and_loaded_back(
         assert found.relative_difference < 1e-2
         families = inspect(path)["families"]
         assert case.name in families or not families and isinstance(case, Anima)
-        if not isinstance(case, Anima) or form not in ("diffusers", "peft"):  # there only true widths tell it
+        if not isinstance(case, Anima) or form not in ("diffusers", "peft"):  # there only true widths show it
             assert all(said and said <= without_share(found.cannot_read) for said in cannot_read_by_inspect(path))
         if form != "peft" and (form, kind) != ("comfyui", {"use_dora": True}):
             assert form in ("sd-scripts", "comfyui") or "kohya's tools" in str(found.cannot_read) or kind.get("type")

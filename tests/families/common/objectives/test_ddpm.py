@@ -101,7 +101,7 @@ def test_posterior_sample() -> None:
 
 
 def test_any_number_of_dimensions() -> None:
-    """A video of one frame is noised as its image is, and tokens may each have a level of their own."""
+    """A video of one frame is noised as its image is, and tokens may each have their own level."""
     latents, noise = torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3)
     levels = ddpm.noise_schedule(scheduler_config(), "epsilon", False).levels(torch.tensor([20, 800]))
     for function in (ddpm.add_noise, ddpm.velocity):

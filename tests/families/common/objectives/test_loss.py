@@ -1,4 +1,4 @@
-"""The loss of a sample: the mean, its weight, and what a mask leaves of it."""
+"""The loss of a sample: the mean, its weight, and the part inside a mask."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_mask_leaves_the_mean_of_its_area() -> None:
     mask = torch.zeros(2, 1, 8, 8)
     mask[:, :, :3] = 1
     outside = prediction.clone()
-    outside[:, :, 3:] = 1e4  # what the mask leaves out counts for nothing
+    outside[:, :, 3:] = 1e4  # values outside the mask do not count
     expected_B = prediction[:, :, :3].square().mean(dim=(1, 2, 3))
     torch.testing.assert_close(reduced(Prediction(outside, target, ONES_B), mask), expected_B)
     assert not torch.allclose(reduced(Prediction(prediction, target, ONES_B)), expected_B)  # negative control

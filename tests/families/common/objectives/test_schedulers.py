@@ -100,7 +100,7 @@ def edited(folder: Path, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny folder of each family whose scheduler is tried. Tests change copies."""
+    """A tiny folder of each family with a scheduler to try. Tests change copies."""
     folder = tmp_path_factory.mktemp("bases")
     shipped = {"sdxl": builtin_folder("builtin:tiny-sdxl"), "z-image": builtin_folder("builtin:tiny-z-image")}
     return {**shipped, "flux": write_tiny_flux(folder / "flux"), "anima": write_tiny_anima(folder / "anima")}
@@ -134,7 +134,7 @@ OTHER_NOISE = ["EDMDPMSolverMultistepScheduler", "EDMEulerScheduler", "FlowMatch
 def test_a_scheduler_with_other_noise_is_refused_by_name(
     bases: dict[str, Path], tmp_path: Path, kind: Any, place: str
 ) -> None:
-    """diffusers loads the class of the index, whatever the config says."""
+    """diffusers loads the class of the index, whatever the config names."""
     changes = {"_class_name": kind} if place == "config" else {"index": kind}
     error = refused("sdxl", copied(bases, "sdxl", tmp_path, **changes))
     assert error.code == "scheduler-unsupported" and str(kind).strip("\x1b") in error.what

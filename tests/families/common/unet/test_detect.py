@@ -28,7 +28,7 @@ from tests.wording import Worded, holds, says, worded
 
 
 def refusal(path: Path, **model: Any) -> str:
-    """What the refusal says; loading anything would fail the test by itself, since the files are too small."""
+    """The text of the refusal; loading anything would fail the test by itself, since the files are too small."""
     with pytest.raises(ModelError) as caught:
         _ = Sdxl(tiny_recipe(path, model=model)).source
     assert caught.value.code == "wrong-family"
@@ -127,7 +127,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def checkpoint(
     written: tuple[Path, Path], tmp_path: Path, keep: Callable[[str], bool], **extra: torch.Tensor
 ) -> tuple[Path, Path]:
-    """(file of those of its tensors that are kept, the folder with its configs)."""
+    """(file of the tensors kept, the folder with its configs)."""
     file, config = written
     tensors = {name: tensor for name, tensor in load_file(file).items() if keep(name)}
     save_file({**tensors, **extra}, tmp_path / "x.safetensors")
@@ -175,7 +175,7 @@ def test_a_target_that_is_not_known_is_refused_by_name(folder: Path, word: objec
     assert "scheduler_config.json" in error.where and "\x1b" not in str(error)
     assert str(word).strip("\x1b") in error.what
     chosen = Sdxl(tiny_recipe(folder, model={"prediction_type": "v_prediction"}))
-    assert chosen.objective.schedule.prediction_type == "v_prediction"  # who knows better may say so
+    assert chosen.objective.schedule.prediction_type == "v_prediction"  # the user may state it
 
 
 @pytest.mark.parametrize("changes", [

@@ -1,4 +1,4 @@
-"""What is cached is what diffusers would compute."""
+"""The cached embeddings equal diffusers' computation."""
 
 from __future__ import annotations
 

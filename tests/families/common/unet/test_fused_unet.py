@@ -38,7 +38,7 @@ from lora_rocm.kernels.frozen_conv import FrozenConv2d
 from lora_rocm.kernels.lora_layer import LoraLinear, with_lean_layers
 
 FOLDER = Path(lora_rocm.__file__).parent / "builtin" / "tiny_sdxl" / "unet"
-FEWER_LAYERS = {  # of the tiny model: two levels, of which the lower one has attention
+FEWER_LAYERS = {  # of the tiny model: two levels, the lower one with attention
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
     "block_out_channels": (48, 80),
@@ -247,7 +247,7 @@ def test_checkpointing_gives_the_same(channels_last: bool, plain: dict[str, tupl
 
 
 def kept_bytes(unet: UNet2DConditionModel) -> int:
-    """Of what the pass keeps for its way back, each piece of memory once, without weights."""
+    """Bytes that the pass keeps for its backward, each piece of memory counted once, without weights."""
     weights = {p.untyped_storage().data_ptr() for p in unet.parameters()}
     pieces: dict[int, int] = {}
     held: list[Tensor] = []  # so that no place is taken twice

@@ -1,4 +1,4 @@
-"""Inpainting bases: what the UNet is given is what diffusers' pipeline for inpainting gives it."""
+"""Inpainting bases: the UNet's input is the input in diffusers' pipeline for inpainting."""
 
 from __future__ import annotations
 

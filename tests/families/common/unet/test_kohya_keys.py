@@ -72,7 +72,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def expected_attention_keys() -> Shapes:
-    """What kohya's default targets are called in the sgm layout, with the shapes of the weights."""
+    """The names of kohya's default targets in the sgm layout, with the shapes of the weights."""
     keys: Shapes = {}
     for block, (width, depth) in ATTENTIONS.items():
         keys[f"lora_unet_{block}_proj_in"] = keys[f"lora_unet_{block}_proj_out"] = (width, width)

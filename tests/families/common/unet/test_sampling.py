@@ -1,4 +1,4 @@
-"""Previews are what the pipeline itself would draw, and leave the model as it was."""
+"""Previews equal the pipeline's own images, and leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.recipe.sections import Sampler
 from tests.tiny_models import SHALLOW_WIDER, caption_encoder, drawn_by, tiny_recipe, write_tiny_sdxl
 
-# diffusers hands NumPy a tensor in a way that NumPy 2 will not take for ever
+# NumPy 2 deprecates the call by which diffusers passes a tensor
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def test_a_preview_is_the_pipeline_s_image(tiny_sdxl: Path, sampler: str) -> Non
 
 
 def test_seeds_prompts_and_batches(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image depends on its own request, not on what is drawn with it."""
+    """An image depends on its own request, not on the other images of its batch."""
     requests = [REQUEST, replace(REQUEST, seed=8), replace(REQUEST, prompt="dog"), replace(REQUEST, width=80), REQUEST]
     together = [pixels(image) for image in draw(tiny_sdxl, requests)]
     assert abs(together[0] - together[4]).max() <= 1

@@ -265,7 +265,7 @@ def test_without_a_plain_lora_the_layers_are_called_one_by_one(family: Fused) ->
 
 
 class Joins(TorchDispatchMode):
-    """Counts tensors [B, S, D] that are made of two."""
+    """Counts tensors [B, S, D] that are joined from two."""
 
     count = 0
 
