@@ -41,11 +41,11 @@ sys.path.insert(0, str(ROOT))  # benchmarks share helpers with each other and wi
 from benchmarks.full_size_sdxl import make_images, make_model  # noqa: E402
 from benchmarks.memory_plan import Setup, limited_steps  # noqa: E402
 from benchmarks.reliable_memory import LAUNCH, figures  # noqa: E402
-from lora_rocm.base_models.loading import Layout  # noqa: E402
+from lora_rocm.base_models.loading import ModelLayout  # noqa: E402
 from lora_rocm.device.allocator import empty_pools  # noqa: E402
 from lora_rocm.families.base import family_for  # noqa: E402
 from lora_rocm.memory.footprint import measured_rates  # noqa: E402
-from lora_rocm.planning.step_cost import Job, Rates, choose  # noqa: E402
+from lora_rocm.planning.step_plan import Rates, StepRequirements, choose  # noqa: E402
 from lora_rocm.recipe.kinds import recipe_from  # noqa: E402
 from tests.tiny_anima import write_tiny_anima  # noqa: E402
 from tests.tiny_flux import write_tiny_flux  # noqa: E402
@@ -65,7 +65,7 @@ def make_base(folder: Path, family: str, toy: bool) -> None:
         return
     model = {"family": family, "name_or_path": "random:"}
     recipe = recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}})
-    layout: Layout = family_for(recipe).layout  # type: ignore[attr-defined]
+    layout: ModelLayout = family_for(recipe).layout  # type: ignore[attr-defined]
     if toy:
         layout = replace(layout, configs=TINY[family](folder.with_name(f"tiny-{family}")), tokenizers={})
     make_model(folder, layout, torch.bfloat16)
@@ -181,7 +181,11 @@ def steps_alone(options: argparse.Namespace) -> int:
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     whole_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else 1 << 62
     rates = measured_rates(device, torch.bfloat16) if on_gpu else Rates()
-    setup, job, rows = Setup(model, options.toy, options.root, 16, device), Job(graphs=on_gpu), list[dict[str, Any]]()
+    setup, job, rows = (
+        Setup(model, options.toy, options.root, 16, device),
+        StepRequirements(graphs=on_gpu),
+        list[dict[str, Any]](),
+    )
     for card_gib in (0.0, *sorted(map(float, options.cards.split(",")), reverse=True)):
         cap_bytes = int(card_gib * GIB) - DESKTOP_BYTES if card_gib else whole_bytes
         wanted = job if card_gib else replace(job, modes=("recompute",))

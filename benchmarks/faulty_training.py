@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.faults import Fault, FaultyBus
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.transfer import Clock, DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.common.objectives.base import Draws, Prediction
@@ -192,7 +192,7 @@ class Run:
                 sample_keys=tuple(f"{iteration}-{row}" for row in range(count)),
                 positions=tuple(range(count)),
                 shares=(1,) * count,
-                shape=Shape.of(tokens=1),
+                shape=SampleShape.of(tokens=1),
                 iteration=iteration,
                 micro=0,
                 is_last=True,

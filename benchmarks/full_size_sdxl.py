@@ -24,7 +24,7 @@ import torch
 from diffusers import ModelMixin
 from PIL import Image
 
-from lora_rocm.base_models.loading import Layout
+from lora_rocm.base_models.loading import ModelLayout
 from lora_rocm.base_models.tokenizers import packaged
 from lora_rocm.families.sdxl.family import LAYOUT
 
@@ -47,7 +47,7 @@ def make_images(folder: Path, side_px: int, count: int = IMAGES, square: bool = 
         (folder / f"{number:02d}.txt").write_text(f"image number {number}, blurred colours", encoding="utf-8")
 
 
-def make_model(folder: Path, layout: Layout = LAYOUT, dtype: torch.dtype = torch.float16) -> None:
+def make_model(folder: Path, layout: ModelLayout = LAYOUT, dtype: torch.dtype = torch.float16) -> None:
     """Write random weights with a family's published structure, and the packaged tokenizers."""
     shutil.copytree(layout.configs, folder, dirs_exist_ok=True)
     for name, packed in layout.tokenizers.items():

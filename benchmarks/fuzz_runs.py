@@ -161,23 +161,23 @@ def facts(rng: random.Random) -> bytes:
 def read_facts(path: Path) -> None:
     """Load facts, show them, and plan."""
     from lora_rocm.commands.env import planned, result_of
-    from lora_rocm.commands.output import json_form
+    from lora_rocm.commands.output import json_value
     from lora_rocm.hardware.facts import load_facts
     from lora_rocm.rules.environment_text import described
 
     load_facts(path)
     made = planned(None, (), path)
-    json_form(result_of(*made))
+    json_value(result_of(*made))
     shown = described(*made, None, explain=True)
     assert not any(letter in shown for letter in STEERING), "a terminal is steered"
 
 
 def own_json(rng: random.Random) -> bytes:
     """Return changed contents of this program's own JSON files."""
-    from lora_rocm.hardware.selftest_result import Result, Stack, Verdict
+    from lora_rocm.hardware.selftest_result import Result, SelftestVerdict, SoftwareAndGpu
 
-    stack = Stack("2.13", "hip 7.2", "6.19", "gfx1151")
-    verdict = Verdict(stack, (Result("gemm.lora-bf16-TN", "passed", 0.5),), remedies=("a",)).to_json()
+    stack = SoftwareAndGpu("2.13", "hip 7.2", "6.19", "gfx1151")
+    verdict = SelftestVerdict(stack, (Result("gemm.lora-bf16-TN", "passed", 0.5),), remedies=("a",)).to_json()
     memory = {"format": 1, "tools": {"hipinfo": {"key": "k", "said": "x"}}}
     beat = {"pid": 1, "count": 2, "activity": "step"}
     return json_bytes(rng, changed(rng, rng.choice((verdict, memory, beat, {"pin_memory": False}))))
@@ -186,11 +186,11 @@ def own_json(rng: random.Random) -> bytes:
 def read_own_json(path: Path) -> None:
     """Call each reader of such files."""
     from lora_rocm.hardware.probe.sources import MEMORY_FILE, recalled
-    from lora_rocm.hardware.selftest_result import Stack, path_of, stored
+    from lora_rocm.hardware.selftest_result import SoftwareAndGpu, path_of, stored
     from lora_rocm.hardware.settings import VARIABLE, settings_from
     from lora_rocm.rundir.heartbeat import read_heartbeat
 
-    content, stack = path.read_bytes(), Stack("2.13", "hip 7.2", "6.19", "gfx1151")
+    content, stack = path.read_bytes(), SoftwareAndGpu("2.13", "hip 7.2", "6.19", "gfx1151")
     path_of(path.parent, stack).write_bytes(content)
     (path.parent / MEMORY_FILE).write_bytes(content)
     verdict = stored(path.parent, stack)
@@ -219,7 +219,7 @@ def config(rng: random.Random) -> bytes:
 
 def read_config(path: Path) -> None:
     """Read a config as the check of a base model does."""
-    from lora_rocm.base_models.loading import Source, builtin_folder
+    from lora_rocm.base_models.loading import BaseSource, builtin_folder
     from lora_rocm.families.common.unet import detect
     from lora_rocm.families.registry import PRODUCT
     from lora_rocm.families.sdxl.family import EXPECTED
@@ -233,7 +233,7 @@ def read_config(path: Path) -> None:
     before = target.read_bytes()
     target.write_bytes(content)
     try:
-        source = Source("x", family.source.layout, folder, folder)
+        source = BaseSource("x", family.source.layout, folder, folder)
         detect.check(source, EXPECTED, PRODUCT)
         for part in ("vae", "text_encoder"):
             source.fingerprint(part)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from benchmarks.llama_8b import LAYERS, LLAMA_8B, RANK, ROWS, TOKENS, TOY, random_model
 from benchmarks.training_step.measurement import free
 from benchmarks.training_step.profile import summary, traced, wake_profiler
-from lora_rocm.adapters.factory import inject
+from lora_rocm.adapters.attach import inject
 from lora_rocm.base_models.random_weights import PREFIX
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device
@@ -41,8 +41,8 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import family_for
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.hardware.settings import settings_from
-from lora_rocm.kernels.backend import form_for
-from lora_rocm.kernels.weight_format import use_form
+from lora_rocm.kernels.backend import implementation_for
+from lora_rocm.kernels.weight_format import use_implementation
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.rundir.run_context import RunContext
@@ -146,7 +146,7 @@ def bare_rows(asked: Asked) -> Iterator[Row]:
             yield asked.measured(name, weights_bytes, step)
 
 
-def own_rows(asked: Asked, quantization: str, say: Callable[[str], None]) -> Iterator[Row]:
+def own_rows(asked: Asked, quantization: str, notify: Callable[[str], None]) -> Iterator[Row]:
     """This program's model, pass and optimizer."""
     names = {f"{quantization}, {name}": each for name, each in KEEPING.items()}
     if not any(map(asked.wants, names)):
@@ -170,7 +170,7 @@ def own_rows(asked: Asked, quantization: str, say: Callable[[str], None]) -> Ite
     adapter.cast_inputs(False)
     for component in model.components.values():
         component.to(asked.device).train()
-        use_form(component, form_for(asked.device))
+        use_implementation(component, implementation_for(asked.device))
     family.fuse(model)
     weights = adapter.flatten(torch.bfloat16, torch.float32)
     groups = adapter.groups(recipe.optim, recipe.lora)
@@ -185,7 +185,7 @@ def own_rows(asked: Asked, quantization: str, say: Callable[[str], None]) -> Ite
         blocks: Sequence[nn.Module] = family.blocks(model)
         family.recompute_activations(model, Recomputing(model, blocks[::each] if each else ()))
         weights.keep_gradients(False)
-        context = RunContext(lambda event: say(str(event.to_json())))
+        context = RunContext(lambda event: notify(str(event.to_json())))
         graphs = Graphs(weights, False, context) if asked.device.type == "cuda" else None
         engine = Engine(family, model, weights, optimizer.loss_scale, nullcontext, graphs)
 

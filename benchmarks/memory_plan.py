@@ -26,20 +26,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_rocm.adapters.factory import inject
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.adapters.attach import inject
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.placement.offloaded import Offload
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
-from lora_rocm.kernels.backend import form_for
-from lora_rocm.kernels.weight_format import use_form
-from lora_rocm.memory.controller import Memory, apply
-from lora_rocm.memory.footprint import count, hollow_model, measured_rates
+from lora_rocm.kernels.backend import implementation_for
+from lora_rocm.kernels.weight_format import use_implementation
+from lora_rocm.memory.controller import MemoryManager, apply
+from lora_rocm.memory.footprint import count, measured_rates, meta_model
 from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.optim.base import GatedOptimizer
-from lora_rocm.planning.step_cost import Footprint, Job, Mode, Plan, Rates, choose, correction, plans_of, resident_bytes
+from lora_rocm.planning.step_plan import (
+    Footprint,
+    Mode,
+    Plan,
+    Rates,
+    StepRequirements,
+    choose,
+    correction,
+    plans_of,
+    resident_bytes,
+)
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import RunContext
@@ -114,15 +124,15 @@ class Setup:
         self.recipe = self.recipe_at(64)
         self.dtype = torch.float32 if toy else torch.bfloat16
         self.family: ModelFamily = family_for(self.recipe)
-        self.hollow = hollow_model(self.family, self.recipe, self.dtype, not toy)
+        self.hollow = meta_model(self.family, self.recipe, self.dtype, not toy)
         self.counted: dict[int, Footprint] = {}
         self.load()
 
     def recipe_at(self, side_px: int) -> Recipe:
         return make_recipe(self.section, self.toy, self.root, side_px, self.rank, 1)
 
-    def shape_at(self, side_px: int) -> Shape:
-        return Shape.of(h=side_px, w=side_px)
+    def shape_at(self, side_px: int) -> SampleShape:
+        return SampleShape.of(h=side_px, w=side_px)
 
     def load(self, plan: Plan | None = None) -> None:
         """Reload the model, on the device except for the weights that the plan offloads."""
@@ -139,14 +149,14 @@ class Setup:
         adapter = inject(self.family, model, self.recipe.lora, 0)
         adapter.cast_inputs(False)
         if device != self.device:
-            memory = Memory(Job(), False, False, plan=plan)
+            memory = MemoryManager(StepRequirements(), False, False, plan=plan)
             model.place(memory.placement(self.family, model, self.transfer, self.device.type == "cuda"))
         for component in model.components.values():
             component.train()
         model.device = self.device
         self.family.fuse(model)
         for component in model.components.values():
-            use_form(component, form_for(self.device, True))
+            use_implementation(component, implementation_for(self.device, True))
         weights, optim = adapter.flatten(self.dtype, torch.float32), self.recipe.optim
         how: dict[str, Any] = {"max_train_steps": 1000, "ema_decay": 0.0, "use_loss_scale": False}
         self.model, self.optimizer = (
@@ -170,7 +180,7 @@ class Setup:
             self.load()
         elif self.offload is not None:
             self.offload.close()
-        self.offload = apply(plan, self.family, self.model, self.transfer, pin=self.device.type == "cuda", anew=True)
+        self.offload = apply(plan, self.family, self.model, self.transfer, pin=self.device.type == "cuda", again=True)
         self.in_force = plan
 
     def inputs(self, rows: int, side_px: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -226,7 +236,7 @@ def watching(setup: Setup, resident_bytes: int) -> Iterator[Callable[[], tuple[i
 
 def plan_of(case: Case, footprint: Footprint) -> Plan:
     """Return the plan that the case asks for."""
-    job, rates = Job(case.rows, graphs=case.graphs), Rates()
+    job, rates = StepRequirements(case.rows, graphs=case.graphs), Rates()
     variants = list(plans_of(case.mode, 1, footprint, job, rates))
     return variants[max(0, min(len(variants) - 1, round(case.share * len(variants)) - 1))]
 
@@ -267,7 +277,7 @@ def limits_of(options: argparse.Namespace, setup: Setup, side_px: int) -> list[i
     """Return limits in bytes, descending; for a toy between the needs of keeping all and of recomputing all."""
     if not options.toy:
         return [int(limit) * GIB for limit in options.limits_gib.split(",")]
-    footprint, job, rates = setup.footprint(side_px), Job(1), Rates()
+    footprint, job, rates = setup.footprint(side_px), StepRequirements(1), Rates()
     most, least = (next(iter(plans_of(mode, 1, footprint, job, rates))).needed_bytes for mode in ("keep", "recompute"))
     return [most, (most + least) // 2, least]
 
@@ -277,7 +287,7 @@ def limited(setup: Setup, limit_bytes: int, rates: Rates, factor: float, rows: i
     footprint = setup.footprint(side_px)
     found: dict[str, Any] = {"limit_bytes": limit_bytes, "rows": rows}
     for graphs in (True, False) if setup.device.type == "cuda" else (False,):
-        plan = choose(limit_bytes, footprint, Job(rows, graphs=graphs, correction=factor), rates)
+        plan = choose(limit_bytes, footprint, StepRequirements(rows, graphs=graphs, correction=factor), rates)
         if plan is None:
             found[f"graphs {graphs}"] = {"plan": "none fits"}
             continue

@@ -23,7 +23,7 @@ from torch import nn
 
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.families.base import family_for
-from lora_rocm.memory.footprint import hollow_model
+from lora_rocm.memory.footprint import meta_model
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.optim_sections import OPTIMIZERS
@@ -42,7 +42,7 @@ def sdxl_shapes(rank: int) -> list[torch.Size]:
             "train": {"max_train_steps": 1},
         }
     )
-    model = hollow_model(family_for(recipe), recipe, torch.bfloat16)
+    model = meta_model(family_for(recipe), recipe, torch.bfloat16)
     return [p.shape for component in model.components.values() for p in component.parameters() if p.requires_grad]
 
 

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from lora_rocm.adapters.factory import inject  # noqa: E402
+from lora_rocm.adapters.attach import inject  # noqa: E402
 from lora_rocm.base_models.random_weights import PREFIX  # noqa: E402
-from lora_rocm.dataset.shape import Shape  # noqa: E402
+from lora_rocm.dataset.shape import SampleShape  # noqa: E402
 from lora_rocm.families.base import ModelFamily, family_for  # noqa: E402
 from lora_rocm.families.common.latent_family import LatentFamily  # noqa: E402
 from lora_rocm.families.common.objectives.loss import losses  # noqa: E402
@@ -117,7 +117,7 @@ def whole_model(path: str, side_px: int, device: torch.device) -> None:
     for name, leaf in adapter.leaves.items():
         if name.endswith("lora_B"):
             leaf.data = torch.randn(leaf.shape, generator=rng) * 0.02
-    batch = family.example(Shape.of(h=side_px, w=side_px), 1)
+    batch = family.example(SampleShape.of(h=side_px, w=side_px), 1)
     batch = {
         name: torch.randn(tensor.shape, generator=rng).to(tensor.dtype) if tensor.is_floating_point() else tensor
         for name, tensor in batch.items()
@@ -181,7 +181,7 @@ def family_of(recipe: str, quantization: str) -> ModelFamily:
 
 def loss_of(family: ModelFamily, model: object, start: int, seed: int) -> Tensor:
     """The loss of the random images of a start, with the noise of ``seed``."""
-    batch = family.example(Shape.of(h=PX, w=PX), IMAGES)
+    batch = family.example(SampleShape.of(h=PX, w=PX), IMAGES)
     rng = torch.Generator().manual_seed(start)
     images = {name: torch.randn(tensor.shape, generator=rng) for name, tensor in batch.items() if name == "latent_mean"}
     batch = {**batch, **images}

@@ -22,8 +22,8 @@ sys.path.insert(0, str(ROOT))  # benchmarks share helpers with each other
 import torch  # noqa: E402
 
 from benchmarks.memory_plan import Setup  # noqa: E402
-from lora_rocm.kernels.weight_format import use_form  # noqa: E402
-from lora_rocm.planning.step_cost import Plan  # noqa: E402
+from lora_rocm.kernels.weight_format import use_implementation  # noqa: E402
+from lora_rocm.planning.step_plan import Plan  # noqa: E402
 
 WARM_UP, TIMED = 4, 8
 
@@ -32,7 +32,7 @@ def step_s(setup: Setup, side_px: int, triton: bool) -> float:
     """Return the median time of a step with one implementation."""
     setup.family.fuse(setup.model, triton)
     for component in setup.model.components.values():
-        use_form(component, "triton" if triton else "eager")
+        use_implementation(component, "triton" if triton else "eager")
     plan = Plan("keep", 1, 1, (), (), 0, 0, 0.0, graphs=setup.device.type == "cuda")
     engine = setup.engine(plan.graphs)
     seconds = setup.steps(plan, side_px, engine, WARM_UP + TIMED)[WARM_UP:]

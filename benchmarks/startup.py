@@ -176,12 +176,12 @@ def encode(options: argparse.Namespace) -> dict[str, Any]:
 
 def _floor_s(image: Any, options: argparse.Namespace) -> float:
     """Return the time of the encoder alone on ready pixels, extrapolated from a part of the images."""
-    from lora_rocm.latent_cache.encode_session import plain_door
+    from lora_rocm.latent_cache.encode_session import plain_placement
 
     if not options.vae:
         return float(options.encode_s * options.images)
     height, width = options.resolution * 7 // 8 // 64 * 64, options.resolution * 9 // 8 // 64 * 64
-    run, count = image.load(plain_door(CPU)), min(options.images, 20)
+    run, count = image.load(plain_placement(CPU)), min(options.images, 20)
     pixels_CHW = torch.rand(3, height, width) * 2 - 1
     run({IMAGE: pixels_CHW})
     began = time.perf_counter()

@@ -30,13 +30,13 @@ from benchmarks.card_sizes import DESKTOP_BYTES, GIB
 from benchmarks.language_model import LLAMA_8B
 from benchmarks.memory_plan import Setup, limited_steps
 from lora_rocm.base_models.random_weights import PREFIX
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.memory.footprint import measured_rates
-from lora_rocm.planning.step_cost import Job, Rates, choose
+from lora_rocm.planning.step_plan import Rates, StepRequirements, choose
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 
@@ -127,15 +127,15 @@ class Texts(Setup):
             }
         )
 
-    def shape_at(self, side_px: int) -> Shape:
-        return Shape.of(tokens=side_px)
+    def shape_at(self, side_px: int) -> SampleShape:
+        return SampleShape.of(tokens=side_px)
 
 
 def rows_of(case: Case, toy: bool, device: torch.device, rates: Rates) -> Iterator[dict[str, Any]]:
     """The row without a cap, then the rows of the cards."""
     tokens = TOY_TOKENS[case.tokens] if toy else case.tokens
     whole_bytes = 1 << 62 if toy else torch.cuda.get_device_properties(device).total_memory
-    job = Job(graphs=not toy and "num_local_experts" not in case.config)
+    job = StepRequirements(graphs=not toy and "num_local_experts" not in case.config)
     with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         config = {**case.config, **(TOY if toy else {})}

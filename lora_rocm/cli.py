@@ -52,7 +52,7 @@ class NumberFormat(StrEnum):
     fp32 = "fp32"
 
 
-class Side(StrEnum):
+class ChatSide(StrEnum):
     """Models that can answer in a conversation."""
 
     both = "both"
@@ -91,7 +91,7 @@ def top(
 ) -> None:
     """Options of the program itself. The help text comes from ``app``."""
     if version:
-        Output().say(f"lora-rocm {__version__}")
+        Output().notify(f"lora-rocm {__version__}")
         raise typer.Exit
 
 
@@ -142,7 +142,7 @@ def check(
     """Check a recipe and its images, and show what training would do."""
     from lora_rocm.commands import check
 
-    found = check.check(recipe, overrides or (), schema_only=schema_only, say=output.say)
+    found = check.check(recipe, overrides or (), schema_only=schema_only, notify=output.notify)
     return output.show(found, check.render(found))
 
 
@@ -169,7 +169,7 @@ def tune(output: Output, recipe: RecipePath, overrides: Overrides = None) -> int
     """Tune the matrix products of a recipe (ROCm): runs with runtime.profile: fast use the fastest correct kernels."""
     from lora_rocm.commands import tune
 
-    found = tune.tune(recipe, overrides or (), say=output.say)
+    found = tune.tune(recipe, overrides or (), notify=output.notify)
     return output.show(found, tune.render(found))
 
 
@@ -240,7 +240,7 @@ def sample(
         base=base,
         config=config,
         family=family,
-        say=output.say,
+        notify=output.notify,
     )
     return output.show(found, sample_export.sample_text(found))
 
@@ -252,7 +252,7 @@ def chat(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or its PEFT folder.")],
     prompt: Annotated[str | None, typer.Option(help="Only answer this.")] = None,
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
-    side: Annotated[Side, typer.Option(help="Who answers.")] = Side.both,
+    side: Annotated[ChatSide, typer.Option(help="Who answers.")] = ChatSide.both,
     temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0: the likeliest token each time.")] = 0.7,
     top_p: Annotated[
         float, typer.Option(min=0.001, max=1.0, help="Draw from the likeliest tokens with this probability.")
@@ -286,7 +286,7 @@ def compare(
     """Compare the LoRA files of a run on one page: images from the same seeds, and held-out losses."""
     from lora_rocm.commands import compare
 
-    found = compare.compare(run, prompt or (), strength or (), most, say=output.say)
+    found = compare.compare(run, prompt or (), strength or (), most, notify=output.notify)
     return output.show(found, compare.render(found))
 
 
@@ -295,7 +295,7 @@ def compare(
 def export(
     output: Output,
     run: RunPath,
-    form: Annotated[Format, typer.Option("--format", help="Format to write.")],
+    file_format: Annotated[Format, typer.Option("--format", help="Format to write.")],
     path: Annotated[
         Path | None, typer.Option("--output", metavar="PATH", help="File or folder; default: in the run.")
     ] = None,
@@ -316,7 +316,7 @@ def export(
 
     kind = dtype.value if dtype else None
     found = sample_export.export(
-        run, form.value, output=path, dtype=kind, converter=converter, step=step, say=output.say
+        run, file_format.value, output=path, dtype=kind, converter=converter, step=step, notify=output.notify
     )
     return output.show(found, sample_export.export_text(found))
 
@@ -389,7 +389,7 @@ def doctor(
     """Show problems of this machine, the most harmful first, with remedies."""
     from lora_rocm.commands import doctor as command
 
-    found = command.doctor(facts, report_file=report_file, quick=quick, say=output.aside)
+    found = command.doctor(facts, report_file=report_file, quick=quick, notify=output.on_stderr)
     output.show(command.result_of(found), command.render(found))
     return found.exit_code
 
@@ -448,7 +448,7 @@ def bench_loader(output: Output, recipe: RecipePath, overrides: Overrides = None
     """Measure the rate of batches from cache and images, without and with loader workers."""
     from lora_rocm.commands import bench
 
-    return bench.finish(output, lambda: bench.loader(recipe, overrides or (), say=output.say), file)
+    return bench.finish(output, lambda: bench.loader(recipe, overrides or (), notify=output.notify), file)
 
 
 @bench_app.command("step", cls=BenchCommand)
@@ -500,7 +500,7 @@ def cache_verify(output: Output, folder: CachePath = Path("cache")) -> int:
     from lora_rocm.cache_store import maintenance
     from lora_rocm.commands.cache_text import verified_text
 
-    found = maintenance.verify(folder, output.say)
+    found = maintenance.verify(folder, output.notify)
     output.show(found, verified_text(found))
     return found.exit_code
 
@@ -522,7 +522,7 @@ def cache_prune(
     from lora_rocm.cache_store import maintenance
     from lora_rocm.commands.cache_text import pruned_text
 
-    found = maintenance.prune(folder, output.say, older_than_days=older_than, dry_run=dry_run)
+    found = maintenance.prune(folder, output.notify, older_than_days=older_than, dry_run=dry_run)
     return output.show(found, pruned_text(found))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.recipe.family_rules import SIDES, TEXT_KEY, TOKENS_KEY
 from lora_rocm.recipe.kinds import FAMILY, NAMED_BY, every_kind, kinds_of
@@ -122,7 +122,7 @@ class Row:
     defaults: Mapping[str, str]
 
 
-def pages(registry: Registry = PRODUCT) -> dict[str, str]:
+def pages(registry: FamilyRegistry = PRODUCT) -> dict[str, str]:
     """File name -> page. The index comes first."""
     schema, sections = schema_of(kinds_of({}, registry))
     named_by = {**{key[0]: key for key in NAMED_BY}, "objective": FAMILY}
@@ -146,7 +146,7 @@ def _about(text: str) -> str:
     return text.removeprefix(WIDE).split("\n\n")[1].split("\n")[0]
 
 
-def _page_of_kinds(name: str, named_by: tuple[str, str], registry: Registry) -> str:
+def _page_of_kinds(name: str, named_by: tuple[str, str], registry: FamilyRegistry) -> str:
     """A page with one table of the keys of all kinds of a section."""
     kinds = {kind.name_of(named_by[0]): schema_of_section(kind, name)[1] for kind in every_kind(named_by[0], registry)}
     rows = _merged(name, kinds)
@@ -223,7 +223,7 @@ def _of(defaults: Mapping[str, str], kinds: Mapping[str, object]) -> str:
     return f"all but {', '.join(without)}" if len(without) < len(having) else ", ".join(having)
 
 
-def _entry(key: str, section: Schema, sections: Mapping[str, Schema], registry: Registry) -> str:
+def _entry(key: str, section: Schema, sections: Mapping[str, Schema], registry: FamilyRegistry) -> str:
     """The table of the entries of a list. Keys of ``data`` are listed in a sentence."""
     own, same = {}, []
     parent = key.partition(".")[0]
@@ -236,7 +236,7 @@ def _entry(key: str, section: Schema, sections: Mapping[str, Schema], registry: 
     return text + (f"\nAn entry may also have these keys of `{parent}`: {', '.join(same)}.\n" if same else "")
 
 
-def _table(section: str, properties: Mapping[str, Schema], registry: Registry, anchors: bool = True) -> str:
+def _table(section: str, properties: Mapping[str, Schema], registry: FamilyRegistry, anchors: bool = True) -> str:
     return table(
         ("key", "type", "default", "meaning"),
         (
@@ -255,7 +255,7 @@ def _anchor(key: str) -> str:
     return f'<a id="{key}"></a>'
 
 
-def _meaning(section: str, key: str, value: Schema, registry: Registry) -> str:
+def _meaning(section: str, key: str, value: Schema, registry: FamilyRegistry) -> str:
     """The meaning of a key, the families that read it, and whether a resume may change it."""
     parts = [_plain(value.get("description", ""))]
     parent = section.partition(".")[0]

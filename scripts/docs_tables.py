@@ -14,7 +14,7 @@ from lora_rocm.hardware.facts import Gpu, HostFacts, System
 from lora_rocm.hardware.wheels import choose, wheel_table
 from lora_rocm.rules import environment, harmful_values, mitigations
 from lora_rocm.rules.amd_rules import amd_table
-from lora_rocm.rules.rule import SETTING, Computed, Rule, When
+from lora_rocm.rules.rule import SETTING, Computed, MachineRule, When
 
 GENERATIONS = {"rdna1": "RDNA 1", "rdna2": "RDNA 2", "rdna3": "RDNA 3", "rdna3.5": "RDNA 3.5", "rdna4": "RDNA 4"}
 SYSTEMS = {"linux": "Linux", "windows": "Windows", "macos": "macOS"}
@@ -121,12 +121,12 @@ def _versions(name: str, low: str | None, below: str | None) -> str:
     return " ".join([name, *filter(None, words)]) if any(words) else ""
 
 
-def _variable(rule: Rule) -> str:
+def _variable(rule: MachineRule) -> str:
     name = rule.variable.shown if isinstance(rule.variable, Computed) else rule.variable
     return f"setting `{name.removeprefix(SETTING)}`" if name.startswith(SETTING) else f"`{name}`"
 
 
-def _value(rule: Rule) -> str:
+def _value(rule: MachineRule) -> str:
     return rule.value.shown if isinstance(rule.value, Computed) else f"`{rule.value}`"
 
 

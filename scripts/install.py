@@ -51,7 +51,7 @@ from lora_rocm.hardware.wheels import (  # noqa: E402
     makeshift,
     mismatch,
 )
-from scripts.venv_state import LOOK_TIMEOUT_S, Found, Venv, again, ask, say, venv_command  # noqa: E402
+from scripts.venv_state import LOOK_TIMEOUT_S, Found, Venv, again, ask, notify, venv_command  # noqa: E402
 
 Step = Literal["install", "upgrade", "keep"]
 UNINSTALL = ["-m", "pip", "uninstall", "-q", "-y", "torch", "triton", "triton-rocm", "pytorch-triton-rocm"]
@@ -115,7 +115,7 @@ def ready_venv(venv: Venv, repair: bool) -> Found:
     if not repair:
         fix = f"Rebuild it: {again('--repair')}"
         raise MachineError("venv-broken", f"{venv.folder.name} cannot be used: {why}.", where=str(venv.folder), fix=fix)
-    say(f"{venv.folder.name} cannot be used: {why}")
+    notify(f"{venv.folder.name} cannot be used: {why}")
     venv.make(clear=True)
     return venv.look()
 
@@ -160,7 +160,7 @@ def torch_step(venv: Venv, found: Found, choice: WheelChoice, repair: bool, upgr
     if why is None and upgrade and choice.by_user and found.release != choice.requirement.partition("==")[2]:
         why = f"{choice.requirement} is wanted, {choice.why.rstrip('.')}"
     if why is not None:
-        say(f"replacing torch {found.release}: {why}")
+        notify(f"replacing torch {found.release}: {why}")
         if not venv.run(*UNINSTALL, hush=True):  # half installed: pip does not know its files
             venv.make(clear=True)
         return "install"
@@ -176,11 +176,11 @@ def torch_unfit(found: Found, why: str) -> MachineError:
 
 def install_torch(venv: Venv, choice: WheelChoice, upgrade: bool = False) -> None:
     """Install the chosen torch; for the CPU from the first index that answers."""
-    say(f"installing {choice.requirement} from {choice.url or 'the default package index'}: {choice.why}")
+    notify(f"installing {choice.requirement} from {choice.url or 'the default package index'}: {choice.why}")
     if choice.else_default:
         if venv.run(*torch_command(choice, upgrade), *QUICK, hush=True):
             return
-        say("no answer from there; using the default index (its torch for Linux is larger and also runs on the CPU)")
+        notify("no answer from there; using the default index (its torch for Linux is larger and also runs on the CPU)")
         choice = replace(choice, url=None)
     if not venv.run(*torch_command(choice, upgrade)):
         what = "torch could not be installed (see pip's error above)."
@@ -198,10 +198,10 @@ def verified(venv: Venv, choice: WheelChoice) -> Found:
     assert torch is not None  # there is a release, and nothing is broken
     kind = f"ROCm {torch.rocm_version}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "CPU only"
     kernels = f", kernels for {choice.gfx}" if has_kernels(torch.arch_list, choice.gfx) else ""
-    say(f"torch {torch.version} ({kind}{kernels})")
+    notify(f"torch {torch.version} ({kind}{kernels})")
     poor = makeshift(torch, choice)
     if poor is not None:
-        say(f"note: {poor}; {again('--repair')} takes {choice.requirement}, which does not")
+        notify(f"note: {poor}; {again('--repair')} takes {choice.requirement}, which does not")
     return found
 
 
@@ -225,7 +225,7 @@ def completed(venv: Venv, choice: WheelChoice) -> None:
     missing = lacking(venv.look(), choice)
     if missing is None:
         return
-    say(f"installing torch again: pip reported no error, but this is missing: {missing}")
+    notify(f"installing torch again: pip reported no error, but this is missing: {missing}")
     # Only torch: its metadata then names the packages, and the index lacks some of its other dependencies.
     venv.run(*torch_command(choice), "--force-reinstall", "--no-deps")
     install_torch(venv, choice)
@@ -288,12 +288,12 @@ def install(options: argparse.Namespace, facts: HostFacts) -> None:
         venv.stamp.touch()  # newer than its inputs again, for make
         return
     for text in (*choice.warnings, *choice.notes):
-        say(f"note: {text}")
+        notify(f"note: {text}")
     if same and not force:
         verified(venv, choice)  # another GPU, or other variables: the packages stay
     else:
         step = torch_step(venv, ready_venv(venv, options.repair), choice, options.repair, options.upgrade)
-        say("installing packages")
+        notify("installing packages")
         run_all(venv, lock_commands(options.dev))  # before torch, because torch's index has some of them too
         if step != "keep":
             install_torch(venv, choice, upgrade=step == "upgrade")
@@ -303,10 +303,10 @@ def install(options: argparse.Namespace, facts: HostFacts) -> None:
         run_all(venv, project_commands(options.dev, cpu))
         venv.run(*(COMPILE_TESTS if options.dev else COMPILE), hush=True)
         _, output, _ = ask([str(venv.python), "-m", "pip", "check", "--disable-pip-version-check"], LOOK_TIMEOUT_S)
-        say(f"pip check: {(output.strip().splitlines() or ['no answer'])[0]}")
+        notify(f"pip check: {(output.strip().splitlines() or ['no answer'])[0]}")
     new = {"project": fingerprint(), "dev": bool(options.dev or (same and stamp.get("dev"))), "asked": asked}
     venv.stamp.write_text(json.dumps({**new, "choice": fingerprint(choice)}), encoding="utf-8")
-    say("ready; next: lora-rocm doctor")
+    notify("ready; next: lora-rocm doctor")
 
 
 def quoted(command: list[str], windows: bool) -> str:

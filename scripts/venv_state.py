@@ -58,7 +58,7 @@ class Found:
     device_packages: Mapping[str, str] | None = None
 
 
-def say(text: str) -> None:
+def notify(text: str) -> None:
     """One line of progress, seen at once."""
     print(f"install: {text}", flush=True)
 
@@ -144,7 +144,7 @@ class Venv:
         if Path(sys.prefix).resolve() == self.folder.resolve():
             fix = "Start this with the Python that is installed on the machine."
             raise MachineError("inside-venv", "This is the Python of the .venv to be made.", where=sys.prefix, fix=fix)
-        say(f"making {self.folder}")
+        notify(f"making {self.folder}")
         if not call([sys.executable, *venv_command(clear)]):
             what = "The virtual environment could not be made (see above)."
             fix = "Common: a full or read-only disk. Then run this again."

@@ -16,7 +16,7 @@ from torch import Tensor
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.errors import UserError
 from lora_rocm.families.base import family_for
-from lora_rocm.latent_cache.encode_session import plain_door
+from lora_rocm.latent_cache.encode_session import plain_placement
 from lora_rocm.recipe.schema import Recipe
 from tests.tiny_models import read_json
 
@@ -70,7 +70,7 @@ def trial(recipe: Recipe) -> UserError | None:
         tensors: dict[str, Tensor] = {}
         for encoder in family.encoders():
             given: dict[str, Any] = {IMAGE: torch.zeros(3, 64, 64), CAPTION: "a cat"}
-            tensors |= encoder.load(plain_door(CPU))({name: given[name] for name in encoder.entry.inputs})
+            tensors |= encoder.load(plain_placement(CPU))({name: given[name] for name in encoder.entry.inputs})
         sizes = family.sample_meta((64, 64), (0, 0), (64, 64))
         batch = {name: tensor[None] for name, tensor in {**tensors, **sizes}.items()}
         model = family.load(torch.float32, CPU)

@@ -8,19 +8,19 @@ from typing import Any
 
 from lora_rocm.commands import inspect_file
 from lora_rocm.commands.documents import InspectDocument
-from lora_rocm.commands.output import json_form
-from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.processes.jobs import Judged
+from lora_rocm.commands.output import json_value
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.processes.jobs import BaseVerdict
 from lora_rocm.train.usable import judged
 from tests.documents import faults
 
 
-def judge_here(path: Path, families: Sequence[str]) -> Mapping[str, Judged]:
+def judge_here(path: Path, families: Sequence[str]) -> Mapping[str, BaseVerdict]:
     return {name: judged(path, PRODUCT[name]) for name in families}
 
 
-def inspect(path: Path, registry: Registry = PRODUCT) -> dict[str, Any]:
+def inspect(path: Path, registry: FamilyRegistry = PRODUCT) -> dict[str, Any]:
     """The findings, which match the page of JSON documents."""
     found = inspect_file.inspect(path, registry, judge_here)
-    assert list(faults(json_form(found), InspectDocument)) == []
+    assert list(faults(json_value(found), InspectDocument)) == []
     return found

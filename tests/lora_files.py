@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.files.module_names import adaptable
 from lora_rocm.export import writers
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.metadata import RunFacts
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.model_files.readers import PROGRAMS, is_read
 from lora_rocm.recipe.schema import Recipe
@@ -37,7 +37,7 @@ def write_random_lora(path: Path, component: str, root: nn.Module, pattern: str,
 
 
 def write_as_forecast(
-    form: str, path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
+    form: str, path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: RunFacts
 ) -> None:
     """Write a format with a size that was forecast to the byte."""
     forecast_bytes = writers.size_bytes(form, family, adapter, recipe, facts)

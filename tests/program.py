@@ -32,7 +32,7 @@ from lora_rocm.rundir.event_types import EndEvent, ErrorEvent, Event, event_of
 from lora_rocm.rundir.events import EventReader, EventWriter
 from lora_rocm.rundir.heartbeat import HeartbeatWriter
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor import worker as parent_worker
+from lora_rocm.supervisor import worker_process as parent_worker
 from lora_rocm.train import session, worker
 from tests.command_line import command_line
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
@@ -174,10 +174,10 @@ def run_worker(
     env: Mapping[str, str],
     on_event: Callable[[Event], None],
     command: Sequence[str],
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     asked: object = None,
 ) -> int:
-    """``supervisor.worker.run_worker``, with its own words about how the worker ended."""
+    """``supervisor.worker_process.run_worker``, with its own words about how the worker ended."""
     before, log_start = len(EventReader(run_dir.events()).poll()), _size(run_dir.worker_log)
     run_dir.stop.unlink(missing_ok=True)
     log = io.StringIO()

@@ -87,7 +87,7 @@ OWN_JSON = {
         *("processes.job_file:read_job_text", "processes.tool:_last_object"),
         *("train.worker:main", "telemetry.cards:from_text", "hardware.settings:settings_from"),
         "dataset.sample_table:_read",
-        *("device.process_group:require_same", "rules.environment:settings", "base_models.hollow:new_hollow"),
+        *("device.process_group:require_same", "rules.environment:settings", "base_models.meta_components:new_hollow"),
         *(
             "dataset.sources.given:of_text",
             "dataset.rows.records:_sorted",

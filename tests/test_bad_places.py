@@ -361,7 +361,7 @@ def test_a_second_process_is_kept_out(
     with FileLock(copy.worker_lock):
         program.train(copy.path, FORMATS, resume="latest").refused(2, "Another process holds", copy.worker_lock)
         monkeypatch.setattr(
-            "lora_rocm.supervisor.lock.end_leftover", lambda run_dir, say, worker: None
+            "lora_rocm.supervisor.lock.end_leftover", lambda run_dir, notify, worker: None
         )  # it came a moment later
         program.train(copy.path, FORMATS, resume="latest").refused(3, "another worker still holds", copy.path)
     assert program.train(copy.path, FORMATS, resume="latest").code == 0

@@ -14,7 +14,7 @@ from PIL import Image
 from lora_rocm.commands import check as module
 from lora_rocm.commands.check import CheckResult
 from lora_rocm.commands.output import Output
-from lora_rocm.dataset.order.batch_sampler import BatchPlan, Item
+from lora_rocm.dataset.order.batch_plan import BatchPlan, Item
 from lora_rocm.dataset.sources.scan import geometries, scan
 from lora_rocm.errors import ModelError, RecipeError, storage_error
 from lora_rocm.foundation.bounded_read import FileVersion
@@ -34,7 +34,7 @@ sample: {prompts: [a cat]}
 def check(*arguments: Any, **options: Any) -> CheckResult:
     """``lora-rocm check``, and its output."""
     output = Output()
-    found = module.check(*arguments, **options, say=output.say)
+    found = module.check(*arguments, **options, notify=output.notify)
     output.show(found, module.render(found))
     return found
 

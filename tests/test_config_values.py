@@ -18,7 +18,7 @@ from lora_rocm.errors import ModelError, UserError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.model_files.config_file import Config, read_config, require_bounded
-from lora_rocm.processes.jobs import Judged
+from lora_rocm.processes.jobs import BaseVerdict
 from lora_rocm.train import dry_run
 from lora_rocm.train.usable import judged, require_usable
 from tests.config_mutations import VALUES, config_files, mutate, mutations, trial
@@ -88,7 +88,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return written
 
 
-def judge(base: Path, name: str) -> Judged:
+def judge(base: Path, name: str) -> BaseVerdict:
     return judged(base, PRODUCT[SOUND[name][0]])
 
 
@@ -298,5 +298,5 @@ def test_families_read_configs_by_type_alone() -> None:
 
 def test_a_pass_on_meta_takes_no_memory_of_weights(sound: Callable[[str], Path]) -> None:
     source = family_for(recipe_of("sdxl", sound("sdxl"))).source  # type: ignore[attr-defined]
-    hollow = dry_run.HollowSource.of(source, {}).load("unet", torch.bfloat16, torch.device("cpu"))
+    hollow = dry_run.MetaSource.of(source, {}).load("unet", torch.bfloat16, torch.device("cpu"))
     assert all(tensor.is_meta for tensor in (*hollow.parameters(), *hollow.buffers()))

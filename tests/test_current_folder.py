@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lora_rocm.foundation.safe_path import NO_PROGRAMS_HERE, forbid_programs_here, python_environment
-from lora_rocm.hardware.probe.sources import Look, this_machine
+from lora_rocm.hardware.probe.sources import ProbeReads, this_machine
 from lora_rocm.hardware.probe.torch_files import ASK
 from lora_rocm.processes.process import heavy_command
 from lora_rocm.processes.tool import run_for_json
@@ -154,7 +154,7 @@ def test_the_self_test_and_the_question_to_torch_are_started_safely(monkeypatch:
         with pytest.raises(OSError, match="nothing is started"):
             selftest_runner.run_checks(["--device", "cpu"], os.environ, lambda text: None)
     assert started.pythons[0][0][:3] == heavy_command("")[:3]
-    look = Look(this_machine())
+    look = ProbeReads(this_machine())
     monkeypatch.setattr(look, "ask", lambda tool, command, timeout_s, about: asked.append(command))
     from lora_rocm.hardware.facts import Torch
     from lora_rocm.hardware.probe import torch_files

@@ -219,7 +219,7 @@ def test_recipes_in_pages_are_recipes(name: str, block: str, tmp_path: Path) -> 
         file.write_text(
             yaml.safe_dump({**rest, **recipe, "train": {**rest["train"], **recipe.get("train", {})}}), encoding="utf-8"
         )
-    check(str(file), schema_only=True, say=lambda text: None)
+    check(str(file), schema_only=True, notify=lambda text: None)
 
 
 def test_there_are_recipes_in_pages() -> None:

@@ -19,7 +19,7 @@ OF_PROBLEMS = {"RecipeError"}
 FOR_ANY_RUN = {
     "supervisor/multi_gpu.py": 1,  # the start by torchrun needs --resume
     "supervisor/resume.py": 1,  # there is a run here
-    "supervisor/worker.py": 1,  # after a restart of the machine
+    "supervisor/worker_process.py": 1,  # after a restart of the machine
     "train/pipeline.py": 1,  # there is a checkpoint, and it is damaged
 }
 """Errors with advice that names --resume latest whether or not the run has a checkpoint."""

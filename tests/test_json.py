@@ -15,12 +15,12 @@ from PIL import Image
 
 from lora_rocm import json_reference
 from lora_rocm.commands import chat, compare, start_run, tune
-from lora_rocm.commands.output import Failed, json_form
+from lora_rocm.commands.output import Failed, json_value
 from lora_rocm.json_reference import FOLLOWS, RESULTS
 from lora_rocm.processes import row_runner
 from lora_rocm.rundir.event_types import AnsweredEvent
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor import worker as worker_process
+from lora_rocm.supervisor import worker_process as worker_process
 from tests.command_line import command_line
 from tests.commands.test_plan import net
 from tests.documents import faults
@@ -254,7 +254,7 @@ def test_a_document_that_is_not_as_described_is_noticed(change: dict[str, Any]) 
 
 
 def test_what_has_no_form_in_json_is_refused() -> None:
-    assert json_form({1: (Path("x"), float("nan"), Whole((1,), "a", {}, {}))})["1"][1] is None
+    assert json_value({1: (Path("x"), float("nan"), Whole((1,), "a", {}, {}))})["1"][1] is None
     with pytest.raises(TypeError):
-        json_form({"x": object()})
+        json_value({"x": object()})
     assert json_reference.type_text(int | None) == "whole number or null"

@@ -29,7 +29,7 @@ from lora_rocm.model_files.models import ModelTable
 from lora_rocm.model_files.readers import ReaderTable
 from lora_rocm.planning.format_errors import FormatError
 from lora_rocm.recipe.foreign import ForeignTable
-from lora_rocm.recipe.optimizer_args import Names as OptimizerArguments
+from lora_rocm.recipe.optimizer_args import OptimizerArgTables as OptimizerArguments
 from lora_rocm.recipe.peer_names import PeerNames
 from lora_rocm.rules import (
     amd_rules,
@@ -41,7 +41,7 @@ from lora_rocm.rules import (
     selftest_rules,
     tuned_rules,
 )
-from lora_rocm.rules.rule import Harm, Rule
+from lora_rocm.rules.rule import Harm, MachineRule
 from tests.wording import saying
 
 PACKAGE = Path(lora_rocm.__file__).parent
@@ -52,8 +52,8 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "doctor/cures.toml": (read_rows, cures.Family, {}),
     "doctor/findings.toml": (read_rows, finding.Finding, {}),
     "doctor/known_bad.toml": (read_table, known_bad.BadTable, known_bad.FUNCTIONS),
-    "foundation/redact.toml": (read_rows, redact.Pattern, {}),
-    "doctor/selftest_checks.toml": (read_rows, selftest_checks.Group, {}),
+    "foundation/redact.toml": (read_rows, redact.PrivatePattern, {}),
+    "doctor/selftest_checks.toml": (read_rows, selftest_checks.SelftestGroup, {}),
     "doctor/software_checks.toml": (read_table, software_checks.SoftwareTable, software_checks.FUNCTIONS),
     "families/common/objectives/schedulers.toml": (read_table, SchedulerTable, {}),
     "hardware/archs.toml": (read_table, ArchTable, {}),
@@ -69,13 +69,13 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "recipe/optimizer_args.toml": (read_table, OptimizerArguments, {}),
     "recipe/peer_names.toml": (read_table, PeerNames, {}),
     "rules/amd_rules.toml": (read_table, amd_rules.AmdTable, amd_rules.FUNCTIONS),
-    "rules/general_rules.toml": (read_rows, Rule, general_rules.FUNCTIONS),
+    "rules/general_rules.toml": (read_rows, MachineRule, general_rules.FUNCTIONS),
     "rules/harmful_values.toml": (read_rows, Harm, harmful_values.TESTS),
-    "rules/kernel_log.toml": (read_rows, kernel_log.Pattern, {}),
+    "rules/kernel_log.toml": (read_rows, kernel_log.LogPattern, {}),
     "rules/memory_rules.toml": (read_table, memory_rules.MemoryTable, memory_rules.FUNCTIONS),
     "rules/mitigations.toml": (read_table, mitigations.MitigationTable, mitigations.FUNCTIONS),
     "rules/selftest_rules.toml": (read_table, selftest_rules.SelftestTable, selftest_rules.FUNCTIONS),
-    "rules/tuned_rules.toml": (read_rows, Rule, tuned_rules.FUNCTIONS),
+    "rules/tuned_rules.toml": (read_rows, MachineRule, tuned_rules.FUNCTIONS),
 }
 
 

@@ -23,7 +23,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.families.base import ModelFamily, PreviewRequest, Tensors
-from lora_rocm.latent_cache.encode_session import plain_door
+from lora_rocm.latent_cache.encode_session import plain_placement
 
 WORDS = ("photo", "red", "blue", "cat", "dog", "circle", "square", "zibu", "small", "large")
 BEGIN, END = "<|startoftext|>", "<|endoftext|>"
@@ -249,10 +249,10 @@ def write_hollow_sdxl(path: Path, drop: str = "", extra: dict[str, Tensor] | Non
         drop: start of the names of tensors that are omitted.
         extra: more tensors; only their shape and format count.
     """
-    from lora_rocm.base_models.loading import Source
+    from lora_rocm.base_models.loading import BaseSource
     from lora_rocm.families.sdxl.family import LAYOUT
 
-    source = Source("hollow", LAYOUT, LAYOUT.configs, None)
+    source = BaseSource("hollow", LAYOUT, LAYOUT.configs, None)
     state = {name: source.skeleton(name).to("meta").state_dict() for name in LAYOUT.parts}
     tensors = _original_names(*(state[name] for name in ("unet", "vae", "text_encoder", "text_encoder_2")))
     kept = {k: v for k, v in (tensors | (extra or {})).items() if not (drop and k.startswith(drop))}
@@ -391,7 +391,7 @@ def read_json(path: Path) -> Any:
 
 def trained(folder: Path | str, dtype: torch.dtype = torch.float32, **sections: dict[str, Any]) -> tuple[Any, Any, Any]:
     """(family, model, adapter) of a tiny recipe, the adapter's weights moved as if it had been trained."""
-    from lora_rocm.adapters.factory import inject
+    from lora_rocm.adapters.attach import inject
     from lora_rocm.families.base import family_for
 
     recipe = tiny_recipe(folder, **{"lora": {"rank": 4, "alpha": 2.0}, **sections})
@@ -420,7 +420,7 @@ def unet_output(unet: torch.nn.Module, prompt_BSD: Tensor | None = None, pooled_
 def caption_encoder(family: ModelFamily) -> Callable[[str], Tensors]:
     """The joint output of all encoders for one caption, on the CPU."""
     loaded = [
-        each.load(plain_door(torch.device("cpu"))) for each in family.encoders() if each.entry.inputs == (CAPTION,)
+        each.load(plain_placement(torch.device("cpu"))) for each in family.encoders() if each.entry.inputs == (CAPTION,)
     ]
     return lambda caption: {name: t for encode in loaded for name, t in encode({CAPTION: caption}).items()}
 

@@ -23,7 +23,7 @@ from benchmarks.training_step.bare_loop import COMPILED, Inputs, inputs_of
 from benchmarks.training_step.measurement import Figures, Wanted, matmul_rate, measure_bare, measure_ours, variants
 from benchmarks.training_step.profile import wake_profiler
 from benchmarks.training_step.setup import open_bench, recipe_for
-from lora_rocm.children.measuring import machine, told
+from lora_rocm.children.measuring import machine, run_reported
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.device.torch_errors import device_fault
@@ -41,7 +41,7 @@ LIMIT_S = 1800.0
 def main(arguments: list[str] | None = None, watch_parent: bool = True) -> int:
     """Measure. An unexpected error ends in a traceback, which the parent reads."""
     path = Path((arguments or sys.argv[1:])[0])
-    return told(partial(_measure, json.loads(path.read_text(encoding="utf-8")), path.parent, watch_parent))
+    return run_reported(partial(_measure, json.loads(path.read_text(encoding="utf-8")), path.parent, watch_parent))
 
 
 def _measure(job: dict[str, Any], folder: Path, watch_parent: bool) -> None:

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULE = "benchmarks.training_step.child"
 OURS = "lora-rocm"
 TRACES = "bench-step-traces"
-say = Output().say
+notify = Output().notify
 OVER_ROUNDS = ("median_s", "p95_s", "mean_s", "samples_per_s")
 
 Row = dict[str, Any]
@@ -71,7 +71,7 @@ def step(recipe_path: str, overrides: Sequence[str], asked: Asked, json_path: Pa
     loaded, found = load_recipe(recipe_path, overrides), Measured()
     if not asked.random_weights:
         loaded.require_files()
-        say("Encoding what is missing in the cache, as training would.")
+        notify("Encoding what is missing in the cache, as training would.")
     traces = (json_path.parent if json_path is not None else Path()).absolute() / TRACES
     if asked.profile:
         make_folder(traces)
@@ -85,7 +85,7 @@ def step(recipe_path: str, overrides: Sequence[str], asked: Asked, json_path: Pa
     _measure(loaded.recipe, asked, traces if asked.profile else None, found, keep)
     rows = over_rounds(found.rows)
     price, unlike = price_of(rows), unlike_of(rows)
-    say("", *_text(loaded.recipe, asked, found.machine, rows, price, unlike))
+    notify("", *_text(loaded.recipe, asked, found.machine, rows, price, unlike))
     keep(price=price, unlike=unlike)
     return 0
 
@@ -98,17 +98,17 @@ def _measure(recipe: Recipe, asked: Asked, traces: Path | None, found: Measured,
         match event:
             case MachineEvent():
                 found.machine = fields_of(event)
-                say(machine_text(found.machine))
+                notify(machine_text(found.machine))
             case BeginEvent():
                 begun.update(event.fields, at=time.monotonic(), limit_s=event.limit_s)
-                say(f"Measuring {begun['name']}{', again' if begun['round'] else ''} ...")
+                notify(f"Measuring {begun['name']}{', again' if begun['round'] else ''} ...")
             case RowEvent():
                 found.rows.append(fields_of(event))
                 keep()
                 if not found.rows[-1][
                     "problem"
                 ]:  # printed at once: the next measurement takes minutes, or ends the process
-                    say(*tables.step_table(found.rows[-1:]))
+                    notify(*tables.step_table(found.rows[-1:]))
 
     # run the child process; its death becomes a row if our own steps were measured
     with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:

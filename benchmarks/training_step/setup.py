@@ -22,18 +22,18 @@ from lora_rocm.errors import StorageError
 from lora_rocm.families.base import ModelFamily, Tensors, family_for
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.loader.batches import Facts, Item, Prepared
+from lora_rocm.loader.batches import Item, Prepared, SampleStatistics
 from lora_rocm.recipe.sample_section import SampleSection
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import path_rule
 from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import compilation, pipeline
+from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.build_trainer import first_pass, new_trainer
 from lora_rocm.train.context import Data, StartContext
 from lora_rocm.train.hooks import TensorBoard
 from lora_rocm.train.loop import Trainer
-from lora_rocm.train.outputs import Artifacts
 from lora_rocm.train.session import Session
 
 NEVER = 10**9
@@ -169,7 +169,7 @@ def synthetic(recipe: Recipe, family: ModelFamily, cache: LatentCache, text_chun
             tensors: Tensors = {
                 name: _random(_longer(example[name][0], text_chunks), rng) for name in encoder.entry.tensors
             }
-            cache.put(encoder.entry.name, _key(number), tensors, f"made-up entry {number}")
+            cache.write_tensors(encoder.entry.name, _key(number), tensors, f"made-up entry {number}")
     items = tuple(
         Item(
             key=f"made-up-{number:04d}",
@@ -182,7 +182,15 @@ def synthetic(recipe: Recipe, family: ModelFamily, cache: LatentCache, text_chun
         for number in range(count)
     )
     return Prepared(
-        items, (), (), (), (), Facts({}, {square: count}, {}), lambda text: {}, _cannot_repair, tuple(entries)
+        items,
+        (),
+        (),
+        (),
+        (),
+        SampleStatistics({}, {square: count}, {}),
+        lambda text: {},
+        _cannot_repair,
+        tuple(entries),
     )
 
 

@@ -45,9 +45,9 @@ class AdapterInFiles(AdapterKind):
             "inference_mode": True,
         }
 
-    def key_table(self, form: Form) -> KeyTable:
+    def key_table(self, file_format: Form) -> KeyTable:
         """Return the keys of a file in the format "kohya" or "sd-scripts"; each table is built once."""
-        files, for_scripts = self.family.files, form == SD_SCRIPTS
+        files, for_scripts = self.family.files, file_format == SD_SCRIPTS
         if for_scripts not in self._key_tables:
             rows_of = files.scripts_rows if for_scripts else files.rows
             self._key_tables[for_scripts] = KeyTable(self.components_in_model, rows_of)
@@ -63,7 +63,7 @@ class AdapterInFiles(AdapterKind):
             for name, (_, _, layer) in self.modules.items()
         }
 
-    def entries_in(self, form: Form) -> Mapping[str, Entry]:
+    def entries_in(self, file_format: Form) -> Mapping[str, Entry]:
         """Return ``entries`` as a file of this format has them."""
         return self.entries()
 

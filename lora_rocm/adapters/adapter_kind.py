@@ -77,7 +77,7 @@ class AdapterKind(ABC):
         """Return PEFT's config for the modules of a component that match a regular expression."""
 
     @classmethod
-    def put(cls, component: nn.Module, config: PeftConfig) -> None:
+    def insert_layers(cls, component: nn.Module, config: PeftConfig) -> None:
         """Attach layers to a component."""
         inject_adapter_in_model(config, component, PEFT_NAME)
 

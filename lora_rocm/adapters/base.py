@@ -29,9 +29,9 @@ class Adapter(AdapterInFiles):
 
     @classmethod
     def insert(cls, component: nn.Module, config: PeftConfig) -> None:
-        """Attach layers in float32 to a component (``put``) without advancing any global random generator."""
+        """Attach layers in float32 to a component (``insert_layers``) without advancing any global random generator."""
         with torch.random.fork_rng(devices=[]):
-            cls.put(component, config)
+            cls.insert_layers(component, config)
         for layer in component.modules():
             if isinstance(layer, cls.layer_type):
                 for tensor in cls.trained(layer, PEFT_NAME).values():

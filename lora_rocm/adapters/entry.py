@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lora_rocm.errors import AdapterError
 from lora_rocm.model_files.adapter_parts import KindParts
-from lora_rocm.model_files.adapter_parts import Say as Say
+from lora_rocm.model_files.adapter_parts import Notify as Notify
 
 Form = str
 """Format of a module's tensors in a file: one of ``output.formats``, or folded.
@@ -94,7 +94,7 @@ class Entry(ABC):
         return found
 
     @abstractmethod
-    def tensors(self, form: Form, dtype: torch.dtype) -> dict[str, Tensor]:
+    def tensors(self, file_format: Form, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return name ending in a file -> tensor.
 
         Factors are in ``dtype``; small, precision-critical tensors are in float32.

@@ -49,7 +49,7 @@ class NewTokenLayer(nn.Module):
         return torch.where((ids_BS < 0)[..., None], new_BSD, known_BSD)
 
 
-def put(family: ModelFamily, model: LoadedModel, tokens: Sequence[NewToken]) -> None:
+def insert(family: ModelFamily, model: LoadedModel, tokens: Sequence[NewToken]) -> None:
     """Add rows for new tokens to the text encoders of a model; does nothing without tokens."""
     for component in family.embedding_keys if tokens else ():
         encoder: PreTrainedModel = model.components[component]
@@ -132,7 +132,7 @@ def read_vectors(path: Path, key: str, shape: Sequence[int]) -> Tensor:
     return found
 
 
-def tokens_beside(lora: Path, wanted: Sequence[NewToken] = ()) -> tuple[NewToken, ...]:
+def tokens_next_to(lora: Path, wanted: Sequence[NewToken] = ()) -> tuple[NewToken, ...]:
     """Return the tokens of the embedding files next to a LoRA file; they start from these files. ``wanted`` come first.
 
     Raises:

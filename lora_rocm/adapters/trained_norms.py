@@ -65,7 +65,7 @@ def _norms(root: nn.Module) -> Iterator[tuple[str, nn.GroupNorm | nn.LayerNorm]]
                 yield path, module
 
 
-def put(family: ModelFamily, model: LoadedModel) -> None:
+def insert_norms(family: ModelFamily, model: LoadedModel) -> None:
     """Attach differences to all norms of the family's main component.
 
     Raises:
@@ -79,10 +79,10 @@ def put(family: ModelFamily, model: LoadedModel) -> None:
             where="lora.train_norms",
             fix="Remove it.",
         )
-    _put(model.components[component], dict(found))
+    _replace_norms(model.components[component], dict(found))
 
 
-def _put(root: nn.Module, norms: Mapping[str, nn.GroupNorm | nn.LayerNorm]) -> None:
+def _replace_norms(root: nn.Module, norms: Mapping[str, nn.GroupNorm | nn.LayerNorm]) -> None:
     for path, norm in norms.items():
         parent, _, name = path.rpartition(".")
         with torch.device(norm.weight.device):
@@ -121,7 +121,7 @@ def attach(family: ModelFamily, model: LoadedModel, tensors: Mapping[str, Tensor
     component, root = main_component(family), model.components[main_component(family)]
     keys = {key: name for name, key in names_in_files(family, model).items()}
     wanted = {keys.get(name.rpartition(".")[0], "") for name in tensors}
-    _put(root, {path: norm for path, norm in _norms(root) if canonical(component, path) in wanted})
+    _replace_norms(root, {path: norm for path, norm in _norms(root) if canonical(component, path) in wanted})
     fill(family, model, tensors, path)
 
 

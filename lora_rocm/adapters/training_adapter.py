@@ -23,7 +23,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
-from lora_rocm.adapters.entry import Say
+from lora_rocm.adapters.entry import Notify
 from lora_rocm.adapters.files.lora_reader import read_for_model
 from lora_rocm.adapters.files.module_names import canonical
 from lora_rocm.adapters.kinds.lora import config_for
@@ -57,8 +57,8 @@ class TrainingAdapter:
             layer.set_adapter([name for name in names if name in layer.r])
 
 
-def put_training_adapter(
-    family: ModelFamily, model: LoadedModel, path: str | None, say: Say = lambda text: None
+def attach_training_adapter(
+    family: ModelFamily, model: LoadedModel, path: str | None, notify: Notify = lambda text: None
 ) -> TrainingAdapter:
     """Attach the adapter of a file to a model that already has the adapter to train.
 
@@ -69,7 +69,7 @@ def put_training_adapter(
     """
     if path is None:
         return TrainingAdapter([])
-    entries = _entries(family, model, Path(path), say)
+    entries = _entries(family, model, Path(path), notify)
     layers = list[BaseTunerLayer]()
     for component, root in model.components.items():
         config = config_for(component, root, entries)
@@ -99,8 +99,8 @@ def _fill(layer: LoraLayer, entry: LoraEntry, dtype: torch.dtype) -> None:
         pair.register_buffer("weight", torch.empty_like(weight, dtype=dtype).copy_(values))
 
 
-def _entries(family: ModelFamily, model: LoadedModel, path: Path, say: Say) -> dict[str, LoraEntry]:
-    files, entries = read_for_model(family, model, path, say)
+def _entries(family: ModelFamily, model: LoadedModel, path: Path, notify: Notify) -> dict[str, LoraEntry]:
+    files, entries = read_for_model(family, model, path, notify)
     where = f"model.training_adapter: {path}"
     plain = {name: entry for name, entry in entries.items() if isinstance(entry, LoraEntry) and not entry.needs_weight}
     if len(plain) < len(entries):

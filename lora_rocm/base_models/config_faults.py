@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from lora_rocm.base_models.hollow import defaults_of
+from lora_rocm.base_models.meta_components import defaults_of
 from lora_rocm.errors import ModelError
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, mistyped, suspects
 

@@ -105,7 +105,7 @@ def converted(state: State, module: nn.Module, converter: Converter) -> State:
 
 
 @dataclass(frozen=True)
-class Found:
+class TensorMapping:
     """Mapping from the tensors of a component's files to the component.
 
     unread: names in the files that the component does not use.
@@ -118,9 +118,9 @@ class Found:
     codes: frozenset[str]
 
 
-def look(
+def predict_loading(
     entries: Mapping[str, TensorEntry], module: nn.Module, converter: Converter, ignored: Sequence[str] = ()
-) -> Found:
+) -> TensorMapping:
     """Predict the result of loading these tensors from their headers alone.
 
     ``ignored``: patterns in the names of tensors that are not needed, in addition to ``UNREAD_ENDS``.
@@ -137,7 +137,7 @@ def look(
     missed = (name for name in sorted(entries) if name not in read and not name.endswith(UNREAD_ENDS))
     patterns = [re.compile(pattern) for pattern in ignored]
     unread = tuple(name for name in missed if not any(pattern.search(name) for pattern in patterns))
-    return Found(unread, made_of, frozenset[str]().union(*own))
+    return TensorMapping(unread, made_of, frozenset[str]().union(*own))
 
 
 def traced(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Converter) -> State:

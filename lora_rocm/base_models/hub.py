@@ -25,7 +25,7 @@ ANSWER_TIMEOUT_S = 15.0  # snapshot_download waits for a silent hub without limi
 FILE_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES, ".yaml", ".json")
 
 
-def looks_like_id(name: str) -> bool:
+def resembles_id(name: str) -> bool:
     """Return whether a name that is not a path can be a hub id (``owner/model``)."""
     return HUB_ID.fullmatch(name) is not None and not name.endswith(FILE_SUFFIXES)
 

@@ -27,8 +27,8 @@ from torch import nn
 from lora_rocm.base_models import conversion, hub
 from lora_rocm.base_models.assembly import Assembly
 from lora_rocm.base_models.config_faults import UNFIT_ERRORS, config_unfit
-from lora_rocm.base_models.conversion import Converter, Found, UnfitError, is_source, sources_of
-from lora_rocm.base_models.hollow import Finish, hollow_copy, hollow_shared
+from lora_rocm.base_models.conversion import Converter, TensorMapping, UnfitError, is_source, sources_of
+from lora_rocm.base_models.meta_components import Finish, meta_copy, shared_meta_component
 from lora_rocm.base_models.run_folder import refuse_run
 from lora_rocm.base_models.safetensors_file import digest, read_hashed
 from lora_rocm.base_models.stored_weights import ComponentTensors
@@ -41,7 +41,7 @@ from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.names import BUILTIN
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, Config, read_config, require_bounded
-from lora_rocm.model_files.header import Header, read_header
+from lora_rocm.model_files.header import TensorFileHeader, read_header
 from lora_rocm.model_files.models import INDEXES, model_of
 from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
 
@@ -73,10 +73,10 @@ Changes = Callable[[Config, Mapping[str, Sequence[int]]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Part:
+class ComponentLayout:
     """One component: its class, and the prefix and converter of its tensors in a one-file checkpoint.
 
-    from_single_file: the names have the prefix if a single file holds all components, else none (``Layout.alone``).
+    from_single_file: the names have the prefix if one file holds all components, else none (``ModelLayout.alone``).
     other_prefixes: further prefixes, for single files without all components and for its own file.
     from_folder: converter of its tensors in a folder.
     ignored: patterns in the names of its tensors in files that nothing reads.
@@ -114,7 +114,7 @@ class TokenizerOf:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ModelLayout:
     """The components of a family's models; the one that is always trained comes first.
 
     configs: packaged folder with the family's published configs, for one-file checkpoints.
@@ -124,7 +124,7 @@ class Layout:
     packaged config of a file, the shapes of the tensors by name.
     """
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, ComponentLayout]
     tokenizers: Mapping[str, TokenizerOf]
     configs: Path
     alone: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Source:
+class BaseSource:
     """A base model that was found but not loaded.
 
     folder: configs (and weights if ``single_file`` is None) in one sub-folder per component.
@@ -140,7 +140,7 @@ class Source:
     """
 
     name: str
-    layout: Layout
+    layout: ModelLayout
     folder: Path
     tokenizer_folder: Path | None
     single_file: Path | None = None
@@ -151,7 +151,7 @@ class Source:
     _tensors: dict[str, ComponentTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
-    def single_header(self) -> Header | None:
+    def single_header(self) -> TensorFileHeader | None:
         return None if self.single_file is None else read_header(self.single_file)
 
     def config(self, name: str) -> Config:
@@ -175,7 +175,7 @@ class Source:
         folder = own if own is not None and own.is_dir() else self.folder / name
         return folder / ("scheduler_config.json" if name == "scheduler" else "config.json")
 
-    def weights(self, name: str) -> tuple[Sequence[Header], str]:
+    def weights(self, name: str) -> tuple[Sequence[TensorFileHeader], str]:
         """Return (headers of a component's files, prefix of its tensors in them).
 
         Raises:
@@ -196,7 +196,7 @@ class Source:
             self._tensors[name] = ComponentTensors(*self._found(name))
         return self._tensors[name]
 
-    def _found(self, name: str) -> tuple[Sequence[Header], str]:
+    def _found(self, name: str) -> tuple[Sequence[TensorFileHeader], str]:
         part, own = self.layout.parts[name], self.own.get(name)
         if own is not None:
             if not own.is_file():
@@ -270,14 +270,14 @@ class Source:
         tensors = self.tensors(name)
         headers, prefix = tensors.headers, tensors.prefix
         with self._explained(name):
-            module = self._hollow(name)
+            module = self._meta_component(name)
             made = conversion.traced(tensors.entries, module, self._converter(name))
         assembly = Assembly(module, made, weights, dtype, tensors.stored)
         sha256 = read_hashed(headers, lambda key: key.startswith(prefix), assembly.take, assembly.reusable)
         self._require_digest(name, headers, prefix, sha256)
         return assembly.finished().to(device)
 
-    def _require_digest(self, name: str, headers: Sequence[Header], prefix: str, sha256: str) -> None:
+    def _require_digest(self, name: str, headers: Sequence[TensorFileHeader], prefix: str, sha256: str) -> None:
         """Record the digest of the loaded weights; it must equal an earlier digest of the files.
 
         Raises:
@@ -294,7 +294,7 @@ class Source:
                 fix="Check the file (download it again, unless you changed it), then run the same command again.",
             )
 
-    def look(self, name: str) -> Found:
+    def predict_loading(self, name: str) -> TensorMapping:
         """Predict the result of loading a component from its config and the headers of its files.
 
         Raises:
@@ -302,9 +302,9 @@ class Source:
         """
         tensors, part = self.tensors(name), self.layout.parts[name]
         with self._explained(name):
-            module = self._hollow(name, shared=True)
+            module = self._meta_component(name, shared=True)
             ignored = [*map(re.escape, part.ignored), *part.unread(module)]
-            return conversion.look(tensors.entries, module, self._converter(name), ignored)
+            return conversion.predict_loading(tensors.entries, module, self._converter(name), ignored)
 
     def stored_names(self, name: str) -> dict[str, str]:
         """Return name -> name in the files, for each of a component's tensors that its files store unchanged.
@@ -331,7 +331,7 @@ class Source:
         """Return the tensors that a component needs, as ``conversion.traced`` does."""
         tensors = self.tensors(name)
         with self._explained(name):
-            return conversion.traced(tensors.entries, self._hollow(name), self._converter(name))
+            return conversion.traced(tensors.entries, self._meta_component(name), self._converter(name))
 
     def files(self) -> list[Path]:
         """Return all files of the base that are on this machine."""
@@ -345,7 +345,7 @@ class Source:
             found += sorted(folder.glob("*")) if folder is not None else []
         return sorted({path for path in found if path.is_file()})
 
-    def _hollow(self, name: str, shared: bool = False) -> nn.Module:
+    def _meta_component(self, name: str, shared: bool = False) -> nn.Module:
         """Build a component from its config, with weights on the meta device.
 
         Args:
@@ -362,7 +362,7 @@ class Source:
 
         def made(values: Mapping[str, Any]) -> nn.Module:
             key: tuple[Any, Finish, str] = (part.cls, part.finish, json.dumps(values))
-            return hollow_shared(*key) if shared else hollow_copy(*key)
+            return shared_meta_component(*key) if shared else meta_copy(*key)
 
         try:
             return made(config)
@@ -391,7 +391,7 @@ class Source:
         Raises:
             ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
         """
-        module = self._hollow(name)
+        module = self._meta_component(name)
         for owner in module.modules():
             for key, parameter in list(owner.named_parameters(recurse=False)):
                 dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
@@ -402,12 +402,12 @@ class Source:
     def table_rows(self, tokenizer: str) -> int:
         """Return the number of rows of the embedding table for a tokenizer's ids.
 
-        The config gives the number; loading and ``look`` refuse files with a table of another size.
+        The config gives the number; loading and ``predict_loading`` refuse files with a table of another size.
 
         Raises:
             ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
         """
-        module: Any = self._hollow(self.layout.tokenizers[tokenizer].component, shared=True)
+        module: Any = self._meta_component(self.layout.tokenizers[tokenizer].component, shared=True)
         found = module.get_input_embeddings() if hasattr(module, "get_input_embeddings") else None
         table = found or next(each for each in module.modules() if isinstance(each, nn.Embedding))
         return len(table.weight)
@@ -451,7 +451,7 @@ class WeightsVersion:
         return max(max(file.changed_ns, file.inode_changed_ns) for file in self.files)
 
 
-def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = None) -> Source:
+def resolve(choice: ModelChoice, layout: ModelLayout, memory: HashMemory | None = None) -> BaseSource:
     """Find the recipe's base model. The network is used only for a hub id that is not cached.
 
     Args:
@@ -466,7 +466,7 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
     own = {part: _part_path(part, given) for part, given in choice.parts.items()}
     path = Path(os.path.expanduser(name))  # pathlib raises for unknown users and overlong names
     # Refuse a config folder with a model that has its own configs
-    whole = name.startswith(BUILTIN) or os.path.isdir(path) or hub.looks_like_id(name)
+    whole = name.startswith(BUILTIN) or os.path.isdir(path) or hub.resembles_id(name)
     if choice.configs is not None and whole and not os.path.isfile(path):
         raise ModelError(
             "config-unused",
@@ -480,15 +480,15 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
     elif os.path.isfile(path):
         refuse_other_files(path, "model.name_or_path")
         if layout.alone:
-            return Source(name, layout, layout.configs, None, path, _beside(path, layout, own), memory)
+            return BaseSource(name, layout, layout.configs, None, path, _component_paths(path, layout, own), memory)
         configs = None if choice.configs is None else existing_folder(choice.configs, "model.config")
         main = next(iter(layout.parts))
         is_whole = configs is not None and (configs / main / "config.json").is_file()
-        return Source(name, layout, configs if configs and is_whole else layout.configs, configs, path, own, memory)
+        return BaseSource(name, layout, configs if configs and is_whole else layout.configs, configs, path, own, memory)
     elif os.path.isdir(path):
         refuse_run(path)
         folder = path
-    elif hub.looks_like_id(name):
+    elif hub.resembles_id(name):
         folder = hub.download_model(name, choice.revision, tuple(layout.parts), tuple(layout.tokenizers))
     else:
         raise ModelError(
@@ -497,10 +497,10 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
             where=f"model.name_or_path: {name}",
             fix="Give a diffusers folder, a .safetensors file, a hub id, or builtin:tiny-sdxl.",
         )
-    return Source(name, layout, folder, folder, None, own, memory)
+    return BaseSource(name, layout, folder, folder, None, own, memory)
 
 
-def _beside(path: Path, layout: Layout, own: Mapping[str, Path]) -> dict[str, Path]:
+def _component_paths(path: Path, layout: ModelLayout, own: Mapping[str, Path]) -> dict[str, Path]:
     """Return the paths of all components: the file with some of them, and the paths given for the others.
 
     Raises:
@@ -549,7 +549,7 @@ def _part_path(part: str, given: str) -> Path:
     return folder / part if (folder / part).is_dir() else folder
 
 
-def _unfit(source: Source, name: str, error: object) -> ModelError:
+def _unfit(source: BaseSource, name: str, error: object) -> ModelError:
     reason = str(error)
     if not isinstance(error, UnfitError):
         first_line = next(iter(reason.strip().splitlines()), type(error).__name__)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.base_models.loading import Layout, Source, builtin_folder
+from lora_rocm.base_models.loading import BaseSource, ModelLayout, builtin_folder
 from lora_rocm.foundation.names import BUILTIN
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 
@@ -22,7 +22,7 @@ TINY = f"{BUILTIN}tiny-sdxl"
 CODE = 120
 
 
-class RandomSource(Source):
+class RandomSource(BaseSource):
     """A base with normally distributed weights on a fresh layer's scale, equal at each load. Norm weights are one."""
 
     def fingerprint(self, name: str) -> str:
@@ -54,7 +54,7 @@ class RandomSource(Source):
         return builtin_folder(TINY) / name
 
 
-def random_source(name: str, layout: Layout) -> RandomSource:
+def random_source(name: str, layout: ModelLayout) -> RandomSource:
     """Return a random base with the structure of a packaged model or local folder, else of the published configs.
 
     Args:

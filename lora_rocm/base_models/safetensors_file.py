@@ -23,7 +23,7 @@ from lora_rocm.errors import ModelError, StorageError, UserError
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.safetensors_header import TensorEntry
 from lora_rocm.foundation.terminal_text import printable
-from lora_rocm.model_files.header import Header, damaged
+from lora_rocm.model_files.header import TensorFileHeader, damaged
 
 DTYPES = {
     "F64": torch.float64,
@@ -47,7 +47,7 @@ KOHYA_HASH_OFFSET, KOHYA_HASH_BYTES = 0x100000, 0x10000
 
 
 def read_tensors(
-    header: Header, wanted: Callable[[str], bool] = lambda name: True, error: type[UserError] = ModelError
+    header: TensorFileHeader, wanted: Callable[[str], bool] = lambda name: True, error: type[UserError] = ModelError
 ) -> dict[str, Tensor]:
     """Read tensors with plain reads into new memory, in the order of the file.
 
@@ -64,7 +64,7 @@ def read_tensors(
 
 
 def read_hashed(
-    headers: Sequence[Header],
+    headers: Sequence[TensorFileHeader],
     wanted: Callable[[str], bool],
     take: Callable[[str, Tensor], None],
     reusable: Callable[[str], bool] = lambda name: False,
@@ -84,7 +84,7 @@ def read_hashed(
     """
     memory = _Reused()
 
-    def look(file: BinaryIO, header: Header, name: str, entry: TensorEntry) -> str:
+    def read_tensor(file: BinaryIO, header: TensorFileHeader, name: str, entry: TensorEntry) -> str:
         made = memory.empty if reusable(name) else torch.empty
         tensor = made(entry.shape, dtype=DTYPES[entry.dtype])
         place, sha256 = _bytes_of(tensor), hashlib.sha256()
@@ -96,7 +96,7 @@ def read_hashed(
         take(name, tensor)
         return sha256.hexdigest()
 
-    return _combined(headers, _by_threads(headers, wanted, look))
+    return _combined(headers, _by_threads(headers, wanted, read_tensor))
 
 
 class _Reused(threading.local):
@@ -112,7 +112,7 @@ class _Reused(threading.local):
         return self._bytes[:num_bytes].view(dtype).view(*shape)
 
 
-def digest(headers: Sequence[Header], wanted: Callable[[str], bool] = lambda name: True) -> str:
+def digest(headers: Sequence[TensorFileHeader], wanted: Callable[[str], bool] = lambda name: True) -> str:
     """Return a sha256 (hex) over every byte of the tensors, their names, dtypes and shapes.
 
     The distribution of the tensors over files makes no difference.
@@ -122,7 +122,7 @@ def digest(headers: Sequence[Header], wanted: Callable[[str], bool] = lambda nam
         StorageError: weights-changed.
     """
 
-    def look(file: BinaryIO, header: Header, name: str, entry: TensorEntry) -> str:
+    def read_tensor(file: BinaryIO, header: TensorFileHeader, name: str, entry: TensorEntry) -> str:
         sha256, left = hashlib.sha256(), entry.end - entry.begin
         place = memoryview(bytearray(min(left, PIECE_BYTES)))
         file.seek(entry.begin)
@@ -133,10 +133,10 @@ def digest(headers: Sequence[Header], wanted: Callable[[str], bool] = lambda nam
             left -= len(piece)
         return sha256.hexdigest()
 
-    return _combined(headers, _by_threads(headers, wanted, look))
+    return _combined(headers, _by_threads(headers, wanted, read_tensor))
 
 
-def _combined(headers: Iterable[Header], sha256_of: Mapping[str, str]) -> str:
+def _combined(headers: Iterable[TensorFileHeader], sha256_of: Mapping[str, str]) -> str:
     combined = hashlib.sha256()
     entries = {name: entry for header in headers for name, entry in header.tensors.items()}
     for name, sha256 in sorted(sha256_of.items()):
@@ -149,28 +149,30 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(bytearray())
 
 
-def _fill(file: BinaryIO, place: memoryview, header: Header, name: str, error: type[UserError] = ModelError) -> None:
+def _fill(
+    file: BinaryIO, place: memoryview, header: TensorFileHeader, name: str, error: type[UserError] = ModelError
+) -> None:
     if file.readinto(place) != len(place):  # type: ignore[attr-defined]
         raise damaged(header.path, f"it ends inside {name}", error)
 
 
-def _in_order(header: Header, wanted: Callable[[str], bool]) -> list[tuple[str, TensorEntry]]:
+def _in_order(header: TensorFileHeader, wanted: Callable[[str], bool]) -> list[tuple[str, TensorEntry]]:
     """Return the wanted tensors in the order of the file."""
     return sorted((item for item in header.tensors.items() if wanted(item[0])), key=lambda item: item[1].begin)
 
 
 def _by_threads(
-    headers: Sequence[Header],
+    headers: Sequence[TensorFileHeader],
     wanted: Callable[[str], bool],
-    look: Callable[[BinaryIO, Header, str, TensorEntry], Looked],
+    read_tensor: Callable[[BinaryIO, TensorFileHeader, str, TensorEntry], Looked],
 ) -> dict[str, Looked]:
-    """Return ``look`` applied to every tensor, by name; the files must not change meanwhile."""
+    """Return ``read_tensor`` applied to every tensor, by name; the files must not change meanwhile."""
 
-    def through(header: Header, names: Sequence[str]) -> list[Looked]:
+    def through(header: TensorFileHeader, names: Sequence[str]) -> list[Looked]:
         try:
             with header.path.open("rb") as file:
                 _require_version(header, os.fstat(file.fileno()))
-                return [look(file, header, name, header.tensors[name]) for name in names]
+                return [read_tensor(file, header, name, header.tensors[name]) for name in names]
         except OSError as problem:
             what = f"Cannot read the file: {problem.strerror}."
             fix = "Check the disk and that the file is still there, then run the same command again."
@@ -197,7 +199,7 @@ def _by_threads(
     return found
 
 
-def _runs(header: Header, wanted: Callable[[str], bool]) -> Iterator[list[str]]:
+def _runs(header: TensorFileHeader, wanted: Callable[[str], bool]) -> Iterator[list[str]]:
     """Yield lists of neighbouring tensor names; one thread reads each list as one task."""
     names: list[str] = []
     num_bytes = 0
@@ -211,7 +213,7 @@ def _runs(header: Header, wanted: Callable[[str], bool]) -> Iterator[list[str]]:
         yield names
 
 
-def _require_version(header: Header, found: os.stat_result) -> None:
+def _require_version(header: TensorFileHeader, found: os.stat_result) -> None:
     """Refuse a file that was changed since its header was read. Its permissions and links may have changed."""
     now = FileVersion.of(header.path, found)
     before = header.version
@@ -219,7 +221,7 @@ def _require_version(header: Header, found: os.stat_result) -> None:
         raise _changed(header)
 
 
-def _changed(header: Header) -> StorageError:
+def _changed(header: TensorFileHeader) -> StorageError:
     return StorageError(
         "weights-changed",
         "This file changed while it was being read.",

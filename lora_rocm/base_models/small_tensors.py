@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.errors import ModelError
 
@@ -12,7 +12,7 @@ MAX_SMALL_BYTES = 256 << 10
 """Larger tensors are checked when a run has loaded them: reading a whole base takes minutes from a slow disk."""
 
 
-def require_finite(source: Source) -> None:
+def require_finite(source: BaseSource) -> None:
     """Refuse a base with a number that is not finite in a small tensor.
 
     Raises:

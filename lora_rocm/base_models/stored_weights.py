@@ -26,7 +26,7 @@ from lora_rocm.errors import ModelError
 from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.safetensors_header import TensorEntry
 from lora_rocm.foundation.terminal_text import printable
-from lora_rocm.model_files.header import Header, damaged
+from lora_rocm.model_files.header import TensorFileHeader, damaged
 from lora_rocm.model_files.storage_formats import quantised_error
 
 SCALES = (".scale_weight", ".weight_scale")
@@ -158,7 +158,7 @@ class ComponentTensors:
     headers: of the files. prefix: start of the names of its tensors.
     """
 
-    headers: Sequence[Header]
+    headers: Sequence[TensorFileHeader]
     prefix: str
 
     @cached_property
@@ -184,12 +184,12 @@ class ComponentTensors:
         return {key: entry for h in self.headers for key, entry in h.tensors.items() if key.startswith(self.prefix)}
 
     @property
-    def forms(self) -> list[str]:
+    def stored_formats(self) -> list[str]:
         """Display names of the formats of its stored weights."""
         return sorted({stored.form for stored in self.stored.values()})
 
 
-def _described(header: Header, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _described(header: TensorFileHeader, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The JSON objects in small tensors."""
     for name in names:
         if header.tensors[name].end - header.tensors[name].begin > MAX_DESCRIPTION:
@@ -207,7 +207,7 @@ def _described(header: Header, names: Sequence[str]) -> dict[str, dict[str, Any]
     return found
 
 
-def _all_stored(headers: Sequence[Header], prefix: str) -> dict[str, Storage]:
+def _all_stored(headers: Sequence[TensorFileHeader], prefix: str) -> dict[str, Storage]:
     """Name of a weight -> its storage, for a component's weights with scales. Only this function judges parts.
 
     Headers and small values are judged here, larger values when they are read (``Storage.weight``).
@@ -239,7 +239,7 @@ def _all_stored(headers: Sequence[Header], prefix: str) -> dict[str, Storage]:
     return found
 
 
-def _require_scales(header: Header, prefix: str, stored: Mapping[str, Storage]) -> None:
+def _require_scales(header: TensorFileHeader, prefix: str, stored: Mapping[str, Storage]) -> None:
     """Refuse fp8 without a scale if other weights have one: without its scale it is a different weight."""
     of_codes = [each.parts["weight"] for each in stored.values() if each.form == "scaled fp8"]
     for name, entry in header.tensors.items():
@@ -254,7 +254,7 @@ def _require_scales(header: Header, prefix: str, stored: Mapping[str, Storage]) 
             raise damaged(header.path, f"the scale of {base:.200}.weight is missing")
 
 
-def _require_one_dtype(headers: Sequence[Header], prefix: str, stored: Mapping[str, Storage]) -> None:
+def _require_one_dtype(headers: Sequence[TensorFileHeader], prefix: str, stored: Mapping[str, Storage]) -> None:
     """Refuse codes in several formats if only their number format defines their meaning."""
     entries = {name: (header, entry) for header in headers for name, entry in header.tensors.items()}
     undescribed = {name for name in stored if name.removesuffix(".weight") + DESCRIPTION not in entries}
@@ -269,7 +269,7 @@ def _require_one_dtype(headers: Sequence[Header], prefix: str, stored: Mapping[s
         raise damaged(entries[odd[0]][0].path, what)
 
 
-def _require_numbers(header: Header, prefix: str, stored: Mapping[str, Storage]) -> None:
+def _require_numbers(header: TensorFileHeader, prefix: str, stored: Mapping[str, Storage]) -> None:
     """Check the values of small parts, which takes no noticeable time."""
     parts = {name: (each, role) for each in stored.values() for role, name in each.parts.items()}
     small = {
@@ -282,7 +282,7 @@ def _require_numbers(header: Header, prefix: str, stored: Mapping[str, Storage])
         each.require_numbers(role, tensor)
 
 
-def _scaled(header: Header, base: str, scale: str, described: Mapping[str, Any] | None) -> Storage:
+def _scaled(header: TensorFileHeader, base: str, scale: str, described: Mapping[str, Any] | None) -> Storage:
     weight, entry, of_scale = f"{base}.weight", header.tensors.get(f"{base}.weight"), header.tensors[scale]
     if entry is None:
         raise damaged(header.path, f"{scale:.200} is the scale of a weight that is missing")
@@ -302,7 +302,7 @@ def _scaled(header: Header, base: str, scale: str, described: Mapping[str, Any] 
     return Storage(header.path, kind, entry.shape, {"weight": weight, "scale": scale})
 
 
-def _four_bits(header: Header, weight: str, state: dict[str, Any]) -> Storage:
+def _four_bits(header: TensorFileHeader, weight: str, state: dict[str, Any]) -> Storage:
     parts = {"weight": weight} | {role: f"{weight}.{role}" for role in OF_FOUR_BITS}
     parts = {role: name for role, name in parts.items() if name in header.tensors}
     is_nested = "nested_absmax" in parts or "nested_quant_map" in parts or any(key in state for key in NESTED_KEYS)

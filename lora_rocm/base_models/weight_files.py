@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lora_rocm.errors import ModelError
 from lora_rocm.model_files.component_folder import weight_files
-from lora_rocm.model_files.header import Header, read_header, refuse_gguf, refuse_pickle
+from lora_rocm.model_files.header import TensorFileHeader, read_header, refuse_gguf, refuse_pickle
 
 MODEL_EDITION = "Use the .safetensors edition of the model, which nearly every publisher offers."
 
@@ -34,7 +34,7 @@ def refuse_other_files(path: Path, key: str) -> None:
         raise ModelError("not-a-model", "This is not a .safetensors file.", where=f"{key}: {path}", fix=fix)
 
 
-def headers_in(folder: Path) -> list[Header]:
+def headers_in(folder: Path) -> list[TensorFileHeader]:
     """Return headers of a component's weight files in a folder."""
     if files := weight_files(folder):
         return [read_header(file) for file in files]

@@ -29,7 +29,7 @@ class CacheEntryBad(Exception):
 
 
 @dataclass(frozen=True)
-class Header:
+class EntryHeader:
     """The header of a cache entry.
 
     fingerprints: tensor name -> fingerprint.
@@ -51,7 +51,7 @@ def metadata_text(kind: str, key: str, fingerprints: Mapping[str, int]) -> str:
     return json.dumps(facts, sort_keys=True)
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> EntryHeader:
     """Read the header of an entry; the file must be a regular file of the size given by the header.
 
     Raises:
@@ -70,7 +70,7 @@ def read_header(path: Path) -> Header:
         raise CacheEntryBad(f"it is damaged: {error}") from error
 
 
-def read_entry(path: Path) -> tuple[Header, bytes]:
+def read_entry(path: Path) -> tuple[EntryHeader, bytes]:
     """Read the header and the whole content of an entry; does not verify the tensors' bytes.
 
     Raises:
@@ -85,13 +85,13 @@ def read_entry(path: Path) -> tuple[Header, bytes]:
     return header, content
 
 
-def check_place(header: Header, kind: str, key: str) -> None:
+def check_place(header: EntryHeader, kind: str, key: str) -> None:
     """Raise CacheEntryBad if an entry's kind or key does not match its place in the cache."""
     if (header.kind, header.key) != (kind, key):
         raise CacheEntryBad("it is another entry's file")
 
 
-def check_bytes(header: Header, content: bytes) -> None:
+def check_bytes(header: EntryHeader, content: bytes) -> None:
     """Raise CacheEntryBad if a tensor's bytes do not match its fingerprint."""
     for name, (begin, end) in header.spans.items():
         if fingerprint_of(memoryview(content)[begin:end]) != header.fingerprints[name]:
@@ -118,7 +118,7 @@ def _weights(first: int, count: int) -> NDArray[np.int64]:
     return (mixed_N ^ (mixed_N >> 31)) | np.int64(1)
 
 
-def _parsed(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], num_bytes: int) -> Header:
+def _parsed(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], num_bytes: int) -> EntryHeader:
     """Build the entry's header from the header of a valid safetensors file.
 
     Raises:
@@ -133,4 +133,4 @@ def _parsed(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], num
     if fingerprints.keys() != tensors.keys():
         raise CacheEntryBad("the header is damaged: its tensors and its fingerprints have different names")
     spans = {name: (entry.begin, entry.end) for name, entry in tensors.items()}
-    return Header(kind, key, spec_version, fingerprints, spans, num_bytes)
+    return EntryHeader(kind, key, spec_version, fingerprints, spans, num_bytes)

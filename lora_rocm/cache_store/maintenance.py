@@ -40,7 +40,7 @@ DAY_S = 86400
 GOOD, BAD, UNREADABLE, LINK, OLDER, NEWER = "good", "bad", "unreadable", "no plain file", "older", "newer"
 NEVER_DELETED = (UNREADABLE, LINK, NEWER)
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -172,15 +172,15 @@ def stats(folder: Path) -> CacheStats:
     return CacheStats(folder.absolute(), found)
 
 
-def verify(folder: Path, say: Say) -> CacheVerified:
-    """Read every entry and compare its bytes with its fingerprints. ``say`` receives a line per skipped link.
+def verify(folder: Path, notify: Notify) -> CacheVerified:
+    """Read every entry and compare its bytes with its fingerprints. ``notify`` receives a line per skipped link.
 
     Raises:
         UserError: there is no such folder.
     """
     counts: Counter[str] = Counter()
     faults: list[CacheFault] = []
-    for files in _entries(folder, say):
+    for files in _entries(folder, notify):
         healthy = any(file.state == GOOD for file in files)
         for file in files:
             wrong = file.state in (BAD, UNREADABLE, LINK)
@@ -245,10 +245,10 @@ class Pruning:
         return True
 
 
-def prune(folder: Path, say: Say, *, older_than_days: float | None, dry_run: bool) -> CachePruned:
+def prune(folder: Path, notify: Notify, *, older_than_days: float | None, dry_run: bool) -> CachePruned:
     """Delete leftovers of killed writers, bad and superfluous entries, and optionally entries not used recently.
 
-    ``say`` receives a line per skipped link.
+    ``notify`` receives a line per skipped link.
 
     Raises:
         UserError: there is no such folder.
@@ -257,7 +257,7 @@ def prune(folder: Path, say: Say, *, older_than_days: float | None, dry_run: boo
     pruning, now = Pruning(dry_run), time.time()
     oldest = None if older_than_days is None else now - older_than_days * DAY_S
     # Entries first, then temporary files, then manifests.
-    for files in _entries(folder, say):
+    for files in _entries(folder, notify):
         _prune_entry(pruning, files, oldest)
     for place in _places(folder):
         for path, pid in _matching(place, TEMPORARY_NAME):
@@ -318,18 +318,18 @@ def _named(file: File, number: int) -> Path:
     return file.path.with_name(f"{file.key}{f'-{number}' if number else ''}.safetensors")
 
 
-def _entries(folder: Path, say: Say) -> Iterator[list[File]]:
+def _entries(folder: Path, notify: Notify) -> Iterator[list[File]]:
     """The examined files of each entry, in the order of its repairs."""
     _check_folder(folder)
     for kind in _kinds(folder):
         if is_link(folder / kind):
             shown = printable(str((folder / kind).absolute()))
-            say(f"{shown} is a link and is not followed: pass its target's folder with --dir")
+            notify(f"{shown} is a link and is not followed: pass its target's folder with --dir")
     for place in _places(folder):
         named = [(path, match) for path, match in _matching(place, ENTRY_NAME) if match[1].startswith(place.name)]
         named.sort(key=lambda pair: (pair[1][1], int(pair[1][2] or 0)))
         for key, group in groupby(named, key=lambda pair: pair[1][1]):
-            looked = [_look(path, place.parent.name, key, int(match[2] or 0)) for path, match in group]
+            looked = [_read_entry(path, place.parent.name, key, int(match[2] or 0)) for path, match in group]
             files = [file for file in looked if file is not None]
             if files:
                 yield files
@@ -372,7 +372,7 @@ def _matching(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Mat
     return [(folder / name, match) for name in names if (match := pattern.fullmatch(name))]
 
 
-def _look(path: Path, kind: str, key: str, number: int) -> File | None:
+def _read_entry(path: Path, kind: str, key: str, number: int) -> File | None:
     """Read and check one file; None if it no longer exists."""
     try:
         found = path.lstat()

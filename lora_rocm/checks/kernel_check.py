@@ -22,7 +22,7 @@ from lora_rocm.checks.selftest_base import Check, WrongAnswerError, poison
 from lora_rocm.checks.selftest_base import first_wrong as first_wrong_of
 from lora_rocm.device.torch_errors import device_fault, out_of_memory
 from lora_rocm.foundation.units import count_text
-from lora_rocm.kernels.backend import Form, kernels_seen, refusal, triton_version
+from lora_rocm.kernels.backend import Implementation, kernels_seen, refusal, triton_version
 from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew
 from lora_rocm.kernels.fingerprint_weights import TILE
 from lora_rocm.kernels.gated import activated, gated
@@ -78,112 +78,118 @@ class ExactCase:
     """
 
     name: str
-    run: Callable[[Form, torch.device], dict[str, Tensor]]
+    run: Callable[[Implementation, torch.device], dict[str, Tensor]]
     kernel: str = "fingerprint.add_fingerprints: int32"
 
     def __str__(self) -> str:
         return self.name
 
 
-def _gate(form: Form, norm: None, ag: Tensor) -> Tensor:
-    return gated("gelu", form, ag.clone())  # a copy, because the backward pass overwrites its input
+def _gate(implementation: Implementation, norm: None, ag: Tensor) -> Tensor:
+    return gated("gelu", implementation, ag.clone())  # a copy, because the backward pass overwrites its input
 
 
-def _swiglu(form: Form, norm: None, ga: Tensor) -> Tensor:
+def _swiglu(implementation: Implementation, norm: None, ga: Tensor) -> Tensor:
     g, a = ga.clone().chunk(2, dim=-1)  # as a merged product gives them
-    return gated("silu", form, a, g)
+    return gated("silu", implementation, a, g)
 
 
-def _geglu_by_tanh(form: Form, norm: None, a: Tensor, g: Tensor) -> Tensor:
-    return gated("gelu-tanh", form, a.clone(), g.clone())
+def _geglu_by_tanh(implementation: Implementation, norm: None, a: Tensor, g: Tensor) -> Tensor:
+    return gated("gelu-tanh", implementation, a.clone(), g.clone())
 
 
-def _gelu(form: Form, norm: None, g: Tensor) -> Tensor:
-    return activated("gelu", form, g.clone())
+def _gelu(implementation: Implementation, norm: None, g: Tensor) -> Tensor:
+    return activated("gelu", implementation, g.clone())
 
 
-def _gelu_by_tanh(form: Form, norm: None, g: Tensor) -> Tensor:
-    return activated("gelu-tanh", form, g.clone())
+def _gelu_by_tanh(implementation: Implementation, norm: None, g: Tensor) -> Tensor:
+    return activated("gelu-tanh", implementation, g.clone())
 
 
-def _norm_alone(form: Form, norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    return add_layer_norm(x, None, norm, form)[1]
+def _norm_alone(implementation: Implementation, norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    return add_layer_norm(x, None, norm, implementation)[1]
 
 
-def _sum_and_norm(form: Form, norm: nn.LayerNorm, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    return add_layer_norm(x, delta, norm, form)
+def _sum_and_norm(
+    implementation: Implementation, norm: nn.LayerNorm, x: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor]:
+    return add_layer_norm(x, delta, norm, implementation)
 
 
-def _modulated_norm(form: Form, norm: None, x: Tensor, y: Tensor, *rows: Tensor) -> Outputs:
+def _modulated_norm(implementation: Implementation, norm: None, x: Tensor, y: Tensor, *rows: Tensor) -> Outputs:
     gate, scale, shift = rows
-    return add_norm(x, Branch(y, gate), RowNorm(1 + scale, shift, 1e-6, centred=True), form)
+    return add_norm(x, Branch(y, gate), RowNorm(1 + scale, shift, 1e-6, centred=True), implementation)
 
 
-def _norm_of_stream(form: Form, norm: None, x: Tensor, y: Tensor, *rows: Tensor) -> Outputs:
-    return _modulated_norm(form, norm, x.float(), y, *rows)
+def _norm_of_stream(implementation: Implementation, norm: None, x: Tensor, y: Tensor, *rows: Tensor) -> Outputs:
+    return _modulated_norm(implementation, norm, x.float(), y, *rows)
 
 
-def _sandwich_norm(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor, weight: Tensor) -> Outputs:
-    return add_norm(x, Branch(y, gate, 1e-5), RowNorm(weight, None, 1e-5), form)
+def _sandwich_norm(
+    implementation: Implementation, norm: None, x: Tensor, y: Tensor, gate: Tensor, weight: Tensor
+) -> Outputs:
+    return add_norm(x, Branch(y, gate, 1e-5), RowNorm(weight, None, 1e-5), implementation)
 
 
-def _sandwich_of_one_plus(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor, weight: Tensor) -> Outputs:
+def _sandwich_of_one_plus(
+    implementation: Implementation, norm: None, x: Tensor, y: Tensor, gate: Tensor, weight: Tensor
+) -> Outputs:
     rows = RowNorm(1 + weight.float(), None, 1e-5, dtype=weight.dtype)
-    return add_norm(x, Branch(y, 1 + gate.float(), 1e-5), rows, form)
+    return add_norm(x, Branch(y, 1 + gate.float(), 1e-5), rows, implementation)
 
 
-def _norm_by_rows(form: Form, norm: None, x: Tensor, *rows: Tensor) -> Outputs:
+def _norm_by_rows(implementation: Implementation, norm: None, x: Tensor, *rows: Tensor) -> Outputs:
     scale, shift = rows
-    return add_norm(x, None, RowNorm(1 + scale, shift, 1e-6, centred=True), form)
+    return add_norm(x, None, RowNorm(1 + scale, shift, 1e-6, centred=True), implementation)
 
 
-def _norm_by_rows_of_stream(form: Form, norm: None, x: Tensor, *rows: Tensor) -> Outputs:
-    return _norm_by_rows(form, norm, x.float(), *rows)
+def _norm_by_rows_of_stream(implementation: Implementation, norm: None, x: Tensor, *rows: Tensor) -> Outputs:
+    return _norm_by_rows(implementation, norm, x.float(), *rows)
 
 
-def _rms_norm(form: Form, norm: None, x: Tensor, weight: Tensor) -> Outputs:
-    return add_norm(x, None, RowNorm(weight, None, 1e-5), form)
+def _rms_norm(implementation: Implementation, norm: None, x: Tensor, weight: Tensor) -> Outputs:
+    return add_norm(x, None, RowNorm(weight, None, 1e-5), implementation)
 
 
-def _sum_and_rms_norm(form: Form, norm: None, x: Tensor, y: Tensor, weight: Tensor) -> Outputs:
-    return add_norm(x, Branch(y), RowNorm(weight, None, 1e-5), form)
+def _sum_and_rms_norm(implementation: Implementation, norm: None, x: Tensor, y: Tensor, weight: Tensor) -> Outputs:
+    return add_norm(x, Branch(y), RowNorm(weight, None, 1e-5), implementation)
 
 
-def _gated_branch_of_stream(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
-    return add_branch(x.float(), Branch(y, gate), form)
+def _gated_branch_of_stream(implementation: Implementation, norm: None, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+    return add_branch(x.float(), Branch(y, gate), implementation)
 
 
-def _gated_branch(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
-    return add_branch(x, Branch(y, gate), form)
+def _gated_branch(implementation: Implementation, norm: None, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+    return add_branch(x, Branch(y, gate), implementation)
 
 
-def _normed_branch(form: Form, norm: None, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    return add_branch(x, Branch(y, weight, 1e-5), form)
+def _normed_branch(implementation: Implementation, norm: None, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    return add_branch(x, Branch(y, weight, 1e-5), implementation)
 
 
-def _neighbours(form: Form, norm: nn.RMSNorm, text: Tensor, image: Tensor) -> Tensor:
+def _neighbours(implementation: Implementation, norm: nn.RMSNorm, text: Tensor, image: Tensor) -> Tensor:
     both = [(x, norm.weight) for x in (text, image)]
-    return norm_rotary(both, 1e-6, _rotation(text, interleaved=True), form)
+    return norm_rotary(both, 1e-6, _rotation(text, interleaved=True), implementation)
 
 
-def _halves(form: Form, norm: nn.RMSNorm, qk: Tensor) -> Tensor:
+def _halves(implementation: Implementation, norm: nn.RMSNorm, qk: Tensor) -> Tensor:
     query = qk.chunk(2, dim=2)[0]  # as a merged product gives it
-    return norm_rotary([(query, norm.weight)], 1e-6, _rotation(qk, interleaved=False), form)
+    return norm_rotary([(query, norm.weight)], 1e-6, _rotation(qk, interleaved=False), implementation)
 
 
-def _token_loss(cap: float | None, form: Form, norm: None, logits: Tensor) -> Outputs:
+def _token_loss(cap: float | None, implementation: Implementation, norm: None, logits: Tensor) -> Outputs:
     """Logits times their gradient, so that its own gradient is the logits' gradient; and losses."""
     labels = torch.arange(-1, len(logits) - 1, device=logits.device) * 5 % logits.shape[1]
     labels[0] = -100
     gradient = logits.detach().clone()
-    losses = to_loss_gradient(gradient, labels, -100, form, 1.5, cap)
+    losses = to_loss_gradient(gradient, labels, -100, implementation, 1.5, cap)
     return gradient * logits, losses + logits.sum() * 0
 
 
-def _turned_alone(form: Form, norm: None, qk: Tensor) -> Tensor:
+def _turned_alone(implementation: Implementation, norm: None, qk: Tensor) -> Tensor:
     turn = _rotation(qk, interleaved=False)
     rounded = Rotation(turn.cos.to(qk.dtype), turn.sin.to(qk.dtype), interleaved=False)  # as language models have it
-    return norm_rotary([(qk.chunk(2, dim=2)[0], None)], 0.0, rounded, form)
+    return norm_rotary([(qk.chunk(2, dim=2)[0], None)], 0.0, rounded, implementation)
 
 
 def _rotation(x: Tensor, interleaved: bool) -> Rotation:
@@ -194,35 +200,37 @@ def _rotation(x: Tensor, interleaved: bool) -> Rotation:
     return Rotation(angles.cos()[:, pairs], angles.sin()[:, pairs], interleaved)
 
 
-def _group_norm(form: Form, norm: nn.GroupNorm, x: Tensor) -> Tensor:
-    return group_norm(x, norm, form)[0]
+def _group_norm(implementation: Implementation, norm: nn.GroupNorm, x: Tensor) -> Tensor:
+    return group_norm(x, norm, implementation)[0]
 
 
-def _group_norm_and_input(form: Form, norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-    return group_norm(x, norm, form, silu=False)
+def _group_norm_and_input(implementation: Implementation, norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+    return group_norm(x, norm, implementation, silu=False)
 
 
-def _shifted_group_norm(form: Form, norm: nn.GroupNorm, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    return group_norm(x, norm, form, shift)
+def _shifted_group_norm(
+    implementation: Implementation, norm: nn.GroupNorm, x: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor]:
+    return group_norm(x, norm, implementation, shift)
 
 
-def _residual(form: Form, norm: nn.GroupNorm, x: Tensor, y: Tensor) -> Tensor:
-    return residual(x, y, norm.bias, form)
+def _residual(implementation: Implementation, norm: nn.GroupNorm, x: Tensor, y: Tensor) -> Tensor:
+    return residual(x, y, norm.bias, implementation)
 
 
-def _packed_product(name: str, form: Form, norm: None, x: Tensor) -> Tensor:
+def _packed_product(name: str, implementation: Implementation, norm: None, x: Tensor) -> Tensor:
     home = torch.device("cpu") if x.is_meta else x.device  # numbers cannot be packed without their values
     rng = torch.Generator(home).manual_seed(SEED)
     weight_OI = torch.randn(PACKED_OUTPUTS, x.shape[1], generator=rng, device=home).bfloat16()
     layer = nn.Linear(x.shape[1], PACKED_OUTPUTS, bias=False, device="meta")
     layer.weight = nn.Parameter(weight_OI.to(x.dtype), requires_grad=False)
     packed = quantised(name, "").packed(layer).to(x.device)
-    packed.form = form
+    packed.implementation = implementation
     found: Tensor = packed(x)
     return found
 
 
-def _fingerprints(form: Form, device: torch.device) -> dict[str, Tensor]:
+def _fingerprints(implementation: Implementation, device: torch.device) -> dict[str, Tensor]:
     """Return sums, the verdicts of a comparison with one mismatch, and the sums kept by an update that skips one."""
     rng = torch.Generator().manual_seed(SEED)
     words = [torch.randint(-(2**31), 2**31, (count,), generator=rng).to(device, torch.int32) for count in WORDS]
@@ -230,15 +238,15 @@ def _fingerprints(form: Form, device: torch.device) -> dict[str, Tensor]:
     changed_K, stays_K = torch.zeros(len(WORDS), device=device), torch.ones(len(WORDS), device=device)
     changed, held = torch.zeros((), device=device), torch.ones((), device=device)
     # one mismatch, in the second sum, has to be found
-    add_fingerprints(words, found_K, form)
+    add_fingerprints(words, found_K, implementation)
     sums_K, known_K = found_K.clone(), found_K.clone()
     known_K[1] += 1
     stays_K[2] = 0
-    compare(found_K, known_K, changed_K, changed, form)
+    compare(found_K, known_K, changed_K, changed, implementation)
     # renew all sums but the third
-    add_fingerprints(words, found_K, form)
+    add_fingerprints(words, found_K, implementation)
     known_K[2] += 1
-    renew(found_K, known_K, held, stays_K, form)
+    renew(found_K, known_K, held, stays_K, implementation)
     return {"sums": sums_K, "verdicts": changed_K, "verdict": changed, "sums that stay": known_K, "left": found_K}
 
 
@@ -325,9 +333,9 @@ IN_FP16 = (
 
 
 def trusted(
-    device: torch.device, dtype: torch.dtype, say: Callable[[str], None], kernels: Collection[str] | None = None
+    device: torch.device, dtype: torch.dtype, notify: Callable[[str], None], kernels: Collection[str] | None = None
 ) -> bool:
-    """Return whether the Triton kernels may be used on this device; ``say`` gets a notice if a GPU cannot use them.
+    """Return whether the Triton kernels may be used on this device; ``notify`` gets a notice if a GPU cannot use them.
 
     Each case is compared once for its code, libraries, driver and GPU (``kernel_proof``).
 
@@ -336,7 +344,7 @@ def trusted(
     Args:
         device: the run's device.
         dtype: the run's dtype.
-        say: gets a sentence for the user.
+        notify: gets a sentence for the user.
         kernels: names of the kernels that the run uses (``Footprint.kernels``); None: any.
 
     Raises:
@@ -345,16 +353,16 @@ def trusted(
     reason = refusal(device)
     if reason is not None:
         if device.type == "cuda":
-            say(f"Steps do not use lora-rocm's Triton kernels, and are slower: {reason}.")
+            notify(f"Steps do not use lora-rocm's Triton kernels, and are slower: {reason}.")
         return False
     proofs = {case: proof_of(case, dtype) for case in cases_for(kernels, dtype)}
     unproven = [case for case, proof in proofs.items() if not proof.is_known]
     if unproven:
-        say(f"Compiling and checking {count_text(len(unproven), 'kernel')}, once for this GPU and its driver.")
+        notify(f"Compiling and checking {count_text(len(unproven), 'kernel')}, once for this GPU and its driver.")
     for case in unproven:
         wrong = first_wrong(device, dtype, [case])
         if wrong is not None:
-            say(f"Steps do not use lora-rocm's Triton kernels, and are slower: {wrong}")
+            notify(f"Steps do not use lora-rocm's Triton kernels, and are slower: {wrong}")
             return False
         proofs[case].keep()
     return True
@@ -394,7 +402,7 @@ def kernels_of(case: Case | ExactCase, dtype: torch.dtype) -> frozenset[str]:
 def proof_of(case: Case | ExactCase, dtype: torch.dtype) -> Proof:
     """Return the record of a case's comparison. It depends on the code of kernel, plain implementation and check."""
     run = case.run.func if isinstance(case.run, partial) else case.run
-    code = [inspect.getsource(part) for part in (run, _near, _exact, _Given, poison)]
+    code = [inspect.getsource(part) for part in (run, _near, _exact, _KernelInputs, poison)]
     told = [str(case), *code, repr(TOLERANCE[dtype]), repr(getattr(case, "mean", 0.0))]
     modules = {kernel.partition(".")[0] for kernel in kernels_of(case, dtype)}
     return Proof(dtype, "\n".join(told), modules)
@@ -423,7 +431,7 @@ def first_wrong(
 
 
 def _near(case: Case, device: torch.device, dtype: torch.dtype) -> None:
-    given = _Given(case, device, dtype)
+    given = _KernelInputs(case, device, dtype)
     wanted = given.outcome("eager", torch.float32)
     poison(device, *(tensor.numel() * dtype.itemsize for _, tensor in wanted))
     found = _computed(lambda: given.outcome("triton", dtype))
@@ -462,7 +470,7 @@ def _computed(compute: Callable[[], Made]) -> Made:
         raise WrongAnswerError(f"cannot be computed ({type(error).__name__}: {_last_line(error)})") from error
 
 
-class _Given:
+class _KernelInputs:
     """Inputs, and the outputs' gradients, created on the device; the same numbers for both implementations."""
 
     def __init__(self, case: Case, device: torch.device, dtype: torch.dtype) -> None:
@@ -475,11 +483,11 @@ class _Given:
                 parameter.copy_(self._normal(parameter.shape, dtype))
         self._inputs = [self._normal(shape, dtype, case.mean) for shape in case.shapes]
 
-    def outcome(self, form: Form, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+    def outcome(self, implementation: Implementation, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
         """Return (name, tensor) of all outputs and of the gradients of the inputs, in float32."""
         leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in self._inputs]
         norm = None if self._norm is None else self._norm.to(dtype)
-        outputs = self._case.run(form, norm, *leaves)
+        outputs = self._case.run(implementation, norm, *leaves)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         rng = torch.Generator(self._device).manual_seed(SEED + 1)
         weights = [torch.randn(output.shape, generator=rng, device=self._device) for output in outputs]

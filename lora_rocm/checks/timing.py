@@ -26,7 +26,7 @@ Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Work:
+class MeasuredRow:
     """One row to measure.
 
     fields: description of the row, for table and file. amount: floating point operations, bytes or samples of one call.
@@ -88,7 +88,9 @@ def wall_seconds_of(call: Call, devices: Sequence[torch.device]) -> float:
     return _median(timed, "cuda" if devices else "cpu")
 
 
-def measure(works: Sequence[Work], start: int, seconds: Callable[[Call], float], limit_s: float = LIMIT_S) -> None:
+def measure(
+    works: Sequence[MeasuredRow], start: int, seconds: Callable[[Call], float], limit_s: float = LIMIT_S
+) -> None:
     """Measure the rows from ``start`` on and emit them as events.
 
     A failing row reports its reason. A hang, or a row that leaves the GPU unusable, ends the process; the parent
@@ -102,7 +104,7 @@ def measure(works: Sequence[Work], start: int, seconds: Callable[[Call], float],
         faulthandler.cancel_dump_traceback_later()
 
 
-def _measured(work: Work, seconds: Callable[[Call], float]) -> dict[str, Any]:
+def _measured(work: MeasuredRow, seconds: Callable[[Call], float]) -> dict[str, Any]:
     try:
         taken = seconds(work.prepare())
         return {"amount": work.amount, "seconds": taken, "per_second": work.amount / taken, "problem": None}

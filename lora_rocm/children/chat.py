@@ -15,13 +15,13 @@ from typing import Protocol
 
 import torch
 
-from lora_rocm.adapters.factory import attach_file
+from lora_rocm.adapters.attach import attach_file
 from lora_rocm.dataset.rows.records import ANSWERS, UnusableText
 from lora_rocm.device.allocator import LimitFollower
 from lora_rocm.device.precision import compute_dtype
 from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.families.base import Answering, Sampling, family_for
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.processes.jobs import AskRequest, ChatJob, ChatRequest, ResetRequest, StopRequest, chat_request
 from lora_rocm.rundir.event_types import AnsweredEvent, Emit, NoticeEvent, ReadyEvent, WrittenEvent
 from lora_rocm.rundir.events import emit as to_output
@@ -88,7 +88,7 @@ class InputRequests:
 
 
 @dataclass
-class Side:
+class ChatModel:
     """One of the two models, and its conversation.
 
     Attributes:
@@ -128,7 +128,7 @@ class Side:
 
 def chat(
     job: ChatJob,
-    registry: Registry = PRODUCT,
+    registry: FamilyRegistry = PRODUCT,
     requests: Requests | None = None,
     emit: Emit = to_output,
 ) -> None:
@@ -148,18 +148,18 @@ def chat(
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
 
-    def say(text: str) -> None:
+    def notify(text: str) -> None:
         emit(NoticeEvent(text=text))
 
     newest, _ = latest_valid(RunDir(job.recipe.parent))
-    require_trained_base(newest, recipe.model.name_or_path, family, say)
-    adapter = attach_file(family, model, job.adapter, 1.0, say)
+    require_trained_base(newest, recipe.model.name_or_path, family, notify)
+    adapter = attach_file(family, model, job.adapter, 1.0, notify)
     assert adapter is not None, "its strength is not 0"
     model.place(open_placement(device, settings))
     family.fuse(model, triton=False)
     for component in model.components.values():
         component.eval()
-    sides = {BASE: Side(BASE, adapter.disabled), ADAPTER: Side(ADAPTER, nullcontext)}
+    sides = {BASE: ChatModel(BASE, adapter.disabled), ADAPTER: ChatModel(ADAPTER, nullcontext)}
     emit(ReadyEvent(adapter=str(job.adapter), base=recipe.model.name_or_path))
     limit = LimitFollower(device, settings)
     while (request := requests.next()) is not None:

@@ -13,10 +13,10 @@ from lora_rocm.children.json_child import answer
 from lora_rocm.dataset.rows.records import UnusableText
 from lora_rocm.dataset.rows.row_edge import row_edge
 from lora_rocm.dataset.sample_table import Samples
-from lora_rocm.dataset.sources.text_scan import NUM_KEPT, Aside, Notes, add_parts, texts_of
+from lora_rocm.dataset.sources.text_scan import NUM_KEPT, Notes, SkippedTexts, add_parts, texts_of
 from lora_rocm.errors import Problem
 from lora_rocm.families.base import ModelFamily, TextReader, family_for
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.prepare import lengths_of_texts, texts_in_cache
 from lora_rocm.planning.data_plan import Seen
@@ -34,7 +34,7 @@ def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT, family: Mode
         DataError: a source cannot be read, or no text can be used.
     """
     pairs = recipe.objective.compares_pairs
-    found, samples, aside = Seen(), Samples(recipe.data.resolved_sources()), Aside()
+    found, samples, aside = Seen(), Samples(recipe.data.resolved_sources()), SkippedTexts()
     for text in texts_of(recipe.data, Notes(), pairs=pairs):
         if isinstance(text, Problem):
             aside.add(text)
@@ -68,7 +68,7 @@ def _shown(reader: TextReader, text: str) -> str:
         return error.what
 
 
-def main(registry: Registry = PRODUCT) -> int:
+def main(registry: FamilyRegistry = PRODUCT) -> int:
     """Inspect the texts of the job's recipe."""
 
     def found(job: CheckTextsJob) -> Seen:

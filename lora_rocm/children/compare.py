@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from lora_rocm.adapters import new_tokens, trained_norms
+from lora_rocm.adapters.attach import inject
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.files.lora_reader import read_for_model
-from lora_rocm.adapters.training_adapter import put_training_adapter
+from lora_rocm.adapters.training_adapter import attach_training_adapter
 from lora_rocm.device.precision import compute_dtype
 from lora_rocm.errors import AdapterError, DataError
 from lora_rocm.families.base import Drawn, LoadedModel, ModelFamily, family_for
 from lora_rocm.families.common.objectives.loss import measured
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batch import Batch
-from lora_rocm.loader.batches import BatchPlan, Facts, Prepared, loader, open_workers, prepare
+from lora_rocm.loader.batches import BatchPlan, Prepared, SampleStatistics, loader, open_workers, prepare
 from lora_rocm.processes.jobs import CompareJob
 from lora_rocm.recipe.adapter_sections import NewToken
 from lora_rocm.recipe.schema import Recipe
@@ -45,7 +45,7 @@ from lora_rocm.train.start_encoder import start_encoders
 CONTEXT = RunContext(emit=emit)
 
 
-def compare(job: CompareJob, registry: Registry = PRODUCT) -> None:
+def compare(job: CompareJob, registry: FamilyRegistry = PRODUCT) -> None:
     """Emit one ``ComparedEvent`` for the base alone and one for each of ``job.files``: (updates, path) pairs.
 
     ``job.prompts`` replaces the recipe's prompts if it is not empty. Images are written to ``job.output``.
@@ -58,16 +58,18 @@ def compare(job: CompareJob, registry: Registry = PRODUCT) -> None:
     family, placement = family_for(recipe), open_placement(device, settings)
     transfer = placement.transfer
     cache = LatentCache(Path(recipe.cache.dir))
-    open_door = partial(open_placement, settings=settings)
+    opened_placement = partial(open_placement, settings=settings)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     more = start_encoders(recipe, family, dtype)
-    prepared = _prepared(recipe, family, Encoding(cache, device, context=CONTEXT, open_door=open_door, more=more))
+    prepared = _prepared(
+        recipe, family, Encoding(cache, device, context=CONTEXT, opened_placement=opened_placement, more=more)
+    )
     # The model, and the weights of each file, read on the CPU
     model = family.load(dtype, torch.device("cpu"))
     newest, _ = latest_valid(RunDir(job.source))
     require_trained_base(newest, recipe.model.name_or_path, family, CONTEXT.notice)
     adapter = inject(family, model, recipe.lora.as_written(), recipe.train.seed, CONTEXT.notice, resumed=True)
-    training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, CONTEXT.notice)
+    training_adapter = attach_training_adapter(family, model, recipe.model.training_adapter, CONTEXT.notice)
     tokens = recipe.lora.new_tokens
     states = _states(family, model, adapter, job.files, tokens)
     new_tokens.start(family, model, tokens)
@@ -102,7 +104,7 @@ def _prepared(recipe: Recipe, family: ModelFamily, encoding: Encoding) -> Prepar
             return prepare(recipe, family, encoding)
         except DataError as error:
             CONTEXT.notice(f"No held-out losses: {error.what} ({error.where}) {error.fix}")
-    return prepare(recipe, family, encoding, Facts({}, {}, {}))
+    return prepare(recipe, family, encoding, SampleStatistics({}, {}, {}))
 
 
 def _states(
@@ -134,7 +136,7 @@ def _state(
 ) -> dict[str, Tensor]:
     """The trained tensors of a LoRA file and its embedding files, on the CPU."""
     if tokens:
-        new_tokens.start(family, model, new_tokens.tokens_beside(path, tokens)[: len(tokens)])
+        new_tokens.start(family, model, new_tokens.tokens_next_to(path, tokens)[: len(tokens)])
     norms = dict[str, Tensor]() if adapter.norms else None
     adapter.start_from(read_for_model(family, model, path, CONTEXT.notice, norms)[1])
     if norms is not None:

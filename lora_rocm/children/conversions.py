@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
+from lora_rocm.adapters.attach import inject
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.factory import inject
 from lora_rocm.export import writers
 from lora_rocm.export.gguf import require_convertible, write_gguf
 from lora_rocm.export.merged import write_merged
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.metadata import RunFacts
 from lora_rocm.families.base import LoadedModel, OwnFiles, WritesWholeModels, family_for
 from lora_rocm.foundation.files import followed, temporary_folder
 from lora_rocm.processes.jobs import ExportJob
@@ -51,7 +51,7 @@ def convert(job: ExportJob, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpo
         assert job.converter is not None, "the command has found it"
         require_convertible(adapter)
         with temporary_folder() as folder:  # via PEFT's format, which llama.cpp's script reads
-            writers.write("peft", folder, family, adapter, recipe, Facts(**checkpoint.facts["metadata"]))
+            writers.write("peft", folder, family, adapter, recipe, RunFacts(**checkpoint.facts["metadata"]))
             writers.verify("peft", folder, family, model, adapter)
             lora, base, dtype = folder / files.component, files.beside[0].parent, recipe.output.dtype
             write_gguf(path, lora, base, job.converter, dtype, len(adapter.modules))

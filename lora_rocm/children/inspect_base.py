@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 
 from lora_rocm.children.json_child import answer
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.processes.jobs import InspectJob, Judgements
 from lora_rocm.train.usable import judged
 
 
-def main(registry: Registry = PRODUCT) -> int:
+def main(registry: FamilyRegistry = PRODUCT) -> int:
     """Judge the path of the job."""
 
     def found(job: InspectJob) -> Judgements:

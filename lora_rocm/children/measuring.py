@@ -34,7 +34,7 @@ def machine(device: torch.device, settings: Settings) -> dict[str, Any]:
     }
 
 
-def told(measure: Callable[[], None]) -> int:
+def run_reported(measure: Callable[[], None]) -> int:
     """Run ``measure``, exit when the device is idle, and return the exit code.
 
     User-readable errors are emitted as events.

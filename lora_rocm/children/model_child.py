@@ -13,20 +13,20 @@ from pathlib import Path
 import torch
 
 from lora_rocm.adapters import new_tokens
-from lora_rocm.adapters.factory import attach_file, inject
+from lora_rocm.adapters.attach import attach_file, inject
 from lora_rocm.adapters.files.lora_reader import components_of
 from lora_rocm.children.chat import chat
 from lora_rocm.children.compare import compare
 from lora_rocm.children.conversions import convert
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.device.precision import compute_dtype
-from lora_rocm.device.torch_errors import settle, told
+from lora_rocm.device.torch_errors import settle, translated
 from lora_rocm.errors import AdapterError, MachineError, StorageError, UserError
 from lora_rocm.export import writers
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.metadata import RunFacts
 from lora_rocm.families.base import ModelFamily, PreviewRequest, Tensors, family_for
 from lora_rocm.families.common.detect import evidence
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.files import followed, write_atomic
 from lora_rocm.model_files.peft_folder import peft_folders
@@ -51,7 +51,7 @@ from lora_rocm.train.standalone import open_placement, start_device
 WRITTEN_TOGETHER = 8  # images drawn and saved at a time, so that a stop loses few of them
 
 
-def sample(job: SampleJob, registry: Registry = PRODUCT) -> None:
+def sample(job: SampleJob, registry: FamilyRegistry = PRODUCT) -> None:
     """Draw images with a LoRA file, on its run's base model or another one."""
     source = job.source
     # The LoRA file, its recipe and whether it trains text encoders
@@ -63,10 +63,10 @@ def sample(job: SampleJob, registry: Registry = PRODUCT) -> None:
     negative = filled_in("--negative-prompt", job.negative_prompt, recipe)
     sides = sides_of(job, recipe)
     text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
-    tokens = new_tokens.tokens_beside(lora, recipe.lora.new_tokens) if recipe.spec.embedding_keys else ()
+    tokens = new_tokens.tokens_next_to(lora, recipe.lora.new_tokens) if recipe.spec.embedding_keys else ()
     if tokens:
         names = ", ".join(token.token for token in tokens)
-        say(f"Prompts may contain the new tokens {names}: their embeddings are next to the LoRA.")
+        notify(f"Prompts may contain the new tokens {names}: their embeddings are next to the LoRA.")
     adapter = recipe.lora.model_copy(update={TEXT_KEY: text_too, TOKENS_KEY: tokens})
     family = family_for(recipe.model_copy(update={"lora": adapter, "sample": recipe.sample.only(())}))
     require_mask_read(job, family)
@@ -83,9 +83,9 @@ def sample(job: SampleJob, registry: Registry = PRODUCT) -> None:
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
     _require_base_of_run(job, lora, recipe, family, registry)
-    new_tokens.put(family, model, tokens)
+    new_tokens.insert(family, model, tokens)
     new_tokens.start(family, model, tokens)
-    attach_file(family, model, lora, job.strength, say)
+    attach_file(family, model, lora, job.strength, notify)
     model.place(open_placement(device, settings))
     family.fuse(model, triton=False)  # in float16 some families are correct only as they are trained
     # Draw and save
@@ -113,7 +113,9 @@ def sample(job: SampleJob, registry: Registry = PRODUCT) -> None:
         emit(DrawnEvent(images=paths))
 
 
-def _require_base_of_run(job: SampleJob, lora: Path, recipe: Recipe, family: ModelFamily, registry: Registry) -> None:
+def _require_base_of_run(
+    job: SampleJob, lora: Path, recipe: Recipe, family: ModelFamily, registry: FamilyRegistry
+) -> None:
     """Refuse a base that differs from the base of the LoRA's run; a notice if ``--base`` names it.
 
     Raises:
@@ -126,10 +128,10 @@ def _require_base_of_run(job: SampleJob, lora: Path, recipe: Recipe, family: Mod
     of_run = recipe_of_run(run_dir.recipe, registry, job.spare_cache).model_copy(update={"model": recipe.model})
     same_parts = of_run.lora.tokenises == recipe.lora.tokenises  # it decides which components are trained
     with_parts_of_run = family if same_parts else family_for(of_run)
-    require_trained_base(newest, recipe.model.name_or_path, with_parts_of_run, say, refuse=job.base is None)
+    require_trained_base(newest, recipe.model.name_or_path, with_parts_of_run, notify, refuse=job.base is None)
 
 
-def export_run(job: ExportJob, registry: Registry = PRODUCT) -> None:
+def export_run(job: ExportJob, registry: FamilyRegistry = PRODUCT) -> None:
     """Write the LoRA of a run's checkpoint (by default the newest) in another format, load it back and compare.
 
     Raises:
@@ -152,13 +154,13 @@ def export_run(job: ExportJob, registry: Registry = PRODUCT) -> None:
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
     # a LoRA file contains nothing from the base
-    require_trained_base(checkpoint, recipe.model.name_or_path, family, say, refuse=False, encoders=False)
+    require_trained_base(checkpoint, recipe.model.name_or_path, family, notify, refuse=False, encoders=False)
     # The model with the checkpoint's LoRA
     adapter = inject(family, model, recipe.lora, recipe.train.seed, resumed=True)
     checkpoint.load_shown(adapter, recipe.optim)
     # Write, load back and compare
     path = followed(job.output) if job.output else run_dir.export_of(job.format)
-    facts = Facts(**checkpoint.facts["metadata"])
+    facts = RunFacts(**checkpoint.facts["metadata"])
     writers.write(job.format, path, family, adapter, recipe, facts, None if job.output else run_dir.path)
     found = writers.verify(job.format, path, family, model, adapter)
     emit(
@@ -281,7 +283,7 @@ def sides_of(job: SampleJob, recipe: Recipe) -> tuple[int, int]:
     return job.width or width, job.height or height
 
 
-def say(text: str) -> None:
+def notify(text: str) -> None:
     """Emit a notice."""
     emit(NoticeEvent(text=text))
 
@@ -292,7 +294,7 @@ def run_of(lora: Path) -> RunDir | None:
     return next(map(RunDir, folders), None)
 
 
-def recipe_for(job: SampleJob, lora: Path, registry: Registry) -> Recipe:
+def recipe_for(job: SampleJob, lora: Path, registry: FamilyRegistry) -> Recipe:
     """The recipe of the run that contains the file; ``--base`` replaces its base model.
 
     Raises:
@@ -328,7 +330,7 @@ def recipe_for(job: SampleJob, lora: Path, registry: Registry) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
 
 
-def _recipe_of_base(job: SampleJob, lora: Path, registry: Registry) -> Recipe:
+def _recipe_of_base(job: SampleJob, lora: Path, registry: FamilyRegistry) -> Recipe:
     """A recipe for a LoRA outside a run. Its family is ``--family`` if given, else detected."""
     assert job.base is not None
     spec = registry[job.family] if job.family else registry.detect(evidence(job.base, lora), job.base)
@@ -359,7 +361,7 @@ def _free_name(folder: Path, stem: str, ending: str) -> Path:
     return path
 
 
-def run(job: RunJob, registry: Registry) -> None:
+def run(job: RunJob, registry: FamilyRegistry) -> None:
     """Do the job."""
     match job:
         case SampleJob():
@@ -372,7 +374,7 @@ def run(job: RunJob, registry: Registry) -> None:
             chat(job, registry)
 
 
-def main(registry: Registry = PRODUCT) -> int:
+def main(registry: FamilyRegistry = PRODUCT) -> int:
     """Do one job; every error becomes an event."""
     try:
         run(job_of(SampleJob, ExportJob, CompareJob, ChatJob), registry)
@@ -381,7 +383,9 @@ def main(registry: Registry = PRODUCT) -> int:
     except Exception as error:  # the edge of the process: the traceback goes to standard error
         traceback.print_exc()
         what = f"The process met an unexpected error: {type(error).__name__}: {error}"
-        explained = told(error, sys.argv[-1], MachineError("internal", what, fix="Please report it with the command."))
+        explained = translated(
+            error, sys.argv[-1], MachineError("internal", what, fix="Please report it with the command.")
+        )
     emit(ErrorEvent(**explained.to_event()))
     settle()
     return explained.exit_code

@@ -16,11 +16,11 @@ from lora_rocm.device.allocator import room_bytes
 from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import ModelFamily, family_for
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.hardware.settings import Settings, settings_from
 from lora_rocm.kernels.weight_format import DENSE
 from lora_rocm.memory.footprint import counted, largest_of, measured_rates
-from lora_rocm.processes.jobs import Counted, CountedGpu, PackedEncoder, PlanJob
+from lora_rocm.processes.jobs import Counted, CountedGpu, PlanJob, QuantisedEncoder
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 
@@ -60,12 +60,12 @@ def _counted(recipe: Recipe, settings: Settings, for_card: bool, for_gpu: bool) 
     return Counted(found.to_json(), precision, is_here, packed_encoders(family), gpu)
 
 
-def packed_encoders(family: ModelFamily) -> list[PackedEncoder]:
+def packed_encoders(family: ModelFamily) -> list[QuantisedEncoder]:
     """The encoders with quantised weights."""
     adapted = next(iter(family.lora_targets.values()))
     formats = {name: family.weight_format(name) for name in family.all_components if name not in adapted}
     return [
-        PackedEncoder(name, form.name, form.num_bytes(component, dtype), DENSE.num_bytes(component, dtype))
+        QuantisedEncoder(name, form.name, form.num_bytes(component, dtype), DENSE.num_bytes(component, dtype))
         for name, form in formats.items()
         if form.name != DENSE.name
         for component, dtype in [(family.skeleton(name), family.encoder_dtypes[name])]
@@ -85,7 +85,7 @@ def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype, pin: bool
     )
 
 
-def main(registry: Registry = PRODUCT) -> int:
+def main(registry: FamilyRegistry = PRODUCT) -> int:
     """Count the recipe of the job."""
 
     def found(job: PlanJob) -> Counted:

@@ -20,7 +20,7 @@ from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from lora_rocm.errors import LoraRocmError, MachineError
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.processes.jobs import TrackJob, job_of
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.paths import settings_without_paths
@@ -60,7 +60,9 @@ def found_again(options: Mapping[str, Any]) -> dict[str, str]:
     return {"run_id": str(runs[0].info.run_id)} if runs else {}
 
 
-def track(job: TrackJob, over: Callable[[], bool], registry: Registry = PRODUCT, limit_s: float = CALL_LIMIT_S) -> None:
+def track(
+    job: TrackJob, over: Callable[[], bool], registry: FamilyRegistry = PRODUCT, limit_s: float = CALL_LIMIT_S
+) -> None:
     """Log the numbers of all events from ``job.offset`` on until ``over()``, which may wait, returns True.
 
     The process exits if a call of the tracker takes longer than ``limit_s``.
@@ -101,7 +103,7 @@ def numbers_of(event: Tracked) -> Mapping[str, float]:
     return {f"{event.type}/{name}": value for name, value in found.items() if value is not None}
 
 
-def _settings(run_dir: RunDir, registry: Registry) -> dict[str, bool | int | float | str]:
+def _settings(run_dir: RunDir, registry: FamilyRegistry) -> dict[str, bool | int | float | str]:
     """The recipe as "section.key" -> value; values other than numbers and texts become text.
 
     A tracker may be a service in the network, so paths of this machine are omitted.

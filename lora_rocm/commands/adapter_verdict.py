@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lora_rocm.errors import AdapterError
-from lora_rocm.families.registry import Registry
+from lora_rocm.families.registry import FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.safetensors_header import TensorEntry
 from lora_rocm.foundation.terminal_text import one_line
 from lora_rocm.model_files.adapter_contents import NOT_UNDERSTOOD, contents_of, not_understood, other_axis
-from lora_rocm.model_files.adapter_parts import Say
-from lora_rocm.model_files.header import Header, damaged
+from lora_rocm.model_files.adapter_parts import Notify
+from lora_rocm.model_files.header import TensorFileHeader, damaged
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, read_peft_config
 
 MAX_SHOWN = 200
@@ -27,13 +27,13 @@ DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", 
 """Number formats that numpy supports; BOOL is one byte each."""
 
 
-def peft_config(header: Header) -> Mapping[str, Any] | None:
+def peft_config(header: TensorFileHeader) -> Mapping[str, Any] | None:
     """Return the config of a PEFT folder; None if the file is not in one."""
     return read_peft_config(header.path.parent) if header.path.name == PEFT_WEIGHTS else None
 
 
 def _refusal(
-    header: Header, config: Mapping[str, Any] | None, spec: FamilySpec, numbers: StoredNumbers, say: Say
+    header: TensorFileHeader, config: Mapping[str, Any] | None, spec: FamilySpec, numbers: StoredNumbers, notify: Notify
 ) -> AdapterError | None:
     """Return the error by which a run of a family refuses to start from an adapter file; None if it can start."""
     path = header.path
@@ -46,7 +46,7 @@ def _refusal(
             metadata=header.metadata,
             peft=config,
             with_norms=spec.trains_norms,
-            say=say,
+            notify=notify,
         )
     except AdapterError as error:
         return error
@@ -64,12 +64,12 @@ def _refusal(
 
 
 def refusals(
-    header: Header, families: Sequence[str], registry: Registry, say: Say = lambda text: None
+    header: TensorFileHeader, families: Sequence[str], registry: FamilyRegistry, notify: Notify = lambda text: None
 ) -> dict[str, AdapterError]:
-    """Return trainable family -> the error by which its runs refuse to start from the file. ``say``: gets notices."""
+    """Return trainable family -> the error by which its runs refuse to start from the file. ``notify`` gets notices."""
     config, errors, numbers = peft_config(header), dict[str, AdapterError](), StoredNumbers(header)
     for name in families:
-        if name in registry and (error := _refusal(header, config, registry[name], numbers, say)) is not None:
+        if name in registry and (error := _refusal(header, config, registry[name], numbers, notify)) is not None:
             errors[name] = error
     return errors
 
@@ -82,7 +82,7 @@ def has_fault(refused: Mapping[str, AdapterError]) -> bool:
 class StoredNumbers:
     """The numbers of a safetensors file, read without torch: ``adapter_contents.Numbers`` for a header's entries."""
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: TensorFileHeader) -> None:
         self._header = header
         self._largest: dict[TensorEntry, float] = {}
 

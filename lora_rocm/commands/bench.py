@@ -12,7 +12,7 @@ from typing import Any
 
 from lora_rocm import __version__
 from lora_rocm.commands import bench_tables
-from lora_rocm.commands.output import Output, OutputMode, Say, json_form, unheard
+from lora_rocm.commands.output import Notify, Output, OutputMode, json_value, unheard
 from lora_rocm.errors import MachineError, StoppedError
 from lora_rocm.foundation.files import followed, require_place, temporary_folder, write_json
 from lora_rocm.foundation.units import count_text, size_text
@@ -25,7 +25,7 @@ from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import plan_here, situation_here
 from lora_rocm.rundir.event_types import Event, LinkEvent, MachineEvent, StartEvent, StepEvent
 from lora_rocm.rundir.events import current_steps, read_events
-from lora_rocm.supervisor import resume, worker
+from lora_rocm.supervisor import resume, worker_process
 
 WARM_UP = 20
 """Steps before the counted ones, in which kernels are compiled and steps of the usual sizes captured as graphs."""
@@ -96,8 +96,8 @@ def finish(output: Output, measure: Callable[[], BenchResult], path: Path | None
     found = measure()
     code = output.show(found, render(found))
     if path is not None:
-        write_json(followed(path), json_form(found))
-        output.say("", f"Wrote {path}")
+        write_json(followed(path), json_value(found))
+        output.notify("", f"Wrote {path}")
     return code
 
 
@@ -156,7 +156,9 @@ def step(
         resume.settle(chosen, loaded, accept_changes=False)
         env = plan_here(loaded.recipe).applied_to(os.environ)
         with make_progress(stream) as progress:
-            code = worker.run_worker(run, env, progress.on_event, worker.worker_command(run), progress.say)
+            code = worker_process.run_worker(
+                run, env, progress.on_event, worker_process.worker_command(run), progress.notify
+            )
         events = read_events(run.events())
     counted = current_steps(events)[-steps:]
     if code:
@@ -202,7 +204,7 @@ def step_figures(steps: Sequence[StepEvent], samples: int) -> Row:
     }
 
 
-def loader(recipe_path: str, overrides: Sequence[str] = (), say: Say = unheard) -> BenchResult:
+def loader(recipe_path: str, overrides: Sequence[str] = (), notify: Notify = unheard) -> BenchResult:
     """Measure the loading rate of batches by number of workers.
 
     Raises:
@@ -212,7 +214,7 @@ def loader(recipe_path: str, overrides: Sequence[str] = (), say: Say = unheard) 
     loaded.require_files()
     recipe = loaded.recipe
     env = plan_here(recipe).applied_to(os.environ)
-    say("Encoding the entries that the cache lacks, as training would. Then each row takes some seconds.")
+    notify("Encoding the entries that the cache lacks, as training would. Then each row takes some seconds.")
     _measure(LoaderJob(recipe=recipe.model_dump(mode="json")), env, found)
     return _result("loader", found, recipe)
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from lora_rocm.commands.output import Output, OutputMode
 from lora_rocm.commands.sample_export import require_text
 from lora_rocm.errors import UserError
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.foundation.files import temporary_folder
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.processes.jobs import CHILDREN, AskRequest, ChatJob, ResetRequest, StopRequest
@@ -102,7 +102,7 @@ def render(result: ChatResult) -> str:
 
 
 def chat(
-    source: Path, prompt: str | None, options: Options, output: Output | None = None, registry: Registry = PRODUCT
+    source: Path, prompt: str | None, options: Options, output: Output | None = None, registry: FamilyRegistry = PRODUCT
 ) -> int:
     """Chat until the user ends it; with ``prompt`` answer only this. Returns the exit code.
 
@@ -140,7 +140,7 @@ def chat(
     return UserError.exit_code if any(answer.ended == "refused" for answer in found.answers) else 0
 
 
-def _adapter_of(source: Path, registry: Registry) -> tuple[Path, Path]:
+def _adapter_of(source: Path, registry: FamilyRegistry) -> tuple[Path, Path]:
     """The adapter and the recipe of its run.
 
     Raises:
@@ -194,9 +194,9 @@ class _Talk:
         """Wait for the model, and begin the conversation."""
         for event in self.child.heard(ReadyEvent):
             if isinstance(event, NoticeEvent):
-                self.output.aside(event.text)
+                self.output.on_stderr(event.text)
             elif isinstance(event, ReadyEvent) and not quiet:
-                self.output.say(f"{event.base}, with the adapter {event.adapter}. /help lists the commands.")
+                self.output.notify(f"{event.base}, with the adapter {event.adapter}. /help lists the commands.")
         self.child.send(ResetRequest(self.options.system))
 
     def read_lines(self) -> None:
@@ -214,7 +214,7 @@ class _Talk:
             except (EOFError, KeyboardInterrupt):
                 return
             if not is_clean(line):
-                self.output.say("This line is not valid text, so it was not sent.")
+                self.output.notify("This line is not valid text, so it was not sent.")
             elif line.startswith("/"):
                 if not self._obeyed(*line.split(maxsplit=1)):
                     return
@@ -231,9 +231,9 @@ class _Talk:
             case "/reset" | "/clear":
                 self.child.send(ResetRequest(rest or self.options.system))
             case "/help" | "/?":
-                self.output.say(HELP)
+                self.output.notify(HELP)
             case _:
-                self.output.say(f"There is no command {legible(name)}.\n{HELP}")
+                self.output.notify(f"There is no command {legible(name)}.\n{HELP}")
         return True
 
     def answers(self, prompt: str) -> list[Answer]:
@@ -253,7 +253,7 @@ class _Talk:
         found, texts = list[Answer](), dict.fromkeys(sides, "")
         for group in [sides] if together else [(side,) for side in sides]:
             self.child.send(replace(request, sides=tuple(group)))
-            show = self._beside(group) if together else self._alone(group[0], headed=len(sides) > 1)
+            show = self._in_columns(group) if together else self._alone(group[0], headed=len(sides) > 1)
             with stop_signals() as asked, show if is_shown else nullcontext(self._only_notices) as add:
                 for event in self.child.heard(AnsweredEvent, len(group), partial(self._stop, asked)):
                     add(event)
@@ -266,7 +266,7 @@ class _Talk:
 
     def _only_notices(self, event: Event) -> None:
         if isinstance(event, NoticeEvent):
-            self.output.aside(event.text)
+            self.output.on_stderr(event.text)
 
     def _stop(self, asked: Asked) -> None:
         if asked.closing or asked.count > 1:
@@ -281,19 +281,19 @@ class _Talk:
         def add(event: Event) -> None:
             match event:
                 case NoticeEvent():
-                    self.output.aside(event.text)
+                    self.output.on_stderr(event.text)
                 case WrittenEvent():
                     self.output.write(event.text)
                 case AnsweredEvent():
                     self.output.write("\n" + ENDINGS.get(event.ended, ""))
 
         if headed:
-            self.output.say(f"[{TITLES[side]}]")
+            self.output.notify(f"[{TITLES[side]}]")
         yield add
-        self.output.say("")
+        self.output.notify("")
 
     @contextmanager
-    def _beside(self, sides: Sequence[str]) -> Iterator[Callable[[Event], None]]:
+    def _in_columns(self, sides: Sequence[str]) -> Iterator[Callable[[Event], None]]:
         """Show answers in columns as they come."""
         texts = {side: Text() for side in sides}
         table = Table(expand=True)

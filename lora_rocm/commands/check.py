@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_rocm.commands.check_base import Weighing
-from lora_rocm.commands.output import Failure, Say, unheard
+from lora_rocm.commands.output import Failure, Notify, unheard
 from lora_rocm.dataset.images.preview_images import require_preview_images
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.model_files.models import BASE_JUDGED_BY
 from lora_rocm.planning.data_plan import RunPlan, Seen, plan_data, plan_texts, run_plan
@@ -124,8 +124,8 @@ def check(
     overrides: Sequence[str] = (),
     *,
     schema_only: bool = False,
-    registry: Registry = PRODUCT,
-    say: Say = unheard,
+    registry: FamilyRegistry = PRODUCT,
+    notify: Notify = unheard,
 ) -> CheckResult:
     """Check a recipe, its data and its base model. Faults of data and base are the result's ``error``.
 
@@ -134,7 +134,7 @@ def check(
         overrides: ``section.key=value``.
         schema_only: check only the recipe.
         registry: the model families.
-        say: gets the notices of the recipe at once.
+        notify: gets the notices of the recipe at once.
 
     Raises:
         LoraRocmError: the recipe is wrong, or names files that do not exist.
@@ -143,7 +143,7 @@ def check(
     loaded = load_recipe(recipe_path, overrides, registry)
     recipe = loaded.recipe
     for notice in loaded.notices:
-        say(notice)
+        notify(notice)
     found = CheckResult(loaded.path, recipe.model.family, recipe.model.name_or_path, schema_only, tuple(loaded.notices))
     if schema_only:
         if problems := loaded.name_problems():
@@ -156,10 +156,10 @@ def check(
     weighing = Weighing(recipe)
     errors: list[LoraRocmError] = []
     samples: Sequence[Sample] = ()
-    texts: _Texts | None = None
+    texts: _CheckedTexts | None = None
     try:
         if recipe.spec.trains_on_texts:
-            texts = _Texts.counted(recipe)
+            texts = _CheckedTexts.counted(recipe)
         else:
             data, plan, samples = _images(recipe)
             found = replace(found, data=data, plan=plan)
@@ -215,7 +215,7 @@ def _images(recipe: Recipe) -> tuple[DataFacts, RunPlan, list[Sample]]:
     Raises:
         DataError: no image can be used, or a source cannot be read.
     """
-    from lora_rocm.dataset.images.views import price_of
+    from lora_rocm.dataset.images.views import view_count
     from lora_rocm.dataset.order.regularisation import evened, unused_notice
     from lora_rocm.dataset.sources.scan import geometries, nothing_left
     from lora_rocm.dataset.sources.text_scan import find_samples
@@ -240,7 +240,7 @@ def _images(recipe: Recipe) -> tuple[DataFacts, RunPlan, list[Sample]]:
             source.resolution if recipe.spec.reads("data.resolution") else None,
             source.is_reg,
             sum(sample.repeats for sample in samples if sample.source == index),
-            price_of(source),
+            view_count(source),
         )
         for index, source in enumerate(recipe.data.resolved_sources())
     )
@@ -268,14 +268,14 @@ def _images(recipe: Recipe) -> tuple[DataFacts, RunPlan, list[Sample]]:
     return data, run_plan(recipe, replace(planned, how_sure=how_sure)), samples
 
 
-class _Texts:
+class _CheckedTexts:
     """The texts of a recipe: all are counted, and a child process inspects the first with the model's tokenizer."""
 
     def __init__(self, recipe: Recipe, counted: TextCount, watched: TextCount | None) -> None:
         self.recipe, self._counted, self._watched = recipe, counted, watched
 
     @classmethod
-    def counted(cls, recipe: Recipe) -> _Texts:
+    def counted(cls, recipe: Recipe) -> _CheckedTexts:
         """Count the texts, also the texts that are only watched.
 
         Raises:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_rocm.commands.output import Say, unheard
+from lora_rocm.commands.output import Notify, unheard
 from lora_rocm.commands.sample_export import require_image_prompt, require_text, run_model_tool
 from lora_rocm.errors import UserError, storage_error
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.foundation.files import temporary_folder, write_atomic
 from lora_rocm.processes.jobs import CompareJob
 from lora_rocm.recipe.trigger import filled_in
@@ -63,8 +63,8 @@ def compare(
     prompts: Sequence[str] = (),
     strengths: Sequence[float] = (),
     most: int = 8,
-    registry: Registry = PRODUCT,
-    say: Say = unheard,
+    registry: FamilyRegistry = PRODUCT,
+    notify: Notify = unheard,
 ) -> CompareResult:
     """Write ``compare.html`` of a run.
 
@@ -74,7 +74,7 @@ def compare(
         strengths: of the LoRA; empty: ``sample.lora_scale`` of the recipe.
         most: number of LoRA files, spread evenly over the run if there are more.
         registry: the model families.
-        say: gets notices, and each file that was compared.
+        notify: gets notices, and each file that was compared.
 
     Raises:
         UserError: there is no run, it has no LoRA file yet, or there is nothing to compare by.
@@ -106,13 +106,13 @@ def compare(
         if isinstance(event, ComparedEvent):
             losses = {key: math.nan if loss is None else loss for key, loss in event.losses.items()}
             found.append(Compared(event.updates, losses, [Path(path) for path in event.images]))
-            say(f"{found[-1].label} ({len(found)} of {event.total})")
+            notify(f"{found[-1].label} ({len(found)} of {event.total})")
 
     with temporary_folder() as folder:
         job = CompareJob(
             source=run_dir.path, prompts=tuple(prompts), strengths=tuple(shown), output=folder, files=tuple(files)
         )
-        run_model_tool(job, on_event, say)
+        run_model_tool(job, on_event, notify)
         texts = sample.image_prompts if sample.prompts else []
         holds_out = bool(recipe.data.validation_split)
         html = comparison_page(run_dir.path.name, found, texts, shown, remarks, holds_out)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm import __version__
-from lora_rocm.commands.output import Say, unheard
+from lora_rocm.commands.output import Notify, unheard
 from lora_rocm.doctor.checks import findings
 from lora_rocm.doctor.finding import Finding
 from lora_rocm.doctor.report_file import write_report
@@ -75,12 +75,12 @@ class Examined:
 
 
 def doctor(
-    facts_path: Path | None = None, *, report_file: Path | None = None, quick: bool = False, say: Say = unheard
+    facts_path: Path | None = None, *, report_file: Path | None = None, quick: bool = False, notify: Notify = unheard
 ) -> Examined:
     """Examine this machine, or a recorded one.
 
     The GPU is tested too, unless ``quick`` is set, the machine is a recorded one, or another finding breaks training.
-    ``say`` gets the progress.
+    ``notify`` gets the progress.
 
     Raises:
         UserError: the facts file is invalid.
@@ -91,7 +91,7 @@ def doctor(
     env_plan = plan(situation)
     found = findings(situation, env_plan)
     if live and not quick and not _breaks(found) and stack_of(situation.facts, situation.selection) is not None:
-        situation, trouble = _tested(situation, say)
+        situation, trouble = _tested(situation, notify)
         env_plan = plan(situation)
         found = trouble + findings(situation, env_plan)
     tested_on = _tested_on(situation)
@@ -99,7 +99,7 @@ def doctor(
         found = tuple(replace(finding, cure=tuple(map(_with_own_python, finding.cure))) for finding in found)
     if report_file is not None:
         write_report(report_file, situation, live=live, tested_on=tested_on)
-        say(f"Report: {report_file}")
+        notify(f"Report: {report_file}")
     return Examined(situation, env_plan, found, tested_on)
 
 
@@ -128,10 +128,10 @@ def _breaks(found: tuple[Finding, ...]) -> bool:
     return any(finding.level == "breaks" for finding in found)
 
 
-def _tested(situation: Situation, say: Say) -> tuple[Situation, tuple[Finding, ...]]:
+def _tested(situation: Situation, notify: Notify) -> tuple[Situation, tuple[Finding, ...]]:
     """The situation with a new verdict; if the test could not run, the old one with a finding about the reason."""
     try:
-        return replace(situation, verdict=self_test(situation, say)), ()
+        return replace(situation, verdict=self_test(situation, notify)), ()
     except LoraRocmError as error:
         trouble = Finding(
             "selftest-impossible",

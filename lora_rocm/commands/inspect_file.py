@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from lora_rocm.commands.adapter_verdict import has_fault, peft_config, refusals
 from lora_rocm.dataset.sources.folders import BUILTIN_FOLDERS, BUILTIN_TABLES
 from lora_rocm.errors import AdapterError, ModelError
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.terminal_text import legible, one_line
@@ -25,7 +25,7 @@ from lora_rocm.model_files.adapter_spellings import any_rewritten, standard_name
 from lora_rocm.model_files.adapters import families_of, foreign_name, kind_of, origin_of
 from lora_rocm.model_files.component_folder import COMPONENT_CONFIG, weight_files
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
-from lora_rocm.model_files.header import Header, read_header, refuse_gguf
+from lora_rocm.model_files.header import TensorFileHeader, read_header, refuse_gguf
 from lora_rocm.model_files.models import (
     BASE_JUDGED_BY,
     BASES,
@@ -47,7 +47,7 @@ from lora_rocm.model_files.storage_formats import (
     refuse_scaled,
     scaled,
 )
-from lora_rocm.processes.jobs import InspectJob, Judged, Judgements
+from lora_rocm.processes.jobs import BaseVerdict, InspectJob, Judgements
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import final_files
 
@@ -91,11 +91,11 @@ STARTERS = ("LoRA", "LoRA and DoRA", "LoKr", "LoHa", "OFT", "IA3")
 class Judge(Protocol):
     """Checks whether a path can be ``model.name_or_path`` of families, as ``lora-rocm check`` would."""
 
-    def __call__(self, path: Path, families: Sequence[str]) -> Mapping[str, Judged]:
+    def __call__(self, path: Path, families: Sequence[str]) -> Mapping[str, BaseVerdict]:
         """Family -> its judgement."""
 
 
-def judge_in_child(path: Path, families: Sequence[str]) -> Mapping[str, Judged]:
+def judge_in_child(path: Path, families: Sequence[str]) -> Mapping[str, BaseVerdict]:
     """Ask a child process, because the check imports the models' libraries.
 
     Raises:
@@ -106,7 +106,7 @@ def judge_in_child(path: Path, families: Sequence[str]) -> Mapping[str, Judged]:
     return ask(InspectJob(path, tuple(families)), Judgements, os.environ).of_family
 
 
-def inspect(path: Path, registry: Registry = PRODUCT, judge: Judge = judge_in_child) -> Found:
+def inspect(path: Path, registry: FamilyRegistry = PRODUCT, judge: Judge = judge_in_child) -> Found:
     """Return the description of a file or folder, ready for JSON.
 
     For the keys see ``documents.InspectDocument``. ``judge`` decides which families can be trained on a base. The key
@@ -122,9 +122,9 @@ def inspect(path: Path, registry: Registry = PRODUCT, judge: Judge = judge_in_ch
     return found
 
 
-def _judged(path: Path, registry: Registry, judge: Judge) -> Found:
+def _judged(path: Path, registry: FamilyRegistry, judge: Judge) -> Found:
     """The description without the key ``usable``."""
-    found = _looked_at(path, registry)
+    found = _inspected(path, registry)
     candidates = found.pop("candidates", [])
     if not candidates:
         return found
@@ -142,7 +142,7 @@ def _judged(path: Path, registry: Registry, judge: Judge) -> Found:
     return found
 
 
-def _looked_at(path: Path, registry: Registry) -> Found:
+def _inspected(path: Path, registry: FamilyRegistry) -> Found:
     """Return the description of a file or folder by names and headers.
 
     candidates: values of ``model.family`` for which it may be a base; omitted if there are none.
@@ -173,7 +173,7 @@ def _looked_at(path: Path, registry: Registry) -> Found:
     return {"path": str(path), **_file(read_header(path), registry)}
 
 
-def _file(header: Header, registry: Registry) -> Found:
+def _file(header: TensorFileHeader, registry: FamilyRegistry) -> Found:
     sizes: Counter[str] = Counter()
     for entry in header.tensors.values():
         sizes[entry.dtype] += entry.end - entry.begin
@@ -194,7 +194,7 @@ def _file(header: Header, registry: Registry) -> Found:
     return {**_adapter(header, kind, registry), **found}
 
 
-def _standard(header: Header) -> Header:
+def _standard(header: TensorFileHeader) -> TensorFileHeader:
     """Return the header with standard names of adapters; unchanged if two of its names mean the same."""
     try:
         return replace(header, tensors=standard_names(header.tensors, header.path))
@@ -202,10 +202,10 @@ def _standard(header: Header) -> Header:
         return header
 
 
-def _folder(path: Path, registry: Registry) -> Found:
+def _folder(path: Path, registry: FamilyRegistry) -> Found:
     """Return the description of a folder by its configs: a model, a checkpoint of a run, or a PEFT adapter."""
     if (path / PEFT_CONFIG).is_file() or (path / PEFT_WEIGHTS).is_file():
-        return _looked_at(path / PEFT_WEIGHTS, registry)
+        return _inspected(path / PEFT_WEIGHTS, registry)
     if (path / STATE).is_file() and (path / "adapter.safetensors").is_file():
         return {"title": "a training state of lora-rocm", "families": [], "trainable": [], "no_model": True}
     if RunDir(path).holds_run():
@@ -228,13 +228,13 @@ def _folder(path: Path, registry: Registry) -> Found:
     )
 
 
-def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
+def _peft_folder(parts: Sequence[Path], registry: FamilyRegistry) -> Found:
     """Return the description of a run's ``peft`` folder, which has a PEFT folder for each component.
 
     A component that many models share, such as a text encoder, belongs to the model of the other components.
     """
     # find the families that fit all components
-    found = {part.name: _looked_at(part, registry) for part in parts}
+    found = {part.name: _inspected(part, registry) for part in parts}
     if len(found) == 1:
         return found[parts[0].name]
     known = [set(part["families"]) for part in found.values() if part["families"]]
@@ -265,7 +265,7 @@ def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
     }
 
 
-def _component_folder(path: Path, registry: Registry) -> Found:
+def _component_folder(path: Path, registry: FamilyRegistry) -> Found:
     """Return the description of the folder of one component, or of a transformers folder.
 
     Raises:
@@ -282,7 +282,7 @@ def _component_folder(path: Path, registry: Registry) -> Found:
     return {**found, "unusable": f"this is one component: model.name_or_path takes the whole diffusers folder{whole}"}
 
 
-def _component(path: Path, registry: Registry) -> Found:
+def _component(path: Path, registry: FamilyRegistry) -> Found:
     """Return the description of a folder of config and weights, even if it is not usable alone.
 
     Raises:
@@ -320,7 +320,7 @@ def _component(path: Path, registry: Registry) -> Found:
     return found
 
 
-def _diffusers_folder(path: Path, index: Found, registry: Registry) -> Found:
+def _diffusers_folder(path: Path, index: Found, registry: FamilyRegistry) -> Found:
     """Return the description of a whole diffusers folder and of each component in its index."""
     # read the index
     name = str(index.get("_class_name", ""))
@@ -381,7 +381,7 @@ def _listed(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-def _shipped(name: str, registry: Registry) -> dict[str, object]:
+def _shipped(name: str, registry: FamilyRegistry) -> dict[str, object]:
     """Return the description of a built-in name such as builtin:tiny-sdxl.
 
     Raises:
@@ -400,7 +400,7 @@ def _shipped(name: str, registry: Registry) -> dict[str, object]:
     raise ModelError("not-a-model", "Nothing of this name ships with the program.", where=name, fix=f"Known: {known}.")
 
 
-def _model(header: Header, registry: Registry) -> Found:
+def _model(header: TensorFileHeader, registry: FamilyRegistry) -> Found:
     model, found = model_of(header.shapes), models_in(header.shapes)
     families = [model.family] if model is not None and model.part in PARTS and model.family != OTHER else []
     usable = model is not None and model.part in BASES
@@ -418,7 +418,7 @@ def _model(header: Header, registry: Registry) -> Found:
     }
 
 
-def _adapter(header: Header, kind: str, registry: Registry) -> Found:
+def _adapter(header: TensorFileHeader, kind: str, registry: FamilyRegistry) -> Found:
     # recognise the families
     standard = _standard(header)
     origin = origin_of(standard.tensors, standard.shapes)
@@ -460,12 +460,12 @@ def _adapter(header: Header, kind: str, registry: Registry) -> Found:
             "modules": _modules(standard),
             "ranks": {str(rank): count for rank, count in ranks.most_common()},
             "alpha": {"missing": 0, **alpha},
-            "readers": None if readers is None else readers.told,
+            "readers": None if readers is None else readers.by_program,
         },
     }
 
 
-def _modules(header: Header) -> dict[str, dict[str, int]]:
+def _modules(header: TensorFileHeader) -> dict[str, dict[str, int]]:
     """Return component (with its name in the file) -> kind of module -> number."""
     counts: dict[str, Counter[str]] = {}
     for name in sorted({name.rpartition(".lora")[0] or name.rpartition(".")[0] for name in header.tensors}):
@@ -476,7 +476,7 @@ def _modules(header: Header) -> dict[str, dict[str, int]]:
     return {component: dict(found.most_common()) for component, found in sorted(counts.items())}
 
 
-def _alphas(header: Header) -> Found:
+def _alphas(header: TensorFileHeader) -> Found:
     """Return the smallest and the largest alpha, and the number of modules with a rank but without alpha."""
     found = alphas_of(header).values()
     missing = max(0, ranks_of(header).total() - len(found))

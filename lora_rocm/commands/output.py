@@ -1,7 +1,7 @@
 """Output of commands: the only place that writes to the terminal.
 
 A command computes a frozen dataclass; ``Output.show`` prints it as text or, with ``--json``, as one JSON document.
-``Output.say`` prints progress and notices elsewhere, so that standard output contains nothing but that document.
+``Output.notify`` prints progress and notices elsewhere, so that standard output contains nothing but that document.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, TextIO
 from lora_rocm.errors import LoraRocmError, Problem, RecipeError
 from lora_rocm.foundation.terminal_text import legible
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 """Takes a line of progress, or a notice for the user."""
 
 
 def unheard(text: str) -> None:
-    """A ``Say`` for callers who want only the result."""
+    """A ``Notify`` for callers who want only the result."""
 
 
 class OutputMode(StrEnum):
@@ -92,7 +92,7 @@ class ForgetResult:
     said: tuple[str, ...]
 
 
-def json_form(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """The value for JSON: every field of a dataclass, paths and keys as text, null for numbers that are not finite.
 
     Raises:
@@ -107,11 +107,11 @@ def json_form(value: Any) -> Any:
     if isinstance(value, str):
         return value
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: json_form(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: json_value(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): json_form(each) for key, each in value.items()}
+        return {str(key): json_value(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [json_form(each) for each in value]
+        return [json_value(each) for each in value]
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
@@ -121,7 +121,7 @@ class Output:
     """Prints the result of one command, its progress and its notices.
 
     ==========  ====================================  ===================
-    mode        ``show`` (standard output)            ``say``, progress
+    mode        ``show`` (standard output)            ``notify``, progress
     ==========  ====================================  ===================
     HUMAN       text                                  standard output
     JSON        one document                          standard error
@@ -149,11 +149,11 @@ class Output:
             case OutputMode.QUIET:
                 return _Nowhere()
 
-    def say(self, *lines: str) -> None:
+    def notify(self, *lines: str) -> None:
         """Print progress, or a notice for the user."""
         self.write("".join(legible(line, keep="\n") + "\n" for line in lines))
 
-    def aside(self, text: str) -> None:
+    def on_stderr(self, text: str) -> None:
         """Print a notice on standard error in text mode too, so that the result can be redirected alone."""
         if self.mode != OutputMode.QUIET:
             _write(sys.stderr, legible(text, keep="\n") + "\n")
@@ -165,7 +165,7 @@ class Output:
     def follow(self, event: Mapping[str, Any]) -> None:
         """Print an event as a JSON line, in JSON mode of a command that ``follows``."""
         if self._follows and self.mode == OutputMode.JSON:
-            _write(sys.stdout, json.dumps(json_form(event)) + "\n")
+            _write(sys.stdout, json.dumps(json_value(event)) + "\n")
 
     def show(self, result: Any, text: str, *, exact: bool = False) -> int:
         """Print the result and return the exit code of its ``error``, or 0 if it has none.
@@ -194,7 +194,7 @@ class Output:
     def document(self, value: Any) -> None:
         """Print a value as the one JSON document. ASCII only: Windows PowerShell garbles other characters in a pipe."""
         self._has_document = True
-        _write(sys.stdout, json.dumps(json_form(value), indent=None if self._follows else 1) + "\n")
+        _write(sys.stdout, json.dumps(json_value(value), indent=None if self._follows else 1) + "\n")
 
 
 class _Nowhere(io.StringIO):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from lora_rocm.commands.output import Failure
 from lora_rocm.dataset.images.same_sizes import alike_squares
 from lora_rocm.errors import UserError
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.families.spec import Fp16
 from lora_rocm.foundation.units import count_text, size_text, time_text
 from lora_rocm.hardware.archs import arch_of
@@ -20,16 +20,16 @@ from lora_rocm.hardware.memory_budget import (
     GIB,
     HELD,
     OF_CARD,
+    BudgetItem,
     MemoryBudget,
-    Part,
     card_budget,
     desktop_bytes,
     parts_text,
 )
-from lora_rocm.planning.fit import ADAPTER, does_not_fit, job_of, plan_text
 from lora_rocm.planning.format_errors import loss_text, weights_text, whole_text
-from lora_rocm.planning.step_cost import CONTEXT_BYTES, MODES, Footprint, Plan, Rates, Work, choose, table
-from lora_rocm.processes.jobs import Counted, CountedGpu, PackedEncoder, PlanJob
+from lora_rocm.planning.step_plan import CONTEXT_BYTES, MODES, Footprint, Plan, Rates, SampleCost, choose, table
+from lora_rocm.planning.step_requirements import ADAPTER, does_not_fit, job_of, plan_text
+from lora_rocm.processes.jobs import Counted, CountedGpu, PlanJob, QuantisedEncoder
 from lora_rocm.processes.tool import ask
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
@@ -53,7 +53,7 @@ FITS_FP16: dict[Fp16, str] = {
 
 
 @dataclass(frozen=True)
-class Room:
+class AvailableMemory:
     """Memory available for tensors.
 
     Attributes:
@@ -66,12 +66,12 @@ class Room:
     num_bytes: int | None
     why: str
     shared: bool = False
-    parts: tuple[Part, ...] = ()
+    parts: tuple[BudgetItem, ...] = ()
 
 
 @dataclass(frozen=True)
 class CountedFootprint:
-    """Memory and work of the recipe at its largest samples; see ``planning.step_cost.Footprint``.
+    """Memory and work of the recipe at its largest samples; see ``planning.step_plan.Footprint``.
 
     Attributes:
         blocks: number of repeated blocks.
@@ -91,7 +91,7 @@ class CountedFootprint:
     gradient_bytes: int
     landing_bytes: int
     optimizer_bytes: int
-    work: Work
+    work: SampleCost
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,12 @@ class PlanResult:
     max_train_steps: int | None
     precision: str
     footprint: CountedFootprint
-    room: Room
+    room: AvailableMemory
     plans: tuple[Plan, ...]
     chosen: Plan | None
     seconds_are_known: bool
     attention: str
-    encoders: tuple[PackedEncoder, ...]
+    encoders: tuple[QuantisedEncoder, ...]
     model_is_here: bool
     notes: tuple[str, ...]
     remarks: tuple[str, ...]
@@ -146,7 +146,7 @@ class PlanResult:
 
 
 def plan(
-    recipe_path: str, overrides: Sequence[str] = (), *, card: str | None = None, registry: Registry = PRODUCT
+    recipe_path: str, overrides: Sequence[str] = (), *, card: str | None = None, registry: FamilyRegistry = PRODUCT
 ) -> PlanResult:
     """Estimate memory and time of each memory plan, and choose as training would.
 
@@ -223,28 +223,28 @@ def _counted(recipe: Recipe, situation: Situation, for_card: bool) -> Counted:
     return ask(job, Counted, env)
 
 
-def _room_of_card(total_bytes: int) -> Room:
+def _room_of_card(total_bytes: int) -> AvailableMemory:
     """The memory that a card of this size would have for tensors, with a desktop on it."""
-    card, desktop = Part(OF_CARD, total_bytes), Part(DESKTOP, -desktop_bytes(total_bytes))
+    card, desktop = BudgetItem(OF_CARD, total_bytes), BudgetItem(DESKTOP, -desktop_bytes(total_bytes))
     found = card_budget(card, desktop, memory_table().reserves, is_linux=True, shows=True)
-    return Room(found.total_bytes, parts_text(found.parts), parts=found.parts)
+    return AvailableMemory(found.total_bytes, parts_text(found.parts), parts=found.parts)
 
 
-def _room_here(situation: Situation, gpu: CountedGpu | None) -> Room:
+def _room_here(situation: Situation, gpu: CountedGpu | None) -> AvailableMemory:
     """Return the worker's memory; if torch sees no GPU, estimate it from the system's information."""
     known = budget_of(situation.facts, situation.gpu)
     if gpu is not None:
         parts = _parts_of(known, gpu.budget_bytes)
         counted = f": {parts_text(parts)}" if parts else ""
-        return Room(gpu.budget_bytes, f"{gpu.name}, as training sees it{counted}", gpu.integrated, parts)
+        return AvailableMemory(gpu.budget_bytes, f"{gpu.name}, as training sees it{counted}", gpu.integrated, parts)
     if known is None or situation.gpu is None:
-        return Room(None, "no GPU is seen here; --card 24GB shows whether the recipe fits a card")
+        return AvailableMemory(None, "no GPU is seen here; --card 24GB shows whether the recipe fits a card")
     if not known.capped:  # the runtime's own memory is not subtracted yet
-        return Room(max(0, known.total_bytes - CONTEXT_BYTES), known.why)
-    return Room(known.total_bytes, parts_text(known.parts), bool(situation.gpu.integrated), known.parts)
+        return AvailableMemory(max(0, known.total_bytes - CONTEXT_BYTES), known.why)
+    return AvailableMemory(known.total_bytes, parts_text(known.parts), bool(situation.gpu.integrated), known.parts)
 
 
-def _parts_of(known: MemoryBudget | None, budget_bytes: int) -> tuple[Part, ...]:
+def _parts_of(known: MemoryBudget | None, budget_bytes: int) -> tuple[BudgetItem, ...]:
     """The parts of a card's memory that lead to the budget measured by the worker's code; () if they are unknown.
 
     Memory that is neither for libraries nor kept free is in use by other programs.
@@ -254,7 +254,7 @@ def _parts_of(known: MemoryBudget | None, budget_bytes: int) -> tuple[Part, ...]
     rest = [part for part in known.parts if part.name not in (HELD, DESKTOP)]
     held = budget_bytes - sum(part.num_bytes for part in rest)
     name = DESKTOP if any(part.name == DESKTOP for part in known.parts) else HELD
-    return (rest[0], *([Part(name, held)] if held < 0 else ()), *rest[1:])
+    return (rest[0], *([BudgetItem(name, held)] if held < 0 else ()), *rest[1:])
 
 
 def _notes(recipe: Recipe, footprint: Footprint) -> Iterator[str]:
@@ -320,7 +320,7 @@ def _lines(result: PlanResult) -> Iterator[str]:
         yield f"{result.model} is not on this machine: {PUBLISHED}"
 
 
-def _remarks(recipe: Recipe, precision: str, gpu: Gpu | None, encoders: Sequence[PackedEncoder]) -> Iterator[str]:
+def _remarks(recipe: Recipe, precision: str, gpu: Gpu | None, encoders: Sequence[QuantisedEncoder]) -> Iterator[str]:
     """Remarks about the number format, texts and text encoders."""
     if precision in PRECISION_ERROR:
         arch = arch_of(gpu.gfx) if gpu is not None else None

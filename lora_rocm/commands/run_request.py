@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.rundir.layout import RunDir
 
@@ -34,7 +34,7 @@ class RunRequest:
     accept_changes: bool = False
     supervised: bool = True
     gpus: int | None = None
-    registry: Registry = PRODUCT
+    registry: FamilyRegistry = PRODUCT
     worker: str | None = None
 
     def resume_command(self, run: RunDir) -> str:

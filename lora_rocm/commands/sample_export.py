@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.commands.output import Say, unheard
+from lora_rocm.commands.output import Notify, unheard
 from lora_rocm.dataset.images.preview_images import faults
 from lora_rocm.errors import AdapterError, MachineError, UserError
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.foundation.files import followed, require_place
 from lora_rocm.foundation.units import number_text
 from lora_rocm.model_files.peft_folder import peft_folders
@@ -95,11 +95,11 @@ def sample(
     base: str | None,
     config: Path | None,
     family: str | None = None,
-    registry: Registry = PRODUCT,
-    say: Say = unheard,
+    registry: FamilyRegistry = PRODUCT,
+    notify: Notify = unheard,
     **options: Any,
 ) -> SampleResult:
-    """Draw images. ``options`` are fields of ``SampleJob``; ``say`` gets notices.
+    """Draw images. ``options`` are fields of ``SampleJob``; ``notify`` gets notices.
 
     Raises:
         LoraRocmError: any error of the child process.
@@ -132,7 +132,7 @@ def sample(
         if isinstance(event, DrawnEvent):
             images.extend(map(Path, event.images))
 
-    run_model_tool(job, on_event, say)
+    run_model_tool(job, on_event, notify)
     return SampleResult(tuple(images))
 
 
@@ -197,26 +197,26 @@ def require_image_prompt(option: str, prompt: str) -> None:
 
 def export(
     source: Path,
-    form: str,
+    file_format: str,
     *,
     output: Path | None,
     dtype: str | None,
     converter: Path | None = None,
     step: int | None = None,
-    registry: Registry = PRODUCT,
-    say: Say = unheard,
+    registry: FamilyRegistry = PRODUCT,
+    notify: Notify = unheard,
 ) -> ExportResult:
     """Write the LoRA of a run in another format.
 
     Args:
         source: the run directory.
-        form: the format.
+        file_format: the format.
         output: file or folder to write; None: in the run.
         dtype: of the weights; None: as in the recipe.
         converter: llama.cpp's script or folder, for the gguf format; None: as ``_converter`` finds it.
         step: of the checkpoint; None: the newest.
         registry: the model families.
-        say: gets notices.
+        notify: gets notices.
 
     Raises:
         AdapterError: ``export-form``: no program reads such an adapter in this format.
@@ -225,25 +225,25 @@ def export(
     """
     # check the format and the place of the output
     run_dir, recipe = open_recipe(source, registry)
-    if form not in recipe.exportable:
-        what, fix = recipe.unwritten(form, recipe.exportable)
-        raise AdapterError("export-form", f"{what[0].upper()}{what[1:]}.", where=f"--format {form}", fix=fix)
-    if output is not None and (output.is_file() if form in FOLDER_FORMS else output.is_dir()):
-        is_now, wanted = ("file", "folder") if form in FOLDER_FORMS else ("folder", "file")
-        what = f"There is a {is_now} at this path, but the format {form} writes a {wanted}."
+    if file_format not in recipe.exportable:
+        what, fix = recipe.unwritten(file_format, recipe.exportable)
+        raise AdapterError("export-form", f"{what[0].upper()}{what[1:]}.", where=f"--format {file_format}", fix=fix)
+    if output is not None and (output.is_file() if file_format in FOLDER_FORMS else output.is_dir()):
+        is_now, wanted = ("file", "folder") if file_format in FOLDER_FORMS else ("folder", "file")
+        what = f"There is a {is_now} at this path, but the format {file_format} writes a {wanted}."
         raise UserError("output-kind", what, where=f"--output {output}", fix=f"Move it away, or name a {wanted}.")
     if output is not None:
-        _require_suffix(output, form)
-    if form not in FOLDER_FORMS:
+        _require_suffix(output, file_format)
+    if file_format not in FOLDER_FORMS:
         require_place(output, "--output")
     # check options that apply only to some formats
-    if form == MERGED and dtype is not None:
+    if file_format == MERGED and dtype is not None:
         what = "Merged weights have the dtype of the base."
         raise UserError("dtype-unused", what, where=f"--dtype {dtype}", fix="Remove this option.")
-    if form != GGUF and converter is not None:
-        what = f"The format {form} is written without a converter."
+    if file_format != GGUF and converter is not None:
+        what = f"The format {file_format} is written without a converter."
         raise UserError("converter-unused", what, where=f"--converter {converter}", fix="Remove this option.")
-    script = _converter(converter) if form == GGUF else None
+    script = _converter(converter) if file_format == GGUF else None
     # choose the checkpoint
     steps = [updates for updates, _ in run_dir.list_checkpoints()]
     if not steps:
@@ -254,14 +254,14 @@ def export(
         what, fix = f"This run has no checkpoint of step {step}.", f"Give a step that has one: {there}."
         raise UserError("no-such-step", what, where=f"--step {step}", fix=fix)
     # export in a child process
-    place = output or run_dir.export_of(form)
-    if form == MERGED and place.is_dir() and any(place.iterdir()):
+    place = output or run_dir.export_of(file_format)
+    if file_format == MERGED and place.is_dir() and any(place.iterdir()):
         what = "There are files in the folder for the merged model."
         raise UserError("output-not-empty", what, where=str(place), fix="Remove it, or name another: --output FOLDER.")
-    return _export(run_dir, form, say, output=output, dtype=dtype, updates=step, converter=script)
+    return _export(run_dir, file_format, notify, output=output, dtype=dtype, updates=step, converter=script)
 
 
-def _require_suffix(output: Path, form: str) -> None:
+def _require_suffix(output: Path, file_format: str) -> None:
     """Refuse a file name with an ending that other programs would not recognise, and a file name for a folder.
 
     Raises:
@@ -270,11 +270,11 @@ def _require_suffix(output: Path, form: str) -> None:
     suffix = output.suffix.lower()
     names_file = suffix in (GGUF_SUFFIX, *LORA_SUFFIXES)
     name = output.stem if names_file else output.name
-    if form in FOLDER_FORMS:
-        fits, what = not names_file, f"The format {form} writes a folder, but this is the name of a file."
+    if file_format in FOLDER_FORMS:
+        fits, what = not names_file, f"The format {file_format} writes a folder, but this is the name of a file."
     else:
-        wanted = (GGUF_SUFFIX,) if form == GGUF else SAFETENSORS_SUFFIXES
-        fits, what = suffix in wanted, f"The name of a {form} file ends in {wanted[0]}."
+        wanted = (GGUF_SUFFIX,) if file_format == GGUF else SAFETENSORS_SUFFIXES
+        fits, what = suffix in wanted, f"The name of a {file_format} file ends in {wanted[0]}."
         name += wanted[0]
     if not fits:
         fix = f"Give --output {output.with_name(name)}."
@@ -307,7 +307,7 @@ def _in_path(name: str) -> Path | None:
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
-def make_again(run_dir: RunDir, recipe: Recipe, say: Say) -> bool:
+def make_again(run_dir: RunDir, recipe: Recipe, notify: Notify) -> bool:
     """Rewrite missing or damaged result files of a finished run; return False if all files were intact.
 
     Raises:
@@ -315,21 +315,21 @@ def make_again(run_dir: RunDir, recipe: Recipe, say: Say) -> bool:
         LoraRocmError: any error of the child process.
     """
     for fault in results.wrong_checkpoint_loras(run_dir):
-        say(f"{fault} Do not use it.")
+        notify(f"{fault} Do not use it.")
     stale = {form: each for form, each in stale_exports(run_dir).items() if form in recipe.formats and each.made}
     wrong = {form: f"{each.path.name}: {each.reason}." for form, each in stale.items()}
     wrong |= results.wrong_exports(run_dir, recipe.formats)
     for form, what in wrong.items():
-        say(f"{what} It is rewritten from the last checkpoint.")
+        notify(f"{what} It is rewritten from the last checkpoint.")
         updates = results.updates_of(run_dir)
-        say(export_text(_export(run_dir, form, say, output=None, dtype=recipe.output.dtype, updates=updates)))
+        notify(export_text(_export(run_dir, form, notify, output=None, dtype=recipe.output.dtype, updates=updates)))
     return bool(wrong)
 
 
 def _export(
     run_dir: RunDir,
-    form: str,
-    say: Say,
+    file_format: str,
+    notify: Notify,
     *,
     output: Path | None,
     dtype: str | None,
@@ -337,21 +337,23 @@ def _export(
     converter: Path | None = None,
 ) -> ExportResult:
     place = output.absolute() if output else None
-    job = ExportJob(source=run_dir.path, format=form, output=place, dtype=dtype, updates=updates, converter=converter)
+    job = ExportJob(
+        source=run_dir.path, format=file_format, output=place, dtype=dtype, updates=updates, converter=converter
+    )
     # Remains of killed exports may be as large as the base, and the space may be needed
     run_dir.discard_unfinished_exports()
-    discard_abandoned(followed(output) if output else run_dir.export_of(form))
+    discard_abandoned(followed(output) if output else run_dir.export_of(file_format))
     written: list[ExportResult] = []
 
     def on_event(event: Event) -> None:
         if isinstance(event, ExportEvent):
             read = tuple(event.can_read), tuple(event.cannot_read)
             made_from = event.updates, event.checkpoint
-            written.append(ExportResult(form, Path(event.path), event.max_difference, *read, *made_from))
+            written.append(ExportResult(file_format, Path(event.path), event.max_difference, *read, *made_from))
 
-    run_model_tool(job, on_event, say)
+    run_model_tool(job, on_event, notify)
     if output is None:
-        record_export(run_dir, form, Made(written[-1].updates, written[-1].checkpoint))
+        record_export(run_dir, file_format, Made(written[-1].updates, written[-1].checkpoint))
     return written[-1]
 
 
@@ -371,8 +373,8 @@ def _existing(source: Path) -> Path:
     return source
 
 
-def run_model_tool(job: SampleJob | ExportJob | CompareJob, listen: OnEvent, say: Say) -> None:
-    """Run a job in the heavy child; ``listen`` gets every event, ``say`` the notices.
+def run_model_tool(job: SampleJob | ExportJob | CompareJob, listen: OnEvent, notify: Notify) -> None:
+    """Run a job in the heavy child; ``listen`` gets every event, ``notify`` the notices.
 
     Raises:
         MachineError: it ended without a result.
@@ -383,7 +385,7 @@ def run_model_tool(job: SampleJob | ExportJob | CompareJob, listen: OnEvent, say
     def on_event(event: Event) -> None:
         heard.add(event.type)
         if isinstance(event, NoticeEvent):
-            say(event.text)
+            notify(event.text)
         listen(event)
 
     run_job(job, plan_here().applied_to(os.environ), on_event)

@@ -19,7 +19,7 @@ from typing import Literal
 
 from lora_rocm import BEGAN_S
 from lora_rocm.commands import sample_export
-from lora_rocm.commands.output import Say, unheard
+from lora_rocm.commands.output import Notify, unheard
 from lora_rocm.commands.run_request import RunRequest
 from lora_rocm.dataset.images.preview_images import require_preview_images
 from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, StoppedError, StorageError
@@ -46,7 +46,7 @@ from lora_rocm.rundir.made_from import stale_exports
 from lora_rocm.rundir.recipe_file import withdraw
 from lora_rocm.rundir.results import final_files, named_paths
 from lora_rocm.supervisor import lock, multi_gpu, selftest_runner, supervisor, tuning_runner
-from lora_rocm.supervisor import worker as worker_process
+from lora_rocm.supervisor import worker_process as worker_process
 from lora_rocm.supervisor.restart_policy import attempt_of
 from lora_rocm.supervisor.resume import LATEST, Chosen, choose, holds_run, settle
 from lora_rocm.supervisor.telemetry import Telemetry
@@ -105,23 +105,23 @@ def render(result: RunResult) -> str:
     return "\n".join(lines)
 
 
-def prepare_run(request: RunRequest, say: Say = unheard) -> PreparedRun:
+def prepare_run(request: RunRequest, notify: Notify = unheard) -> PreparedRun:
     """Read the recipe and the machine, and refuse what cannot run, before any file is made.
 
     Args:
         request: the run.
-        say: gets notices.
+        notify: gets notices.
 
     Raises:
         LoraRocmError: any error, with a message for the user.
     """
     loaded = load_recipe(request.recipe_path, request.overrides, request.registry)
     for notice in loaded.notices:
-        say(notice)
+        notify(notice)
     chosen = choose(loaded, request.run_dir, request.resume)
     if request.resume == LATEST and not holds_run(chosen.run_dir):
         where = f"in {request.run_dir}" if request.run_dir else f"of {loaded.name} in {loaded.recipe.output.dir}"
-        say(f"--resume latest: there is no run {where} to go on with, so a new one begins in {chosen.run_dir.path}")
+        notify(f"--resume latest: there is no run {where} to go on with, so a new one begins in {chosen.run_dir.path}")
     begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
     loaded.require_files(begun)  # the worker requires them if there are steps left to train
     require_preview_images(loaded)
@@ -178,12 +178,12 @@ class PreparedRun:
         """See ``vram_spill.spill_bytes``."""
         return spill_bytes(self.situation.facts, self.situation.selection, self.loaded.recipe.runtime.device)
 
-    def train(self, on_event: OnEvent, say: Say, asked: Asked | None = None) -> RunResult:
+    def train(self, on_event: OnEvent, notify: Notify, asked: Asked | None = None) -> RunResult:
         """Train in this thread until the run ends.
 
         Args:
             on_event: gets each event of the worker and of the supervisor.
-            say: gets notices for the user.
+            notify: gets notices for the user.
             asked: requests to stop; None: Ctrl-C, SIGTERM and the end of the terminal.
 
         Raises:
@@ -191,41 +191,41 @@ class PreparedRun:
         """
         loaded, accept_changes = self.loaded, self.request.accept_changes
         if not self.me.is_first:
-            how = (self.me, loaded, self.chosen, self.situation, say)
+            how = (self.me, loaded, self.chosen, self.situation, notify)
             code = multi_gpu.train_rank(*how, accept_changes=accept_changes, worker=self.request.worker)
             return RunResult(self.run_dir.path, "ended", code)
         if not holds_run(self.run_dir):  # refuses an unusable GPU before any file is created
-            self.situation = selftest_runner.ensure(self.situation, loaded.recipe, say)
+            self.situation = selftest_runner.ensure(self.situation, loaded.recipe, notify)
         run = self.run_dir.create()
         with lock.locked(run):
-            lock.end_leftover(run, say, worker=self.request.worker)
+            lock.end_leftover(run, notify, worker=self.request.worker)
             unfinished = settle(self.chosen, loaded, accept_changes)
             asked_name = loaded.recipe.output.name
             if name_key(asked_name) != run.name:
                 where = loaded.layers.where(("output", "name"))
                 title = f"The title in them is {printable(asked_name)}."
-                say(f"{where}: the files of this run keep their name, {run.lora.name}. {title}")
+                notify(f"{where}: the files of this run keep their name, {run.lora.name}. {title}")
             if unfinished:
-                return self._train_in(run, on_event, say, asked)
+                return self._train_in(run, on_event, notify, asked)
             # a complete run: write missing result files again
-            made_again = sample_export.make_again(run, loaded.recipe, say)
+            made_again = sample_export.make_again(run, loaded.recipe, notify)
             is_new = made_again or not run.report.exists()  # or the parent was killed before it wrote the report
             return self._result(run, "complete", 0, with_report=is_new)
 
-    def _train_in(self, run: RunDir, on_event: OnEvent, say: Say, asked: Asked | None) -> RunResult:
+    def _train_in(self, run: RunDir, on_event: OnEvent, notify: Notify, asked: Asked | None) -> RunResult:
         """Run the worker in a settled and locked run directory, and write the report."""
         recipe, accept_changes = self.loaded.recipe, self.request.accept_changes
-        situation = selftest_runner.ensure(self.situation, recipe, say)
-        situation = supervisor.in_force(run, tuning_runner.ensure(run, situation, accept_changes, say), say)
+        situation = selftest_runner.ensure(self.situation, recipe, notify)
+        situation = supervisor.in_force(run, tuning_runner.ensure(run, situation, accept_changes, notify), notify)
         env_plan = plan(situation)
         write_json(run.environment, environment_json(env_plan, situation.facts), run.path)
         for sentence in machine_notices(situation, env_plan):
-            say(sentence)
-        say(f"Run directory: {run.path}")
+            notify(sentence)
+        notify(f"Run directory: {run.path}")
         # run the worker, supervised or not
         stopped: StoppedError | None = None
         command = _commands(run, accept_changes, self.request.worker)
-        with Trackers(run, recipe.output, say) as trackers:
+        with Trackers(run, recipe.output, notify) as trackers:
             on_event = trackers.passing(on_event)
             try:
                 if self.supervised:
@@ -235,10 +235,10 @@ class PreparedRun:
                         situation,
                         command,
                         on_event,
-                        say,
+                        notify,
                         checkpoint=self.chosen.checkpoint,
                         again=self.again,
-                        keep=partial(mitigation_store.keep, say=say),
+                        keep=partial(mitigation_store.keep, notify=notify),
                         size=self.children,
                         telemetry=_telemetry(situation, recipe, self.children),
                         asked=asked,
@@ -246,14 +246,14 @@ class PreparedRun:
                 else:
                     attempt = attempt_of(read_events(run.events(SUPERVISOR)))
                     env, line = env_plan.applied_to(os.environ), command(self.chosen.checkpoint, attempt)
-                    code = multi_gpu.run_unwatched(run, env, on_event, line, say, self.children, asked)
+                    code = multi_gpu.run_unwatched(run, env, on_event, line, notify, self.children, asked)
             except StoppedError as error:
                 code, stopped = error.exit_code, error
             except LoraRocmError as error:
                 with contextlib.suppress(ResumeError, StorageError):  # the user has to see the original error
                     write_report(run, self.loaded.registry)
                 if isinstance(error, MachineError) and self.again not in error.fix:
-                    say(f"The results so far are kept. When the cause is fixed, continue with:\n  {self.again}")
+                    notify(f"The results so far are kept. When the cause is fixed, continue with:\n  {self.again}")
                 raise
             finally:
                 withdraw(run)

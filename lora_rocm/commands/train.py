@@ -23,14 +23,14 @@ def train(request: RunRequest, output: Output | None = None) -> int:
         LoraRocmError: any error, with a message for the user.
     """
     output = output or Output()
-    run = prepare_run(request, output.say)
+    run = prepare_run(request, output.notify)
     with make_progress(output.stream, run.spill_bytes, run.run_dir) as progress:
 
         def on_event(event: Event) -> None:
             output.follow(event.to_json())
             progress.on_event(event)
 
-        result = run.train(on_event, progress.say)
+        result = run.train(on_event, progress.notify)
     output.show(result, render(result))
     return result.exit_code
 

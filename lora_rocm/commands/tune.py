@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_rocm.commands.output import Failure, Say, unheard
+from lora_rocm.commands.output import Failure, Notify, unheard
 from lora_rocm.errors import MachineError, WorkerDiedError
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.hardware.tuned_choice import Choice, Tuned, path_of, store, stored, table_of
 from lora_rocm.processes.jobs import TuneProductsJob
@@ -62,9 +62,9 @@ class TuneResult:
 def tune(
     recipe_path: str,
     overrides: Sequence[str] = (),
-    registry: Registry = PRODUCT,
+    registry: FamilyRegistry = PRODUCT,
     module: str | None = None,
-    say: Say = unheard,
+    notify: Notify = unheard,
 ) -> TuneResult:
     """Tune the matrix products of a recipe's step and keep the table.
 
@@ -73,7 +73,7 @@ def tune(
         overrides: ``section.key=value``.
         registry: the available model families.
         module: in place of the child's module.
-        say: gets each product after its measurement.
+        notify: gets each product after its measurement.
 
     Raises:
         LoraRocmError: the recipe is wrong, there is no GPU, or the table cannot be written.
@@ -97,7 +97,7 @@ def tune(
 
     def on_row(row: Row) -> None:
         rows.append(row)
-        say(row_text(_product(row)))
+        notify(row_text(_product(row)))
 
     key, folder = key_of("products", stack, recipe), Path(situation.app_dir)
     job = TuneProductsJob(recipe=recipe.model_dump(mode="json"), limit_s=LIMIT_S)
@@ -106,7 +106,7 @@ def tune(
     except WorkerDiedError as error:
         if not rows:
             raise
-        say(f"Tuning ended early, after {len(rows)} products: {how_it_died(error)}. The results so far are kept.")
+        notify(f"Tuning ended early, after {len(rows)} products: {how_it_died(error)}. The results so far are kept.")
     finally:
         kept = _with_those_before(rows, stored(folder, "products", key))
         table = table_text(kept)

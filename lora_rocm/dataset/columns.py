@@ -35,7 +35,7 @@ class Lazy(Sequence[Thing]):
             yield from self._made(first, min(first + MADE_AT_ONCE, stop))
 
 
-class Few(Lazy[str]):
+class FirstN(Lazy[str]):
     """The first few of many names, and their total count, for messages. Only the first ``most`` can be read."""
 
     def __init__(self, most: int) -> None:

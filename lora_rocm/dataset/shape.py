@@ -17,7 +17,7 @@ SIDES = re.compile(r"(?:([a-z][a-z0-9_]*) )?([0-9]+)x([0-9]+)")
 
 
 @dataclass(frozen=True)
-class Shape:
+class SampleShape:
     """Size of one sample. Images have ``h`` and ``w`` in pixels, clips also ``frames``, texts ``tokens``.
 
     A companion with its own size, such as "control", adds ``control_h`` and ``control_w``.
@@ -31,7 +31,7 @@ class Shape:
     cost: int
 
     @classmethod
-    def of(cls, cost: int | None = None, **axes: int) -> Shape:
+    def of(cls, cost: int | None = None, **axes: int) -> SampleShape:
         """The shape with these axes."""
         sizes: dict[str, int] = {}
         for name, size in axes.items():
@@ -66,7 +66,7 @@ class Shape:
         return ", ".join([*sides, *(f"{size} {name}" for name, size in axes.items()), *companions])
 
     @classmethod
-    def parse(cls, text: str) -> Shape:
+    def parse(cls, text: str) -> SampleShape:
         """Parse the output of ``str``; the cost is the default.
 
         Raises:
@@ -87,7 +87,7 @@ class Shape:
         return {"axes": dict(self.axes), "cost": self.cost}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Shape:
+    def from_json(cls, value: Mapping[str, Any]) -> SampleShape:
         """The shape written by ``to_json``.
 
         Raises:

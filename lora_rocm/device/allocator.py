@@ -16,7 +16,7 @@ from lora_rocm.device.device_memory import read_memory, total_bytes
 from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.memory_budget import GIB, desktop_bytes, host_reserve
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.planning.step_cost import CONTEXT_BYTES
+from lora_rocm.planning.step_plan import CONTEXT_BYTES
 
 ASK_EVERY_S = 5.0
 """Least time between two readings of the driver's counters."""
@@ -146,9 +146,9 @@ class LimitFollower:
     """
 
     def __init__(
-        self, device: torch.device, settings: Settings, say: Callable[[str], None] = lambda text: None
+        self, device: torch.device, settings: Settings, notify: Callable[[str], None] = lambda text: None
     ) -> None:
-        self._device, self._settings, self._say = device, settings, say
+        self._device, self._settings, self._say = device, settings, notify
         self._asked_at = float("-inf")
         self._told = False
 

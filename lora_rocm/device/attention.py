@@ -81,26 +81,26 @@ def hold_out(settings: Settings, routes: Iterable[str]) -> Settings:
     return changed
 
 
-def context_of(way: str) -> Context:
+def context_of(backend: str) -> Context:
     """Context for passes that compute attention by this backend (``hardware.settings.Settings.attention``)."""
-    if way in ORDERS:
-        return lambda: _ordered(way)
-    return (lambda: _Instead(OTHERS[way]())) if way in OTHERS else nullcontext
+    if backend in ORDERS:
+        return lambda: _ordered(backend)
+    return (lambda: _Instead(OTHERS[backend]())) if backend in OTHERS else nullcontext
 
 
-def training_context(way: str) -> Context | None:
+def training_context(backend: str) -> Context | None:
     """The same for training. None if process-wide switches are enough (``device.backend_settings``)."""
-    return None if way in ("auto", "math") else context_of(way)
+    return None if backend in ("auto", "math") else context_of(backend)
 
 
 @contextmanager
-def _ordered(way: str) -> Iterator[None]:
-    before = torch.backends.cuda.preferred_rocm_fa_library() if way == "sdpa-ck" else None
+def _ordered(backend: str) -> Iterator[None]:
+    before = torch.backends.cuda.preferred_rocm_fa_library() if backend == "sdpa-ck" else None
     if before is not None:
         torch.backends.cuda.preferred_rocm_fa_library("ck")
     try:
         bad = {ROUTES[route] for route in _held_out}
-        right = [backend for backend in ORDERS[way] if backend not in bad]
+        right = [backend for backend in ORDERS[backend] if backend not in bad]
         right = right or [backend for backend in ROUTES.values() if backend not in bad]
         with sdpa_kernel(right, set_priority=True):
             yield

@@ -34,19 +34,21 @@ QUIET_S = 5.0
 
 Tensors = dict[str, Tensor]
 Encode = Callable[[Tensor | str], Tensors]
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @contextmanager
-def first_time(device: torch.device, what: str, say: Say, after_s: float = QUIET_S) -> Iterator[Callable[[], None]]:
-    """Explain a long silence while kernels are built: ``say`` is called in another thread.
+def first_time(
+    device: torch.device, what: str, notify: Notify, after_s: float = QUIET_S
+) -> Iterator[Callable[[], None]]:
+    """Explain a long silence while kernels are built: ``notify`` is called in another thread.
 
     Yields:
         A function that ends the wait before the block does.
     """
     maker = "MIOpen builds" if torch.version.hip else "the GPU's libraries prepare"
     text = f"{what} takes a while: most likely {maker} kernels for new shapes, which happens only once."
-    timer = threading.Timer(after_s, say, [text])
+    timer = threading.Timer(after_s, notify, [text])
     timer.daemon = True
     if device.type == "cuda":
         timer.start()
@@ -56,20 +58,20 @@ def first_time(device: torch.device, what: str, say: Say, after_s: float = QUIET
         timer.cancel()
 
 
-def watched(encode: Encode, device: torch.device, say: Say) -> Encode:
+def watched(encode: Encode, device: torch.device, notify: Notify) -> Encode:
     """``encode`` with timing on a GPU; unchanged on the CPU, or if convolutions use neither MIOpen nor cuDNN."""
     if device.type != "cuda" or not torch.backends.cudnn.enabled:
         return encode
-    return WatchedEncoder(encode, device, say)
+    return WatchedEncoder(encode, device, notify)
 
 
 class WatchedEncoder:
     """Times the first image of each size. If it is slow, it also tries without MIOpen, and keeps the faster choice."""
 
     def __init__(
-        self, encode: Encode, device: torch.device, say: Say, clock: Callable[[], float] = time.perf_counter
+        self, encode: Encode, device: torch.device, notify: Notify, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._encode, self._device, self._say, self._clock = encode, device, say, clock
+        self._encode, self._device, self._say, self._clock = encode, device, notify, clock
         self._with_library: dict[tuple[int, ...], bool] = {}
 
     def __call__(self, pixels_CHW: Tensor | str) -> Tensors:

@@ -137,7 +137,7 @@ class World:
         return Summed((far | lost | elsewhere).to(torch.float32), numbers[NUM_CHECKS:])
 
     @torch.no_grad()
-    def agree(
+    def reduce_step(
         self, flat_N: Tensor, blocked: Tensor, loss: Tensor, losses_B: Tensor, *, stop: bool, save: bool, stamp: int
     ) -> Agreed:
         """Sum the gradients and decide together about the update. Does not synchronise on a GPU.
@@ -360,11 +360,11 @@ def _others(what: str) -> Iterator[None]:
         raise _lost(what, next(iter(str(error).splitlines()), type(error).__name__)) from error
 
 
-def _lost(what: str, said: str) -> RestartError:
+def _lost(what: str, reported: str) -> RestartError:
     return RestartError(
         "rank-lost",
         "Another of the processes that train together is gone or does not answer.",
-        where=f"{what}: {said}",
+        where=f"{what}: {reported}",
         **resume_advice(
             "Its log (worker.rankN.log) and events (events.rankN.jsonl) are in the run directory. "
             "Run the same command with --resume latest."

@@ -32,7 +32,7 @@ ONEDNN_FULL = "could not create a primitive"
 SETTLE_S = 30.0
 
 
-def told(error: Exception, place: object, otherwise: MachineError) -> LoraRocmError:
+def translated(error: Exception, place: object, otherwise: MachineError) -> LoraRocmError:
     """Translate any error into one for users.
 
     Args:
@@ -56,8 +56,8 @@ def machine_error(error: BaseException) -> RestartError | None:
 
 def out_of_memory(error: BaseException) -> RestartError | None:
     """The error to show if device memory or main memory ran out; None for other errors."""
-    on_gpu = isinstance(error, torch.OutOfMemoryError) or _says(error, SAID.no_device_memory)
-    on_host = isinstance(error, MemoryError) or _says(error, SAID.no_host_memory) or str(error) == ONEDNN_FULL
+    on_gpu = isinstance(error, torch.OutOfMemoryError) or _contains(error, SAID.no_device_memory)
+    on_host = isinstance(error, MemoryError) or _contains(error, SAID.no_host_memory) or str(error) == ONEDNN_FULL
     if not on_gpu and not on_host:
         return None
     smaller = (
@@ -80,7 +80,7 @@ def device_fault(error: BaseException) -> RestartError | None:
 
     Afterwards this process can no longer use the device; only a new start helps.
     """
-    if out_of_memory(error) is not None or not _says(error, SAID.device_faults) or _says(error, SAID.no_faults):
+    if out_of_memory(error) is not None or not _contains(error, SAID.device_faults) or _contains(error, SAID.no_faults):
         return None
     return RestartError(
         "device-fault",
@@ -109,7 +109,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _says(error: BaseException, words: tuple[str, ...]) -> bool:
+def _contains(error: BaseException, words: tuple[str, ...]) -> bool:
     """Whether an error of torch (a RuntimeError) contains any of the texts."""
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 

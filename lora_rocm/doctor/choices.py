@@ -13,7 +13,7 @@ from lora_rocm.hardware.wheels import named
 from lora_rocm.rules.amd_rules import PRICE_OF_SAFE
 from lora_rocm.rules.environment import EnvPlan, rules
 from lora_rocm.rules.harmful_values import harms
-from lora_rocm.rules.mitigation_store import FORGET, said
+from lora_rocm.rules.mitigation_store import FORGET, described
 from lora_rocm.rules.rule import Situation
 
 MOST_UNREAD = 20
@@ -150,7 +150,7 @@ def _remembered(situation: Situation, plan: EnvPlan) -> Finding | None:
         effect = "it is ignored: the next run learns it again"
     else:
         title = "Runs on this machine are changed because earlier runs failed"
-        evidence = "; ".join(said(remembered.entries))
+        evidence = "; ".join(described(remembered.entries))
         effect = "runs no longer fail there; some of these changes cost speed. A new driver, torch or GPU clears them"
     return finding("remembered", situation, title=title, evidence=evidence, effect=effect, forget=FORGET)
 

@@ -14,7 +14,7 @@ from lora_rocm.foundation.tables import by_name, read_table
 from lora_rocm.hardware.attention_images import attention_fits, attention_misfit
 from lora_rocm.rules.amd_rules import STRIX_HALO
 from lora_rocm.rules.environment import EnvPlan
-from lora_rocm.rules.kernel_log import Pattern, pattern_of, patterns
+from lora_rocm.rules.kernel_log import LogPattern, pattern_of, patterns
 from lora_rocm.rules.rule import Level, Situation, When, release
 
 Read = Callable[[Situation], str | None]
@@ -145,7 +145,7 @@ def _evidence(row: Bad, situation: Situation) -> str:
     return f"{text.replace('None', 'unknown').replace(' )', ')')}; {card}"
 
 
-def _logged(pattern: Pattern, situation: Situation, plan: EnvPlan) -> Finding | None:
+def _logged(pattern: LogPattern, situation: Situation, plan: EnvPlan) -> Finding | None:
     """A pattern of this boot's kernel log about the GPU."""
     linux = situation.facts.linux
     lines = linux.kernel_log if linux is not None and situation.gpu is not None else None

@@ -18,7 +18,7 @@ OTHER = "other"
 
 
 @dataclass(frozen=True)
-class Group:
+class SelftestGroup:
     """A group of the self-test. ``rules``: rules of the plan that answer a failure."""
 
     id: str
@@ -28,9 +28,9 @@ class Group:
 
 
 @cache
-def groups() -> tuple[Group, ...]:
+def groups() -> tuple[SelftestGroup, ...]:
     """The groups; ``OTHER`` has all checks that no row names. See ``read_rows`` for errors."""
-    return read_rows(Path(__file__).with_name("selftest_checks.toml"), Group)
+    return read_rows(Path(__file__).with_name("selftest_checks.toml"), SelftestGroup)
 
 
 def _unusable(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -40,7 +40,7 @@ def _unusable(situation: Situation, plan: EnvPlan) -> Finding | None:
     return finding("selftest-unusable", situation, cure=_cure(situation), verdict=verdict)
 
 
-def _failed(group: Group, situation: Situation, plan: EnvPlan) -> Finding | None:
+def _failed(group: SelftestGroup, situation: Situation, plan: EnvPlan) -> Finding | None:
     results = situation.verdict.results if situation.verdict is not None else ()
     names = (result.name.partition(".")[0] for result in results)
     failed = [r for r, name in zip(results, names, strict=True) if not r.ok and _belongs(name, group)]
@@ -61,7 +61,7 @@ def _failed(group: Group, situation: Situation, plan: EnvPlan) -> Finding | None
     )
 
 
-def _belongs(name: str, group: Group) -> bool:
+def _belongs(name: str, group: SelftestGroup) -> bool:
     return name == group.id or (group.id == OTHER and all(name != named.id for named in groups()))
 
 

@@ -32,7 +32,7 @@ class OldestHip:
 
 
 @dataclass(frozen=True)
-class Beside:
+class PackageConflict:
     """A library that is harmful with ROCm. ``below`` None: in every version. ``cure`` applies to ``name``."""
 
     id: str
@@ -52,7 +52,7 @@ class SoftwareTable:
 
     torchvision: Mapping[str, str]
     oldest_hip: tuple[OldestHip, ...]
-    beside: tuple[Beside, ...]
+    beside: tuple[PackageConflict, ...]
 
 
 FUNCTIONS = by_name(uninstall, upgrade)
@@ -255,7 +255,7 @@ def _triton(situation: Situation, plan: EnvPlan) -> Finding | None:
     return finding("triton-gpu", situation, name=found[0], version=found[1], versions=triton_versions(gpu.gfx))
 
 
-def _beside(row: Beside, situation: Situation, plan: EnvPlan) -> Finding | None:
+def _conflict(row: PackageConflict, situation: Situation, plan: EnvPlan) -> Finding | None:
     names = {name.lower().replace("-", "_"): version for name, version in situation.facts.libraries.items()}
     found = names.get(row.package)
     if found is None or not row.when.holds(situation) or (row.below is not None and release(found) >= row.below):
@@ -279,7 +279,7 @@ SOFTWARE_CHECKS: dict[str, Check] = {
     "rocm-old": _old_rocm,
     "torchvision": _vision,
     "triton-gpu": _triton,
-    **{row.id: partial(_beside, row) for row in software_table().beside},
+    **{row.id: partial(_conflict, row) for row in software_table().beside},
     "wheel-building": _only_building,
     "wsl-wheel": _wsl_wheel,
 }

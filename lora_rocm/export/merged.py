@@ -27,7 +27,7 @@ from lora_rocm.export.safetensors_writer import header_of, ordered
 from lora_rocm.families.base import OwnFiles
 from lora_rocm.foundation.files import PIECE_BYTES, json_bytes, new_folder, write_pieces, write_through
 from lora_rocm.model_files.config_file import read_config
-from lora_rocm.model_files.header import Header, damaged, read_header
+from lora_rocm.model_files.header import TensorFileHeader, damaged, read_header
 from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
 from lora_rocm.rundir.disk_space import require
 
@@ -131,7 +131,7 @@ class _Merge:
         return self.files.source.tensors(self.files.component)
 
     @property
-    def headers(self) -> list[Header]:
+    def headers(self) -> list[TensorFileHeader]:
         return sorted(self.tensors.headers, key=lambda header: header.path.name)
 
     @cached_property
@@ -144,7 +144,7 @@ class _Merge:
         config = config.get("text_config", config)
         return DENSE_DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))), torch.bfloat16)
 
-    def hollow(self, header: Header) -> dict[str, Tensor]:
+    def meta_tensors(self, header: TensorFileHeader) -> dict[str, Tensor]:
         """The tensors of a new file, without data."""
         found = {}
         for name, entry in header.tensors.items():
@@ -158,20 +158,20 @@ class _Merge:
             found[name] = torch.empty(shape, dtype=dtype, device="meta")
         return found
 
-    def num_bytes(self, header: Header) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.hollow(header).values())
+    def num_bytes(self, header: TensorFileHeader) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.meta_tensors(header).values())
 
-    def pieces(self, header: Header) -> Iterator[bytes | memoryview]:
+    def pieces(self, header: TensorFileHeader) -> Iterator[bytes | memoryview]:
         """The content of a new file."""
-        hollow = self.hollow(header)
-        yield header_of(hollow, {**header.metadata, "format": "pt"})
-        for name, wanted in ordered(hollow):
+        meta_tensors = self.meta_tensors(header)
+        yield header_of(meta_tensors, {**header.metadata, "format": "pt"})
+        for name, wanted in ordered(meta_tensors):
             if name in self.entries or (self._all_dense and name in self.tensors.stored):
                 yield self._new(header, name, wanted.dtype)
             else:
                 yield from _bytes_of(header, name)
 
-    def _new(self, header: Header, name: str, dtype: torch.dtype) -> memoryview:
+    def _new(self, header: TensorFileHeader, name: str, dtype: torch.dtype) -> memoryview:
         """The bytes of a tensor that differs from the base's file."""
         weight = self.base(header, name)
         if name in self.entries:
@@ -187,7 +187,7 @@ class _Merge:
             )
         return memoryview(rounded_weight.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
-    def base(self, header: Header, name: str) -> Tensor:
+    def base(self, header: TensorFileHeader, name: str) -> Tensor:
         """A weight of the base, float32."""
         stored = self.tensors.stored.get(name)
         if stored is None:
@@ -201,7 +201,7 @@ class _Merge:
 
     def index(self) -> dict[str, object]:
         """The index of the shards, as transformers writes it."""
-        names = {name: header.path.name for header in self.headers for name in self.hollow(header)}
+        names = {name: header.path.name for header in self.headers for name in self.meta_tensors(header)}
         return {"metadata": {"total_size": sum(map(self.num_bytes, self.headers))}, "weight_map": names}
 
     def compare(self, folder: Path) -> Rounding:
@@ -213,7 +213,7 @@ class _Merge:
         found = []
         for header in self.headers:
             written = read_header(folder / header.path.name)
-            for name, wanted in self.hollow(header).items():
+            for name, wanted in self.meta_tensors(header).items():
                 if name in self.entries:
                     found.append(self._difference(header, written, name, wanted.dtype))
                 elif not self._same(header, written, name):
@@ -222,7 +222,9 @@ class _Merge:
         whole = math.hypot(*changes)
         return Rounding(max(largest), math.hypot(*norms) / whole if whole else 0.0)
 
-    def _difference(self, header: Header, written: Header, name: str, dtype: torch.dtype) -> tuple[float, float, float]:
+    def _difference(
+        self, header: TensorFileHeader, written: TensorFileHeader, name: str, dtype: torch.dtype
+    ) -> tuple[float, float, float]:
         """For a merged weight: the largest difference from the exact one, its norm, and the norm of the change."""
         found = read_tensors(written, {name}.__contains__)[name]
         weight = self.base(header, name)
@@ -235,7 +237,7 @@ class _Merge:
             raise _differs(written.path, name)
         return float(difference.abs().max()), norm, norm_of(change)
 
-    def _same(self, header: Header, written: Header, name: str) -> bool:
+    def _same(self, header: TensorFileHeader, written: TensorFileHeader, name: str) -> bool:
         if self._all_dense and name in self.tensors.stored:
             found = read_tensors(written, {name}.__contains__)[name]
             return torch.equal(found, self.base(header, name).to(found.dtype))
@@ -243,7 +245,7 @@ class _Merge:
         return all(one == other for one, other in pairs)
 
 
-def _bytes_of(header: Header, name: str) -> Iterator[bytes]:
+def _bytes_of(header: TensorFileHeader, name: str) -> Iterator[bytes]:
     """The bytes of a tensor in a file, piece by piece."""
     entry = header.tensors[name]
     with header.path.open("rb") as file:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.families.common.objectives.flow import FlowObjective
 from lora_rocm.recipe.schema import Recipe
@@ -20,7 +20,7 @@ SPEC_VERSION = "1.0.1"
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """Facts about a run that its recipe does not contain.
 
     steps: updates made; epochs: passes over the data, rounded down.
@@ -42,7 +42,7 @@ class Facts:
     finished_at_s: int | None = None
 
 
-def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mapping[str, str]) -> dict[str, str]:
+def ss_fields(recipe: Recipe, family: ModelFamily, facts: RunFacts, network: Mapping[str, str]) -> dict[str, str]:
     """The ``ss_`` metadata.
 
     ``network``: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of the adapter.
@@ -102,7 +102,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def modelspec(recipe: Recipe, family: ModelFamily, facts: Facts, model_hash: str) -> dict[str, str]:
+def modelspec(recipe: Recipe, family: ModelFamily, facts: RunFacts, model_hash: str) -> dict[str, str]:
     """The ``modelspec.`` metadata; fields without a value are omitted."""
     side, prediction = _side(recipe), family.base_facts()["prediction_type"]
     values = {
@@ -128,7 +128,7 @@ def _side(recipe: Recipe) -> int | None:
 
 
 def _bucket_info(buckets: Mapping[str, int]) -> dict[str, Any]:
-    shapes = [(Shape.parse(name).sizes[::-1], count) for name, count in sorted(buckets.items())]  # width first
+    shapes = [(SampleShape.parse(name).sizes[::-1], count) for name, count in sorted(buckets.items())]  # width first
     return {"buckets": {str(i): {"resolution": shape, "count": count} for i, (shape, count) in enumerate(shapes)}}
 
 

@@ -28,11 +28,11 @@ from lora_rocm.adapters.files.module_names import COMFYUI, KeyTable, canonical
 from lora_rocm.adapters.trained_norms import B_NORM, W_NORM
 from lora_rocm.base_models.safetensors_file import DTYPES, read_tensors
 from lora_rocm.errors import ExportError, ModelError
-from lora_rocm.export.comfy_reader import apply_comfy, apply_norms
+from lora_rocm.export.comfyui_check import apply_comfy, apply_norms
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.weight_format import dense_weight
-from lora_rocm.model_files.header import Header, read_header
+from lora_rocm.model_files.header import TensorFileHeader, read_header
 from lora_rocm.model_files.readers import readers_of_file
 
 
@@ -53,11 +53,11 @@ class Verification:
 
 
 @torch.no_grad()
-def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adapter: Adapter) -> Verification:
+def verify(file_format: Form, path: Path, family: ModelFamily, model: LoadedModel, adapter: Adapter) -> Verification:
     """Load an exported file as its users do and compare its effect with the adapter's.
 
     Args:
-        form: a value of ``output.formats``.
+        file_format: a value of ``output.formats``.
         path: the file, or the folder of PEFT folders.
         family: reads the file with diffusers.
         model: holds the base weights of the adapter.
@@ -66,31 +66,31 @@ def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adap
     Raises:
         ExportError: the file cannot be read, lacks a module, has an extra one, or has another effect.
     """
-    live, readers = adapter.entries(), ("comfyui",) if adapter.norms else adapter.readers[form]
-    header = _header(form, path)
+    live, readers = adapter.entries(), ("comfyui",) if adapter.norms else adapter.readers[file_format]
+    header = _header(file_format, path)
     comparison = _Comparison(path, _written_dtype(header, adapter.files))
     of_weights = any(entry.needs_weight for entry in live.values())
     if readers != ("comfyui",):
         with _reported(path):
-            loaded = _load_back(form, path, family, adapter)
+            loaded = _load_back(file_format, path, family, adapter)
         comparison.same_modules(live.keys(), loaded.keys())
         for name, entry in live.items():
-            if form == "kohya" or not of_weights:  # diffusers drops magnitudes in kohya's format
+            if file_format == "kohya" or not of_weights:  # diffusers drops magnitudes in kohya's format
                 comparison.updates(name, entry.additive(), loaded[name])
             else:
                 weight = _weight(adapter.modules[name][2])
                 comparison.weights(name, entry, loaded[name].effect(weight), weight)
     known = readers_of_file(header, [family.name])
     if "comfyui" in readers:
-        deviation = _compare_in_comfy(comparison, form, adapter, live, of_weights)
-        known = known.differing(deviation) if known and deviation and form != COMFYUI else known
+        deviation = _compare_in_comfy(comparison, file_format, adapter, live, of_weights)
+        known = known.differing(deviation) if known and deviation and file_format != COMFYUI else known
     cannot_read = known.cannot_read if known else ("other programs (not known)",)
     return comparison.result(cannot_read, known.can_read if known else ())
 
 
-def _load_back(form: Form, path: Path, family: ModelFamily, adapter: Adapter) -> dict[str, Entry]:
+def _load_back(file_format: Form, path: Path, family: ModelFamily, adapter: Adapter) -> dict[str, Entry]:
     """Module name -> entry as the file's usual reader loads it."""
-    if form == "peft":
+    if file_format == "peft":
         loaded: dict[str, nn.Module] = {}
         for component in adapter.components:
             with warnings.catch_warnings():
@@ -110,13 +110,13 @@ def _load_back(form: Form, path: Path, family: ModelFamily, adapter: Adapter) ->
 
 
 def _compare_in_comfy(
-    comparison: _Comparison, form: Form, adapter: Adapter, live: Mapping[str, Entry], of_weights: bool
+    comparison: _Comparison, file_format: Form, adapter: Adapter, live: Mapping[str, Entry], of_weights: bool
 ) -> float:
     """Compare by ComfyUI's rules; return the deviation of its DoRA rule as a share of the whole change.
 
     A DoRA in the comfyui format is compared by that rule, in any other format by the definition.
     """
-    table = adapter.key_table(form)
+    table = adapter.key_table(file_format)
     expected = table.of_keys(live)
     weights = _Weights(table, adapter.modules, expected, real=of_weights)
     seen, off, whole = [], 0.0, 0.0
@@ -124,7 +124,7 @@ def _compare_in_comfy(
         tensors = read_tensors(read_header(comparison.path))
         _compare_norms(comparison, adapter, tensors)
         present = apply_comfy(tensors, weights, norm_of_base=True) if of_weights else None
-        for key, patched in apply_comfy(tensors, weights, norm_of_base=form == COMFYUI):
+        for key, patched in apply_comfy(tensors, weights, norm_of_base=file_format == COMFYUI):
             weight = weights[key]
             if present is not None:
                 off += norm_of(next(present)[1] - patched) ** 2
@@ -232,13 +232,13 @@ class _Comparison:
         return Verification(self.largest, relative, cannot_read, can_read)
 
 
-def _header(form: Form, path: Path) -> Header:
+def _header(file_format: Form, path: Path) -> TensorFileHeader:
     """The header of the file; of several PEFT folders, the first one's."""
     with _reported(path):
-        return read_header(next(iter(sorted(path.glob("*/*.safetensors"))), path) if form == "peft" else path)
+        return read_header(next(iter(sorted(path.glob("*/*.safetensors"))), path) if file_format == "peft" else path)
 
 
-def _written_dtype(header: Header, files: FileKind) -> torch.dtype:
+def _written_dtype(header: TensorFileHeader, files: FileKind) -> torch.dtype:
     """The dtype of the factors in the file."""
     with _reported(header.path):
         known = ((files.parts.role_of(name), entry) for name, entry in header.tensors.items())

@@ -22,10 +22,10 @@ from lora_rocm.adapters.files.lora_reader import DIFFUSERS_METADATA, DORA_NORM, 
 from lora_rocm.adapters.files.module_names import COMFYUI, SD_SCRIPTS, TEXT_LEVEL
 from lora_rocm.adapters.kinds.lora_entry import LoraEntry, with_one_alpha
 from lora_rocm.adapters.new_tokens import NAME, TOKEN_FIELD
-from lora_rocm.base_models.hub import looks_like_id
+from lora_rocm.base_models.hub import resembles_id
 from lora_rocm.device.precision import FLOATS
 from lora_rocm.errors import AdapterError
-from lora_rocm.export.metadata import Facts, modelspec, ss_fields
+from lora_rocm.export.metadata import RunFacts, modelspec, ss_fields
 from lora_rocm.export.safetensors_writer import TensorFile, kohya_hashes
 from lora_rocm.export.verify import Verification, verify
 from lora_rocm.families.base import LoadedModel, ModelFamily
@@ -44,18 +44,18 @@ Content = TensorFile | bytes
 
 
 def write(
-    form: str,
+    file_format: str,
     path: Path,
     family: ModelFamily,
     adapter: Adapter,
     recipe: Recipe,
-    facts: Facts,
+    facts: RunFacts,
     root: Path | None = None,
 ) -> tuple[FileDigest, ...]:
     """Write one format and its embedding files, completely or not at all. The same adapter gives the same bytes.
 
     Args:
-        form: a value of ``output.formats``.
+        file_format: a value of ``output.formats``.
         path: the file, or for peft the folder that gets a sub-folder per component.
         family: provides the kohya names.
         adapter: its current weights are written (inside ``adapter.using`` the average).
@@ -71,14 +71,14 @@ def write(
         StorageError: disk full, no permission, or the file reads back differently.
     """
     written = []
-    for file, content in _contents(form, path, family, adapter, recipe, facts):
+    for file, content in _contents(file_format, path, family, adapter, recipe, facts):
         raw = content if isinstance(content, bytes) else content.to_bytes()
         write_atomic(file, raw, root)
         written.append(FileDigest.of(file.relative_to(root or path.parent).as_posix(), raw))
     return tuple(written)
 
 
-def size_bytes(form: str, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts) -> int:
+def size_bytes(file_format: str, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: RunFacts) -> int:
     """Size of what ``write`` writes, embedding files included, from names and shapes alone.
 
     For factors that a file stores in parts, all ranks are counted, although ranks without effect on a part are not
@@ -88,48 +88,52 @@ def size_bytes(form: str, family: ModelFamily, adapter: Adapter, recipe: Recipe,
         AdapterError: as ``write``.
     """
     with adapter.shapes_only():
-        contents = [content for _, content in _contents(form, Path(form), family, adapter, recipe, facts)]
+        contents = [content for _, content in _contents(file_format, Path(file_format), family, adapter, recipe, facts)]
     return sum(len(content) if isinstance(content, bytes) else content.size_bytes for content in contents)
 
 
 def _contents(
-    form: str, path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
+    file_format: str, path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: RunFacts
 ) -> Iterator[tuple[Path, Content]]:
     """Yield path and content of each file of a format, and of its embedding files."""
-    if form not in adapter.readers or (adapter.norms and form not in FORMS_WITH_NORMS):
+    if file_format not in adapter.readers or (adapter.norms and file_format not in FORMS_WITH_NORMS):
         raise AdapterError(
             "export-form",
-            f"This {adapter.files.name} cannot be written in the {form} format: no program would read it.",
+            f"This {adapter.files.name} cannot be written in the {file_format} format: no program would read it.",
             where=str(path),
             fix=f"Use one of these formats: {', '.join(adapter.readers)}.",
         )
     makers: dict[str, Callable[..., Iterator[tuple[Path, Content]]]] = {
         "kohya": _kohya,
-        SD_SCRIPTS: partial(_kohya, form=SD_SCRIPTS),
-        COMFYUI: partial(_kohya, form=COMFYUI),
+        SD_SCRIPTS: partial(_kohya, file_format=SD_SCRIPTS),
+        COMFYUI: partial(_kohya, file_format=COMFYUI),
         "diffusers": _diffusers,
         "peft": _peft,
     }
-    yield from makers[form](path, family, adapter, recipe, facts)
+    yield from makers[file_format](path, family, adapter, recipe, facts)
     yield from embedding_files(path, adapter, recipe)
 
 
-def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype, form: Form = "kohya") -> dict[str, Tensor]:
+def kohya_tensors(
+    family: ModelFamily, adapter: Adapter, dtype: torch.dtype, file_format: Form = "kohya"
+) -> dict[str, Tensor]:
     """The tensors of a kohya file, or of one for sd-scripts or ComfyUI.
 
     Raises:
         AdapterError: ``export-form``: modules that are one weight in the file cannot be merged.
     """
     try:
-        entries = adapter.key_table(form).of_keys(adapter.entries_in(form))
+        entries = adapter.key_table(file_format).of_keys(adapter.entries_in(file_format))
     except ValueError as error:
         raise AdapterError(
             "export-form",
-            f"Some modules cannot be written in the {form} format: {error}.",
+            f"Some modules cannot be written in the {file_format} format: {error}.",
             fix="Set lora.targets to all layers of these weights, or remove the format from output.formats.",
         ) from error
-    how = "kohya" if form == SD_SCRIPTS else family.files.form
-    one_alpha = form == "kohya" or (form == SD_SCRIPTS and family.files.form == "kohya")  # then these are one file
+    how = "kohya" if file_format == SD_SCRIPTS else family.files.form
+    one_alpha = file_format == "kohya" or (
+        file_format == SD_SCRIPTS and family.files.form == "kohya"
+    )  # then these are one file
     norms = {name: tensor.to(dtype) for name, tensor in adapter.norm_tensors().items()}
     return norms | {
         f"{key}.{ending}": tensor
@@ -139,17 +143,17 @@ def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype, for
 
 
 def _kohya(
-    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts, form: Form = "kohya"
+    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: RunFacts, file_format: Form = "kohya"
 ) -> Iterator[tuple[Path, Content]]:
-    tensors = kohya_tensors(family, adapter, FLOATS[recipe.output.dtype], form)
+    tensors = kohya_tensors(family, adapter, FLOATS[recipe.output.dtype], file_format)
     metadata = _metadata(tensors, family, adapter, recipe, facts)
-    if form == COMFYUI and any(name.endswith(".dora_scale") for name in tensors):
+    if file_format == COMFYUI and any(name.endswith(".dora_scale") for name in tensors):
         metadata[DORA_NORM] = "base"
     yield path, TensorFile(tensors, metadata)
 
 
 def _diffusers(
-    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
+    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: RunFacts
 ) -> Iterator[tuple[Path, Content]]:
     tensors: dict[str, Tensor] = {}
     configs: dict[str, Any] = {}
@@ -167,10 +171,10 @@ def _diffusers(
 
 
 def _peft(
-    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
+    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: RunFacts
 ) -> Iterator[tuple[Path, Content]]:
     name = recipe.model.name_or_path
-    is_id = looks_like_id(name) and not Path(name).expanduser().exists()
+    is_id = resembles_id(name) and not Path(name).expanduser().exists()
     base = name if is_id else facts.base_name or name
     task = {"task_type": CAUSAL_LM} if recipe.spec.trains_on_texts else {}  # PEFT's AutoPeftModelForCausalLM wants it
     for component in adapter.components:
@@ -221,7 +225,7 @@ def _diffusers_tensors(
 
 
 def _metadata(
-    tensors: Mapping[str, Tensor], family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
+    tensors: Mapping[str, Tensor], family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: RunFacts
 ) -> dict[str, str]:
     ss = ss_fields(recipe, family, facts, adapter.network())
     hashes = kohya_hashes(tensors, ss)

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import EntrySpec
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.families.common.objectives.base import Objective, Prediction
-from lora_rocm.families.file_names import FileNames
+from lora_rocm.families.lora_names import FileNames
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from lora_rocm.base_models.loading import Source
+    from lora_rocm.base_models.loading import BaseSource
     from lora_rocm.device.placement.base import Placement
     from lora_rocm.kernels.weight_format import WeightFormat
     from lora_rocm.recipe.sample_section import PreviewPrompt
@@ -56,11 +56,11 @@ class Encoder(Protocol):
     def fingerprint(self) -> str:
         """Identity of weights and settings. It is part of every cache key, and does not require loading the weights."""
 
-    def load(self, door: Placement) -> Encode:
+    def load(self, placement: Placement) -> Encode:
         """Load the weights and return ``encode``, which maps one sample's inputs to CPU tensors.
 
-        Dropping ``encode``, the encoder and ``door`` frees the memory. Weights are placed with ``door``; its transfer
-        sends the inputs and receives the outputs. The encoder chooses the dtype of its weights. A caption encoder may
+        Dropping ``encode``, the encoder and ``placement`` frees the memory. Weights are placed with ``placement``; its
+        transfer sends the inputs and receives the outputs. The encoder chooses the dtype of its weights. A caption encoder may
         be loaded on the CPU if the GPU is full.
         """
 
@@ -79,7 +79,7 @@ class ComparesWithStart(Protocol):
     def start_entry(self) -> EntrySpec | None:
         """The entry that ``at_start`` fills. None: the recipe's objective does not compare."""
 
-    def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: Placement) -> Tensors:
+    def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, placement: Placement) -> Tensors:
         """The model's results for one sample before the first step: the tensors of ``start_entry``, on the CPU.
 
         ``model`` returns the model on the placement's device, and loads it at the first call.
@@ -210,7 +210,7 @@ class OwnFiles:
     that belong to the model.
     """
 
-    source: Source
+    source: BaseSource
     component: str
     beside: Sequence[Path]
 
@@ -319,7 +319,7 @@ class PlansMemory(ComputesLosses, Protocol):
         recomputed. The block is called as a module, because its hooks fetch offloaded weights.
         """
 
-    def example(self, shape: Shape, rows: int) -> Tensors:
+    def example(self, shape: SampleShape, rows: int) -> Tensors:
         """A batch of zeros on the CPU with the shapes and dtypes of a cached batch of ``shape``."""
 
 

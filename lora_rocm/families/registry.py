@@ -20,7 +20,7 @@ RESERVED = (
 """Names of planned families."""
 
 
-class Registry:
+class FamilyRegistry:
     """Model families by name. A recipe without ``model.family`` gets the first.
 
     Args:
@@ -83,5 +83,5 @@ class Registry:
         )
 
 
-PRODUCT = Registry([SDXL, SPEC_SD15, SPEC_SD2, Z_IMAGE, FLUX, ANIMA, CAUSAL_LM])
+PRODUCT = FamilyRegistry([SDXL, SPEC_SD15, SPEC_SD2, Z_IMAGE, FLUX, ANIMA, CAUSAL_LM])
 """The families of this program."""

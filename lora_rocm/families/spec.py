@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from lora_rocm.recipe.rule import Rule
+from lora_rocm.recipe.rule import RecipeRule
 from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId, Quantization
 from lora_rocm.recipe.source_sections import OF_TEXTS_TOO, OF_VIDEOS, DataSource
 
@@ -247,7 +247,7 @@ class FamilySpec:
     metadata: FileMetadata = FileMetadata()
     formats: tuple[str, ...] = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
     conversions: tuple[str, ...] = ()
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[RecipeRule, ...] = ()
 
     def __post_init__(self) -> None:
         frames = frozenset() if "frames" in self.axes else frozenset({"data.frames"})

@@ -14,13 +14,16 @@ from lora_rocm.foundation.output_stream import outliving_stdout
 from lora_rocm.foundation.terminal_text import legible
 
 
-def tell(error: LoraRocmError) -> None:
+def report_error(error: LoraRocmError) -> None:
     """Report an error on standard error."""
     sys.stderr.write(legible(str(error), keep="\n") + "\n")
 
 
 def exit_code_of(
-    command: Callable[[], int | None], *, outlives_output: bool = False, report: Callable[[LoraRocmError], None] = tell
+    command: Callable[[], int | None],
+    *,
+    outlives_output: bool = False,
+    report: Callable[[LoraRocmError], None] = report_error,
 ) -> int:
     """Run a command and return its exit code.
 

@@ -239,10 +239,10 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         os.fsync(file.fileno())
 
 
-def open_in_place(path: Path, *, anew: bool = False, buffering: int = -1) -> IO[bytes]:
+def open_in_place(path: Path, *, again: bool = False, buffering: int = -1) -> IO[bytes]:
     """Open a file that is written in place (a log, a heartbeat). Links are refused.
 
-    ``anew`` truncates the file; otherwise writes are appended. ``buffering``: as for ``open``.
+    ``again`` truncates the file; otherwise writes are appended. ``buffering``: as for ``open``.
 
     Raises:
         StorageError: the path is a link, a folder, a pipe or a device, or cannot be opened.
@@ -256,7 +256,7 @@ def open_in_place(path: Path, *, anew: bool = False, buffering: int = -1) -> IO[
             fix="Move it away, or use another folder.",
         )
     try:
-        if anew:
+        if again:
             return open(path, "wb", buffering, opener=_open_no_follow)
         return open(path, "a+b", buffering, opener=_open_no_follow)
     except OSError as error:

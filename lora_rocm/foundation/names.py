@@ -52,7 +52,7 @@ def usable_stem(stem: str) -> str:
     return cleaned if not stem_fault(cleaned) else f"lora-{cleaned}".rstrip("-")
 
 
-class Names(Generic[T]):
+class NameIndex(Generic[T]):
     """Values by name or path, as ``name_key`` compares them: for pairing files, rows and images by name.
 
     A lookup finds the exact spelling, or else the only name with the same ``name_key``.
@@ -97,7 +97,7 @@ def spelled(path: Path) -> Path:
         return path
     parent = spelled(path.parent)
     try:
-        found = Names((name, name) for name in os.listdir(parent)).find(path.name)
+        found = NameIndex((name, name) for name in os.listdir(parent)).find(path.name)
     except OSError:
         return path
     return path if found is None else parent / found[0]

@@ -69,7 +69,7 @@ PATH_START = re.compile(r"(?:/|[A-Za-z]:[\\/]|\\\\)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Pattern:
+class PrivatePattern:
     """A pattern of private data, and its replacement."""
 
     find: str
@@ -77,8 +77,8 @@ class Pattern:
 
 
 @cache
-def _patterns() -> tuple[Pattern, ...]:
-    return read_rows(Path(__file__).with_name("redact.toml"), Pattern)
+def _patterns() -> tuple[PrivatePattern, ...]:
+    return read_rows(Path(__file__).with_name("redact.toml"), PrivatePattern)
 
 
 @dataclasses.dataclass(frozen=True)

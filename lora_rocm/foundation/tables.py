@@ -52,7 +52,7 @@ def read_review(path: Path) -> Review:
 
 
 def _review(path: Path, value: object) -> Review:
-    found = _Reader(path, None).value(Review, value, (REVIEW,))
+    found = _TableReader(path, None).value(Review, value, (REVIEW,))
     assert isinstance(found, Review)
     return found
 
@@ -63,7 +63,7 @@ def read_table(path: Path, table: type[Table], functions: Functions | None = Non
     Raises:
         MachineError: the file cannot be read, or a row does not fit. It names the row and the key.
     """
-    found = _Reader(path, functions).value(table, _content(path), ())
+    found = _TableReader(path, functions).value(table, _content(path), ())
     assert isinstance(found, table)
     return found
 
@@ -74,7 +74,7 @@ def read_rows(path: Path, row: type[Table], functions: Functions | None = None) 
     if len(content) != 1:
         raise _invalid("it is not one array of tables", path)
     ((name, rows),) = content.items()
-    found = _Reader(path, functions).value(GenericAlias(tuple, (row, ...)), rows, (name,))
+    found = _TableReader(path, functions).value(GenericAlias(tuple, (row, ...)), rows, (name,))
     assert isinstance(found, tuple)
     return found
 
@@ -101,7 +101,7 @@ def _all_content(path: Path) -> dict[str, object]:
         raise _invalid(str(error), path) from error
 
 
-class _Reader:
+class _TableReader:
     """Converts the values of a file. ``at`` in its methods is the place of a value: keys and names of rows."""
 
     def __init__(self, path: Path, functions: Functions | None) -> None:

@@ -45,7 +45,7 @@ class Reserves:
 
 
 @dataclass(frozen=True)
-class Part:
+class BudgetItem:
     """One amount of the budget; negative if it is subtracted."""
 
     name: str
@@ -65,14 +65,14 @@ class MemoryBudget:
 
     total_bytes: int
     why: str
-    parts: tuple[Part, ...]
+    parts: tuple[BudgetItem, ...]
     capped: bool = True
     limit_bytes: int = 0
     kept_free_bytes: int = 0
     library_bytes: int = 0
 
 
-def parts_text(parts: tuple[Part, ...]) -> str:
+def parts_text(parts: tuple[BudgetItem, ...]) -> str:
     """The parts as text: "24.0 GiB memory of the card, 1.4 GiB held by other programs, 1.2 GiB for libraries"."""
     return ", ".join(f"{size_text(abs(part.num_bytes))} {part.name}" for part in parts)
 
@@ -99,18 +99,20 @@ def budget(facts: HostFacts, gpu: Gpu, reserves: Reserves) -> MemoryBudget | Non
 def _discrete(facts: HostFacts, gpu: Gpu, reserves: Reserves) -> MemoryBudget | None:
     if gpu.vram_bytes is None:
         return None
-    card = Part(OF_CARD, gpu.vram_bytes)
+    card = BudgetItem(OF_CARD, gpu.vram_bytes)
     if gpu.vendor != "amd":
         return MemoryBudget(gpu.vram_bytes, "the card's own memory", (card,), False, gpu.vram_bytes)
     shows, held = _shows_desktop(facts, gpu), gpu.vram_used_bytes
     if held is not None:
-        others = Part(HELD, -held)
+        others = BudgetItem(HELD, -held)
     else:
-        others = Part(DESKTOP, -desktop_bytes(gpu.vram_bytes) if shows else 0)
+        others = BudgetItem(DESKTOP, -desktop_bytes(gpu.vram_bytes) if shows else 0)
     return card_budget(card, others, reserves, is_linux=facts.system == "linux" and not facts.is_wsl, shows=shows)
 
 
-def card_budget(card: Part, others: Part, reserves: Reserves, *, is_linux: bool, shows: bool) -> MemoryBudget:
+def card_budget(
+    card: BudgetItem, others: BudgetItem, reserves: Reserves, *, is_linux: bool, shows: bool
+) -> MemoryBudget:
     """The budget of an AMD card with dedicated memory.
 
     Args:
@@ -122,7 +124,7 @@ def card_budget(card: Part, others: Part, reserves: Reserves, *, is_linux: bool,
     """
     kept = (reserves.kept_free_mib if shows else reserves.headless_mib) * MIB if is_linux else 0
     libraries = reserves.libraries_mib * MIB
-    parts = (card, others, Part(LIBRARIES, -libraries), Part(KEPT_FREE, -kept))
+    parts = (card, others, BudgetItem(LIBRARIES, -libraries), BudgetItem(KEPT_FREE, -kept))
     total = max(0, sum(part.num_bytes for part in parts))
     limit = max(0, card.num_bytes - libraries - kept) if others.name == HELD else total
     why = "the card's own memory, less what other programs and libraries need"
@@ -147,13 +149,13 @@ def _windows_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
     """Dedicated memory. If more can be shared: both, less the system's reserve."""
     if gpu.vram_bytes is None or facts.memory_bytes is None:
         return None
-    dedicated = Part("dedicated memory", gpu.vram_bytes)
+    dedicated = BudgetItem("dedicated memory", gpu.vram_bytes)
     shared = facts.memory_bytes // 2
     if gpu.vram_bytes >= shared:
         why = "dedicated memory, less what the desktop needs; more would be spilled, and slow"
         return _less_display(why, gpu.vram_bytes, (dedicated,))
     free = _free_for_gpu(facts)
-    parts = (dedicated, Part("main memory that can be shared", shared), *free)
+    parts = (dedicated, BudgetItem("main memory that can be shared", shared), *free)
     total = gpu.vram_bytes + min([shared, *_sum_if_any(free)])
     return MemoryBudget(total, "dedicated and shared memory, less what the system keeps", parts, limit_bytes=total)
 
@@ -162,11 +164,15 @@ def _linux_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
     """The larger of the two pools. Mapped memory is taken from main memory; the carve-out is not part of it."""
     carved, mapped = gpu.vram_bytes or 0, gpu.gtt_bytes or 0
     pages = facts.linux.ttm_pages_limit if facts.linux is not None else None
-    limits = (Part("limit of the kernel (pages_limit)", pages * PAGE_BYTES),) if pages else ()
+    limits = (BudgetItem("limit of the kernel (pages_limit)", pages * PAGE_BYTES),) if pages else ()
     mapped = min([mapped, *(part.num_bytes for part in limits)])
     if max(carved, mapped) <= 0:
         return None
-    parts = (Part("carved out by the BIOS", carved), Part("can be mapped (GTT)", gpu.gtt_bytes or 0), *limits)
+    parts = (
+        BudgetItem("carved out by the BIOS", carved),
+        BudgetItem("can be mapped (GTT)", gpu.gtt_bytes or 0),
+        *limits,
+    )
     if carved >= mapped:
         return _less_display("the BIOS's carve-out, less what the desktop needs", carved, parts)
     free = _free_for_gpu(facts)
@@ -175,21 +181,21 @@ def _linux_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
     return MemoryBudget(total, why, (*parts, *free), limit_bytes=total)
 
 
-def _free_for_gpu(facts: HostFacts) -> tuple[Part, ...]:
+def _free_for_gpu(facts: HostFacts) -> tuple[BudgetItem, ...]:
     """Free main memory and the system's reserve; empty if they could not be read."""
     if facts.memory_bytes is None or facts.memory_available_bytes is None:
         return ()
     return (
-        Part("main memory that is free", facts.memory_available_bytes),
-        Part("kept for the system", -host_reserve(facts.memory_bytes)),
+        BudgetItem("main memory that is free", facts.memory_available_bytes),
+        BudgetItem("kept for the system", -host_reserve(facts.memory_bytes)),
     )
 
 
-def _sum_if_any(parts: tuple[Part, ...]) -> list[int]:
+def _sum_if_any(parts: tuple[BudgetItem, ...]) -> list[int]:
     return [max(0, sum(part.num_bytes for part in parts))] if parts else []
 
 
-def _less_display(why: str, pool_bytes: int, parts: tuple[Part, ...]) -> MemoryBudget:
+def _less_display(why: str, pool_bytes: int, parts: tuple[BudgetItem, ...]) -> MemoryBudget:
     reserve = desktop_bytes(pool_bytes)
     total = max(0, pool_bytes - reserve)
-    return MemoryBudget(total, why, (*parts, Part(DESKTOP, -reserve)), limit_bytes=total)
+    return MemoryBudget(total, why, (*parts, BudgetItem(DESKTOP, -reserve)), limit_bytes=total)

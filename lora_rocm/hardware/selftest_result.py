@@ -40,7 +40,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Stack:
+class SoftwareAndGpu:
     """The software stack and GPU that a self-test result holds for."""
 
     torch: str
@@ -57,7 +57,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SelftestVerdict:
     """All self-test results on one stack.
 
     Attributes:
@@ -66,7 +66,7 @@ class Verdict:
             them too.
     """
 
-    stack: Stack
+    stack: SoftwareAndGpu
     results: tuple[Result, ...]
     fast: tuple[Result, ...] = ()
     remedies: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Verdict:
         return {"format": FORMAT, **asdict(self)}
 
 
-def verdict_from_json(value: dict[str, Any]) -> Verdict:
+def verdict_from_json(value: dict[str, Any]) -> SelftestVerdict:
     """The inverse of ``to_json``.
 
     Raises:
@@ -114,7 +114,7 @@ def verdict_from_json(value: dict[str, Any]) -> Verdict:
     if value["format"] != FORMAT:
         raise ValueError(f"format {value['format']}")
     results, fast = (tuple(_result(**item) for item in value[name]) for name in ("results", "fast"))
-    return Verdict(Stack(**value["stack"]), results, fast, tuple(map(str, value["remedies"])))
+    return SelftestVerdict(SoftwareAndGpu(**value["stack"]), results, fast, tuple(map(str, value["remedies"])))
 
 
 def _result(name: str, status: Status, seconds: float, detail: str) -> Result:
@@ -123,7 +123,7 @@ def _result(name: str, status: Status, seconds: float, detail: str) -> Result:
     return Result(str(name), status, float(seconds), str(detail))
 
 
-def stored(folder: Path, stack: Stack) -> Verdict | None:
+def stored(folder: Path, stack: SoftwareAndGpu) -> SelftestVerdict | None:
     """The stored verdict on this stack, or None. A damaged file counts as none, so the self-test runs again."""
     try:
         found = verdict_from_json(json.loads(path_of(folder, stack).read_text(encoding="utf-8")))
@@ -132,6 +132,6 @@ def stored(folder: Path, stack: Stack) -> Verdict | None:
     return found if found.stack == stack else None
 
 
-def path_of(folder: Path, stack: Stack) -> Path:
+def path_of(folder: Path, stack: SoftwareAndGpu) -> Path:
     """The file of the verdict on a stack."""
     return folder / f"selftest-{stack.key}.json"

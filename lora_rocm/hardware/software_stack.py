@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from lora_rocm.hardware.facts import HostFacts
 from lora_rocm.hardware.gpu_select import Selection
-from lora_rocm.hardware.selftest_result import Stack
+from lora_rocm.hardware.selftest_result import SoftwareAndGpu
 
 STACK = "LORA_ROCM_STACK"
-"""The variable by which a heavy process learns ``Stack.key``; empty without a GPU."""
+"""The variable by which a heavy process learns ``SoftwareAndGpu.key``; empty without a GPU."""
 
 
-def stack_of(facts: HostFacts, selection: Selection) -> Stack | None:
+def stack_of(facts: HostFacts, selection: Selection) -> SoftwareAndGpu | None:
     """Torch, runtime, driver and GPU as text; None without torch or without a usable GPU."""
     torch = facts.torch
     if torch is None:
         return None
     if selection.gpu is not None and torch.hip is not None:
         driver = selection.gpu.driver or _linux_driver(facts)
-        return Stack(torch.version, f"hip {torch.hip}", driver, selection.gpu.gfx or selection.gpu.name)
+        return SoftwareAndGpu(torch.version, f"hip {torch.hip}", driver, selection.gpu.gfx or selection.gpu.name)
     nvidia = next((gpu for gpu in facts.gpus if gpu.vendor == "nvidia"), None)
     if nvidia is not None and torch.cuda is not None:
-        return Stack(torch.version, f"cuda {torch.cuda}", nvidia.driver or "unknown", nvidia.name)
+        return SoftwareAndGpu(torch.version, f"cuda {torch.cuda}", nvidia.driver or "unknown", nvidia.name)
     return None
 
 

@@ -185,7 +185,7 @@ def _use(facts: HostFacts, selection: Selection) -> _Use:
             note = f"{named(amd)} is not used: {weak}.{hint}"
             return _Use("cpu", amd, "there is no GPU worth training on, so for the CPU.", (note,))
     if amd is not None:
-        return _Use("rocm", amd, "", _left_out(facts, amd))
+        return _Use("rocm", amd, "", _skipped(facts, amd))
     hidden = selection.by_user and facts.system != "macos"
     notes = ("a variable such as HIP_VISIBLE_DEVICES hides every AMD GPU",) if hidden else ()
     if nvidia is not None:
@@ -197,7 +197,7 @@ def _use(facts: HostFacts, selection: Selection) -> _Use:
     return _Use("cpu", None, "no GPU seen that training could use, so for the CPU.", notes)
 
 
-def _left_out(facts: HostFacts, used: Gpu) -> tuple[str, ...]:
+def _skipped(facts: HostFacts, used: Gpu) -> tuple[str, ...]:
     index = "cuda-windows" if facts.system == "windows" else "cuda"
     instead = f"AMD comes first here; {INDEX_VARIABLE}={index} would choose it"
     nvidia = tuple(f"{gpu.name} is not used: {instead}" for gpu in facts.gpus if gpu.vendor == "nvidia")

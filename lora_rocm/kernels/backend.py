@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lora_rocm.hardware.archs import TRITON_PACKAGES, triton_refusal
 
-Form = Literal["eager", "triton"]
+Implementation = Literal["eager", "triton"]
 
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": True}
 """Options of every launch. They fuse multiply and add. That is the default up to Triton 3.9 but not from 3.10 on, so
@@ -58,16 +58,16 @@ def available(device: torch.device) -> bool:
     return refusal(device) is None
 
 
-def launches(form: Form, x: Tensor, kernel: str) -> bool:
+def launches(implementation: Implementation, x: Tensor, kernel: str) -> bool:
     """Whether a function of ``x`` launches its Triton kernels. On the meta device it uses plain PyTorch instead.
 
     ``kernel``: "module.function: variant", the name of the compiled kernel. On the meta device, ``kernels_seen``
     collects it.
     """
-    if form == "triton" and x.is_meta:
+    if implementation == "triton" and x.is_meta:
         for names in _collecting:
             names.add(kernel)
-    return form == "triton" and not x.is_meta
+    return implementation == "triton" and not x.is_meta
 
 
 _collecting: list[set[str]] = []
@@ -84,6 +84,6 @@ def kernels_seen() -> Iterator[set[str]]:
         _collecting.remove(names)
 
 
-def form_for(device: torch.device, triton: bool = True) -> Form:
+def implementation_for(device: torch.device, triton: bool = True) -> Implementation:
     """The backend to use on a device. ``triton=False`` selects plain PyTorch."""
     return "triton" if triton and available(device) else "eager"

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.fingerprint_weights import BUFFERS_AT_ONCE, PLACE_FACTORS, TILE, TILE_FACTORS, WORDS_MULTIPLE
 
 TILES_AT_ONCE = {"cpu": 16, "cuda": 1024}
@@ -34,15 +34,15 @@ def words_of(buffer_N: Tensor) -> Tensor:
     return words
 
 
-def add_fingerprints(words: Sequence[Tensor], found_K: Tensor, form: Form) -> None:
+def add_fingerprints(words: Sequence[Tensor], found_K: Tensor, implementation: Implementation) -> None:
     """Add the fingerprint of each of K buffers to ``found_K``. It does not synchronise, so it can be captured.
 
     Args:
         words: K times int32 [N], of any sizes (``words_of``).
         found_K: int64.
-        form: see ``backend``.
+        implementation: see ``backend``.
     """
-    if form == "triton":
+    if implementation == "triton":
         from lora_rocm.kernels.fingerprint_triton import launch_fingerprints
 
         for first in range(0, len(words), BUFFERS_AT_ONCE):
@@ -52,7 +52,9 @@ def add_fingerprints(words: Sequence[Tensor], found_K: Tensor, form: Form) -> No
         found_K.add_(torch.cat([_fingerprint(words_N) for words_N in words]))
 
 
-def compare(found_K: Tensor, known_K: Tensor, changed_K: Tensor, changed: Tensor, form: Form) -> None:
+def compare(
+    found_K: Tensor, known_K: Tensor, changed_K: Tensor, changed: Tensor, implementation: Implementation
+) -> None:
     """Mark the buffers with different fingerprints, and set ``changed`` if any is marked. Zeroes ``found_K``.
 
     Args:
@@ -60,9 +62,9 @@ def compare(found_K: Tensor, known_K: Tensor, changed_K: Tensor, changed: Tensor
         known_K: int64, expected fingerprints.
         changed_K: float32, 0 or 1; a mark stays set.
         changed: float32 0-d.
-        form: see ``backend``.
+        implementation: see ``backend``.
     """
-    if form == "triton":
+    if implementation == "triton":
         from lora_rocm.kernels.fingerprint_triton import launch_compare
 
         launch_compare(found_K, known_K, changed_K, changed)
@@ -72,7 +74,7 @@ def compare(found_K: Tensor, known_K: Tensor, changed_K: Tensor, changed: Tensor
     found_K.sub_(found_K)  # zero_ would be a memset, which graphs lack in some versions of ROCm
 
 
-def renew(found_K: Tensor, known_K: Tensor, held: Tensor, stays_K: Tensor, form: Form) -> None:
+def renew(found_K: Tensor, known_K: Tensor, held: Tensor, stays_K: Tensor, implementation: Implementation) -> None:
     """Copy ``found_K`` to ``known_K``, except for buffers that have to stay, and zero ``found_K``.
 
     Args:
@@ -80,9 +82,9 @@ def renew(found_K: Tensor, known_K: Tensor, held: Tensor, stays_K: Tensor, form:
         known_K: int64, fingerprints to replace.
         held: float32 0-d, 0 or 1.
         stays_K: float32, 1 for buffers that must not change while ``held`` is 1; they keep their ``known_K``.
-        form: see ``backend``.
+        implementation: see ``backend``.
     """
-    if form == "triton":
+    if implementation == "triton":
         from lora_rocm.kernels.fingerprint_triton import launch_renew
 
         launch_renew(found_K, known_K, held, stays_K)

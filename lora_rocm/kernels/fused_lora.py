@@ -153,8 +153,8 @@ def _weight(weight_OI: Tensor | None, dense: Callable[[], Tensor] | None) -> Ten
     return weight_OI
 
 
-def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+def _scaled_product(left: Tensor, right_factor: Tensor, scale: float) -> Tensor:
     """``scale * left @ right`` as one product (with beta 0 the uninitialised output is not read)."""
     if scale == 1:
-        return left @ right
-    return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scale)
+        return left @ right_factor
+    return left.new_empty(left.shape[0], right_factor.shape[1]).addmm_(left, right_factor, beta=0, alpha=scale)

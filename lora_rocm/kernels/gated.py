@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from lora_rocm.kernels import backend
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 
 Activation = Literal["gelu", "gelu-tanh", "silu"]
 ACTIVATIONS: dict[Activation, tuple[Callable[..., Tensor], ...]] = {
@@ -30,12 +30,12 @@ ACTIVATIONS: dict[Activation, tuple[Callable[..., Tensor], ...]] = {
 }
 
 
-def gated(activation: Activation, form: Form, a: Tensor, g: Tensor | None = None) -> Tensor:
+def gated(activation: Activation, implementation: Implementation, a: Tensor, g: Tensor | None = None) -> Tensor:
     """Return ``a * activation(g)`` in the dtype of ``a``. Only ``a`` and ``g`` are saved for the backward pass.
 
     Args:
         activation: of ``g``.
-        form: see ``backend``.
+        implementation: see ``backend``.
         a: [..., N], or without ``g`` [..., 2N]: a is then the first half, g the second. The backward pass overwrites it
             with its gradient, so nothing else may use it then.
         g: as ``a``.
@@ -43,7 +43,7 @@ def gated(activation: Activation, form: Form, a: Tensor, g: Tensor | None = None
     if torch.compiler.is_compiling():  # the compiler fuses it, and refuses writes into halves
         a, g = _halves(a, g)
         output: Tensor = a * ACTIVATIONS[activation][0](g)
-    elif backend.launches(form, a, f"gated.gated: {activation}"):
+    elif backend.launches(implementation, a, f"gated.gated: {activation}"):
         from lora_rocm.kernels.gated_triton import TritonGated
 
         output = TritonGated.apply(activation, a, g)
@@ -52,7 +52,7 @@ def gated(activation: Activation, form: Form, a: Tensor, g: Tensor | None = None
     return output
 
 
-def activated(activation: Activation, form: Form, g: Tensor) -> Tensor:
+def activated(activation: Activation, implementation: Implementation, g: Tensor) -> Tensor:
     """``activation(g)`` for a ``g`` that is used nowhere else.
 
     Plain PyTorch keeps ``g``, and the backward pass overwrites it with its gradient. The kernels keep the slope of a
@@ -62,8 +62,10 @@ def activated(activation: Activation, form: Form, g: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         output: Tensor = ACTIVATIONS[activation][0](g)
-    elif form == "triton" and g.dtype is torch.bfloat16:
-        backend.launches(form, g, f"gated.activated: {activation}")  # decided below, where the same tensors are kept
+    elif implementation == "triton" and g.dtype is torch.bfloat16:
+        backend.launches(
+            implementation, g, f"gated.activated: {activation}"
+        )  # decided below, where the same tensors are kept
         output = _ActivatedWithSlopes.apply(activation, g)
     else:
         output = _Activated.apply(activation, g)

@@ -18,11 +18,15 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from lora_rocm.kernels import backend
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 
 
 def group_norm(
-    x_BCHW: Tensor, norm: nn.GroupNorm, form: Form, shift_BC: Tensor | None = None, silu: bool = True
+    x_BCHW: Tensor,
+    norm: nn.GroupNorm,
+    implementation: Implementation,
+    shift_BC: Tensor | None = None,
+    silu: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(normalised ``x + shift``, after SiLU if ``silu``; ``x`` itself, for a residual sum).
 
@@ -30,15 +34,15 @@ def group_norm(
     residual path needs no extra sum in the backward pass.
     """
     variant = f"{'one input' if shift_BC is None else 'sum'}, {'SiLU' if silu else 'no SiLU'}"
-    if backend.launches(form, x_BCHW, f"norms.group_norm: {variant}"):
+    if backend.launches(implementation, x_BCHW, f"norms.group_norm: {variant}"):
         from lora_rocm.kernels.group_norm_triton import TritonGroupNorm
 
         outputs: tuple[Tensor, Tensor] = TritonGroupNorm.apply(
             x_BCHW, shift_BC, norm.weight, norm.bias, norm.num_groups, norm.eps, silu
         )
         return outputs
-    if form == "triton":
-        hollow: tuple[Tensor, Tensor] = HollowGroupNorm.apply(x_BCHW, shift_BC, norm.num_groups)
+    if implementation == "triton":
+        hollow: tuple[Tensor, Tensor] = MetaGroupNorm.apply(x_BCHW, shift_BC, norm.num_groups)
         return hollow
     shifted = x_BCHW if shift_BC is None else x_BCHW + shift_BC[:, :, None, None]
     y = F.group_norm(shifted, norm.num_groups, norm.weight, norm.bias, norm.eps)
@@ -79,13 +83,15 @@ class Branch:
     eps: float | None = None
 
 
-def add_layer_norm(x: Tensor, delta: Tensor | None, norm: nn.LayerNorm, form: Form) -> tuple[Tensor, Tensor]:
+def add_layer_norm(
+    x: Tensor, delta: Tensor | None, norm: nn.LayerNorm, implementation: Implementation
+) -> tuple[Tensor, Tensor]:
     """``add_norm`` for a LayerNorm module; ``delta`` is the branch."""
     branch = None if delta is None else Branch(delta)
-    return add_norm(x, branch, RowNorm(norm.weight, norm.bias, norm.eps, centred=True), form)
+    return add_norm(x, branch, RowNorm(norm.weight, norm.bias, norm.eps, centred=True), implementation)
 
 
-def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, form: Form) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, implementation: Implementation) -> tuple[Tensor, Tensor]:
     """(``x`` plus the branch, its normalisation over the last dimension).
 
     If ``branch`` is None, the first is ``x`` itself, for a residual sum: the Triton kernel for the second gradient also
@@ -95,9 +101,9 @@ def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, form: Form) -> tup
         x: [B, ..., D]. The sum has its dtype.
         branch: its ``y`` as ``x``. With a float32 ``x`` it may have fewer bits (see ``residual_stream``).
         norm: of the sum.
-        form: see ``backend``.
+        implementation: see ``backend``.
     """
-    if backend.launches(form, x, _name("add_norm", x, branch, norm)):
+    if backend.launches(implementation, x, _name("add_norm", x, branch, norm)):
         total, y = _triton(x, branch, norm)
         assert y is not None, "there is a norm"
         return total, y
@@ -114,17 +120,17 @@ def residual_stream(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.float16 else x
 
 
-def normal_again(total: Tensor, norm: RowNorm, form: Form) -> Callable[[], Tensor]:
+def normal_again(total: Tensor, norm: RowNorm, implementation: Implementation) -> Callable[[], Tensor]:
     """A function that recomputes the second output of ``add_norm`` from the first."""
     weight, bias = norm.weight.detach(), None if norm.bias is None else norm.bias.detach()
     frozen = replace(norm, weight=weight, bias=bias)
-    return lambda: add_norm(total.detach(), None, frozen, form)[1]
+    return lambda: add_norm(total.detach(), None, frozen, implementation)[1]
 
 
-def add_branch(x: Tensor, branch: Branch, form: Form) -> Tensor:
+def add_branch(x: Tensor, branch: Branch, implementation: Implementation) -> Tensor:
     """``x`` plus the branch; both are [B, ..., D]."""
     if (branch.eps is not None or branch.gate is not None) and backend.launches(
-        form, x, _name("add_branch", x, branch, None)
+        implementation, x, _name("add_branch", x, branch, None)
     ):
         return _triton(x, branch, None)[0]
     y = branch.y if branch.eps is None else rms_normal(branch.y, branch.eps)
@@ -217,11 +223,11 @@ class _GatedSum(Function):
         return gradient, (gradient * ctx.gate).to(ctx.dtype), None
 
 
-def residual(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor | None, form: Form) -> Tensor:
+def residual(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor | None, implementation: Implementation) -> Tensor:
     """``x + y + bias`` with a frozen bias per channel."""
     if bias_C is None:
         return x_BCHW + y_BCHW
-    if backend.launches(form, x_BCHW, "norms.residual: bias"):
+    if backend.launches(implementation, x_BCHW, "norms.residual: bias"):
         from lora_rocm.kernels.group_norm_triton import TritonResidual
 
         output: Tensor = TritonResidual.apply(x_BCHW, y_BCHW, bias_C)
@@ -229,7 +235,7 @@ def residual(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor | None, form: Form) 
     return x_BCHW + y_BCHW + bias_C[:, None, None]
 
 
-class HollowGroupNorm(Function):
+class MetaGroupNorm(Function):
     """(x, shift_BC, groups) -> (normalised, x). Keeps ``x`` and two numbers per group, as ``TritonGroupNorm`` does."""
 
     @staticmethod

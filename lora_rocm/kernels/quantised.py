@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.kernels import backend
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat
 
 BLOCK, NESTED_BLOCK = 64, 256
@@ -59,7 +59,7 @@ class QuantisedLinears(ABC):
         """Bytes of the tensors of ``packed``, made from a layer of this dtype, without the bias."""
 
     @abstractmethod
-    def unpack(self, layer: PackedLinear, form: Form, out_OI: Tensor) -> None: ...
+    def unpack(self, layer: PackedLinear, implementation: Implementation, out_OI: Tensor) -> None: ...
 
     def takes(self, layer: nn.Linear) -> bool:
         """Whether a layer of this size can be stored."""
@@ -112,10 +112,10 @@ class ScaledRows(QuantisedLinears):
     def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
         return layer.weight.numel() * self.stored.itemsize + layer.out_features * torch.float32.itemsize
 
-    def unpack(self, layer: PackedLinear, form: Form, out_OI: Tensor) -> None:
+    def unpack(self, layer: PackedLinear, implementation: Implementation, out_OI: Tensor) -> None:
         scale_O1 = layer.get_buffer("weight_scale")
-        if form == "triton":
-            if backend.launches(form, out_OI, f"quantised.unpack: {self.name}"):
+        if implementation == "triton":
+            if backend.launches(implementation, out_OI, f"quantised.unpack: {self.name}"):
                 from lora_rocm.kernels.unpack_triton import launch_rows
 
                 codes_OI = layer.weight if self.stored is torch.int8 else layer.weight.view(torch.uint8)
@@ -162,10 +162,10 @@ class Nf4(QuantisedLinears):
         nested = nested_blocks * (NESTED_BLOCK + torch.float32.itemsize) + torch.float32.itemsize
         return layer.weight.numel() // 2 + nested + tables
 
-    def unpack(self, layer: PackedLinear, form: Form, out_OI: Tensor) -> None:
+    def unpack(self, layer: PackedLinear, implementation: Implementation, out_OI: Tensor) -> None:
         table, pairs = layer.get_buffer("table"), layer.weight.view(torch.uint8)
-        if form == "triton":
-            if backend.launches(form, out_OI, f"quantised.unpack: {self.name}"):
+        if implementation == "triton":
+            if backend.launches(implementation, out_OI, f"quantised.unpack: {self.name}"):
                 from lora_rocm.kernels.unpack_triton import launch_nf4
 
                 codes_K, code = layer.get_buffer("nested_codes"), layer.get_buffer("code")

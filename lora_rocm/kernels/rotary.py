@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.kernels import backend
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.norms import rms_normal
 
 
@@ -42,7 +42,9 @@ class Rotation:
         return cls(cos, sin, interleaved=False)
 
 
-def norm_rotary(streams: Sequence[tuple[Tensor, Tensor | None]], eps: float, rotation: Rotation, form: Form) -> Tensor:
+def norm_rotary(
+    streams: Sequence[tuple[Tensor, Tensor | None]], eps: float, rotation: Rotation, implementation: Implementation
+) -> Tensor:
     """Normalise and rotate the heads of consecutive streams of tokens.
 
     Only the rotation and the inputs of heads with a norm are kept for the backward pass.
@@ -51,14 +53,14 @@ def norm_rotary(streams: Sequence[tuple[Tensor, Tensor | None]], eps: float, rot
         streams: (heads [B, S, H, D], frozen weight [D] of their RMSNorm or None without one) of each.
         eps: of the norms.
         rotation: of the tokens of all streams.
-        form: see ``backend``.
+        implementation: see ``backend``.
 
     Returns:
         [B, S, H, D], contiguous, in the dtype of the heads; S is the sum over all streams.
     """
     pairs_of = "neighbours" if rotation.interleaved else "halves"
     norms = "no norm" if streams[0][1] is None else "norm"
-    if backend.launches(form, streams[0][0], f"rotary.norm_rotary: {pairs_of}, {norms}"):
+    if backend.launches(implementation, streams[0][0], f"rotary.norm_rotary: {pairs_of}, {norms}"):
         from lora_rocm.kernels.rotary_triton import TritonNormRotary
 
         turned: Tensor = TritonNormRotary.apply(

@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 
 from lora_rocm.kernels import backend
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 
 
 @torch.no_grad()
 def to_loss_gradient(
-    logits_NV: Tensor, labels_N: Tensor, ignored: int, form: Form, scale: float = 1.0, cap: float | None = None
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    ignored: int,
+    implementation: Implementation,
+    scale: float = 1.0,
+    cap: float | None = None,
 ) -> Tensor:
     """Overwrite logits with the gradient of each token's cross-entropy, and return the cross-entropies, float32 [N].
 
@@ -24,11 +29,13 @@ def to_loss_gradient(
         logits_NV: contiguous.
         labels_N: int64, the target token of each row, or ``ignored``, where loss and gradient are 0.
         ignored: negative.
-        form: see ``backend``.
+        implementation: see ``backend``.
         scale: of the logits.
         cap: None: there is none.
     """
-    if backend.launches(form, logits_NV, f"token_loss.to_loss_gradient: {'no cap' if cap is None else 'cap'}"):
+    if backend.launches(
+        implementation, logits_NV, f"token_loss.to_loss_gradient: {'no cap' if cap is None else 'cap'}"
+    ):
         from lora_rocm.kernels.token_loss_triton import launch
 
         return launch(logits_NV, labels_N, ignored, scale, cap)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 
 
 class WeightFormat(Protocol):
@@ -38,7 +38,7 @@ class WeightFormat(Protocol):
             dtype: dtype of everything that the format leaves dense.
         """
 
-    def unpack(self, layer: PackedLinear, form: Form, out_OI: Tensor) -> None:
+    def unpack(self, layer: PackedLinear, implementation: Implementation, out_OI: Tensor) -> None:
         """Write the weight of a packed layer, rounded to the dtype of ``out_OI``, which is contiguous."""
 
 
@@ -55,7 +55,7 @@ class DenseFormat:
         """Refuse: no layer is chosen."""
         raise ValueError(f"{layer} stays dense")
 
-    def unpack(self, layer: PackedLinear, form: Form, out_OI: Tensor) -> None:
+    def unpack(self, layer: PackedLinear, implementation: Implementation, out_OI: Tensor) -> None:
         """Refuse: no packed layer has this format."""
         raise ValueError(f"{layer} is not dense")
 
@@ -113,11 +113,11 @@ class PackedLinear(nn.Linear):
         buffers: further packed tensors, by name.
 
     Attributes:
-        form: backend of the kernel that computes the dense weight for a product.
+        implementation: backend of the kernel that computes the dense weight for a product.
     """
 
     weight_format: WeightFormat
-    form: Form = "eager"
+    implementation: Implementation = "eager"
 
     def __init__(self, layer: nn.Linear, weight_format: WeightFormat, weight: Tensor, **buffers: Tensor) -> None:
         nn.Module.__init__(self)
@@ -129,11 +129,13 @@ class PackedLinear(nn.Linear):
             self.register_buffer(name, buffer)
         self.train(layer.training)
 
-    def dense(self, dtype: torch.dtype, form: Form | None = None, out_OI: Tensor | None = None) -> Tensor:
-        """The dense weight [O, I], in a new tensor or in ``out_OI``; ``form`` replaces the layer's own."""
+    def dense(
+        self, dtype: torch.dtype, implementation: Implementation | None = None, out_OI: Tensor | None = None
+    ) -> Tensor:
+        """The dense weight [O, I], in a new tensor or in ``out_OI``; ``implementation`` replaces the layer's own."""
         if out_OI is None:
             out_OI = self.weight.new_empty(dense_shape(self), dtype=dtype)
-        self.weight_format.unpack(self, form or self.form, out_OI)
+        self.weight_format.unpack(self, implementation or self.implementation, out_OI)
         return out_OI
 
     def forward(self, input: Tensor) -> Tensor:
@@ -166,8 +168,8 @@ def joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype) -> Tensor
     return weight_OI
 
 
-def use_form(component: nn.Module, form: Form) -> None:
+def use_implementation(component: nn.Module, implementation: Implementation) -> None:
     """Set the backend with which the packed layers of a component compute their dense weights."""
     for layer in component.modules():
         if isinstance(layer, PackedLinear):
-            layer.form = form
+            layer.implementation = implementation

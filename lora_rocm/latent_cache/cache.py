@@ -111,7 +111,7 @@ class LatentCache:
             raise CacheEntryBad(f"{path}: {error}") from error
         return end - begin
 
-    def put(self, kind: str, key: str, tensors: Mapping[str, Tensor], item: str) -> None:
+    def write_tensors(self, kind: str, key: str, tensors: Mapping[str, Tensor], item: str) -> None:
         """Serialise and write an entry: ``content_of``, then ``write``."""
         self.write(kind, key, self.content_of(kind, key, tensors, item))
 

@@ -10,11 +10,11 @@ from lora_rocm.dataset.rows.hf_datasets import DatasetRow, UnreadableCell
 from lora_rocm.dataset.sources.folders import shown
 from lora_rocm.dataset.sources.sample_image import bytes_at
 from lora_rocm.errors import DataError
-from lora_rocm.latent_cache.image_preprocess import Wanted, hash_of
+from lora_rocm.latent_cache.image_preprocess import EncodeRequest, hash_of
 
 
 @dataclass(frozen=True, slots=True)
-class CompanionWanted(Wanted):
+class CompanionWanted(EncodeRequest):
     """The companion of a sample, with entries that have to be in the cache.
 
     noun, fix: the companion's name in errors, and the errors' remedy.
@@ -45,7 +45,7 @@ class CompanionWanted(Wanted):
         if self.place is None:
             return b""
         if self.place == self.sample.location:
-            return Wanted.read(self)
+            return EncodeRequest.read(self)
         try:
             return bytes_at(self.place)
         except OSError as error:

@@ -12,10 +12,10 @@ from lora_rocm.dataset.companions.controls import CONTROL, CONTROL_FIX, control_
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.images.buckets import choose_bucket, covering
 from lora_rocm.dataset.images.image_io import UnreadableImage, cut, decode
-from lora_rocm.dataset.images.views import View
+from lora_rocm.dataset.images.views import ImageView
 from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, MEAN
 from lora_rocm.latent_cache.companion import CompanionWanted
-from lora_rocm.latent_cache.image_preprocess import Wanted, pixels_of
+from lora_rocm.latent_cache.image_preprocess import EncodeRequest, pixels_of
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -55,7 +55,7 @@ class ControlEncoder:
         tiled = self.images.in_tiles()
         return None if tiled is None else replace(self, images=tiled)
 
-    def companion_of(self, image: Wanted) -> Wanted:
+    def companion_of(self, image: EncodeRequest) -> EncodeRequest:
         companion = image.sample.companion(self.entry.name)
         assert companion is not None, "an image without a control image is refused"
         geometry, data = image.geometry, self.data
@@ -71,8 +71,8 @@ class ControlEncoder:
             )
         return ControlWanted(image.sample, geometry, image.views, place=companion.place, kind=self.entry.name)
 
-    def load(self, door: Placement) -> Encode:
-        encode, name = self.images.load(door), self.entry.name
+    def load(self, placement: Placement) -> Encode:
+        encode, name = self.images.load(placement), self.entry.name
         (tensor,) = self.entry.tensors
 
         def encode_control(inputs: Inputs) -> Tensors:
@@ -103,8 +103,8 @@ class ControlWanted(CompanionWanted):
         except UnreadableImage as error:
             raise self.unusable(f"cannot be read: {error}") from error
 
-    def tensor(self, image: Image.Image, view: View) -> Tensor:
+    def tensor(self, image: Image.Image, view: ImageView) -> Tensor:
         return pixels_of(cut(image, covering((image.height, image.width), self.geometry.target_hw), view.flip))
 
-    def parts(self, sha256: str, view: View) -> tuple[object, ...]:
+    def parts(self, sha256: str, view: ImageView) -> tuple[object, ...]:
         return sha256, (self.geometry.target_hw, view.flip)

@@ -33,8 +33,16 @@ from lora_rocm.errors import DataError, MachineError, Problem, resume_advice
 from lora_rocm.latent_cache.cache import MISSING, entry_key
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.image_encoding import CPU, Filling, LoadedEncoder
-from lora_rocm.latent_cache.image_preprocess import Entry, Looked, Wanted, hash_of, looked_at, made_ready, read_by
-from lora_rocm.latent_cache.prefetch import Behind, ahead
+from lora_rocm.latent_cache.image_preprocess import (
+    EncodeRequest,
+    ImageEntry,
+    LookupResult,
+    hash_of,
+    lookup_all,
+    made_ready,
+    read_by,
+)
+from lora_rocm.latent_cache.prefetch import BackgroundWriter, ahead
 
 if TYPE_CHECKING:
     from lora_rocm.device.placement.base import Placement
@@ -42,8 +50,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Caches", "Encoding", "Found"]
 
-Found = Callable[[int, str, Looked], None]
-"""Called with a sample's index, an entry's name and a ``Looked``, once all entries of that name exist for it."""
+Found = Callable[[int, str, LookupResult], None]
+"""Called with a sample's index, an entry's name and a ``LookupResult``, once all entries of that name exist for it."""
 
 LOOKED_AT_ONCE = 32  # samples that a thread looks up in the cache at a time
 
@@ -59,9 +67,9 @@ class Caches:
     encoding: Encoding
     encoders: Sequence[Encoder]
     all_could_be_read: bool = field(default=True, init=False)
-    _samples: Sequence[Wanted] = field(default=(), init=False)
+    _samples: Sequence[EncodeRequest] = field(default=(), init=False)
     _captions: Iterable[str] = field(default=(), init=False)
-    _pairs: Iterable[Wanted] = field(default=(), init=False)
+    _pairs: Iterable[EncodeRequest] = field(default=(), init=False)
 
     def of_images(self) -> list[Encoder]:
         """The encoders that read images alone."""
@@ -79,7 +87,9 @@ class Caches:
         """Key of a caption's entry."""
         return entry_key(encoder.entry.name, (caption,), encoder.fingerprint)
 
-    def belong(self, samples: Sequence[Wanted], captions: Iterable[str], pairs: Iterable[Wanted] = ()) -> None:
+    def set_samples(
+        self, samples: Sequence[EncodeRequest], captions: Iterable[str], pairs: Iterable[EncodeRequest] = ()
+    ) -> None:
         """Set all samples and captions of the run, among which ``repair`` and ``text_lookup`` search.
 
         ``pairs``: the samples with their captions.
@@ -88,9 +98,9 @@ class Caches:
 
     def fill_images(
         self,
-        samples: Sequence[Wanted],
+        samples: Sequence[EncodeRequest],
         memory: HashMemory | None = None,
-        found: Found = lambda index, entry, looked: None,
+        found: Found = lambda index, entry, lookup: None,
         encoders: Sequence[Encoder] | None = None,
     ) -> dict[str, Problem]:
         """Encode the missing entries of images.
@@ -107,7 +117,7 @@ class Caches:
         Raises:
             DataError: an encoder returned values that are not finite.
             StorageError: the cache cannot be written; existing entries remain.
-            MachineError: an image does not fit into memory, not even in tiles; or an error of ``Encoding.look``.
+            MachineError: an image does not fit into memory, not even in tiles; or an error of ``Encoding.check``.
         """
         if encoders is None:
             encoders, self._samples = self.of_images(), samples
@@ -156,8 +166,8 @@ class Caches:
         else:
             caption = next(caption for caption in self._captions if self.caption_key(encoder, caption) == key)
             tensors, place = self._encode_again(encoder, {CAPTION: caption}), repr(caption)
-        with Behind() as behind:
-            self.encoding.put_behind(behind, entry, key, tensors, place, reason)
+        with BackgroundWriter() as behind:
+            self.encoding.write_in_background(behind, entry, key, tensors, place, reason)
 
     def text_lookup(self, caption: str) -> Tensors:
         """The cached tensors of a caption or prompt of this run, without a batch dimension, on the CPU.
@@ -169,7 +179,7 @@ class Caches:
         """
         tensors: Tensors = {}
         for encoder in self.of_captions():
-            tensors |= self._looked_up(encoder, caption)
+            tensors |= self._lookup(encoder, caption)
         return tensors
 
     def mask_bytes(self, encoder: Encoder, caption: str) -> int:
@@ -184,7 +194,7 @@ class Caches:
             self.repair(entry.name, key, str(error))
             return cache.num_bytes(entry.name, key, entry.caption_mask)
 
-    def _looked_up(self, encoder: Encoder, caption: str) -> Tensors:
+    def _lookup(self, encoder: Encoder, caption: str) -> Tensors:
         entry, key, cache = encoder.entry, self.caption_key(encoder, caption), self.encoding.cache
         try:
             return cache.get(entry.name, key, entry.tensors).tensors
@@ -230,7 +240,7 @@ class Caches:
         for device in (self.encoding.device, CPU):
             empty_pools()
             try:
-                return self._made_once(encoder, self.encoding.open_door(device), inputs)
+                return self._made_once(encoder, self.encoding.opened_placement(device), inputs)
             except (RuntimeError, MemoryError) as error:
                 full = out_of_memory(error)
                 if full is None:
@@ -238,8 +248,8 @@ class Caches:
         assert full is not None, "one of the devices was tried"
         raise full
 
-    def _made_once(self, encoder: Encoder, door: Placement, inputs: Inputs) -> Tensors:
-        encode, held = encoder.load(door), self.encoding.held_back(lambda: door)
+    def _made_once(self, encoder: Encoder, placement: Placement, inputs: Inputs) -> Tensors:
+        encode, held = encoder.load(placement), self.encoding.pending_writes(lambda: placement)
         tensors = encode(inputs)
         held.add(lambda: None)  # only triggers the check; the caller writes the entry
         held.settle()
@@ -252,10 +262,12 @@ class Caches:
         progress = Progress("captions", total, encoding.report, total - count)
         with afterwards(empty_pools):
             try:
-                with Behind() as behind, loaded.held as held:
+                with BackgroundWriter() as behind, loaded.held as held:
                     for caption, fault in missing:
                         key, tensors = self.caption_key(encoder, caption), loaded({CAPTION: caption}, repr(caption))
-                        held.add(partial(encoding.put_behind, behind, name, key, tensors, repr(caption), fault))
+                        held.add(
+                            partial(encoding.write_in_background, behind, name, key, tensors, repr(caption), fault)
+                        )
                         progress.step()
             finally:
                 del loaded, held
@@ -267,7 +279,7 @@ class _Images:
 
     caches: Caches
     encoder: Encoder
-    samples: Sequence[Wanted]
+    samples: Sequence[EncodeRequest]
     memory: HashMemory
     found: Found
     failed: dict[str, Problem]
@@ -277,7 +289,7 @@ class _Images:
         name, missing, num_missing, there = self.encoder.entry.name, array("q"), 0, 0
         for index, looked in enumerate(self._looked_at()):
             if looked.problem is not None:
-                self._set_aside(self.samples[index], looked)
+                self._skip(self.samples[index], looked)
             elif looked.entries and not any(entry.fault for entry in looked.entries):
                 self.found(index, name, looked)
                 there += len(looked.entries)
@@ -287,12 +299,12 @@ class _Images:
         if missing:
             self._encode(missing, num_missing, there)
 
-    def _set_aside(self, wanted: Wanted, looked: Looked) -> None:
-        if looked.problem is not None and wanted.sample.key not in self.failed:
-            self.failed[wanted.sample.key] = looked.problem
-        self.caches.all_could_be_read &= not looked.passing
+    def _skip(self, wanted: EncodeRequest, lookup: LookupResult) -> None:
+        if lookup.problem is not None and wanted.sample.key not in self.failed:
+            self.failed[wanted.sample.key] = lookup.problem
+        self.caches.all_could_be_read &= not lookup.passing
 
-    def _entries_of(self, wanted: Wanted, sha256: str) -> tuple[Entry, ...]:
+    def _entries_of(self, wanted: EncodeRequest, sha256: str) -> tuple[ImageEntry, ...]:
         """The entries of a sample with their state in the cache; falls back to the tiled entry if only that exists."""
         cache, name = self.caches.encoding.cache, self.encoder.entry.name
         entries = []
@@ -304,12 +316,12 @@ class _Images:
             entries.append(replace(entry, fault=fault, in_tiles=in_tiles))
         return tuple(entries)
 
-    def _looked_at(self) -> Iterator[Looked]:
+    def _looked_at(self) -> Iterator[LookupResult]:
         samples = self.samples
         progress = Progress("hashes", len(samples), self.caches.encoding.report)
         starts = range(0, len(samples), LOOKED_AT_ONCE)
         parts = (samples[start : start + LOOKED_AT_ONCE] for start in starts)
-        with closing(ahead(partial(looked_at, self.memory, self._entries_of), parts, lambda part: 0)) as looked:
+        with closing(ahead(partial(lookup_all, self.memory, self._entries_of), parts, lambda part: 0)) as looked:
             for each in chain.from_iterable(looked):
                 yield each
                 progress.step()
@@ -330,7 +342,7 @@ class _Images:
                     for index, looked in zip(missing, ready, strict=True):
                         wanted = self.samples[index]
                         if looked.problem is not None:
-                            self._set_aside(wanted, looked)
+                            self._skip(wanted, looked)
                             progress.step(wanted.num_entries)
                             continue
                         if looked.file is not None:
@@ -340,7 +352,7 @@ class _Images:
                 del filling
 
 
-def entries_of(encoder: Encoder, wanted: Wanted, sha256: str) -> tuple[Entry, ...]:
+def entries_of(encoder: Encoder, wanted: EncodeRequest, sha256: str) -> tuple[ImageEntry, ...]:
     """The entries of a sample for one encoder: per view, per caption. ``sha256``: hash of the file it reads."""
     tiled, name = encoder.in_tiles(), encoder.entry.name
     entries = []
@@ -350,11 +362,11 @@ def entries_of(encoder: Encoder, wanted: Wanted, sha256: str) -> tuple[Entry, ..
             parts = image if caption is None else (*image, caption)
             whole_key = entry_key(name, parts, encoder.fingerprint)
             tiled_key = entry_key(name, parts, tiled.fingerprint) if tiled is not None else None
-            entries.append(Entry(view, caption, whole_key, tiled_key, wanted.reads))
+            entries.append(ImageEntry(view, caption, whole_key, tiled_key, wanted.reads))
     return tuple(entries)
 
 
-def _bytes_as_before(wanted: Wanted, sha256: str) -> bytes:
+def _bytes_as_before(wanted: EncodeRequest, sha256: str) -> bytes:
     """The undecoded bytes of an image, after checking that they still have the hash of the key.
 
     Raises:

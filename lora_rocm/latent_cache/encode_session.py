@@ -1,4 +1,4 @@
-"""``Encoding``: the run's context for filling the caches. ``HeldBack``: results that wait for a check."""
+"""``Encoding``: the run's context for filling the caches. ``PendingWrites``: results that wait for a check."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from lora_rocm.rundir.run_context import NOBODY, RunContext
 
 if TYPE_CHECKING:
     from lora_rocm.families.base import Encoder, Tensors
-    from lora_rocm.latent_cache.prefetch import Behind
+    from lora_rocm.latent_cache.prefetch import BackgroundWriter
 
 
-OpenDoor = Callable[[torch.device], Placement]
+OpenPlacement = Callable[[torch.device], Placement]
 Look = Callable[[Placement], None]
 """Raises if kernels are faulty, or if weights sent through this transfer are corrupt."""
 FIRST_HELD = 1  # entries; doubled each time, so that a run that fails early has written some
@@ -33,12 +33,12 @@ MOST_HELD = 64  # entries: some 40 MB for images of 1024x1024
 MOST_HELD_S = 60.0  # the most work that a power failure may cost
 
 
-def plain_door(device: torch.device) -> Placement:
+def plain_placement(device: torch.device) -> Placement:
     """A transfer to a device from unpinned memory, without a planned transfer method."""
     return Resident(DeviceTransfer(device, pin=False))
 
 
-class HeldBack:
+class PendingWrites:
     """Keeps results pending until a check of kernels and weights passes, then writes them; without a check, at once.
 
     Otherwise a faulty kernel would poison the cache permanently: fingerprints prove that an entry is the encoder's
@@ -52,13 +52,13 @@ class HeldBack:
         look: the check; called before the first result is computed, and before results are written.
     """
 
-    def __init__(self, look: Callable[[], None] | None) -> None:
-        self._look, self._held, self._since = look, list[Callable[[], None]](), time.monotonic()
+    def __init__(self, check: Callable[[], None] | None) -> None:
+        self._check, self._held, self._since = check, list[Callable[[], None]](), time.monotonic()
         self._most = FIRST_HELD
-        if look is not None:
-            look()
+        if check is not None:
+            check()
 
-    def __enter__(self) -> HeldBack:
+    def __enter__(self) -> PendingWrites:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -68,7 +68,7 @@ class HeldBack:
 
     def add(self, keep: Callable[[], None]) -> None:
         """Add a result; ``keep`` writes it."""
-        if self._look is None:
+        if self._check is None:
             keep()
             return
         self._held.append(keep)
@@ -83,8 +83,8 @@ class HeldBack:
             CanaryError: the check failed; the pending results are discarded.
         """
         held, self._held, self._since = self._held, [], time.monotonic()
-        if held and self._look is not None:
-            self._look()
+        if held and self._check is not None:
+            self._check()
         for keep in held:
             keep()
 
@@ -96,10 +96,10 @@ class Encoding:
     report: receives the progress.
     context: receives an event if an encoder moves to the CPU or to tiles, and for each damaged entry encoded again.
     tiles: image encoders work in tiles; set after running out of memory.
-    open_door: opens a placement of weights on a device; its transfer sends inputs and receives results.
+    opened_placement: opens a placement of weights on a device; its transfer sends inputs and receives results.
     more: encoders in addition to the family's, after them.
     look: raises if kernels are faulty or the encoders' weights are corrupt. Called before the first encode and before
-        each batch of entries is written (see ``HeldBack``); not called if nothing is encoded.
+        each batch of entries is written (see ``PendingWrites``); not called if nothing is encoded.
     """
 
     cache: LatentCache
@@ -107,20 +107,22 @@ class Encoding:
     report: Report = ignore
     context: RunContext = NOBODY
     tiles: bool = False
-    open_door: OpenDoor = plain_door
-    look: Look | None = None
+    opened_placement: OpenPlacement = plain_placement
+    check: Look | None = None
     more: Sequence[Encoder] = ()
 
-    def held_back(self, door: Callable[[], Placement]) -> HeldBack:
-        """A ``HeldBack`` for the results of an encoder; they wait until ``look`` passes for the encoder's placement."""
-        look = self.look
-        return HeldBack(None if look is None else lambda: look(door()))
+    def pending_writes(self, placement: Callable[[], Placement]) -> PendingWrites:
+        """A ``PendingWrites`` for the results of an encoder; they wait until ``check`` passes for its placement."""
+        look = self.check
+        return PendingWrites(None if look is None else lambda: look(placement()))
 
-    def put_behind(self, behind: Behind, entry: str, key: str, tensors: Tensors, item: str, fault: str) -> None:
+    def write_in_background(
+        self, background: BackgroundWriter, entry: str, key: str, tensors: Tensors, item: str, fault: str
+    ) -> None:
         """Check, fingerprint and write an entry in another thread; emits an event if it replaces a bad one."""
 
-        def tell() -> None:
+        def report_repair() -> None:
             if fault != MISSING:
                 self.context.emit(RepairedEvent(kind=entry, item=item, reason=fault))
 
-        behind.add(partial(self.cache.put, entry, key, tensors, item), tell)
+        background.add(partial(self.cache.write_tensors, entry, key, tensors, item), report_repair)

@@ -19,8 +19,8 @@ from lora_rocm.device.encoder_speed import watched
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import MachineError
 from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.image_preprocess import Entry, Looked, Wanted
-from lora_rocm.latent_cache.prefetch import Behind
+from lora_rocm.latent_cache.image_preprocess import EncodeRequest, ImageEntry, LookupResult
+from lora_rocm.latent_cache.prefetch import BackgroundWriter
 from lora_rocm.rules.mitigations import change_event
 
 if TYPE_CHECKING:
@@ -39,19 +39,19 @@ class Filling(ExitStack):
     def __init__(self, encoder: Encoder, encoding: Encoding, progress: Progress) -> None:
         super().__init__()
         self._encoder, self._encoding, self._progress = encoder, encoding, progress
-        self._behind = self.enter_context(Behind())
+        self._behind = self.enter_context(BackgroundWriter())
         self._loaded: LoadedEncoder | None = None
         self._made = dict[bytes, bool]()  # entry key -> encoded in tiles; copies of an image are encoded once
 
-    def add(self, wanted: Wanted, looked: Looked) -> Looked:
+    def add(self, wanted: EncodeRequest, lookup: LookupResult) -> LookupResult:
         """Encode the missing entries of a sample; returns its hash and updated entries.
 
         Raises:
             DataError, StorageError, MachineError: see ``Caches.fill_images``.
         """
         entries, place = [], shown(wanted.sample.location)
-        for number, entry in enumerate(looked.entries):
-            pixels_CHW, short = looked.pixels[number] if looked.pixels else None, bytes.fromhex(entry.whole_key)
+        for number, entry in enumerate(lookup.entries):
+            pixels_CHW, short = lookup.pixels[number] if lookup.pixels else None, bytes.fromhex(entry.whole_key)
             if pixels_CHW is None or short in self._made:
                 self._progress.skip(1)
                 entries.append(_made(entry, self._made[short]) if entry.fault else entry)
@@ -59,9 +59,9 @@ class Filling(ExitStack):
             entries.append(self._encoded(entry, pixels_CHW, place))
             self._made[short] = self._encoding.tiles
             self._progress.step()
-        return Looked(looked.sha256, tuple(entries))
+        return LookupResult(lookup.sha256, tuple(entries))
 
-    def _encoded(self, entry: Entry, pixels_CHW: Tensor, place: str) -> Entry:
+    def _encoded(self, entry: ImageEntry, pixels_CHW: Tensor, place: str) -> ImageEntry:
         if self._loaded is None:
             self._loaded = LoadedEncoder(self._encoder, self._encoding)
             self.enter_context(self._loaded.held)
@@ -69,12 +69,12 @@ class Filling(ExitStack):
         now = _made(
             entry, self._encoding.tiles
         )  # after the first image that did not fit, all images are encoded in tiles
-        put, name = self._encoding.put_behind, self._encoder.entry.name
+        put, name = self._encoding.write_in_background, self._encoder.entry.name
         self._loaded.held.add(partial(put, self._behind, name, now.key, tensors, place, entry.fault))
         return now
 
 
-def _made(entry: Entry, in_tiles: bool) -> Entry:
+def _made(entry: ImageEntry, in_tiles: bool) -> ImageEntry:
     """The entry after encoding, without a fault."""
     return replace(entry, fault="", in_tiles=in_tiles and entry.tiled_key is not None)
 
@@ -91,10 +91,10 @@ class LoadedEncoder:
         encoding.cache.writing = encoder.entry.name
         self._reads_image = encoder.entry.has_views
         self._load()
-        self.held = encoding.held_back(lambda: self._door)
+        self.held = encoding.pending_writes(lambda: self._placement)
 
     def _load(self) -> None:
-        door = self._encoding.open_door(self._device)
+        door = self._encoding.opened_placement(self._device)
         try:
             self._load_through(door)
             return
@@ -105,10 +105,10 @@ class LoadedEncoder:
         del door
         self._take_less()
 
-    def _load_through(self, door: Placement) -> None:
+    def _load_through(self, placement: Placement) -> None:
         tiled = self._encoder.in_tiles() if self._encoding.tiles else None
-        self._door = door
-        encode = (tiled if tiled is not None else self._encoder).load(door)
+        self._placement = placement
+        encode = (tiled if tiled is not None else self._encoder).load(placement)
         self._encode: Encode = encode
         if self._encoder.entry.inputs == (IMAGE,):
             notice = self._encoding.context.notice
@@ -138,7 +138,7 @@ class LoadedEncoder:
 
     def _take_less(self) -> None:
         """Reload a caption encoder so that it needs less GPU memory: streamed, or else on the CPU."""
-        streaming = self._door.streaming()
+        streaming = self._placement.streaming()
         self._forget()
         empty_pools()
         if streaming is not None:
@@ -156,7 +156,7 @@ class LoadedEncoder:
         self._encoding.context.notice(
             f"The encoder of {name} does not fit into the GPU's memory, so it runs on the CPU."
         )
-        self._load_through(self._encoding.open_door(CPU))
+        self._load_through(self._encoding.opened_placement(CPU))
 
     def _go_to_tiles(self, full: MachineError, inputs: Mapping[str, Tensor | str], place: str) -> None:
         """Reload the encoder with tiling; raises MachineError if it already tiles or cannot tile."""
@@ -175,9 +175,9 @@ class LoadedEncoder:
         self.held.settle()  # check with the weights that encoded the pending entries
         self._forget()
         empty_pools()
-        self._load_through(self._encoding.open_door(self._device))
+        self._load_through(self._encoding.opened_placement(self._device))
 
     def _forget(self) -> None:
         """Drop the weights; the encoder may be only partly loaded."""
-        for name in ("_encode", "_door"):
+        for name in ("_encode", "_placement"):
             vars(self).pop(name, None)

@@ -17,7 +17,7 @@ from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.dataset.images.buckets import Geometry
 from lora_rocm.dataset.images.image_io import cut
-from lora_rocm.dataset.images.views import PLAIN, View, colour_change, recoloured, view_geometry
+from lora_rocm.dataset.images.views import PLAIN, ImageView, colour_change, recoloured, view_geometry
 from lora_rocm.dataset.sources.clips import frames_in
 from lora_rocm.dataset.sources.folders import shown
 from lora_rocm.dataset.sources.sample_image import image_bytes, load_image
@@ -33,7 +33,7 @@ DECODED_BYTES, PIXEL_BYTES = 6, 12
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EncodeRequest:
     """A sample with entries that have to be in the cache.
 
     views: the versions of the image.
@@ -43,7 +43,7 @@ class Wanted:
 
     sample: Sample
     geometry: Geometry
-    views: tuple[View, ...] = (PLAIN,)
+    views: tuple[ImageView, ...] = (PLAIN,)
     sha256: str = ""
     captions: tuple[str | None, ...] = (None,)
 
@@ -77,11 +77,11 @@ class Wanted:
         """
         return load_image(self.sample, content)
 
-    def geometry_of(self, view: View) -> Geometry:
+    def geometry_of(self, view: ImageView) -> Geometry:
         """Scaling and crop of one view."""
         return view_geometry(self.geometry, self.sample, view)
 
-    def tensor(self, image: Image.Image, view: View) -> Tensor:
+    def tensor(self, image: Image.Image, view: ImageView) -> Tensor:
         """The encoder's input for one view: here pixels_CHW.
 
         Raises:
@@ -90,7 +90,7 @@ class Wanted:
         pixels = cut(image, self.geometry_of(view), view.flip)
         return pixels_of(recoloured(pixels, colour_change(self.sample, view)))
 
-    def tensors(self, content: bytes, views: Iterable[View]) -> dict[View, Tensor]:
+    def tensors(self, content: bytes, views: Iterable[ImageView]) -> dict[ImageView, Tensor]:
         """``tensor`` of several views of undecoded bytes, which are decoded once.
 
         Raises:
@@ -99,7 +99,7 @@ class Wanted:
         image = self.decoded(content)
         return {view: self.tensor(image, view) for view in views}
 
-    def parts(self, sha256: str, view: View) -> tuple[Any, ...]:
+    def parts(self, sha256: str, view: ImageView) -> tuple[Any, ...]:
         """The parts of an entry's key that identify the view. ``sha256``: hash of the bytes that are read."""
         return image_parts(sha256, self.geometry_of(view), view.flip, colour_change(self.sample, view))
 
@@ -116,15 +116,15 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class VideoWanted(Wanted):
+class VideoWanted(EncodeRequest):
     """A clip with entries that have to be in the cache. All frames get the same crop; the encoder reads pixels_FCHW."""
 
     @property
     def file(self) -> Path | None:
         return None
 
-    def tensors(self, content: bytes, views: Iterable[View]) -> dict[View, Tensor]:
-        frames: dict[View, list[Tensor]] = {view: [] for view in views}
+    def tensors(self, content: bytes, views: Iterable[ImageView]) -> dict[ImageView, Tensor]:
+        frames: dict[ImageView, list[Tensor]] = {view: [] for view in views}
         for frame in frames_in(content):  # one at a time, so that only one decoded frame is in memory
             image = self.decoded(frame)
             for view, made in frames.items():
@@ -136,30 +136,30 @@ class VideoWanted(Wanted):
 class ReadsCompanion(Protocol):
     """An encoder that reads a companion of the image, such as its mask."""
 
-    def companion_of(self, image: Wanted) -> Wanted:
+    def companion_of(self, image: EncodeRequest) -> EncodeRequest:
         """The companion of an image, to be read in its place."""
 
 
-def read_by(encoder: object, images: Sequence[Wanted]) -> Sequence[Wanted]:
+def read_by(encoder: object, images: Sequence[EncodeRequest]) -> Sequence[EncodeRequest]:
     """The inputs that an encoder reads: the images, or their companions."""
     return _Companions(images, encoder) if isinstance(encoder, ReadsCompanion) else images
 
 
-class _Companions(Lazy[Wanted]):
+class _Companions(Lazy[EncodeRequest]):
     """The companions of images."""
 
-    def __init__(self, images: Sequence[Wanted], encoder: ReadsCompanion) -> None:
+    def __init__(self, images: Sequence[EncodeRequest], encoder: ReadsCompanion) -> None:
         self._images, self._encoder = images, encoder
 
     def __len__(self) -> int:
         return len(self._images)
 
-    def _made(self, start: int, stop: int) -> Sequence[Wanted]:
+    def _made(self, start: int, stop: int) -> Sequence[EncodeRequest]:
         return [self._encoder.companion_of(image) for image in self._images[start:stop]]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ImageEntry:
     """One entry of a sample, encoded from an image.
 
     whole_key: the key if the image is encoded whole.
@@ -169,7 +169,7 @@ class Entry:
     fault: the entry's fault; empty if there is none.
     """
 
-    view: View
+    view: ImageView
     caption: str | None
     whole_key: str
     tiled_key: str | None
@@ -182,28 +182,28 @@ class Entry:
         return self.tiled_key if self.in_tiles and self.tiled_key is not None else self.whole_key
 
     def inputs(self, tensor: Tensor) -> Mapping[str, Tensor | str]:
-        """The encoder's inputs. ``tensor``: ``Wanted.tensor`` of the entry's view."""
+        """The encoder's inputs. ``tensor``: ``EncodeRequest.tensor`` of the entry's view."""
         return {self.reads: tensor} if self.caption is None else {self.reads: tensor, CAPTION: self.caption}
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class LookupResult:
     """Result of looking up a sample's image in the cache, or (with ``pixels``) of reading it.
 
     sha256, entries: empty if the hash is not known. file: state under which to remember the hash.
-    pixels: for each entry, ``Wanted.tensor`` if the entry has a fault, else None; empty if nothing was decoded.
+    pixels: for each entry, ``EncodeRequest.tensor`` if the entry has a fault, else None; empty if nothing was decoded.
     problem: reason why the image cannot be used. passing: the problem may be temporary.
     """
 
     sha256: str = ""
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[ImageEntry, ...] = ()
     file: FileState | None = None
     pixels: tuple[Tensor | None, ...] = ()
     problem: Problem | None = None
     passing: bool = False
 
 
-EntriesOf = Callable[[Wanted, str], tuple[Entry, ...]]
+EntriesOf = Callable[[EncodeRequest, str], tuple[ImageEntry, ...]]
 
 
 def pixels_of(image: Image.Image) -> Tensor:
@@ -214,7 +214,7 @@ def pixels_of(image: Image.Image) -> Tensor:
     return torch.from_numpy(pixels_CHW)  # numpy above, because torch would start threads in each of our threads
 
 
-def looked_at(memory: HashMemory, entries_of: EntriesOf, samples: Sequence[Wanted]) -> list[Looked]:
+def lookup_all(memory: HashMemory, entries_of: EntriesOf, samples: Sequence[EncodeRequest]) -> list[LookupResult]:
     """Look up the entries of samples in the cache; fast for warm caches.
 
     Image files are not read: their hashes are remembered or unknown. Rows of datasets are read and hashed.
@@ -222,18 +222,18 @@ def looked_at(memory: HashMemory, entries_of: EntriesOf, samples: Sequence[Wante
     return [_looked_at(memory, entries_of, wanted) for wanted in samples]
 
 
-def _looked_at(memory: HashMemory, entries_of: EntriesOf, wanted: Wanted) -> Looked:
+def _looked_at(memory: HashMemory, entries_of: EntriesOf, wanted: EncodeRequest) -> LookupResult:
     try:
         if wanted.file is not None:
             sha256 = memory.recall(FileState.of(wanted.file)) or ""
         else:
             sha256 = hash_of(wanted.read())
-        return Looked(sha256, entries_of(wanted, sha256) if sha256 else ())
+        return LookupResult(sha256, entries_of(wanted, sha256) if sha256 else ())
     except (OSError, DataError) as error:
         return _unusable(wanted, error)
 
 
-def made_ready(entries_of: EntriesOf, wanted: Wanted) -> Looked:
+def made_ready(entries_of: EntriesOf, wanted: EncodeRequest) -> LookupResult:
     """Read an image; decode and crop it if one of its entries is missing or bad.
 
     Raises:
@@ -246,12 +246,12 @@ def made_ready(entries_of: EntriesOf, wanted: Wanted) -> Looked:
         sha256 = hash_of(content)
         entries = entries_of(wanted, sha256)
         if not any(entry.fault for entry in entries):
-            return Looked(sha256, entries, file)
+            return LookupResult(sha256, entries, file)
         # Decode it, and crop the views that have a missing or bad entry.
         faulty = [view for view in wanted.views if any(entry.fault and entry.view == view for entry in entries)]
         views = wanted.tensors(content, faulty)
         del content
-        return Looked(sha256, entries, file, tuple(views[e.view] if e.fault else None for e in entries))
+        return LookupResult(sha256, entries, file, tuple(views[e.view] if e.fault else None for e in entries))
     except (OSError, DataError) as error:
         return _unusable(wanted, error)
     except LoraRocmError:
@@ -261,7 +261,7 @@ def made_ready(entries_of: EntriesOf, wanted: Wanted) -> Looked:
         raise
 
 
-def _unusable(wanted: Wanted, error: OSError | DataError) -> Looked:
+def _unusable(wanted: EncodeRequest, error: OSError | DataError) -> LookupResult:
     """The result for an image that cannot be read; ``passing`` if the root cause is the system or memory."""
     cause: BaseException = error
     while cause.__cause__ is not None:
@@ -269,10 +269,10 @@ def _unusable(wanted: Wanted, error: OSError | DataError) -> Looked:
     system = isinstance(cause, OSError) and cause.errno is not None  # Pillow's own OSErrors have no errno
     passing = system or isinstance(cause, MemoryError)
     if isinstance(error, DataError):
-        return Looked(problem=Problem(error.where, error.what, error.fix), passing=passing)
+        return LookupResult(problem=Problem(error.where, error.what, error.fix), passing=passing)
     what = f"The image cannot be read: {error.strerror}."
     fix = "Restore the file or remove it."
-    return Looked(problem=Problem(shown(wanted.file or wanted.sample.location), what, fix), passing=passing)
+    return LookupResult(problem=Problem(shown(wanted.file or wanted.sample.location), what, fix), passing=passing)
 
 
 def hash_of(content: bytes) -> str:

@@ -19,11 +19,11 @@ from torch import Tensor
 from lora_rocm.dataset.companions.masks import mask_on_grid
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.images.buckets import Size
-from lora_rocm.dataset.images.views import View
+from lora_rocm.dataset.images.views import ImageView
 from lora_rocm.dataset.rows.hf_datasets import DatasetRow
 from lora_rocm.families.common.objectives.base import HIDDEN_MASK, MEAN, SEEN_LATENTS
 from lora_rocm.foundation.seeds import fraction
-from lora_rocm.latent_cache.image_preprocess import Wanted, hash_of
+from lora_rocm.latent_cache.image_preprocess import EncodeRequest, hash_of
 from lora_rocm.latent_cache.masks import MaskWanted, mask_place
 
 if TYPE_CHECKING:
@@ -64,13 +64,13 @@ class InpaintEncoder:
         tiled = self.images.in_tiles()
         return None if tiled is None else replace(self, images=tiled)
 
-    def companion_of(self, image: Wanted) -> Wanted:
+    def companion_of(self, image: EncodeRequest) -> EncodeRequest:
         options, place = image.sample.options, mask_place(image)
         drawn = not (options.mask_path or options.alpha_mask)
         return HiddenWanted(image.sample, image.geometry, image.views, place=place, drawn=drawn)
 
-    def load(self, door: Placement) -> Encode:
-        encode = self.images.load(door)
+    def load(self, placement: Placement) -> Encode:
+        encode = self.images.load(placement)
         step_y, step_x = self.step_hw
 
         def encode_seen(inputs: Inputs) -> Tensors:
@@ -92,7 +92,7 @@ def inpaint_encoder(recipe: Recipe, family: ModelFamily, encoders: Sequence[Enco
 
 
 @dataclass(frozen=True, slots=True)
-class HiddenWanted(Wanted):
+class HiddenWanted(EncodeRequest):
     """An image with its hidden part: pixels and mask, [4, H, W], float32.
 
     place: the mask's place; None: everything is hidden. drawn: the source has no masks, so one is drawn for each image.
@@ -105,19 +105,19 @@ class HiddenWanted(Wanted):
     def reads(self) -> str:
         return HIDDEN
 
-    def tensor(self, image: Image.Image, view: View) -> Tensor:
-        pixels_CHW = Wanted.tensor(self, image, view)
+    def tensor(self, image: Image.Image, view: ImageView) -> Tensor:
+        pixels_CHW = EncodeRequest.tensor(self, image, view)
         hidden_HW = torch.from_numpy(self._hidden(view).astype(np.float32))
         return torch.cat([pixels_CHW * (1.0 - hidden_HW), hidden_HW[None]])
 
-    def parts(self, sha256: str, view: View) -> tuple[object, ...]:
+    def parts(self, sha256: str, view: ImageView) -> tuple[object, ...]:
         about: object = self._box() if self.drawn else hash_of(self._mask().read())
-        return (*Wanted.parts(self, sha256, view), self.drawn, about)
+        return (*EncodeRequest.parts(self, sha256, view), self.drawn, about)
 
     def _mask(self) -> MaskWanted:
         return MaskWanted(self.sample, self.geometry, self.views, place=self.place)
 
-    def _hidden(self, view: View) -> NDArray[np.bool_]:
+    def _hidden(self, view: ImageView) -> NDArray[np.bool_]:
         """The mask of the view's hidden pixels [H, W]."""
         height, width = self.geometry.target_hw
         if not self.drawn:

@@ -18,11 +18,11 @@ from pyarrow import compute
 from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.dataset.images.buckets import Geometry
-from lora_rocm.dataset.images.views import View, view_geometry, views_of
-from lora_rocm.dataset.order.batch_sampler import Grid, Item, Outline, TextLengths
+from lora_rocm.dataset.images.views import ImageView, view_geometry, views_of
+from lora_rocm.dataset.order.batch_plan import Grid, Item, Outline, TextLengths
 from lora_rocm.dataset.sample_table import Sample, Samples, numbers_of, rows_of, sample_schema, text_of
-from lora_rocm.dataset.shape import Shape
-from lora_rocm.latent_cache.image_preprocess import Looked, VideoWanted, Wanted
+from lora_rocm.dataset.shape import SampleShape
+from lora_rocm.latent_cache.image_preprocess import EncodeRequest, LookupResult, VideoWanted
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.entry_spec import EntrySpec
@@ -42,14 +42,14 @@ CUT = "cut"  # column of image entries: (height, width) of the scaled image, and
 CUT_NUMBERS = 4
 Rows: TypeAlias = NDArray[Any]
 """A column of N rows: one number or several bytes each."""
-ANY_SHAPE = Shape.of(samples=1)
+ANY_SHAPE = SampleShape.of(samples=1)
 """The shape of samples with entries that do not depend on size: all are in one bucket."""
 
 
-def _shape(lengths: Mapping[str, int]) -> Shape:
+def _shape(lengths: Mapping[str, int]) -> SampleShape:
     """The shape of a sample with these lengths, by axis; ANY_SHAPE if all are 0."""
     axes = {axis: length for axis, length in lengths.items() if length}
-    return Shape.of(**axes) if axes else ANY_SHAPE
+    return SampleShape.of(**axes) if axes else ANY_SHAPE
 
 
 def axes_of(entries: Iterable[EntrySpec]) -> list[str]:
@@ -139,7 +139,7 @@ class KeyLists:
         return pyarrow.LargeBinaryArray.from_buffers(pyarrow.large_binary(), len(self._ends) - 1, buffers)
 
 
-class Usable(Lazy[Wanted]):
+class Usable(Lazy[EncodeRequest]):
     """The usable samples, with their axes, crops, image hashes and the cache keys found so far.
 
     Args:
@@ -201,18 +201,18 @@ class Usable(Lazy[Wanted]):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def _made(self, start: int, stop: int) -> Sequence[Wanted]:
+    def _made(self, start: int, stop: int) -> Sequence[EncodeRequest]:
         return [self._wanted(index, sample) for index, sample in enumerate(self.samples[start:stop], start)]
 
-    def _wanted(self, index: int, sample: Sample) -> Wanted:
+    def _wanted(self, index: int, sample: Sample) -> EncodeRequest:
         row = {name: self._rows[name][index] for name in (f"{AXIS}h", f"{AXIS}w", CUT)}
-        kind = VideoWanted if sample.frames else Wanted
+        kind = VideoWanted if sample.frames else EncodeRequest
         return kind(sample, _geometry(sample, row), views_of(sample.options), self.sha256(index))
 
-    def found(self, index: int, entry: str, looked: Looked) -> None:
+    def found(self, index: int, entry: str, lookup: LookupResult) -> None:
         """Record that the entries of one kind are in the cache, with their keys."""
-        self.hashed(index, looked.sha256)
-        for number, made in enumerate(looked.entries):
+        self.hashed(index, lookup.sha256)
+        for number, made in enumerate(lookup.entries):
             part = slice(number * KEY_BYTES, (number + 1) * KEY_BYTES)
             for kind, key in (("key", made.key), ("whole", made.whole_key)):
                 self._rows[f"{kind} {entry}"][index, part] = bytearray.fromhex(key)
@@ -237,7 +237,7 @@ class Usable(Lazy[Wanted]):
         num_entries = sum(name.startswith("key ") for name in self._rows)
         return np.flatnonzero(self._num_found_N == num_entries)
 
-    def shape(self, index: int) -> Shape:
+    def shape(self, index: int) -> SampleShape:
         """The shape of a sample."""
         return _shape(_lengths({name: rows[index] for name, rows in self._rows.items() if name.startswith(AXIS)}))
 
@@ -387,7 +387,7 @@ def _geometry(sample: Sample, row: Mapping[str, Any]) -> Geometry:
     return Geometry((sample.height, sample.width), (height, width), (top, left), target_hw)
 
 
-def _crops(sample: Sample, geometry: Geometry | None, views: Sequence[View]) -> tuple[Geometry, ...]:
+def _crops(sample: Sample, geometry: Geometry | None, views: Sequence[ImageView]) -> tuple[Geometry, ...]:
     """``Item.crops``."""
     crops = () if geometry is None else tuple(view_geometry(geometry, sample, view) for view in views)
     return crops if len(set(crops)) > 1 else ()

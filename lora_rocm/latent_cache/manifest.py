@@ -30,7 +30,7 @@ from lora_rocm.cache_store.entry_file import SPEC_VERSION
 from lora_rocm.cache_store.hash_memory import marks_of
 from lora_rocm.cache_store.maintenance import MANIFESTS
 from lora_rocm.dataset.images.image_io import readable_extensions
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.dataset.sources.folders import lists_run, source_folder
 from lora_rocm.errors import DataError, Problem, StorageError
 from lora_rocm.foundation.files import write_atomic
@@ -49,7 +49,7 @@ HEADER_KEY = "lora_rocm"
 
 
 @dataclass(frozen=True)
-class Facts:
+class SampleStatistics:
     """Statistics of the training samples for the metadata of the LoRA file.
 
     tag_frequency: folder -> tag -> number of captions. bucket_counts: shape -> samples times repeats.
@@ -58,7 +58,7 @@ class Facts:
     """
 
     tag_frequency: dict[str, dict[str, int]]
-    bucket_counts: dict[Shape, int]
+    bucket_counts: dict[SampleShape, int]
     folders: dict[str, dict[str, int]]
 
 
@@ -79,12 +79,12 @@ class Manifest:
     items_digest: str
     set_aside: tuple[Problem, ...]
     notices: tuple[str, ...]
-    facts: Facts
+    facts: SampleStatistics
     other_files: Sequence[str] = ()
     lasting: bool = True
 
 
-class Shelf:
+class ManifestStore:
     """Stores and loads the manifest of a recipe's data.
 
     Args:
@@ -189,8 +189,8 @@ class Shelf:
         batch = batch.replace_schema_metadata(None)
         check_table(batch, self._entries, self._sources)
         # Rebuild the other fields from the metadata.
-        facts = Facts(
-            header["tags"], {Shape.from_json(shape): count for shape, count in header["buckets"]}, header["dirs"]
+        facts = SampleStatistics(
+            header["tags"], {SampleShape.from_json(shape): count for shape, count in header["buckets"]}, header["dirs"]
         )
         set_aside = tuple(Problem(**problem) for problem in header["set_aside"])
         num_training, digest = header["num_training"], str(header["items_digest"])

@@ -14,10 +14,10 @@ from lora_rocm.dataset.companions.masks import MASK, MASK_FIX, decode_mask, fits
 from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
 from lora_rocm.dataset.images.buckets import Size
 from lora_rocm.dataset.images.image_io import UnreadableImage
-from lora_rocm.dataset.images.views import View
+from lora_rocm.dataset.images.views import ImageView
 from lora_rocm.families.common.objectives.loss import LOSS_MASK, LOSS_WEIGHTS
 from lora_rocm.latent_cache.companion import CompanionWanted
-from lora_rocm.latent_cache.image_preprocess import Wanted
+from lora_rocm.latent_cache.image_preprocess import EncodeRequest
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -54,10 +54,10 @@ class MaskEncoder:
     def in_tiles(self) -> None:
         return None
 
-    def companion_of(self, image: Wanted) -> Wanted:
+    def companion_of(self, image: EncodeRequest) -> EncodeRequest:
         return MaskWanted(image.sample, image.geometry, image.views, place=mask_place(image), step_hw=self.step_hw)
 
-    def load(self, door: Placement) -> Encode:
+    def load(self, placement: Placement) -> Encode:
         def encode(inputs: Inputs) -> Tensors:
             mask_CHW = inputs[MASK]
             assert isinstance(mask_CHW, Tensor)
@@ -66,7 +66,7 @@ class MaskEncoder:
         return encode
 
 
-def mask_place(image: Wanted) -> Path | DatasetRow | None:
+def mask_place(image: EncodeRequest) -> Path | DatasetRow | None:
     """The place of an image's mask; None if it has none."""
     mask = image.sample.companion(MASK)
     return None if mask is None else mask.place
@@ -109,13 +109,13 @@ class MaskWanted(CompanionWanted):
             raise self.unusable(f"has other proportions: it is {mask.size[0]}x{mask.size[1]}")
         return mask
 
-    def tensor(self, image: Image.Image, view: View) -> Tensor:
+    def tensor(self, image: Image.Image, view: ImageView) -> Tensor:
         mask_HW = mask_on_grid(np.asarray(image), self.geometry_of(view), view.flip, self.step_hw)
         mask_HW = mask_HW.clip(min=self.sample.options.unmasked_weight)
         if not mask_HW.any():
             raise self.unusable("leaves nothing to train on: it is black in the whole crop")
         return torch.from_numpy(mask_HW[None])
 
-    def parts(self, sha256: str, view: View) -> tuple[Any, ...]:
+    def parts(self, sha256: str, view: ImageView) -> tuple[Any, ...]:
         colourless = replace(view, colour=0)  # views that differ in colours alone share a mask
-        return (*Wanted.parts(self, sha256, colourless), self._is_alpha, self.sample.options.unmasked_weight)
+        return (*EncodeRequest.parts(self, sha256, colourless), self._is_alpha, self.sample.options.unmasked_weight)

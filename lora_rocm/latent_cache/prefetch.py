@@ -1,4 +1,4 @@
-"""Threads around a loop: ``ahead`` prefetches its inputs, and ``Behind`` writes its outputs.
+"""Threads around a loop: ``ahead`` prefetches its inputs, and ``BackgroundWriter`` writes its outputs.
 
 They only affect speed: results keep the order of the inputs, errors are raised at the same place as in a loop without
 threads (write errors slightly later), and no thread outlives either of them.
@@ -57,7 +57,7 @@ def ahead(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-class Behind:
+class BackgroundWriter:
     """A thread that runs writes in order. Use it in a ``with`` block; at its end, all writes are finished.
 
     If the block fails (a stop request does not count), its error propagates and errors of the remaining writes are
@@ -68,7 +68,7 @@ class Behind:
         self._pool = ThreadPoolExecutor(1, "behind")
         self._waiting = deque[tuple[Future[None], Callable[[], None]]]()
 
-    def __enter__(self) -> Behind:
+    def __enter__(self) -> BackgroundWriter:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:

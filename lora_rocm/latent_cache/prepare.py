@@ -19,13 +19,13 @@ from lora_rocm.dataset.captions import captions
 from lora_rocm.dataset.captions.caption_length import TokenLimit, cut_notice
 from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
-from lora_rocm.dataset.order.batch_sampler import Item
+from lora_rocm.dataset.order.batch_plan import Item
 from lora_rocm.dataset.order.regularisation import evened_repeats, unused_notice
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.rows.hf_datasets import DatasetRow
 from lora_rocm.dataset.rows.row_reference import joined, separated
-from lora_rocm.dataset.shape import Shape
-from lora_rocm.dataset.sources.scan import Cropped, Sample, Samples, geometry_of, groups_of, nothing_left, say_copies
+from lora_rocm.dataset.shape import SampleShape
+from lora_rocm.dataset.sources.scan import Cropped, Sample, Samples, geometry_of, groups_of, nothing_left, notify_copies
 from lora_rocm.dataset.sources.text_scan import find_samples
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.seeds import fraction
@@ -33,7 +33,7 @@ from lora_rocm.foundation.units import count_text
 from lora_rocm.latent_cache.controls import control_encoders
 from lora_rocm.latent_cache.encode import Caches
 from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.image_preprocess import Looked, ReadsCompanion, Wanted
+from lora_rocm.latent_cache.image_preprocess import EncodeRequest, LookupResult, ReadsCompanion
 from lora_rocm.latent_cache.inpainting import inpaint_encoder
 from lora_rocm.latent_cache.item_table import (
     AXES,
@@ -47,7 +47,7 @@ from lora_rocm.latent_cache.item_table import (
     identity,
     samples_in,
 )
-from lora_rocm.latent_cache.manifest import Facts, Manifest, Shelf
+from lora_rocm.latent_cache.manifest import Manifest, ManifestStore, SampleStatistics
 from lora_rocm.latent_cache.masks import mask_encoder
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Prepared:
     samples: Sequence[Sample]
     set_aside: tuple[Problem, ...]
     notices: tuple[str, ...]
-    facts: Facts
+    facts: SampleStatistics
     text_lookup: Callable[[str], Tensors]
     repair: Callable[[str, str, str], None]
     entries: tuple[EntrySpec, ...]
@@ -87,7 +87,7 @@ class Prepared:
         return self.items_digest
 
 
-def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Facts | None = None) -> Prepared:
+def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: SampleStatistics | None = None) -> Prepared:
     """Find the samples, choose their crops, hold some out, and fill the caches.
 
     Args:
@@ -99,7 +99,7 @@ def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Fact
     Raises:
         DataError: the images cannot be used, or an encoder returned values that are not finite.
         StorageError: the cache cannot be written; existing entries remain.
-        MachineError: an image does not fit into memory, not even in tiles; or an error of ``Encoding.look``.
+        MachineError: an image does not fit into memory, not even in tiles; or an error of ``Encoding.check``.
     """
     encoders = (
         *run_encoders(recipe, family),
@@ -111,7 +111,7 @@ def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Fact
         caches.fill_texts(("", *_prompts(recipe)))
         return Prepared((), (), (), (), (), facts, caches.text_lookup, caches.repair, entries)
     # Load the manifest if it is still valid; otherwise prepare everything and store a new one.
-    shelf = Shelf(encoding.cache.root, recipe, encoders)
+    shelf = ManifestStore(encoding.cache.root, recipe, encoders)
     kept = shelf.recall()
     if kept is None:
         listing = shelf.listing()
@@ -122,8 +122,8 @@ def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Fact
     # Give the caches all samples and captions, for repairs, and build the items.
     sources = recipe.data.resolved_sources()
     usable = Usable.of_table(kept.batch, sources)
-    texts = _Texts(recipe, usable, kept.num_training, encoding.report)
-    caches.belong(usable if caches.of_images() else (), texts, _Pairs(texts) if caches.of_pairs() else ())
+    texts = _Captions(recipe, usable, kept.num_training, encoding.report)
+    caches.set_samples(usable if caches.of_images() else (), texts, _Pairs(texts) if caches.of_pairs() else ())
     training, held_out = kept.batch.slice(0, kept.num_training), kept.batch.slice(kept.num_training)
     return Prepared(
         items=Items(training, sources, entries),
@@ -154,17 +154,17 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
     if not len(ready_N := usable.ready):
         raise nothing_left(set_aside)
     # Order the samples: training first, then held out.
-    copies = _say_copies(usable, ready_N)
+    copies = _notify_copies(usable, ready_N)
     ordered = _ordered(usable, ready_N, recipe, reader)
     usable, count = ordered.usable, ordered.num_training
     # Encode the captions, count tokens and collect the keys.
-    texts = _Texts(recipe, usable, count, report)
+    texts = _Captions(recipe, usable, count, report)
     caches.fill_texts(texts)
     _count_tokens(caches, texts)
     captions = _caption_keys(caches, texts, _pair_keys(caches, texts, memory))
     # Build the manifest.
     unused_N = np.setdiff1d(np.arange(len(found.samples)), cut_N[ordered.indices_N])
-    said = _say_cut(limits, texts) if reader is None else reader.notices
+    said = _notify_cut(limits, texts) if reader is None else reader.notices
     notices = (
         *found.notices,
         *cropped,
@@ -212,7 +212,7 @@ def _ordered(usable: Usable, ready_N: NDArray[np.int64], recipe: Recipe, reader:
     training_N = training_N[repeats_N[training_N] > 0]
     order_N = np.concatenate([training_N, held_N])
     rows, count, said = _in_rows(usable.repeated(repeats_N).ordered(order_N), len(training_N), recipe, reader)
-    notices = (*_say_held_out(len(training_N), len(held_N), share), *said)
+    notices = (*_notify_held_out(len(training_N), len(held_N), share), *said)
     return _Ordered(rows, count, len(held_N), order_N, unused, notices)
 
 
@@ -240,7 +240,7 @@ def texts_in_cache(recipe: Recipe, family: ModelFamily, cache: LatentCache, samp
     usable = Usable.unfilled(samples)
     ordered = _ordered(usable, np.arange(len(samples)), recipe, family.texts)
     caches = Caches(Encoding(cache, torch.device("cpu")), run_encoders(recipe, family))
-    texts = set(_Texts(recipe, ordered.usable, ordered.num_training, ignore))
+    texts = set(_Captions(recipe, ordered.usable, ordered.num_training, ignore))
     there = sum(
         all(cache.holds(e.entry.name, caches.caption_key(e, text)) for e in caches.of_captions()) for text in texts
     )
@@ -272,7 +272,7 @@ def _in_rows(
     return Usable.unfilled(rows), count, said
 
 
-def _count_tokens(caches: Caches, texts: _Texts) -> None:
+def _count_tokens(caches: Caches, texts: _Captions) -> None:
     """Record tokens and share of the loss of each text, from its entry: only its encoder tokenizes and truncates."""
     for encoder in caches.of_captions():
         entry = encoder.entry
@@ -285,7 +285,7 @@ def _count_tokens(caches: Caches, texts: _Texts) -> None:
             texts.usable.counted(index, found[tensor].shape[axis], share)
 
 
-def _pair_keys(caches: Caches, texts: _Texts, memory: HashMemory) -> dict[tuple[str, int], list[str]]:
+def _pair_keys(caches: Caches, texts: _Captions, memory: HashMemory) -> dict[tuple[str, int], list[str]]:
     """Fill the entries encoded from images and captions together; returns (entry, sample index) -> keys.
 
     Raises:
@@ -293,9 +293,9 @@ def _pair_keys(caches: Caches, texts: _Texts, memory: HashMemory) -> dict[tuple[
     """
     keys = dict[tuple[str, int], list[str]]()
 
-    def found(index: int, entry: str, looked: Looked) -> None:
-        texts.usable.hashed(index, looked.sha256)
-        keys[entry, index] = [made.key for made in looked.entries]
+    def found(index: int, entry: str, lookup: LookupResult) -> None:
+        texts.usable.hashed(index, lookup.sha256)
+        keys[entry, index] = [made.key for made in lookup.entries]
 
     if encoders := caches.of_pairs():
         for problem in caches.fill_images(_Pairs(texts), memory, found, encoders).values():
@@ -303,7 +303,7 @@ def _pair_keys(caches: Caches, texts: _Texts, memory: HashMemory) -> dict[tuple[
     return keys
 
 
-def _caption_keys(caches: Caches, texts: _Texts, pairs: Mapping[tuple[str, int], list[str]]) -> dict[str, KeyLists]:
+def _caption_keys(caches: Caches, texts: _Captions, pairs: Mapping[tuple[str, int], list[str]]) -> dict[str, KeyLists]:
     """The columns of keys and lengths of all entries that are encoded from captions."""
     columns = {}
     for encoder in caches.encoders:
@@ -342,7 +342,7 @@ def _cut(
         indices.append(index)
         rows.extend((*geometry.resized_hw, *geometry.crop_top_left, *geometry.target_hw))
         for encoder in sized:
-            rows.extend(encoder.companion_of(Wanted(sample, geometry)).geometry.target_hw)
+            rows.extend(encoder.companion_of(EncodeRequest(sample, geometry)).geometry.target_hw)
         cropped.add(sample, geometry)
     cut_N, rows_NR = np.array(indices, np.int64), np.array(rows, np.int32).reshape(-1, CUT_NUMBERS + len(columns))
     axes = {CUT: rows_NR[:, :CUT_NUMBERS], **dict(zip(columns, rows_NR[:, CUT_NUMBERS:].T, strict=True))}
@@ -351,7 +351,7 @@ def _cut(
 
 
 @dataclass(frozen=True)
-class _Texts:
+class _Captions:
     """The captions of all used samples; computed on each iteration, because there may be very many.
 
     usable: ``num_training`` samples to train on, then the held-out samples.
@@ -381,19 +381,19 @@ class _Texts:
         return captions.variants(sample.captions, sample.options, data.caption_variants, seed)
 
 
-class _Pairs(Lazy[Wanted]):
+class _Pairs(Lazy[EncodeRequest]):
     """Training and held-out samples, each with its captions and the empty caption."""
 
-    def __init__(self, texts: _Texts) -> None:
+    def __init__(self, texts: _Captions) -> None:
         self._texts = texts
 
     def __len__(self) -> int:
         return len(self._texts.usable)
 
-    def _made(self, start: int, stop: int) -> Sequence[Wanted]:
+    def _made(self, start: int, stop: int) -> Sequence[EncodeRequest]:
         return [self._pair(index, wanted) for index, wanted in enumerate(self._texts.usable[start:stop], start)]
 
-    def _pair(self, index: int, wanted: Wanted) -> Wanted:
+    def _pair(self, index: int, wanted: EncodeRequest) -> EncodeRequest:
         captions = (*self._texts.of(index, wanted.sample), "")
         held_out = index >= self._texts.num_training
         return replace(wanted, captions=captions, views=wanted.views[:1] if held_out else wanted.views)
@@ -414,11 +414,11 @@ def _held_out(usable: Usable, ready_N: NDArray[np.int64], share: float) -> NDArr
     return np.array([index for index, key in zip(ready_N.tolist(), hashes, strict=True) if key in held], np.int64)
 
 
-def _say_copies(usable: Usable, ready_N: NDArray[np.int64]) -> list[str]:
+def _notify_copies(usable: Usable, ready_N: NDArray[np.int64]) -> list[str]:
     """A notice if different images have the same content."""
     ready = ready_N.tolist()
     groups = groups_of(bytes.fromhex(usable.sha256(index)) for index in ready)
-    return say_copies(usable.samples.__getitem__, groups, ready) if usable.sha256(ready[0]) else []
+    return notify_copies(usable.samples.__getitem__, groups, ready) if usable.sha256(ready[0]) else []
 
 
 def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
@@ -434,14 +434,14 @@ def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
     return {key for key, place in places.items() if place < cut}
 
 
-def _say_cut(limits: Sequence[TokenLimit], texts: _Texts) -> tuple[str, ...]:
+def _notify_cut(limits: Sequence[TokenLimit], texts: _Captions) -> tuple[str, ...]:
     """A notice if the text encoders truncate captions; with shuffling, the order decides which tags are lost."""
     samples = enumerate(texts.usable.samples)
     captioned = ((sample.key, texts.of(index, sample)[0]) for index, sample in samples)
     return cut_notice(captioned, limits, texts.recipe.spec.trains_on_texts)
 
 
-def _say_held_out(training: int, held: int, share: float) -> tuple[str, ...]:
+def _notify_held_out(training: int, held: int, share: float) -> tuple[str, ...]:
     if share in (0.0, 1.0):  # 1: data.watched samples
         return ()
     return (f"Validation loss: {count_text(held, 'sample')} of {training + held} held out.",)
@@ -451,10 +451,10 @@ def _prompts(recipe: Recipe) -> tuple[str, ...]:
     return (*recipe.sample.texts, recipe.sample.negative_prompt)
 
 
-def _facts(texts: _Texts) -> Facts:
+def _facts(texts: _Captions) -> SampleStatistics:
     """Count tags, buckets and folders of the training samples."""
     tags: dict[str, Counter[str]] = {}
-    shapes: Counter[Shape] = Counter()
+    shapes: Counter[SampleShape] = Counter()
     folders: dict[str, dict[str, int]] = {}
     for index, sample in enumerate(islice(texts.usable.samples.stored, texts.num_training)):
         counted = tags.setdefault(sample.folder, Counter())
@@ -468,7 +468,7 @@ def _facts(texts: _Texts) -> Facts:
         if sample.options.is_reg:
             folder["num_reg"] = folder.get("num_reg", 0) + sample.repeats
     tag_frequency = {folder: dict(sorted(counter.items())) for folder, counter in sorted(tags.items())}
-    return Facts(
+    return SampleStatistics(
         tag_frequency, dict(sorted(shapes.items(), key=lambda pair: pair[0].axes)), dict(sorted(folders.items()))
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Batch:
     fingerprints: dict[str, Tensor]
     sample_keys: tuple[str, ...]
     positions: tuple[int, ...]
-    shape: Shape
+    shape: SampleShape
     iteration: int
     micro: int
     is_last: bool

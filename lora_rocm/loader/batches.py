@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lora_rocm.dataset.order.batch_sampler import BatchPlan, Item, Row
+from lora_rocm.dataset.order.batch_plan import BatchPlan, Item, Row
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
 from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.manifest import Facts
+from lora_rocm.latent_cache.manifest import SampleStatistics
 from lora_rocm.latent_cache.prepare import Prepared, prepare
 from lora_rocm.loader.batch import Batch
-from lora_rocm.loader.cached_dataset import BadEntry, Orders, Read, Reader, Unequal
+from lora_rocm.loader.cached_dataset import BadEntry, CachedDataset, Orders, Read, Unequal
 from lora_rocm.loader.worker_pool import Workers
 from lora_rocm.rundir.run_context import NOBODY, RunContext
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lora_rocm.families.base import EncodesSamples
     from lora_rocm.recipe.process_sections import RuntimeSection
 
-__all__ = ["BatchPlan", "Facts", "Item", "Prepared", "Row", "loader", "open_workers", "prepare"]
+__all__ = ["BatchPlan", "SampleStatistics", "Item", "Prepared", "Row", "loader", "open_workers", "prepare"]
 
 Repair = Callable[[str, str, str], None]
 
@@ -44,7 +44,7 @@ def open_workers(
 
     ``entries``: the kinds of entries to read (``Prepared.entries``). ``context``: see ``Workers``.
     """
-    return Workers(Reader(cache, entries), runtime, context)
+    return Workers(CachedDataset(cache, entries), runtime, context)
 
 
 def loader(

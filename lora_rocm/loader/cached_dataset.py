@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lora_rocm.cache_store.entry_file import CacheEntryBad
 from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
-from lora_rocm.dataset.order.batch_sampler import BatchPlan
+from lora_rocm.dataset.order.batch_plan import BatchPlan
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.latent_cache.cache import LatentCache
 
@@ -52,7 +52,7 @@ class Unequal:
     sizes: tuple[tuple[int, ...], ...]
 
 
-class Reader:
+class CachedDataset:
     """A map-style dataset from orders to tensors; runs in the worker process if there is one."""
 
     def __init__(self, cache: LatentCache, entries: Sequence[EntrySpec]) -> None:

@@ -40,7 +40,7 @@ WAITED = "DataLoader timed out"
 Result = Read | BadEntry | Unequal
 
 
-class Source(Protocol):
+class SharedDataset(Protocol):
     """A map-style dataset that is sent to the worker processes."""
 
     def __getitem__(self, order: Order, /) -> Result: ...
@@ -69,17 +69,17 @@ class Workers:
         context: receives a notice per failure, and the change "workers-0" once.
     """
 
-    def __init__(self, source: Source, runtime: RuntimeSection, context: RunContext = NOBODY) -> None:
+    def __init__(self, source: SharedDataset, runtime: RuntimeSection, context: RunContext = NOBODY) -> None:
         self.source, self._runtime, self._context = source, runtime, context
         self.count = runtime.workers_on(sys.platform)
-        self._idle: list[Group] = []
-        self._busy: list[Group] = []
+        self._idle: list[WorkerPool] = []
+        self._busy: list[WorkerPool] = []
 
     def reads(self, orders: Orders) -> Iterator[Result]:
         """The results in the order of ``orders``, independent of the number of workers and of their failures."""
         given = 0
         if self.count:
-            group = self._idle.pop() if self._idle else Group(self.source, self.count, self._runtime)
+            group = self._idle.pop() if self._idle else WorkerPool(self.source, self.count, self._runtime)
             self._busy.append(group)
             try:
                 for result in group.reads(orders):
@@ -97,7 +97,7 @@ class Workers:
         while self._idle or self._busy:
             (self._idle or self._busy).pop().close()
 
-    def _give_back(self, group: Group) -> None:
+    def _give_back(self, group: WorkerPool) -> None:
         """Keep the workers for the next iterator if the recipe asks for it and no worker has failed."""
         if group not in self._busy:  # closed
             return
@@ -117,17 +117,17 @@ class Workers:
             self._context.emit(change_event("workers-0", failure.seen))
 
 
-class Group:
+class WorkerPool:
     """A group of worker processes and the thread that serves them."""
 
-    def __init__(self, source: Source, size: int, runtime: RuntimeSection) -> None:
+    def __init__(self, source: SharedDataset, size: int, runtime: RuntimeSection) -> None:
         self._size, self._timeout_s = size, runtime.worker_timeout_s
         self._given = 0
         self._closed = False
         self._processes: list[BaseProcess] = []
         self._asked: queue.SimpleQueue[Orders | str] = queue.SimpleQueue()
         self._told: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        given = _Given()
+        given = _OrderSampler()
         loader = data_loader(source, given, size, max(self._timeout_s, START_S), runtime.persistent_workers)
         self._thread = threading.Thread(target=self._serve, args=(loader, given), daemon=True, name="loader")
         self._thread.start()
@@ -166,7 +166,7 @@ class Group:
             try:
                 said, value = self._told.get(timeout=POLL_S)
             except queue.Empty:
-                self._look_for_the_dead()
+                self._check_alive()
                 if time.monotonic() > deadline:
                     raise WorkersFailed(f"no batch came within {limit_s:g} s", "loader-hang") from None
                 continue
@@ -180,16 +180,16 @@ class Group:
         deadline = time.monotonic() + END_S
         sentinels = [process.sentinel for process in self._processes]
         while time.monotonic() < deadline and wait(sentinels, deadline - time.monotonic()):
-            self._look_for_the_dead()
+            self._check_alive()
             time.sleep(0.01)
 
-    def _look_for_the_dead(self) -> None:
+    def _check_alive(self) -> None:
         """Raise WorkersFailed if a process has a non-zero exit code; workers without work left exit with 0."""
         for process in self._processes:
             if process.exitcode:
                 raise WorkersFailed(f"process {process.pid} ended ({describe_exit(process.exitcode)})")
 
-    def _serve(self, loader: DataLoader[Any], given: _Given) -> None:
+    def _serve(self, loader: DataLoader[Any], given: _OrderSampler) -> None:
         """The thread's loop: answers requests until "close". Only this thread uses the iterator."""
         batches: Iterator[bytes] = iter(())
         while (asked := self._asked.get()) != "close":
@@ -215,7 +215,7 @@ class Group:
                 self._kill()
 
 
-class _Given:
+class _OrderSampler:
     """A sampler over the current orders. A DataLoader with persistent workers iterates it once per iterator."""
 
     orders: Orders
@@ -238,8 +238,8 @@ def one_ahead(results: Iterable[Result]) -> Iterator[Result]:
 
 
 def data_loader(
-    source: Source,
-    orders: Orders | _Given,
+    source: SharedDataset,
+    orders: Orders | _OrderSampler,
     workers: int = 0,
     timeout_s: float = 0.0,
     persistent: bool = False,

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.allocator import empty_pools, room_bytes
 from lora_rocm.device.attention import Context
 from lora_rocm.device.placement.offloaded import Offload, Offloaded
@@ -21,8 +21,8 @@ from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory.footprint import counted, measured_rates
-from lora_rocm.planning.fit import does_not_fit, job_of, plan_text
-from lora_rocm.planning.step_cost import Footprint, Job, Plan, Rates, choose, correction, planned, smallest
+from lora_rocm.planning.step_plan import Footprint, Plan, Rates, StepRequirements, choose, correction, planned, smallest
+from lora_rocm.planning.step_requirements import does_not_fit, job_of, plan_text
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import NOBODY, RunContext
 
@@ -36,7 +36,7 @@ Pass = Callable[[Tensors, Tensors], object]
 
 
 @dataclass
-class Memory:
+class MemoryManager:
     """A memory plan, its inputs, and its application to the model.
 
     Attributes:
@@ -47,7 +47,7 @@ class Memory:
         room: measures the budget again, because other programs may have changed it.
     """
 
-    job: Job
+    job: StepRequirements
     recomputes: bool
     offloads: bool
     context: RunContext = NOBODY
@@ -104,16 +104,16 @@ class Memory:
         self._placement = Offloaded(transfer, lambda: self._offloaded(family.blocks(model)), pin)
         return self._placement
 
-    def put(self, family: ModelFamily, model: LoadedModel, anew: bool = False) -> None:
+    def apply(self, family: ModelFamily, model: LoadedModel, again: bool = False) -> None:
         """Apply the plan to a model in its ``placement``. Call it after the modules are fused.
 
-        ``anew``: another plan was applied before.
+        ``again``: another plan was applied before.
         """
         assert self._placement is not None
         self._placement.hold()
         blocks = family.blocks(model)
         chosen = [block for index, block in enumerate(blocks) if self._recomputed(index)]
-        if chosen or anew:
+        if chosen or again:
             everything = len(chosen) == len(blocks)
             together = everything and self.offload is None
             family.recompute_activations(
@@ -152,12 +152,12 @@ class Memory:
             met = "ran out of memory" if peak_bytes is None else f"took {size_text(peak_bytes)}"
             self.context.notice(f"A first pass {met}. From here on: {_text(wanted, self.job)}.")
             self.plan = wanted
-            self.put(family, model, anew=True)
+            self.apply(family, model, again=True)
 
     def _peak(self, family: ModelFamily, transfer: DeviceTransfer, run: Pass, rows: int) -> int | None:
         """Peak bytes of tensors in a probe pass; None if it ran out of memory."""
         assert self.footprint is not None
-        zeros = send_zeros(family, transfer, Shape.parse(self.footprint.shape), rows)
+        zeros = send_zeros(family, transfer, SampleShape.parse(self.footprint.shape), rows)
         empty_pools()
         reset_peak(transfer.device)
         try:
@@ -223,10 +223,10 @@ def decide(
     device: torch.device,
     dtype: torch.dtype,
     settings: Settings,
-    shape: Shape,
+    shape: SampleShape,
     context: RunContext,
     shapes: int = 1,
-) -> Memory:
+) -> MemoryManager:
     """Choose the memory plan for this device.
 
     Args:
@@ -248,7 +248,7 @@ def decide(
     if not on_gpu and recipe.runtime.memory != "selective":
         only = len(job.modes) == 1 and job.modes[0]
         recomputes = only in ("recompute", "offload") or "keep" not in job.modes
-        return Memory(job, recomputes, only == "offload", context)
+        return MemoryManager(job, recomputes, only == "offload", context)
     footprint = counted(recipe, family, dtype, settings, shape, on_gpu)
     room = partial(room_bytes, device, settings, steady=recipe.runtime.deterministic) if on_gpu else None
     budget_bytes = room() if room is not None else None  # before the measurement below takes memory
@@ -277,11 +277,11 @@ def rates_here(recipe: Recipe, device: torch.device, dtype: torch.dtype, setting
 def choose_from(
     recipe: Recipe,
     footprint: Footprint,
-    job: Job,
+    job: StepRequirements,
     budget_bytes: int | None,
     context: RunContext,
     rates: Rates = Rates(),  # noqa: B008 (frozen)
-) -> Memory:
+) -> MemoryManager:
     """The decision of ``decide`` from a footprint and a budget."""
     plan = choose(budget_bytes, footprint, job, rates)
     if plan is None:
@@ -292,21 +292,21 @@ def choose_from(
         context.notice(
             f"A step will take {size_text(plan.peak_bytes)} of {size_text(budget_bytes)}: {_text(plan, job)}."
         )
-    return Memory(job, False, False, context, footprint, plan, budget_bytes, rates)
+    return MemoryManager(job, False, False, context, footprint, plan, budget_bytes, rates)
 
 
-def _text(plan: Plan, job: Job) -> str:
+def _text(plan: Plan, job: StepRequirements) -> str:
     """Describe the plan, and mention it if there is too little memory for graph capture."""
     return plan_text(plan) + (", not captured: too little memory for graphs" if job.graphs and not plan.graphs else "")
 
 
 def apply(
-    plan: Plan, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, *, pin: bool, anew: bool = False
+    plan: Plan, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, *, pin: bool, again: bool = False
 ) -> Offload | None:
-    """Apply a plan to a model; its weights may be on the device already. See ``Memory``."""
-    memory = Memory(Job(), False, False, plan=plan)
+    """Apply a plan to a model; its weights may be on the device already. See ``MemoryManager``."""
+    memory = MemoryManager(StepRequirements(), False, False, plan=plan)
     model.placement = memory.placement(family, model, transfer, pin)
-    memory.put(family, model, anew)
+    memory.apply(family, model, again)
     return memory.offload
 
 

@@ -1,6 +1,6 @@
 """Counts the memory and work of a training step on a model without weights.
 
-``python -m lora_rocm.memory.footprint JOB.json`` prints one JSON object with footprint (``planning.step_cost``),
+``python -m lora_rocm.memory.footprint JOB.json`` prints one JSON object with footprint (``planning.step_plan``),
 precision and GPU, or an error event. The model is built by the same functions as for training and moved to PyTorch's
 meta device, where tensors have shapes but no memory. One forward and backward pass of one sample runs there. A ledger
 records when each tensor is allocated and freed.
@@ -25,17 +25,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lora_rocm import __version__
+from lora_rocm.adapters.attach import inject_on_meta
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.factory import inject_hollow
 from lora_rocm.adapters.files.lora_reader import files_of
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.adapters.registry import kind_for
 from lora_rocm.adapters.targets import sections_of
-from lora_rocm.adapters.training_adapter import put_training_adapter
+from lora_rocm.adapters.training_adapter import attach_training_adapter
 from lora_rocm.checks.timing import seconds_of
 from lora_rocm.dataset.companions.controls import control_name
 from lora_rocm.dataset.images.buckets import largest_shape
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.placement.base import frozen_bytes
 from lora_rocm.device.precision import FLOATS
 from lora_rocm.errors import StorageError
@@ -45,13 +45,13 @@ from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.kernels.backend import available, form_for, kernels_seen
-from lora_rocm.kernels.weight_format import dense_shape, pack, use_form
+from lora_rocm.kernels.backend import available, implementation_for, kernels_seen
+from lora_rocm.kernels.weight_format import dense_shape, pack, use_implementation
 from lora_rocm.memory.op_counter import Ledger, Tally, fused_attention
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
 from lora_rocm.optim.factory import rule_of
-from lora_rocm.optim.update_rule import Group, Scalars
-from lora_rocm.planning.step_cost import Block, Footprint, Moment, Rates, SmallerAdapter, Work
+from lora_rocm.optim.update_rule import ParameterGroup, Scalars
+from lora_rocm.planning.step_plan import Block, Footprint, MemoryPeak, Rates, SampleCost, SmallerAdapter
 from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.schema import Recipe
 
@@ -72,8 +72,8 @@ class _Seen:
     passing_bytes: int = 0
     entry_bytes: int = 0
     inputs: list[tuple[weakref.ref[Any], int]] = field(default_factory=list)  # (storage, its bytes)
-    begun: Work = field(default_factory=Work)
-    forward: Work = field(default_factory=Work)
+    begun: SampleCost = field(default_factory=SampleCost)
+    forward: SampleCost = field(default_factory=SampleCost)
 
 
 class _Watch:
@@ -81,7 +81,7 @@ class _Watch:
 
     def __init__(self, blocks: list[nn.Module], ledger: Ledger) -> None:
         self.ledger, self.seen = ledger, [_Seen(block) for block in blocks]
-        self.moments: list[Moment] = []
+        self.moments: list[MemoryPeak] = []
         self._before = 0  # blocks with live activations
         self._inside: _Seen | None = None
         self._handles = []
@@ -95,7 +95,7 @@ class _Watch:
 
     def note(self, within: bool = False) -> None:
         """Record the peak since the last mark as a peak sample."""
-        self.moments.append(Moment(self._before, self.ledger.mark(), within))
+        self.moments.append(MemoryPeak(self._before, self.ledger.mark(), within))
 
     def begin(self) -> None:
         """Reset the counters; discard everything recorded during warm-up."""
@@ -159,7 +159,7 @@ def counted(
     family: ModelFamily,
     dtype: torch.dtype,
     settings: Settings,
-    shape: Shape,
+    shape: SampleShape,
     on_gpu: bool = True,
 ) -> Footprint:
     """The footprint for samples of a shape, cached next to the latent caches because counting takes seconds."""
@@ -171,7 +171,7 @@ def counted(
     if key in kept:
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # another version's entry, or damaged
             return Footprint.from_json(kept[key])
-    found = count(family, hollow_model(family, recipe, dtype, on_gpu), recipe, shape, plain)
+    found = count(family, meta_model(family, recipe, dtype, on_gpu), recipe, shape, plain)
     with suppress(StorageError):
         write_json(memory, {**dict(list(kept.items())[-KEPT:]), key: found.to_json()})
     return found
@@ -202,7 +202,7 @@ def _remembered(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu: bool = True) -> LoadedModel:
+def meta_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu: bool = True) -> LoadedModel:
     """The trained components with the adapter on the meta device; trained weights have the base's dtype too.
 
     ``on_gpu``: fuse them with the kernels that a GPU would use.
@@ -210,7 +210,7 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
     presets = next(iter(family.lora_targets.values()))
     wanted = [name for name in presets if recipe.trains(name)]
     model = LoadedModel({name: family.skeleton(name) for name in wanted}, dtype, META)
-    adapter = inject_hollow(family, model, recipe.lora)
+    adapter = inject_on_meta(family, model, recipe.lora)
     adapter.cast_inputs(False)
     for name, component in model.components.items():
         to_meta(component).train()
@@ -218,8 +218,10 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
         pack(component, family.weight_format(name))
-        use_form(component, form_for(META, on_gpu))
-    put_training_adapter(family, model, recipe.model.training_adapter)  # after packing, which would pack its layers too
+        use_implementation(component, implementation_for(META, on_gpu))
+    attach_training_adapter(
+        family, model, recipe.model.training_adapter
+    )  # after packing, which would pack its layers too
     family.fuse(model, triton=on_gpu)
     return model
 
@@ -236,7 +238,7 @@ def to_meta(component: nn.Module) -> nn.Module:
 
 
 def count(
-    family: ModelFamily, model: LoadedModel, recipe: Recipe, shape: Shape, plain_attention: bool = False
+    family: ModelFamily, model: LoadedModel, recipe: Recipe, shape: SampleShape, plain_attention: bool = False
 ) -> Footprint:
     """Count one pass of one sample on the meta device."""
     # Tensors that exist before the pass do not count as activations.
@@ -315,7 +317,7 @@ def state_bytes(shapes: Sequence[torch.Size], recipe: Recipe) -> int:
     """Bytes of the optimizer's state for trained weights of these shapes."""
     leaves = {str(number): nn.Parameter(torch.empty(shape, device=META)) for number, shape in enumerate(shapes)}
     flat = FlatWeights(leaves, weight_dtype=_master_dtype(recipe))
-    group = Group(flat.slice_of(list(leaves)), recipe.optim.learning_rate)
+    group = ParameterGroup(flat.slice_of(list(leaves)), recipe.optim.learning_rate)
     rule = rule_of(recipe.optim)(flat, [group], recipe.optim, Scalars(META))
     return sum(state.nbytes for state in [*rule.buffers.values(), *rule.tables.values()])
 
@@ -354,7 +356,7 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def inputs_on_meta(family: ModelFamily, shape: Shape, rows: int = 1) -> tuple[Tensors, Tensors]:
+def inputs_on_meta(family: ModelFamily, shape: SampleShape, rows: int = 1) -> tuple[Tensors, Tensors]:
     """The batch and the draws of a pass over ``rows`` samples, on the meta device."""
     batch = family.example(shape, rows)
     draws = family.objective.draw(batch, list(range(rows))).tensors
@@ -362,16 +364,16 @@ def inputs_on_meta(family: ModelFamily, shape: Shape, rows: int = 1) -> tuple[Te
     return {name: to_meta(t) for name, t in batch.items()}, {name: to_meta(t) for name, t in draws.items()}
 
 
-def largest_of(recipe: Recipe) -> Shape:
+def largest_of(recipe: Recipe) -> SampleShape:
     """The most expensive shape that the recipe allows, whether or not a sample has it."""
     if recipe.spec.trains_on_texts:
         axis = recipe.spec.axes["tokens"]
-        return Shape.of(tokens=axis.longest or -(-recipe.data.max_length // axis.multiple) * axis.multiple)
+        return SampleShape.of(tokens=axis.longest or -(-recipe.data.max_length // axis.multiple) * axis.multiple)
     largest = dict(largest_shape(recipe.data).axes)
     frames = {"frames": recipe.data.most_frames} if recipe.data.most_frames > 1 else {}
     sizes = range(recipe.data.num_controls if recipe.model.controls_keep_size else 0)
     controls = {f"{control_name(number)}_{side}": largest[side] for number in sizes for side in "hw"}
-    return Shape.of(**largest, **frames, **controls)
+    return SampleShape.of(**largest, **frames, **controls)
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype, pin: bool = True) -> Rates:

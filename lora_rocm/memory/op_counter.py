@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lora_rocm.device.allocator import PIECE_BYTES
-from lora_rocm.planning.step_cost import Work
+from lora_rocm.planning.step_plan import SampleCost
 
 
 @dataclass
@@ -31,13 +31,13 @@ class Tally:
     moved_bytes: float = 0.0
     launches: int = 0
 
-    def minus(self, earlier: Work) -> Work:
-        return Work(
+    def minus(self, earlier: SampleCost) -> SampleCost:
+        return SampleCost(
             self.flops - earlier.flops, self.moved_bytes - earlier.moved_bytes, self.launches - earlier.launches
         )
 
-    def now(self) -> Work:
-        return Work(self.flops, self.moved_bytes, self.launches)
+    def now(self) -> SampleCost:
+        return SampleCost(self.flops, self.moved_bytes, self.launches)
 
 
 class Ledger(TorchDispatchMode):

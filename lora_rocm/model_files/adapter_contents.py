@@ -19,8 +19,8 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import count_text
-from lora_rocm.model_files.adapter_parts import KindParts, Say, check_config, grouped, kind_with
-from lora_rocm.model_files.adapter_spellings import PEFT_PREFIX, Place, components, place_of, standard_names
+from lora_rocm.model_files.adapter_parts import KindParts, Notify, check_config, grouped, kind_with
+from lora_rocm.model_files.adapter_spellings import PEFT_PREFIX, NamedModule, components, place_of, standard_names
 from lora_rocm.model_files.peft_folder import PEFT_CONFIG
 
 DIFFUSERS_METADATA = "lora_adapter_metadata"
@@ -75,7 +75,7 @@ class StoredModule(Generic[Values]):
     """
 
     key: str
-    place: Place
+    place: NamedModule
     parts: dict[str, Values]
     alpha: float | None
     rank: float | None
@@ -111,9 +111,9 @@ def contents_of(
     metadata: Mapping[str, str] | None = None,
     peft: Mapping[str, Any] | None = None,
     with_norms: bool = True,
-    say: Say = lambda text: None,
+    notify: Notify = lambda text: None,
 ) -> Contents[Values]:
-    """Return the contents of a file for a family; ``say`` receives notices.
+    """Return the contents of a file for a family; ``notify`` receives notices.
 
     Args:
         family: value of ``model.family``.
@@ -123,13 +123,13 @@ def contents_of(
         metadata: of the file.
         peft: the config of a PEFT folder; None: the file is not in one.
         with_norms: whether trained norms are accepted; else such a file is refused.
-        say: receives notices.
+        notify: receives notices.
 
     Raises:
         AdapterError: it is not an adapter, has unsupported tensors, has lost its strength, or has numbers that no model
             computes with.
     """
-    tell, say = say, lambda text: tell(legible(text))
+    tell, notify = notify, lambda text: tell(legible(text))
     if DORA_NORM in (metadata or {}):
         what = "This DoRA is in the comfyui format: its magnitudes fit ComfyUI's rule only."
         fix = "Give the same run's file in the kohya or diffusers format."
@@ -140,7 +140,7 @@ def contents_of(
     dotted = tuple(f"{row.name}." for row in components(family) if row.own_prefixes)
     if with_norms and peft is None and not any(name.startswith(dotted) for name in standard):
         norms = {name: standard.pop(name) for name in sorted(standard) if name.endswith(NORM_ENDINGS)}
-    groups = grouped(standard, path, kind, say)
+    groups = grouped(standard, path, kind, notify)
     configs = {"": dict(peft)} if peft is not None else _configs(metadata or {}, dotted, path)
     for config in configs.values():
         check_config({**config, "peft_type": config.get("peft_type", kind.peft_type)}, path, kind)
@@ -156,14 +156,14 @@ def contents_of(
         else:
             of_component = configs.get(f"{place.component}.", configs.get(""))
             found.append(_by_config(key, place, parts, of_component, kind, path, whole_config=peft is not None))
-    _name_unused_patterns(configs if kind.alpha_of else {}, found, _config_place(path, peft is not None), say)
+    _name_unused_patterns(configs if kind.alpha_of else {}, found, _config_place(path, peft is not None), notify)
     # Check the numbers, then the strength of the whole file
     for each in found:
         _check(each, kind, path, numbers)
-    _check_zero_or_negative(found, norms, kind, path, say)
+    _check_zero_or_negative(found, norms, kind, path, notify)
     _require_plausible({name: numbers.largest(norm) for name, norm in norms.items()}, path)
     unknown += [name for name in norms if place_of(family, name.rpartition(".")[0], norm=True) is None]
-    _check_strength(found, kind, path, metadata or {}, say)
+    _check_strength(found, kind, path, metadata or {}, notify)
     return Contents(kind, found, unknown, norms)
 
 
@@ -202,7 +202,7 @@ def _configs(metadata: Mapping[str, str], dotted: Sequence[str], path: Path) -> 
 
 def _by_config(
     key: str,
-    place: Place,
+    place: NamedModule,
     parts: dict[str, Values],
     config: Mapping[str, Any] | None,
     kind: KindParts,
@@ -244,7 +244,7 @@ def _by_config(
     return StoredModule(key, place, parts, float(alpha), float(rank), bool(config.get("use_rslora")))
 
 
-def _peft_name(key: str, place: Place) -> str:
+def _peft_name(key: str, place: NamedModule) -> str:
     """Return a module's name as the patterns of a PEFT config spell it."""
     starts = (PEFT_PREFIX, f"{place.component}.")
     return next((key.removeprefix(start) for start in starts if key.startswith(start)), key)
@@ -258,7 +258,7 @@ def _config_place(path: Path, whole_config: bool) -> str:
 
 
 def _name_unused_patterns(
-    configs: Mapping[str, Mapping[str, Any]], modules: Sequence[StoredModule[Values]], place: str, say: Say
+    configs: Mapping[str, Mapping[str, Any]], modules: Sequence[StoredModule[Values]], place: str, notify: Notify
 ) -> None:
     """Report the keys of a config's patterns that match none of its modules: their values have no effect."""
     for start, config in configs.items():
@@ -274,11 +274,11 @@ def _name_unused_patterns(
             if unused:
                 more = f" and {count_text(len(unused) - 1, 'more key')}" if len(unused) > 1 else ""
                 what = f"{place}: {field} names {unused[0]:.200}{more}, which matches no module of this file"
-                say(f"{what}: it changes nothing.")
+                notify(f"{what}: it changes nothing.")
 
 
 def _check_zero_or_negative(
-    modules: Sequence[StoredModule[Values]], norms: Mapping[str, Values], kind: KindParts, path: Path, say: Say
+    modules: Sequence[StoredModule[Values]], norms: Mapping[str, Values], kind: KindParts, path: Path, notify: Notify
 ) -> None:
     """Refuse an adapter without any effect; report modules without effect, or with a negative one.
 
@@ -294,11 +294,11 @@ def _check_zero_or_negative(
         raise _lost(what, path, "Write the alpha used in training to the file or its config, or use another file.")
     if zero:
         named = f"{count_text(len(zero), 'module')} such as {zero[0]:.200}"
-        say(f"{path.name}: the alpha of {named} is 0: at strength 0 they change nothing.")
+        notify(f"{path.name}: the alpha of {named} is 0: at strength 0 they change nothing.")
     if negative := [key for key, strength in strengths.items() if strength < 0]:
         named = f"{count_text(len(negative), 'module')} such as {negative[0]:.200}"
         factor = f"{strengths[negative[0]]:.3g}"
-        say(f"{path.name}: the alpha of {named} is negative (strength {factor}): their update is subtracted.")
+        notify(f"{path.name}: the alpha of {named} is negative (strength {factor}): their update is subtracted.")
 
 
 def _check_factors(module: StoredModule[Values]) -> None:
@@ -467,7 +467,7 @@ def other_axis(module: str, shape: Sequence[int], path: Path) -> AdapterError:
 
 
 def _check_strength(
-    modules: Sequence[StoredModule[Values]], kind: KindParts, path: Path, metadata: Mapping[str, str], say: Say
+    modules: Sequence[StoredModule[Values]], kind: KindParts, path: Path, metadata: Mapping[str, str], notify: Notify
 ) -> None:
     """Refuse a file in which the strength of some modules is not known.
 
@@ -497,9 +497,9 @@ def _check_strength(
     dora = [each for each in scaled if not set(MAGNITUDES).isdisjoint(each.parts)]
     if dora and len(dora) < len(scaled):
         counts = f"{count_text(len(scaled) - len(dora), 'module')} of {len(scaled)}"
-        say(f"{path.name} is a DoRA, but {counts} have no magnitudes in it: they are read as plain LoRA.")
+        notify(f"{path.name} is a DoRA, but {counts} have no magnitudes in it: they are read as plain LoRA.")
     if lost:
-        say(f"{path.name} has no alphas: it is read at strength 1, as other programs read it.")
+        notify(f"{path.name} has no alphas: it is read at strength 1, as other programs read it.")
 
 
 def _value(config: Mapping[str, Any], patterns: str, default: str, module: str, place: str) -> tuple[str, Any]:

@@ -21,7 +21,7 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.foundation.units import count_text
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 Stored = TypeVar("Stored")
 """A tensor, or its entry in a header."""
 
@@ -100,8 +100,8 @@ def kind_with(names: Iterable[str]) -> KindParts:
     return others().kinds[0]
 
 
-def grouped(tensors: Mapping[str, Stored], path: Path, kind: KindParts, say: Say) -> dict[str, dict[str, Stored]]:
-    """Group all tensors of a file as module (the file's own name) -> role -> tensor; ``say`` receives notices.
+def grouped(tensors: Mapping[str, Stored], path: Path, kind: KindParts, notify: Notify) -> dict[str, dict[str, Stored]]:
+    """Group all tensors of a file as module (the file's own name) -> role -> tensor; ``notify`` receives notices.
 
     Raises:
         AdapterError: lora-kind, lora-empty, lora-parts, lora-incomplete.
@@ -119,19 +119,19 @@ def grouped(tensors: Mapping[str, Stored], path: Path, kind: KindParts, say: Say
             raise _error("lora-parts", f"Two tensors of this file are the same part: {name} is the second.", path)
         parts[role] = tensor
     whole = {module: parts for module, parts in modules.items() if not kind.lacking(parts)}
-    _refuse_others(rest, bool(whole), path, kind, say)
-    _refuse_halves({module: parts for module, parts in modules.items() if module not in whole}, path, kind, say)
+    _refuse_others(rest, bool(whole), path, kind, notify)
+    _refuse_halves({module: parts for module, parts in modules.items() if module not in whole}, path, kind, notify)
     return whole
 
 
-def _refuse_others(names: Iterable[str], has_any: bool, path: Path, adapter: KindParts, say: Say) -> None:
+def _refuse_others(names: Iterable[str], has_any: bool, path: Path, adapter: KindParts, notify: Notify) -> None:
     found: dict[Other | None, list[str]] = {}
     for name in names:
         kinds = (kind for kind in (*others().noticed, *others().refused) if re.search(kind.pattern, name))
         found.setdefault(next(kinds, None), []).append(name)
     for kind in others().noticed:
         if kind in found:
-            say(f"Ignored in {path.name}: {kind.what} ({_some(found.pop(kind))}).")
+            notify(f"Ignored in {path.name}: {kind.what} ({_some(found.pop(kind))}).")
     unknown = found.pop(None, [])
     refused = next((kind for kind in others().refused if kind in found), None)
     if unknown and not has_any and len(unknown) >= sum(map(len, found.values())):
@@ -147,7 +147,7 @@ def _refuse_others(names: Iterable[str], has_any: bool, path: Path, adapter: Kin
         raise _error("lora-parts", f"{what} Without them the effect would differ.", path)
 
 
-def _refuse_halves(halves: Mapping[str, Mapping[str, Stored]], path: Path, kind: KindParts, say: Say) -> None:
+def _refuse_halves(halves: Mapping[str, Mapping[str, Stored]], path: Path, kind: KindParts, notify: Notify) -> None:
     """Refuse modules that lack a factor. An alpha alone has no effect in any program, so it only gets a notice."""
     broken = {module: parts for module, parts in halves.items() if parts.keys() != {"alpha"}}
     if broken:
@@ -161,7 +161,7 @@ def _refuse_halves(halves: Mapping[str, Mapping[str, Stored]], path: Path, kind:
             "Download or save the file again.",
         )
     if halves:
-        say(f"Ignored in {path.name}: alphas of modules without weights ({_some(halves)}).")
+        notify(f"Ignored in {path.name}: alphas of modules without weights ({_some(halves)}).")
 
 
 def check_config(config: Mapping[str, Any], path: Path, kind: KindParts) -> None:

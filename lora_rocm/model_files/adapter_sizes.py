@@ -7,19 +7,19 @@ import re
 import struct
 from collections import Counter
 
-from lora_rocm.model_files.header import Header
+from lora_rocm.model_files.header import TensorFileHeader
 
 DOWN = re.compile(r"[._]lora[._](?:down|A)\.(?:default\.)?weight$|\.(?:hada_w1_b|lokr_w2_b)$")
 """The end of the name of the tensor with a module's rank as its first size."""
 NUMBERS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
 
-def ranks_of(header: Header) -> Counter[int]:
+def ranks_of(header: TensorFileHeader) -> Counter[int]:
     """Return rank -> number of modules. Undecomposed factors of a LoKr, and other kinds, have no rank."""
     return Counter(entry.shape[0] for name, entry in header.tensors.items() if entry.shape and DOWN.search(name))
 
 
-def alphas_of(header: Header, *, of_ranks: bool = False) -> dict[str, float]:
+def alphas_of(header: TensorFileHeader, *, of_ranks: bool = False) -> dict[str, float]:
     """Return name of an alpha's tensor -> alpha. ``of_ranks``: only for modules with a rank, which divides the alpha.
 
     Raises:

@@ -56,7 +56,7 @@ class SpellingTable:
 
 
 @dataclass(frozen=True)
-class Place:
+class NamedModule:
     """The module that a file's name means. name: after the prefix, as returned by ``plain``."""
 
     component: str
@@ -119,14 +119,14 @@ def components(family: str) -> tuple[Component, ...]:
     return tuple(row for row in _table().components if family in row.families)
 
 
-def split(family: str, key: str) -> Place | None:
+def split(family: str, key: str) -> NamedModule | None:
     """Return component and name of a module by its prefix; None if the prefix is unknown."""
     fits = ((start, row) for row in components(family) for start in row.starts if start and key.startswith(start))
     best = max(fits, key=lambda fit: len(fit[0]), default=None)
-    return None if best is None else Place(best[1].name, plain(key.removeprefix(best[0])))
+    return None if best is None else NamedModule(best[1].name, plain(key.removeprefix(best[0])))
 
 
-def place_of(family: str, key: str, norm: bool = False) -> Place | None:
+def place_of(family: str, key: str, norm: bool = False) -> NamedModule | None:
     """Return the module that a key of a file means in a family; None if no model of the family has such a module.
 
     The number of blocks is not checked: it depends on the base. A name in PEFT's spelling may belong to any component.
@@ -136,11 +136,11 @@ def place_of(family: str, key: str, norm: bool = False) -> Place | None:
     if main is None:
         return None
     if found is None:
-        found = Place(main.name, plain(key))
+        found = NamedModule(main.name, plain(key))
     for row in components(family):
         own = row.name == found.component or key.startswith(PEFT_PREFIX)
         if own and _known(row.norms if norm else row.modules).fullmatch(found.name):
-            return Place(row.name, found.name)
+            return NamedModule(row.name, found.name)
     return None
 
 

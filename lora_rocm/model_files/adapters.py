@@ -28,7 +28,7 @@ ROWS, COLUMNS = ("up", "B", "a"), ("down", "A", "b")
 
 
 @dataclass(frozen=True)
-class Kind:
+class AdapterPattern:
     """A kind of adapter, by a regular expression that is found in a tensor's name."""
 
     name: str
@@ -60,7 +60,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Metadata:
+class FamilyMetadata:
     """A family, by the starts of ``ss_base_model_version`` and ``modelspec.architecture`` in small letters."""
 
     family: str
@@ -72,8 +72,8 @@ class Metadata:
 class AdapterTable:
     """The file."""
 
-    kinds: tuple[Kind, ...]
-    metadata: tuple[Metadata, ...]
+    kinds: tuple[AdapterPattern, ...]
+    metadata: tuple[FamilyMetadata, ...]
     origins: tuple[Origin, ...]
 
 

@@ -14,7 +14,7 @@ from lora_rocm.foundation.safetensors_header import DamagedHeader, OtherFile, Te
 
 
 @dataclass(frozen=True)
-class Header:
+class TensorFileHeader:
     """The header of one safetensors file. version: version of the file when the header was read."""
 
     path: Path
@@ -70,7 +70,7 @@ def refuse_gguf(path: Path, where: str) -> None:
         )
 
 
-def read_header(path: Path, error: type[UserError] = ModelError) -> Header:
+def read_header(path: Path, error: type[UserError] = ModelError) -> TensorFileHeader:
     """Read and check a header: the sizes must add up to the size of the file.
 
     Raises:
@@ -102,4 +102,4 @@ def read_header(path: Path, error: type[UserError] = ModelError) -> Header:
         ) from problem
     except DamagedHeader as problem:
         raise damaged(path, str(problem), error) from problem
-    return Header(path, tensors, metadata, version)
+    return TensorFileHeader(path, tensors, metadata, version)

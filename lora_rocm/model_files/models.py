@@ -28,7 +28,7 @@ BASE_JUDGED_BY = (
 
 
 @dataclass(frozen=True)
-class Shape:
+class TensorCondition:
     """A condition on a tensor's shape: the size of one axis, or the number of axes. No missing tensor meets it."""
 
     name: str
@@ -45,7 +45,7 @@ class Variant:
     family: str = ""
     has: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
-    shapes: tuple[Shape, ...] = ()
+    shapes: tuple[TensorCondition, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -65,7 +65,7 @@ class Model:
     part: str
     has: tuple[str, ...]
     without: tuple[str, ...] = ()
-    shapes: tuple[Shape, ...] = ()
+    shapes: tuple[TensorCondition, ...] = ()
     variants: tuple[Variant, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)
 
@@ -89,7 +89,7 @@ class ModelTable:
 
 
 @dataclass(frozen=True)
-class Found:
+class RecognisedModel:
     """A model or component in a file. title, keys: the variant's, if one is known."""
 
     family: str
@@ -104,18 +104,18 @@ def _table() -> ModelTable:
     return read_table(Path(__file__).with_name("models.toml"), ModelTable)
 
 
-def models_in(shapes: Shapes) -> tuple[Found, ...]:
+def models_in(shapes: Shapes) -> tuple[RecognisedModel, ...]:
     """Return all models and components in a file with these tensors, in the order of the table."""
     return tuple(_found(sorted(shapes), shapes))
 
 
-def model_of(shapes: Shapes) -> Found | None:
+def model_of(shapes: Shapes) -> RecognisedModel | None:
     """Return the model in a file, or its only component; None if nothing is known in it."""
     found = models_in(shapes)
     return next((each for each in found if each.part in PARTS), found[0] if found else None)
 
 
-def is_of_class(found: Found, class_name: str) -> bool:
+def is_of_class(found: RecognisedModel, class_name: str) -> bool:
     """Return whether a class of this name is for the model or component found in a file."""
     return {part for part, mark in CLASSES.items() if mark in class_name} == {found.part} & CLASSES.keys()
 
@@ -130,13 +130,13 @@ def index_of(folder: Path) -> Path | None:
     return next((folder / name for name in INDEXES if (folder / name).is_file()), None)
 
 
-def _found(names: list[str], shapes: Shapes) -> Iterator[Found]:
+def _found(names: list[str], shapes: Shapes) -> Iterator[RecognisedModel]:
     for row in _table().models:
         for prefix in _table().prefixes:
             if _fits(row, names, shapes, prefix):
                 fitting = (each for each in row.variants if _fits(each, names, shapes, prefix))
                 variant = next(fitting, row)
-                yield Found(variant.family or row.family, variant.title, row.part, prefix, variant.keys)
+                yield RecognisedModel(variant.family or row.family, variant.title, row.part, prefix, variant.keys)
 
 
 def _fits(row: Model | Variant, names: list[str], shapes: Shapes, prefix: str) -> bool:
@@ -153,7 +153,7 @@ def _starts(names: list[str], start: str) -> bool:
     return place < len(names) and names[place].startswith(start)
 
 
-def _holds(condition: Shape, shape: tuple[int, ...] | None) -> bool:
+def _holds(condition: TensorCondition, shape: tuple[int, ...] | None) -> bool:
     if shape is None or condition.dimensions not in (0, len(shape)):
         return False
     return not condition.sizes or (condition.axis < len(shape) and shape[condition.axis] in condition.sizes)

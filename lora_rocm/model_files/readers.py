@@ -11,7 +11,7 @@ from pathlib import Path
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
 from lora_rocm.model_files.adapters import kind_of
-from lora_rocm.model_files.header import Header
+from lora_rocm.model_files.header import TensorFileHeader
 
 UNKNOWN = "not known"
 ANY, PLAIN = "any", "LoRA"
@@ -95,23 +95,23 @@ class Readers:
         """The same if ComfyUI's rule for a DoRA, which Forge uses too, alters this share of the trained change."""
         more = f"; {share:.1%} of the change differs"
         return replace(
-            self, **{field: getattr(self, field) + more for field in ("comfyui", "forge") if field in self.told}
+            self, **{field: getattr(self, field) + more for field in ("comfyui", "forge") if field in self.by_program}
         )
 
     @property
-    def told(self) -> dict[str, str]:
+    def by_program(self) -> dict[str, str]:
         """Field of a program -> what it does with the file; without programs that such files are not meant for."""
         return {field: text for field in PROGRAMS if (text := str(getattr(self, field)))}
 
     @property
     def cannot_read(self) -> tuple[str, ...]:
         """The programs that do not read the file, or not exactly, as text."""
-        return tuple(f"{PROGRAMS[field]} ({text})" for field, text in self.told.items() if not is_read(text))
+        return tuple(f"{PROGRAMS[field]} ({text})" for field, text in self.by_program.items() if not is_read(text))
 
     @property
     def can_read(self) -> tuple[str, ...]:
         """The programs that read the file, with a remark where there is one."""
-        read = {PROGRAMS[field]: text for field, text in self.told.items() if is_read(text)}
+        read = {PROGRAMS[field]: text for field, text in self.by_program.items() if is_read(text)}
         return tuple(program if text in READ else f"{program} ({text})" for program, text in read.items())
 
 
@@ -180,7 +180,7 @@ def is_cut_above_root(shapes: Mapping[str, Sequence[int]]) -> bool:
     return False
 
 
-def readers_of_file(header: Header, families: Collection[str]) -> Readers | None:
+def readers_of_file(header: TensorFileHeader, families: Collection[str]) -> Readers | None:
     """Return ``readers_of`` for the adapter file with this header, adjusted for its ranks."""
     unlike = len({round(alpha, 4) for alpha in alphas_of(header).values()}) > 1
     row = readers_of(header.tensors, families, header.metadata, unlike_alphas=unlike)

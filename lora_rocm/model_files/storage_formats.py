@@ -94,26 +94,26 @@ def rounding(component: str, entries: Iterable[TensorEntry]) -> str:
     )
 
 
-def told(component: str, forms: Sequence[str]) -> str:
+def scales_notice(component: str, file_formats: Sequence[str]) -> str:
     """Return a notice if weights are stored with scales, else an empty string."""
-    if not forms:
+    if not file_formats:
         return ""
     return (
-        f"The base's {component} is stored as {' and '.join(forms)}. Its layers keep this format if model.quantization "
-        "(or model.text_encoder_quantization) asks for it. Otherwise they are converted to the format asked for; "
+        f"The base's {component} is stored as {' and '.join(file_formats)}. Its layers keep this format if "
+        "model.quantization (or model.text_encoder_quantization) asks for it. Otherwise they are converted to the format asked for; "
         "none means dense weights."
     )
 
 
-def quantised_error(form: str, path: Path, name: str) -> ModelError:
+def quantised_error(file_format: str, path: Path, name: str) -> ModelError:
     """Return the error for weights in a format that is not read."""
-    return _quantised(form, f"{path}: {printable(name):.200}")
+    return _quantised(file_format, f"{path}: {printable(name):.200}")
 
 
-def _quantised(form: str, where: str) -> ModelError:
+def _quantised(file_format: str, where: str) -> ModelError:
     return ModelError(
         "weights-quantised",
-        f"The weights of this model are quantised in a format that is not supported ({form}).",
+        f"The weights of this model are quantised in a format that is not supported ({file_format}).",
         where=where,
         fix=USE_ANOTHER,
     )

@@ -38,7 +38,7 @@ def code_book(signed: bool) -> Tensor:
     return torch.cat([*both, torch.tensor([0.0, 1.0])]).sort().values
 
 
-class Moment:
+class QuantisedMoment:
     """A moment of P numbers in 8 bits.
 
     Args:
@@ -82,8 +82,8 @@ class Adamw8bit(UpdateRule[Adamw8bitSection]):
         }
         self.tables = {"scales": masters.new_zeros(2 * width, dtype=torch.float32)}
         first_W, second_W = self.tables["scales"].view(2, width)
-        self._first = Moment(self.buffers["exp_avg"], first_W, signed=True)
-        self._second = Moment(self.buffers["exp_avg_sq"], second_W, signed=False)
+        self._first = QuantisedMoment(self.buffers["exp_avg"], first_W, signed=True)
+        self._second = QuantisedMoment(self.buffers["exp_avg_sq"], second_W, signed=False)
         self._steps = scalars.add("step")
 
     def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lora_rocm.foundation.units import count_text
-from lora_rocm.kernels.backend import form_for
+from lora_rocm.kernels.backend import implementation_for
 from lora_rocm.optim.factory import rule_of
 from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.optim.schedule import learning_rate_factor
 from lora_rocm.optim.state_guard import StateGuard
-from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, other_state, shown_weights, state_name
+from lora_rocm.optim.update_rule import ParameterGroup, Scalars, TrainedWeights, other_state, shown_weights, state_name
 from lora_rocm.recipe.optim_sections import OptimSection
 
 INITIAL_LOSS_SCALE = 2.0**16
@@ -78,7 +78,7 @@ class GatedOptimizer:
         self._scalars = Scalars(device)
         self.loss_scale = self._scalars.add("loss_scale", INITIAL_LOSS_SCALE if use_loss_scale else 1.0)
         self.growth = self._scalars.add("growth")
-        placed = [Group(weights.slice_of(group["names"]), float(group["lr"])) for group in groups]
+        placed = [ParameterGroup(weights.slice_of(group["names"]), float(group["lr"])) for group in groups]
         self.rule = rule_of(section)(weights, placed, section, self._scalars)
         self._buffers = {name: weights.views(buffer_N) for name, buffer_N in self.rule.buffers.items()}
         self.use_loss_scale, self._limit = use_loss_scale, limit
@@ -91,8 +91,10 @@ class GatedOptimizer:
             guarded = {"weights in the layers": weights.working, **guarded}  # first: just written, still in the cache
         if self._average_N is not None:
             guarded["average of the weights (EMA)"] = self._average_N
-        form = form_for(device, triton)
-        self.state_guard = StateGuard(guarded, moving=[SCALARS] if use_loss_scale else [], form=form)
+        implementation = implementation_for(device, triton)
+        self.state_guard = StateGuard(
+            guarded, moving=[SCALARS] if use_loss_scale else [], implementation=implementation
+        )
 
     @property
     def parameters(self) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lora_rocm.optim.stacks import Stack, StackedRule
+from lora_rocm.optim.stacks import StackedRule, WeightStack
 from lora_rocm.optim.update_rule import Scalars, one_minus_power, write
 from lora_rocm.recipe.optim_sections import MuonSection
 
@@ -70,7 +70,7 @@ class Muon(StackedRule[MuonSection]):
         return update
 
 
-def _shape_factor(stack: Stack, adjust_lr_fn: str) -> float:
+def _shape_factor(stack: WeightStack, adjust_lr_fn: str) -> float:
     """The factor of the learning rate for a matrix of this shape."""
     if adjust_lr_fn == "original":
         return float(max(1.0, stack.rows / stack.columns) ** 0.5)

@@ -19,7 +19,7 @@ from lora_rocm.optim.update_rule import TABLE_MULTIPLE, S, Scalars, UpdateRule, 
 
 
 @dataclass(frozen=True)
-class Stack:
+class WeightStack:
     """Weights of equal shape and learning rate.
 
     Attributes:
@@ -55,12 +55,12 @@ class StackedRule(UpdateRule[S]):
             rows = weight.shape[0] if weight.ndim > 1 else 1
             is_vector = self.tells_vectors and weight.ndim != 2 and max(weight.shape) == weight.numel()
             found.setdefault((rows, weight.numel() // rows, rate, is_vector), []).append(number)
-        self.stacks = [Stack(tuple(places), *key) for key, places in found.items()]
+        self.stacks = [WeightStack(tuple(places), *key) for key, places in found.items()]
         self._lengths = [place.stop - place.start for place in slices]
         self._steps = scalars.add("step")
 
     def _table(
-        self, name: str, shape_of: Callable[[Stack], tuple[int, ...] | None], dtype: torch.dtype = torch.float32
+        self, name: str, shape_of: Callable[[WeightStack], tuple[int, ...] | None], dtype: torch.dtype = torch.float32
     ) -> list[Tensor]:
         """Add a table. Returns a tensor [n, *shape] of zeros for each stack; shape None: an empty one."""
         shapes = [(0,) if (shape := shape_of(stack)) is None else (len(stack.places), *shape) for stack in self.stacks]

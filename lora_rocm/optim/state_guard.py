@@ -16,7 +16,7 @@ from torch import Tensor
 from lora_rocm.checks.graph_check import Capture
 from lora_rocm.checks.selftest_base import WrongAnswerError
 from lora_rocm.errors import StateError, resume_advice
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew, words_of
 from lora_rocm.kernels.fingerprint_weights import MAX_BUFFERS
 
@@ -27,7 +27,7 @@ class StateGuard:
     Args:
         parts: name (for the user) -> flat buffer at a fixed address; at most ``MAX_BUFFERS``.
         moving: names of the parts that change even if an update is skipped.
-        form: kernel backend, see ``kernels.backend``.
+        implementation: kernel backend, see ``kernels.backend``.
 
     Attributes:
         changed: float32 0-d on the device; 1 once a part has changed, until ``reset``. Always the same tensor.
@@ -35,10 +35,16 @@ class StateGuard:
         bytes_read: by each of ``check`` and ``renew``.
     """
 
-    def __init__(self, parts: Mapping[str, Tensor], moving: Collection[str] = (), form: Form = "eager") -> None:
+    def __init__(
+        self, parts: Mapping[str, Tensor], moving: Collection[str] = (), implementation: Implementation = "eager"
+    ) -> None:
         if len(parts) > MAX_BUFFERS:
             raise ValueError(f"{len(parts)} parts, at most {MAX_BUFFERS}")
-        self._names, self._words, self._form = list(parts), [words_of(part) for part in parts.values()], form
+        self._names, self._words, self._implementation = (
+            list(parts),
+            [words_of(part) for part in parts.values()],
+            implementation,
+        )
         self.bytes_read = sum(words.nbytes for words in self._words)
         device = self._words[0].device
         self.changed, self.held = torch.zeros((), device=device), torch.zeros((), device=device)
@@ -124,9 +130,9 @@ class StateGuard:
                 raise WrongAnswerError("the graph that fingerprints the trained state gives wrong results")
 
     def _compare_now(self) -> None:
-        add_fingerprints(self._words, self._found_K, self._form)
-        compare(self._found_K, self._known_K, self._changed_K, self.changed, self._form)
+        add_fingerprints(self._words, self._found_K, self._implementation)
+        compare(self._found_K, self._known_K, self._changed_K, self.changed, self._implementation)
 
     def _renew_now(self) -> None:
-        add_fingerprints(self._words, self._found_K, self._form)
-        renew(self._found_K, self._known_K, self.held, self._stays_K, self._form)
+        add_fingerprints(self._words, self._found_K, self._implementation)
+        renew(self._found_K, self._known_K, self.held, self._stays_K, self._implementation)

@@ -52,7 +52,7 @@ class TrainedWeights(Protocol):
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Neighbouring weights with one peak learning rate.
 
     Attributes:
@@ -107,7 +107,7 @@ class UpdateRule(ABC, Generic[S]):
     buffers: Mapping[str, Tensor]
     tables: Mapping[str, Tensor]
 
-    def __init__(self, weights: TrainedWeights, groups: Sequence[Group], section: S, scalars: Scalars) -> None:
+    def __init__(self, weights: TrainedWeights, groups: Sequence[ParameterGroup], section: S, scalars: Scalars) -> None:
         self._weights, self._groups, self._section = weights, groups, section
         self.buffers, self.tables = {}, {}
         self._allocate(scalars)

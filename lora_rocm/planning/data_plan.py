@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_rocm.dataset.order.update_note import larger_updates_note
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.errors import Problem
 from lora_rocm.recipe.schema import Recipe
 
@@ -61,7 +61,7 @@ class DataPlan:
         cached: number of texts in the cache, and of texts that were searched there; null: not searched.
     """
 
-    buckets: dict[Shape, int]
+    buckets: dict[SampleShape, int]
     steps_per_epoch: int
     max_train_steps: int
     num_images: int
@@ -127,13 +127,13 @@ def run_plan(recipe: Recipe, data: DataPlan) -> RunPlan:
     )
 
 
-def plan_data(recipe: Recipe, samples: Sequence[Sample], shapes: Mapping[str, Shape]) -> DataPlan:
+def plan_data(recipe: Recipe, samples: Sequence[Sample], shapes: Mapping[str, SampleShape]) -> DataPlan:
     """Return steps, buckets and cache entries of samples; ``shapes`` is by key."""
     from lora_rocm.dataset.captions.captions import variants
     from lora_rocm.dataset.images.views import views_of
 
-    buckets: Counter[Shape] = Counter()
-    of_size: dict[int, Counter[Shape]] = {}  # batch size -> buckets of the sources with this batch size
+    buckets: Counter[SampleShape] = Counter()
+    of_size: dict[int, Counter[SampleShape]] = {}  # batch size -> buckets of the sources with this batch size
     sizes = [source.max_batch_size or recipe.train.batch_size for source in recipe.data.resolved_sources()]
     captions: set[str] = {"", recipe.sample.negative_prompt, *recipe.sample.texts}
     for sample in samples:
@@ -145,31 +145,31 @@ def plan_data(recipe: Recipe, samples: Sequence[Sample], shapes: Mapping[str, Sh
     return replace(plan, buckets=dict(buckets), num_images=num_images)
 
 
-def plan_texts(recipe: Recipe, of_source: Counter[int], said: Seen) -> DataPlan:
+def plan_texts(recipe: Recipe, of_source: Counter[int], reported: Seen) -> DataPlan:
     """Return the plan of texts.
 
     Args:
         recipe: the recipe.
         of_source: number of texts by index of the source.
-        said: the result of the child process.
+        reported: the result of the child process.
     """
-    num_texts = of_source.total() - sum(said.refused.values())
+    num_texts = of_source.total() - sum(reported.refused.values())
     num_captions = num_texts + len({"", recipe.sample.negative_prompt, *recipe.sample.texts})
-    if said.lengths is None:  # in the worst case no two texts have the same length
+    if reported.lengths is None:  # in the worst case no two texts have the same length
         sources = recipe.data.resolved_sources()
         alone = chain.from_iterable(repeat(sources[index].repeats, number) for index, number in of_source.items())
         return replace(_plan(recipe, {recipe.train.batch_size: alone}, num_captions), how_sure="at most ")
-    scale = of_source.total() / said.looked_at
+    scale = of_source.total() / reported.looked_at
     (axis,) = recipe.spec.axes
-    buckets = {Shape.of(**{axis.name: length}): round(n * scale) for length, n in said.lengths.items()}
-    how_sure, held_out = "about " if scale > 1 else "", round(said.held_out * scale)
+    buckets = {SampleShape.of(**{axis.name: length}): round(n * scale) for length, n in reported.lengths.items()}
+    how_sure, held_out = "about " if scale > 1 else "", round(reported.held_out * scale)
     plan = _plan(recipe, {recipe.train.batch_size: buckets.values()}, num_captions)
-    return replace(plan, buckets=buckets, how_sure=how_sure, held_out=held_out, cached=said.cached)
+    return replace(plan, buckets=buckets, how_sure=how_sure, held_out=held_out, cached=reported.cached)
 
 
 def _plan(recipe: Recipe, counts: Mapping[int, Iterable[int]], num_captions: int) -> DataPlan:
     """The plan of buckets with these numbers of samples per epoch, by batch size, without their shapes."""
-    from lora_rocm.dataset.order.batch_sampler import num_batches, num_updates
+    from lora_rocm.dataset.order.batch_plan import num_batches, num_updates
 
     accumulation, of_size = (
         recipe.train.gradient_accumulation_steps,

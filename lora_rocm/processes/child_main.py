@@ -32,13 +32,13 @@ def main() -> int:
     try:
         module = importlib.import_module(sys.argv[0])
     except Exception as error:  # the edge of the process: a broken package may raise anything while it is imported
-        return _told(error)
+        return _reported(error)
     if not getattr(module, "IMPORTS_MORE", False):
         imported()
     try:
         return int(module.main())
     except ImportError as error:  # from a package that is imported late
-        return _told(error)
+        return _reported(error)
 
 
 def _leave_with_parent() -> None:
@@ -51,7 +51,7 @@ def _leave_with_parent() -> None:
     os._exit(ORPHANED_CODE)
 
 
-def _told(error: Exception) -> int:
+def _reported(error: Exception) -> int:
     traceback.print_exc()
     explained = unusable(error)
     emit(ErrorEvent(**explained.to_event()))

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.errors import UserError
 from lora_rocm.planning.data_plan import Seen
-from lora_rocm.planning.step_cost import Rates
+from lora_rocm.planning.step_plan import Rates
 from lora_rocm.processes.job_file import job_text, read_job_file, read_job_text
 from lora_rocm.rundir.event_types import (
     AnsweredEvent,
@@ -193,7 +193,7 @@ class InspectJob:
 
 
 @dataclass(frozen=True)
-class Judged:
+class BaseVerdict:
     """Whether a path can be ``model.name_or_path`` of a family.
 
     refusal: why not; empty if it can. needed: keys of ``model`` that have to be set, too. notices: about an accepted
@@ -206,7 +206,7 @@ class Judged:
     problem: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def refused(cls, error: UserError) -> Judged:
+    def refused(cls, error: UserError) -> BaseVerdict:
         """Return the judgement for an error."""
         problem = {"code": error.code, "what": error.what, "where": error.where, "fix": error.fix}
         return cls(f"{error.what} ({error.where})", problem=problem)
@@ -216,7 +216,7 @@ class Judged:
 class Judgements:
     """The judgement of each family."""
 
-    of_family: dict[str, Judged]
+    of_family: dict[str, BaseVerdict]
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class CountedGpu:
 
 
 @dataclass(frozen=True)
-class PackedEncoder:
+class QuantisedEncoder:
     """A quantised text encoder.
 
     Attributes:
@@ -265,7 +265,7 @@ class Counted:
     footprint: dict[str, Any]
     precision: str
     model_is_here: bool
-    encoders: list[PackedEncoder]
+    encoders: list[QuantisedEncoder]
     gpu: CountedGpu | None
 
 

@@ -20,8 +20,8 @@ from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, UserErro
 from lora_rocm.foundation.packages import require_packages
 from lora_rocm.foundation.safe_path import python_command
 from lora_rocm.processes.child_main import LEAVE_WITH_PARENT
-from lora_rocm.processes.windows_console import told_of_closing
-from lora_rocm.processes.windows_job import Job
+from lora_rocm.processes.windows_console import on_console_close
+from lora_rocm.processes.windows_job import JobObject
 from lora_rocm.rundir.event_types import ErrorEvent, Event
 
 POLL_S = 0.1
@@ -79,7 +79,7 @@ def error_from_event(event: ErrorEvent) -> LoraRocmError:
     )
 
 
-def kill_tree(pid: int, job: Job | None = None) -> bool:
+def kill_tree(pid: int, job: JobObject | None = None) -> bool:
     """Kill a process and everything that it started; processes that are already gone are ignored.
 
     Returns whether the process itself is gone. Its descendants are collected first, because they cannot be found once
@@ -99,7 +99,7 @@ def kill_tree(pid: int, job: Job | None = None) -> bool:
     return all(process.pid != pid for process in alive)
 
 
-def kill_group(pid: int, job: Job | None) -> None:
+def kill_group(pid: int, job: JobObject | None) -> None:
     """Kill the rest of a child's process group (its job on Windows)."""
     if sys.platform != "win32":
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -144,7 +144,7 @@ def stop_signals() -> Iterator[Asked]:
     # Install them, and restore the earlier ones at the end
     before = {signum: signal.signal(signum, handler) for signum, handler in wanted.items()}
     try:
-        with told_of_closing(close):
+        with on_console_close(close):
             yield asked
     finally:
         for signum, handler in before.items():

@@ -18,7 +18,7 @@ HANDLER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_ulong)  # 64-bit Windows has o
 
 
 @contextmanager
-def told_of_closing(on_closing: Callable[[], None], kernel32: Any = None) -> Iterator[None]:
+def on_console_close(on_closing: Callable[[], None], kernel32: Any = None) -> Iterator[None]:
     """Call ``on_closing``, in a thread of the system, when the console closes; the process then has seconds left.
 
     Args:

@@ -14,7 +14,7 @@ PROCESS_TERMINATE, PROCESS_SET_QUOTA = 0x0001, 0x0100  # required by AssignProce
 KILLED_CODE = 137
 
 
-class Job:
+class JobObject:
     """One job object.
 
     Args:
@@ -29,7 +29,7 @@ class Job:
             self.close()  # the process that started us forbids it; psutil's process tree has to do
 
     @classmethod
-    def of(cls, pid: int) -> Job:
+    def of(cls, pid: int) -> JobObject:
         """A job with this process in it; without effect except on Windows."""
         return cls(_kernel32() if sys.platform == "win32" else None, pid)
 

@@ -158,7 +158,7 @@ class AdapterSection(Section):
         return self.train_text_encoder or bool(self.new_tokens)
 
     @property
-    def forms(self) -> tuple[str, ...]:
+    def writable_formats(self) -> tuple[str, ...]:
         """The ``formats`` that fit these settings."""
         return tuple(form for form in self.formats if form in FORMS_WITH_NORMS or not self.train_norms)
 
@@ -269,8 +269,8 @@ class LoraSection(ProductSection):
         return "DoRA" if self.use_dora else "LoRA"
 
     @property
-    def forms(self) -> tuple[str, ...]:
-        return tuple(form for form in super().forms if form != GGUF or not self.use_dora)
+    def writable_formats(self) -> tuple[str, ...]:
+        return tuple(form for form in super().writable_formats if form != GGUF or not self.use_dora)
 
     @property
     def takes_off_start(self) -> bool:

@@ -17,7 +17,7 @@ from lora_rocm.recipe.key_rules.data_rules import (
     unread_of_class_images,
 )
 from lora_rocm.recipe.key_rules.preview_rules import INPUTS, Prompts, with_inputs
-from lora_rocm.recipe.rule import Breach, Rule
+from lora_rocm.recipe.rule import Breach, RecipeRule
 from lora_rocm.recipe.sample_section import PREVIEW_INPUTS
 from lora_rocm.recipe.sections import MAX_BUCKET_STEP, MAX_SIDE_PX
 from lora_rocm.recipe.yaml_tree import Key, dotted, value_at
@@ -59,18 +59,18 @@ def without_unread(data: dict[str, Any], spec: FamilySpec) -> dict[str, Any]:
     return data
 
 
-def unwritten(spec: FamilySpec, lora: AdapterSection, form: str, forms: Sequence[str]) -> tuple[str, str]:
-    """(problem, remedy) for a format in which an adapter cannot be written. ``forms``: the possible formats."""
+def unwritten(spec: FamilySpec, lora: AdapterSection, file_format: str, file_formats: Sequence[str]) -> tuple[str, str]:
+    """(problem, remedy) for a format in which an adapter cannot be written. ``file_formats``: the possible formats."""
     title = f"{lora.title} of {spec.title}{' with trained norms' if lora.train_norms else ''}"
     title = f"{'an' if title[0] in 'AEIO' else 'a'} {title}"
     why, take = "no program would read it", ""
-    if form in lora.formats and form not in lora.forms and lora.train_norms:
+    if file_format in lora.formats and file_format not in lora.writable_formats and lora.train_norms:
         why = "it cannot store trained norms"
-    elif form in (MERGED, GGUF) and form not in spec.conversions:
+    elif file_format in (MERGED, GGUF) and file_format not in spec.conversions:
         why = "it is a format for language models"
-    elif form == "comfyui" and "kohya" in forms:
+    elif file_format == "comfyui" and "kohya" in file_formats:
         why, take = "it differs from kohya only in the magnitudes of a DoRA", "Use kohya. "
-    return f"{title} cannot be written as {form}: {why}", f"{take}Formats of {title}: {', '.join(forms)}."
+    return f"{title} cannot be written as {file_format}: {why}", f"{take}Formats of {title}: {', '.join(file_formats)}."
 
 
 def _unwritten_format(
@@ -79,7 +79,7 @@ def _unwritten_format(
     lora = ADAPTERS[kind].model_construct(type=kind, train_norms=train_norms)
     if use_dora is not None:
         lora = lora.model_copy(update={"use_dora": use_dora})
-    known = [form for form in spec.formats if form in lora.forms]
+    known = [form for form in spec.formats if form in lora.writable_formats]
     wrong = [form for form in formats or spec.formats[:1] if form not in known]
     return [dict(zip(("what", "fix"), unwritten(spec, lora, form, known), strict=True)) for form in wrong[:1]]
 
@@ -99,9 +99,9 @@ def _unfit_frames(frames: int | Sequence[int] | None, spec: FamilySpec) -> list[
     return [{"lengths": axis.lengths, "wrong": wrong[0], "take": f"Take {each}."} for each in near]
 
 
-FAMILY_RULES: tuple[Rule, ...] = (
+FAMILY_RULES: tuple[RecipeRule, ...] = (
     *(
-        Rule(
+        RecipeRule(
             f"side-of-family:{dotted(key)}",
             (dotted(key), FAMILY),
             lambda px, spec, most=most: _unfit_side(px, spec, most),
@@ -111,7 +111,7 @@ FAMILY_RULES: tuple[Rule, ...] = (
         )
         for key, most in SIDES.items()
     ),
-    Rule(
+    RecipeRule(
         "precision-of-family",
         ("train.mixed_precision", FAMILY),
         lambda precision, spec: precision == "fp16" and not spec.takes_fp16,
@@ -119,7 +119,7 @@ FAMILY_RULES: tuple[Rule, ...] = (
         "Take auto, bf16 or no.",
         at="train.mixed_precision",
     ),
-    Rule(
+    RecipeRule(
         "text-encoder-of-family",
         (f"lora.{TEXT_KEY}", FAMILY),
         lambda trained, spec: trained and not spec.text_components,
@@ -127,7 +127,7 @@ FAMILY_RULES: tuple[Rule, ...] = (
         "Remove it, or set it to false.",
         at=f"lora.{TEXT_KEY}",
     ),
-    Rule(
+    RecipeRule(
         "new-tokens-of-family",
         (f"lora.{TOKENS_KEY}", FAMILY),
         lambda tokens, spec: bool(tokens) and not spec.embedding_keys,
@@ -135,7 +135,7 @@ FAMILY_RULES: tuple[Rule, ...] = (
         "Remove it.",
         at=f"lora.{TOKENS_KEY}",
     ),
-    Rule(
+    RecipeRule(
         "formats-of-adapter",
         ("output.formats", FAMILY, "lora.type", "lora.train_norms", "lora.use_dora?"),
         _unwritten_format,
@@ -146,7 +146,7 @@ FAMILY_RULES: tuple[Rule, ...] = (
 )
 
 
-def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
+def rules_of_spec(spec: FamilySpec) -> tuple[RecipeRule, ...]:
     """The rules about frames, and about input images of a family's models.
 
     A model takes input images if ``ModelSection.control_keys`` are set, or with masks.
@@ -156,12 +156,14 @@ def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
     what, fix = f"{spec.title} takes {{number}} control images", "{fix}"
     rules = []
     if spec.reads("data.control_path"):
-        rules.append(Rule(f"{spec.name}:controls", (*keys, *CONTROLS), partial(_controls, len(keys)), what, fix))
+        rules.append(RecipeRule(f"{spec.name}:controls", (*keys, *CONTROLS), partial(_controls, len(keys)), what, fix))
     if "frames" in spec.axes:
         what = "clips of {1.title} have {lengths} frames, not {wrong}"
         keys_of_frames = ("data.frames", "data.sources[each].frames")
         rules.append(unread_of_class_images("frames"))
-        rules += [Rule(f"{spec.name}:{key}", (key, FAMILY), _unfit_frames, what, "{take}") for key in keys_of_frames]
+        rules += [
+            RecipeRule(f"{spec.name}:{key}", (key, FAMILY), _unfit_frames, what, "{take}") for key in keys_of_frames
+        ]
         rules += [each for key in (*MASK_KEYS, *CONTROL_KEYS) for each in not_of_videos(key)]
         rules += frames_of_folders()
     if spec.reads("sample.control_images"):
@@ -170,7 +172,7 @@ def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
             name = f"{spec.name}:an-image-has-a-mask"
             what = f"only inpainting bases of {spec.title} take an image in previews, and it needs a mask"
             fix = "Name its mask too (mask, or sample.masks), or remove it."
-        rules.append(Rule(name, (*INPUTS, *keys), _preview_images, what, fix))
+        rules.append(RecipeRule(name, (*INPUTS, *keys), _preview_images, what, fix))
     return tuple(rules)
 
 

@@ -30,7 +30,7 @@ NAMES_IN_OTHER_TRAINERS = "docs/reference/kohya-names.md"
 
 
 @dataclass(frozen=True)
-class Trainer:
+class ForeignTrainer:
     """Marks of another trainer's file.
 
     Attributes:
@@ -58,7 +58,7 @@ class ForeignTable:
     base_keys: tuple[str, ...]
     recipes: Mapping[str, str]
     scripts: Mapping[str, str]
-    trainer: tuple[Trainer, ...]
+    trainer: tuple[ForeignTrainer, ...]
 
 
 @cache

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from lora_rocm.recipe.rule import ALL, EACH, OPTIONAL, Breach, Parts, Rule, names_of, parts_of
+from lora_rocm.recipe.rule import ALL, EACH, OPTIONAL, Breach, Parts, RecipeRule, names_of, parts_of
 from lora_rocm.recipe.sections import Section
 from lora_rocm.recipe.yaml_tree import MAX_PROBLEMS, Key
 
@@ -30,8 +30,8 @@ class Values:
     Attributes:
         written: the given values, as unvalidated sections.
         defaults: key without indices -> its default, of all keys of these kinds.
-        read: key -> value of every key that is valid by itself or has its default. As in ``Rule.keys``, the value of a
-            list of sections is its length, of an optional section whether it is given, of the family its spec.
+        read: key -> value of every key that is valid by itself or has its default. As in ``RecipeRule.keys``, the value of
+            a list of sections is its length, of an optional section whether it is given, of the family its spec.
     """
 
     written: Mapping[str, Any]
@@ -43,7 +43,7 @@ class Values:
 class Broken:
     """A broken rule. key: the place of the problem."""
 
-    rule: Rule
+    rule: RecipeRule
     key: Key
     what: str
     fix: str
@@ -51,7 +51,7 @@ class Broken:
 
 def values_of(recipe: Section, spec: FamilySpec, written: Mapping[str, Any], failed: Collection[Key] = ()) -> Values:
     """The values of a valid recipe, without the keys ``failed`` and everything below them."""
-    reader = _Reader(frozenset(failed))
+    reader = _ValueReader(frozenset(failed))
     reader.section(type(recipe), vars(recipe), (), validated=True)
     return reader.values(type(recipe), spec, written)
 
@@ -65,13 +65,13 @@ def readable(cls: type[Section], spec: FamilySpec, written: Mapping[str, Any], f
         written: unvalidated sections by name.
         failed: the keys with an error.
     """
-    reader = _Reader(frozenset(failed))
+    reader = _ValueReader(frozenset(failed))
     reader.section(cls, written, (), validated=False)
     return reader.values(cls, spec, written)
 
 
 @dataclass
-class _Reader:
+class _ValueReader:
     failed: frozenset[Key]
     read: dict[Key, Any] = field(default_factory=dict)
 
@@ -169,7 +169,7 @@ def keys_of(cls: type[Section]) -> Mapping[Key, Any]:
     return dict(below(cls, ()))
 
 
-def broken_rules(rules: Iterable[Rule], values: Values, *, of_file: bool = False) -> list[Broken]:
+def broken_rules(rules: Iterable[RecipeRule], values: Values, *, of_file: bool = False) -> list[Broken]:
     """Check every rule with readable values; return at most MAX_PROBLEMS breaches.
 
     Args:
@@ -181,7 +181,7 @@ def broken_rules(rules: Iterable[Rule], values: Values, *, of_file: bool = False
     return list(islice(dict.fromkeys(found), MAX_PROBLEMS))
 
 
-def _breaches(rule: Rule, values: Values, of_file: bool) -> Iterator[Broken]:
+def _breaches(rule: RecipeRule, values: Values, of_file: bool) -> Iterator[Broken]:
     if rule.unless_written and (
         not of_file or any(_is_written(parts_of(key), values.written) for key in rule.unless_written)
     ):
@@ -201,7 +201,7 @@ def _breaches(rule: Rule, values: Values, of_file: bool) -> Iterator[Broken]:
             yield Broken(rule, place, rule.what.format(*given, **words), rule.fix.format(*given, **words))
 
 
-def _given(rule: Rule, index: int | None, values: Values) -> list[Any] | None:
+def _given(rule: RecipeRule, index: int | None, values: Values) -> list[Any] | None:
     """The values of a rule's keys; None: one of them could not be read, or these kinds lack it."""
     found = list[Any]()
     for key, parts in zip(rule.keys, rule.parts, strict=True):

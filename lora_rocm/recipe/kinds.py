@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.recipe.adapter_sections import ADAPTERS, AdapterSection
 from lora_rocm.recipe.optim_sections import ARGUMENTS_KEY, OPTIMIZERS, OptimSection
@@ -34,7 +34,7 @@ class Kinds:
             their default is used.
     """
 
-    registry: Registry
+    registry: FamilyRegistry
     family: FamilySpec
     adapter: type[AdapterSection]
     optimizer: type[OptimSection]
@@ -101,7 +101,7 @@ def kind_key(section: str) -> tuple[str, str] | None:
     return FAMILY if section == "objective" else next((key for key in NAMED_BY if key[0] == section), None)
 
 
-def every_kind(section: str, registry: Registry = PRODUCT) -> list[Kinds]:
+def every_kind(section: str, registry: FamilyRegistry = PRODUCT) -> list[Kinds]:
     """The default kinds with every possible kind of one section, the default first.
 
     A section that has no kinds gives the default alone.
@@ -116,7 +116,7 @@ def every_kind(section: str, registry: Registry = PRODUCT) -> list[Kinds]:
     return [default]
 
 
-def kinds_of(data: Any, registry: Registry = PRODUCT) -> Kinds:
+def kinds_of(data: Any, registry: FamilyRegistry = PRODUCT) -> Kinds:
     """The kinds that recipe data names, with defaults for the others.
 
     Args:
@@ -138,7 +138,7 @@ def kinds_of(data: Any, registry: Registry = PRODUCT) -> Kinds:
     return replace(kinds, unknown=unknown)
 
 
-def recipe_from(data: Any, registry: Registry = PRODUCT) -> Recipe:
+def recipe_from(data: Any, registry: FamilyRegistry = PRODUCT) -> Recipe:
     """Build a recipe from data written by this program: sections by name, as ``Recipe.model_dump`` gives them.
 
     Raises:

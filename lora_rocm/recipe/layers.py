@@ -17,7 +17,7 @@ EITHER_OR: dict[Key, Key] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class ValueOrigin:
     """The origin of a value: a file and line, or ``--set``.
 
     name: the old name of a key that has moved. text: the spelling in the file of a number, true, false or null.
@@ -38,7 +38,7 @@ class Layered:
 
     origin: str
     data: dict[str, Any] = field(default_factory=dict)
-    places: dict[Key, Place] = field(default_factory=dict)
+    places: dict[Key, ValueOrigin] = field(default_factory=dict)
 
     def where(self, key: Key) -> str:
         """Origin and name of a key ("file.yaml:12 lora.rank"); a missing key gets the line of its section."""
@@ -51,7 +51,7 @@ class Layered:
         """The spelling in the file of a number, true, false or null; empty for other values."""
         return self.places[key].text if key in self.places else ""
 
-    def merge(self, data: dict[str, Any], places: dict[Key, Place]) -> None:
+    def merge(self, data: dict[str, Any], places: dict[Key, ValueOrigin]) -> None:
         """Merge ``data`` on top: sections are merged, all other values (lists too) are replaced."""
         for key, other in EITHER_OR.items():
             if value_at(data, key) is not None and value_at(data, other) is None:

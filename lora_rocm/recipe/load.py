@@ -19,10 +19,10 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from lora_rocm.errors import LoraRocmError, ModelError, Problem, RecipeError
-from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.foundation.file_names import NOT_TEXT, fix_of_name
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.foundation.names import BUILTIN, name_key, usable_stem
 from lora_rocm.foundation.terminal_text import legible, quoted
+from lora_rocm.foundation.undecodable_names import NOT_TEXT, fix_of_name
 from lora_rocm.foundation.units import count_text
 from lora_rocm.model_files.adapter_contents import IMPLAUSIBLE
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
@@ -34,7 +34,7 @@ from lora_rocm.recipe.judge import Broken, broken_rules, readable, values_of
 from lora_rocm.recipe.key_rules.run_rules import ALONE
 from lora_rocm.recipe.key_rules.table import rules_for
 from lora_rocm.recipe.kinds import FAMILY, Kinds, kinds_of
-from lora_rocm.recipe.layers import Layered, Place
+from lora_rocm.recipe.layers import Layered, ValueOrigin
 from lora_rocm.recipe.optimizer_args import resolve_arguments
 from lora_rocm.recipe.paths import every_path, paths_of, with_absolute_paths
 from lora_rocm.recipe.schema import MOVED, RULES_ARE_JUDGED_APART, DataSection, Recipe
@@ -76,7 +76,7 @@ class LoadedRecipe:
     name: str
     notices: tuple[str, ...]
     layers: Layered
-    registry: Registry
+    registry: FamilyRegistry
     overrides: tuple[str, ...] = ()
 
     def require_files(self, begun: bool = False) -> None:
@@ -143,7 +143,7 @@ def _path_fix(path: str) -> str:
     return PATH_FIX
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Registry = PRODUCT) -> LoadedRecipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: FamilyRegistry = PRODUCT) -> LoadedRecipe:
     """Read, merge and validate a recipe.
 
     Args:
@@ -367,7 +367,7 @@ def _read_text(path: Path) -> str:
         ) from None
 
 
-def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], dict[Key, Place]]:
+def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], dict[Key, ValueOrigin]]:
     """Data and origins of one file. Problems inside go to ``problems``; a file without a mapping raises."""
     text, unreadable = _read_text(path), None
     try:
@@ -389,12 +389,12 @@ def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], di
     return tree.value, _places(tree, str(path))
 
 
-def _places(tree: YamlTree, origin: str) -> dict[Key, Place]:
-    return {key: Place(origin, line, text=tree.texts.get(key, "")) for key, line in tree.lines.items()}
+def _places(tree: YamlTree, origin: str) -> dict[Key, ValueOrigin]:
+    return {key: ValueOrigin(origin, line, text=tree.texts.get(key, "")) for key, line in tree.lines.items()}
 
 
 def _lay_base(
-    layers: Layered, base: Any, path: Path, places: dict[Key, Place], notices: list[str], problems: list[Problem]
+    layers: Layered, base: Any, path: Path, places: dict[Key, ValueOrigin], notices: list[str], problems: list[Problem]
 ) -> None:
     """Merge the base recipe. Its problems go to ``problems``; an unreadable base raises, as its keys are unknown."""
     where = f"{places[('base',)]} base"
@@ -449,7 +449,7 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
     data: Any = tree.value
     for part in reversed(key):
         data = {part: data}
-    place = Place("--set")
+    place = ValueOrigin("--set")
     sections = {key[:n]: place for n in range(1, len(key)) if key[:n] not in layers.places}
     problems: list[Problem] = []
     of_set = {(*key, *rest): replace(place, text=tree.texts.get(rest, "")) for rest in ((), *tree.lines)}
@@ -466,8 +466,8 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
 
 
 def _moved(
-    data: dict[str, Any], places: dict[Key, Place], problems: list[Problem]
-) -> tuple[dict[str, Any], dict[Key, Place]]:
+    data: dict[str, Any], places: dict[Key, ValueOrigin], problems: list[Problem]
+) -> tuple[dict[str, Any], dict[Key, ValueOrigin]]:
     """A layer with each key of ``MOVED`` at its new place. A key given at both places becomes a problem."""
     data, places = dict(data), dict(places)
     for old, new in MOVED.items():
@@ -476,7 +476,7 @@ def _moved(
             continue
         data[old[0]] = {name: value for name, value in section.items() if name != old[1]}
         below = {key: place for key, place in places.items() if key[:2] == old}
-        place = below.get(old, places.get(old[:1], Place("--set")))
+        place = below.get(old, places.get(old[:1], ValueOrigin("--set")))
         places = {key: place for key, place in places.items() if key not in below}
         if new in places:
             what = f"is the old name of {dotted(new)}, which is also given, in {places[new]}"
@@ -500,7 +500,7 @@ def _notice_of_moved(layers: Layered) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedRecipe:
     """The result of ``judge``. recipe: None if a value is wrong (see ``error``). broken: all broken rules."""
 
     recipe: Recipe | None
@@ -508,7 +508,7 @@ class Judged:
     broken: Sequence[Broken]
 
 
-def judge(data: Mapping[str, Any], kinds: Kinds, failed: Collection[Key] = ()) -> Judged:
+def judge(data: Mapping[str, Any], kinds: Kinds, failed: Collection[Key] = ()) -> JudgedRecipe:
     """Validate each value of recipe data by itself, and check all rules over the values that are valid.
 
     Args:
@@ -521,11 +521,15 @@ def judge(data: Mapping[str, Any], kinds: Kinds, failed: Collection[Key] = ()) -
         recipe = cls.model_validate(data, context=RULES_ARE_JUDGED_APART)
     except ValidationError as error:
         wrong = {real_key(detail, data) for detail in error.errors(include_url=False)} | kinds.unjudged
-        return Judged(None, error, broken_rules(rules, readable(cls, spec, data, wrong.union(failed)), of_file=True))
-    return Judged(recipe, None, broken_rules(rules, values_of(recipe, spec, data, failed), of_file=True))
+        return JudgedRecipe(
+            None, error, broken_rules(rules, readable(cls, spec, data, wrong.union(failed)), of_file=True)
+        )
+    return JudgedRecipe(recipe, None, broken_rules(rules, values_of(recipe, spec, data, failed), of_file=True))
 
 
-def _validate(layers: Layered, registry: Registry, spoiled: Collection[str]) -> tuple[Recipe | None, list[Problem]]:
+def _validate(
+    layers: Layered, registry: FamilyRegistry, spoiled: Collection[str]
+) -> tuple[Recipe | None, list[Problem]]:
     """The recipe, if its values are valid, and all problems: of single values, of unknown keys, of broken rules.
 
     ``spoiled``: the places that already have a problem.

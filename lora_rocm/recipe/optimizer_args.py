@@ -16,7 +16,7 @@ from lora_rocm.errors import Problem
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.recipe.explain import shown
 from lora_rocm.recipe.kinds import OPTIMIZER, kinds_of
-from lora_rocm.recipe.layers import Layered, Place
+from lora_rocm.recipe.layers import Layered, ValueOrigin
 from lora_rocm.recipe.optim_sections import ARGUMENTS_KEY, OPTIMIZERS, OptimSection
 from lora_rocm.recipe.peer_names import advice
 from lora_rocm.recipe.sections import MAX_ITEMS
@@ -55,7 +55,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Names:
+class OptimizerArgTables:
     """The tables of ``optimizer_args.toml``."""
 
     renamed: tuple[Renamed, ...]
@@ -64,9 +64,9 @@ class Names:
 
 
 @cache
-def names() -> Names:
+def names() -> OptimizerArgTables:
     """The tables. See ``read_table`` for errors."""
-    return read_table(Path(__file__).with_name("optimizer_args.toml"), Names)
+    return read_table(Path(__file__).with_name("optimizer_args.toml"), OptimizerArgTables)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def resolve_arguments(layers: Layered) -> list[Problem]:
     for entry in _entries(optim.pop(ARGUMENTS_KEY), layers, problems):
         key = _key(entry, named)
         if key:
-            problems += _put(optim, key, entry, layers)
+            problems += _set_key(optim, key, entry, layers)
         elif not any(_read(row.value) == entry.value for row in _fixed(entry.name, named)):
             problems.append(_unknown(entry, named, _where(layers, entry)))
     return problems
@@ -154,18 +154,18 @@ def _where(layers: Layered, entry: Argument) -> str:
     return f"{_place(layers, entry)} {dotted((*ARGUMENTS, entry.part))}"
 
 
-def _place(layers: Layered, entry: Argument) -> Place:
+def _place(layers: Layered, entry: Argument) -> ValueOrigin:
     at: Key = (*ARGUMENTS, entry.part)
     near = next((at[:n] for n in range(len(at), 0, -1) if at[:n] in layers.places), None)
-    return layers.places[near] if near else Place(layers.origin)
+    return layers.places[near] if near else ValueOrigin(layers.origin)
 
 
-def _put(optim: dict[str, object], key: str, entry: Argument, layers: Layered) -> list[Problem]:
+def _set_key(optim: dict[str, object], key: str, entry: Argument, layers: Layered) -> list[Problem]:
     """Set a key, unless a higher layer sets it. A different value in the same layer is a problem."""
     value = None if any((row.key, _read(row.value)) == (key, entry.value) for row in names().unset) else entry.value
     at, place = ("optim", key), replace(_place(layers, entry), name=f"optim.{ARGUMENTS_KEY}.{entry.name}")
     if key in optim:
-        other = layers.places.get(at, Place(layers.origin))
+        other = layers.places.get(at, ValueOrigin(layers.origin))
         if other.origin == place.origin and optim[key] != value:
             what = f"{entry.name} is {shown(value)}, and {other} {other.name or f'optim.{key}'} is {shown(optim[key])}"
             return [Problem(_where(layers, entry), what, "Remove one of them.")]
@@ -178,7 +178,7 @@ def _put(optim: dict[str, object], key: str, entry: Argument, layers: Layered) -
     return []
 
 
-def _height(place: Place, layers: Layered) -> int:
+def _height(place: ValueOrigin, layers: Layered) -> int:
     """The layer of a place: 0 the base, 1 the file, 2 ``--set``."""
     return {"--set": 2, layers.origin: 1}.get(place.origin, 0)
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.recipe.family_rules import SIDES, TEXT_KEY, TOKENS_KEY
 from lora_rocm.recipe.kinds import FAMILY, NAMED_BY, Kinds, every_kind, kinds_of
 
 Schema = dict[str, Any]
 
 
-def json_schema(registry: Registry = PRODUCT) -> dict[str, Any]:
+def json_schema(registry: FamilyRegistry = PRODUCT) -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a recipe file, for editors.
 
     With ``base`` nothing is required, not even the keys that name kinds, because the base may give them. ``resume: may
@@ -75,7 +75,7 @@ def _generated(model: type[BaseModel]) -> str:
     return json.dumps(model.model_json_schema())
 
 
-def _sections_of_kinds(section: str, registry: Registry, sections: dict[str, Any]) -> list[dict[str, Any]]:
+def _sections_of_kinds(section: str, registry: FamilyRegistry, sections: dict[str, Any]) -> list[dict[str, Any]]:
     """References to the section of each kind, the default first. Adds their schemas to ``sections``."""
     refs = []
     for kinds in every_kind(section, registry):
@@ -85,7 +85,7 @@ def _sections_of_kinds(section: str, registry: Registry, sections: dict[str, Any
     return refs
 
 
-def _rules_of_families(registry: Registry, sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _rules_of_families(registry: FamilyRegistry, sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Family -> its rules for sections that all families share."""
     rules = {}
     for kinds in every_kind(FAMILY[0], registry):
@@ -107,7 +107,7 @@ def _rules_of_families(registry: Registry, sections: dict[str, Any]) -> dict[str
     return rules
 
 
-def _conditions(registry: Registry, sections: dict[str, Any]) -> list[dict[str, Any]]:
+def _conditions(registry: FamilyRegistry, sections: dict[str, Any]) -> list[dict[str, Any]]:
     """Conditional rules per family. The default family's rules also apply if neither a base nor a family is given."""
     rules = _rules_of_families(registry, sections)
     if len(rules) == 1:

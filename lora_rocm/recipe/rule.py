@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 Breach = Mapping[str, object]
-"""Words that fill in a rule's texts for one breach. "at": the key of the breach, in place of ``Rule.at``."""
+"""Words that fill in a rule's texts for one breach. "at": the key of the breach, in place of ``RecipeRule.at``."""
 EACH, ALL, OPTIONAL = "[each]", "[all]", "?"
 Parts = tuple[str | int, ...]
 """A key like ``yaml_tree.Key``; a list index may be EACH or ALL."""
@@ -30,7 +30,7 @@ def names_of(parts: Parts) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Rule:
+class RecipeRule:
     """A rule about the values of several keys. It is checked if all these values could be read.
 
     Attributes:
@@ -85,9 +85,9 @@ def leaf(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def not_both(first: str, second: str) -> Rule:
+def not_both(first: str, second: str) -> RecipeRule:
     """Two keys of one section that replace each other."""
-    return Rule(
+    return RecipeRule(
         f"not-both:{first},{leaf(second)}",
         (first, second),
         lambda first, second: bool(first) and bool(second),
@@ -96,18 +96,18 @@ def not_both(first: str, second: str) -> Rule:
     )
 
 
-def exactly_one(first: str, second: str, *unless: str) -> tuple[Rule, Rule]:
+def exactly_one(first: str, second: str, *unless: str) -> tuple[RecipeRule, RecipeRule]:
     """A section needs exactly one of two keys. Neither is needed if one of the keys ``unless`` is given."""
     what, keys = f"give exactly one of {leaf(first)} and {leaf(second)}", (first, second, *unless)
     return (
-        Rule(
+        RecipeRule(
             f"neither:{first},{leaf(second)}",
             keys,
             lambda *values: not any(values),
             what,
             f"Add {leaf(first)} or {leaf(second)}.",
         ),
-        Rule(
+        RecipeRule(
             f"both:{first},{leaf(second)}",
             keys,
             lambda first, second, *others: bool(first) and bool(second) and not any(others),
@@ -117,12 +117,12 @@ def exactly_one(first: str, second: str, *unless: str) -> tuple[Rule, Rule]:
     )
 
 
-def no_effect(key: str, others: Sequence[str], when: Callable[..., bool], why: str, fix: str) -> Rule:
+def no_effect(key: str, others: Sequence[str], when: Callable[..., bool], why: str, fix: str) -> RecipeRule:
     """A key has no effect if ``when``, called with the values of ``others``, is true. Its default is always accepted.
 
     ``why`` and ``fix`` are format strings: {1} is the value of the first of ``others``.
     """
-    return Rule(
+    return RecipeRule(
         f"no-effect:{key},{leaf(others[0])}",
         (key, *others),
         lambda _, *values: when(*values),

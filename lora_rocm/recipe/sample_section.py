@@ -70,11 +70,11 @@ class PreviewPrompt(Section):
         return {name: Path(file) for name in PREVIEW_INPUTS if (file := getattr(self, name))}
 
 
-def _form_of(value: Any) -> str:
+def _kind_of(value: Any) -> str:
     return "mapping" if isinstance(value, Mapping | PreviewPrompt) else "text"
 
 
-Prompt = Annotated[Annotated[str, Tag("text")] | Annotated[PreviewPrompt, Tag("mapping")], Discriminator(_form_of)]
+Prompt = Annotated[Annotated[str, Tag("text")] | Annotated[PreviewPrompt, Tag("mapping")], Discriminator(_kind_of)]
 """A prompt, alone or with its own options."""
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 
 from lora_rocm.errors import RecipeError
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.foundation.bounded_read import check_plain
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.rundir.layout import RunDir
 
 
-def recipe_fault(run_dir: RunDir, registry: Registry = PRODUCT) -> str:
+def recipe_fault(run_dir: RunDir, registry: FamilyRegistry = PRODUCT) -> str:
     """The reason why ``recipe.yaml`` of a run cannot be used, with a remedy, as sentences; empty if it can."""
     try:
         if not os.path.lexists(run_dir.recipe):

@@ -40,7 +40,7 @@ from lora_rocm.recipe.sections import (
 from lora_rocm.recipe.source_sections import OPTIONS_OF_CLASS_IMAGES, DataSource, NamedSource, SourceOptions
 
 if TYPE_CHECKING:
-    from lora_rocm.families.registry import Registry
+    from lora_rocm.families.registry import FamilyRegistry
     from lora_rocm.families.spec import FamilySpec
 
 
@@ -226,7 +226,7 @@ class Recipe(Section):
     """A whole recipe. ``recipe_class`` creates its class. ``spec``: its family, from ``registry``."""
 
     spec: ClassVar[FamilySpec]
-    registry: ClassVar[Registry]
+    registry: ClassVar[FamilyRegistry]
 
     model: ModelSection
     data: DataSection
@@ -260,11 +260,11 @@ class Recipe(Section):
     def exportable(self) -> tuple[str, ...]:
         """The formats in which ``lora-rocm export`` can write the result."""
         spec = self.spec
-        return tuple(form for form in (*spec.formats, *spec.conversions) if form in self.lora.forms)
+        return tuple(form for form in (*spec.formats, *spec.conversions) if form in self.lora.writable_formats)
 
-    def unwritten(self, form: str, forms: Sequence[str]) -> tuple[str, str]:
-        """(problem, remedy) for a format in which the adapter cannot be written. ``forms``: the possible formats."""
-        return unwritten(self.spec, self.lora, form, forms)
+    def unwritten(self, file_format: str, file_formats: Sequence[str]) -> tuple[str, str]:
+        """(problem, remedy) for a format in which the adapter cannot be written. ``file_formats``: the possible ones."""
+        return unwritten(self.spec, self.lora, file_format, file_formats)
 
     @property
     def watching(self) -> Recipe | None:
@@ -296,7 +296,7 @@ MOVED = {("train", name): ("objective", name) for name in ("min_snr_gamma", "noi
 
 @cache
 def recipe_class(
-    registry: Registry, family: FamilySpec, adapter: type[AdapterSection], optimizer: type[OptimSection]
+    registry: FamilyRegistry, family: FamilySpec, adapter: type[AdapterSection], optimizer: type[OptimSection]
 ) -> type[Recipe]:
     """The recipe class of these kinds: ``Recipe`` with their sections. Equal kinds give the same class."""
     made = create_model(

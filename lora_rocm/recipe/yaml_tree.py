@@ -121,7 +121,7 @@ def parse_yaml(text: str) -> YamlTree:
         raise YamlSyntaxError(str(error).splitlines()[0], 1, 1) from None
     tree = YamlTree()
     if node is not None:
-        tree.value = _Reader(tree).read(node, ())
+        tree.value = _NodeReader(tree).read(node, ())
     return tree
 
 
@@ -144,7 +144,7 @@ def _syntax_message(text: str, error: MarkedYAMLError, line: int) -> str:
     return ": ".join(parts) or "not valid YAML"
 
 
-class _Reader:
+class _NodeReader:
     """Read each node once. An unusable value becomes None and a problem."""
 
     def __init__(self, tree: YamlTree) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.foundation.units import count_text, number_text
-from lora_rocm.report.html import Paragraph, PictureTable, Section, page, plot, preview, section, table
+from lora_rocm.report.html import Paragraph, PictureTable, ReportBox, page, plot, preview, section, table
 from lora_rocm.report.svg_plot import Series
 
 PREVIEW_SIDE_PX = 256
@@ -79,7 +79,7 @@ def comparison_page(
     )
 
 
-def _images(compared: Sequence[Compared], prompts: Sequence[str], number: int, strength: float) -> Section | None:
+def _images(compared: Sequence[Compared], prompts: Sequence[str], number: int, strength: float) -> ReportBox | None:
     if not prompts:
         return None
     rows = []

@@ -91,7 +91,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Unread:
+class MissingImage:
     """A dash in place of an image or a text that cannot be read."""
 
     block: ClassVar = "unread"
@@ -103,7 +103,7 @@ class PictureTable:
 
     block: ClassVar = "pictures"
     head: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[Picture | Preformatted | Unread]]]
+    rows: Sequence[tuple[str, Sequence[Picture | Preformatted | MissingImage]]]
 
 
 @dataclass(frozen=True)
@@ -114,18 +114,18 @@ class Plot:
     svg: Markup
 
 
-Block = Paragraph | Heading | Preformatted | Table | Picture | Unread | PictureTable | Plot
+Block = Paragraph | Heading | Preformatted | Table | Picture | MissingImage | PictureTable | Plot
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportBox:
     """A titled box."""
 
     title: str
     blocks: Sequence[Block]
 
 
-def page(title: str, heading: str, intro: Sequence[Block], sections: Iterable[Section | None]) -> str:
+def page(title: str, heading: str, intro: Sequence[Block], sections: Iterable[ReportBox | None]) -> str:
     """A whole, self-contained HTML document.
 
     Args:
@@ -157,10 +157,10 @@ def page(title: str, heading: str, intro: Sequence[Block], sections: Iterable[Se
     return environment.get_template(TEMPLATE).render(title=title, heading=heading, intro=intro, sections=kept)
 
 
-def section(title: str, *parts: Block | None) -> Section | None:
+def section(title: str, *parts: Block | None) -> ReportBox | None:
     """A titled box; None if all parts are None."""
     blocks = [part for part in parts if part is not None]
-    return Section(title, blocks) if blocks else None
+    return ReportBox(title, blocks) if blocks else None
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Table | None:
@@ -174,7 +174,7 @@ def plot(series: Sequence[Series], x_label: str) -> Plot | None:
     return Plot(drawn) if drawn else None
 
 
-def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> Picture | Unread:
+def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> Picture | MissingImage:
     """An image file, reduced to ``max_side_px``.
 
     Only PNG is read, the format of previews. The content of a file, not its name, decides its format, and for some
@@ -189,7 +189,7 @@ def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> Picture |
                 raise OSError("too large for a preview")
             image = file.convert("RGB")
     except (OSError, ValueError, SyntaxError, LookupError, TypeError, struct.error, Image.DecompressionBombError):
-        return Unread()
+        return MissingImage()
     image.thumbnail((max_side_px, max_side_px))
     lossless = max(image.size) <= LOSSLESS_SIDE_PX
     buffer = BytesIO()
@@ -197,11 +197,11 @@ def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> Picture |
     return Picture("png" if lossless else "jpeg", base64.b64encode(buffer.getvalue()).decode("ascii"), label)
 
 
-def preview(path: Path, max_side_px: int, label: str = "") -> Picture | Preformatted | Unread:
+def preview(path: Path, max_side_px: int, label: str = "") -> Picture | Preformatted | MissingImage:
     """An image, or the text of a .txt file. ``label``: of an image; empty: its name."""
     if path.suffix != ".txt":
         return picture(path, label or path.name, max_side_px)
     try:
         return Preformatted(read_plain(path, MAX_PREVIEW_BYTES).decode("utf-8", "replace"))
     except OSError:
-        return Unread()
+        return MissingImage()

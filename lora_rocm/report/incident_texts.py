@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 
-from lora_rocm.report.html import Block, Heading, Paragraph, Preformatted, Section, section, table
+from lora_rocm.report.html import Block, Heading, Paragraph, Preformatted, ReportBox, section, table
 from lora_rocm.rundir.event_types import ChangeEvent, FailureEvent, RestartEvent
 from lora_rocm.rundir.incidents import Trouble
 
@@ -78,7 +78,7 @@ def promise(events: Iterable[Trouble]) -> str:
     return UNCHANGED if not effects else EXACT if effects == {"exact"} else ROUNDING
 
 
-def trouble_section(events: list[Trouble]) -> Section | None:
+def trouble_section(events: list[Trouble]) -> ReportBox | None:
     """The section of the report; None if nothing went wrong."""
     if not events:
         return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from lora_rocm.foundation.units import number_text
-from lora_rocm.report.html import Paragraph, Section, section, table
+from lora_rocm.report.html import Paragraph, ReportBox, section, table
 from lora_rocm.rundir.event_types import StepEvent
 
 WINDOW_STEPS, LEAST_STEPS = 50, 20
@@ -47,7 +47,7 @@ class Usual:
     def value(self) -> float | None:
         return math.exp(median(self._logs)) if len(self._logs) >= LEAST_STEPS else None
 
-    def stands_out(self, value: float | None) -> bool:
+    def is_outlier(self, value: float | None) -> bool:
         """Whether a value is far above the usual. Adds it to the window."""
         if value is None or not math.isfinite(value) or value <= 0:
             return False
@@ -65,7 +65,7 @@ def spikes(steps: Iterable[StepEvent]) -> list[Spike]:
     losses, norms, found = Usual(LOSS_TIMES), Usual(NORM_TIMES), []
     for step in steps:
         usual_loss, usual_norm = losses.value, norms.value
-        high = [losses.stands_out(step.loss), norms.stands_out(step.grad_norm)]
+        high = [losses.is_outlier(step.loss), norms.is_outlier(step.grad_norm)]
         if any(high):
             row = Spike(
                 step.updates, step.iteration, step.loss, step.grad_norm, usual_loss, usual_norm
@@ -74,7 +74,7 @@ def spikes(steps: Iterable[StepEvent]) -> list[Spike]:
     return found
 
 
-def spikes_section(steps: Sequence[StepEvent]) -> Section | None:
+def spikes_section(steps: Sequence[StepEvent]) -> ReportBox | None:
     """The section of the report; None if there are too few steps."""
     if len(steps) <= LEAST_STEPS:
         return None

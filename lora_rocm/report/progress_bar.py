@@ -78,10 +78,10 @@ def line_of(event: event_types.Event) -> str:
     return ""
 
 
-class View(Protocol):
+class ProgressView(Protocol):
     """The output of a progress display."""
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Print a permanent line."""
 
     def show(self, what: str, done: int, total: int, details: Sequence[str]) -> None:
@@ -92,30 +92,32 @@ class View(Protocol):
 
 
 class ProgressDisplay:
-    """Turns events into lines and bars on a ``View``.
+    """Turns events into lines and bars on a ``ProgressView``.
 
     spill_bytes: see ``vram_spill.spill_bytes``. past: reads the run that a resume continues; called at its start.
     """
 
-    def __init__(self, view: View, spill_bytes: int | None = None, past: Callable[[], RunView] | None = None) -> None:
+    def __init__(
+        self, view: ProgressView, spill_bytes: int | None = None, past: Callable[[], RunView] | None = None
+    ) -> None:
         self.past, self.view, self.spilling = past, view, Spilling(spill_bytes)
         self.figures, self.step_s = Figures(), Smoothed(0.9)
         self.repairs = self.exports = 0
         self.telemetry = ""
 
-    def say(self, text: str) -> None:
-        self.view.say(text)
+    def notify(self, text: str) -> None:
+        self.view.notify(text)
 
     def on_event(self, event: event_types.Event) -> None:
         """Show one event; event types without a display are ignored."""
         if line := line_of(event):
-            self.say(line)
+            self.notify(line)
         self._draw(event)
         match event:
             case event_types.StartEvent():
                 self._on_start(event)
             case event_types.PhaseEvent(state="begin") if event.phase in PHASES:
-                self.say(f"{PHASES[event.phase]} ...")
+                self.notify(f"{PHASES[event.phase]} ...")
             case event_types.DataEvent():
                 self._on_data(event)
             case event_types.RepairedEvent():
@@ -124,7 +126,7 @@ class ProgressDisplay:
                 self._on_export(event)
         slow = self.spilling.on_event(event)
         if slow:
-            self.say(f"Warning: {slow}")
+            self.notify(f"Warning: {slow}")
 
     def _draw(self, event: event_types.Event) -> None:
         """Draw the bar of an event that has one."""
@@ -144,9 +146,9 @@ class ProgressDisplay:
 
     def _on_start(self, event: event_types.StartEvent) -> None:
         self.exports = 0
-        self.say(f"Training on {event.device}, {event.precision}, torch {event.torch}")
+        self.notify(f"Training on {event.device}, {event.precision}, torch {event.torch}")
         if event.resumed_from is not None:
-            self.say(f"Continuing from step {event.resumed_from}")
+            self.notify(f"Continuing from step {event.resumed_from}")
             self.figures.loss = Smoothed()
             self.figures.measures.clear()
             # the file may already have later steps, which are still to be shown. A file that cannot be read must not
@@ -157,23 +159,23 @@ class ProgressDisplay:
 
     def _on_data(self, event: event_types.DataEvent) -> None:
         aside = len(event.set_aside)
-        self.say(
+        self.notify(
             f"{count_text(event.samples, 'sample')} in {count_text(len(event.buckets), 'bucket')}, "
             f"{count_text(event.steps_per_epoch, 'step')} per epoch, "
             f"{count_text(event.max_train_steps, 'step')} in all" + (f"; {aside} skipped" if aside else "")
         )
         for problem in event.set_aside[:5]:
-            self.say(f"  skipped: {problem['where']}: {problem['what']}")
+            self.notify(f"  skipped: {problem['where']}: {problem['what']}")
         if aside > 5:
-            self.say(f"  ... and {aside - 5} more, see the report")
+            self.notify(f"  ... and {aside - 5} more, see the report")
         for notice in event.notices:
-            self.say(f"  note: {notice}")
+            self.notify(f"  note: {notice}")
 
     def _on_repaired(self, event: event_types.RepairedEvent) -> None:
         self.repairs += 1
         if self.repairs <= MAX_REPAIRS_SAID:
             more = "; further ones are in the report" if self.repairs == MAX_REPAIRS_SAID else ""
-            self.say(f"Damaged in the cache, encoded again: {event.item} ({event.reason}){more}")
+            self.notify(f"Damaged in the cache, encoded again: {event.item} ({event.reason}){more}")
 
     def _on_step(self, event: event_types.StepEvent) -> None:
         figures = self.figures
@@ -195,10 +197,10 @@ class ProgressDisplay:
     def _on_export(self, event: event_types.ExportEvent) -> None:
         """Print the export. Its readers are shown for the first of ``output.formats`` only; ``status`` shows all."""
         difference = number_text(event.max_difference)
-        self.say(f"Wrote {event.path} ({event.format}), loaded back, largest difference {difference}")
+        self.notify(f"Wrote {event.path} ({event.format}), loaded back, largest difference {difference}")
         about = readers_line(event.can_read, event.cannot_read)
         if about and not self.exports:
-            self.say(about)
+            self.notify(about)
         self.exports += 1
 
 
@@ -229,7 +231,7 @@ class BarView:
         )
         self._tasks: dict[str, TaskID] = {}
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=True)
 
     def show(self, what: str, done: int, total: int, details: Sequence[str]) -> None:
@@ -253,7 +255,7 @@ class LineView:
         self.stream, self.every_s = stream, every_s
         self._last: dict[str, float] = {}
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         self.stream.write(text + "\n")
         self.stream.flush()
 
@@ -261,7 +263,7 @@ class LineView:
         now = time.monotonic()
         if done >= total or now - self._last.get(what, -self.every_s) >= self.every_s:
             self._last[what] = now
-            self.say(f"{what} {done}/{total}  {joined(details)}".rstrip())
+            self.notify(f"{what} {done}/{total}  {joined(details)}".rstrip())
 
     def end(self) -> None:
         self._last.clear()
@@ -276,7 +278,7 @@ def make_progress(
     spill_bytes: see ``vram_spill.spill_bytes``. run_dir: the run's directory.
     """
     stream = stream or sys.stdout
-    view: View = BarView(Console(file=stream)) if stream.isatty() else LineView(stream)
+    view: ProgressView = BarView(Console(file=stream)) if stream.isatty() else LineView(stream)
     try:
         yield ProgressDisplay(view, spill_bytes, partial(RunView.of, run_dir) if run_dir else None)
     finally:

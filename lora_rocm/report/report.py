@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import RecipeError, StorageError
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.foundation.json_text import object_in
@@ -32,7 +32,7 @@ from lora_rocm.report.html import (
     Paragraph,
     PictureTable,
     Preformatted,
-    Section,
+    ReportBox,
     page,
     picture,
     plot,
@@ -83,7 +83,7 @@ STEP_SHARES = {
 
 
 @dataclass(frozen=True)
-class Facts:
+class ReportData:
     """The data of the report."""
 
     view: RunView
@@ -96,7 +96,7 @@ class Facts:
         return self.view.run_dir
 
 
-def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
+def write_report(run_dir: RunDir, registry: FamilyRegistry = PRODUCT) -> Path:
     """Write the report from the run's present files.
 
     Raises:
@@ -117,7 +117,7 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
         recipe = None
     result = read_result(run_dir)
     environment = object_in(run_dir.environment, MAX_JSON_BYTES) if run_dir.holds(run_dir.environment) else {}
-    facts = Facts(view, recipe, result, environment)
+    facts = ReportData(view, recipe, result, environment)
     title = recipe.output.name if recipe else run_dir.path.name
     remarks = [recipe_fault(run_dir, registry), *view.remarks_on_events()]
     remarks += faults_of_finished(run_dir) if run_dir.result.exists() else []
@@ -149,7 +149,7 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
     return run_dir.report
 
 
-def _headline(facts: Facts) -> list[Block]:
+def _headline(facts: ReportData) -> list[Block]:
     view, data = facts.view, facts.view.last(DataEvent)
     said_of_recipe = list[Block]()
     if facts.recipe:
@@ -169,7 +169,7 @@ def _headline(facts: Facts) -> list[Block]:
     return [*said_of_recipe, Paragraph(f"Not finished: {at}. Continue with --resume latest.", "bad")]
 
 
-def _usage(facts: Facts) -> Section | None:
+def _usage(facts: ReportData) -> ReportBox | None:
     # The table of files
     stale = {path: f"{each.reason}: {each.remedy}" for path, each in facts.view.files.stale.items()}
     rows = [
@@ -213,7 +213,7 @@ def _file_size(path: Path) -> str:
     return size_text(sum(file.stat().st_size for file in files))
 
 
-def _concept(facts: Facts, headline: bool) -> Section | None:
+def _concept(facts: ReportData, headline: bool) -> ReportBox | None:
     """The concept score, if ``headline`` matches it. Runs of earlier versions have a score for texts, too."""
     found, of_texts = facts.view.last(ConceptEvent), facts.recipe is not None and facts.recipe.spec.trains_on_texts
     if found is None or of_texts or is_headline(found) != headline:
@@ -237,13 +237,13 @@ def _concept(facts: Facts, headline: bool) -> Section | None:
     return section(title, numbers, Paragraph(meaning), *advice, distances)
 
 
-def _before_after(facts: Facts) -> Section | None:
+def _before_after(facts: ReportData) -> ReportBox | None:
     path = facts.run_dir.before_after
     is_own = path.exists() and facts.run_dir.holds(path)
     return section("Before and after", picture(path, "before and after", GRID_SIDE_PX)) if is_own else None
 
 
-def _curves(facts: Facts) -> Section | None:
+def _curves(facts: ReportData) -> ReportBox | None:
     # The points
     steps = facts.view.steps
     loss: list[Point] = [*steps.curve("loss")]
@@ -294,7 +294,7 @@ def _held_out_plots(name: str, losses: list[Point], are_entropies: bool) -> Iter
     yield f"{name.capitalize()} perplexity", [Series(f"{name} perplexity", perplexity, "dots")]
 
 
-def _measures(facts: Facts) -> dict[str, list[Point]]:
+def _measures(facts: ReportData) -> dict[str, list[Point]]:
     """Other values of the held-out samples, by name; the newest value of a repeated step counts."""
     found = defaultdict[str, dict[float, float]](dict)
     for event in facts.view.all(ValidationEvent):
@@ -303,7 +303,7 @@ def _measures(facts: Facts) -> dict[str, list[Point]]:
     return {name: sorted(values.items()) for name, values in found.items()}
 
 
-def _previews(facts: Facts) -> Section | None:
+def _previews(facts: ReportData) -> ReportBox | None:
     # The files; links to files outside of the run are not opened
     rounds = [(updates, sorted(folder.glob("[0-9]*.*"))) for updates, folder in facts.run_dir.list_samples()]
     num_files = sum(len(files) for _, files in rounds)
@@ -335,7 +335,7 @@ def _previews(facts: Facts) -> Section | None:
     return section("Previews over time", outside, said, PictureTable(head, rows))
 
 
-def _guard(facts: Facts) -> Section | None:
+def _guard(facts: ReportData) -> ReportBox | None:
     incidents = facts.view.all(IncidentEvent)
     if not facts.view.steps and not incidents:
         return None
@@ -354,7 +354,7 @@ def _guard(facts: Facts) -> Section | None:
     return section("Guard", counts, _canaries(facts), summary, table(head, rows))
 
 
-def _canaries(facts: Facts) -> Paragraph | None:
+def _canaries(facts: ReportData) -> Paragraph | None:
     """The number of reference checks, and their failures."""
     found = facts.view.all(CanaryEvent)
     wrong = [f"after step {event.updates}: {event.detail}" for event in found if not event.passed]
@@ -366,7 +366,7 @@ def _canaries(facts: Facts) -> Paragraph | None:
     return Paragraph(f"{sentence}: always correct.", "good")
 
 
-def _repaired(facts: Facts) -> Section | None:
+def _repaired(facts: ReportData) -> ReportBox | None:
     repaired = facts.view.all(RepairedEvent)
     if not repaired:
         return None
@@ -379,7 +379,7 @@ def _repaired(facts: Facts) -> Section | None:
     return section("Cache", Paragraph(what, "bad"), Paragraph(advice, "soft"), table(head, rows))
 
 
-def _exports(facts: Facts) -> Section | None:
+def _exports(facts: ReportData) -> ReportBox | None:
     newest = {event.path: event for event in facts.view.all(ExportEvent)}
     stale = {path: f" ({each.reason})" for path, each in facts.view.files.stale.items()}
     rows = [
@@ -400,7 +400,7 @@ def _exports(facts: Facts) -> Section | None:
     return section("Exports, loaded back", table(head, rows), note) if rows else None
 
 
-def _data(facts: Facts) -> Section | None:
+def _data(facts: ReportData) -> ReportBox | None:
     data = facts.view.last(DataEvent)
     if data is None:
         return None
@@ -423,7 +423,7 @@ def _titled(title: str, block: Block | None) -> list[Block]:
     return [Heading(title), block] if block else []
 
 
-def _timings(facts: Facts) -> Section | None:
+def _timings(facts: ReportData) -> ReportBox | None:
     seconds: dict[str, float] = defaultdict(float)
     for event in facts.view.all(PhaseEvent):
         if event.state == "end":
@@ -447,7 +447,7 @@ def _timings(facts: Facts) -> Section | None:
     return section("Timings", table((), rows), *slow, note, often)
 
 
-def _recipe(facts: Facts) -> Section | None:
+def _recipe(facts: ReportData) -> ReportBox | None:
     if not facts.run_dir.holds(facts.run_dir.recipe):
         return section("Recipe", Paragraph("Not shown: it is a link to a file outside of the run.", "bad"))
     try:
@@ -473,7 +473,7 @@ def _inner(value: object) -> str:
     return f"({readable(value)})" if isinstance(value, dict | list | tuple) and value else readable(value)
 
 
-def _environment(facts: Facts) -> Section | None:
+def _environment(facts: ReportData) -> ReportBox | None:
     private = private_of(os.environ, platform.node(), texts_in(facts.environment))
     start, found = facts.view.last(StartEvent), private.value(dict(facts.environment))
     rows: list[tuple[str, object]] = []

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from lora_rocm.foundation.units import count_text, size_text
-from lora_rocm.report.html import Block, Heading, Paragraph, Section, plot, section, table
+from lora_rocm.report.html import Block, Heading, Paragraph, ReportBox, plot, section, table
 from lora_rocm.report.svg_plot import Point, Series
 from lora_rocm.rundir.event_types import AlarmEvent, TelemetryEvent
 
@@ -20,7 +20,7 @@ SIZES = {
 ABOUT = "Readings are summarised: temperatures and memory are the highest of each summary, power is its mean."
 
 
-def telemetry_section(readings: Sequence[TelemetryEvent], alarms: Sequence[AlarmEvent]) -> Section | None:
+def telemetry_section(readings: Sequence[TelemetryEvent], alarms: Sequence[AlarmEvent]) -> ReportBox | None:
     """Warnings, a table and plots for each GPU, from ``telemetry`` and ``alarm`` events; None if there are none."""
     by_gpu = defaultdict[str, list[TelemetryEvent]](list)
     for reading in readings:

@@ -12,7 +12,7 @@ from lora_rocm.foundation.tables import by_name, read_table
 from lora_rocm.hardware.archs import arch_of
 from lora_rocm.hardware.attention_images import attention_misfit
 from lora_rocm.hardware.facts import Gpu
-from lora_rocm.rules.rule import Rule, Situation, release
+from lora_rocm.rules.rule import MachineRule, Situation, release
 
 OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 STRIX_HALO = "gfx1151"
@@ -112,7 +112,7 @@ class LeftAlone:
 class AmdTable:
     """The file."""
 
-    rule: tuple[Rule, ...]
+    rule: tuple[MachineRule, ...]
     left_alone: tuple[LeftAlone, ...]
 
 
@@ -122,6 +122,6 @@ def amd_table() -> AmdTable:
     return read_table(Path(__file__).with_name("amd_rules.toml"), AmdTable, FUNCTIONS)
 
 
-def override_rules() -> tuple[Rule, ...]:
+def override_rules() -> tuple[MachineRule, ...]:
     """The rules that give a GPU the kernels of a related architecture."""
     return tuple(rule for rule in amd_table().rule if rule.id.startswith("override-"))

@@ -2,7 +2,7 @@
 
 Variables have to exist before a process starts, because a GPU runtime copies the environment once and Python reads some
 variables at its start. That is why the parent plans them. A value that the user exported wins, unless the rule
-overrides it (``Rule.over_user``); if it is known to harm, the user is warned.
+overrides it (``MachineRule.over_user``); if it is known to harm, the user is warned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lora_rocm.rules.general_rules import general_rules
 from lora_rocm.rules.harmful_values import harms
 from lora_rocm.rules.memory_rules import memory_table
 from lora_rocm.rules.mitigations import change_rules
-from lora_rocm.rules.rule import SETTING, Level, Rule, Situation
+from lora_rocm.rules.rule import SETTING, Level, MachineRule, Situation
 from lora_rocm.rules.selftest_rules import verdict_rules
 from lora_rocm.rules.tuned_rules import tuned_rules
 
@@ -45,7 +45,7 @@ PACKAGES = (
 
 
 @cache
-def rules() -> tuple[Rule, ...]:
+def rules() -> tuple[MachineRule, ...]:
     """All rules, in the order in which they apply."""
     first = general_rules() + amd_table().rule + memory_table().rule + verdict_rules()
     return first + tuned_rules() + change_rules()  # a trial checks each kernel itself; changes after failures win
@@ -132,7 +132,7 @@ def plan(situation: Situation) -> EnvPlan:
     return EnvPlan(rows, tuple(warnings), "" if stack is None else stack.key)
 
 
-def _row(rule: Rule, variable: str, value: str, situation: Situation) -> EnvRow:
+def _row(rule: MachineRule, variable: str, value: str, situation: Situation) -> EnvRow:
     why = rule.why + (rule.evidence(situation) if rule.evidence is not None else "")
     row = EnvRow(rule.id, variable, value, why, rule.source, reviewed=rule.reviewed)
     theirs = situation.environ.get(variable)

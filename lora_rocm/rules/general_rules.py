@@ -7,7 +7,7 @@ from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 
 from lora_rocm.foundation.tables import by_name, read_rows
 from lora_rocm.hardware.software_stack import stack_of
-from lora_rocm.rules.rule import Rule, Situation
+from lora_rocm.rules.rule import MachineRule, Situation
 
 
 def _workspace_if_deterministic(situation: Situation) -> str | None:
@@ -37,6 +37,6 @@ FUNCTIONS = by_name(_workspace_if_deterministic, _threads_of_recipe, _inductor_f
 
 
 @cache
-def general_rules() -> tuple[Rule, ...]:
+def general_rules() -> tuple[MachineRule, ...]:
     """The rules for every machine. See ``read_rows`` for errors."""
-    return read_rows(Path(__file__).with_name("general_rules.toml"), Rule, FUNCTIONS)
+    return read_rows(Path(__file__).with_name("general_rules.toml"), MachineRule, FUNCTIONS)

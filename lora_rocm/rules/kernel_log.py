@@ -16,7 +16,7 @@ from lora_rocm.rules.rule import Level
 
 
 @dataclass(frozen=True)
-class Pattern:
+class LogPattern:
     """A pattern of log lines with its meaning and remedy. A line counts for the first pattern that it matches.
 
     on_strix_halo: one more line of the remedy on that GPU; empty if there is none.
@@ -33,12 +33,12 @@ class Pattern:
 
 
 @cache
-def patterns() -> tuple[Pattern, ...]:
+def patterns() -> tuple[LogPattern, ...]:
     """The patterns, in the order in which they are tried. See ``read_rows`` for errors."""
-    return read_rows(Path(__file__).with_name("kernel_log.toml"), Pattern)
+    return read_rows(Path(__file__).with_name("kernel_log.toml"), LogPattern)
 
 
-def pattern_of(line: str) -> Pattern | None:
+def pattern_of(line: str) -> LogPattern | None:
     """The first pattern that a line of the kernel log matches; None if the line is harmless."""
     return next((pattern for pattern in patterns() if re.search(pattern.regex, line, re.IGNORECASE)), None)
 
@@ -54,18 +54,18 @@ Run = Callable[[Sequence[str], float], str]
 
 
 @dataclass(frozen=True)
-class Moment:
+class ClockReading:
     """A point in time on the wall clock and on the clock of the kernel's line stamps."""
 
     wall_s: float
     kernel_s: float
 
     @classmethod
-    def now(cls) -> Moment:
+    def now(cls) -> ClockReading:
         return cls(time.time(), time.monotonic())
 
 
-def lines_since(moment: Moment, run: Run = run_tool, system: str = sys.platform) -> tuple[str, ...]:
+def lines_since(moment: ClockReading, run: Run = run_tool, system: str = sys.platform) -> tuple[str, ...]:
     """The newest relevant lines since then; empty if there are none or this user may not read them.
 
     It runs a tool, which takes a moment.

@@ -9,7 +9,7 @@ from pathlib import Path
 from lora_rocm.foundation.tables import by_name, read_table
 from lora_rocm.hardware.facts import Gpu, HostFacts
 from lora_rocm.hardware.memory_budget import GIB, MemoryBudget, Reserves, budget
-from lora_rocm.rules.rule import Rule, Situation
+from lora_rocm.rules.rule import MachineRule, Situation
 
 MIN_LIMIT_BYTES = GIB
 """No limit is lower: the GPU's libraries would not even start, and the error would be misleading."""
@@ -48,7 +48,7 @@ class MemoryTable:
     """The file."""
 
     reserves: Reserves
-    rule: tuple[Rule, ...]
+    rule: tuple[MachineRule, ...]
 
 
 @cache

@@ -21,7 +21,7 @@ from lora_rocm.foundation.files import write_atomic
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.hardware.facts import HostFacts
 from lora_rocm.hardware.gpu_select import Selection
-from lora_rocm.hardware.selftest_result import Stack
+from lora_rocm.hardware.selftest_result import SoftwareAndGpu
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.rules.mitigation_records import Kept, Remembered, Workload
 from lora_rocm.rules.mitigations import Size, changes_by_id, known
@@ -38,7 +38,7 @@ FORGET = "lora-rocm forget"
 def key_of(facts: HostFacts, selection: Selection) -> str:
     """The key of the machine and its software; without a GPU that torch can use, of its torch alone."""
     torch = facts.torch.version if facts.torch is not None else "none"
-    return (stack_of(facts, selection) or Stack(torch, "cpu", "", "")).key
+    return (stack_of(facts, selection) or SoftwareAndGpu(torch, "cpu", "", "")).key
 
 
 def path_of(folder: Path, key: str) -> Path:
@@ -121,12 +121,14 @@ def _to_stderr(text: str) -> None:
     sys.stderr.flush()
 
 
-def keep(situation: Situation, change_ids: Sequence[str], seen: str, say: Callable[[str], None] = _to_stderr) -> None:
+def keep(
+    situation: Situation, change_ids: Sequence[str], seen: str, notify: Callable[[str], None] = _to_stderr
+) -> None:
     """Store mitigations for the next runs on this machine, all in one write or none.
 
     A repeatable mitigation is stored as often as it is in ``situation.changes``, however often this function is called.
-    One for runs of a size is stored only if the situation has a recipe. If the file cannot be written, ``say`` gets a
-    message and the run continues.
+    One for runs of a size is stored only if the situation has a recipe. If the file cannot be written, ``notify`` gets
+    a message and the run continues.
 
     Raises:
         KeyError: there is no such mitigation.
@@ -145,12 +147,12 @@ def keep(situation: Situation, change_ids: Sequence[str], seen: str, say: Callab
     if len(entries) == len(old.entries):
         return
     if old.damaged:
-        say(f"The record of this machine's failures cannot be read, and a new one is started: {path}")
+        notify(f"The record of this machine's failures cannot be read, and a new one is started: {path}")
     try:
         text = json.dumps({"format": FORMAT, "entries": [asdict(entry) for entry in entries]}, indent=1)
         write_atomic(path, text.encode("utf-8"), read_back=False)
     except StorageError as error:
-        say(f"The next run will have to learn this again, because it cannot be saved: {path}\n  {error.what}")
+        notify(f"The next run will have to learn this again, because it cannot be saved: {path}\n  {error.what}")
 
 
 def forget(folder: Path) -> list[tuple[Path, tuple[Kept, ...]]]:
@@ -170,15 +172,15 @@ def forget(folder: Path) -> list[tuple[Path, tuple[Kept, ...]]]:
     return gone
 
 
-def said(entries: Iterable[Kept]) -> list[str]:
+def described(entries: Iterable[Kept]) -> list[str]:
     """Entries as text: each mitigation once per workload, with its first day and the failures that it answers."""
     groups: dict[tuple[str, Workload | None], list[Kept]] = {}
     for entry in entries:
         groups.setdefault((entry.change, entry.workload), []).append(entry)
-    return [_said(change, workload, same) for (change, workload), same in groups.items()]
+    return [_described(change, workload, same) for (change, workload), same in groups.items()]
 
 
-def _said(change: str, workload: Workload | None, same: list[Kept]) -> str:
+def _described(change: str, workload: Workload | None, same: list[Kept]) -> str:
     what = changes_by_id()[change].text if change in changes_by_id() else "a change of another version of this program"
     times = f", {len(same)} times" if len(same) > 1 else ""
     because = ", ".join(dict.fromkeys(entry.seen for entry in same))
@@ -194,7 +196,7 @@ def notices(situation: Situation) -> list[str]:
     workloads = workloads_of(situation.recipe)
     mine = [entry for entry in remembered.entries if entry.workload is None or entry.workload.id in workloads]
     known = [entry for entry in mine if entry.change in situation.changes and entry.change in changes_by_id()]
-    texts = [f"Remembered from a run before, {text}" for text in said(known)]
+    texts = [f"Remembered from a run before, {text}" for text in described(known)]
     if texts:
         texts.append(f"To try again without: {FORGET}")
     if remembered.damaged:

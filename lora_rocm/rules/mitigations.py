@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from lora_rocm.errors import RestartCode
 from lora_rocm.foundation.tables import by_name, read_table
 from lora_rocm.hardware.software_stack import stack_of
-from lora_rocm.rules.rule import Computed, Rule, Situation, When, text_of
+from lora_rocm.rules.rule import Computed, MachineRule, Situation, When, text_of
 
 if TYPE_CHECKING:
     from lora_rocm.rundir.event_types import ChangeEvent
@@ -215,12 +215,14 @@ def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:
     ]
 
 
-def _rules(change: Change) -> Iterator[Rule]:
+def _rules(change: Change) -> Iterator[MachineRule]:
     for number, row in enumerate(change.sets, 1):
         name = f"change-{change.id}" + (f"-{number}" if len(change.sets) > 1 else "")
         why = f"{change.text}, since a run here met: {' or '.join(change.seen)}"
         value = Computed(_planned(change, row), f"`{row.value}`" if isinstance(row.value, str) else row.value.shown)
-        yield Rule(name, row.variable, value, why, change.source, row.when or change.when, evidence=_when(change))
+        yield MachineRule(
+            name, row.variable, value, why, change.source, row.when or change.when, evidence=_when(change)
+        )
 
 
 def _planned(change: Change, row: Sets) -> Callable[[Situation], str | None]:
@@ -239,6 +241,6 @@ def _when(change: Change) -> Callable[[Situation], str]:
 
 
 @cache
-def change_rules() -> tuple[Rule, ...]:
+def change_rules() -> tuple[MachineRule, ...]:
     """The variables and settings of the mitigations, as rules."""
     return tuple(rule for change in changes() for rule in _rules(change))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from lora_rocm.hardware.archs import Generation, arch_of, has_kernels
 from lora_rocm.hardware.facts import Gpu, HostFacts, System
 from lora_rocm.hardware.gpu_select import Selection
-from lora_rocm.hardware.selftest_result import Verdict
+from lora_rocm.hardware.selftest_result import SelftestVerdict
 from lora_rocm.hardware.tuned_choice import Tuned
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Situation:
     """The program's folder for caches and self-test results, in the path syntax of the machine of ``facts``."""
     recipe: Recipe | None = None
     profile: Profile = "safe"
-    verdict: Verdict | None = None
+    verdict: SelftestVerdict | None = None
     ranks: int = 1
     """Processes that train together, each on its own GPU."""
     changes: tuple[str, ...] = ()
@@ -168,7 +168,7 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Rule:
+class MachineRule:
     """One row.
 
     over_user: it replaces even a value of the user.

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.hardware.archs import arch_of
-from lora_rocm.hardware.selftest_result import Result, Verdict
-from lora_rocm.rules.rule import Computed, Rule, Situation, When
+from lora_rocm.hardware.selftest_result import Result, SelftestVerdict
+from lora_rocm.rules.rule import Computed, MachineRule, Situation, When
 
 NAMED = 3
 FUSED = ("attention.flash", "attention.efficient", "attention.cudnn", "attention.default")
@@ -39,7 +39,7 @@ class Remedy:
 class SelftestTable:
     """The file."""
 
-    rule: tuple[Rule, ...]
+    rule: tuple[MachineRule, ...]
     remedy: tuple[Remedy, ...]
 
 
@@ -48,7 +48,7 @@ def uses(result: Result, dtype: str) -> bool:
     return dtype in re.split(r"[.-]", result.name)
 
 
-def trains_in(verdict: Verdict, dtype: str) -> bool:
+def trains_in(verdict: SelftestVerdict, dtype: str) -> bool:
     """Whether all checks that training in ``dtype`` needs passed: products, convolutions, plain attention, steps.
 
     A failed fused attention is ignored, because another rule disables it. MIOpen is ignored if torch's own kernels
@@ -61,7 +61,7 @@ def trains_in(verdict: Verdict, dtype: str) -> bool:
     return trained and all(result.ok for result in tried)
 
 
-def avoids_miopen(verdict: Verdict) -> bool:
+def avoids_miopen(verdict: SelftestVerdict) -> bool:
     """Whether convolutions fail with MIOpen and pass with torch's own kernels.
 
     Torch's kernels compute one product per image with as many rows as the image has pixels. If such tall products are
@@ -83,7 +83,7 @@ def _precision(situation: Situation) -> str | None:
     return json.dumps(next((dtype for dtype in wanted if trains_in(verdict, dtype)), "no"))
 
 
-def _where(holds: Callable[[Verdict], object], value: str) -> Callable[[Situation], str | None]:
+def _where(holds: Callable[[SelftestVerdict], object], value: str) -> Callable[[Situation], str | None]:
     """The value where something holds of the verdict; nothing without one."""
     return lambda situation: value if situation.verdict is not None and holds(situation.verdict) else None
 
@@ -104,9 +104,9 @@ def _failed(*prefixes: str, dtypes: tuple[str, ...] = ()) -> Callable[[Situation
     return evidence
 
 
-def _remedy_rule(remedy: Remedy) -> Rule:
+def _remedy_rule(remedy: Remedy) -> MachineRule:
     value = Computed(_where(lambda verdict: remedy.id in verdict.remedies, remedy.value), f"`{remedy.value}`")
-    return Rule(f"verdict-{remedy.id}", remedy.variable, value, remedy.why, remedy.source, remedy.when)
+    return MachineRule(f"verdict-{remedy.id}", remedy.variable, value, remedy.why, remedy.source, remedy.when)
 
 
 FUNCTIONS: Mapping[str, Callable[[Situation], str | None]] = {
@@ -132,6 +132,6 @@ def selftest_table() -> SelftestTable:
 
 
 @cache
-def verdict_rules() -> tuple[Rule, ...]:
+def verdict_rules() -> tuple[MachineRule, ...]:
     """The rules of the file, and one for each remedy."""
     return (*selftest_table().rule, *map(_remedy_rule, selftest_table().remedy))

@@ -20,7 +20,7 @@ from lora_rocm.hardware.probe.detection import probe
 from lora_rocm.hardware.selftest_result import stored
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.rules.environment import EnvPlan, plan
-from lora_rocm.rules.mitigation_store import forget, in_force, key_of, recall, said, workloads_of
+from lora_rocm.rules.mitigation_store import described, forget, in_force, key_of, recall, workloads_of
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.tuned_rules import kept_choices
 
@@ -80,7 +80,7 @@ def forget_here() -> str:
         return "Nothing was remembered about this machine."
     lines = ["Forgotten; the next run begins without:"]
     for path, entries in gone:
-        lines += [f"  {text}" for text in said(entries)] or [f"  what {path} held (damaged)"]
+        lines += [f"  {text}" for text in described(entries)] or [f"  what {path} held (damaged)"]
     return "\n".join(map(printable, lines))
 
 

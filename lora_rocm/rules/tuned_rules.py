@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from lora_rocm import __version__
 from lora_rocm.foundation.packages import versions_of
 from lora_rocm.foundation.tables import by_name, read_rows
-from lora_rocm.hardware.selftest_result import Stack
+from lora_rocm.hardware.selftest_result import SoftwareAndGpu
 from lora_rocm.hardware.tuned_choice import Kind, Tuned, path_of, stored, table_of
-from lora_rocm.rules.rule import Rule, Situation
+from lora_rocm.rules.rule import MachineRule, Situation
 
 if TYPE_CHECKING:
     from lora_rocm.recipe.schema import Recipe
@@ -24,7 +24,7 @@ NAMED = ("sdpa", "flash", "aiter")
 """Values of runtime.attention that a trial has to confirm on a GPU."""
 
 
-def key_of(kind: Kind, stack: Stack, recipe: Recipe) -> dict[str, Any]:
+def key_of(kind: Kind, stack: SoftwareAndGpu, recipe: Recipe) -> dict[str, Any]:
     """The key of a choice: GPU, driver, versions, and the recipe's values that its shapes follow from."""
     versions = {"lora-rocm": __version__, **versions_of(PACKAGES)}
     shapes = {
@@ -56,7 +56,7 @@ def wants(kind: Kind, recipe: Recipe) -> bool:
     return named and runtime.compile in ("auto", "off")
 
 
-def kept_choices(folder: Path, stack: Stack | None, recipe: Recipe | None) -> Tuned:
+def kept_choices(folder: Path, stack: SoftwareAndGpu | None, recipe: Recipe | None) -> Tuned:
     """The kept choices that a run of this recipe would use here."""
     if stack is None or recipe is None:
         return Tuned()
@@ -120,6 +120,6 @@ FUNCTIONS = by_name(_attention, _table, _no_hipblaslt, _times)
 
 
 @cache
-def tuned_rules() -> tuple[Rule, ...]:
+def tuned_rules() -> tuple[MachineRule, ...]:
     """The rules about measured choices. See ``read_rows`` for errors."""
-    return read_rows(Path(__file__).with_name("tuned_rules.toml"), Rule, FUNCTIONS)
+    return read_rows(Path(__file__).with_name("tuned_rules.toml"), MachineRule, FUNCTIONS)

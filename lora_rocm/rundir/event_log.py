@@ -15,7 +15,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any, TypeVar, overload
 
-from lora_rocm.rundir.event_types import Event, SetAside, StartEvent, StepEvent, event_of
+from lora_rocm.rundir.event_types import Event, SkippedLines, StartEvent, StepEvent, event_of
 
 E = TypeVar("E", bound=Event)
 
@@ -145,7 +145,7 @@ class EventLog:
         self.steps, self.current = Steps(), array("q")
         self.num_lines = 0
         self.last_s: float | None = None
-        self.set_aside = SetAside()
+        self.set_aside = SkippedLines()
         self._kept: dict[str, deque[tuple[int, bytes]]] = {}
         self._parsed: dict[str, list[tuple[int, Event]]] = {}
         self._current_updates = array("q")
@@ -265,5 +265,5 @@ class EventLog:
         log._current_updates = array("q", (updates[number] for number in log.current))
         log.num_lines, log.last_s = about["num_lines"], about["last_s"]
         aside = about["set_aside"]
-        log.set_aside = SetAside(aside["lines"], Counter(aside["kinds"]), Counter(aside["fields"]))
+        log.set_aside = SkippedLines(aside["lines"], Counter(aside["kinds"]), Counter(aside["fields"]))
         return log

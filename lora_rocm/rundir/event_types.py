@@ -554,7 +554,7 @@ BEGIN = re.compile(rb'\{"type": ?"([a-z]+)"(?:, ?|(?=\}))')
 
 
 @dataclass
-class SetAside:
+class SkippedLines:
     """Lines and fields that were skipped in a file of events.
 
     Attributes:
@@ -574,8 +574,8 @@ def _count(counter: Counter[str], name: str) -> None:
     counter[name if name in counter or len(counter) < MAX_NAMES else OTHERS] += 1
 
 
-def event_of(line: bytes, aside: SetAside | None = None) -> Event | None:
-    """The event on a line; None if it is not an event, or is from another version. ``aside`` counts skipped lines."""
+def event_of(line: bytes, skipped: SkippedLines | None = None) -> Event | None:
+    """The event on a line; None if it is not an event, or is from another version. ``skipped`` counts skipped lines."""
     begin = BEGIN.match(line)
     kind = TYPES.get(begin[1].decode("ascii")) if begin else None
     if kind is not None and begin is not None:
@@ -583,20 +583,20 @@ def event_of(line: bytes, aside: SetAside | None = None) -> Event | None:
             return kind.model_validate_json(b"{" + line[begin.end() :])
         except ValueError:
             pass
-    aside = SetAside() if aside is None else aside
+    skipped = SkippedLines() if skipped is None else skipped
     try:  # a line may be torn by a crash, printed by a library, or nested without end
         found = from_json(line)
         name = found.pop("type", None) if isinstance(found, dict) else None
         kind = TYPES.get(name) if isinstance(name, str) else None
         if kind is None and isinstance(name, str):
-            _count(aside.kinds, name)
+            _count(skipped.kinds, name)
             return None
         read = None if kind is None else kind.read(found)
     except ValueError:
         read = None
     if read is None:
-        aside.lines += 1
+        skipped.lines += 1
     elif read.model_config["extra"] != "allow":
         for each in found.keys() - type(read).model_fields.keys():
-            _count(aside.fields, f"{read.type}.{each}")
+            _count(skipped.fields, f"{read.type}.{each}")
     return read

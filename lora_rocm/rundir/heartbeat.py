@@ -37,7 +37,7 @@ class HeartbeatWriter:
 
     def __init__(self, path: Path) -> None:
         self.path, self._count = path, 0
-        self._file = open_in_place(path, anew=True, buffering=0)
+        self._file = open_in_place(path, again=True, buffering=0)
 
     def beat(self, activity: str) -> None:
         """Record one sign of progress.

@@ -237,18 +237,18 @@ class RunDir:
     def peft_dir(self) -> Path:
         return self.path / "peft"
 
-    def export_of(self, form: str) -> Path:
+    def export_of(self, file_format: str) -> Path:
         """Path of the LoRA in each format: a file, or for peft a folder with a folder per component."""
         files = {"kohya": self.lora, "diffusers": self.diffusers_lora, "peft": self.peft_dir}
         files |= {"merged": self.path / "merged", "gguf": self.path / f"{self.name}.gguf"}
-        return files.get(form, self.path / f"{self.name}-{form}.safetensors")
+        return files.get(file_format, self.path / f"{self.name}-{file_format}.safetensors")
 
-    def is_of(self, path: str, form: str) -> bool:
+    def is_of(self, path: str, file_format: str) -> bool:
         """Whether a path in the run directory, with slashes, is one of a LoRA format, or of its embedding files."""
-        if form == "peft":
+        if file_format == "peft":
             found = re.fullmatch(r"peft/[A-Za-z0-9_]+/(adapter_model\.safetensors|adapter_config\.json)", path)
         else:
-            found = re.fullmatch(re.escape(self.export_of(form).name), path)
+            found = re.fullmatch(re.escape(self.export_of(file_format).name), path)
         return found is not None or self.is_embedding(path)
 
     def is_checkpoint_lora(self, path: str) -> bool:

@@ -95,22 +95,24 @@ def stale_exports(run_dir: RunDir) -> dict[str, Stale]:
     return stale
 
 
-def record_export(run_dir: RunDir, form: str, made: Made) -> None:
+def record_export(run_dir: RunDir, file_format: str, made: Made) -> None:
     """Record the training state of an export; in a finished run, also the digests of LoRA files.
 
     Raises:
         StorageError: ``exports.json`` or ``result.json`` cannot be written.
     """
-    _save(run_dir, {form: made})
+    _save(run_dir, {file_format: made})
     result = read_result(run_dir)
-    if not result or form in ON_REQUEST:
+    if not result or file_format in ON_REQUEST:
         return
-    digests = digests_of(run_dir, form)
+    digests = digests_of(run_dir, file_format)
     others = result.get("exports", [])
-    path = run_dir.export_of(form).name
-    entry = next((entry for entry in others if entry.get("format") == form), {"format": form, "path": path})
+    path = run_dir.export_of(file_format).name
+    entry = next(
+        (entry for entry in others if entry.get("format") == file_format), {"format": file_format, "path": path}
+    )
     entry = {**entry, **asdict(made), "files": [digest.to_json() for digest in digests]}
-    result["exports"] = [*(each for each in others if each.get("format") != form), entry]
+    result["exports"] = [*(each for each in others if each.get("format") != file_format), entry]
     write_json(run_dir.result, result, run_dir.path)
 
 
@@ -125,9 +127,9 @@ def keep_made(run_dir: RunDir) -> None:
         _save(run_dir, found)
 
 
-def is_of_another_step(run_dir: RunDir, form: str) -> bool:
+def is_of_another_step(run_dir: RunDir, file_format: str) -> bool:
     """Whether the file of a format is known to come from another state than the run's present one."""
-    stale = stale_exports(run_dir).get(form)
+    stale = stale_exports(run_dir).get(file_format)
     return stale is not None and stale.made is not None
 
 

@@ -63,13 +63,13 @@ def read_result(run_dir: RunDir) -> dict[str, Any]:
         return {}
 
 
-def wrong_exports(run_dir: RunDir, forms: Iterable[str]) -> dict[str, str]:
+def wrong_exports(run_dir: RunDir, file_formats: Iterable[str]) -> dict[str, str]:
     """Format -> fault of its files, as text, for the formats that a finished run should have.
 
     Runs of versions before digests have none; for these only a missing file is detected.
     """
     exports, wrong = _exports(run_dir, read_result(run_dir)), {}
-    for form in forms:
+    for form in file_formats:
         found = [fault for digest in exports.get(form, ()) if (fault := _fault(run_dir, digest))]
         if not found and not is_whole(run_dir.export_of(form)):
             found = [f"{run_dir.export_of(form).name} is missing."]
@@ -89,19 +89,19 @@ def updates_of(run_dir: RunDir) -> int:
     return int(read_result(run_dir).get("updates", 0))
 
 
-def digests_of(run_dir: RunDir, form: str) -> list[FileDigest]:
+def digests_of(run_dir: RunDir, file_format: str) -> list[FileDigest]:
     """Digests of the existing files of a LoRA format, with their embedding files."""
-    place = run_dir.export_of(form)
+    place = run_dir.export_of(file_format)
     files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
     files += sorted(embeddings_of(place).glob("*.safetensors"))
     names = [path.relative_to(run_dir.path).as_posix() for path in files]
-    digests = [FileDigest.of_file(run_dir, name) for name in names if run_dir.is_of(name, form)]
+    digests = [FileDigest.of_file(run_dir, name) for name in names if run_dir.is_of(name, file_format)]
     return [digest for digest in digests if digest is not None]
 
 
 def _exports(run_dir: RunDir, result: dict[str, Any]) -> dict[str, list[FileDigest]]:
     return {
-        entry["format"]: _digests(entry.get("files", []), partial(run_dir.is_of, form=entry["format"]))
+        entry["format"]: _digests(entry.get("files", []), partial(run_dir.is_of, file_format=entry["format"]))
         for entry in result.get("exports", [])
         if entry["format"] in LORA_FORMS
     }

@@ -55,7 +55,7 @@ def name_of(names: Path, checkpoints: Path, result: Path, recipe: Path) -> str:
     if the LoRA files of checkpoints all have another name. The recipe is ignored in a run of an earlier version: its
     finished file always has the default name.
     """
-    saved, written = saved_name(names), _names_beside(checkpoints)
+    saved, written = saved_name(names), _exported_names(checkpoints)
     if saved and (not written or saved in written):
         return saved
     if written:
@@ -68,7 +68,7 @@ def name_of(names: Path, checkpoints: Path, result: Path, recipe: Path) -> str:
     return name if is_of_recipe else DEFAULT_NAME
 
 
-def _names_beside(checkpoints: Path) -> Counter[str]:
+def _exported_names(checkpoints: Path) -> Counter[str]:
     """Name -> number of LoRA files of checkpoints with this name."""
     try:
         found = [CHECKPOINT_LORA.fullmatch(path.name) for path in checkpoints.iterdir()]

@@ -250,7 +250,7 @@ class WatchState:
             self.heard_at = now
         self.log_bytes = size_bytes
 
-    def on_look(self, now: float) -> None:
+    def on_poll(self, now: float) -> None:
         """Record a check. Time without checks (``ABSENT_S``) does not count as silence."""
         absent_s = now - self._looked_at if self._looked_at is not None else 0.0
         if absent_s > ABSENT_S:

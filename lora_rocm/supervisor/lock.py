@@ -19,7 +19,7 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.heartbeat import read_heartbeat
 from lora_rocm.rundir.held_locks import is_held
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.worker import WORKER, unkillable
+from lora_rocm.supervisor.worker_process import WORKER, unkillable
 
 LOCK_WAIT_S = 1.0  # `status` holds the lock for a moment
 LEFTOVER_GRACE_S = 45.0  # after its parent died, a worker exits within 30 s (train.session), if it can
@@ -60,13 +60,13 @@ def last_worker_pid(run_dir: RunDir, rank: int = 0) -> int | None:
 
 
 def end_leftover(
-    run_dir: RunDir, say: Callable[[str], None], grace_s: float | None = None, worker: str | None = None
+    run_dir: RunDir, notify: Callable[[str], None], grace_s: float | None = None, worker: str | None = None
 ) -> None:
     """Wait for the workers of a parent that is gone; kill those that do not exit by themselves (they may hang).
 
     Args:
         run_dir: locked by this process.
-        say: shows a message to the user.
+        notify: shows a message to the user.
         grace_s: how long to wait; None: ``LEFTOVER_GRACE_S``.
         worker: see ``worker.worker_command``.
 
@@ -76,14 +76,14 @@ def end_leftover(
     """
     held = [(rank, path) for rank, path in run_dir.worker_locks() if is_held(path)]
     if held:
-        say("Waiting for the worker of an earlier start to save and exit ...")
+        notify("Waiting for the worker of an earlier start to save and exit ...")
     deadline = time.monotonic() + (LEFTOVER_GRACE_S if grace_s is None else grace_s)
     for rank, path in held:
-        _end_holder(run_dir, rank, path, deadline, say, worker or WORKER)
+        _end_holder(run_dir, rank, path, deadline, notify, worker or WORKER)
 
 
 def _end_holder(
-    run_dir: RunDir, rank: int, path: Path, deadline: float, say: Callable[[str], None], worker: str
+    run_dir: RunDir, rank: int, path: Path, deadline: float, notify: Callable[[str], None], worker: str
 ) -> None:
     while is_held(path) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -92,7 +92,7 @@ def _end_holder(
     beat = read_heartbeat(run_dir.heartbeat(rank))
     for pid in {last_worker_pid(run_dir, rank), beat.pid if beat else None} - {None}:
         if pid is not None and _is_worker_of(run_dir, pid, worker):
-            say(f"It does not exit by itself, so it is killed (process {pid}).")
+            notify(f"It does not exit by itself, so it is killed (process {pid}).")
             if not kill_tree(pid):
                 raise unkillable(pid)
             return

@@ -15,11 +15,11 @@ from lora_rocm.recipe.load import LoadedRecipe
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor import worker as worker_process
+from lora_rocm.supervisor import worker_process as worker_process
 from lora_rocm.supervisor.resume import LATEST, Chosen, settle_rank
 from lora_rocm.supervisor.tuning_runner import without
-from lora_rocm.supervisor.worker import Worker, follow
 from lora_rocm.supervisor.worker_group import End, run_workers, verdict
+from lora_rocm.supervisor.worker_process import Worker, follow
 
 
 def with_gpus(situation: Situation, here: int, everywhere: int) -> Situation:
@@ -62,7 +62,7 @@ def run_unwatched(
     env: Mapping[str, str],
     on_event: OnEvent,
     command: Sequence[str],
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     count: int,
     asked: Asked | None = None,
 ) -> int:
@@ -74,8 +74,10 @@ def run_unwatched(
         LoraRocmError: the error of one of them.
     """
     if count == 1:
-        return worker_process.run_worker(run_dir, env, on_event, command, say, asked)
-    return run_workers(run_dir, env, count, lambda rank, event: None if rank else on_event(event), command, say, asked)
+        return worker_process.run_worker(run_dir, env, on_event, command, notify, asked)
+    return run_workers(
+        run_dir, env, count, lambda rank, event: None if rank else on_event(event), command, notify, asked
+    )
 
 
 def train_rank(
@@ -83,7 +85,7 @@ def train_rank(
     loaded: LoadedRecipe,
     chosen: Chosen,
     situation: Situation,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     *,
     accept_changes: bool,
     worker: str | None = None,
@@ -101,7 +103,7 @@ def train_rank(
     command += ["--recipe", str(run_dir.recipe_of(me.rank))]
     with stop_signals() as asked, ExitStack() as stack:
         child = stack.enter_context(Worker(run_dir, env, command, me.rank))
-        follow([child], asked, lambda rank, event: None, say)
+        follow([child], asked, lambda rank, event: None, notify)
         found = verdict([child])
     if isinstance(found, End):
         raise found.error

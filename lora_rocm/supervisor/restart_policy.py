@@ -43,7 +43,7 @@ NO_CURE: tuple[Seen, ...] = ("loader-hang", "hang", "died")
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """The failure of one start of the worker; fields as in the event ``failure``.
 
     Attributes:
@@ -94,7 +94,7 @@ class History:
     spent: int = 0
     attempt: int = 0
     progressed: tuple[bool, ...] = ()
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[WorkerFailure, ...] = ()
 
     @property
     def progress(self) -> bool:
@@ -131,7 +131,7 @@ class History:
         place = max(in_vain - 1, 0) + LONGER_AFTER.get(self.failures[-1].seen, 0)
         return pauses_s[min(place, len(pauses_s) - 1)]
 
-    def with_failure(self, failure: Failure, progress: bool, checkpoints: int) -> History:
+    def with_failure(self, failure: WorkerFailure, progress: bool, checkpoints: int) -> History:
         """The history after the failure of another start, which wrote this many checkpoints."""
         return replace(
             self,
@@ -169,7 +169,7 @@ class Raise:
 Judgement = Restart | GiveUp | Raise
 
 
-def after(failure: Failure, history: History, situation: Situation) -> Judgement:
+def after(failure: WorkerFailure, history: History, situation: Situation) -> Judgement:
     """Decide what to do after a failure, the last one of ``history``."""
     if failure.seen is None or history.budget == 0:
         return Raise(failure.error)

@@ -14,11 +14,11 @@ from itertools import islice
 from pathlib import Path
 
 from lora_rocm.errors import RecipeError, ResumeError, UserError
-from lora_rocm.families.registry import Registry
-from lora_rocm.foundation.file_names import NOT_TEXT, fix_of_name
+from lora_rocm.families.registry import FamilyRegistry
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.foundation.names import name_key
 from lora_rocm.foundation.terminal_text import legible, quoted
+from lora_rocm.foundation.undecodable_names import NOT_TEXT, fix_of_name
 from lora_rocm.recipe.comparison import fixed_values, resume_differences
 from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
@@ -186,7 +186,7 @@ def settle_rank(chosen: Chosen, loaded: LoadedRecipe, rank: int) -> bool:
     return True
 
 
-def _old_recipe(run_dir: RunDir, registry: Registry) -> Recipe:
+def _old_recipe(run_dir: RunDir, registry: FamilyRegistry) -> Recipe:
     try:
         return load_recipe(run_dir.recipe, registry=registry).recipe
     except RecipeError as error:
@@ -276,7 +276,7 @@ def _is_run(path: Path) -> bool:
         return False
 
 
-def open_recipe(path: Path, registry: Registry) -> tuple[RunDir, Recipe]:
+def open_recipe(path: Path, registry: FamilyRegistry) -> tuple[RunDir, Recipe]:
     """The run directory at ``path``, and its recipe.
 
     Raises:

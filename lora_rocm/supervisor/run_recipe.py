@@ -8,13 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from lora_rocm.errors import UserError
-from lora_rocm.families.registry import Registry
+from lora_rocm.families.registry import FamilyRegistry
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.paths import with_default_outputs
 from lora_rocm.recipe.schema import Recipe
 
 
-def recipe_of_run(file: Path, registry: Registry, spare_cache: Path | None = None) -> Recipe:
+def recipe_of_run(file: Path, registry: FamilyRegistry, spare_cache: Path | None = None) -> Recipe:
     """Read ``recipe.yaml`` of a run.
 
     The recipe's output folders are replaced by the defaults in the current folder.

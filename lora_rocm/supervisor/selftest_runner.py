@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lora_rocm.errors import MachineError, RestartError, StorageError, storage_error
 from lora_rocm.foundation.files import temporary_folder, write_json
-from lora_rocm.hardware.selftest_result import Result, Verdict, path_of
+from lora_rocm.hardware.selftest_result import Result, SelftestVerdict, path_of
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.hardware.tuned_choice import Tuned
 from lora_rocm.processes.jobs import CHILDREN, SelfTestJob
@@ -33,7 +33,7 @@ MAX_CRASHES = 3
 """Crashes or hangs in one family of checks ("conv.miopen") after which the rest of the family is skipped."""
 MAX_STARTS = 12
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 Command = Callable[[Path], list[str]]
 
 
@@ -42,7 +42,7 @@ def child_command(job: Path) -> list[str]:
     return heavy_command(CHILDREN["self-test"].module, str(job))
 
 
-def ensure(situation: Situation, recipe: Recipe, say: Say) -> Situation:
+def ensure(situation: Situation, recipe: Recipe, notify: Notify) -> Situation:
     """Before a run, test an AMD GPU if its software stack is new here; return the situation with the verdict.
 
     Raises:
@@ -52,8 +52,8 @@ def ensure(situation: Situation, recipe: Recipe, say: Say) -> Situation:
     new = situation.verdict is None and stack_of(situation.facts, situation.selection) is not None
     if not wanted or not new or situation.gpu is None:
         return situation
-    say("Testing this GPU once; it takes a minute or a few (runtime.self_test: no skips it) ...")
-    verdict = self_test(situation, say)
+    notify("Testing this GPU once; it takes a minute or a few (runtime.self_test: no skips it) ...")
+    verdict = self_test(situation, notify)
     if verdict.unusable:
         bad = [result for result in verdict.results if not result.ok]
         raise MachineError(
@@ -65,7 +65,7 @@ def ensure(situation: Situation, recipe: Recipe, say: Say) -> Situation:
     return replace(situation, verdict=verdict)
 
 
-def self_test(situation: Situation, say: Say, command: Command = child_command) -> Verdict:
+def self_test(situation: Situation, notify: Notify, command: Command = child_command) -> SelftestVerdict:
     """Test the GPU, try remedies and the profile "fast", and store the verdict unless the GPU is unusable.
 
     Raises:
@@ -81,24 +81,24 @@ def self_test(situation: Situation, say: Say, command: Command = child_command) 
     # Test with the profile "safe", then try remedies for the failures
     started = time.monotonic()
     plain = replace(situation, profile="safe", verdict=None, tuned=Tuned())
-    verdict = Verdict(stack, _tested(plain, say, command))
+    verdict = SelftestVerdict(stack, _tested(plain, notify, command))
     for remedy in selftest_table().remedy:
         if remedy.when.holds(plain) and verdict.failed(f"{remedy.group}."):
-            verdict = _with_remedy(remedy, plain, verdict, say, command)
+            verdict = _with_remedy(remedy, plain, verdict, notify, command)
     # Test the profile "fast" only if its groups pass
     if situation.gpu is not None and not any(verdict.failed(f"{group}.") for group in FAST_GROUPS):
-        verdict = replace(verdict, fast=_fast(plain, verdict, say, command))
+        verdict = replace(verdict, fast=_fast(plain, verdict, notify, command))
     # Report and store
     now = " Training avoids the failed kernels: lora-rocm env --explain shows how." if verdict.failed("") else ""
-    say(f"Self-test: {_summary(verdict.results)} in {time.monotonic() - started:.0f} s.{now}")
+    notify(f"Self-test: {_summary(verdict.results)} in {time.monotonic() - started:.0f} s.{now}")
     try:
         store(Path(situation.app_dir), verdict)
     except StorageError as error:
-        say(f"The result of the self-test could not be stored, so it will run again. {error}")
+        notify(f"The result of the self-test could not be stored, so it will run again. {error}")
     return verdict
 
 
-def store(folder: Path, verdict: Verdict) -> None:
+def store(folder: Path, verdict: SelftestVerdict) -> None:
     """Store a verdict for ``selftest_result.stored``.
 
     The verdict "unusable" only deletes the stored one, so that the test is repeated.
@@ -120,9 +120,9 @@ def _environment(situation: Situation) -> dict[str, str]:
     return plan(situation).applied_to(situation.environ)
 
 
-def _tested(situation: Situation, say: Say, command: Command, only: Sequence[str] = ()) -> tuple[Result, ...]:
+def _tested(situation: Situation, notify: Notify, command: Command, only: Sequence[str] = ()) -> tuple[Result, ...]:
     try:
-        return run_checks(SelfTestJob(only=tuple(only)), _environment(situation), say, command)
+        return run_checks(SelfTestJob(only=tuple(only)), _environment(situation), notify, command)
     except MachineError as error:
         if error.code != "no-gpu":
             raise
@@ -135,11 +135,13 @@ def _tested(situation: Situation, say: Say, command: Command, only: Sequence[str
         ) from None
 
 
-def _with_remedy(remedy: Remedy, plain: Situation, before: Verdict, say: Say, command: Command) -> Verdict:
+def _with_remedy(
+    remedy: Remedy, plain: Situation, before: SelftestVerdict, notify: Notify, command: Command
+) -> SelftestVerdict:
     """The verdict with the remedy in force, if it reduces the failures of its group without adding others."""
-    say(f"  once more with {remedy.variable}={remedy.value}:")
-    trial = Verdict(before.stack, (), remedies=(*before.remedies, remedy.id))
-    again = {result.name: result for result in _tested(replace(plain, verdict=trial), say, command, (remedy.group,))}
+    notify(f"  once more with {remedy.variable}={remedy.value}:")
+    trial = SelftestVerdict(before.stack, (), remedies=(*before.remedies, remedy.id))
+    again = {result.name: result for result in _tested(replace(plain, verdict=trial), notify, command, (remedy.group,))}
     failed_before = {result.name for result in before.failed(f"{remedy.group}.")}
     failed_now = {result.name for result in again.values() if not result.ok}
     if not failed_now < failed_before:
@@ -148,30 +150,30 @@ def _with_remedy(remedy: Remedy, plain: Situation, before: Verdict, say: Say, co
     return replace(before, results=results, remedies=trial.remedies)
 
 
-def _fast(plain: Situation, verdict: Verdict, say: Say, command: Command) -> tuple[Result, ...]:
+def _fast(plain: Situation, verdict: SelftestVerdict, notify: Notify, command: Command) -> tuple[Result, ...]:
     """The results without the variables of the profile "safe"; the existing results if it sets none of them."""
     assumed = (Result("assumed.for-this-test", "passed", 0.0),)
     safe = replace(plain, verdict=replace(verdict, results=()))
     fast = replace(safe, profile="fast", verdict=replace(verdict, results=(), fast=assumed))
     if _environment(fast) == _environment(safe):
         return tuple(result for result in verdict.results if _group(result.name) in FAST_GROUPS)
-    say('  once more with the faster libraries of the profile "fast":')
-    return _tested(fast, say, command, FAST_GROUPS)
+    notify('  once more with the faster libraries of the profile "fast":')
+    return _tested(fast, notify, command, FAST_GROUPS)
 
 
 def run_checks(
-    job: SelfTestJob, env: Mapping[str, str], say: Say, command: Command = child_command
+    job: SelfTestJob, env: Mapping[str, str], notify: Notify, command: Command = child_command
 ) -> tuple[Result, ...]:
     """Run all checks of a job. If a child hangs or crashes, another one continues after the failed check.
 
     Raises:
         MachineError: a child ended before its first check, or too many ended.
     """
-    progress = _Progress(say)
+    progress = _Progress(notify)
     with temporary_folder() as folder:
         for _ in range(MAX_STARTS):
             progress.start()
-            path = write_job(folder, replace(job, skip=tuple(progress.left_out)))
+            path = write_job(folder, replace(job, skip=tuple(progress.skipped)))
             code, log = follow_tool(command(path), env, progress.on_event, progress.is_late)
             if progress.ended(code, log):
                 return progress.all_results()
@@ -187,7 +189,7 @@ def run_checks(
 class _Progress:
     """The children's results so far, and the check that the current child is running."""
 
-    say: Say
+    notify: Notify
     names: list[str] = field(default_factory=list)
     results: dict[str, Result] = field(default_factory=dict)
     crashes: Counter[str] = field(default_factory=Counter)
@@ -202,7 +204,7 @@ class _Progress:
         return [family for family, count in self.crashes.items() if count >= MAX_CRASHES]
 
     @property
-    def left_out(self) -> list[str]:
+    def skipped(self) -> list[str]:
         """Checks and families that the next child skips."""
         return [*self.results, *self.given_up]
 
@@ -255,11 +257,11 @@ class _Progress:
         if result.status in ("crashed", "timeout"):
             self.crashes[_family(result.name)] += 1
         if not result.ok or (result.status == "passed" and result.detail):
-            self.say(f"  {result.name}: {result.status}: {result.detail}")
+            self.notify(f"  {result.name}: {result.status}: {result.detail}")
         group = [name for name in self._missing() if _group(name) == _group(result.name)]
         if not group:
             done = [found for name, found in self.results.items() if _group(name) == _group(result.name)]
-            self.say(f"  {_group(result.name)}: {_summary(done)}")
+            self.notify(f"  {_group(result.name)}: {_summary(done)}")
 
 
 def _group(name: str) -> str:

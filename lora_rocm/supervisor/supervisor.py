@@ -22,7 +22,7 @@ from lora_rocm.processes.process import POLL_S, Asked, OnEvent, stop_signals
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules import mitigation_store
 from lora_rocm.rules.environment import environment_json, plan
-from lora_rocm.rules.kernel_log import Moment, lines_since, patterns
+from lora_rocm.rules.kernel_log import ClockReading, lines_since, patterns
 from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rundir import event_types
@@ -35,8 +35,8 @@ from lora_rocm.rundir.layout import CHECKPOINT_NAME, SUPERVISOR, RunDir
 from lora_rocm.supervisor import restart_policy as policy
 from lora_rocm.supervisor.hang_detection import ENCODED, Hung, Learned, Limits, WatchState, culprit, decide, limits_of
 from lora_rocm.supervisor.telemetry import Telemetry
-from lora_rocm.supervisor.worker import Worker, follow, last_checkpoint_text, unkillable
 from lora_rocm.supervisor.worker_group import DIED, End, environments, verdict
+from lora_rocm.supervisor.worker_process import Worker, follow, last_checkpoint_text, unkillable
 
 STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0
 MAX_STACKS_BYTES = 1 << 24
@@ -47,13 +47,13 @@ KERNEL_LOG_CODES: tuple[RestartCode, ...] = (DIED, "worker-hung", UNKILLABLE, "d
 Keep = Callable[[Situation, Sequence[str], str], None]
 
 
-class Command(Protocol):
+class CommandBuilder(Protocol):
     """Builds the worker's command line."""
 
     def __call__(self, checkpoint: Path | None, attempt: int, stacks_after_s: Mapping[str, float]) -> list[str]: ...
 
 
-def in_force(run_dir: RunDir, situation: Situation, say: Callable[[str], None]) -> Situation:
+def in_force(run_dir: RunDir, situation: Situation, notify: Callable[[str], None]) -> Situation:
     """The situation with the changes of this run.
 
     Only a new run takes over the stored changes of this machine, and records them. A resumed run keeps the changes that
@@ -64,7 +64,7 @@ def in_force(run_dir: RunDir, situation: Situation, say: Callable[[str], None]) 
     if events or trouble:
         return replace(situation, changes=policy.changes_of(trouble))
     for sentence in mitigation_store.notices(situation):
-        say(sentence)
+        notify(sentence)
     for change in situation.changes:
         record(run_dir, 1, change_event(change, policy.REMEMBERED))
     return situation
@@ -90,7 +90,7 @@ class Supervisor:
         checkpoint: the checkpoint for the first start, and for restarts until a start has made a step; None: the newest
             valid one.
         on_event: called in this thread with each event of the worker and of the supervisor.
-        say: shows a message to the user.
+        notify: shows a message to the user.
         again: the command that resumes the run, for the user.
         keep: stores changes that a failure made necessary, for this machine.
         read_log: lines of the kernel log since a moment.
@@ -102,15 +102,15 @@ class Supervisor:
     run_dir: RunDir
     recipe: Recipe
     situation: Situation
-    command: Command
+    command: CommandBuilder
     on_event: OnEvent
-    say: Callable[[str], None]
+    notify: Callable[[str], None]
     checkpoint: Path | None = None
     again: str = ""
     keep: Keep = lambda situation, changes, seen: None
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     clock: Callable[[], float] = time.monotonic
-    read_log: Callable[[Moment], tuple[str, ...]] = lines_since
+    read_log: Callable[[ClockReading], tuple[str, ...]] = lines_since
     pauses_s: Sequence[float] = policy.PAUSES_S
     size: int = 1
     telemetry: Telemetry = field(default_factory=Telemetry)
@@ -153,7 +153,7 @@ class Supervisor:
             StoppedError: the user asked to stop meanwhile; no worker runs that could save.
         """
         if seconds:
-            self.say(f"The next start is in {seconds:g} s.")
+            self.notify(f"The next start is in {seconds:g} s.")
         until = time.monotonic() + seconds
         while not self._stops(asked) and time.monotonic() < until:
             time.sleep(POLL_S)
@@ -163,13 +163,13 @@ class Supervisor:
     def _stops(self, asked: Asked) -> bool:
         return asked.level > 0 or self.run_dir.stop.exists()
 
-    def _start(self, asked: Asked) -> int | tuple[policy.Failure, WatchState]:
+    def _start(self, asked: Asked) -> int | tuple[policy.WorkerFailure, WatchState]:
         """Start the workers once; return their exit code, or the failure and the state of the first worker."""
         # Prepare the watch states and the command
         patterns()  # read now: after a failure the package may be unreachable
         limits = limits_of(self.recipe, self._planned.settings)
         stacks_after_s = limits.stacks_after_s()
-        run_dir, began = self.run_dir, Moment.now()
+        run_dir, began = self.run_dir, ClockReading.now()
         self._session = 1 + len(read_events(run_dir.events(), event_types.StartEvent))
         states = [self._state(limits, rank) for rank in range(self.size)]
         command = self.command(self.checkpoint, self._history.attempt, stacks_after_s)
@@ -178,9 +178,9 @@ class Supervisor:
         with ExitStack() as stack:
             envs = environments(self._planned.applied_to(self.environ), self.size)
             workers = [stack.enter_context(Worker(run_dir, env, command, rank)) for rank, env in enumerate(envs)]
-            stack.enter_context(self.telemetry.watching([worker.pid for worker in workers], self._tell))
+            stack.enter_context(self.telemetry.watching([worker.pid for worker in workers], self._emit))
             on_event = partial(self._take, states)
-            if follow(workers, asked, on_event, self.say, partial(self._is_late, states, hung)):
+            if follow(workers, asked, on_event, self.notify, partial(self._is_late, states, hung)):
                 # One hangs: keep its stacks, kill all
                 late = workers[next(iter(hung))]
                 self._keep_stacks(late, states[late.rank], stacks_after_s.get(states[late.rank].limit, 0.0))
@@ -188,9 +188,9 @@ class Supervisor:
                     worker.given_up = worker is not late
                     if not worker.kill():
                         error = unkillable(worker.pid, self.again)
-                        self._tell(self._failure(End(worker, error), hung, states, began).to_event())
+                        self._emit(self._failure(End(worker, error), hung, states, began).to_event())
                         raise error
-                follow(workers, asked, on_event, self.say)  # their last events
+                follow(workers, asked, on_event, self.notify)  # their last events
             # All have ended
             found = verdict(workers)
             if isinstance(found, int):
@@ -234,7 +234,7 @@ class Supervisor:
         self.telemetry.poll()
         now = self.clock()
         for rank, state in enumerate(states):
-            state.on_look(now)
+            state.on_poll(now)
             state.on_heartbeat(read_heartbeat(self.run_dir.heartbeat(rank)), now)
             state.on_log(size_of(self.run_dir.log_of(rank)), now)
         late = {rank: found for rank, state in enumerate(states) if (found := decide(state, now)) is not None}
@@ -258,8 +258,8 @@ class Supervisor:
                 write_atomic(self.run_dir.stacks_kept(self._session), content, self.run_dir.path)
 
     def _failure(
-        self, end: End, hung: Mapping[int, Hung], states: Sequence[WatchState], began: Moment
-    ) -> policy.Failure:
+        self, end: End, hung: Mapping[int, Hung], states: Sequence[WatchState], began: ClockReading
+    ) -> policy.WorkerFailure:
         """The failure of a start. An error reported by the worker counts more than a hang during its exit."""
         error, state = end.error, states[end.worker.rank]
         late = hung.get(end.worker.rank) if error.code in (DIED, UNKILLABLE) else None
@@ -268,7 +268,7 @@ class Supervisor:
             error = policy.hung_error(late, f"{whose}phase {state.phase}, after step {state.updates}")
         lines = self.read_log(began) if error.code in KERNEL_LOG_CODES else ()
         stacks = self.run_dir.stacks_kept(self._session)
-        return policy.Failure(
+        return policy.WorkerFailure(
             seen=policy.seen_of(error, late, lines, end.worker.pid, first=not self._history.failures),
             phase=state.phase,
             activity=state.activity,
@@ -281,7 +281,7 @@ class Supervisor:
             changed=any(policy.relieved(state.changes, state.phase) for state in states),
         )
 
-    def _settle(self, failure: policy.Failure, state: WatchState, *, stop: bool) -> None:
+    def _settle(self, failure: policy.WorkerFailure, state: WatchState, *, stop: bool) -> None:
         """Decide how to react to a failure, and prepare the restart.
 
         Raises:
@@ -290,7 +290,7 @@ class Supervisor:
         if failure.seen is None:
             raise failure.error
         history = self._history.with_failure(failure, self._has_progressed(state), state.checkpoints)
-        self._tell(failure.to_event())
+        self._emit(failure.to_event())
         judgement = policy.Raise(failure.error) if stop else policy.after(failure, history, self.situation)
         if isinstance(judgement, policy.Raise):
             raise judgement.error
@@ -299,17 +299,17 @@ class Supervisor:
         self._history = history.with_restart(judgement)
         self._prepare(failure, judgement)
 
-    def _prepare(self, failure: policy.Failure, restart: policy.Restart) -> None:
+    def _prepare(self, failure: policy.WorkerFailure, restart: policy.Restart) -> None:
         """Apply the changes, and announce the restart."""
         for change in restart.changes:
-            self._tell(change_event(change, str(failure.seen)))
+            self._emit(change_event(change, str(failure.seen)))
         self._change(restart.changes, str(failure.seen))
         planned = plan(self.situation)
         if planned != self._planned:
             write_json(self.run_dir.environment, environment_json(planned, self.situation.facts), self.run_dir.path)
             self._planned = planned
         history = self._history
-        self._tell(
+        self._emit(
             event_types.RestartEvent(
                 number=len(history.failures),
                 spent=history.spent,
@@ -336,7 +336,7 @@ class Supervisor:
         if changes:
             self.keep(self.situation, changes, seen)
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         self.on_event(record(self.run_dir, self._session, event))
 
 

@@ -19,7 +19,7 @@ from lora_rocm.foundation.safe_path import python_command, python_environment
 from lora_rocm.processes.process import own_group
 from lora_rocm.rundir.event_types import AlarmEvent, Event, NoticeEvent, StepEvent, TelemetryEvent, event_of
 from lora_rocm.telemetry.alarms import Alarms
-from lora_rocm.telemetry.cards import EVERY_S, EXPLAINED, Cards, Job
+from lora_rocm.telemetry.cards import EVERY_S, EXPLAINED, Cards, TelemetryJob
 from lora_rocm.telemetry.thinning import Thinned
 
 MODULE = "lora_rocm.telemetry.reader_child"
@@ -102,7 +102,7 @@ class Telemetry:
         every_s: float = EVERY_S,
         limit_s: float = LIMIT_S,
         root: str = "/",
-        command: Callable[[Job], list[str]] = lambda job: python_command("-m", MODULE, job.to_text()),
+        command: Callable[[TelemetryJob], list[str]] = lambda job: python_command("-m", MODULE, job.to_text()),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cards, self._every_s, self._limit_s, self._root = cards, every_s, limit_s, root
@@ -115,20 +115,20 @@ class Telemetry:
         self._updates, self._training = 0, False
 
     @contextlib.contextmanager
-    def watching(self, pids: Sequence[int], tell: Tell) -> Iterator[None]:
-        """Read in this context. ``tell`` records an event of the run, in the thread that calls ``poll``."""
-        self._tell, self._training = tell, False
+    def watching(self, pids: Sequence[int], notify: Tell) -> Iterator[None]:
+        """Read in this context. ``notify`` records an event of the run, in the thread that calls ``poll``."""
+        self._tell, self._training = notify, False
         for alarms in self._alarms.values():
             alarms.on_start()
         if isinstance(self._cards, str):
             if self._cards:
-                self._say(self._cards)
+                self._notify(self._cards)
         elif LEFT_ALONE not in self._said:
-            job = Job(self._cards, tuple(pids), self._every_s, self._root)
+            job = TelemetryJob(self._cards, tuple(pids), self._every_s, self._root)
             try:
                 self._reading = _Reading(self._command(job), self._clock())
             except OSError as error:
-                self._say(f"Temperature, power and memory of the GPU are not read: {error}.")
+                self._notify(f"Temperature, power and memory of the GPU are not read: {error}.")
         try:
             yield
         finally:
@@ -152,15 +152,17 @@ class Telemetry:
         if code is not None:
             self._stop()
             if code != EXPLAINED:
-                self._say(f"The process that reads the GPU's sensors has ended (exit code {code}). Training continues.")
+                self._notify(
+                    f"The process that reads the GPU's sensors has ended (exit code {code}). Training continues."
+                )
         elif now_s - reading.heard_s > self._limit_s:
             self._stop()
             self._said.add(LEFT_ALONE)
-            self._say(LEFT_ALONE.format(limit=self._limit_s))
+            self._notify(LEFT_ALONE.format(limit=self._limit_s))
 
     def _take(self, event: Event, now_s: float) -> None:
         if isinstance(event, NoticeEvent):
-            self._say(event.text)
+            self._notify(event.text)
         if not isinstance(event, TelemetryEvent) or isinstance(self._cards, str):
             return
         found = event.model_copy(update={"updates": self._updates})
@@ -174,7 +176,7 @@ class Telemetry:
             if each is not None:
                 self._record(each)
 
-    def _say(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
             self._record(NoticeEvent(text=text))

@@ -43,7 +43,7 @@ class Trackers:
     Args:
         run_dir: the run; events that it already has were logged by an earlier start.
         output: names the trackers and the project.
-        say: receives one message per failed tracker; the others and the run continue.
+        notify: receives one message per failed tracker; the others and the run continue.
         environ: of this process; the trackers get it without the GPU and without the ranks of a process group.
     """
 
@@ -51,10 +51,10 @@ class Trackers:
         self,
         run_dir: RunDir,
         output: OutputSection,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        self._run_dir, self._output, self._say = run_dir, output, say
+        self._run_dir, self._output, self._notify = run_dir, output, notify
         kept = {name: value for name, value in environ.items() if name not in (*NEEDED, LOCAL_RANK)}
         self._environ = python_environment({**kept, **NO_GPU})
         self._running: dict[str, tuple[subprocess.Popen[bytes], EventReader]] = {}
@@ -76,13 +76,13 @@ class Trackers:
     def passing(self, on_event: OnEvent) -> OnEvent:
         """``on_event``, with a check of the trackers at each event."""
 
-        def look(event: Event) -> None:
+        def checked(event: Event) -> None:
             on_event(event)
-            self.look()
+            self.check_trackers()
 
-        return look
+        return checked
 
-    def look(self) -> None:
+    def check_trackers(self) -> None:
         """Report trackers that failed or ended, once."""
         for name, (child, reader) in list(self._running.items()):
             code, errors = child.poll(), reader.poll()
@@ -90,12 +90,12 @@ class Trackers:
             if said or code is not None:
                 _close(self._running.pop(name)[0])
                 ended = f"{name} ended with exit code {code} and receives no further numbers of this run."
-                self._say(said[-1] if said else ended)
+                self._notify(said[-1] if said else ended)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.look()
+        self.check_trackers()
         for child, _ in self._running.values():
             _close(child)
 

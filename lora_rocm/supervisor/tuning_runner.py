@@ -26,7 +26,7 @@ from lora_rocm.rules.environment import plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.tuned_rules import described, key_of, wants
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.selftest_runner import Say
+from lora_rocm.supervisor.selftest_runner import Notify
 
 WAYS = ("sdpa", *get_args(Attention)[1:])
 PACKAGES = ("flash", "aiter")
@@ -47,7 +47,9 @@ def without(situation: Situation) -> Situation:
     return replace(situation, tuned=Tuned())
 
 
-def ensure(run: RunDir, situation: Situation, accept_changes: bool, say: Say, module: str | None = None) -> Situation:
+def ensure(
+    run: RunDir, situation: Situation, accept_changes: bool, notify: Notify, module: str | None = None
+) -> Situation:
     """The situation with the measured choices of this run, which are stored in its directory.
 
     Raises:
@@ -58,7 +60,7 @@ def ensure(run: RunDir, situation: Situation, accept_changes: bool, say: Say, mo
     stack, recipe = stack_of(situation.facts, situation.selection), situation.recipe
     if recipe is None or rank_of(os.environ).size > 1:
         if run.tuned.exists():
-            say("Processes started by torchrun cannot use the measured choices that this run began with.")
+            notify("Processes started by torchrun cannot use the measured choices that this run began with.")
         return without(situation)
     # Which choices this run wants
     wanted = [kind for kind in KINDS if wants(kind, recipe)] if stack is not None else []
@@ -66,7 +68,7 @@ def ensure(run: RunDir, situation: Situation, accept_changes: bool, say: Say, mo
         _require_measurable(recipe, "it needs a GPU, and neither runtime.deterministic nor runtime.compile")
     if stack is None or not wanted:
         if not any(wants(kind, recipe) for kind in KINDS):  # else the GPU is only not visible now
-            _forget(run, say)
+            _forget(run, notify)
         return replace(situation, tuned=Tuned())
     keys = {kind: key_of(kind, stack, recipe) for kind in wanted}
     # the keys that control the measurement; they may change on resume
@@ -75,7 +77,7 @@ def ensure(run: RunDir, situation: Situation, accept_changes: bool, say: Say, mo
     if kept is None:
         attention = situation.tuned.attention
         if "attention" in wanted and attention is None:
-            attention = measure_attention(situation, recipe, keys["attention"], say, module)
+            attention = measure_attention(situation, recipe, keys["attention"], notify, module)
         kept = {"attention": attention, "products": situation.tuned.products}
         write_json(run.tuned, {"asked": asked, **{k: c and c.to_json() for k, c in kept.items()}}, run.path)
     products = kept["products"]
@@ -89,12 +91,12 @@ def _require_measurable(recipe: Recipe, why: str) -> None:
         raise unavailable(recipe.runtime.attention, why)
 
 
-def unavailable(way: str, why: str) -> UserError:
+def unavailable(backend: str, why: str) -> UserError:
     """The error for an attention backend that the recipe names but that cannot be used."""
     return UserError(
         "attention-unavailable",
         f"This attention cannot be used here: {why}.",
-        where=f"runtime.attention: {way}",
+        where=f"runtime.attention: {backend}",
         fix="Set runtime.attention to auto: torch's own attention needs no other package.",
     )
 
@@ -161,16 +163,16 @@ def _refused(run: RunDir, what: str, where: str) -> ResumeError:
     )
 
 
-def _forget(run: RunDir, say: Say) -> None:
+def _forget(run: RunDir, notify: Notify) -> None:
     """Remove the choices of an earlier start, because the recipe asks for none now."""
     if run.tuned.exists():
-        say("From now on the run does not use the measured choices that it began with, as the recipe asks.")
+        notify("From now on the run does not use the measured choices that it began with, as the recipe asks.")
         with suppress(OSError):
             remove(run.tuned)
 
 
 def measure_attention(
-    situation: Situation, recipe: Recipe, key: Mapping[str, Any], say: Say, module: str | None = None
+    situation: Situation, recipe: Recipe, key: Mapping[str, Any], notify: Notify, module: str | None = None
 ) -> Choice:
     """Try the attention backends in children, and store the fastest correct one.
 
@@ -178,11 +180,11 @@ def measure_attention(
         UserError: the recipe names one that is missing, or wrong.
         MachineError: none is correct.
     """
-    asked, rows, ways = recipe.runtime.attention, list[Row](), ways_of(situation)
+    asked, rows, ways = recipe.runtime.attention, list[Row](), backends_for(situation)
     if asked == "sdpa" and asked not in ways:
         raise unavailable(asked, "a fused kernel of torch failed the self-test of this GPU")
     ways = ways if asked == "auto" else (asked,)
-    say("Measuring attention at the shapes of this recipe ...")
+    notify("Measuring attention at the shapes of this recipe ...")
     env = plan(replace(situation, tuned=Tuned())).applied_to(os.environ)
     job = TuneAttentionJob(recipe=recipe.model_dump(mode="json"), ways=tuple(ways), limit_s=LIMIT_S)
     died = ""
@@ -194,11 +196,11 @@ def measure_attention(
     choice = Choice("attention", dict(key), fastest(kept), kept)
     if not choice.chosen:
         raise _none_right(asked, kept, died)
-    say(f"Attention: {choice.chosen}. {described(kept)}")
+    notify(f"Attention: {choice.chosen}. {described(kept)}")
     try:
         store(Path(situation.app_dir), choice)
     except StorageError as error:
-        say(f"The measurement could not be stored, so it will be repeated. {error}")
+        notify(f"The measurement could not be stored, so it will be repeated. {error}")
     return choice
 
 
@@ -213,7 +215,7 @@ def _none_right(asked: str, rows: Sequence[Row], died: str) -> LoraRocmError:
     )
 
 
-def ways_of(situation: Situation) -> tuple[str, ...]:
+def backends_for(situation: Situation) -> tuple[str, ...]:
     """The backends to try here. Backends that failed the self-test are excluded, and then torch's own choice, too."""
     verdict, names = situation.verdict, ("flash", "efficient", "cudnn")
     failed = {name for name in names if verdict is not None and verdict.failed(f"attention.{name}.")}
@@ -228,5 +230,5 @@ def fastest(rows: Sequence[Row]) -> str:
     right = {row["way"]: row["seconds"] for row in rows if row["problem"] is None}
     if not right:
         return ""
-    best = min(right, key=lambda way: right[way])
+    best = min(right, key=lambda backend: right[backend])
     return "sdpa" if "sdpa" in right and right[best] > WORTH * right["sdpa"] else best

@@ -13,7 +13,7 @@ from lora_rocm.hardware.ranks import HERE, Rank
 from lora_rocm.processes.process import Asked, stop_signals
 from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.worker import Worker, follow
+from lora_rocm.supervisor.worker_process import Worker, follow
 
 DIED: RestartCode = "worker-died"
 LOST: RestartCode = "rank-lost"
@@ -87,7 +87,7 @@ def run_workers(
     size: int,
     on_event: OnRankEvent,
     command: Sequence[str],
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     asked: Asked | None = None,
 ) -> int:
     """``process.run_worker`` for several children: without hang detection, but if one fails, all are ended.
@@ -100,7 +100,7 @@ def run_workers(
     with listening as asked, contextlib.ExitStack() as stack:
         envs = environments(env, size)
         workers = [stack.enter_context(Worker(run_dir, own, command, rank)) for rank, own in enumerate(envs)]
-        follow(workers, asked, on_event, say)
+        follow(workers, asked, on_event, notify)
         found = verdict(workers)
     if isinstance(found, End):
         raise found.error

@@ -38,7 +38,7 @@ class Cards:
 
 
 @dataclass(frozen=True)
-class Job:
+class TelemetryJob:
     """The job of the reading process (``telemetry.reader_child``).
 
     Attributes:
@@ -52,7 +52,7 @@ class Job:
     root: str = "/"
 
     @classmethod
-    def from_text(cls, text: str) -> Job:
+    def from_text(cls, text: str) -> TelemetryJob:
         fields = json.loads(text)
         cards = Cards(**{**fields["cards"], "addresses": tuple(fields["cards"]["addresses"])})
         return cls(cards, tuple(fields["pids"]), fields["every_s"], fields["root"])

@@ -18,7 +18,7 @@ SLOWED_BY = {0x08: "hardware slowdown", 0x20: "heat (driver)", 0x40: "heat (hard
 MAX_PROCESSES = 1024
 
 
-class Memory(ctypes.Structure):
+class NvmlMemory(ctypes.Structure):
     """nvmlMemory_t."""
 
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
@@ -82,7 +82,7 @@ class NvmlReader:
 
     def _reading(self, device: ctypes.c_void_p, number: int, own: int | None, unread: dict[str, str]) -> TelemetryEvent:
         nvml, temperature, limit = self._nvml, ctypes.c_uint(), ctypes.c_uint()
-        power, cap, memory, pci = ctypes.c_uint(), ctypes.c_uint(), Memory(), PciInfo()
+        power, cap, memory, pci = ctypes.c_uint(), ctypes.c_uint(), NvmlMemory(), PciInfo()
         reasons = ctypes.c_ulonglong()
         why = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)  # since driver 535
         why = why or nvml.nvmlDeviceGetCurrentClocksThrottleReasons

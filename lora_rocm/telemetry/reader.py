@@ -15,7 +15,7 @@ MEMORY, MAIN_MEMORY = "memory of the card", "main memory used by the GPU"
 OWN_MEMORY, CARD = "memory of the run's processes", "the GPU"
 
 
-class Reader(Protocol):
+class GpuReader(Protocol):
     """Reads the GPUs of a run once for each call. It may block, so only a separate process calls it."""
 
     def read(self) -> list[TelemetryEvent]: ...

@@ -24,11 +24,11 @@ from lora_rocm.hardware.gpu_select import select
 from lora_rocm.hardware.probe.detection import probe
 from lora_rocm.rundir.event_types import Emit, NoticeEvent, TelemetryEvent
 from lora_rocm.rundir.events import emit
-from lora_rocm.telemetry.cards import EXPLAINED, Cards, Job, cards_of
+from lora_rocm.telemetry.cards import EXPLAINED, Cards, TelemetryJob, cards_of
 from lora_rocm.telemetry.linux_sysfs import SysfsReader
 from lora_rocm.telemetry.numbers import long_text
 from lora_rocm.telemetry.nvml import NvmlReader, load_nvml
-from lora_rocm.telemetry.reader import Pids, Reader, faults
+from lora_rocm.telemetry.reader import GpuReader, Pids, faults
 from lora_rocm.telemetry.windows_pdh import PdhReader, load_pdh
 
 UNFOUND_READS = 120
@@ -46,7 +46,7 @@ def family(pids: Sequence[int]) -> set[int]:
     return found
 
 
-def reader_for(job: Job, pids: Pids) -> Reader:
+def reader_for(job: TelemetryJob, pids: Pids) -> GpuReader:
     """The reader of a job.
 
     Raises:
@@ -60,7 +60,7 @@ def reader_for(job: Job, pids: Pids) -> Reader:
     return NvmlReader(load_nvml(), cards.count, pids)
 
 
-def read_on(reader: Reader, say: Emit, wait: Callable[[], object]) -> None:
+def read_on(reader: GpuReader, notify: Emit, wait: Callable[[], object]) -> None:
     """Read forever. Each value that cannot be read, or can no longer be read, is reported once."""
     said, failed, empty = set[tuple[str, str]](), set[str](), 0
     while True:
@@ -70,17 +70,19 @@ def read_on(reader: Reader, say: Emit, wait: Callable[[], object]) -> None:
         except OSError as error:
             if str(error) not in failed:
                 failed.add(str(error))
-                say(NoticeEvent(text=f"The GPU cannot be read: {error}. Training does not need it."))
+                notify(NoticeEvent(text=f"The GPU cannot be read: {error}. Training does not need it."))
         for event in found:
-            say(event)
+            notify(event)
             new = {what: why for what, why in faults(event) if (event.gpu, what) not in said}
             if new:
                 said |= {(event.gpu, what) for what in new}
                 listed = "; ".join(f"{what} ({why})" for what, why in new.items())
-                say(NoticeEvent(text=f"GPU {event.gpu}: not readable: {listed}. Training does not need it."))
+                notify(NoticeEvent(text=f"GPU {event.gpu}: not readable: {listed}. Training does not need it."))
         empty = 0 if found else empty + 1
         if empty == UNFOUND_READS:
-            say(NoticeEvent(text="Temperature, power and memory are not read: the run is not seen on any GPU so far."))
+            notify(
+                NoticeEvent(text="Temperature, power and memory are not read: the run is not seen on any GPU so far.")
+            )
         wait()
 
 
@@ -88,7 +90,7 @@ def main() -> int:
     """Do the job of the first argument; an error becomes a notice on standard output."""
     if sys.argv[1:2] == ["--show"]:
         return show(int(sys.argv[2]))
-    job = Job.from_text(sys.argv[1])
+    job = TelemetryJob.from_text(sys.argv[1])
 
     def leave_with_parent() -> None:
         while os.read(sys.stdin.fileno(), 1):  # unbuffered: a buffer's lock would be held at exit
@@ -116,14 +118,14 @@ def show(count: int) -> int:
     if not isinstance(cards, Cards):
         sys.stdout.write(f"{cards or 'There is no GPU, or this torch cannot use it.'}\n")
         return EXPLAINED
-    job = Job(replace(cards, count=0), (os.getpid(),))
+    job = TelemetryJob(replace(cards, count=0), (os.getpid(),))
     for line in _lines(reader_for(job, lambda: job.pids), count):
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
     return 0
 
 
-def _lines(reader: Reader, count: int) -> Iterator[str]:
+def _lines(reader: GpuReader, count: int) -> Iterator[str]:
     for number in range(count):
         time.sleep(1.0 if number else 0.0)
         began_s = time.perf_counter()

@@ -29,7 +29,7 @@ INSTANCE = re.compile(r"(?:pid_(\d+)_)?luid_(0x[0-9a-f]+_0x[0-9a-f]+)_phys_\d+",
 MAX_TRIES = 5
 
 
-class Item(ctypes.Structure):
+class CounterItem(ctypes.Structure):
     """PDH_FMT_COUNTERVALUE_ITEM_W, with the 64-bit member of its union."""
 
     _fields_ = (("name", ctypes.c_wchar_p), ("status", ctypes.c_uint32), ("value", ctypes.c_int64))
@@ -96,7 +96,7 @@ class PdhReader:
             buffer = ctypes.create_string_buffer(size.value)
             code = get(counter, LARGE, ctypes.byref(size), ctypes.byref(count), buffer)
             if code == 0:
-                return _instances((Item * count.value).from_buffer(buffer))
+                return _instances((CounterItem * count.value).from_buffer(buffer))
         return []
 
 

@@ -50,7 +50,7 @@ def require_trained_base(
     checkpoint: Checkpoint | None,
     name: str,
     family: ModelFamily,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     *,
     refuse: bool = True,
     encoders: bool = True,
@@ -63,7 +63,7 @@ def require_trained_base(
         checkpoint: the run's checkpoint; None: it has none.
         name: the base's name in the recipe.
         family: with the base, and the trained components of the run.
-        say: receives notices.
+        notify: receives notices.
         refuse: raise if the base differs; otherwise send a notice.
         encoders: compare the components that are not trained, too.
 
@@ -71,18 +71,18 @@ def require_trained_base(
         AdapterError: export-other-base.
     """
     if checkpoint is None:
-        say("No checkpoint here names the base that the run was trained on: the base was not compared.")
+        notify("No checkpoint here names the base that the run was trained on: the base was not compared.")
         return
     facts, now = checkpoint.facts, identities(family, encoders)
     differing = [key for key in now if key in facts and facts[key] != now[key]]  # earlier checkpoints have no encoders
     if not differing:
         return
     if "base_seals" not in facts:
-        say("The run was made by an earlier version, which named bases differently: the base was not compared.")
+        notify("The run was made by an earlier version, which named bases differently: the base was not compared.")
         return
     what = "The files of the base" if "base" in differing else "The files of the base's text encoders or VAE"
     if not refuse:
-        say(f"{what} differ from the files that this adapter was trained on.")
+        notify(f"{what} differ from the files that this adapter was trained on.")
         return
     raise AdapterError(
         "export-other-base",

@@ -15,17 +15,17 @@ from lora_rocm.families.base import Tensors
 from lora_rocm.kernels.adapter_dropout import DropoutDraws
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, loader
-from lora_rocm.memory.controller import Memory
+from lora_rocm.memory.controller import MemoryManager
 from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.train import compilation
+from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.context import Data, StartContext, captures, pins
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.graphs import Graphs
 from lora_rocm.train.hooks import CallEvery, Save, Validation
 from lora_rocm.train.loop import Hook, SaveClock, Trainer
-from lora_rocm.train.outputs import Artifacts
 from lora_rocm.train.watched import Watched
 
 
@@ -105,7 +105,7 @@ def first_pass(
 
     if compiler is not None:
         compilation.require_no_offload(compiler, memory.offload is not None)
-        compiler.put(artifacts.family, artifacts.model)
+        compiler.mark(artifacts.family, artifacts.model)
     memory.probe(artifacts.family, artifacts.model, artifacts.transfer, alone)
     if compiler is not None:
         rows = -(-start.recipe.train.batch_size // memory.parts)
@@ -125,7 +125,7 @@ def _weights(artifacts: Artifacts) -> FlatWeights:
     return weights
 
 
-def _forget(weights: FlatWeights, memory: Memory) -> None:
+def _forget(weights: FlatWeights, memory: MemoryManager) -> None:
     """Drop the gradients; allocate or free their buffer according to the current plan."""
     weights.keep_gradients(memory.keeps_gradients)
     weights.drop_gradients()

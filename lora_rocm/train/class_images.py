@@ -18,7 +18,7 @@ from PIL import Image
 
 from lora_rocm.dataset.order.regularisation import class_image
 from lora_rocm.dataset.progress import Progress, Report
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import StoppedError, resume_advice
@@ -101,7 +101,7 @@ def _draw(start: StartContext, family: ModelFamily, wanted: Sequence[_Wanted], e
     texts = {text for _, request in missing for text in (request.prompt, request.negative_prompt)}
     caches.fill_texts(("", *sorted(texts)))
     # Load the base
-    shapes = {Shape.of(h=request.height, w=request.width) for _, request in missing}
+    shapes = {SampleShape.of(h=request.height, w=request.width) for _, request in missing}
     memory = choose_memory(start, family, shapes)
     model, adapter, training_adapter, _ = load_model(start, family, transfer_of(start), memory)
     # Draw and save

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.torch_errors import device_fault, out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import LoraRocmError, MachineError, UserError
@@ -74,12 +74,12 @@ class Compiler:
     """
 
     how: How
-    shapes: Sequence[Shape]
+    shapes: Sequence[SampleShape]
     context: RunContext
     backend: str = "inductor"
     pieces: int = field(default=0, init=False)
 
-    def put(self, family: ModelFamily, model: LoadedModel) -> None:
+    def mark(self, family: ModelFamily, model: LoadedModel) -> None:
         """Mark the parts for compilation on their first call. Call it when the model is otherwise ready to train."""
         from torch._dynamo import config  # the import takes seconds
         from torch._dynamo.backends.registry import lookup_backend
@@ -98,9 +98,9 @@ class Compiler:
 
         for part in parts:
             part.compile(backend=counted, fullgraph=True, dynamic=False)
-        self._tell(0)
+        self._report_progress(0)
 
-    def warm_up(self, run: Callable[[Shape], object]) -> None:
+    def warm_up(self, run: Callable[[SampleShape], object]) -> None:
         """Run a pass of each shape, the largest first. The caller has to drop the gradients.
 
         Raises:
@@ -110,16 +110,16 @@ class Compiler:
             with self.explained():
                 run(shape)
             self.context.beat("compile")
-            self._tell(done)
+            self._report_progress(done)
         self.context.notice(
             f"Compiled: {self.pieces} pieces for {len(self.shapes)} sizes. They are kept for the next run."
         )
 
     @property
-    def _ordered(self) -> list[Shape]:
+    def _ordered(self) -> list[SampleShape]:
         return sorted(self.shapes, key=lambda shape: -shape.cost)
 
-    def _tell(self, done: int) -> None:
+    def _report_progress(self, done: int) -> None:
         following = next(iter(self._ordered[done:]), None)
         size = "" if following is None else str(following)
         self.context.emit(CompileEvent(size=size, done=done, total=len(self.shapes)))
@@ -144,7 +144,9 @@ class Compiler:
             raise _refused("compile-failed", "A part of the model cannot be compiled.", error) from error
 
 
-def for_run(recipe: Recipe, device: torch.device, shapes: Iterable[Shape], context: RunContext) -> Compiler | None:
+def for_run(
+    recipe: Recipe, device: torch.device, shapes: Iterable[SampleShape], context: RunContext
+) -> Compiler | None:
     """The compiler for a run over samples of these shapes; None if nothing is compiled."""
     how = how_asked(recipe.runtime.compile, device)
     return None if how is None else Compiler(how, tuple(shapes), context)
@@ -152,7 +154,7 @@ def for_run(recipe: Recipe, device: torch.device, shapes: Iterable[Shape], conte
 
 def zero_passes(
     family: ModelFamily, transfer: DeviceTransfer, rows: int, run: Callable[[Tensors, Tensors], object]
-) -> Callable[[Shape], object]:
+) -> Callable[[SampleShape], object]:
     """Return a function that runs a micro-batch of zeros of a given shape, for ``Compiler.warm_up``."""
     return lambda shape: run(*send_zeros(family, transfer, shape, rows))
 

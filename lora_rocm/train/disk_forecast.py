@@ -10,7 +10,7 @@ from torch import Tensor
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.errors import StoppedError, resume_advice
 from lora_rocm.export import writers
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.metadata import RunFacts
 from lora_rocm.export.safetensors_writer import TensorFile
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.foundation.units import count_text, size_text
@@ -39,7 +39,7 @@ class Sizes:
 
 
 def sizes_of(
-    family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts, *state: Mapping[str, Tensor]
+    family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: RunFacts, *state: Mapping[str, Tensor]
 ) -> Sizes:
     """Sizes of a run's files, computed by the code that writes them.
 
@@ -65,7 +65,7 @@ def sizes_of(
 
 
 @dataclass
-class Room:
+class DiskForecast:
     """Compares the bytes still to be written with the free disk space.
 
     Attributes:
@@ -81,7 +81,7 @@ class Room:
     free: Free = free_bytes
     _said: bool = field(default=False, init=False)
 
-    def look_ahead(self, updates: int, sizes: Sizes) -> None:
+    def forecast(self, updates: int, sizes: Sizes) -> None:
         """Send a notice, once, if the disk may become full before the end of the run."""
         growth = {saving: self._growth(updates, saving) for saving in (True, False)}
         fullest = {

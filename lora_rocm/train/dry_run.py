@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_rocm.base_models.config_faults import UNFIT_ERRORS, config_unfit
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.base_models.random_weights import RandomSource
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
@@ -43,14 +43,14 @@ class TakesSource(Protocol):
     """A family that can be given its base."""
 
     @property
-    def source(self) -> Source:
+    def source(self) -> BaseSource:
         """The base, found and checked."""
 
-    def take(self, source: Source) -> None:
+    def take(self, source: BaseSource) -> None:
         """Use a base that was found and checked before."""
 
 
-class HollowSource(Source):
+class MetaSource(BaseSource):
     """A base without weights: its components compute on the meta device.
 
     Attributes:
@@ -60,9 +60,9 @@ class HollowSource(Source):
     loaded: list[str]
 
     @classmethod
-    def of(cls, source: Source, changed: Mapping[str, Mapping[str, Any]]) -> HollowSource:
+    def of(cls, source: BaseSource, changed: Mapping[str, Mapping[str, Any]]) -> MetaSource:
         """Return a base without its weights. ``changed``: component -> values that replace those in its config."""
-        made = cls(**{each.name: getattr(source, each.name) for each in fields(Source) if each.init})
+        made = cls(**{each.name: getattr(source, each.name) for each in fields(BaseSource) if each.init})
         object.__setattr__(made, "loaded", [])
         made._configs.update({**source._configs, **{name: dict(values) for name, values in changed.items()}})
         made._tensors.update(source._tensors)
@@ -70,24 +70,24 @@ class HollowSource(Source):
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat = DENSE) -> nn.Module:
         self.loaded.append(name)
-        module = to_meta(self._hollow(name))
+        module = to_meta(self._meta_component(name))
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
         return module.eval().requires_grad_(False)
 
 
-class HollowPlacement(Resident):
+class MetaPlacement(Resident):
     """Leaves weights on the meta device, where there are no bytes to send, compare or count."""
 
     def __init__(self) -> None:
-        super().__init__(HollowTransfer())
+        super().__init__(MetaTransfer())
 
     def place(self, module: nn.Module, component: str) -> None:
         pass
 
 
-class HollowTransfer(DeviceTransfer):
+class MetaTransfer(DeviceTransfer):
     """Sends to the meta device, where nothing can be compared, and leaves there what comes back."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class HollowTransfer(DeviceTransfer):
         return dict(tensors)
 
 
-class SaysTrue(TorchDispatchMode):
+class AlwaysTrue(TorchDispatchMode):
     """Makes a tensor without numbers true in a condition, so that transformers' masks treat a text as one sequence."""
 
     def __init__(self) -> None:
@@ -128,21 +128,21 @@ def require_computable(family: ModelFamily, recipe: Recipe) -> None:
         return
     source = family.source
 
-    def hollow(changed: Mapping[str, Mapping[str, Any]]) -> tuple[ModelFamily, HollowSource]:
-        copy, base = family_for(recipe), HollowSource.of(source, changed)
+    def on_meta(changed: Mapping[str, Mapping[str, Any]]) -> tuple[ModelFamily, MetaSource]:
+        copy, base = family_for(recipe), MetaSource.of(source, changed)
         assert isinstance(copy, TakesSource)
         copy.take(base)
         return copy, base
 
     def encoded(number: int, changed: Mapping[str, Mapping[str, Any]], loaded: list[str]) -> None:
-        copy, base = hollow(changed)
+        copy, base = on_meta(changed)
         encoder = copy.encoders()[number]
         given: Inputs = {IMAGE: torch.zeros(3, SIDE_PX, SIDE_PX), CAPTION: "a"}
         base.loaded = loaded
-        encoder.load(HollowPlacement())({name: given[name] for name in encoder.entry.inputs})
+        encoder.load(MetaPlacement())({name: given[name] for name in encoder.entry.inputs})
 
     def passed(changed: Mapping[str, Mapping[str, Any]], loaded: list[str]) -> None:
-        copy, _ = hollow(changed)
+        copy, _ = on_meta(changed)
         presets = next(iter(copy.lora_targets.values()))
         loaded += [name for name in presets if recipe.trains(name)]
         model = LoadedModel({name: to_meta(copy.skeleton(name)) for name in loaded}, torch.float32, META)
@@ -162,7 +162,7 @@ def require_computable(family: ModelFamily, recipe: Recipe) -> None:
         raise ModelError(before.code, before.what, where=before.where, fix=before.fix)
     numbers = () if recipe.spec.trains_on_texts else range(len(family.encoders()))  # no component encodes texts
     try:
-        with torch.no_grad(), Ledger(iter(())), SaysTrue():  # the ledger caches shapes of equal operations
+        with torch.no_grad(), Ledger(iter(())), AlwaysTrue():  # the ledger caches shapes of equal operations
             for number in numbers:
                 _try(source, lambda changed, loaded, at=number: encoded(at, changed, loaded))  # type: ignore[misc]
             _try(source, passed)
@@ -172,13 +172,13 @@ def require_computable(family: ModelFamily, recipe: Recipe) -> None:
     VERDICTS[key] = None
 
 
-def _shape(recipe: Recipe) -> Shape:
+def _shape(recipe: Recipe) -> SampleShape:
     if recipe.spec.trains_on_texts:
-        return Shape.of(tokens=recipe.spec.axes["tokens"].multiple)
-    return Shape.of(h=SIDE_PX, w=SIDE_PX)
+        return SampleShape.of(tokens=recipe.spec.axes["tokens"].multiple)
+    return SampleShape.of(h=SIDE_PX, w=SIDE_PX)
 
 
-def _try(source: Source, run: Callable[[Mapping[str, Mapping[str, Any]], list[str]], None]) -> None:
+def _try(source: BaseSource, run: Callable[[Mapping[str, Mapping[str, Any]], list[str]], None]) -> None:
     """Call ``run`` with no changed configs and a list for the components that it uses, and explain its failure."""
     loaded: list[str] = []
     try:
@@ -192,7 +192,7 @@ def _try(source: Source, run: Callable[[Mapping[str, Mapping[str, Any]], list[st
 
 
 def _blamed(
-    source: Source,
+    source: BaseSource,
     loaded: list[str],
     run: Callable[[Mapping[str, Mapping[str, Any]], list[str]], None],
     error: BaseException,

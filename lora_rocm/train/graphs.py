@@ -164,7 +164,7 @@ class Graphs:
         """
         if self._has_free_place:
             return True
-        self._say_full()
+        self._notify_full()
         least = self._least_used()
         return least is not None and self._passes[shape] >= TIMES_AS_MANY * self._passes[least]
 
@@ -239,7 +239,7 @@ class Graphs:
         self._capture = None
         self.weights.keep_gradients(False)
 
-    def _say_full(self) -> None:
+    def _notify_full(self) -> None:
         if not self._full:
             self._full = True
             self.context.notice(

@@ -23,7 +23,7 @@ NAMED = 3  # tensors that an error names
 ENCODERS = "encoders' weights"
 
 
-def look(canary: Canary, updates: int, context: RunContext) -> None:
+def check_kernels(canary: Canary, updates: int, context: RunContext) -> None:
     """Run the canary once and emit its event.
 
     Raises:
@@ -58,23 +58,23 @@ class CacheGuard:
     context: RunContext
     _canaries: dict[torch.device, Canary] = field(default_factory=dict, init=False)
 
-    def __call__(self, door: Placement) -> None:
+    def __call__(self, placement: Placement) -> None:
         """Check the device of this placement, and its weights.
 
         Raises:
-            CanaryError: see ``look``.
+            CanaryError: see ``check_kernels``.
         """
-        device = door.transfer.device
+        device = placement.transfer.device
         if device not in self._canaries:  # one canary for all checks: each check expects other results
-            self._canaries[device] = Canary(device, torch.float32, self.rank, door, ENCODERS, ENTRIES_ARE_LOST)
+            self._canaries[device] = Canary(device, torch.float32, self.rank, placement, ENCODERS, ENTRIES_ARE_LOST)
         canary = self._canaries[device]
-        canary.placement = door
+        canary.placement = placement
 
         def let_go() -> None:
             canary.placement = Resident(DeviceTransfer(device, pin=False))  # so that the encoders can be freed
 
         with afterwards(let_go):
-            look(canary, self.updates, self.context)
+            check_kernels(canary, self.updates, self.context)
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Guard:
         """
         if updates == self._sound_at:
             return
-        look(self.canary, updates, self.context)
+        check_kernels(self.canary, updates, self.context)
         self._sound_at = updates
 
     def use_graphs(self, capture: Capture | None) -> None:

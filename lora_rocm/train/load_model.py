@@ -10,22 +10,22 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from lora_rocm.adapters.attach import inject
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.files.module_names import SD_SCRIPTS
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
-from lora_rocm.adapters.training_adapter import TrainingAdapter, put_training_adapter
+from lora_rocm.adapters.training_adapter import TrainingAdapter, attach_training_adapter
 from lora_rocm.checks import kernel_check
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.allocator import LimitFollower, empty_pools
 from lora_rocm.device.attention import training_context
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.export.writers import kohya_tensors
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.kernels.backend import form_for
-from lora_rocm.kernels.weight_format import use_form
-from lora_rocm.memory.controller import Memory, decide
+from lora_rocm.kernels.backend import implementation_for
+from lora_rocm.kernels.weight_format import use_implementation
+from lora_rocm.memory.controller import MemoryManager, decide
 from lora_rocm.model_files.adapter_contents import IMPLAUSIBLE
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train import compilation
@@ -41,7 +41,7 @@ class HoldsCodes(Protocol):
         ...
 
 
-def choose_memory(start: StartContext, family: ModelFamily, shapes: Collection[Shape]) -> Memory:
+def choose_memory(start: StartContext, family: ModelFamily, shapes: Collection[SampleShape]) -> MemoryManager:
     """Choose the memory plan for the largest of these shapes. Blocks are recomputed with the run's attention."""
     LimitFollower(start.device, start.settings).renew()  # encoding may have taken hours
     largest = max(shapes, key=lambda shape: shape.order)
@@ -52,7 +52,7 @@ def choose_memory(start: StartContext, family: ModelFamily, shapes: Collection[S
 
 
 def load_model(
-    start: StartContext, family: ModelFamily, transfer: DeviceTransfer, memory: Memory
+    start: StartContext, family: ModelFamily, transfer: DeviceTransfer, memory: MemoryManager
 ) -> tuple[LoadedModel, Adapter, TrainingAdapter, bool]:
     """Load and adapt the model on the CPU, then send it to the device. Also return whether Triton is used."""
     recipe = start.recipe
@@ -68,7 +68,7 @@ def load_model(
     if SD_SCRIPTS in recipe.formats:  # refused now and not at the end: some adapters cannot be fused
         with adapter.shapes_only():
             kohya_tensors(family, adapter, start.dtype, SD_SCRIPTS)
-    training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, start.context.notice)
+    training_adapter = attach_training_adapter(family, model, recipe.model.training_adapter, start.context.notice)
     adapter.cast_inputs(False)
     adapter.read = transfer.receive
     model.place(memory.placement(family, model, transfer, pins(start)))
@@ -77,8 +77,8 @@ def load_model(
         component.train()  # the base has no dropout; the adapter may have
     family.fuse(model, triton=triton and not compiled)
     for component in model.components.values():
-        use_form(component, form_for(start.device, triton and not compiled))
-    memory.put(family, model)
+        use_implementation(component, implementation_for(start.device, triton and not compiled))
+    memory.apply(family, model)
     empty_pools()
     return model, adapter, training_adapter, triton
 

@@ -46,7 +46,7 @@ def seed_for(*parts: int | float | str) -> int:
 T = TypeVar("T")
 
 
-class Verdict(NamedTuple, Generic[T]):
+class StepVerdict(NamedTuple, Generic[T]):
     """The verdict on an update: 0-d tensors on the device while it is queued, numbers on the host.
 
     The flags are 0 or 1. Unless its comment names this rank, a value is equal on all ranks.
@@ -75,21 +75,21 @@ class Verdict(NamedTuple, Generic[T]):
         yield from self.measures.values()
 
 
-LOGGED = Verdict._fields.index("logged")
+LOGGED = StepVerdict._fields.index("logged")
 
 
-def pack(verdict: Verdict[Tensor]) -> Tensor:
+def pack(verdict: StepVerdict[Tensor]) -> Tensor:
     """Return one float64 tensor [scalars + B] on the device; a float64 value needs no conversion kernel."""
     scalars = torch.stack([value.to(torch.float64) for value in verdict.scalars()])
     return torch.cat([scalars, torch.as_tensor(verdict.losses_B)])
 
 
-def unpack(values: Sequence[float], logged: Iterable[str], measures: Iterable[str]) -> Verdict[float]:
+def unpack(values: Sequence[float], logged: Iterable[str], measures: Iterable[str]) -> StepVerdict[float]:
     """Return the numbers of a packed verdict. ``logged``, ``measures``: the names that it was packed with."""
     rest = iter(values)
     fixed = [next(rest) for _ in range(LOGGED)]
     named = ({name: next(rest) for name in names} for names in (logged, measures))
-    return Verdict._make([*fixed, *named, list(rest)])
+    return StepVerdict._make([*fixed, *named, list(rest)])
 
 
 def means(sums: Mapping[str, float], weight: float) -> dict[str, float]:
@@ -116,7 +116,7 @@ class Pending:
     on_host: Tensor  # its copy, which may not have arrived yet
     arrived: torch.cuda.Event | None
 
-    def verdict(self) -> Verdict[float]:
+    def verdict(self) -> StepVerdict[float]:
         """Wait for the verdict. If its stamp is stale or zero, the values are read again.
 
         Raises:
@@ -139,7 +139,7 @@ class Pending:
 
 
 @dataclass
-class Work:
+class BatchPass:
     """The forward and backward passes of one effective batch; its gradients are in the flat buffer."""
 
     iteration: int = -1
@@ -263,13 +263,13 @@ class Trainer:
                 return False
         return True
 
-    def _work(self, batches: Iterator[Batch]) -> Work | None:
+    def _work(self, batches: Iterator[Batch]) -> BatchPass | None:
         """Queue all micro-batches of the next update. None: out of memory, to be repeated with a smaller plan.
 
-        With several ranks the others wait for this rank's part, so running out of memory gives a ``lost`` ``Work``.
+        With several ranks the others wait for this rank's part, so out of memory gives a ``lost`` ``BatchPass``.
         """
         # Load and queue the micro-batches
-        work = Work()
+        work = BatchPass()
         try:
             is_last = False
             while not is_last:
@@ -293,9 +293,9 @@ class Trainer:
         action = self.relief.take(full, seen, self.position.updates)
         self.limit.renew()
         self._incident("out-of-memory", work, full.where, action)
-        return Work(lost=True) if self.world.size > 1 else None
+        return BatchPass(lost=True) if self.world.size > 1 else None
 
-    def _forward_backward(self, batch: Batch, work: Work) -> None:
+    def _forward_backward(self, batch: Batch, work: BatchPass) -> None:
         """Run one micro-batch, or a part of one; the gradient of its weighted sum accumulates."""
         # Draw noise on the CPU, from one seed per sample: it does not depend on the number of ranks or parts
         work.iteration = batch.iteration
@@ -321,7 +321,7 @@ class Trainer:
         if passed.measures:
             work.weight += float(batch.tensors["weight"].sum())  # on the CPU, so it does not wait
 
-    def _update(self, work: Work) -> Pending:
+    def _update(self, work: BatchPass) -> Pending:
         """Queue the sum over ranks, the gated optimizer step, and the copy of the verdict to the host.
 
         All memory that it keeps was allocated before the first step. If memory runs out here anyway, the update may be
@@ -338,12 +338,12 @@ class Trainer:
             work.measures = {}
         loss, losses_B = torch.stack(work.losses).sum(), torch.cat(work.losses_B)
         # Decide on the update together, then queue it
-        agreed = self.world.agree(
+        agreed = self.world.reduce_step(
             self.optimizer.weights.gradients, own, loss, losses_B, stop=stop, save=save, stamp=iteration
         )
         stats = self.optimizer.step(updates, agreed.blocked)
         on_device = pack(
-            Verdict(
+            StepVerdict(
                 stamp=torch.full((), float(iteration + 1), dtype=torch.float64, device=self.model.device),
                 loss=agreed.loss,
                 grad_norm=stats.grad_norm,
@@ -462,7 +462,7 @@ class Trainer:
                 ),
             )
 
-    def _skip(self, pending: Pending, verdict: Verdict[float]) -> None:
+    def _skip(self, pending: Pending, verdict: StepVerdict[float]) -> None:
         """Handle a non-finite update, which was not made.
 
         The fp16 loss scale applies to gradients, not to losses. So finite losses mean that the scale is too large.
@@ -491,7 +491,7 @@ class Trainer:
                 ),
             )
 
-    def _incident(self, kind: str, work: Work | Pending, detail: str, action: str) -> None:
+    def _incident(self, kind: str, work: BatchPass | Pending, detail: str, action: str) -> None:
         self.context.emit(
             IncidentEvent(kind=kind, iteration=work.iteration, samples=work.samples, detail=detail, action=action)
         )

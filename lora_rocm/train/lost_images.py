@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lora_rocm.dataset.order.batch_sampler import num_batches, num_updates
-from lora_rocm.dataset.shape import Shape
-from lora_rocm.latent_cache.manifest import Facts
+from lora_rocm.dataset.order.batch_plan import num_batches, num_updates
+from lora_rocm.dataset.shape import SampleShape
+from lora_rocm.latent_cache.manifest import SampleStatistics
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train.checkpoint import Checkpoint
 
@@ -18,7 +18,7 @@ from lora_rocm.train.checkpoint import Checkpoint
 class DataOfCheckpoint:
     """Facts about the data from a checkpoint. identity: see ``Prepared.identity``."""
 
-    facts: Facts
+    facts: SampleStatistics
     steps_per_epoch: int
     max_train_steps: int
     identity: str
@@ -32,8 +32,8 @@ def data_of_checkpoint(checkpoint: Checkpoint | None, recipe: Recipe, num_ranks:
     per_update = train.gradient_accumulation_steps * num_ranks
     try:  # the checkpoint may come from somebody else
         said, identity = checkpoint.facts["metadata"], checkpoint.facts["data"]
-        counts = {Shape.parse(name): int(count) for name, count in said["buckets"].items()}
-        facts = Facts(dict(said["tag_frequency"]), counts, dict(said["dataset_dirs"]))
+        counts = {SampleShape.parse(name): int(count) for name, count in said["buckets"].items()}
+        facts = SampleStatistics(dict(said["tag_frequency"]), counts, dict(said["dataset_dirs"]))
     except (LookupError, TypeError, ValueError, AttributeError):
         return None
     if checkpoint.one_bucket_updates:

@@ -34,18 +34,18 @@ from lora_rocm.rundir.events import latest_steps
 from lora_rocm.rundir.layout import SUPERVISOR
 from lora_rocm.rundir.recipe_file import accept
 from lora_rocm.train import compilation
+from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.base_seal import Seals, broken, identities, seals_of
 from lora_rocm.train.build_trainer import first_pass, new_trainer
 from lora_rocm.train.checkpoint import Checkpoint, discard_newer, latest_valid, read_checkpoint, restore_threads
 from lora_rocm.train.class_images import with_class_images
 from lora_rocm.train.context import Data, StartContext, captures, encoder_placement, transfer_of
-from lora_rocm.train.disk_forecast import CacheRoom, Room
+from lora_rocm.train.disk_forecast import CacheRoom, DiskForecast
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard, Validation
 from lora_rocm.train.input_start import start_from_inputs
 from lora_rocm.train.load_model import choose_memory, load_model
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
-from lora_rocm.train.outputs import Artifacts
 from lora_rocm.train.session import Session
 from lora_rocm.train.start_encoder import start_encoders
 from lora_rocm.train.usable import require_startable, require_usable
@@ -111,7 +111,7 @@ def train(start: StartContext) -> tuple[bool, int]:
         data.workers.close()
         artifacts.checkpoint(position)  # a kill may have come before older ones were rotated away
     else:
-        _say_other_length(start, position.updates, data.max_train_steps)
+        _notify_other_length(start, position.updates, data.max_train_steps)
         finished = _fit(start, data, position, artifacts)
     if finished:
         with session.phase("export"):
@@ -125,7 +125,7 @@ def _require_trainable(start: StartContext, family: ModelFamily) -> None:
     require_startable(family, start.recipe, base.skeletons, start.dtype)
 
 
-def _say_other_length(start: StartContext, updates: int, max_train_steps: int) -> None:
+def _notify_other_length(start: StartContext, updates: int, max_train_steps: int) -> None:
     """Send a notice if the run's length has changed and its schedule depends on it."""
     made = [step for step in latest_steps(start.session.run_dir.events()) if step.updates <= updates]
     if made and (text := length_text(start.recipe.optim, updates, made[-1].max_train_steps, max_train_steps)):
@@ -212,7 +212,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
         run_facts={**data.facts(), **identities(family)},
         base_seals=seals,
         steps_per_epoch=data.steps_per_epoch,
-        room=Room(session.run_dir, recipe, data.max_train_steps, start.context, data.steps_per_epoch),
+        room=DiskForecast(session.run_dir, recipe, data.max_train_steps, start.context, data.steps_per_epoch),
         tiles=start.settings.preview_tiling,
         memory=memory,
         world=start.world,
@@ -233,8 +233,8 @@ def prepare_data(start: StartContext, family: ModelFamily) -> Data:
         report=CacheRoom(cache, start.context),
         context=start.context,
         tiles=start.settings.image_tiling,
-        open_door=partial(encoder_placement, start),
-        look=CacheGuard(recipe.lora.rank, updates, start.context),
+        opened_placement=partial(encoder_placement, start),
+        check=CacheGuard(recipe.lora.rank, updates, start.context),
         more=start_encoders(recipe, family, start.dtype),
     )
     # If training is complete, the checkpoint's facts can replace missing data

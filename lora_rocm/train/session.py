@@ -67,7 +67,7 @@ class Session:
         self._heartbeat.beat(activity)
         if self._stacks is not None:
             now = self._phases[-1]
-            self._stacks.put_off(BEGINNINGS.get(now, now) if now not in self._under_way else now)
+            self._stacks.postpone(BEGINNINGS.get(now, now) if now not in self._under_way else now)
 
     def close(self) -> None:
         """Close the files and everything in ``at_close``; nothing is reported or watched after that."""
@@ -107,9 +107,9 @@ class Stacks:
 
     def __init__(self, path: Path, after_s: Mapping[str, float]) -> None:
         self._after_s, self._armed_at, self._doing = after_s, float("-inf"), ""
-        self._file = open_in_place(path, anew=True)
+        self._file = open_in_place(path, again=True)
 
-    def put_off(self, doing: str) -> None:
+    def postpone(self, doing: str) -> None:
         """Signal progress: restart the waiting time, and discard stacks that were written meanwhile."""
         now, after_s = time.monotonic(), self._after_s.get(doing, self._after_s["start"])
         if doing == self._doing and now - self._armed_at < after_s / STACKS_REARM:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from lora_rocm.adapters.factory import inject
+from lora_rocm.adapters.attach import inject
 from lora_rocm.adapters.files.lora_reader import files_of
-from lora_rocm.adapters.training_adapter import put_training_adapter
+from lora_rocm.adapters.training_adapter import attach_training_adapter
 from lora_rocm.dataset.entry_spec import EntrySpec
 from lora_rocm.device.placement.base import Placement
 from lora_rocm.families.base import ComparesWithStart, Encode, Encoder, LoadedModel, ModelFamily
@@ -67,19 +67,19 @@ class StartEncoder:
     def in_tiles(self) -> None:
         return None
 
-    def load(self, door: Placement) -> Encode:
-        family, model = self.family, cache(lambda: self._loaded(door))
+    def load(self, placement: Placement) -> Encode:
+        family, model = self.family, cache(lambda: self._loaded(placement))
         assert isinstance(family, ComparesWithStart), "as start_encoders found"
-        return lambda inputs: family.at_start(model, inputs, door)
+        return lambda inputs: family.at_start(model, inputs, placement)
 
-    def _loaded(self, door: Placement) -> LoadedModel:
+    def _loaded(self, placement: Placement) -> LoadedModel:
         """The model as training starts, on the placement's device."""
         recipe, model = self.recipe, self.family.load(self.dtype, torch.device("cpu"))
         if recipe.lora.init_from is not None or recipe.model.training_adapter is not None:
             inject(self.family, model, recipe.lora, recipe.train.seed)
-            put_training_adapter(self.family, model, recipe.model.training_adapter)
+            attach_training_adapter(self.family, model, recipe.model.training_adapter)
         self.family.fuse(model, triton=False)  # rounds as in training, but for the kernels
-        model.place(door)
+        model.place(placement)
         for component in model.components.values():
             component.eval()
         return model

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.adapters import new_tokens, trained_norms
-from lora_rocm.adapters.factory import inject_hollow, start_entries
+from lora_rocm.adapters.attach import inject_on_meta, start_entries
 from lora_rocm.adapters.files.lora_reader import files_of
-from lora_rocm.adapters.training_adapter import put_training_adapter
+from lora_rocm.adapters.training_adapter import attach_training_adapter
 from lora_rocm.base_models.random_weights import RandomSource
 from lora_rocm.base_models.small_tensors import require_finite
 from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.errors import ModelError, UserError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.families.common.latent_family import LatentFamily
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
-from lora_rocm.processes.jobs import Judged
+from lora_rocm.processes.jobs import BaseVerdict
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train.dry_run import TakesSource, require_computable
@@ -59,7 +59,7 @@ def require_usable(family: ModelFamily, recipe: Recipe) -> Base:
     return Base(files, skeletons, limits)
 
 
-def judged(path: Path, spec: FamilySpec, registry: Registry = PRODUCT) -> Judged:
+def judged(path: Path, spec: FamilySpec, registry: FamilyRegistry = PRODUCT) -> BaseVerdict:
     """Judge a path for a family, in any of its variants."""
     found = [_of_variant(path, spec, variant, registry) for variant in _variants(spec)]
     return next((each for each in found if not each.refusal), found[0])
@@ -70,7 +70,7 @@ def _variants(spec: FamilySpec) -> Iterable[str | None]:
     return get_args(field.annotation) if field is not None else (None,)
 
 
-def _of_variant(path: Path, spec: FamilySpec, variant: str | None, registry: Registry) -> Judged:
+def _of_variant(path: Path, spec: FamilySpec, variant: str | None, registry: FamilyRegistry) -> BaseVerdict:
     model = {"family": spec.name, "name_or_path": str(path), **({} if variant is None else {"variant": variant})}
     recipe = recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}}, registry)
     family = family_for(recipe)
@@ -79,11 +79,11 @@ def _of_variant(path: Path, spec: FamilySpec, variant: str | None, registry: Reg
     except UserError as error:
         if error.code == "incomplete-model" and isinstance(family, LatentFamily) and path.is_file():
             return _of_part(family_for(recipe))
-        return Judged.refused(error)
-    return Judged("", notices=tuple(family.notices))
+        return BaseVerdict.refused(error)
+    return BaseVerdict("", notices=tuple(family.notices))
 
 
-def _of_part(family: ModelFamily) -> Judged:
+def _of_part(family: ModelFamily) -> BaseVerdict:
     """Judge a file with some of the components; the notices ask for the missing ones."""
     assert isinstance(family, LatentFamily)
     whole = tuple(family.layout.parts)
@@ -91,8 +91,8 @@ def _of_part(family: ModelFamily) -> Judged:
     try:
         source = family.source
     except ModelError as error:
-        return Judged.refused(error)
-    return Judged("", tuple(f"model.{name}" for name in whole if name not in source.layout.parts))
+        return BaseVerdict.refused(error)
+    return BaseVerdict("", tuple(f"model.{name}" for name in whole if name not in source.layout.parts))
 
 
 def require_startable(
@@ -100,7 +100,7 @@ def require_startable(
     recipe: Recipe,
     skeletons: Mapping[str, nn.Module],
     dtype: torch.dtype,
-    say: Callable[[str], None] = lambda text: None,
+    notify: Callable[[str], None] = lambda text: None,
 ) -> list[Path]:
     """Attach the recipe's adapters to the model on the meta device. Returns the files that were read for them.
 
@@ -109,7 +109,7 @@ def require_startable(
         recipe: names targets and files.
         skeletons: components of the base without weights; they are changed.
         dtype: the model's compute dtype.
-        say: receives notices.
+        notify: receives notices.
 
     Raises:
         AdapterError: targets match nothing, or a file is damaged or does not fit.
@@ -117,17 +117,17 @@ def require_startable(
     adapted = next(iter(family.lora_targets.values()))  # the components of every preset; a VAE is in none
     trained = {name: skeletons[name] for name in adapted if recipe.trains(name)}
     model = LoadedModel(trained, dtype, torch.device("meta"))
-    adapter = inject_hollow(family, model, recipe.lora)
+    adapter = inject_on_meta(family, model, recipe.lora)
     if text := recipe.lora.unstarted_text(adapter.unstarted(recipe.lora)):
-        say(text)
+        notify(text)
     if text := adapter.reader_notice():
-        say(text)
+        notify(text)
     new_tokens.start(family, model, recipe.lora.new_tokens)
     if recipe.lora.init_from is not None:
         norms = dict[str, Tensor]()
-        start_entries(family, model, recipe.lora, adapter, say, norms)
+        start_entries(family, model, recipe.lora, adapter, notify, norms)
         if recipe.lora.train_norms:
             trained_norms.fill(family, model, norms, Path(recipe.lora.init_from))
-    put_training_adapter(family, model, recipe.model.training_adapter, say)
+    attach_training_adapter(family, model, recipe.model.training_adapter, notify)
     named = [path for path in (recipe.lora.init_from, recipe.model.training_adapter) if path is not None]
     return [file for path in named for file in files_of(Path(path).expanduser())]

@@ -23,9 +23,9 @@ from lora_rocm import BEGAN_S, __version__
 from lora_rocm.device.backend_settings import apply, wake
 from lora_rocm.device.precision import choose_device, compute_dtype, describe
 from lora_rocm.device.process_group import World, join
-from lora_rocm.device.torch_errors import settle, told
+from lora_rocm.device.torch_errors import settle, translated
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError, resume_advice
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.foundation.files import refuse_link
 from lora_rocm.foundation.output_stream import outliving_stdout
 from lora_rocm.foundation.packages import imported, versions_of
@@ -52,7 +52,7 @@ PACKAGES = ("diffusers", "peft", "transformers", "triton", "triton-rocm", "pytor
 """Packages other than torch that a step depends on. Triton has another name in some wheels of torch."""
 
 
-def main(arguments: list[str] | None = None, registry: Registry = PRODUCT) -> int:
+def main(arguments: list[str] | None = None, registry: FamilyRegistry = PRODUCT) -> int:
     """Lock the directory, train, and turn every error into an event; return the exit code."""
     parser = argparse.ArgumentParser(prog="lora_rocm.train.worker")
     parser.add_argument("run_dir", type=Path)
@@ -104,7 +104,7 @@ def _explained(error: Exception, run_dir: RunDir, me: Rank) -> LoraRocmError:
         where=f"traceback in {run_dir.log_of(me.rank)}",
         **resume_advice("Please report it with that log attached. Then run the same command with --resume latest."),
     )
-    return told(error, run_dir.path, unknown)
+    return translated(error, run_dir.path, unknown)
 
 
 def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Rank) -> int:

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lora_rocm.adapters import new_tokens
-from lora_rocm.adapters.factory import inject
+from lora_rocm.adapters.attach import inject
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.errors import AdapterError, UserError
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.metadata import RunFacts
 from lora_rocm.families.base import family_for
 from lora_rocm.families.common import clip
-from lora_rocm.latent_cache.encode_session import plain_door
+from lora_rocm.latent_cache.encode_session import plain_placement
 from lora_rocm.recipe.adapter_sections import NewToken
 from lora_rocm.rundir.layout import RunDir, embeddings_of
 from tests.event_lines import read_events
@@ -91,7 +91,7 @@ def test_the_seal_of_the_base_is_that_without_new_tokens(material: Path) -> None
     for tokens in (recipe.lora.new_tokens, ()):
         model = family.load(torch.float32, CPU)
         adapter = inject(family, model, recipe.lora.model_copy(update={"new_tokens": tokens}), 0)
-        door = plain_door(CPU)
+        door = plain_placement(CPU)
         door.place(model.components["text_encoder"], "text_encoder")
         seals.append({name.replace(".base_layer.", "."): sent for name, sent in door.fingerprints().items()})
         assert any(name.startswith("text_encoder.") for name in adapter.parameters)
@@ -99,7 +99,7 @@ def test_the_seal_of_the_base_is_that_without_new_tokens(material: Path) -> None
 
 
 def conditioning(family: Any, model: Any, prompt: str) -> tuple[Tensor, ...]:
-    encode = family.encoders()[1].load(plain_door(CPU))
+    encode = family.encoders()[1].load(plain_placement(CPU))
     batch = {name: tensor[None] for name, tensor in encode({CAPTION: prompt}).items()}
     with torch.no_grad():
         return tuple(family.prompt_arguments(model, batch).values())
@@ -107,11 +107,11 @@ def conditioning(family: Any, model: Any, prompt: str) -> tuple[Tensor, ...]:
 
 def loaded(recipe: Any, run: RunDir) -> tuple[Any, Any]:
     """The base with the tokens of a run's embedding files."""
-    tokens = new_tokens.tokens_beside(run.lora)
+    tokens = new_tokens.tokens_next_to(run.lora)
     lora = recipe.lora.model_copy(update={"new_tokens": tokens})
     family = family_for(recipe.model_copy(update={"lora": lora}))
     model = family.load(torch.float32, CPU)
-    new_tokens.put(family, model, tokens)
+    new_tokens.insert(family, model, tokens)
     new_tokens.start(family, model, tokens)
     return family, model
 
@@ -171,7 +171,7 @@ def test_the_file_of_sd15_is_read_by_diffusers_and_starts_a_token(tmp_path: Path
     adapter = inject(family, model, recipe.lora, 0)
     with torch.no_grad():
         new_tokens.layers_of(model)["text_encoder"].rows_ND.normal_()
-    facts = Facts(steps=1, epochs=1, num_epochs=1)
+    facts = RunFacts(steps=1, epochs=1, num_epochs=1)
     write_as_forecast("kohya", tmp_path / "lora.safetensors", family, adapter, recipe, facts)
     path = tmp_path / "lora-embeddings" / "Toy.safetensors"
     assert list(load_file(path)) == ["emb_params"]
@@ -195,7 +195,7 @@ def test_what_cannot_start_a_token_is_refused(material: Path, tmp_path: Path) ->
     recipe, path = recipe_of(material), tmp_path / "x.safetensors"
     family = family_for(recipe)
     model = family.load(torch.float32, CPU)
-    new_tokens.put(family, model, recipe.lora.new_tokens[:1])
+    new_tokens.insert(family, model, recipe.lora.new_tokens[:1])
     for tensors in ({"clip_l": torch.zeros(1, 32), "clip_g": torch.zeros(1, 48)}, {"clip_l": torch.zeros(2, 32)}, {}):
         save_file(tensors, path)
         with pytest.raises(AdapterError) as caught:
@@ -210,19 +210,19 @@ def test_what_cannot_start_a_token_is_refused(material: Path, tmp_path: Path) ->
 
 def test_the_embeddings_beside_a_lora_are_found_and_missed(tmp_path: Path) -> None:
     lora, folder = tmp_path / "x.safetensors", tmp_path / "x-embeddings"
-    assert new_tokens.tokens_beside(lora) == ()
+    assert new_tokens.tokens_next_to(lora) == ()
     wanted = (NewToken(token="<toy>", init="cat"),)
     with pytest.raises(AdapterError) as caught:
-        new_tokens.tokens_beside(lora, wanted)
+        new_tokens.tokens_next_to(lora, wanted)
     assert caught.value.code == "embedding-missing" and "toy.safetensors" in str(caught.value.where)
     folder.mkdir()
     save_file({"emb_params": torch.zeros(32)}, folder / "glib.safetensors")
     save_file({"emb_params": torch.zeros(2, 32)}, folder / "toy.safetensors", {new_tokens.TOKEN_FIELD: "<toy>"})
-    found = [(token.token, token.vectors) for token in new_tokens.tokens_beside(lora, wanted)]
+    found = [(token.token, token.vectors) for token in new_tokens.tokens_next_to(lora, wanted)]
     assert found == [("<toy>", 2), ("glib", 1)]
     save_file({"x": torch.zeros(2000, 4)}, folder / "lora.safetensors", {new_tokens.TOKEN_FIELD: "a b"})
     with pytest.raises(AdapterError) as caught:
-        new_tokens.tokens_beside(lora)
+        new_tokens.tokens_next_to(lora)
     assert caught.value.code == "embedding-unfit"
 
 

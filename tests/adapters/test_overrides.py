@@ -11,13 +11,13 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lora_rocm.adapters.attach import attach_file, inject, inject_on_meta
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.factory import attach_file, inject, inject_hollow
 from lora_rocm.adapters.kinds.lora import trained_scale
 from lora_rocm.adapters.targets import MATCHING_S, sections_of
 from lora_rocm.errors import AdapterError
 from lora_rocm.export import writers
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.metadata import RunFacts
 from lora_rocm.families.base import LoadedModel, family_for
 from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.optim.base import GatedOptimizer
@@ -71,7 +71,7 @@ def test_the_footprint_counts_each_module_with_its_rank(folder: Path) -> None:
     recipe = tiny_recipe(folder, lora=VARIED)
     family = family_for(recipe)
     model = LoadedModel({"unet": family.skeleton("unet")}, torch.float32, torch.device("meta"))
-    adapter = inject_hollow(family, model, recipe.lora)
+    adapter = inject_on_meta(family, model, recipe.lora)
     shapes = {name: dense_shape(layer.get_base_layer()) for name, (_, _, layer) in adapter.modules.items()}
     sections = sections_of(recipe.lora, shapes)
     counted = sum(adapter.weights_of(sections[name], shape) for name, shape in shapes.items())
@@ -83,7 +83,7 @@ def test_the_footprint_counts_each_module_with_its_rank(folder: Path) -> None:
 def test_files_hold_the_rank_and_alpha_of_each_module(folder: Path, tmp_path: Path, form: str) -> None:
     family, model, adapter = trained(folder, lora=VARIED)
     recipe = family.recipe.model_copy(update={"output": family.recipe.output.model_copy(update={"dtype": "fp32"})})
-    write_as_forecast(form, tmp_path / "lora", family, adapter, recipe, Facts(steps=2, epochs=1, num_epochs=1))
+    write_as_forecast(form, tmp_path / "lora", family, adapter, recipe, RunFacts(steps=2, epochs=1, num_epochs=1))
     again = family.load(torch.float32, CPU)
     assert attach_file(family, again, tmp_path / "lora") is not None
     assert torch.allclose(unet_output(again.components["unet"]), unet_output(model.components["unet"]), atol=1e-5)
@@ -208,7 +208,7 @@ def test_other_kinds_of_adapter(folder: Path, tmp_path: Path, kind: str) -> None
     # The file, read back and started from
     recipe = family.recipe.model_copy(update={"output": family.recipe.output.model_copy(update={"dtype": "fp32"})})
     path = tmp_path / "lora.safetensors"
-    writers.write("kohya", path, family, adapter, recipe, Facts(steps=2, epochs=1, num_epochs=1))
+    writers.write("kohya", path, family, adapter, recipe, RunFacts(steps=2, epochs=1, num_epochs=1))
     assert writers.verify("kohya", path, family, model, adapter).relative_difference < 1e-4
     started = tiny_recipe(folder, lora={**lora, "init_from": str(path)})
     again = family.load(torch.float32, CPU)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lora_rocm.adapters.files.lora_reader import components_of, read_lora
 from lora_rocm.adapters.files.module_names import KeyTable, adaptable, canonical, main_component
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.commands.inspect_file import inspect
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
@@ -217,7 +217,7 @@ def test_what_inspect_promises_the_reader_does(tmp_path: Path, data: st.DataObje
 
 @pytest.mark.parametrize("case", [Flux, ZImage, Anima])
 def test_names_of_published_models_are_known(case: type[Case]) -> None:
-    full = Source("published", case.layout, case.layout.configs, None).skeleton("transformer")
+    full = BaseSource("published", case.layout, case.layout.configs, None).skeleton("transformer")
     assert all(place_of(case.name, path) is not None for path, _ in adaptable(full))
 
 

@@ -11,18 +11,18 @@ from lycoris.modules.norms import NormModule
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lora_rocm.adapters.factory import attach_file, inject
+from lora_rocm.adapters.attach import attach_file, inject
 from lora_rocm.adapters.trained_norms import TrainedNorm
 from lora_rocm.errors import AdapterError, ExportError
 from lora_rocm.export import writers
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.metadata import RunFacts
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.load import load_recipe
 from tests.tiny_models import MIDDLE_TARGETS, SHALLOW, tiny_recipe, trained, unet_output, write_tiny_sdxl
 from tests.wording import saying
 
 CPU = torch.device("cpu")
-FACTS = Facts(steps=2, epochs=1, num_epochs=1)
+FACTS = RunFacts(steps=2, epochs=1, num_epochs=1)
 KINDS = (nn.GroupNorm, nn.LayerNorm)
 LORA: dict[str, Any] = {"rank": 2, "targets": MIDDLE_TARGETS, "train_norms": True}
 

@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_rocm.adapters import new_tokens
-from lora_rocm.adapters.factory import inject
-from lora_rocm.adapters.training_adapter import NAME, put_training_adapter
+from lora_rocm.adapters.attach import inject
+from lora_rocm.adapters.training_adapter import NAME, attach_training_adapter
 from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, family_for
 from lora_rocm.families.common.objectives.loss import losses
-from lora_rocm.memory.footprint import hollow_model
+from lora_rocm.memory.footprint import meta_model
 from lora_rocm.train.base_seal import seals_of
 from tests.families.flux.test_family import CHANNELS, CPU, base, family_of, random_text
 from tests.lora_files import write_random_lora
@@ -60,7 +60,7 @@ class Made:
                     layer = self.root.get_submodule(name.removeprefix("transformer.").removesuffix(".lora_A.weight"))
                     layer.get_parameter("weight").data.add_(up @ down)
         self.adapter = inject(self.family, self.model, self.family.recipe.lora, 0)
-        self.training_adapter = put_training_adapter(self.family, self.model, path and str(path))
+        self.training_adapter = attach_training_adapter(self.family, self.model, path and str(path))
         self.placement = Resident(DeviceTransfer(CPU, pin=False))
         self.placement.place(self.root, "transformer")
         rng = torch.Generator().manual_seed(3)
@@ -155,7 +155,7 @@ def test_a_quantised_base_keeps_its_bytes_and_a_change_has_a_seal_of_its_own(
 def test_what_is_counted_before_training_is_what_is_there(base: Path, file: Path, lora: dict[str, Any]) -> None:
     """Its tensors are not quantised, so the model without weights has the tensors of the real one."""
     family = family_of(base, {"quantization": "int8", "training_adapter": str(file)}, lora=lora)
-    hollow = hollow_model(family, family.recipe, torch.float32, False).components["transformer"]
+    hollow = meta_model(family, family.recipe, torch.float32, False).components["transformer"]
     real = Made(base, lora, file, quantization="int8").root
     found, wanted = (
         {name: (tensor.shape, tensor.dtype) for name, tensor in [*root.named_parameters(), *root.named_buffers()]}
@@ -202,12 +202,12 @@ def test_text_encoders_have_to_be_part_of_training(tmp_path: Path) -> None:
     path = write_random_lora(tmp_path / "t.safetensors", "text_encoder", root, r".*q_proj")
     model = family.load(torch.float32, CPU)
     with pytest.raises(AdapterError, check=saying("adapters/adapts-the-text-encoders")) as caught:
-        put_training_adapter(family, model, str(path))
+        attach_training_adapter(family, model, str(path))
     assert caught.value.code == "training-adapter-text" and "train_text_encoder" in caught.value.fix
     tokens = [{"token": "<toy>", "init": "cat"}]
     both = family_for(tiny_recipe(tiny_sdxl, lora={"rank": 2, "train_text_encoder": True, "new_tokens": tokens}))
     model = both.load(torch.float32, CPU)
     inject(both, model, both.recipe.lora, 0)
-    put_training_adapter(both, model, str(path))
+    attach_training_adapter(both, model, str(path))
     assert any(NAME in name for name, _ in model.components["text_encoder"].named_buffers()), "the control"
     assert new_tokens.layers_of(model)["text_encoder"].rows_ND.requires_grad, "PEFT freezes what is not its own"

@@ -113,12 +113,12 @@ def test_a_gated_model_without_a_token_says_where_to_consent_and_how_to_log_in()
 @given(st.text(max_size=40))
 @example("stabilityai/stable-diffusion-xl-base-1.0")
 def test_ids_are_told_from_paths(name: str) -> None:
-    if hub.looks_like_id(name):
+    if hub.resembles_id(name):
         assert name.count("/") == 1
         assert "\\" not in name and ":" not in name and not name.endswith(".safetensors")
 
 
 def test_examples_of_ids_and_paths() -> None:
-    assert hub.looks_like_id("stabilityai/stable-diffusion-xl-base-1.0")
+    assert hub.resembles_id("stabilityai/stable-diffusion-xl-base-1.0")
     for path in ("models/x.safetensors", "./models", "C:\\models\\x", "a/b/c", "/abs", "~/models", "model"):
-        assert not hub.looks_like_id(path)
+        assert not hub.resembles_id(path)

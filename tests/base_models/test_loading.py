@@ -13,15 +13,15 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from safetensors.torch import load_file, save_file
 
-from lora_rocm.base_models import hollow as room
 from lora_rocm.base_models import loading
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models import meta_components as room
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.errors import ModelError
 from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.unet import detect
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.families.sdxl.family import EXPECTED, LAYOUT, Sdxl
-from lora_rocm.latent_cache.encode_session import plain_door
+from lora_rocm.latent_cache.encode_session import plain_placement
 from lora_rocm.rundir.layout import RunDir
 from tests.tiny_models import (
     caption_encoder,
@@ -151,7 +151,7 @@ def test_without_tokenizers_the_remedy_is_named(single: tuple[Path, Path], hollo
     assert [limit.max_tokens for limit in whole.token_limits()] == [227, 227]
     shutil.rmtree(single[1] / "tokenizer_2")
     with pytest.raises(ModelError) as caught:
-        family(single[0], config=str(single[1])).encoders()[2].load(plain_door(CPU))
+        family(single[0], config=str(single[1])).encoders()[2].load(plain_placement(CPU))
     assert caught.value.code == "tokenizer-missing" and "model.config" in caught.value.fix
 
 
@@ -259,7 +259,7 @@ def test_looking_knows_from_which_tensors_each_is_made(single: tuple[Path, Path]
 
 
 def test_full_size_is_looked_at_in_a_moment(hollow: Path) -> None:
-    source = Source("x", LAYOUT, LAYOUT.configs, None, hollow)
+    source = BaseSource("x", LAYOUT, LAYOUT.configs, None, hollow)
     assert detect.check(source, EXPECTED, PRODUCT) == ()
 
 
@@ -350,9 +350,9 @@ def test_a_component_is_made_once_and_each_that_is_loaded_is_a_copy_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, made = family(write_tiny_sdxl(tmp_path / "model")).source, list[object]()
-    make = room.new_hollow
-    monkeypatch.setattr(room, "hollow_shared", lambda *key: made.append(key) or make(*key))
-    room._hollow_bytes.cache_clear()
+    make = room.new_meta_component
+    monkeypatch.setattr(room, "shared_meta_component", lambda *key: made.append(key) or make(*key))
+    room._meta_component_bytes.cache_clear()
     first, second = (source.load("unet", torch.float32, torch.device("cpu")) for _ in range(2))
     assert len(made) == 1 and second is not first
     assert not {id(each) for each in first.parameters()} & {id(each) for each in second.parameters()}

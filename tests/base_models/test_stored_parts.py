@@ -15,7 +15,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from lora_rocm.base_models import conversion
 from lora_rocm.base_models.conversion import State
-from lora_rocm.base_models.loading import Layout, Part, Source
+from lora_rocm.base_models.loading import BaseSource, ComponentLayout, ModelLayout
 from lora_rocm.errors import ModelError
 from lora_rocm.families.causal_lm.gpt_oss import PackedExperts
 from lora_rocm.families.common.component_check import check_component
@@ -28,7 +28,7 @@ ROWS, COLUMNS = 32, 640  # 320 blocks of 64, so two nested ones
 LAYERS = ("first", "embedded", "last")
 
 
-class OneComponent(Source):
+class OneComponent(BaseSource):
     """A base of three square and other layers, or of gpt-oss' experts."""
 
     made: Callable[[], nn.Module]
@@ -36,7 +36,7 @@ class OneComponent(Source):
     def config(self, name: str) -> Config:
         return Config({}, self.config_path(name))
 
-    def _hollow(self, name: str, shared: bool = False) -> nn.Module:
+    def _meta_component(self, name: str, shared: bool = False) -> nn.Module:
         with torch.device("meta"):
             return self.made()
 
@@ -54,8 +54,8 @@ def experts() -> nn.Module:
 
 
 def source(folder: Path, form: str) -> OneComponent:
-    part = Part(nn.Module, "", conversion.own_names)
-    found = OneComponent("base", Layout({"layer": part}, {}, folder), folder, None)
+    part = ComponentLayout(nn.Module, "", conversion.own_names)
+    found = OneComponent("base", ModelLayout({"layer": part}, {}, folder), folder, None)
     object.__setattr__(found, "made", experts if form == "mxfp4" else layers)
     return found
 

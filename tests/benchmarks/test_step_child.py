@@ -16,9 +16,9 @@ from benchmarks.training_step.bare_loop import EAGER, BareStep, inputs_of
 from benchmarks.training_step.measurement import flagged_waits, times, variants, with_rates
 from benchmarks.training_step.setup import open_bench, recipe_for
 from lora_rocm.checks import kernel_check
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.memory.controller import Memory
+from lora_rocm.memory.controller import MemoryManager
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import NOBODY
@@ -96,9 +96,9 @@ def test_what_cannot_be_compiled_is_told(
     def cannot(*args: object) -> None:
         raise Unsupported("no such operator")
 
-    compiler: Compiler | None = Compiler("regional", (Shape.of(h=64, w=64),), NOBODY)
+    compiler: Compiler | None = Compiler("regional", (SampleShape.of(h=64, w=64),), NOBODY)
     monkeypatch.setattr(compilation, "for_run", lambda *how: compiler)
-    monkeypatch.setattr(Memory, "probe", cannot)
+    monkeypatch.setattr(MemoryManager, "probe", cannot)
     error = events_of(tmp_path, capfd, recipe_of())[-1]
     assert error["code"] == "compile-failed" and "no such operator" in error["where"]
     compiler = None
@@ -111,9 +111,9 @@ def test_what_cannot_be_compiled_is_told(
 def test_what_is_given_up_before_the_first_step_is_among_the_figures(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, trusted: bool
 ) -> None:
-    def judged(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> bool:
+    def judged(device: torch.device, dtype: torch.dtype, notify: Callable[[str], None]) -> bool:
         if not trusted:
-            say("Steps do without this program's Triton kernels.")
+            notify("Steps do without this program's Triton kernels.")
         return trusted
 
     monkeypatch.setattr(kernel_check, "trusted", judged)

@@ -31,7 +31,7 @@ KEYS = [entry_key("text", (f"caption {number}",), "text-1") for number in range(
 def fill(root: Path, keys: list[str] = KEYS) -> LatentCache:
     cache = LatentCache(root)
     for number, key in enumerate(keys):
-        cache.put("text", key, {"mean": torch.arange(8.0) + number}, key)
+        cache.write_tensors("text", key, {"mean": torch.arange(8.0) + number}, key)
     return cache
 
 
@@ -66,7 +66,7 @@ def test_entries_of_any_name_are_looked_after(cache: LatentCache) -> None:
     for name in ("clip_2", "latents"):
         for number in range(2):
             key = entry_key(name, (str(number),), "x")
-            cache.put(name, key, {"mean": torch.zeros(8)}, key)
+            cache.write_tensors(name, key, {"mean": torch.zeros(8)}, key)
     flip(next((cache.root / "latents").rglob("*.safetensors")))
     code, said = verified(cache)
     assert code == 3 and says(said, "cache_store/9-good-1-bad")
@@ -143,7 +143,7 @@ def test_many_bad_ones_are_counted_not_listed(cache: LatentCache, monkeypatch: p
 
 def test_what_a_run_replaced_is_no_fault_any_more(cache: LatentCache) -> None:
     flip(file_of(cache, KEYS[0]))
-    cache.put("text", KEYS[0], {"mean": torch.arange(8.0)}, "x")
+    cache.write_tensors("text", KEYS[0], {"mean": torch.arange(8.0)}, "x")
     code, said = verified(cache)
     assert code == 0 and says(said, "cache_store/1-damaged-before-and-replaced")
     before = file_of(cache, KEYS[0], 1).read_bytes()
@@ -213,7 +213,7 @@ def test_folders_and_links_under_an_entrys_name(cache: LatentCache, tmp_path: Pa
     assert code == 3 and says(said, "cache_store/4-good-2-bad") and said.count(phrase("cache_store/no-plain-file")) == 2
     assert cache.fault("text", KEYS[0]) and cache.fault("text", KEYS[1])
     for number, key in enumerate(KEYS[:2]):  # as a run does
-        cache.put("text", key, {"mean": torch.arange(8.0) + number}, key)
+        cache.write_tensors("text", key, {"mean": torch.arange(8.0) + number}, key)
     assert readable(cache) == [0, 1, 2, 3, 4, 5] and verified(cache)[0] == 0
     assert says(pruned(cache), "cache_store/2-no-plain-file")
     assert readable(cache) == [0, 1, 2, 3, 4, 5] and target.read_bytes() == b"of the user"
@@ -316,7 +316,7 @@ def test_files_that_somebody_has_open(cache: LatentCache, monkeypatch: pytest.Mo
         raise PermissionError(13, "The process cannot access the file")
 
     flip(file_of(cache, KEYS[0]))
-    cache.put("text", KEYS[0], {"mean": torch.arange(8.0)}, "x")
+    cache.write_tensors("text", KEYS[0], {"mean": torch.arange(8.0)}, "x")
     flip(file_of(cache, KEYS[1]))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", held)
@@ -359,7 +359,9 @@ def test_stats(tmp_path: Path) -> None:
 def test_one_entry_at_a_time_is_in_memory(tmp_path: Path) -> None:
     cache = LatentCache(tmp_path)
     for number in range(24):
-        cache.put("text", entry_key("text", (str(number),), "t"), {"mean": torch.full((1 << 18,), float(number))}, "x")
+        cache.write_tensors(
+            "text", entry_key("text", (str(number),), "t"), {"mean": torch.full((1 << 18,), float(number))}, "x"
+        )
     tracemalloc.start()
     try:
         assert verified(cache)[0] == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lora_rocm.checks import timing
-from lora_rocm.checks.timing import Work, measure, seconds_of, wall_seconds_of
+from lora_rocm.checks.timing import MeasuredRow, measure, seconds_of, wall_seconds_of
 from tests.supervisor.fake_run import as_heard
 
 CPU = torch.device("cpu")
@@ -38,9 +38,9 @@ def test_seconds_of_one_call() -> None:
 
 def test_a_failing_row_says_why_and_the_next_is_measured(capfd: pytest.CaptureFixture[str]) -> None:
     works = [
-        Work({"name": "bad"}, 1.0, lambda: raises(RuntimeError("no kernel for this\nadvice"))),
-        Work({"name": "full"}, 1.0, lambda: raises(torch.OutOfMemoryError("out of memory. Tried"))),
-        Work({"name": "good"}, 100.0, lambda: lambda: None),
+        MeasuredRow({"name": "bad"}, 1.0, lambda: raises(RuntimeError("no kernel for this\nadvice"))),
+        MeasuredRow({"name": "full"}, 1.0, lambda: raises(torch.OutOfMemoryError("out of memory. Tried"))),
+        MeasuredRow({"name": "good"}, 100.0, lambda: lambda: None),
     ]
     measure(works, 0, on_cpu)
     rows = [event for event in events(capfd) if event["type"] == "row"]
@@ -49,7 +49,7 @@ def test_a_failing_row_says_why_and_the_next_is_measured(capfd: pytest.CaptureFi
 
 
 def test_it_starts_where_it_is_told(capfd: pytest.CaptureFixture[str]) -> None:
-    measure([Work({"name": str(number)}, 1.0, lambda: lambda: None) for number in range(3)], 2, on_cpu)
+    measure([MeasuredRow({"name": str(number)}, 1.0, lambda: lambda: None) for number in range(3)], 2, on_cpu)
     assert [event["type"] for event in events(capfd)] == ["begin", "row"]
 
 
@@ -57,7 +57,7 @@ def test_a_gpu_that_no_longer_answers_ends_the_process(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", raises(RuntimeError("illegal memory access")))
     with pytest.raises(SystemExit):
-        measure([Work({}, 1.0, lambda: lambda: None)], 0, on_cpu)
+        measure([MeasuredRow({}, 1.0, lambda: lambda: None)], 0, on_cpu)
     timing.faulthandler.cancel_dump_traceback_later()
 
 

@@ -18,12 +18,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lora_rocm.adapters.factory import inject
+from lora_rocm.adapters.attach import inject
 from lora_rocm.base_models.loading import builtin_folder
-from lora_rocm.children.chat import Side, chat
+from lora_rocm.children.chat import ChatModel, chat
 from lora_rocm.commands import chat as command
 from lora_rocm.dataset.rows.records import UnusableText
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.metadata import RunFacts
 from lora_rocm.export.writers import write
 from lora_rocm.families.base import Sampling
 from lora_rocm.families.causal_lm.family import CausalLM
@@ -62,7 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.no_grad():
         for leaf in adapter.leaves.values():
             leaf.add_(0.2 * torch.randn(leaf.shape, generator=rng))
-    write("peft", folder / "peft", family, adapter, recipe, Facts(1, 1, 1, 1, {}, {}, {}))
+    write("peft", folder / "peft", family, adapter, recipe, RunFacts(1, 1, 1, 1, {}, {}, {}))
     return folder
 
 
@@ -208,7 +208,7 @@ def test_a_refused_or_stopped_answer_leaves_a_conversation_that_goes_on() -> Non
             yield "a"
 
     def answered(pieces: Any) -> tuple[list[dict[str, str]], list[Event]]:
-        side, events = Side("base", fake_context, [{"role": "user", "content": "x"}]), list[Event]()
+        side, events = ChatModel("base", fake_context, [{"role": "user", "content": "x"}]), list[Event]()
         for _ in side.answer(pieces, events.append, lambda: len(events) == 3):
             pass
         return side.messages, events

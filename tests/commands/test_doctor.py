@@ -16,15 +16,17 @@ from lora_rocm.commands import doctor as command
 from lora_rocm.commands.output import Output, OutputMode
 from lora_rocm.errors import MachineError
 from lora_rocm.hardware.facts import HostFacts
-from lora_rocm.hardware.selftest_result import Result, Verdict
+from lora_rocm.hardware.selftest_result import Result, SelftestVerdict
 from tests.doctor.injections import BARE, LINUX, STACK, case
 from tests.golden import HOSTS, machines
 from tests.wording import says, worded
 
 ROOT = Path(__file__).parents[2]
 BROKEN = ["broken-no-permission", "windows-krackan", "linux-radeon-vii", "windows-rx9060xt"]
-PASSED = Verdict(STACK, (Result("gemm.square-bf16-NN", "passed", 0.1),))
-WRONG = Verdict(STACK, tuple(Result(f"copies.{way}-fp32", "failed", 0.1) for way in ("pageable", "pinned", "mapped")))
+PASSED = SelftestVerdict(STACK, (Result("gemm.square-bf16-NN", "passed", 0.1),))
+WRONG = SelftestVerdict(
+    STACK, tuple(Result(f"copies.{way}-fp32", "failed", 0.1) for way in ("pageable", "pinned", "mapped"))
+)
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -41,12 +43,12 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 def live(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
     """Make this machine another one; returns what the self-test was asked for."""
 
-    def pretend(facts: HostFacts, answer: Verdict | MachineError = PASSED) -> list[str]:
+    def pretend(facts: HostFacts, answer: SelftestVerdict | MachineError = PASSED) -> list[str]:
         asked: list[str] = []
 
-        def self_test(situation: object, say: Callable[[str], None]) -> Verdict:
+        def self_test(situation: object, notify: Callable[[str], None]) -> SelftestVerdict:
             asked.append("self-test")
-            say("testing")
+            notify("testing")
             if isinstance(answer, MachineError):
                 raise answer
             return answer
@@ -66,7 +68,7 @@ def doctor(**options: object) -> int:
 def examined(facts: Path | None, mode: OutputMode, **options: object) -> int:
     """``lora-rocm doctor``, in this process."""
     output = Output(mode)
-    found = command.doctor(facts, **options, say=output.aside)  # type: ignore[arg-type]
+    found = command.doctor(facts, **options, notify=output.aside)  # type: ignore[arg-type]
     output.show(command.result_of(found), command.render(found))
     return found.exit_code
 

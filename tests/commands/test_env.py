@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.commands.env import planned, result_of
-from lora_rocm.commands.output import json_form
+from lora_rocm.commands.output import json_value
 from lora_rocm.errors import UserError
 from lora_rocm.hardware.facts import facts_from_json, load_facts
 from lora_rocm.hardware.settings import VARIABLE
@@ -51,7 +51,7 @@ def plan_text(
 
 def json_text(recipe: str | None, overrides: Sequence[str], facts: Path | None) -> str:
     """The output of ``lora-rocm env --json``."""
-    return json.dumps(json_form(result_of(*planned(recipe, overrides, facts))))
+    return json.dumps(json_value(result_of(*planned(recipe, overrides, facts))))
 
 
 def machine(name: str) -> Path:

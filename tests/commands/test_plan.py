@@ -12,11 +12,22 @@ import pytest
 
 from lora_rocm.commands import plan as command
 from lora_rocm.commands.output import Output, OutputMode
-from lora_rocm.commands.plan import Room, card_bytes
+from lora_rocm.commands.plan import AvailableMemory, card_bytes
 from lora_rocm.errors import RecipeError, UserError
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.planning.fit import does_not_fit, job_of
-from lora_rocm.planning.step_cost import MODES, Block, Footprint, Job, Mode, Moment, Rates, SmallerAdapter, Work, choose
+from lora_rocm.planning.step_plan import (
+    MODES,
+    Block,
+    Footprint,
+    MemoryPeak,
+    Mode,
+    Rates,
+    SampleCost,
+    SmallerAdapter,
+    StepRequirements,
+    choose,
+)
+from lora_rocm.planning.step_requirements import does_not_fit, job_of
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.memory_rules import budget_of
@@ -27,7 +38,7 @@ from tests.wording import Worded, holds, mentions, saying, says, says_if, worded
 GIB = 2**30
 
 
-WORK = Work(3e13, 3e10, 300)
+WORK = SampleCost(3e13, 3e10, 300)
 
 
 def net() -> Footprint:
@@ -41,12 +52,12 @@ def net() -> Footprint:
             GIB // 2 + 2**27,
             2**27,
             (n + 1) * GIB // 2,
-            Work(1e12, 1e9, 9),
+            SampleCost(1e12, 1e9, 9),
         )
         for n in range(10)
     )
-    moments = tuple(Moment(n, (n + 1) * GIB // 2 + 2**27) for n in range(10))
-    work = Work(3e13, 3e10, 300)
+    moments = tuple(MemoryPeak(n, (n + 1) * GIB // 2 + 2**27) for n in range(10))
+    work = SampleCost(3e13, 3e10, 300)
     return ranked(Footprint("1024x1024", 1024 * 1024, 5 * GIB, GIB // 2, GIB // 8, GIB // 16, blocks, moments, work))
 
 
@@ -380,7 +391,7 @@ def test_the_nearest_that_would_fit(sections: dict[str, Any], limit_gib: float, 
     assert says(error.fix, fix)
     if "data.resolution to" in error.fix:  # it is true, and the next larger one would not do
         side = int(error.fix.split("data.resolution to ")[1].split()[0].rstrip(":"))
-        free = Job(4, graphs=True)
+        free = StepRequirements(4, graphs=True)
         fits = [
             choose(int(limit_gib * GIB), net().scaled((s / 1024) ** 2), free, Rates()) is not None
             for s in (side, side + 64)
@@ -520,7 +531,7 @@ def test_a_smaller_rank_where_adapter_and_optimizer_take_most() -> None:
 
 def test_a_room_says_what_it_is_made_of() -> None:
     room = command._room_of_card(24 * GIB)
-    assert isinstance(room, Room) and room.num_bytes == sum(part.num_bytes for part in room.parts)
+    assert isinstance(room, AvailableMemory) and room.num_bytes == sum(part.num_bytes for part in room.parts)
     assert 21 * GIB < room.num_bytes < 22 * GIB
     assert says(room.why, "commands/24-0-gib-memory-of-the-card")
 

@@ -81,7 +81,7 @@ def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     write_whole_run(run_dir)
     said: list[str] = []
-    asked: dict[str, Any] = {"prompt": "ü", "seed": 3, "say": said.append}
+    asked: dict[str, Any] = {"prompt": "ü", "seed": 3, "notify": said.append}
     found = sample_export.sample(Path("run"), output=None, base=None, config=None, **asked)
     assert found.images == (Path("/x/00.png"), Path("/x/01.png")) and said == ["a note"]
     assert jobs == [

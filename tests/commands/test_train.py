@@ -161,7 +161,7 @@ def test_a_worker_of_before_is_waited_for_before_its_files_are_read(fake: pytest
     train.train(RunRequest("my recipe.yaml", run_dir=Path("run")))
     result = tmp_path / "run" / "result.json"
 
-    def finishes(run_dir: RunDir, say: object, worker: object) -> None:
+    def finishes(run_dir: RunDir, notify: object, worker: object) -> None:
         result.write_text('{"updates": 40}', encoding="utf-8")
         run_dir.lora.touch()
 
@@ -196,7 +196,7 @@ def test_bad_input_makes_no_directory(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_cannot_train_makes_no_directory(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def unusable(situation: object, recipe: object, say: object) -> None:
+    def unusable(situation: object, recipe: object, notify: object) -> None:
         raise MachineError("gpu-unusable", "Training on this GPU would give wrong results.")
 
     fake.setattr(start_run.selftest_runner, "ensure", unusable)

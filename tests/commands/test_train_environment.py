@@ -16,7 +16,7 @@ from lora_rocm.commands import start_run, train
 from lora_rocm.commands.run_request import RunRequest
 from lora_rocm.errors import MachineError
 from lora_rocm.hardware.facts import load_facts
-from lora_rocm.hardware.selftest_result import Verdict
+from lora_rocm.hardware.selftest_result import SelftestVerdict
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
@@ -154,7 +154,7 @@ def test_a_healthy_machine_is_told_nothing(
 def test_an_amd_gpu_is_tested_before_its_first_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
 
-    def no_test(situation: Situation, say: object) -> Verdict:
+    def no_test(situation: Situation, notify: object) -> SelftestVerdict:
         asked.append(situation.facts.gpus[0].name)
         raise MachineError("gpu-unusable", "All copies arrive as zeros.")
 

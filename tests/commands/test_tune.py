@@ -60,7 +60,7 @@ class Tuning:
         rows = [({"product": f"mm {number}"}, outcome) for number, outcome in enumerate(outcomes)]
         self.monkeypatch.setenv("FAKE_ROWS", json.dumps(rows))
         output = Output()
-        found = tune.tune("demo.yaml", (), module=CHILD, say=output.say)
+        found = tune.tune("demo.yaml", (), module=CHILD, notify=output.notify)
         return output.show(found, tune.render(found))
 
     @property

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.dataset import columns
-from lora_rocm.dataset.columns import Few, Lazy
+from lora_rocm.dataset.columns import FirstN, Lazy
 
 any_text = st.text(st.characters(codec=None), max_size=12)  # also halves of letters, as names of files may have
 
 
 @given(st.lists(any_text, max_size=9))
 def test_few(names: list[str]) -> None:
-    few = Few(3)
+    few = FirstN(3)
     for name in names:
         few.append(name)
     assert len(few) == len(names) and few[:3] == names[:3] and bool(few) == bool(names)

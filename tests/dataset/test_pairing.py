@@ -18,7 +18,7 @@ from lora_rocm.dataset.companions.masks import Masks
 from lora_rocm.dataset.sources.folders import walk
 from lora_rocm.dataset.sources.scan import Scan, scan
 from lora_rocm.errors import DataError
-from lora_rocm.foundation.names import Names, name_key, spelled
+from lora_rocm.foundation.names import NameIndex, name_key, spelled
 from lora_rocm.recipe.load import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -186,9 +186,9 @@ def test_two_captions_that_differ_in_capitals_are_said(tmp_path: Path, make: Sim
 
 
 def test_a_companion_in_a_third_spelling_is_not_guessed() -> None:
-    both = Names([(unicodedata.normalize(form, "éé"), form) for form in ("NFC", "NFD")])
+    both = NameIndex([(unicodedata.normalize(form, "éé"), form) for form in ("NFC", "NFD")])
     assert both.find("éé") == ("éé", "NFC") and both.find("e\u0301é") is None
-    only = Names([("éé", 1)])
+    only = NameIndex([("éé", 1)])
     assert only.find("e\u0301é") == ("éé", 1) and only.find("ee") is None and "éé" in only
     del only["éé"]
     assert only.find("e\u0301é") is None and not len(only)

@@ -97,7 +97,7 @@ def test_all_ranks_learn_who_asks_to_stop_and_whether_the_first_asks_to_save(
     def work(world: World) -> list[float]:
         zero, losses_B = torch.zeros(()), torch.tensor([1.0, float("nan")])
         asks = {"stop": world.me.rank in stops, "save": world.me.rank in saves}
-        agreed = world.agree(torch.ones(4), zero, losses_B[0], losses_B, **asks, stamp=3)
+        agreed = world.reduce_step(torch.ones(4), zero, losses_B[0], losses_B, **asks, stamp=3)
         return [float(each) for each in (agreed.stops, agreed.saves, agreed.guilty, agreed.loss, agreed.blocked)]
 
     assert in_threads(3, work) == [[len(stops), 0 in saves, 3, 3, 0]] * 3
@@ -250,10 +250,12 @@ def test_an_update_of_several_ranks_waits_for_no_gpu() -> None:
     gpu = torch.device("cuda", 0)
     world = World(Rank(0, 2), "nccl", _all_reduce=lambda flat_N: None)
     flat_N, losses_B = torch.ones(1000, device=gpu), torch.ones(2, device=gpu)
-    world.agree(flat_N, losses_B[0], losses_B[0], losses_B, stop=False, save=False, stamp=2)  # makes its table of flags
+    world.reduce_step(
+        flat_N, losses_B[0], losses_B[0], losses_B, stop=False, save=False, stamp=2
+    )  # makes its table of flags
     torch.cuda.set_sync_debug_mode("error")
     try:
-        world.agree(flat_N, losses_B[0], losses_B[0], losses_B, stop=True, save=True, stamp=3)
+        world.reduce_step(flat_N, losses_B[0], losses_B[0], losses_B, stop=True, save=True, stamp=3)
         with pytest.raises(RuntimeError, match="synchroniz"):  # an assignment copies its number from main memory
             flat_N[0] = 1.0
     finally:

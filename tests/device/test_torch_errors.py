@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lora_rocm.children import model_child
-from lora_rocm.device.torch_errors import device_fault, out_of_memory, settle, told
+from lora_rocm.device.torch_errors import device_fault, out_of_memory, settle, translated
 from lora_rocm.errors import MachineError
 from lora_rocm.processes.jobs import ChatJob
 from lora_rocm.processes.tool import write_job
@@ -106,14 +106,14 @@ OTHERWISE = MachineError("internal", "unknown")
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: str(error)[:60] or "MemoryError")
 def test_memory_that_ran_out_is_known_by_all_its_names(error: Exception) -> None:
-    found = told(error, "run", OTHERWISE)
+    found = translated(error, "run", OTHERWISE)
     assert found.code == "out-of-memory" and device_fault(error) is None
     assert found.where and "\n" not in found.where and "--resume latest" in found.fix
 
 
 @pytest.mark.parametrize("error", FAULTS, ids=lambda error: str(error)[:60])
 def test_a_fault_of_the_device_is_known_by_its_names(error: Exception) -> None:
-    found = told(error, "run", OTHERWISE)
+    found = translated(error, "run", OTHERWISE)
     assert found.code == "device-fault" and out_of_memory(error) is None
     assert "\n" not in found.where and "doctor" in found.fix
     assert found.exit_code == MachineError.exit_code
@@ -121,7 +121,7 @@ def test_a_fault_of_the_device_is_known_by_its_names(error: Exception) -> None:
 
 @pytest.mark.parametrize("error", NEITHER, ids=lambda error: str(error)[:60])
 def test_what_a_new_start_does_not_cure_is_neither(error: Exception) -> None:
-    assert told(error, "run", OTHERWISE) is OTHERWISE
+    assert translated(error, "run", OTHERWISE) is OTHERWISE
 
 
 def test_the_supervisor_knows_both_codes() -> None:

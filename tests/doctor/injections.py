@@ -10,7 +10,7 @@ from typing import Any
 from lora_rocm.doctor.selftest_checks import groups
 from lora_rocm.doctor.table_age import OLD_DAYS, reviews
 from lora_rocm.hardware.facts import DeviceFile, Gpu, HostFacts, Library, Unread, load_facts
-from lora_rocm.hardware.selftest_result import Result, Stack, Verdict
+from lora_rocm.hardware.selftest_result import Result, SelftestVerdict, SoftwareAndGpu
 from lora_rocm.rules.environment import EnvPlan, EnvRow, Warned, plan, rules
 from lora_rocm.rules.harmful_values import harms
 from lora_rocm.rules.mitigation_records import Kept, Remembered
@@ -19,7 +19,7 @@ from lora_rocm.rules.this_machine import situation_here
 from tests.golden import HOSTS
 
 GIB = 2**30
-STACK = Stack("2.13.0+rocm7.2", "hip 7.2.53211", "6.17.9", "gfx1100")
+STACK = SoftwareAndGpu("2.13.0+rocm7.2", "hip 7.2.53211", "6.17.9", "gfx1100")
 Case = tuple[Situation, EnvPlan]
 Injection = Callable[[], Case]
 
@@ -36,7 +36,7 @@ WSL = replace(WSL, torch=WSL_TORCH, libraries={})
 HEALTHY = {"linux": LINUX, "apu": APU, "windows": WINDOWS, "wsl": WSL, "nvidia": NVIDIA, "cpu": BARE}
 
 
-def case(facts: HostFacts, verdict: Verdict | None = None, variables: Mapping[str, str] | None = None) -> Case:
+def case(facts: HostFacts, verdict: SelftestVerdict | None = None, variables: Mapping[str, str] | None = None) -> Case:
     if variables is not None:
         facts = replace(facts, variables=dict(variables))
     situation = replace(situation_here(facts=facts), verdict=verdict)
@@ -73,7 +73,7 @@ def log(line: str) -> Injection:
 
 
 def failed(name: str) -> Injection:
-    verdict = Verdict(
+    verdict = SelftestVerdict(
         STACK, (Result("copies.pageable-fp32-4K", "passed", 0.1), Result(name, "failed", 1.0, "off by 1"))
     )
     return lambda: case(LINUX, verdict)
@@ -156,9 +156,9 @@ INJECTIONS: dict[str, Injection] = {
     "page-file": lambda: on(WINDOWS, windows={"page_file_bytes": GIB}),
     "long-paths": lambda: on(WINDOWS, windows={"long_paths": False}),
     "unknown-gpu": lambda: on(LINUX, gpu={"gfx": "gfx1299"}),
-    "selftest-unusable": lambda: case(LINUX, Verdict(STACK, WRONG_EVERYWHERE)),
+    "selftest-unusable": lambda: case(LINUX, SelftestVerdict(STACK, WRONG_EVERYWHERE)),
     **{f"selftest-{group.id}": failed(f"{group.id}.bf16") for group in groups()},
-    "selftest-remedies": lambda: case(LINUX, Verdict(STACK, (), (), ("copies-without-sdma",))),
+    "selftest-remedies": lambda: case(LINUX, SelftestVerdict(STACK, (), (), ("copies-without-sdma",))),
     "kernel-strix-halo-debian": lambda: on(APU, linux=DEBIAN_612),
     "kernel-strix-halo": lambda: on(APU, linux=STRIX_615),
     "kernel-rdna3-sdma": lambda: on(LINUX, linux={"kernel": "6.18.0-arch1-1"}),
@@ -198,7 +198,9 @@ INJECTIONS: dict[str, Injection] = {
     "gtt": lambda: on(APU, gpu={"gtt_bytes": 62 * GIB}, linux={"ttm_pages_limit": None}),
     "memory-seen": lambda: case(
         facts_of("linux-rx9060xt-pair"),
-        Verdict(STACK, (Result("memory.total", "passed", 0.0, "torch finds 8.0 GiB, and the driver 15.9 GiB"),)),
+        SelftestVerdict(
+            STACK, (Result("memory.total", "passed", 0.0, "torch finds 8.0 GiB, and the driver 15.9 GiB"),)
+        ),
     ),
     "memory-in-use": lambda: on(LINUX, memory_available_bytes=3 * GIB),
     "main-memory": lambda: on(LINUX, memory_bytes=8 * GIB, swap_bytes=0),

@@ -13,7 +13,7 @@ from lora_rocm.doctor.checks import CHECKS, as_intended, findings
 from lora_rocm.doctor.finding import LEVELS, Finding, texts
 from lora_rocm.doctor.known_bad import bad_table
 from lora_rocm.hardware.facts import DeviceFile, HostFacts, Unread
-from lora_rocm.hardware.selftest_result import Result, Status, Verdict
+from lora_rocm.hardware.selftest_result import Result, SelftestVerdict, Status
 from lora_rocm.rules.environment import rules
 from lora_rocm.rules.harmful_values import harms
 from lora_rocm.rules.mitigation_records import Kept, Workload
@@ -247,7 +247,7 @@ def test_no_more_than_64_gb_are_advised(machine: str, changes: dict[str, str], f
     ("not enough memory on the GPU", "skipped", False),
 ])  # fmt: skip
 def test_another_amount_of_memory_is_a_note(detail: str, status: Status, fires: bool) -> None:
-    verdict = Verdict(STACK, (Result("memory.total", status, 0.0, detail),))
+    verdict = SelftestVerdict(STACK, (Result("memory.total", status, 0.0, detail),))
     found = told(*case(facts_of("linux-rx9060xt-pair"), verdict))
     assert ("memory-seen" in found) == fires
     assert not fires or (found["memory-seen"].level == "note" and detail in found["memory-seen"].evidence)

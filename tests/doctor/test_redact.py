@@ -18,7 +18,7 @@ from lora_rocm.doctor.report_file import without_private
 from lora_rocm.errors import StorageError
 from lora_rocm.foundation.redact import Private, private_of, texts_in
 from lora_rocm.hardware.facts import HostFacts, Library, Unread, facts_from_json
-from lora_rocm.hardware.selftest_result import Result, Verdict
+from lora_rocm.hardware.selftest_result import Result, SelftestVerdict
 from lora_rocm.rules.mitigation_records import Kept, Workload
 from lora_rocm.rules.this_machine import situation_here
 from tests.doctor.injections import HEALTHY, LINUX, STACK, WINDOWS, case, facts_of, remembering
@@ -79,7 +79,7 @@ def planted_windows(text: str) -> HostFacts:
 
 
 def written(facts: HostFacts, detail: str = "") -> str:
-    situation, _ = case(facts, Verdict(STACK, (Result("gemm.x", "failed", 0.1, detail),)))
+    situation, _ = case(facts, SelftestVerdict(STACK, (Result("gemm.x", "failed", 0.1, detail),)))
     situation = replace(situation, app_dir=f"{situation.app_dir}/{detail}")
     return report_file.report(without_private(situation), live=False)
 

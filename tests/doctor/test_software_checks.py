@@ -12,7 +12,7 @@ from lora_rocm.doctor.checks import findings
 from lora_rocm.doctor.software_checks import software_table
 from lora_rocm.hardware import wheels
 from lora_rocm.hardware.facts import Gpu
-from lora_rocm.hardware.probe.sources import Look, Sources
+from lora_rocm.hardware.probe.sources import ProbeReads, Sources
 from lora_rocm.hardware.probe.torch_files import installed
 from lora_rocm.rules.rule import release
 from tests.doctor.injections import APU, LINUX, NVIDIA, facts_of, on
@@ -22,7 +22,7 @@ from tests.wording import says
 @pytest.mark.parametrize("package", sorted({row.package for row in software_table().beside} | {"torchvision"}))
 def test_the_probe_looks_for_every_library_that_the_doctor_speaks_of(package: str, tmp_path: Path) -> None:
     (tmp_path / f"{package}-1.2.3.dist-info").mkdir()
-    look = Look(Sources("linux", environ={}, site_packages=(tmp_path,), app_dir=tmp_path / "app"))
+    look = ProbeReads(Sources("linux", environ={}, site_packages=(tmp_path,), app_dir=tmp_path / "app"))
     libraries = {name.replace("-", "_"): version for name, version in installed(look, deep=False)[1].items()}
     assert libraries == {package: "1.2.3"}
 

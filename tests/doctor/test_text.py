@@ -9,7 +9,7 @@ import pytest
 from lora_rocm.doctor.checks import findings
 from lora_rocm.doctor.cures import KNOWN
 from lora_rocm.doctor.text import report_text
-from lora_rocm.hardware.selftest_result import Result, Verdict
+from lora_rocm.hardware.selftest_result import Result, SelftestVerdict
 from tests.doctor.injections import BARE, HEALTHY, INJECTIONS, LINUX, NVIDIA, STACK, case, facts_of
 from tests.golden import assert_golden, machines
 from tests.wording import says
@@ -32,7 +32,7 @@ def test_a_healthy_machine_gets_one_line(machine: str) -> None:
 
 
 def test_the_line_says_whether_the_gpu_was_tested() -> None:
-    passed = Verdict(STACK, (Result("gemm.square-bf16-NN", "passed", 0.1),))
+    passed = SelftestVerdict(STACK, (Result("gemm.square-bf16-NN", "passed", 0.1),))
     assert says(text_of(*case(LINUX)), "doctor/not-tested-yet-lora-rocm-doctor-does")
     assert "self-test passed on 2026-11-21" in text_of(*case(LINUX, passed), tested_on="2026-11-21")
 

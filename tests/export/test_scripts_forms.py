@@ -18,11 +18,11 @@ from lora_rocm.adapters.files.lora_reader import read_lora
 from lora_rocm.adapters.files.module_names import canonical
 from lora_rocm.commands.inspect_file import inspect
 from lora_rocm.export import writers
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.metadata import RunFacts
 from tests.families.common.dit.cases import ZImage, adapted
 from tests.tiny_models import SHALLOW_WIDER, trained, write_tiny_sdxl
 
-FACTS = Facts(steps=2, epochs=1, num_epochs=1)
+FACTS = RunFacts(steps=2, epochs=1, num_epochs=1)
 RECORDED = Path(__file__).with_name("recorded")
 OVERRIDES = [{"match": r".*attn2\.to_k", "rank": 2, "alpha": 5}]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from lora_rocm.adapters.files.lora_reader import read_lora
 from lora_rocm.errors import AdapterError, ExportError
 from lora_rocm.export import writers
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.metadata import RunFacts
 from tests.lora_files import cannot_read_by_inspect, without_share
 from tests.tiny_models import MIDDLE_TARGETS, SHALLOW_RISING, trained, write_tiny_sdxl
 from tests.wording import saying, says
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning"),
 ]
 
-FACTS = Facts(steps=2, epochs=1, num_epochs=1)
+FACTS = RunFacts(steps=2, epochs=1, num_epochs=1)
 FORMS = ("kohya", "diffusers", "peft")
 MODULE = {
     "kohya": "lora_unet_middle_block_1_proj_in",

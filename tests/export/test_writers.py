@@ -19,14 +19,14 @@ from torch import Tensor
 
 from lora_rocm.errors import StorageError
 from lora_rocm.export import writers
-from lora_rocm.export.comfy_reader import apply_comfy
-from lora_rocm.export.metadata import Facts, ss_fields
+from lora_rocm.export.comfyui_check import apply_comfy
+from lora_rocm.export.metadata import RunFacts, ss_fields
 from tests.lora_files import write_as_forecast
 from tests.tiny_models import MIDDLE_TARGETS, SHALLOW_RISING, caption_encoder, trained, unet_output, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
-FACTS = Facts(
+FACTS = RunFacts(
     steps=7,
     epochs=2,
     num_epochs=3,
@@ -316,6 +316,6 @@ def test_a_file_is_whole_or_not_there(folder: Path, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(StorageError):
-        writers.write("kohya", path, family, adapter, family.recipe, Facts(8, 2, 3))
+        writers.write("kohya", path, family, adapter, family.recipe, RunFacts(8, 2, 3))
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["lora.safetensors"]

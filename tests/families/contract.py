@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_rocm.adapters.factory import inject
-from lora_rocm.adapters.training_adapter import put_training_adapter
+from lora_rocm.adapters.attach import inject
+from lora_rocm.adapters.training_adapter import attach_training_adapter
 from lora_rocm.dataset.entry_spec import TensorSpec
 from lora_rocm.device.transfer import DeviceTransfer, fingerprint
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, family_for
@@ -24,8 +24,8 @@ from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, Prepared, loader, open_workers, prepare
-from lora_rocm.memory.controller import Memory
-from lora_rocm.planning.step_cost import Job
+from lora_rocm.memory.controller import MemoryManager
+from lora_rocm.planning.step_plan import StepRequirements
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
@@ -242,13 +242,13 @@ class Adapted:
         self.family, self.pin = family_for(its.recipe), device.type == "cuda"
         self.model: LoadedModel = self.family.load(torch.float32, CPU)
         self.adapter = inject(self.family, self.model, its.recipe.lora, 0)
-        put_training_adapter(self.family, self.model, its.recipe.model.training_adapter)
+        attach_training_adapter(self.family, self.model, its.recipe.model.training_adapter)
         rng = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for leaf in self.adapter.leaves.values():
                 leaf.add_(0.1 * torch.randn(leaf.shape, generator=rng))
         self.transfer = DeviceTransfer(device, pin=self.pin)
-        self.memory = Memory(Job(), offloads, offloads, print)
+        self.memory = MemoryManager(StepRequirements(), offloads, offloads, print)
         self.model.place(self.memory.placement(self.family, self.model, self.transfer, self.pin))
         for component in self.model.components.values():
             component.train()

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.errors import RecipeError
 from lora_rocm.families.base import PreviewRequest, family_for
 from lora_rocm.families.common.objectives.base import CONTROL_LATENTS
@@ -30,10 +30,10 @@ from tests.families.toys.wan_like import latent_frames
 from tests.train.test_pipeline import start
 from tests.wording import Worded, says, worded
 
-CLIP, STILL = Shape.of(h=64, w=64, frames=FRAMES), Shape.of(h=64, w=64)
+CLIP, STILL = SampleShape.of(h=64, w=64, frames=FRAMES), SampleShape.of(h=64, w=64)
 
 
-def shapes_of(prepared: Prepared) -> dict[str, Shape]:
+def shapes_of(prepared: Prepared) -> dict[str, SampleShape]:
     return {item.key: item.shape for item in prepared.items}
 
 
@@ -87,14 +87,16 @@ def test_control_images_keep_their_sizes(tmp_path: Path) -> None:
     its = Its.write("toy-edit", tmp_path)
     wide = {"control_h": 64, "control_w": 64, "h": 64, "w": 64}
     found = shapes_of(its.prepared)
-    assert found["1.png"] == found["2.png"] == Shape.of(**wide, control_2_h=32, control_2_w=96)
+    assert found["1.png"] == found["2.png"] == SampleShape.of(**wide, control_2_h=32, control_2_w=96)
     assert found["0.png"] != found["1.png"] and found["0.png"]["control_2_h"] > found["0.png"]["control_2_w"]
     for batch in its.batches(2):
         for number, name in enumerate(("control", "control_2")):
             sides = batch.tensors[control_latents(number)].shape[-2:]
             assert sides == (batch.shape[f"{name}_h"] // 8, batch.shape[f"{name}_w"] // 8)
     assert control_latents(0) == CONTROL_LATENTS
-    assert largest_of(its.recipe) == Shape.of(h=64, w=64, control_h=64, control_w=64, control_2_h=64, control_2_w=64)
+    assert largest_of(its.recipe) == SampleShape.of(
+        h=64, w=64, control_h=64, control_w=64, control_2_h=64, control_2_w=64
+    )
 
 
 def test_control_images_change_prediction_and_preview(tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.loader.batch import Batch, split
-from lora_rocm.memory.footprint import count, hollow_model
+from lora_rocm.memory.footprint import count, meta_model
 from lora_rocm.planning.data_plan import Seen
-from lora_rocm.planning.step_cost import activation_bytes
+from lora_rocm.planning.step_plan import activation_bytes
 from lora_rocm.processes.job_file import to_json
 from lora_rocm.processes.jobs import PlanJob
 from lora_rocm.processes.tool import write_job
@@ -42,7 +42,7 @@ from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.report.report import write_report
 from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train import input_start, outputs, preview
+from lora_rocm.train import artifacts, input_start, preview
 from lora_rocm.train.disk_forecast import Sizes, sizes_of
 from lora_rocm.train.graphs import Graphs, Passed
 from lora_rocm.train.input_start import InputSketch
@@ -193,7 +193,7 @@ def test_padding_changes_nothing(its: Its, device: torch.device) -> None:
 def test_the_footprint_is_that_of_a_real_pass(its: Its) -> None:
     """SDXL has its own tests (tests/memory/test_footprint.py)."""
     real = Real(its.recipe, its.batch.shape)
-    found = count(real.family, hollow_model(real.family, its.recipe, torch.float32, False), its.recipe, real.shape)
+    found = count(real.family, meta_model(real.family, its.recipe, torch.float32, False), its.recipe, real.shape)
     assert len(found.blocks) == len(real.family.blocks(real.model))
     assert activation_bytes(found, ()) == pytest.approx(real.activations([]), rel=0.1)
     assert activation_bytes(found, range(len(found.blocks))) == pytest.approx(real.activations(None), rel=0.1)
@@ -331,7 +331,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bytes(
 ) -> None:
     """The files have the sizes that were forecast."""
     forecasts: list[Sizes] = []
-    monkeypatch.setattr(outputs, "sizes_of", lambda *how: forecasts.append(sizes_of(*how)) or forecasts[-1])
+    monkeypatch.setattr(artifacts, "sizes_of", lambda *how: forecasts.append(sizes_of(*how)) or forecasts[-1])
     killed(its, tmp_path / "killed", device)
     there = RunDir(tmp_path / "killed")
     assert [updates for updates, _ in there.list_checkpoints()] == [2] and not there.result.exists()
@@ -383,7 +383,7 @@ def test_a_form_that_cannot_be_written_is_refused_before_training(its: Its, tmp_
     assert not RunDir(tmp_path / "run").list_checkpoints()
 
 
-def in_this_process(run_dir: RunDir, env: Any, on_event: Any, words: Any, say: Any, asked: Any = None) -> int:
+def in_this_process(run_dir: RunDir, env: Any, on_event: Any, words: Any, notify: Any, asked: Any = None) -> int:
     """``worker.run_worker`` without a new Python."""
     module = words.index(WORKER)
     assert words[module + 1] == str(run_dir.path)
@@ -413,7 +413,7 @@ def test_texts_are_trained_on_without_a_word_of_images(
     its = Its.write("toy-text", tmp_path)
     (tmp_path / "data" / "empty.txt").touch()
     (tmp_path / "data" / "list.csv").write_text("a,b", encoding="utf-8")
-    monkeypatch.setattr("lora_rocm.supervisor.worker.run_worker", in_this_process)
+    monkeypatch.setattr("lora_rocm.supervisor.worker_process.run_worker", in_this_process)
     monkeypatch.setattr(Session, "_watch_parent", lambda self: None)
     run_dir = trained(its, tmp_path, supervised=False)
     said = capsys.readouterr().out
@@ -473,7 +473,7 @@ def test_a_supervised_run_of_a_toy_in_a_child_of_its_own(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_each_kernel_of_a_step_is_compared_before_it_is_used(its: Its, dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
-    used = count(its.family, hollow_model(its.family, its.recipe, dtype), its.recipe, its.batch.shape).kernels
+    used = count(its.family, meta_model(its.family, its.recipe, dtype), its.recipe, its.batch.shape).kernels
     assert used or its.name.startswith("toy"), "the control: kernels are counted"
     cases = cases_for(used, dtype)
     assert set(used) <= {kernel for case in cases for kernel in kernels_of(case, dtype)}

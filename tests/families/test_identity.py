@@ -119,9 +119,9 @@ def test_an_encoder_that_is_loaded_is_not_believed_to_be_what_is_remembered(fold
 
 
 def cache_door() -> Any:
-    from lora_rocm.latent_cache.encode_session import plain_door
+    from lora_rocm.latent_cache.encode_session import plain_placement
 
-    return plain_door(CPU)
+    return plain_placement(CPU)
 
 
 def test_what_is_trained_on_is_named_by_what_was_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

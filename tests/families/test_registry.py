@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.errors import ModelError, RecipeError
-from lora_rocm.families.registry import PRODUCT, RESERVED, Registry
+from lora_rocm.families.registry import PRODUCT, RESERVED, FamilyRegistry
 from lora_rocm.families.spec import Evidence
 from lora_rocm.recipe.comparison import fingerprint, resume_differences
 from lora_rocm.recipe.kinds import recipe_from
@@ -36,9 +36,9 @@ def test_the_program_s_families_and_no_reserved_name() -> None:
         PRODUCT.names
     ) & set(RESERVED)
     with pytest.raises(ValueError, match="once"):
-        Registry([TOY_TEXT, TOY_TEXT])
+        FamilyRegistry([TOY_TEXT, TOY_TEXT])
     with pytest.raises(ValueError, check=saying("families/at-least-one")):
-        Registry([])
+        FamilyRegistry([])
 
 
 def test_shapes_of_sdxl() -> None:

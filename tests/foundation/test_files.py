@@ -254,10 +254,10 @@ def test_what_is_written_in_place_is_not_written_through_a_link(
 ) -> None:
     (ours / "log").symlink_to(outside / target)
     with pytest.raises(StorageError) as caught:
-        open_in_place(ours / "log", anew=anew)
+        open_in_place(ours / "log", again=anew)
     assert caught.value.code == "link-refused" and untouched(outside)
     for content in (b"x", b"y"):  # negative control
-        with open_in_place(ours / "other", anew=anew) as file:
+        with open_in_place(ours / "other", again=anew) as file:
             file.write(content)
     assert (ours / "other").read_bytes() == (b"y" if anew else b"xy")
 
@@ -270,7 +270,7 @@ def test_a_link_that_comes_between_the_look_and_the_opening(
     (ours / "log").symlink_to(outside / "file")
     monkeypatch.setattr(files, "refuse_link", lambda path: None)
     with pytest.raises(StorageError):
-        open_in_place(ours / "log", anew=True)
+        open_in_place(ours / "log", again=True)
     assert untouched(outside)
 
 

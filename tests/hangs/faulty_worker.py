@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from lora_rocm.loader.cached_dataset import Reader
-from lora_rocm.train import outputs, worker
+from lora_rocm.loader.cached_dataset import CachedDataset
+from lora_rocm.train import artifacts, worker
 from lora_rocm.train.loop import Trainer
 
 FOREVER_S = 3600
@@ -77,9 +77,9 @@ def _after(
 
 # name -> its place (the object and its function), the number of the call, and the fault
 FAULTS: dict[str, tuple[Any, str, int, Callable[[Path], None]]] = {
-    "loader": (Reader, "__getitem__", 9, sleeps),
+    "loader": (CachedDataset, "__getitem__", 9, sleeps),
     "c-call": (Trainer, "_update", 5, blocks_in_c),
-    "checkpoint": (outputs, "save_checkpoint", 2, sleeps),
+    "checkpoint": (artifacts, "save_checkpoint", 2, sleeps),
     "kernel": (Trainer, "_update", 5, never_ending_kernel),
 }
 

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from lora_rocm.hardware.facts import HostFacts, load_facts
-from lora_rocm.hardware.selftest_result import Result, Stack, Verdict
+from lora_rocm.hardware.selftest_result import Result, SelftestVerdict, SoftwareAndGpu
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
@@ -48,7 +48,7 @@ def with_gpu(machine: str, **changes: Any) -> HostFacts:
 def fast(machine: str | HostFacts) -> Situation:
     """Profile fast, cleared by the self-test on this very software."""
     made = situation(machine)
-    stack = stack_of(made.facts, made.selection) or Stack("0", "none", "none", "none")
+    stack = stack_of(made.facts, made.selection) or SoftwareAndGpu("0", "none", "none", "none")
     checks = [f"{check}-{dtype}" for dtype in ("bf16", "fp16") for check in DTYPE_CHECKS]
     passed = tuple(Result(name, "passed", 0.1) for name in ("copies.pinned", "memory.reuse", *checks))
-    return replace(made, profile="fast", verdict=Verdict(stack, passed, passed))
+    return replace(made, profile="fast", verdict=SelftestVerdict(stack, passed, passed))

@@ -11,23 +11,23 @@ import pytest
 from lora_rocm.hardware.selftest_result import (
     FORMATS,
     Result,
-    Stack,
+    SelftestVerdict,
+    SoftwareAndGpu,
     Status,
-    Verdict,
     path_of,
     stored,
     verdict_from_json,
 )
 
-STACK = Stack("2.13.0+rocm7.2", "hip 7.2", "6.17.9", "gfx1100")
+STACK = SoftwareAndGpu("2.13.0+rocm7.2", "hip 7.2", "6.17.9", "gfx1100")
 
 
 def result(name: str, status: Status = "passed") -> Result:
     return Result(name, status, 0.5, "" if status == "passed" else "seen")
 
 
-def verdict(*results: Result, fast: tuple[Result, ...] = ()) -> Verdict:
-    return Verdict(STACK, results, fast)
+def verdict(*results: Result, fast: tuple[Result, ...] = ()) -> SelftestVerdict:
+    return SelftestVerdict(STACK, results, fast)
 
 
 SOUND = verdict(
@@ -36,19 +36,19 @@ SOUND = verdict(
 )
 
 
-def kept(folder: Path, made: Verdict) -> Path:
+def kept(folder: Path, made: SelftestVerdict) -> Path:
     path = path_of(folder, made.stack)
     path.write_text(json.dumps(made.to_json()), encoding="utf-8")
     return path
 
 
 def test_there_and_back(tmp_path: Path) -> None:
-    made = Verdict(STACK, (result("a.b"), result("a.c", "timeout")), (result("a.b"),), ("remedy",))
+    made = SelftestVerdict(STACK, (result("a.b"), result("a.c", "timeout")), (result("a.b"),), ("remedy",))
     kept(tmp_path, made)
     assert stored(tmp_path, STACK) == made
 
 
-@pytest.mark.parametrize("part", [field.name for field in fields(Stack)])
+@pytest.mark.parametrize("part", [field.name for field in fields(SoftwareAndGpu)])
 def test_another_stack_has_no_verdict(part: str, tmp_path: Path) -> None:
     kept(tmp_path, SOUND)
     assert stored(tmp_path, replace(STACK, **{part: "other"})) is None
@@ -107,7 +107,7 @@ def test_what_clears_the_fast_profile(fast: tuple[Result, ...], cleared: bool) -
 # unusable
 
 
-def failing(*parts: str) -> Verdict:
+def failing(*parts: str) -> SelftestVerdict:
     """A sound verdict in which checks with one of these in their name fail."""
     return verdict(
         *(

@@ -6,19 +6,19 @@ from dataclasses import replace
 
 from lora_rocm.hardware.facts import HostFacts
 from lora_rocm.hardware.gpu_select import select
-from lora_rocm.hardware.selftest_result import Stack
+from lora_rocm.hardware.selftest_result import SoftwareAndGpu
 from lora_rocm.hardware.software_stack import stack_of
 from tests.hardware.situations import facts_of, with_gpu, with_linux, with_torch
 
 XTX = "linux-rx7900xtx"
 
 
-def stack(facts: HostFacts) -> Stack | None:
+def stack(facts: HostFacts) -> SoftwareAndGpu | None:
     return stack_of(facts, select(facts, {}))
 
 
 def test_linux_amd_counts_the_kernel() -> None:
-    assert stack(facts_of(XTX)) == Stack("2.13.0+rocm7.2", "hip 7.2.53211", "6.17.9-arch1-1", "gfx1100")
+    assert stack(facts_of(XTX)) == SoftwareAndGpu("2.13.0+rocm7.2", "hip 7.2.53211", "6.17.9-arch1-1", "gfx1100")
 
 
 def test_a_module_of_its_own_counts_beside_the_kernel() -> None:

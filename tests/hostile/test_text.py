@@ -23,13 +23,13 @@ from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.exit_codes import exit_code_of
 from lora_rocm.foundation.terminal_text import legible, one_line
 from lora_rocm.hardware.facts import MAX_FILE_BYTES, load_facts
-from lora_rocm.hardware.selftest_result import Result, Stack, Verdict, path_of, stored
+from lora_rocm.hardware.selftest_result import Result, SelftestVerdict, SoftwareAndGpu, path_of, stored
 from lora_rocm.hardware.settings import VARIABLE, Settings, settings_from
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.recipe.schema import DataSection
 from lora_rocm.recipe.sections import MAX_ITEMS
 from lora_rocm.recipe.source_sections import SourceOptions
-from lora_rocm.report.html import Picture, Unread, picture
+from lora_rocm.report.html import MissingImage, Picture, picture
 from lora_rocm.report.progress_bar import BarView, LineView, ProgressDisplay
 from lora_rocm.report.report import write_report
 from lora_rocm.rundir.events import EventReader
@@ -255,7 +255,7 @@ def test_the_report_opens_nothing_but_png(tmp_path: Path) -> None:
         attacks.LYING_WEIGHTS["gap"],
     ):
         path.write_bytes(content)
-        assert picture(path, "x") == Unread()
+        assert picture(path, "x") == MissingImage()
     assert not (tmp_path / attacks.MARK).exists()
     path.write_bytes(attacks.image())
     assert isinstance(picture(path, attacks.HTML), Picture)
@@ -274,8 +274,8 @@ def test_plain_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seconds", ["1" + "0" * 400, "1e999", "[" * 50_000, '"x"'])
 def test_a_verdict_of_somebody_else_counts_for_nothing(tmp_path: Path, seconds: str) -> None:
-    stack = Stack("2.13", "hip 7.2", "6.19", "gfx1151")
-    sound = json.dumps(Verdict(stack, (Result("gemm.a", "passed", 0.5),)).to_json())
+    stack = SoftwareAndGpu("2.13", "hip 7.2", "6.19", "gfx1151")
+    sound = json.dumps(SelftestVerdict(stack, (Result("gemm.a", "passed", 0.5),)).to_json())
     path_of(tmp_path, stack).write_text(sound, encoding="utf-8")
     assert stored(tmp_path, stack) is not None
     path_of(tmp_path, stack).write_text(sound.replace("0.5", seconds), encoding="utf-8")

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.base_models.hollow import hollow_copy
+from lora_rocm.base_models.meta_components import meta_copy
 from lora_rocm.errors import LoraRocmError
 from tests.hostile.attacks import MARK
 
@@ -74,7 +74,7 @@ class Watch:
 def _copies_a_module() -> bool:
     """Whether the pickle was written a moment ago by the only function that copies modules through pickle."""
     frames = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
-    return any(code is hollow_copy.__code__ for code in frames)
+    return any(code is meta_copy.__code__ for code in frames)
 
 
 def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
@@ -82,7 +82,7 @@ def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
     import torch
 
     from lora_rocm.adapters.files.lora_reader import read_lora
-    from lora_rocm.base_models.loading import Source
+    from lora_rocm.base_models.loading import BaseSource
     from lora_rocm.commands.status import status
     from lora_rocm.dataset.images.image_io import UnreadableImage, decode, read_header
     from lora_rocm.dataset.rows import hf_datasets
@@ -109,7 +109,7 @@ def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
         other = family_for(family.recipe.model_copy(update={"model": changed}))
         with contextlib.suppress(LoraRocmError):
             load_tokenizer(path / "tokenizer")
-        source: Source = other.source
+        source: BaseSource = other.source
         for name in ("vae", "text_encoder"):
             source.load(name, torch.float32, torch.device("cpu"))
 

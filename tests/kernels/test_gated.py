@@ -12,7 +12,7 @@ import torch
 from diffusers.models.activations import GEGLU
 from torch.autograd.graph import saved_tensors_hooks
 
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.gated import Activation, activated, gated, geglu_of
 
 
@@ -105,7 +105,7 @@ def test_an_ungated_activation_has_autograds_gradients_in_the_place_of_its_input
 
 
 def test_with_kernels_an_ungated_activation_keeps_bytes_in_bfloat16() -> None:
-    def kept_bytes(form: Form, dtype: torch.dtype) -> int:
+    def kept_bytes(form: Implementation, dtype: torch.dtype) -> int:
         sizes = []
         with saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
             output = activated("gelu", form, torch.empty(4, 20, dtype=dtype, device="meta", requires_grad=True).clone())
@@ -116,4 +116,4 @@ def test_with_kernels_an_ungated_activation_keeps_bytes_in_bfloat16() -> None:
     assert [kept_bytes(form, torch.float16) for form in FORMS] == [160, 160]
 
 
-FORMS: tuple[Form, ...] = ("eager", "triton")
+FORMS: tuple[Implementation, ...] = ("eager", "triton")

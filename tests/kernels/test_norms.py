@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, residual_stream, rms_normal
 
 
@@ -51,7 +51,7 @@ def test_a_gated_branch_is_normalised_and_added() -> None:
     assert not same(lambda x, y, gate: add_branch(x, Branch(y, gate), "eager"), wanted, x, y, gate)
 
 
-def gated_sum(form: Form) -> Callable[..., Tensor]:
+def gated_sum(form: Implementation) -> Callable[..., Tensor]:
     return lambda x, y, gate: add_branch(x, Branch(y, gate), form)
 
 

@@ -232,17 +232,17 @@ def test_every_launch_says_whether_products_and_sums_are_fused(monkeypatch: pyte
 
     monkeypatch.setattr(triton.JITFunction, "run", run)
     for case in kernel_check.SMALL:
-        kernel_check._Given(case, torch.device("cpu"), torch.float32).outcome("triton", torch.float32)
+        kernel_check._KernelInputs(case, torch.device("cpu"), torch.float32).outcome("triton", torch.float32)
     assert len(seen) == 16 and None not in seen.values()
     assert {name for name, fused in seen.items() if not fused} == {"unpack_nf4", "unpack_rows"}  # bit for bit
 
 
 def test_triton_is_chosen_for_gpus_and_only_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert backend.form_for(gpu) == "triton"
-    assert backend.form_for(gpu, triton=False) == backend.form_for(cpu) == "eager"
+    assert backend.implementation_for(gpu) == "triton"
+    assert backend.implementation_for(gpu, triton=False) == backend.implementation_for(cpu) == "eager"
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
-    assert backend.form_for(gpu) == "eager"
+    assert backend.implementation_for(gpu) == "eager"
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, gfx: str, version: str) -> None:
@@ -273,7 +273,7 @@ def test_a_triton_that_does_not_take_the_card_is_said_in_one_sentence_and_not_tr
         torch.device("cuda"),
         torch.device("meta"),
     ):  # the memory count uses the implementation that will run
-        assert backend.form_for(device) == "eager"
+        assert backend.implementation_for(device) == "eager"
     assert not kernel_check.trusted(torch.device("cuda"), torch.float16, said.append)
     assert len(said) == 1 and says(
         said[0], "kernels/slower-triton-version-compiles-nothing-for-this", version=version, gfx=gfx, others=others
@@ -283,4 +283,4 @@ def test_a_triton_that_does_not_take_the_card_is_said_in_one_sentence_and_not_tr
 @pytest.mark.parametrize(("gfx", "version"), [("gfx1030", "3.8.0"), ("gfx1030", "3.12.0"), ("gfx1299", "3.9.0")])
 def test_what_no_table_knows_is_tried(gfx: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, gfx, version)
-    assert backend.form_for(torch.device("cuda")) == "triton"
+    assert backend.implementation_for(torch.device("cuda")) == "triton"

@@ -10,9 +10,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from lora_rocm.adapters.attach import inject
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.factory import inject
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.placement.offloaded import Offload
 from lora_rocm.device.transfer import DeviceTransfer
@@ -24,7 +24,7 @@ from lora_rocm.families.common.unet.fused_unet import MergedProjections
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, dense_weight, is_packed, pack
-from lora_rocm.memory.footprint import count, hollow_model
+from lora_rocm.memory.footprint import count, meta_model
 from tests.tiny_models import FEW_TARGETS, SHALLOW_WIDER, tiny_recipe, write_tiny_sdxl
 from tests.wording import saying
 
@@ -65,7 +65,7 @@ def made_dense(model: LoadedModel) -> None:
 
 
 def example(family: Sdxl, rows: int = 2) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    batch = family.example(Shape.of(h=64, w=64), rows)
+    batch = family.example(SampleShape.of(h=64, w=64), rows)
     return batch, family.objective.draw(batch, list(range(rows))).tensors
 
 
@@ -161,7 +161,7 @@ def test_the_counted_model_has_the_bytes_of_the_format(folder: Path, name: str) 
     skeleton = family.skeleton("unet")
     expected = family.weight_format("unet").num_bytes(skeleton, torch.bfloat16)
     stored = family.load(torch.bfloat16, CPU).components["unet"]
-    hollow = hollow_model(family, its, torch.bfloat16, False).components["unet"]
+    hollow = meta_model(family, its, torch.bfloat16, False).components["unet"]
     sizes = [
         sum(t.numel() * t.element_size() for t in (*m.parameters(), *m.buffers()) if not t.requires_grad)
         for m in (stored, hollow)
@@ -172,7 +172,7 @@ def test_the_counted_model_has_the_bytes_of_the_format(folder: Path, name: str) 
 @pytest.mark.slow
 def test_the_footprint_is_smaller(folder: Path) -> None:
     packed, dense = (
-        count(Sdxl(its), hollow_model(Sdxl(its), its, torch.bfloat16, False), its, Shape.of(h=64, w=64))
+        count(Sdxl(its), meta_model(Sdxl(its), its, torch.bfloat16, False), its, SampleShape.of(h=64, w=64))
         for its in (recipe(folder, "int8"), recipe(folder, "none"))
     )
     assert packed.weight_bytes < dense.weight_bytes

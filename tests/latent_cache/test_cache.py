@@ -37,7 +37,7 @@ def entry(cache: LatentCache, key: str = KEY) -> Path:
 
 def test_an_entry_comes_back_as_it_was(cache: LatentCache) -> None:
     assert cache.fault("image", KEY)
-    cache.put("image", KEY, tensors(), "a.png")
+    cache.write_tensors("image", KEY, tensors(), "a.png")
     assert not cache.fault("image", KEY) and entry(cache).is_file()
     found = cache.get("image", KEY, SPEC)
     for name, tensor in tensors().items():
@@ -46,7 +46,7 @@ def test_an_entry_comes_back_as_it_was(cache: LatentCache) -> None:
 
 
 def test_the_size_of_a_tensor_is_read_without_its_payload(cache: LatentCache) -> None:
-    cache.put("image", KEY, tensors(), "a.png")
+    cache.write_tensors("image", KEY, tensors(), "a.png")
     entry(cache).write_bytes(entry(cache).read_bytes()[:-8] + bytes(8))
     assert cache.num_bytes("image", KEY, "ids") == 5 * 8 and cache.num_bytes("image", KEY, "mean") == 24 * 4
     for key, tensor in ((KEY, "mask"), (KEY[::-1], "ids")):
@@ -58,14 +58,14 @@ def test_the_same_entry_has_the_same_bytes(tmp_path: Path) -> None:
     written = []
     for name in ("one", "two"):
         other = LatentCache(tmp_path / name)
-        other.put("image", KEY, dict(reversed(tensors().items())) if name == "two" else tensors(), "a.png")
+        other.write_tensors("image", KEY, dict(reversed(tensors().items())) if name == "two" else tensors(), "a.png")
         written.append(entry(other).read_bytes())
     assert written[0] == written[1]
 
 
 def test_tensors_that_are_not_contiguous_and_all_zero(cache: LatentCache) -> None:
     mixed = {"mean": torch.zeros(4, 3, 2).permute(2, 1, 0), "ids": torch.zeros(5, dtype=torch.int64)}
-    cache.put("image", KEY, mixed, "a.png")
+    cache.write_tensors("image", KEY, mixed, "a.png")
     found = cache.get("image", KEY, SPEC)
     assert found.tensors["mean"].is_contiguous() and not found.tensors["mean"].any()
 
@@ -75,7 +75,7 @@ def test_values_that_are_not_finite_are_refused(cache: LatentCache, value: float
     bad = tensors()
     bad["mean"][1, 1, 1] = value
     with pytest.raises(DataError) as caught:
-        cache.put("image", KEY, bad, "photo.png")
+        cache.write_tensors("image", KEY, bad, "photo.png")
     assert caught.value.code == "encoder-nonfinite" and caught.value.where == "photo.png"
     assert cache.fault("image", KEY)
 
@@ -83,7 +83,7 @@ def test_values_that_are_not_finite_are_refused(cache: LatentCache, value: float
 @given(st.data())
 def test_one_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     cache = LatentCache(tmp_path_factory.mktemp("c"))
-    cache.put("image", KEY, tensors(), "a.png")
+    cache.write_tensors("image", KEY, tensors(), "a.png")
     content = bytearray(entry(cache).read_bytes())
     header_bytes = 8 + int.from_bytes(content[:8], "little")
     content[data.draw(st.integers(header_bytes, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
@@ -94,7 +94,7 @@ def test_one_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, data
 
 
 def test_every_damage_is_found(cache: LatentCache) -> None:
-    cache.put("image", KEY, tensors(), "a.png")
+    cache.write_tensors("image", KEY, tensors(), "a.png")
     whole = entry(cache).read_bytes()
     header_end = 8 + int.from_bytes(whole[:8], "little")
     half = (header_end + len(whole)) // 2
@@ -119,7 +119,7 @@ def test_every_damage_is_found(cache: LatentCache) -> None:
 
 def test_another_entry_under_this_name_is_found(cache: LatentCache) -> None:
     other = entry_key("text", ("a tree",), "text-1")
-    cache.put("image", other, tensors(), "b.png")
+    cache.write_tensors("image", other, tensors(), "b.png")
     entry(cache).parent.mkdir(parents=True, exist_ok=True)
     os.replace(entry(cache, other), entry(cache))
     with pytest.raises(CacheEntryBad, match="another entry"):
@@ -127,7 +127,7 @@ def test_another_entry_under_this_name_is_found(cache: LatentCache) -> None:
 
 
 def test_an_entry_of_another_kind_of_tensor_is_found(cache: LatentCache) -> None:
-    cache.put("image", KEY, tensors(), "a.png")
+    cache.write_tensors("image", KEY, tensors(), "a.png")
     for spec in (
         {"mean": SPEC["mean"]},
         {**SPEC, "more": SPEC["ids"]},
@@ -139,10 +139,10 @@ def test_an_entry_of_another_kind_of_tensor_is_found(cache: LatentCache) -> None
 
 
 def test_a_repaired_entry_gets_a_new_name_and_counts(cache: LatentCache) -> None:
-    cache.put("image", KEY, tensors(), "a.png")
+    cache.write_tensors("image", KEY, tensors(), "a.png")
     damaged = bytes(200)
     entry(cache).write_bytes(damaged)
-    cache.put("image", KEY, tensors(), "a.png")
+    cache.write_tensors("image", KEY, tensors(), "a.png")
     assert entry(cache).read_bytes() == damaged
     assert entry(cache).with_name(f"{KEY}-1.safetensors").is_file()
     assert torch.equal(cache.get("image", KEY, SPEC).tensors["mean"], tensors()["mean"])
@@ -151,13 +151,13 @@ def test_a_repaired_entry_gets_a_new_name_and_counts(cache: LatentCache) -> None
 
 def test_of_several_the_last_good_one_counts(cache: LatentCache) -> None:
     for _ in range(3):
-        cache.put("image", KEY, tensors(), "a.png")
+        cache.write_tensors("image", KEY, tensors(), "a.png")
     entry(cache).with_name(f"{KEY}-2.safetensors").write_bytes(b"")
     assert torch.equal(cache.get("image", KEY, SPEC).tensors["ids"], tensors()["ids"])
 
 
 def test_a_full_disk_keeps_what_is_there(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.put("image", KEY, tensors(), "a.png")
+    cache.write_tensors("image", KEY, tensors(), "a.png")
 
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -165,7 +165,7 @@ def test_a_full_disk_keeps_what_is_there(cache: LatentCache, monkeypatch: pytest
     monkeypatch.setattr(os, "fsync", full)
     other = entry_key("text", ("a tree",), "text-1")
     with pytest.raises(StorageError) as caught:
-        cache.put("image", other, tensors(), "b.png")
+        cache.write_tensors("image", other, tensors(), "b.png")
     assert caught.value.code == "disk-full"
     assert cache.fault("image", other) and not cache.fault("image", KEY)
     assert [path.name for path in cache.root.rglob("*") if path.is_file()] == [entry(cache).name]
@@ -292,7 +292,7 @@ def test_odd_lines_in_the_memory_of_hashes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["folder", "link", "dangling link"])
 def test_what_is_no_file_takes_up_a_name_and_is_made_again(cache: LatentCache, tmp_path: Path, place: str) -> None:
     entry(cache).parent.mkdir(parents=True)
-    cache.put("image", KEY, tensors(), "a.png")
+    cache.write_tensors("image", KEY, tensors(), "a.png")
     if place == "folder":
         entry(cache).unlink()
         entry(cache).mkdir()
@@ -305,19 +305,19 @@ def test_what_is_no_file_takes_up_a_name_and_is_made_again(cache: LatentCache, t
     assert cache.fault("image", KEY) and cache.fault("image", KEY) != MISSING
     with pytest.raises(CacheEntryBad):
         cache.get("image", KEY, SPEC)
-    cache.put("image", KEY, tensors(), "a.png")
+    cache.write_tensors("image", KEY, tensors(), "a.png")
     assert torch.equal(cache.get("image", KEY, SPEC).tensors["ids"], tensors()["ids"]) and not cache.fault("image", KEY)
 
 
 def test_an_entry_of_another_version_is_found(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.put("image", KEY, tensors(), "a.png")
+    cache.write_tensors("image", KEY, tensors(), "a.png")
     monkeypatch.setattr("lora_rocm.latent_cache.cache.SPEC_VERSION", 2)
     with pytest.raises(CacheEntryBad, check=saying("latent_cache/version-1-not-2")):
         cache.get("image", KEY, SPEC)
 
 
 def test_looking_for_an_entry_says_that_it_is_used(cache: LatentCache) -> None:
-    cache.put("image", KEY, tensors(), "a.png")
+    cache.write_tensors("image", KEY, tensors(), "a.png")
     fresh = entry(cache).stat().st_mtime_ns
     assert not cache.fault("image", KEY) and entry(cache).stat().st_mtime_ns == fresh
     long_ago = time.time() - 9 * 86400
@@ -327,9 +327,9 @@ def test_looking_for_an_entry_says_that_it_is_used(cache: LatentCache) -> None:
 
 def test_what_another_run_has_just_written_is_not_written_twice(cache: LatentCache) -> None:
     for _ in range(2):
-        cache.put("image", KEY, tensors(), "a.png")
+        cache.write_tensors("image", KEY, tensors(), "a.png")
     assert len(list(cache.root.rglob("*.safetensors"))) == 1
-    cache.put("image", KEY, tensors(2.0), "a.png")  # another encoding of the same: a GPU's last bits
+    cache.write_tensors("image", KEY, tensors(2.0), "a.png")  # another encoding of the same: a GPU's last bits
     assert len(list(cache.root.rglob("*.safetensors"))) == 2
 
 

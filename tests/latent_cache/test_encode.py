@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lora_rocm.dataset.images.views import PLAIN, View
+from lora_rocm.dataset.images.views import PLAIN, ImageView
 from lora_rocm.dataset.sources.sample_image import image_bytes
 from lora_rocm.dataset.sources.scan import geometries, scan
 from lora_rocm.device.encoder_speed import WatchedEncoder
@@ -26,7 +26,7 @@ from lora_rocm.latent_cache import image_encoding, image_preprocess, prefetch
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode import Caches, entries_of
 from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.image_preprocess import Wanted, hash_of, pixels_of
+from lora_rocm.latent_cache.image_preprocess import EncodeRequest, hash_of, pixels_of
 from lora_rocm.latent_cache.prepare import prepare
 from lora_rocm.rundir.event_types import ChangeEvent, Event, RepairedEvent
 from lora_rocm.rundir.run_context import RunContext
@@ -52,12 +52,12 @@ def caches(tmp_path: Path, family: Any) -> Caches:
     return Caches(Encoding(LatentCache(tmp_path / "cache"), CPU), family.encoders())
 
 
-def images_for(make: SimpleNamespace, folder: Path, flip: bool = False) -> list[Wanted]:
+def images_for(make: SimpleNamespace, folder: Path, flip: bool = False) -> list[EncodeRequest]:
     data = make.data(path=str(folder))
     found = scan(data).samples
     cuts, *_ = geometries(found, data)
-    views = (PLAIN, View(flip=True)) if flip else (PLAIN,)
-    return [Wanted(sample, cuts[sample.key], views, hash_of(image_bytes(sample))) for sample in found]
+    views = (PLAIN, ImageView(flip=True)) if flip else (PLAIN,)
+    return [EncodeRequest(sample, cuts[sample.key], views, hash_of(image_bytes(sample))) for sample in found]
 
 
 def test_pixels() -> None:
@@ -263,8 +263,8 @@ def test_a_slow_encoder_is_said_and_left_for_every_later_image(
 
         return encode
 
-    def watch(encode: Any, device: torch.device, say: Callable[[str], None]) -> WatchedEncoder:
-        return WatchedEncoder(encode, device, say, clock=lambda: now[0])
+    def watch(encode: Any, device: torch.device, notify: Callable[[str], None]) -> WatchedEncoder:
+        return WatchedEncoder(encode, device, notify, clock=lambda: now[0])
 
     said: list[str] = []
     caches.encoding.context = listening(said)
@@ -459,7 +459,7 @@ def test_a_repair_beside_the_model_in_training_goes_to_the_cpu_where_the_gpu_is_
 
     monkeypatch.setattr(encoder, "load", full)
     caches = prepared.repair.__self__
-    caches.encoding.device, caches.encoding.open_door = torch.device("cuda", 0), door_to
+    caches.encoding.device, caches.encoding.opened_placement = torch.device("cuda", 0), door_to
     caches.encoding.report = stop  # there is no progress to report, and a training step has to end before a stop
     prepared.repair(kind, key, "damaged")
     assert devices == ["cuda", "cpu"] and file.with_name(f"{key}-1.safetensors").exists()

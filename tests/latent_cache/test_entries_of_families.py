@@ -278,7 +278,7 @@ def test_a_text_encoder_that_does_not_fit_goes_to_the_cpu_and_says_so(
             world.cache,
             gpu,
             context=listening(world.notices),
-            open_door=lambda device: SimpleNamespace(  # type: ignore[arg-type,return-value]
+            opened_placement=lambda device: SimpleNamespace(  # type: ignore[arg-type,return-value]
                 transfer=SimpleNamespace(device=device), streaming=lambda: None
             ),
         )
@@ -324,7 +324,7 @@ def test_a_text_encoder_that_does_not_fit_is_streamed_before_it_goes_to_the_cpu(
     encoder.load = full  # type: ignore[method-assign]
     data = world.make.data(path=str(world.root / "data"))
     context, gpu = listening(world.notices), torch.device("cuda", 0)
-    encoding = Encoding(world.cache, gpu, context=context, open_door=Door)  # type: ignore[arg-type]
+    encoding = Encoding(world.cache, gpu, context=context, opened_placement=Door)  # type: ignore[arg-type]
     assert len(prepare(world.make.recipe(data), family, encoding).items) == 4  # type: ignore[arg-type]
     assert doors == wanted
     assert len(world.notices) == (fits == "cpu"), "the transfer itself says that it streams"

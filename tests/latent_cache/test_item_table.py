@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, Pad, TensorSpec
-from lora_rocm.dataset.order.batch_sampler import Item, outline_of
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.order.batch_plan import Item, outline_of
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.dataset.sources.scan import geometry_of, scan
-from lora_rocm.latent_cache.image_preprocess import Entry, Looked
+from lora_rocm.latent_cache.image_preprocess import ImageEntry, LookupResult
 from lora_rocm.latent_cache.item_table import (
     ANY_SHAPE,
     AXES,
@@ -62,12 +62,12 @@ def items_of(
     return Items(table, usable.samples.sources, entries, held_out)
 
 
-def looked_at(usable: Usable, place: int, in_tiles: bool) -> Looked:
+def looked_at(usable: Usable, place: int, in_tiles: bool) -> LookupResult:
     entries = [
-        Entry(view, None, key_of(place, view.flip), key_of(place, view.flip, "tiles"), in_tiles=in_tiles)
+        ImageEntry(view, None, key_of(place, view.flip), key_of(place, view.flip, "tiles"), in_tiles=in_tiles)
         for view in usable[place].views
     ]
-    return Looked(hashlib.sha256(bytes([place])).hexdigest(), tuple(entries))
+    return LookupResult(hashlib.sha256(bytes([place])).hexdigest(), tuple(entries))
 
 
 def test_a_sample_is_found_again_whole(usable: Usable) -> None:
@@ -203,7 +203,7 @@ def test_axes_that_a_sample_has_are_its_shape(tmp_path: Path, make: SimpleNamesp
     usable = Usable.unfilled(samples, axes=axes)
     usable.counted(2, 64, 7)
     assert list(columns) == list(AXES)
-    wanted = [Shape.of(h=64, w=96), Shape.of(h=64, w=96, frames=5), Shape.of(tokens=64)]
+    wanted = [SampleShape.of(h=64, w=96), SampleShape.of(h=64, w=96, frames=5), SampleShape.of(tokens=64)]
     assert [usable.shape(index) for index in range(3)] == wanted
     items = items_of(usable, [2, 0, 1], {"text": keys_of(3)}, BOTH[1:])
     outline = items.outline()

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from lora_rocm.dataset.companions.masks import MASK
-from lora_rocm.dataset.order.batch_sampler import BatchPlan
+from lora_rocm.dataset.order.batch_plan import BatchPlan
 from lora_rocm.errors import DataError
 from lora_rocm.families.common.objectives.loss import LOSS_MASK, LOSS_WEIGHTS
 from lora_rocm.latent_cache.cache import LatentCache

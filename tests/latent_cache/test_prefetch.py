@@ -11,7 +11,7 @@ import pytest
 
 from lora_rocm.errors import StorageError
 from lora_rocm.latent_cache import prefetch as module
-from lora_rocm.latent_cache.prefetch import Behind, ahead
+from lora_rocm.latent_cache.prefetch import BackgroundWriter, ahead
 
 FULL = StorageError("disk-full", "The disk is full.")
 
@@ -117,7 +117,7 @@ def test_a_stop_waits_for_what_runs_and_for_nothing_else() -> None:
 def test_what_is_written_behind_has_its_order_and_tells_in_the_thread_that_asked() -> None:
     written: list[int] = []
     told: list[tuple[int, str]] = []
-    with Behind() as behind:
+    with BackgroundWriter() as behind:
         for number in range(3 * module.MAX_BEHIND):
             behind.add(
                 lambda number=number: written.append(number),  # type: ignore[misc]
@@ -133,9 +133,9 @@ def fails() -> None:
 
 
 def test_a_write_that_fails_is_told_at_the_next_or_at_the_end() -> None:
-    with pytest.raises(StorageError), Behind() as behind:
+    with pytest.raises(StorageError), BackgroundWriter() as behind:
         behind.add(fails)
-    with pytest.raises(StorageError), Behind() as behind:
+    with pytest.raises(StorageError), BackgroundWriter() as behind:
         behind.add(fails)
         for _ in range(2 * module.MAX_BEHIND):
             behind.add(lambda: None)
@@ -145,7 +145,7 @@ def test_a_write_that_fails_is_told_at_the_next_or_at_the_end() -> None:
 @pytest.mark.parametrize("error", [RuntimeError("HIP error: device lost"), KeyboardInterrupt()], ids=repr)
 def test_the_first_error_is_told_and_what_was_added_before_is_written(error: BaseException) -> None:
     written: list[int] = []
-    with pytest.raises(type(error)) as caught, Behind() as behind:
+    with pytest.raises(type(error)) as caught, BackgroundWriter() as behind:
         behind.add(lambda: time.sleep(0.05))
         behind.add(lambda: written.append(1))
         raise error
@@ -164,7 +164,7 @@ def test_a_write_that_fails_too_does_not_take_the_place_of_the_first_error(
     def write() -> None:
         raise second
 
-    with pytest.raises((ValueError, type(second))) as caught, Behind() as behind:
+    with pytest.raises((ValueError, type(second))) as caught, BackgroundWriter() as behind:
         behind.add(write)
         if first is not None:
             raise first

@@ -28,7 +28,7 @@ class Watched:
         self.root, self.family, self.fails_at = root, family, fails_at
         self.seen: list[int] = []
         self.doors: list[Placement] = []
-        encoding = Encoding(LatentCache(root), CPU, self.report, look=self.look)
+        encoding = Encoding(LatentCache(root), CPU, self.report, check=self.check)
         self.caches = Caches(encoding, family.encoders())
         self.stop_after = 99
 
@@ -36,7 +36,7 @@ class Watched:
         if done >= self.stop_after:
             raise KeyboardInterrupt
 
-    def look(self, door: Placement) -> None:
+    def check(self, door: Placement) -> None:
         self.seen.append(self.on_disk())
         self.doors.append(door)
         if len(self.seen) - 1 == self.fails_at:
@@ -114,7 +114,7 @@ def test_after_an_error_of_the_work_a_look_that_fails_too_does_not_take_its_plac
 ) -> None:
     watched = Watched(tmp_path / "cache", family)
     encoder = family.text_encoder if kind == "text" else family.image_encoder
-    whole, look = encoder.tensors_of, watched.caches.encoding.look
+    whole, look = encoder.tensors_of, watched.caches.encoding.check
     broken: list[bool] = []
 
     def encode(item: Any) -> Any:
@@ -128,7 +128,7 @@ def test_after_an_error_of_the_work_a_look_that_fails_too_does_not_take_its_plac
         if broken and second is not None:
             raise second
 
-    encoder.tensors_of, watched.caches.encoding.look = encode, fails_after_the_fault
+    encoder.tensors_of, watched.caches.encoding.check = encode, fails_after_the_fault
     with pytest.raises((RuntimeError, CanaryError)) as caught:
         if kind == "text":
             watched.caches.fill_texts(WORDS)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.loader.batch import Batch, split
 
@@ -16,7 +16,15 @@ def batch_of(count: int) -> Batch:
     tensors = {"x": torch.arange(3 * count).reshape(count, 3), "weight": torch.full((count,), 1.0 / count)}
     sums = {name: fingerprint(tensor) for name, tensor in tensors.items()}
     return Batch(
-        tensors, sums, tuple(map(str, range(count))), tuple(range(count)), Shape.of(tokens=3), 4, 1, True, (1,) * count
+        tensors,
+        sums,
+        tuple(map(str, range(count))),
+        tuple(range(count)),
+        SampleShape.of(tokens=3),
+        4,
+        1,
+        True,
+        (1,) * count,
     )
 
 

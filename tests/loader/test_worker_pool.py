@@ -20,10 +20,10 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lora_rocm.dataset.images.buckets import image_shape
-from lora_rocm.dataset.order.batch_sampler import BatchPlan, Item
+from lora_rocm.dataset.order.batch_plan import BatchPlan, Item
 from lora_rocm.loader import worker_pool as under_test
 from lora_rocm.loader.cached_dataset import Order, Orders, Read
-from lora_rocm.loader.worker_pool import Group, Workers, WorkersFailed, hand_over, one_ahead
+from lora_rocm.loader.worker_pool import WorkerPool, Workers, WorkersFailed, hand_over, one_ahead
 from lora_rocm.recipe.process_sections import RuntimeSection
 from lora_rocm.rundir.event_types import ChangeEvent, Event, NoticeEvent
 from lora_rocm.rundir.run_context import RunContext
@@ -129,11 +129,11 @@ def test_a_worker_that_fails_costs_no_batch(fault: str, orders: Orders, tmp_path
 def test_reading_that_forgets_its_position_gives_other_batches(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the tests above; the reading knows only that the workers failed."""
 
-    def failing(self: Group, orders: Orders) -> Iterator[Any]:
+    def failing(self: WorkerPool, orders: Orders) -> Iterator[Any]:
         yield from (Source()[order] for order in itertools.islice(orders, FAULTY))
         raise WorkersFailed("it hung", "loader-hang")
 
-    monkeypatch.setattr(Group, "reads", failing)
+    monkeypatch.setattr(WorkerPool, "reads", failing)
     assert read(Source(), orders, [], [], workers=1) == read(Source(), orders, [])
     monkeypatch.setattr(Orders, "after", lambda self, count: self)
     assert read(Source(), orders, [], [], workers=1) != read(Source(), orders, [])
@@ -203,10 +203,10 @@ def test_only_tensors_in_main_memory_leave_a_worker(monkeypatch: pytest.MonkeyPa
 def test_torch_may_be_the_first_to_say_that_a_worker_hangs(
     orders: Orders, monkeypatch: pytest.MonkeyPatch, what: str, seen: str
 ) -> None:
-    def serve(self: Group, loader: Any, given: Any) -> None:
+    def serve(self: WorkerPool, loader: Any, given: Any) -> None:
         self._told.put(("failed", what))
 
-    monkeypatch.setattr(Group, "_serve", serve)
+    monkeypatch.setattr(WorkerPool, "_serve", serve)
     found: list[str] = []
     assert read(Source(), orders, [], found, workers=1) == read(Source(), orders, [])
     assert found == [seen]
@@ -215,11 +215,11 @@ def test_torch_may_be_the_first_to_say_that_a_worker_hangs(
 def test_workers_of_two_readings_are_given_up_once(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation of the held-out images comes in the middle of a step's reading."""
 
-    def failing(self: Group, orders: Orders) -> Iterator[Any]:
+    def failing(self: WorkerPool, orders: Orders) -> Iterator[Any]:
         yield Source()[next(iter(orders))]
         raise WorkersFailed("it hung", "loader-hang")
 
-    monkeypatch.setattr(Group, "reads", failing)
+    monkeypatch.setattr(WorkerPool, "reads", failing)
     found: list[str] = []
     workers = Workers(Source(), RuntimeSection(workers=1), noting([], found))
     one, other = workers.reads(orders), workers.reads(orders)

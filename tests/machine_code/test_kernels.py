@@ -113,7 +113,7 @@ def test_slopes_kept_as_bytes_are_those_of_the_activation(activation: Activation
 
 def outcome(card: Card, case: Case) -> list[torch.Tensor]:
     with in_use(card):
-        made = kernel_check._Given(case, torch.device("cpu"), torch.bfloat16).outcome("triton", torch.bfloat16)
+        made = kernel_check._KernelInputs(case, torch.device("cpu"), torch.bfloat16).outcome("triton", torch.bfloat16)
     return [tensor for _, tensor in made]
 
 

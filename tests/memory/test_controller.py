@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.placement import offloaded
 from lora_rocm.device.placement.offloaded import Offload
 from lora_rocm.device.transfer import DeviceTransfer
@@ -22,15 +22,15 @@ from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.recompute import Run
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory import controller as memory_module
-from lora_rocm.memory.controller import Memory, apply, choose_from, decide, rates_here
+from lora_rocm.memory.controller import MemoryManager, apply, choose_from, decide, rates_here
 from lora_rocm.memory.footprint import count
-from lora_rocm.planning import step_cost
-from lora_rocm.planning.step_cost import (
+from lora_rocm.planning import step_plan
+from lora_rocm.planning.step_plan import (
     Footprint,
-    Job,
     Mode,
     Plan,
     Rates,
+    StepRequirements,
     activation_bytes,
     choose,
     parts_of,
@@ -82,7 +82,7 @@ class Chain:
         assert run is not None
         model.components["net"].run = run
 
-    def example(self, shape: Shape, rows: int) -> dict[str, Tensor]:
+    def example(self, shape: SampleShape, rows: int) -> dict[str, Tensor]:
         return {"x": torch.zeros(rows, shape["h"], WIDTH)}
 
     def draw(self, batch: dict[str, Tensor], seeds: list[int]) -> Draws:
@@ -107,13 +107,13 @@ def recipe(memory: str = "auto", **train: Any) -> Recipe:
 @pytest.fixture(autouse=True)
 def small_slack(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's slack is more than this whole model takes."""
-    monkeypatch.setattr(step_cost, "SLACK_BYTES", 0)
+    monkeypatch.setattr(step_plan, "SLACK_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
 def footprint() -> Footprint:
     model = LoadedModel({"net": Layers().to(META)}, torch.float32, META)
-    counted = count(Chain(), model, recipe(), Shape.of(h=32, w=32))  # type: ignore[arg-type]
+    counted = count(Chain(), model, recipe(), SampleShape.of(h=32, w=32))  # type: ignore[arg-type]
     return replace(
         counted, gradient_bytes=0, landing_bytes=0
     )  # half of all weights are trained here: that would hide the activations
@@ -122,7 +122,9 @@ def footprint() -> Footprint:
 class Machine:
     """Passes on a fake GPU: activations take ``factor`` times what is counted, of ``memory_bytes`` in all."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, memory: Memory, factor: float, memory_bytes: int) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, memory: MemoryManager, factor: float, memory_bytes: int
+    ) -> None:
         self.memory, self.factor, self.memory_bytes = memory, factor, memory_bytes
         self.passes, self.full = 0, 0
         monkeypatch.setattr(memory_module, "peak_bytes", lambda device: self.taken())
@@ -149,8 +151,8 @@ class Machine:
         self.memory.probe(self.family, self.model, self.transfer, self.run)  # type: ignore[arg-type]
 
 
-def memory_of(footprint: Footprint, budget_bytes: int, context: RunContext = NOBODY) -> Memory:
-    return choose_from(recipe(), footprint, Job(batch_size=BATCH), budget_bytes, context)
+def memory_of(footprint: Footprint, budget_bytes: int, context: RunContext = NOBODY) -> MemoryManager:
+    return choose_from(recipe(), footprint, StepRequirements(batch_size=BATCH), budget_bytes, context)
 
 
 def needs(footprint: Footprint, recomputed: range | tuple[int, ...] = (), rows: int = BATCH) -> int:
@@ -174,7 +176,7 @@ def test_without_it_what_is_given_up_is_said(footprint: Footprint) -> None:
 @pytest.mark.parametrize("graphs", [True, False])  # False: the control, nothing is given up
 def test_graphs_that_there_is_no_room_for_are_not_given_up_in_silence(footprint: Footprint, graphs: bool) -> None:
     said: list[str] = []
-    job = Job(batch_size=BATCH, graphs=graphs)
+    job = StepRequirements(batch_size=BATCH, graphs=graphs)
     memory = choose_from(recipe(), footprint, job, needs(footprint), listening(said))
     assert memory.plan is not None and memory.plan.mode == "keep" and not memory.captures
     assert [text for text in said if mentions(text, "memory/no-room-for-graphs")] == said and len(said) == graphs
@@ -188,14 +190,14 @@ def test_what_cannot_fit_is_refused_before_loading(footprint: Footprint) -> None
 
 def test_what_nearly_fits_is_tried(footprint: Footprint) -> None:
     """The allocator's slack is an estimate: it may do with less."""
-    everything = Job(batch_size=BATCH)
+    everything = StepRequirements(batch_size=BATCH)
     peak = min(plan.peak_bytes for plan in _all(footprint, everything))
     least = min(plan.needed_bytes for plan in _all(footprint, everything))
     assert choose((peak + least) // 2, footprint, everything, Rates()) is None
     assert memory_of(footprint, (peak + least) // 2).plan is not None
 
 
-def _all(footprint: Footprint, job: Job) -> list[Plan]:
+def _all(footprint: Footprint, job: StepRequirements) -> list[Plan]:
     ways = [(mode, parts) for parts in parts_of(job) for mode in job.modes]
     return [plan for mode, parts in ways for plan in plans_of(mode, parts, footprint, job, Rates())]
 
@@ -257,7 +259,7 @@ def test_without_a_limit_a_pass_that_runs_out_takes_the_plan_that_needs_least(
     footprint: Footprint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU with runtime.memory: selective; its memory is full all the same."""
-    job = Job(batch_size=BATCH, modes=("selective",))
+    job = StepRequirements(batch_size=BATCH, modes=("selective",))
     memory = choose_from(recipe("selective"), footprint, job, None, NOBODY)
     machine = Machine(monkeypatch, memory, 1.0, 0)
     before = memory.plan
@@ -336,7 +338,7 @@ def test_on_the_cpu_it_is_as_the_recipe_says(
 ) -> None:
     asked = recipe(memory, gradient_checkpointing=checkpointing and memory == "auto")
     settings, family = Settings(micro_batch_parts=2, checkpointing=checkpointing), Chain()
-    found = decide(asked, family, CPU, torch.float32, settings, Shape.of(h=32, w=32), NOBODY)  # type: ignore[arg-type]
+    found = decide(asked, family, CPU, torch.float32, settings, SampleShape.of(h=32, w=32), NOBODY)  # type: ignore[arg-type]
     assert (found.recomputes, found.offloads, found.plan) == (recomputes, offloads, None)
     assert found.parts == 2 and found.recomputes_all == recomputes
 
@@ -379,7 +381,7 @@ def test_a_gpu_too_full_to_be_measured_is_planned_for_all_the_same(monkeypatch: 
 
 def test_what_is_chosen_goes_by_the_rates(footprint: Footprint) -> None:
     """With launches of a slow host and a fast GPU, captured blocks are faster, though they need more recomputing."""
-    job = Job(graphs=True, modes=("keep", "recompute"))  # one sample: no smaller parts would fit
+    job = StepRequirements(graphs=True, modes=("keep", "recompute"))  # one sample: no smaller parts would fit
     keep, again = (planned_bytes(mode, footprint, job) for mode in ("keep", "recompute"))
     captured, launched = keep
     assert launched < captured
@@ -395,7 +397,7 @@ def test_what_is_chosen_goes_by_the_rates(footprint: Footprint) -> None:
     ]
 
 
-def planned_bytes(mode: Mode, footprint: Footprint, job: Job) -> tuple[int, int]:
+def planned_bytes(mode: Mode, footprint: Footprint, job: StepRequirements) -> tuple[int, int]:
     """Memory that a mode needs: captured, launched."""
     ways = (job, replace(job, graphs=False))
     captured, launched = (next(plans_of(mode, 1, footprint, way, Rates())).needed_bytes for way in ways)
@@ -405,18 +407,18 @@ def planned_bytes(mode: Mode, footprint: Footprint, job: Job) -> tuple[int, int]
 def test_a_plan_is_put_into_a_model(footprint: Footprint) -> None:
     family, model = Chain(), LoadedModel({"net": Layers()}, torch.float32, CPU)
     wanted = _gradients(model)
-    plans = {plan.mode: plan for plan in _all(footprint, Job(batch_size=1))}
+    plans = {plan.mode: plan for plan in _all(footprint, StepRequirements(batch_size=1))}
     for mode in ("selective", "recompute", "keep", "offload"):
         model.components["net"].zero_grad()
         door = DeviceTransfer(CPU, pin=False)
-        offload = apply(plans[mode], family, model, door, pin=False, anew=True)  # type: ignore[arg-type]
+        offload = apply(plans[mode], family, model, door, pin=False, again=True)  # type: ignore[arg-type]
         assert (offload is not None) == (mode == "offload")
         assert all(torch.equal(a, b) for a, b in zip(_gradients(model), wanted, strict=True)), mode
 
 
 def test_selective_on_the_cpu_goes_by_what_is_counted(footprint: Footprint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "counted", lambda *_: footprint)
-    how = (Chain(), CPU, torch.float32, Settings(), Shape.of(h=32, w=32), NOBODY)
+    how = (Chain(), CPU, torch.float32, Settings(), SampleShape.of(h=32, w=32), NOBODY)
     found = decide(recipe("selective"), *how)  # type: ignore[arg-type]
     assert found.plan is not None and found.plan.mode == "selective" and not found.recomputes_all
     monkeypatch.setattr(memory_module, "counted", lambda *_: pytest.fail("it was counted"))
@@ -426,5 +428,5 @@ def test_selective_on_the_cpu_goes_by_what_is_counted(footprint: Footprint, monk
 @pytest.mark.slow  # the same after SDXL's blocks were counted
 def test_selective_on_the_cpu_recomputes_some(tmp_path: Path) -> None:
     asked = recipe("selective").model_copy(update={"cache": recipe().cache.model_copy(update={"dir": str(tmp_path)})})
-    found = decide(asked, family_for(asked), CPU, torch.float32, Settings(), Shape.of(h=64, w=64), NOBODY)
+    found = decide(asked, family_for(asked), CPU, torch.float32, Settings(), SampleShape.of(h=64, w=64), NOBODY)
     assert found.plan is not None and found.plan.mode == "selective" and not found.recomputes_all

@@ -10,10 +10,10 @@ import torch
 
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.memory import controller
-from lora_rocm.memory.controller import Memory, choose_from
+from lora_rocm.memory.controller import MemoryManager, choose_from
 from lora_rocm.memory.footprint import counted
-from lora_rocm.planning import step_cost
-from lora_rocm.planning.step_cost import Job, activation_bytes, resident_bytes
+from lora_rocm.planning import step_plan
+from lora_rocm.planning.step_plan import StepRequirements, activation_bytes, resident_bytes
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import load_model
@@ -74,13 +74,15 @@ def test_a_first_pass_that_takes_too_much_changes_the_plan_and_no_byte(
     sections = {"lora": SECTIONS["lora"], "train": {"max_train_steps": 1, "batch_size": 1}}
     recipe = make_recipe(material, **sections)
     assert start(recipe, tmp_path / "kept")
-    made: list[Memory] = []
+    made: list[MemoryManager] = []
 
-    def small(recipe: Recipe, family: ModelFamily, *how: Any) -> Memory:
+    def small(recipe: Recipe, family: ModelFamily, *how: Any) -> MemoryManager:
         _, dtype, settings, size, context, _ = how
         net = counted(recipe, family, dtype, settings, size, on_gpu=False)
         budget = int(resident_bytes(net, ()) + 1.2 * activation_bytes(net, ()))
-        made.append(choose_from(recipe, net, Job(modes=("keep", "selective", "recompute")), budget, context))
+        made.append(
+            choose_from(recipe, net, StepRequirements(modes=("keep", "selective", "recompute")), budget, context)
+        )
         return made[0]
 
     def peak(device: torch.device) -> int:
@@ -88,7 +90,7 @@ def test_a_first_pass_that_takes_too_much_changes_the_plan_and_no_byte(
         assert plan is not None and net is not None
         return int(resident_bytes(net, ()) + 1.4 * activation_bytes(net, plan.recomputed))
 
-    monkeypatch.setattr(step_cost, "SLACK_BYTES", 0)  # a GPU's is more than all that this model takes
+    monkeypatch.setattr(step_plan, "SLACK_BYTES", 0)  # a GPU's is more than all that this model takes
     monkeypatch.setattr(load_model, "decide", small)
     monkeypatch.setattr(controller, "peak_bytes", peak)
     assert start(recipe, tmp_path / "changed")

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lora_rocm.adapters.factory import inject
+from lora_rocm.adapters.attach import inject
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.adapters.training_adapter import put_training_adapter
+from lora_rocm.adapters.training_adapter import attach_training_adapter
 from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.children import plan as child
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.families.common.objectives.base import Draws, Prediction
@@ -32,10 +32,10 @@ from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.families.common.unet.fused_unet import fuse
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory import footprint as counting
-from lora_rocm.memory.footprint import adapter_bytes, count, counted, hollow_model, state_bytes
+from lora_rocm.memory.footprint import adapter_bytes, count, counted, meta_model, state_bytes
 from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.optim.base import GatedOptimizer
-from lora_rocm.planning.step_cost import Footprint, Rates, Work, activation_bytes, by_worth
+from lora_rocm.planning.step_plan import Footprint, Rates, SampleCost, activation_bytes, by_worth
 from lora_rocm.processes.jobs import PlanJob
 from lora_rocm.processes.tool import write_job
 from lora_rocm.recipe.kinds import recipe_from
@@ -49,7 +49,7 @@ from tests.wording import saying
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SIDE_PX = 96
-SHAPE = Shape.of(h=SIDE_PX, w=SIDE_PX)
+SHAPE = SampleShape.of(h=SIDE_PX, w=SIDE_PX)
 BASE = SMALLER = ""
 """Models without weights, of fixture ``shallow``."""
 FEWER_LAYERS = {"layers_per_block": 1, "transformer_layers_per_block": [1, 1, 1]}
@@ -94,12 +94,12 @@ def recipe(folder: Path, base: str = "", **lora: Any) -> Recipe:
 class Real:
     """The same model with weights, on the CPU."""
 
-    def __init__(self, its: Recipe, shape: Shape = SHAPE) -> None:
+    def __init__(self, its: Recipe, shape: SampleShape = SHAPE) -> None:
         self.shape = shape
         self.family: ModelFamily = family_for(its)
         self.model: LoadedModel = self.family.load(torch.float32, CPU)
         self.adapter = inject(self.family, self.model, its.lora, 0)
-        put_training_adapter(self.family, self.model, its.model.training_adapter)
+        attach_training_adapter(self.family, self.model, its.model.training_adapter)
         self.family.fuse(self.model)
         for component in self.model.components.values():
             component.train()
@@ -130,7 +130,7 @@ def _drop(leaf: Tensor) -> None:
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Footprint, Real]:
     its = recipe(tmp_path_factory.mktemp("Zähler und Modell"), BASE)
     real = Real(its)
-    hollow = hollow_model(real.family, its, torch.float32, False)
+    hollow = meta_model(real.family, its, torch.float32, False)
     # on the CPU attention is fused too, but keeps what that kernel keeps
     return count(real.family, hollow, its, SHAPE), real
 
@@ -140,7 +140,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Footprint:
     """Of the smaller model, because it is compared only with other counts of the same model."""
     its = recipe(tmp_path_factory.mktemp("small"))
     family = family_for(its)
-    return count(family, hollow_model(family, its, torch.float32, False), its, SHAPE)
+    return count(family, meta_model(family, its, torch.float32, False), its, SHAPE)
 
 
 class ToyFamily:
@@ -161,7 +161,7 @@ class ToyFamily:
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         return list(model.components["net"])  # type: ignore[call-overload]
 
-    def example(self, shape: Shape, rows: int) -> dict[str, Tensor]:
+    def example(self, shape: SampleShape, rows: int) -> dict[str, Tensor]:
         return {"x": torch.zeros(rows, shape.cost, 64)}
 
     def draw(self, batch: Any, seeds: Any) -> Draws:
@@ -181,7 +181,7 @@ def test_blocks_called_by_keyword_are_counted_as_by_position(tmp_path: Path) -> 
     found = []
     for by_keyword in (False, True):
         family: Any = ToyFamily(by_keyword)
-        found.append(count(family, family.model(), recipe(tmp_path), Shape.of(h=8, w=8)))
+        found.append(count(family, family.model(), recipe(tmp_path), SampleShape.of(h=8, w=8)))
     assert found[0] == found[1]
     assert all(block.forward.flops > 0 for block in found[0].blocks)
 
@@ -222,7 +222,7 @@ def test_two_views_of_one_storage_are_counted_once(
         leaves = lambda values: [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]  # noqa: E731
         monkeypatch.setattr(counting, "_by_storage", leaves)
     family: Any = ToyOfStreams(False)
-    found = count(family, family.model(), recipe(tmp_path), Shape.of(h=8, w=8))
+    found = count(family, family.model(), recipe(tmp_path), SampleShape.of(h=8, w=8))
     assert found.recomputed_bytes is not None
     apart = activation_bytes(replace(found, recomputed_bytes=None), range(4))
     assert (apart == pytest.approx(found.recomputed_bytes, rel=0.1)) is not counts_views
@@ -276,14 +276,14 @@ def test_weights_blocks_and_work(both: tuple[Footprint, Real]) -> None:
 def test_plain_attention_keeps_every_score(small: Footprint) -> None:
     its = recipe(Path("x"))
     family = family_for(its)
-    plain = count(family, hollow_model(family, its, torch.float32, False), its, SHAPE, True)
+    plain = count(family, meta_model(family, its, torch.float32, False), its, SHAPE, True)
     assert activation_bytes(plain, ()) > activation_bytes(small, ())
 
 
 def test_text_encoders_are_counted_where_they_are_trained(small: Footprint, tmp_path: Path) -> None:
     its = recipe(tmp_path, train_text_encoder=True)
     family = family_for(its)
-    model = hollow_model(family, its, torch.float32, False)
+    model = meta_model(family, its, torch.float32, False)
     assert set(model.components) == {"unet", "text_encoder", "text_encoder_2"}
     found = count(family, model, its, SHAPE)
     assert found.weight_bytes > small.weight_bytes and found.adapter_bytes > small.adapter_bytes
@@ -351,7 +351,7 @@ def test_a_model_without_weights_takes_no_memory_whatever_the_rank(lora: dict[st
     for rank in (1, MAX_RANK):
         with Largest() as seen:
             its = recipe(Path("x"), rank=rank, **lora)
-            model = hollow_model(family_for(its), its, torch.bfloat16)
+            model = meta_model(family_for(its), its, torch.bfloat16)
         largest.append(seen.num_bytes)
     (side,) = {layer.lora_A["default"].weight.shape[0] for layer in model.components["unet"].modules()
                if isinstance(layer, LoraLayer)}  # fmt: skip
@@ -364,7 +364,7 @@ def test_a_model_without_weights_takes_no_memory_whatever_the_rank(lora: dict[st
 def test_layers_that_are_narrower_than_the_rank_are_counted(small: Footprint) -> None:
     its = recipe(Path("x"), rank=MAX_RANK)
     family = family_for(its)
-    model = hollow_model(family, its, torch.float32)
+    model = meta_model(family, its, torch.float32)
     layers = sum(isinstance(layer, LoraLayer) for layer in model.components["unet"].modules())
     assert count(family, model, its, SHAPE).narrow_layers == layers > 0 == small.narrow_layers
 
@@ -375,7 +375,7 @@ def test_a_weight_with_two_names_counts_once(tmp_path: Path) -> None:
     recipe = recipe_from({"model": model, "data": {"path": str(tmp_path)}, "train": {"max_train_steps": 1}})
     family = family_for(recipe)
     loaded = family.load(torch.float32, torch.device("cpu")).components.values()
-    hollow = hollow_model(family, recipe, torch.float32, on_gpu=False).components.values()
+    hollow = meta_model(family, recipe, torch.float32, on_gpu=False).components.values()
     whole = sum(weight.numel() for component in loaded for weight in component.parameters())
     assert whole == sum(p.numel() for component in hollow for p in component.parameters() if not p.requires_grad)
 
@@ -385,16 +385,16 @@ def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     family, memory = family_for(its), tmp_path / "cache" / "footprints.json"
     memory.parent.mkdir()
     made: list[str] = []
-    fake = Footprint(str(SHAPE), SHAPE.cost, 1, 2, 3, 4, (), (), counting.Work(3.0, 4.0, 5))
-    monkeypatch.setattr(counting, "hollow_model", lambda *args: None)
+    fake = Footprint(str(SHAPE), SHAPE.cost, 1, 2, 3, 4, (), (), counting.SampleCost(3.0, 4.0, 5))
+    monkeypatch.setattr(counting, "meta_model", lambda *args: None)
     monkeypatch.setattr(counting, "count", lambda *args: made.append("counted") or fake)
 
-    def ask(which: Recipe = its, dtype: torch.dtype = torch.float32, shape: Shape = SHAPE) -> Footprint:
+    def ask(which: Recipe = its, dtype: torch.dtype = torch.float32, shape: SampleShape = SHAPE) -> Footprint:
         return counted(which, family, dtype, Settings(), shape)
 
     assert ask() == fake == ask() and len(made) == 1
     ask(dtype=torch.bfloat16)
-    ask(shape=Shape.of(h=64, w=96))
+    ask(shape=SampleShape.of(h=64, w=96))
     ask(recipe(tmp_path, rank=8))
     assert len(made) == 4
     ask(its.model_copy(update={"optim": ProdigySection()}))
@@ -431,7 +431,7 @@ def test_kernels_for_gpus_are_counted_without_one(small: Footprint) -> None:
     """Their group norm keeps its input alone; the plain one also what goes into the SiLU."""
     its = recipe(Path("x"))
     family = family_for(its)
-    hollow = hollow_model(family, its, torch.float32, False)
+    hollow = meta_model(family, its, torch.float32, False)
     fuse(hollow.components["unet"], "triton", channels_last=True)  # type: ignore[arg-type]
     kernels = count(family, hollow, its, SHAPE)
     assert kernels.work.flops == small.work.flops
@@ -482,7 +482,7 @@ def test_a_base_that_is_not_what_it_claims_is_refused(
 def test_a_model_that_is_not_here_is_counted_by_the_published_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
-    nothing = Footprint("8x8", 64, 0, 0, 0, 0, (), (), Work())
+    nothing = Footprint("8x8", 64, 0, 0, 0, 0, (), (), SampleCost())
 
     def counted(recipe: Recipe, family: ModelFamily, *how: Any) -> Footprint:
         if not family.recipe.model.name_or_path.startswith("random:"):

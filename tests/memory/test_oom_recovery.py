@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.allocator import Usage
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.errors import MachineError
@@ -26,7 +26,7 @@ from lora_rocm.memory import oom_recovery
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import loop
-from lora_rocm.train.loop import Work
+from lora_rocm.train.loop import BatchPass
 from tests.tiny_models import FEW_TARGETS
 from tests.train.runs import bytes_of, make_recipe, material, start
 from tests.train.test_loop import EFFECTIVE_BATCH, WIDTH, Corruptor, NoisyLine, Rig, batches, same
@@ -70,7 +70,7 @@ class Watched:
         trainer = rig.trainer
         work_of, update_of, open_batches = trainer._work, trainer._update, trainer.open_batches
 
-        def work(waiting: Iterator[Batch]) -> Work | None:
+        def work(waiting: Iterator[Batch]) -> BatchPass | None:
             mode.counting = not in_update
             done = work_of(waiting)
             mode.counting = False
@@ -79,7 +79,7 @@ class Watched:
                 self.gradients_left |= bool(rig.optimizer.weights.gradients.any())
             return done
 
-        def update(done: Work) -> Any:
+        def update(done: BatchPass) -> Any:
             self.parts[done.iteration] = trainer.relief.parts
             self.samples.append(done.samples)
             mode.counting = in_update
@@ -312,7 +312,7 @@ def random_batch(count: int, weights: list[float]) -> Batch:
         fingerprints={name: fingerprint(tensor) for name, tensor in tensors.items()},
         sample_keys=tuple(f"image-{row}" for row in range(count)),
         positions=tuple(range(count)),
-        shape=Shape.of(tokens=WIDTH),
+        shape=SampleShape.of(tokens=WIDTH),
         iteration=0,
         micro=0,
         is_last=True,
@@ -332,7 +332,7 @@ class Recording(NoisyLine):
         return draws
 
 
-def gradient_of(micro_batches: list[Batch], parts: int) -> tuple[dict[str, Tensor], Tensor, Work]:
+def gradient_of(micro_batches: list[Batch], parts: int) -> tuple[dict[str, Tensor], Tensor, BatchPass]:
     """The gradient of one effective batch by the loop's own code, the noise of its rows, and its report."""
     rig, family = Rig(accumulation=1), Recording()
     rig.trainer.family, rig.trainer.accumulation, rig.trainer.relief.parts = family, len(micro_batches), parts

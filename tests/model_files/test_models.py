@@ -16,7 +16,16 @@ from accelerate import init_empty_weights
 from lora_rocm.families.registry import PRODUCT, RESERVED
 from lora_rocm.model_files import models
 from lora_rocm.model_files.adapters import foreign_name, origin_of
-from lora_rocm.model_files.models import OTHER, PARTS, Found, Shapes, is_of_class, model_of, models_in, pipeline_of
+from lora_rocm.model_files.models import (
+    OTHER,
+    PARTS,
+    RecognisedModel,
+    Shapes,
+    is_of_class,
+    model_of,
+    models_in,
+    pipeline_of,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # diffusers' own
 ENCODER_BLOCKS: dict[str, Any] = {
@@ -349,7 +358,7 @@ def test_a_file_with_several_components_names_the_model_first() -> None:
     shapes["text_encoders.t5xxl.transformer.encoder.block.0.layer.0.SelfAttention.q.weight"] = (4096, 4096)
     assert [each.part for each in models_in(shapes)] == ["transformer", "text encoder", "vae"]
     found = model_of(shapes)
-    assert found == Found("flux", "a FLUX.1 dev or Kontext model", "transformer", "model.diffusion_model.")
+    assert found == RecognisedModel("flux", "a FLUX.1 dev or Kontext model", "transformer", "model.diffusion_model.")
     assert model_of({"blob": (1,)}) is None and model_of({}) is None
 
 

@@ -116,7 +116,7 @@ def test_a_kind_of_adapter_has_readers_of_its_own(kind: str, reads: tuple[str, .
     for family in ("sd15", "sdxl"):
         found = readers_of([f"{KEY}.{ending}" for ending in KINDS[kind]], [family])
         assert found is not None and "reads" not in found.diffusers.replace("reads none", ""), family
-        assert tuple(name for name, text in found.told.items() if text in READ) == reads
+        assert tuple(name for name, text in found.by_program.items() if text in READ) == reads
     for family, prefix in (("flux", "transformer."), ("z-image", "diffusion_model."), ("anima", "diffusion_model.")):
         found = readers_of([f"{prefix}x.{ending}" for ending in KINDS[kind]], [family])
         assert found is not None and found.diffusers not in READ, family
@@ -136,13 +136,13 @@ def test_a_dora_by_comfyui_s_rule_is_told_by_its_metadata() -> None:
 
 def test_the_share_that_differs_stands_with_the_programs_where_it_does() -> None:
     usual = readers_of([f"{KEY}.{ending}" for ending in KINDS["DoRA"]], ["sdxl"])
-    assert usual is not None and "%" not in str(usual.told)
-    told = usual.differing(0.0734).told
+    assert usual is not None and "%" not in str(usual.by_program)
+    told = usual.differing(0.0734).by_program
     assert {name for name, text in told.items() if mentions(text, "model_files/7-3-of-the-change-differs")} == {
         "comfyui",
         "forge",
     }
-    assert list(told) == list(usual.told)
+    assert list(told) == list(usual.by_program)
 
 
 def test_up_and_down_are_not_what_diffusers_expects_beside_a_prefix() -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lora_rocm.optim.adamw_8bit import BLOCK, Moment, code_book
+from lora_rocm.optim.adamw_8bit import BLOCK, QuantisedMoment, code_book
 from lora_rocm.recipe.optim_sections import Adamw8bitSection
 from tests.optim.published import ROUNDING, deviation, followed, optimizer_of
 
@@ -38,7 +38,7 @@ def test_numbers_are_kept_as_the_nearest_values_of_their_block() -> None:
     numbers_P[BLOCK : 2 * BLOCK] *= 1e-6
     numbers_P[2 * BLOCK :] = 0
     codes_P = torch.zeros(3 * BLOCK, dtype=torch.uint8)
-    moment = Moment(codes_P, torch.zeros(64), signed=True)
+    moment = QuantisedMoment(codes_P, torch.zeros(64), signed=True)
     assert not moment.read().any()
     moment.write(numbers_P.clone(), FREE)
     kept_P = moment.read()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.processes.windows_console import CLOSE, LOGOFF, SHUTDOWN, told_of_closing
+from lora_rocm.processes.windows_console import CLOSE, LOGOFF, SHUTDOWN, on_console_close
 
 CTRL_C, CTRL_BREAK = 0, 1
 WAIT_S = 5.0
@@ -34,7 +34,7 @@ class Kernel32:
 def test_closing_is_told_and_the_answer_is_kept_back(event: int) -> None:
     """Windows ends the process as soon as the handler returns."""
     kernel32, told = Kernel32(), threading.Event()
-    with told_of_closing(told.set, kernel32):
+    with on_console_close(told.set, kernel32):
         thread, answers = kernel32.send(event)
         assert told.wait(WAIT_S)
         thread.join(0.2)
@@ -45,12 +45,12 @@ def test_closing_is_told_and_the_answer_is_kept_back(event: int) -> None:
 @pytest.mark.parametrize("event", [CTRL_C, CTRL_BREAK])
 def test_ctrl_c_is_left_to_python(event: int) -> None:
     kernel32, told = Kernel32(), threading.Event()
-    with told_of_closing(told.set, kernel32):
+    with on_console_close(told.set, kernel32):
         thread, answers = kernel32.send(event)
         thread.join(WAIT_S)
     assert answers == [0] and not told.is_set()
 
 
 def test_elsewhere_nothing_is_done() -> None:
-    with told_of_closing(lambda: None):
+    with on_console_close(lambda: None):
         pass

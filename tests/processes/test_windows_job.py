@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lora_rocm.processes import windows_job
-from lora_rocm.processes.windows_job import Job
+from lora_rocm.processes.windows_job import JobObject
 
 JOB, PROCESS = 11, 22
 
@@ -37,7 +37,7 @@ def names(kernel32: Kernel32) -> list[str]:
 
 def test_a_process_is_put_into_a_job_and_ended_with_it() -> None:
     kernel32 = Kernel32()
-    made = Job(kernel32, 4711)
+    made = JobObject(kernel32, 4711)
     made.terminate()
     made.close()
     assert kernel32.calls == [
@@ -53,7 +53,7 @@ def test_a_process_is_put_into_a_job_and_ended_with_it() -> None:
 def test_letting_go_of_it_ends_nobody() -> None:
     """A worker without its parent saves and leaves by itself; no limit is set that would kill it."""
     kernel32 = Kernel32()
-    made = Job(kernel32, 4711)
+    made = JobObject(kernel32, 4711)
     made.close()
     made.close()
     made.terminate()
@@ -64,7 +64,7 @@ def test_letting_go_of_it_ends_nobody() -> None:
 @pytest.mark.parametrize("refuses", ["CreateJobObjectW", "OpenProcess", "AssignProcessToJobObject"])
 def test_where_windows_refuses_there_is_no_job_and_every_handle_is_given_back(refuses: str) -> None:
     kernel32 = Kernel32(refuses)
-    Job(kernel32, 4711).terminate()
+    JobObject(kernel32, 4711).terminate()
     assert "TerminateJobObject" not in names(kernel32)
     opened = [
         handle for call, handle in (("CreateJobObjectW", JOB), ("OpenProcess", PROCESS)) if call in names(kernel32)
@@ -76,7 +76,7 @@ def test_where_windows_refuses_there_is_no_job_and_every_handle_is_given_back(re
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is one there")
 def test_elsewhere_a_job_does_nothing() -> None:
-    made = Job.of(4711)
+    made = JobObject.of(4711)
     made.terminate()
     made.close()
 
@@ -84,7 +84,7 @@ def test_elsewhere_a_job_does_nothing() -> None:
 @pytest.mark.skipif(sys.platform != "win32", reason="calls Windows")
 def test_windows_ends_a_child_by_its_job() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    made = Job.of(child.pid)
+    made = JobObject.of(child.pid)
     assert child.poll() is None
     made.terminate()
     assert child.wait(30) == windows_job.KILLED_CODE

@@ -19,12 +19,12 @@ from lora_rocm.recipe.key_rules.data_rules import CONTROL_KEYS, controls_of, hol
 from lora_rocm.recipe.key_rules.table import RULES, rules_for, rules_of
 from lora_rocm.recipe.kinds import NAMED_BY, every_kind, kinds_of, recipe_from
 from lora_rocm.recipe.load import judge, load_recipe, shipped_recipes
-from lora_rocm.recipe.rule import ALL, Rule, names_of, parts_of
+from lora_rocm.recipe.rule import ALL, RecipeRule, names_of, parts_of
 from lora_rocm.recipe.schema import DataSection
 from tests.recipe.rule_examples import EXAMPLES, LISTS, together
 
 ROOT = Path(__file__).parents[2] / "lora_rocm"
-TABLE: dict[str, Rule] = {rule.id: rule for spec in PRODUCT for rule in rules_for(spec)}
+TABLE: dict[str, RecipeRule] = {rule.id: rule for spec in PRODUCT for rule in rules_for(spec)}
 
 
 def broken(data: dict[str, Any]) -> set[str]:
@@ -169,7 +169,7 @@ def representatives() -> list[str]:
     return list({letters: name for name, letters in kind.items()}.values())
 
 
-def reads_what_changes(rule: Rule, key: str) -> bool:
+def reads_what_changes(rule: RecipeRule, key: str) -> bool:
     """Whether a rule reads a key of another example. More entries of a list change nothing for the entries before."""
     names = names_of(parts_of(key))
     below = [parts for parts in rule.parts if names_of(parts)[: len(names)] == names]

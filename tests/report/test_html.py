@@ -11,12 +11,12 @@ from lora_rocm.report.html import (
     MAX_ROWS,
     Block,
     Heading,
+    MissingImage,
     Paragraph,
     Picture,
     PictureTable,
     Preformatted,
     Table,
-    Unread,
     page,
     picture,
     plot,
@@ -49,7 +49,7 @@ class Structure(HTMLParser):
 def drawn(word: str) -> Structure:
     """A page with every kind of block, and one word in each of their texts."""
     curve = plot([Series(word, [(0, 1.0), (1, 2.0)], word), Series(word, [(0, 1.0)], "dots")], word)
-    cells = (Preformatted(word), Picture("png", "", word), Unread())
+    cells = (Preformatted(word), Picture("png", "", word), MissingImage())
     blocks: list[Block | None] = [Paragraph(word, "bad"), Heading(word), Preformatted(word), curve]
     blocks += [table([word], [[word]]), PictureTable([word], [(word, cells)])]
     return Structure(page(word, word, [Paragraph(word)], [section(word, *blocks), section(word), None]))
@@ -83,4 +83,4 @@ def test_images_are_reduced_and_embedded(tmp_path: Path) -> None:
 def test_an_image_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"no image")
     for name in ("a.png", "missing.png", "missing.txt"):
-        assert preview(tmp_path / name, 64) == Unread()
+        assert preview(tmp_path / name, 64) == MissingImage()

@@ -155,7 +155,7 @@ def test_the_stream_decides(monkeypatch: Any) -> None:
     monkeypatch.setattr(progress_bar.sys, "stdout", stream)
     with make_progress() as display:
         assert isinstance(display.view, LineView)
-        display.say("hello")
+        display.notify("hello")
     assert stream.getvalue() == "hello\n"
 
 

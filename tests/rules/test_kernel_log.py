@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from lora_rocm.rules.kernel_log import MAX_LINES, Moment, device_fault, killed_for_memory, lines_since
+from lora_rocm.rules.kernel_log import MAX_LINES, ClockReading, device_fault, killed_for_memory, lines_since
 
-MOMENT = Moment(wall_s=1_800_000_000.7, kernel_s=100.0)
+MOMENT = ClockReading(wall_s=1_800_000_000.7, kernel_s=100.0)
 FAULT = "amdgpu 0000:03:00.0: [gfxhub] page fault (src_id:0 ring:24 vmid:8 pasid:32771)"
 HANG = "amdgpu 0000:03:00.0: ring gfx_0.0.0 timeout, signaled seq=1, emitted seq=3"
 KILLED = "Memory cgroup out of memory: Killed process 4711 (python) total-vm:1kB"
@@ -38,7 +38,7 @@ def test_the_journal_is_asked_from_that_moment_on() -> None:
 def test_without_a_journal_the_ring_buffer_is_read_by_its_stamps(journal: str | None) -> None:
     _, run = tools(journal, DMESG)
     assert lines_since(MOMENT, run, "linux") == (FAULT, KILLED)  # type: ignore[arg-type]
-    assert lines_since(Moment(0.0, 0.0), run, "linux") == (HANG, FAULT, KILLED)  # type: ignore[arg-type]
+    assert lines_since(ClockReading(0.0, 0.0), run, "linux") == (HANG, FAULT, KILLED)  # type: ignore[arg-type]
 
 
 def test_where_nothing_may_be_read_there_is_nothing() -> None:

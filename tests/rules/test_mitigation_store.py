@@ -275,7 +275,7 @@ def test_an_unknown_change_cannot_be_kept_and_one_of_another_version_is_passed_o
     path.write_text(path.read_text(encoding="utf-8").replace(MACHINE, "of-the-future"), encoding="utf-8")
     made = situation_here(of_size())
     assert made.changes == () and made.remembered is not None and len(made.remembered.entries) == 1
-    assert notices(made) == [] and "another version" in mitigation_store.said(made.remembered.entries)[0]
+    assert notices(made) == [] and "another version" in mitigation_store.described(made.remembered.entries)[0]
     keep(start, [MACHINE], "hang", mute)
     assert len(recall(path.parent, key_of(start.facts, start.selection)).entries) == 2, "it is left in the file"
 

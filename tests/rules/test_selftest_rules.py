@@ -8,7 +8,7 @@ import pytest
 
 from lora_rocm.hardware.archs import arch_of
 from lora_rocm.hardware.facts import load_facts
-from lora_rocm.hardware.selftest_result import Result, Stack, Verdict
+from lora_rocm.hardware.selftest_result import Result, SelftestVerdict, SoftwareAndGpu
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.selftest_rules import selftest_table, verdict_rules
@@ -16,7 +16,7 @@ from lora_rocm.rules.this_machine import situation_here
 from tests.golden import HOSTS, machines
 from tests.wording import says
 
-STACK = Stack("2.13.0", "hip 7.2", "6.17", "gfx1100")
+STACK = SoftwareAndGpu("2.13.0", "hip 7.2", "6.17", "gfx1100")
 WAYS = ("math", "flash", "efficient", "cudnn", "default")
 NAMES = (
     *(f"copies.{way}.{size}" for way in ("pageable", "pinned", "pinned-async", "mapped") for size in ("4KiB", "1MiB")),
@@ -32,7 +32,7 @@ NAMES = (
 
 def verdict(
     *bad: str, status: str = "failed", left_out: tuple[str, ...] = (), remedies: tuple[str, ...] = ()
-) -> Verdict:
+) -> SelftestVerdict:
     """All checks; the ones with a name that begins with the given text fail."""
 
     def result(name: str) -> Result:
@@ -40,10 +40,10 @@ def verdict(
             return Result(name, "skipped", 0.0, "left out")
         return Result(name, status if name.startswith(bad) else "passed", 0.1, "seen")  # type: ignore[arg-type]
 
-    return Verdict(STACK, tuple(map(result, NAMES)), (), remedies)
+    return SelftestVerdict(STACK, tuple(map(result, NAMES)), (), remedies)
 
 
-def machine(name: str, found: Verdict | None = None) -> Situation:
+def machine(name: str, found: SelftestVerdict | None = None) -> Situation:
     return replace(situation_here(None, load_facts(HOSTS / f"{name}.json")), verdict=found)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.hardware.facts import HostFacts
-from lora_rocm.hardware.selftest_result import Result, Verdict
+from lora_rocm.hardware.selftest_result import Result, SelftestVerdict
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules import this_machine
@@ -59,11 +59,11 @@ def test_a_stored_verdict_counts_on_the_stack_it_was_made_on(this_is_a_7900: Hos
     stack = stack_of(this_is_a_7900, made.selection)
     assert stack is not None and made.verdict is None
     passed = (Result("gemm.256", "passed", 0.1),)
-    verdict = Verdict(stack, passed, passed)
+    verdict = SelftestVerdict(stack, passed, passed)
     path = tmp_path / f"selftest-{stack.key}.json"
     path.write_text(json.dumps(verdict.to_json()), encoding="utf-8")
     assert situation_here(fast).verdict == verdict
     assert "ROCBLAS_USE_HIPBLASLT" not in {row.variable for row in plan_here(fast).rows}
     other = replace(stack, driver="another")
-    path.write_text(json.dumps(Verdict(other, passed, passed).to_json()), encoding="utf-8")
+    path.write_text(json.dumps(SelftestVerdict(other, passed, passed).to_json()), encoding="utf-8")
     assert situation_here(fast).verdict is None

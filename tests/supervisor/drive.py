@@ -14,7 +14,7 @@ from lora_rocm.foundation.exit_codes import exit_code_of
 from lora_rocm.report.progress_bar import make_progress
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.lock import locked
-from lora_rocm.supervisor.worker import run_worker
+from lora_rocm.supervisor.worker_process import run_worker
 
 mode, run_dir, overrides = sys.argv[1], RunDir(Path(sys.argv[2])), sys.argv[3:]
 
@@ -25,8 +25,8 @@ def run() -> int:
         if overrides:
             from tests.supervisor.supervised import supervisor
 
-            return supervisor(run_dir, mode, overrides, progress.on_event, progress.say).run()
-        return run_worker(run_dir, os.environ, progress.on_event, command, progress.say)
+            return supervisor(run_dir, mode, overrides, progress.on_event, progress.notify).run()
+        return run_worker(run_dir, os.environ, progress.on_event, command, progress.notify)
 
 
 sys.exit(exit_code_of(run))

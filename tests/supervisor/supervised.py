@@ -29,7 +29,7 @@ def supervisor(
     mode: str,
     overrides: Sequence[str],
     on_event: Callable[[dict[str, Any]], None],
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     *,
     machine: str = "cpu-only",
     changes: tuple[str, ...] = (),
@@ -42,7 +42,7 @@ def supervisor(
         command += ["--checkpoint", checkpoint.name] if checkpoint else []
         return [*command, "--attempt", str(attempt), "--stacks-after", json.dumps(stacks_after_s)]
 
-    made = in_force(run_dir, situation(machine, recipe=recipe, changes=changes), say)
+    made = in_force(run_dir, situation(machine, recipe=recipe, changes=changes), notify)
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     options = {"read_log": lambda moment: (), "environ": environ, "pauses_s": (0.0,), **options}
-    return Supervisor(run_dir, recipe, made, command, on_event, say, again="lora-rocm train r.yaml", **options)
+    return Supervisor(run_dir, recipe, made, command, on_event, notify, again="lora-rocm train r.yaml", **options)

@@ -217,15 +217,15 @@ def test_while_loader_workers_run_they_are_given_time() -> None:
 def test_a_pause_of_the_machine_is_no_silence() -> None:
     worker = Worker().starts().begins("step").steps(1.0)
     for _ in range(3):
-        worker.state.on_look(worker.after(0.1).now)
-    worker.state.on_look(worker.after(40_000).now)
+        worker.state.on_poll(worker.after(0.1).now)
+    worker.state.on_poll(worker.after(40_000).now)
     assert decide(worker.state, worker.now) is None
     for _ in range(3010):
-        worker.state.on_look(worker.after(0.1).now)
+        worker.state.on_poll(worker.after(0.1).now)
     assert isinstance(decide(worker.state, worker.now), Hung)
     leaving = Worker().starts().says("end", **LAST_WORDS["end"])
-    leaving.state.on_look(leaving.now)
-    leaving.state.on_look(leaving.after(500).now)
+    leaving.state.on_poll(leaving.now)
+    leaving.state.on_poll(leaving.after(500).now)
     assert decide(leaving.state, leaving.now) is None
 
 

@@ -18,11 +18,11 @@ from lora_rocm.supervisor.hang_detection import Hung
 from lora_rocm.supervisor.restart_policy import (
     MAX_ROLLBACKS,
     WORDS,
-    Failure,
     GiveUp,
     History,
     Raise,
     Restart,
+    WorkerFailure,
     account,
     after,
     attempt_of,
@@ -53,8 +53,8 @@ def on(machine: str, environ: dict[str, str] | None = None, **runtime: Any) -> S
     return situation(machine, environ, recipe=recipe_from(sections))
 
 
-def failure(seen: Seen | None, phase: str = "step", code: str = "x", **more: Any) -> Failure:
-    return Failure(seen, phase, "step", 7, MachineError(code, "It failed.", where="there", fix="Do so."), **more)
+def failure(seen: Seen | None, phase: str = "step", code: str = "x", **more: Any) -> WorkerFailure:
+    return WorkerFailure(seen, phase, "step", 7, MachineError(code, "It failed.", where="there", fix="Do so."), **more)
 
 
 def history(*progressed: bool, budget: int = 10, **more: Any) -> History:
@@ -219,7 +219,7 @@ ALL_TRIED = ("micro-batch-halved", "micro-batch-halved", "checkpointing")
         ([failure("out-of-memory", "preview")], True),
     ],
 )
-def test_a_process_of_its_own_may_fit_where_the_one_before_did_not(failures: list[Failure], again: bool) -> None:
+def test_a_process_of_its_own_may_fit_where_the_one_before_did_not(failures: list[WorkerFailure], again: bool) -> None:
     past = History(10, progressed=(False,) * len(failures), failures=tuple(failures))
     situation = changed(on(CPU), *ALL_TRIED, "image-tiling", "preview-tiling")
     wanted = Restart((), 0) if again else Raise(failures[-1].error)
@@ -258,7 +258,9 @@ def test_everything_that_can_be_seen_has_words() -> None:
 
 
 def test_roll_backs_are_counted_and_end_with_the_original_words() -> None:
-    met = Failure("nonfinite", "step", "step", 7, NonFiniteError("nonfinite", "Loss was not finite.", fix="Lower it."))
+    met = WorkerFailure(
+        "nonfinite", "step", "step", 7, NonFiniteError("nonfinite", "Loss was not finite.", fix="Lower it.")
+    )
     past = history()
     for attempt in range(1, MAX_ROLLBACKS + 1):
         found = after(met, past, on(CPU))

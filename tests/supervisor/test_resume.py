@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.errors import ResumeError, StorageError
-from lora_rocm.families.registry import Registry
+from lora_rocm.families.registry import FamilyRegistry
 from lora_rocm.foundation import files
 from lora_rocm.foundation.files import write_json
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
@@ -257,7 +257,7 @@ def test_a_result_that_rank_0_takes_away_meanwhile_is_no_error(
     assert not resume.settle_rank(chosen, loaded, 1)  # complete
     read = resume.load_recipe
 
-    def meanwhile(path: Path, registry: Registry) -> LoadedRecipe:
+    def meanwhile(path: Path, registry: FamilyRegistry) -> LoadedRecipe:
         run_dir.result.unlink()
         return read(path, registry=registry)
 

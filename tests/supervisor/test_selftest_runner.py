@@ -17,7 +17,7 @@ import pytest
 
 from lora_rocm.errors import MachineError, WorkerDiedError
 from lora_rocm.hardware.facts import load_facts
-from lora_rocm.hardware.selftest_result import Result, Stack, Verdict, stored
+from lora_rocm.hardware.selftest_result import Result, SelftestVerdict, SoftwareAndGpu, stored
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.processes.job_file import to_json
 from lora_rocm.processes.jobs import SelfTestJob
@@ -184,7 +184,7 @@ def make_recipe(**runtime: Any) -> Recipe:
     )
 
 
-def verdict_of(situation: Situation, faulty: Child) -> Verdict:
+def verdict_of(situation: Situation, faulty: Child) -> SelftestVerdict:
     return self_test(situation, faulty.said.append, faulty.command)
 
 
@@ -278,8 +278,8 @@ def test_no_gpu_to_test(tmp_path: Path) -> None:
 @pytest.fixture
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Child:
     made = Child(tmp_path, {})
-    real: Callable[..., Verdict] = selftest_runner.self_test
-    monkeypatch.setattr(selftest_runner, "self_test", lambda situation, say: real(situation, say, made.command))
+    real: Callable[..., SelftestVerdict] = selftest_runner.self_test
+    monkeypatch.setattr(selftest_runner, "self_test", lambda situation, notify: real(situation, notify, made.command))
     return made
 
 
@@ -314,7 +314,7 @@ def test_a_gpu_that_copies_nothing_right_is_refused_and_asked_again(tmp_path: Pa
     situation = machine("windows-rx7900xtx-raphael", tmp_path)
     stack = stack_of(situation.facts, situation.selection)
     assert stack is not None
-    store(tmp_path / "own", Verdict(stack, ()))  # of a better day
+    store(tmp_path / "own", SelftestVerdict(stack, ()))  # of a better day
     with pytest.raises(MachineError, check=saying("supervisor/no-way-of-copying")) as caught:
         ensure(situation, make_recipe(), faulty.said.append)
     assert caught.value.exit_code == 3 and "lora-rocm doctor" in caught.value.fix
@@ -347,8 +347,8 @@ def test_the_child_is_told_to_leave_with_its_parent() -> None:
 
 
 def test_store_is_what_stored_reads(tmp_path: Path) -> None:
-    stack = Stack("2.13", "hip 7.2", "6.17", "gfx1100")
-    verdict = Verdict(stack, (Result("a.b", "failed", 0.5, "x"),), (), ("copies-without-sdma",))
+    stack = SoftwareAndGpu("2.13", "hip 7.2", "6.17", "gfx1100")
+    verdict = SelftestVerdict(stack, (Result("a.b", "failed", 0.5, "x"),), (), ("copies-without-sdma",))
     store(tmp_path, verdict)
     assert stored(tmp_path, stack) == verdict
     assert stored(tmp_path, replace(stack, driver="another")) is None

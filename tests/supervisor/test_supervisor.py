@@ -21,10 +21,10 @@ from lora_rocm.errors import GaveUpError, MachineError, StoppedError, StorageErr
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.processes import process
 from lora_rocm.report.report import write_report
-from lora_rocm.rules.kernel_log import Moment, patterns
+from lora_rocm.rules.kernel_log import ClockReading, patterns
 from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor import hang_detection, restart_policy, worker
+from lora_rocm.supervisor import hang_detection, restart_policy, worker_process
 from lora_rocm.supervisor import supervisor as supervise
 from tests.event_lines import read_events
 from tests.supervisor.fake_run import refused
@@ -135,7 +135,7 @@ def test_without_a_budget_a_hang_is_an_error(run: Run) -> None:
 
 def test_the_limits_that_nobody_has_set(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that advances four seconds at each reading, which is less than a pause of the machine."""
-    monkeypatch.setattr(worker, "POLL_S", 0.02)
+    monkeypatch.setattr(worker_process, "POLL_S", 0.02)
     monkeypatch.setattr(supervise, "MAX_STACKS_S", 0.0)
     clock = itertools.count(0.0, 4.0)
     assert run("first:hang", clock=lambda: next(clock)) == 0
@@ -163,11 +163,11 @@ def test_what_the_worker_started_is_gone_with_it(run: Run) -> None:
 
 
 def test_one_that_cannot_be_ended_is_said_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[worker.Worker] = []
+    started: list[worker_process.Worker] = []
     kill = process.kill_tree
-    monkeypatch.setattr(worker, "kill_tree", lambda pid, job=None: False)
+    monkeypatch.setattr(worker_process, "kill_tree", lambda pid, job=None: False)
 
-    class Kept(worker.Worker):
+    class Kept(worker_process.Worker):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             started.append(self)
@@ -204,7 +204,7 @@ def test_what_dies_again_and_again_before_its_first_word(run: Run) -> None:
 
 
 def test_the_kernel_says_that_memory_ran_out(run: Run) -> None:
-    def log(moment: Moment) -> tuple[str, ...]:
+    def log(moment: ClockReading) -> tuple[str, ...]:
         (start,) = run.of("start")
         return (f"Out of memory: Killed process {start['pid']} (python)",)
 

@@ -22,7 +22,7 @@ from lora_rocm.rundir.event_types import NoticeEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import telemetry
 from lora_rocm.supervisor.telemetry import MODULE, Telemetry
-from lora_rocm.telemetry.cards import EXPLAINED, Cards, Job
+from lora_rocm.telemetry.cards import EXPLAINED, Cards, TelemetryJob
 from tests.event_lines import read_events
 from tests.supervisor.fake_run import event, step_fields
 from tests.supervisor.supervised import supervisor
@@ -88,16 +88,16 @@ def readers() -> list[psutil.Process]:
     return found
 
 
-def scripted(text: str) -> Callable[[Job], list[str]]:
+def scripted(text: str) -> Callable[[TelemetryJob], list[str]]:
     """A command in place of the reading process."""
     return lambda job: python_command("-c", text)
 
 
 def test_readings_are_told_and_written(run: Run, tmp_path: Path) -> None:
     write_tree(tmp_path / "root")
-    run.enough, jobs = is_type("telemetry"), list[Job]()
+    run.enough, jobs = is_type("telemetry"), list[TelemetryJob]()
 
-    def command(job: Job) -> list[str]:
+    def command(job: TelemetryJob) -> list[str]:
         jobs.append(job)
         return python_command("-m", MODULE, job.to_text())
 

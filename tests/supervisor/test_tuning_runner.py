@@ -11,7 +11,7 @@ import pytest
 
 from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, UserError
 from lora_rocm.foundation.files import write_json
-from lora_rocm.hardware.selftest_result import Result, Stack, Verdict
+from lora_rocm.hardware.selftest_result import Result, SelftestVerdict, SoftwareAndGpu
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.hardware.tuned_choice import Choice, Tuned, path_of, store, stored
 from lora_rocm.processes import row_runner
@@ -21,7 +21,7 @@ from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.tuned_rules import attention_text, kept_choices, key_of
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import tuning_runner
-from lora_rocm.supervisor.tuning_runner import WAYS, ensure, fastest, ways_of, without
+from lora_rocm.supervisor.tuning_runner import WAYS, backends_for, ensure, fastest, without
 from tests.golden import HOSTS
 from tests.hardware.situations import situation
 from tests.wording import Worded, mentions, saying, says, worded
@@ -172,13 +172,13 @@ def test_nothing_is_trained_if_every_way_is_wrong(start: Start) -> None:
 
 def test_what_failed_the_self_test_is_not_tried(start: Start) -> None:
     made = start.situation()
-    failed = Verdict(Stack("", "", "", ""), (Result("attention.flash.bf16-d64", "failed", 0.1),))
-    assert ways_of(made) == WAYS
-    assert not {"sdpa", "sdpa-flash"} & set(ways_of(replace(made, verdict=failed)))
-    own = Verdict(Stack("", "", "", ""), (Result("attention.default.bf16-d64", "failed", 0.1),))
-    assert set(WAYS) - set(ways_of(replace(made, verdict=own))) == {"sdpa"}
+    failed = SelftestVerdict(SoftwareAndGpu("", "", "", ""), (Result("attention.flash.bf16-d64", "failed", 0.1),))
+    assert backends_for(made) == WAYS
+    assert not {"sdpa", "sdpa-flash"} & set(backends_for(replace(made, verdict=failed)))
+    own = SelftestVerdict(SoftwareAndGpu("", "", "", ""), (Result("attention.default.bf16-d64", "failed", 0.1),))
+    assert set(WAYS) - set(backends_for(replace(made, verdict=own))) == {"sdpa"}
     held_out = replace(made, changes=("attention-efficient-off",))
-    assert set(WAYS) - set(ways_of(held_out)) == {"sdpa-efficient"}
+    assert set(WAYS) - set(backends_for(held_out)) == {"sdpa-efficient"}
     start.changes["verdict"] = failed
     with pytest.raises(UserError, check=saying("supervisor/failed-the-self-test")):
         start(attention="sdpa")

@@ -8,7 +8,7 @@ import pytest
 
 from lora_rocm.hardware.gpu_select import Selection
 from lora_rocm.hardware.ranks import select_several
-from lora_rocm.telemetry.cards import Cards, Job, cards_of
+from lora_rocm.telemetry.cards import Cards, TelemetryJob, cards_of
 from tests.hardware.situations import facts_of, situation
 
 PAIR = ("0000:0b:00.0", "0000:0e:00.0")
@@ -63,8 +63,8 @@ def test_why_nothing_is_read_is_a_sentence() -> None:
 
 
 def test_a_job_goes_through_a_command_line() -> None:
-    job = Job(Cards("sysfs", PAIR, 2), (1, 2), 0.5, "/x")
-    assert Job.from_text(job.to_text()) == job
+    job = TelemetryJob(Cards("sysfs", PAIR, 2), (1, 2), 0.5, "/x")
+    assert TelemetryJob.from_text(job.to_text()) == job
 
 
 def test_a_discrete_card_spills_whatever_main_memory_there_is() -> None:

@@ -111,6 +111,6 @@ def test_a_card_that_is_lost_is_an_error_of_the_system(name: str) -> None:
 
 
 def test_the_structures_have_the_layout_of_the_header() -> None:
-    assert ctypes.sizeof(nvml.Memory) == 24 and ctypes.sizeof(nvml.ProcessInfo) == 24
+    assert ctypes.sizeof(nvml.NvmlMemory) == 24 and ctypes.sizeof(nvml.ProcessInfo) == 24
     assert ctypes.sizeof(nvml.PciInfo) == 68 and nvml.PciInfo.busId.offset == 36
     assert nvml.ProcessInfo.usedGpuMemory.offset == 8

@@ -13,7 +13,7 @@ import pytest
 from lora_rocm.foundation.safe_path import python_command
 from lora_rocm.rundir.event_types import Event, NoticeEvent, TelemetryEvent, event_of
 from lora_rocm.telemetry import reader_child
-from lora_rocm.telemetry.cards import EXPLAINED, Cards, Job
+from lora_rocm.telemetry.cards import EXPLAINED, Cards, TelemetryJob
 from lora_rocm.telemetry.reader import ABSENT, POWER, TEMPERATURE, reading
 from tests.telemetry.trees import TRAINER, XTX, write_tree
 
@@ -80,7 +80,7 @@ def test_the_family_of_a_process_is_its_children_too() -> None:
         parent.stdin.write(b"\n")
 
 
-def started(job: Job) -> subprocess.Popen[bytes]:
+def started(job: TelemetryJob) -> subprocess.Popen[bytes]:
     command = python_command("-m", "lora_rocm.telemetry.reader_child", job.to_text())
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, bufsize=0)
@@ -88,7 +88,7 @@ def started(job: Job) -> subprocess.Popen[bytes]:
 
 def test_it_reads_until_its_parent_is_gone(tmp_path: Path) -> None:
     write_tree(tmp_path)
-    with started(Job(Cards("sysfs", (XTX,)), pids=(TRAINER,), every_s=0.01, root=str(tmp_path))) as child:
+    with started(TelemetryJob(Cards("sysfs", (XTX,)), pids=(TRAINER,), every_s=0.01, root=str(tmp_path))) as child:
         assert child.stdout is not None and child.stdin is not None
         lines = [child.stdout.readline() for _ in range(6)]
         child.stdin.close()
@@ -102,7 +102,7 @@ def test_it_reads_until_its_parent_is_gone(tmp_path: Path) -> None:
 def test_one_that_hangs_ends_with_its_parent_too(tmp_path: Path) -> None:
     device = write_tree(tmp_path, changes={"mem_info_vram_used": None})
     os.mkfifo(device / "mem_info_vram_used")
-    with started(Job(Cards("sysfs", (XTX,)), every_s=0.01, root=str(tmp_path))) as child:
+    with started(TelemetryJob(Cards("sysfs", (XTX,)), every_s=0.01, root=str(tmp_path))) as child:
         assert child.stdin is not None
         child.stdin.close()
         assert child.wait(WAIT_S) == 0
@@ -110,7 +110,7 @@ def test_one_that_hangs_ends_with_its_parent_too(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there the counters are")
 def test_a_library_that_is_missing_is_said() -> None:
-    with started(Job(Cards("pdh"))) as child:
+    with started(TelemetryJob(Cards("pdh"))) as child:
         assert child.stdout is not None
         (line,) = child.stdout.read().splitlines()
         assert child.wait(WAIT_S) == EXPLAINED

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lora_rocm.telemetry.reader import ABSENT, POWER, TEMPERATURE, faults
-from lora_rocm.telemetry.windows_pdh import COUNTERS, INVALID_DATA, MORE_DATA, NO_DATA, Item, PdhReader
+from lora_rocm.telemetry.windows_pdh import COUNTERS, INVALID_DATA, MORE_DATA, NO_DATA, CounterItem, PdhReader
 from tests.telemetry.trees import GIB
 
 DISCRETE, BUILT_IN = "luid_0x00000000_0x0000D1E5_phys_0", "luid_0x00000000_0x00011A2B_phys_0"
@@ -46,13 +46,13 @@ class FakePdh:
             return INVALID_DATA
         name = next(name for name, path in COUNTERS.items() if path == self.paths[counter.value - 1])
         found = {**self.instances[name], **(self.late if buffer is not None else {})}
-        needed = ctypes.sizeof(Item) * len(found) + 64  # the names lie behind the items
+        needed = ctypes.sizeof(CounterItem) * len(found) + 64  # the names lie behind the items
         if not found:
             return NO_DATA
         if buffer is None or size._obj.value < needed:
             size._obj.value, self.late = needed, {} if buffer is not None else self.late
             return MORE_DATA
-        self.kept = (Item * len(found)).from_buffer(buffer)
+        self.kept = (CounterItem * len(found)).from_buffer(buffer)
         for item, (instance, value) in zip(self.kept, found.items(), strict=True):
             item.name, item.status, item.value = instance, self.status, value
         count._obj.value = len(found)
@@ -115,5 +115,5 @@ def test_a_windows_without_these_counters_is_an_error_of_the_system(what: str) -
 
 
 def test_the_items_have_the_layout_of_64_bit_windows() -> None:
-    places = {name: getattr(Item, name).offset for name in ("name", "status", "value")}
-    assert places == {"name": 0, "status": 8, "value": 16} and ctypes.sizeof(Item) == 24
+    places = {name: getattr(CounterItem, name).offset for name in ("name", "status", "value")}
+    assert places == {"name": 0, "status": 8, "value": 16} and ctypes.sizeof(CounterItem) == 24

@@ -225,7 +225,7 @@ def is_allowed(sections: Sections) -> bool:
         recipe = make_recipe(Path(FOLDER), **sections)
     except ValidationError:
         return False  # the options exclude one another
-    return set(recipe.formats) <= set(recipe.spec.formats) & set(recipe.lora.forms)
+    return set(recipe.formats) <= set(recipe.spec.formats) & set(recipe.lora.writable_formats)
 
 
 def combined(number: int, material: Path) -> Recipe:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.checks import kernel_check
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import LoraRocmError, MachineError, UserError
@@ -96,14 +96,14 @@ def compiled(
 ) -> tuple[Compiler, Model, Said]:
     torch.manual_seed(0)
     model, said = Model(*(Block(**of_block) for _ in range(blocks))), Said()
-    shapes = tuple(Shape.of(h=height, w=width) for height, width in sizes)
+    shapes = tuple(SampleShape.of(h=height, w=width) for height, width in sizes)
     compiler = Compiler(how, shapes, RunContext(said.emit, said.beats.append), backend="aot_eager")
     family: Any = SimpleNamespace(blocks=lambda loaded: list(loaded.components["unet"].blocks))
-    compiler.put(family, SimpleNamespace(components={"unet": model}))  # type: ignore[arg-type]
+    compiler.mark(family, SimpleNamespace(components={"unet": model}))  # type: ignore[arg-type]
     return compiler, model, said
 
 
-def passes(model: nn.Module) -> Callable[[Shape], object]:
+def passes(model: nn.Module) -> Callable[[SampleShape], object]:
     return lambda shape: model(torch.ones(shape["h"], shape["w"], 3)).sum().backward()
 
 
@@ -241,6 +241,6 @@ def test_triton_is_used_where_it_is_proven_allowed_and_nothing_is_compiled(
     monkeypatch.setattr(family, "fuse", fuse)
     session: Any = SimpleNamespace(context=NOBODY)
     begin = pipeline.StartContext(session, recipe, CPU, torch.float32, settings)
-    memory = decide(recipe, family, CPU, torch.float32, settings, Shape.of(h=64, w=64), NOBODY)
+    memory = decide(recipe, family, CPU, torch.float32, settings, SampleShape.of(h=64, w=64), NOBODY)
     with pytest.raises(FusedError):
         load_model(begin, family, DeviceTransfer(CPU, pin=False), memory)

@@ -15,7 +15,7 @@ from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.rundir.event_types import CacheEvent, Event
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
-from lora_rocm.train.disk_forecast import CacheRoom, Room, Sizes
+from lora_rocm.train.disk_forecast import CacheRoom, DiskForecast, Sizes
 from tests.supervisor.fake_run import listening
 from tests.wording import says
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 SIZES = Sizes(checkpoint_bytes=12_000_000, lora_bytes=2_000_000, exports_bytes=2_500_000)
 
 
-def room(folder: Path, free: int | None, **sections: dict[str, Any]) -> tuple[Room, list[str]]:
+def room(folder: Path, free: int | None, **sections: dict[str, Any]) -> tuple[DiskForecast, list[str]]:
     """A run of 10 updates with a checkpoint (11.4 MiB) after every second, and its messages."""
     recipe = recipe_from(
         {
@@ -36,7 +36,7 @@ def room(folder: Path, free: int | None, **sections: dict[str, Any]) -> tuple[Ro
         }
     )
     said: list[str] = []
-    return Room(RunDir(folder), recipe, 10, listening(said), 4, lambda path: free), said
+    return DiskForecast(RunDir(folder), recipe, 10, listening(said), 4, lambda path: free), said
 
 
 def test_what_is_to_come_is_counted(tmp_path: Path) -> None:
@@ -44,11 +44,11 @@ def test_what_is_to_come_is_counted(tmp_path: Path) -> None:
     needed = 3 * SIZES.checkpoint_bytes + 5 * SIZES.lora_bytes
     for free, told in ((needed + MIB, False), (needed + MIB - 1, True)):
         there, said = room(tmp_path, free)
-        there.look_ahead(0, SIZES)
+        there.forecast(0, SIZES)
         assert bool(said) is told
     assert says(said[0], "train/5-lora-files-of-1-9-mib")
     assert str(tmp_path) in said[0]
-    there.look_ahead(2, SIZES)
+    there.forecast(2, SIZES)
     assert len(said) == 1
 
 
@@ -57,7 +57,7 @@ def test_a_large_result_is_counted_with_the_checkpoints_that_are_kept(tmp_path: 
     needed = 2 * large.checkpoint_bytes + 3 * large.lora_bytes + large.exports_bytes
     for free, told in ((needed + MIB, False), (needed + MIB - 1, True)):
         there, said = room(tmp_path, free, output={"keep_last_loras": 3})
-        there.look_ahead(0, large)
+        there.forecast(0, large)
         assert bool(said) is told
     assert says(said[0], "train/3-lora-files-of-1-9-mib")
 
@@ -69,8 +69,8 @@ def test_what_is_there_already_counts_for_less(tmp_path: Path) -> None:
     for updates in (6, 8):
         RunDir(tmp_path / "late").checkpoint(updates).mkdir(parents=True)
     late, said_late = room(tmp_path / "late", free)
-    fresh.look_ahead(0, SIZES)
-    late.look_ahead(8, SIZES)
+    fresh.forecast(0, SIZES)
+    late.forecast(8, SIZES)
     assert said_fresh and not said_late
 
 
@@ -84,9 +84,9 @@ def test_what_is_there_already_counts_for_less(tmp_path: Path) -> None:
 )
 def test_what_takes_more_is_told_sooner(tmp_path: Path, more: dict[str, Any]) -> None:
     plain, said = room(tmp_path, 48 * MIB)
-    plain.look_ahead(0, SIZES)
+    plain.forecast(0, SIZES)
     asking, said_more = room(tmp_path, 48 * MIB, **more)
-    asking.look_ahead(0, SIZES)
+    asking.forecast(0, SIZES)
     assert not said and said_more
 
 
@@ -113,9 +113,9 @@ def test_a_cache_that_will_not_fit_is_told_at_its_first_entries(tmp_path: Path) 
     cache.writing = "image"
     report("images", 0, 9, 1.0)
     for number in range(2):
-        cache.put("image", f"{number:040x}", {"latents": torch.zeros(25_000)}, "an image")
+        cache.write_tensors("image", f"{number:040x}", {"latents": torch.zeros(25_000)}, "an image")
         report("images", number + 1, 9, 1.0)
     assert len(said) == 1 and says(said[0], "train/7-images-that-are-still-to-be")
     assert str(cache.root) in said[0] and progress == [1, 0, 1, 2]
-    cache.put("image", f"{0:040x}", {"latents": torch.zeros(25_000)}, "an image")
+    cache.write_tensors("image", f"{0:040x}", {"latents": torch.zeros(25_000)}, "an image")
     assert cache.written["image"][0] == 2  # it was there

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import LoadedModel
@@ -76,7 +76,7 @@ def batches(
                     fingerprints={name: fingerprint(tensor) for name, tensor in tensors.items()},
                     sample_keys=tuple(f"image-{iteration}-{row}" for row in range(EFFECTIVE_BATCH)[rows]),
                     positions=tuple(range(EFFECTIVE_BATCH)[rows]),
-                    shape=Shape.of(tokens=WIDTH),
+                    shape=SampleShape.of(tokens=WIDTH),
                     iteration=iteration,
                     micro=micro,
                     is_last=micro + 1 == accumulation,

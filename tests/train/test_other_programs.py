@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device import allocator
 from lora_rocm.device.allocator import NO_LIMIT, LimitFollower, limit_now, room_bytes
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.common.objectives.base import Prediction
 from lora_rocm.hardware.memory_budget import GIB
 from lora_rocm.memory import controller, oom_recovery
-from lora_rocm.planning.step_cost import Job, Plan, Rates, choose
+from lora_rocm.planning.step_plan import Plan, Rates, StepRequirements, choose
 from lora_rocm.train import load_model, standalone
 from tests.commands.test_plan import net, recipe
 from tests.device.fake_card import GPU, KEPT_FREE, LIBRARIES, SETTINGS, TOTAL, FakeCard
@@ -168,7 +168,7 @@ def test_a_model_that_moves_begins_with_a_limit_of_now(tmp_path: Path, monkeypat
     monkeypatch.setattr(load_model, "decide", lambda *how: SimpleNamespace(budget=card.limit))
     moves: list[Callable[[], object]] = [
         lambda: standalone.open_transfer(GPU, SETTINGS),
-        lambda: load_model.choose_memory(start, None, [Shape.of(tokens=8)]),  # type: ignore[arg-type]
+        lambda: load_model.choose_memory(start, None, [SampleShape.of(tokens=8)]),  # type: ignore[arg-type]
     ]
     start: Any = SimpleNamespace(device=GPU, settings=SETTINGS, recipe=None, dtype=None, context=None)
     for number, move in enumerate(moves, 1):
@@ -179,7 +179,7 @@ def test_a_model_that_moves_begins_with_a_limit_of_now(tmp_path: Path, monkeypat
 
 def test_the_plan_of_a_step_follows_what_others_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = FakeCard(tmp_path, libraries=LIBRARIES).install(monkeypatch)
-    job, ways = Job(batch_size=2), []
+    job, ways = StepRequirements(batch_size=2), []
     for others in (0, 8 * GIB, 14 * GIB):
         card.changed(others=others)
         chosen = choose(room_bytes(GPU, SETTINGS), net(), job, Rates())
@@ -192,7 +192,7 @@ def test_the_first_pass_asks_for_its_budget_anew(tmp_path: Path, monkeypatch: py
     """Another plan is chosen if others took memory since the first one was."""
     card = FakeCard(tmp_path, libraries=LIBRARIES).install(monkeypatch)
     budget = room_bytes(GPU, SETTINGS)
-    memory = controller.choose_from(recipe(), net(), Job(batch_size=2), budget, Rig().trainer.context)
+    memory = controller.choose_from(recipe(), net(), StepRequirements(batch_size=2), budget, Rig().trainer.context)
     assert memory.plan is not None and memory.plan.mode == "keep"
     memory.room = lambda: room_bytes(GPU, SETTINGS)
     monkeypatch.setattr(memory, "_peak", lambda *how: memory.plan.peak_bytes)  # type: ignore[union-attr]

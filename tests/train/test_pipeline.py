@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.dataset.order.batch_sampler import BatchPlan
+from lora_rocm.dataset.order.batch_plan import BatchPlan
 from lora_rocm.dataset.order.update_note import larger_updates_note
 from lora_rocm.device import attention
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device

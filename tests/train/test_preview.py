@@ -21,7 +21,7 @@ from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import preview
-from lora_rocm.train.outputs import Artifacts
+from lora_rocm.train.artifacts import Artifacts
 from tests.supervisor.fake_run import listening
 from tests.wording import Worded, saying, worded
 

@@ -167,7 +167,7 @@ def test_so_it_is_of_every_family_in_every_format(
 
 def averaging(recipe: Recipe, way: str) -> Recipe:
     """The recipe with an average, in all formats, with a checkpoint before the last update."""
-    formats = tuple(form for form in recipe.spec.formats if form in recipe.lora.forms)
+    formats = tuple(form for form in recipe.spec.formats if form in recipe.lora.writable_formats)
     output = recipe.output.model_copy(
         update={"formats": formats, "dtype": "fp32", "save_every_n_steps": SAVED_AT, "keep_last": 2}
     )

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from lora_rocm.adapters.factory import attach_file
+from lora_rocm.adapters.attach import attach_file
 from lora_rocm.adapters.training_adapter import NAME, TrainingAdapter
 from lora_rocm.errors import ResumeError
 from lora_rocm.families.base import family_for

@@ -43,7 +43,7 @@ def test_workers_that_are_given_up_are_a_change_of_the_run(
             pass
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker_pool, "Group", Failing)
+        patch.setattr(worker_pool, "WorkerPool", Failing)
         assert start(make_recipe(material, runtime={"workers": 1}), tmp_path / "run")
     (change,) = changes(tmp_path / "run")
     assert (change["id"], change["effect"], change["seen"]) == ("workers-0", "exact", seen)

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lora_rocm.adapters.entry import Entry, FileKind, FileModule, Say, file_error
+from lora_rocm.adapters.entry import Entry, FileKind, FileModule, Notify, file_error
 from lora_rocm.adapters.files.module_names import KeyTable, adaptable, canonical, main_component
 from lora_rocm.adapters.registry import file_kind
 from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.families.file_names import FileNames, Rows, RowsOf
+from lora_rocm.families.lora_names import FileNames, Rows, RowsOf
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.weight_format import dense_shape
@@ -27,9 +27,9 @@ from lora_rocm.model_files.adapter_contents import DIFFUSERS_METADATA as DIFFUSE
 from lora_rocm.model_files.adapter_contents import DORA_NORM as DORA_NORM
 from lora_rocm.model_files.adapter_contents import NOT_UNDERSTOOD, Contents, contents_of, not_understood
 from lora_rocm.model_files.adapter_spellings import PEFT_PREFIX as PEFT_PREFIX
-from lora_rocm.model_files.adapter_spellings import Place, plain, split
+from lora_rocm.model_files.adapter_spellings import NamedModule, plain, split
 from lora_rocm.model_files.adapters import Origin, origin_of
-from lora_rocm.model_files.header import Header, read_header, refuse_pickle
+from lora_rocm.model_files.header import TensorFileHeader, read_header, refuse_pickle
 from lora_rocm.model_files.models import Shapes
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders, read_peft_config
 
@@ -73,26 +73,26 @@ def _component_of(name: str, family: ModelFamily) -> str:
 
 
 def read_lora(
-    family: ModelFamily, components: Mapping[str, nn.Module], path: Path, say: Say = lambda text: None
+    family: ModelFamily, components: Mapping[str, nn.Module], path: Path, notify: Notify = lambda text: None
 ) -> dict[str, Any]:
     """Read an adapter of this model, of any kind and file format: module name -> entry.
 
     Modules and shapes of the file are checked against ``components``. ``path``: a .safetensors file or a PEFT directory
-    (one adapter, or one sub-folder per component). ``say`` receives notices about parts that are skipped because they
-    change no weight.
+    (one adapter, or one sub-folder per component). ``notify`` receives notices about parts that are skipped because
+    they change no weight.
 
     Raises:
         AdapterError: the file is missing, a pickle, damaged, not an adapter, of several kinds, or for another model.
     """
-    return read_adapter(family, components, path, say)[1]
+    return read_adapter(family, components, path, notify)[1]
 
 
 def read_for_model(
-    family: ModelFamily, model: LoadedModel, path: Path, say: Say, norms: dict[str, Tensor] | None = None
+    family: ModelFamily, model: LoadedModel, path: Path, notify: Notify, norms: dict[str, Tensor] | None = None
 ) -> tuple[FileKind, dict[str, Entry]]:
     """As ``read_adapter``, also for a file that adapts text encoders that are not loaded."""
     absent = {name: family.skeleton(name) for name in family.text_components if name not in model.components}
-    return read_adapter(family, {**model.components, **absent}, path, say, norms)
+    return read_adapter(family, {**model.components, **absent}, path, notify, norms)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -108,7 +108,7 @@ def read_adapter(
     family: ModelFamily,
     components: Mapping[str, nn.Module],
     path: Path,
-    say: Say = lambda text: None,
+    notify: Notify = lambda text: None,
     norms: dict[str, Tensor] | None = None,
 ) -> tuple[FileKind, dict[str, Entry]]:
     """Like ``read_lora``, and also return the file's kind.
@@ -118,17 +118,17 @@ def read_adapter(
     try:
         folders = peft_folders(path)
         if folders:
-            read = [_read_folder(family, folder, component, say) for component, folder in folders.items()]
+            read = [_read_folder(family, folder, component, notify) for component, folder in folders.items()]
         else:
             header = read_header(_one_file(path), AdapterError)
-            read = [_read_file(family, header, path, norms, say)]
+            read = [_read_file(family, header, path, norms, notify)]
         return _entries(family, components, read, path)
     except NOT_UNDERSTOOD as error:
         raise not_understood(error, path) from error
 
 
 def _read_file(
-    family: ModelFamily, header: Header, path: Path, norms: dict[str, Tensor] | None, say: Say
+    family: ModelFamily, header: TensorFileHeader, path: Path, norms: dict[str, Tensor] | None, notify: Notify
 ) -> tuple[str, Contents[Tensor]]:
     found = contents_of(
         family.name,
@@ -137,18 +137,20 @@ def _read_file(
         TensorNumbers(),
         metadata=header.metadata,
         with_norms=norms is not None,
-        say=say,
+        notify=notify,
     )
     if norms is not None:
         norms |= found.norms
     return "", found
 
 
-def _read_folder(family: ModelFamily, folder: Path, component: str, say: Say) -> tuple[str, Contents[Tensor]]:
+def _read_folder(family: ModelFamily, folder: Path, component: str, notify: Notify) -> tuple[str, Contents[Tensor]]:
     """Read one PEFT folder; also returns the component that its name gives, if there are several folders."""
     config = read_peft_config(folder)
     tensors = read_tensors(read_header(folder / PEFT_WEIGHTS, AdapterError), error=AdapterError)
-    return component, contents_of(family.name, tensors, folder, TensorNumbers(), peft=config, with_norms=False, say=say)
+    return component, contents_of(
+        family.name, tensors, folder, TensorNumbers(), peft=config, with_norms=False, notify=notify
+    )
 
 
 def _entries(
@@ -172,11 +174,11 @@ def _entries(
     for component, found in read:
         unknown += found.unknown
         owners = [component] if component else sorted(components)
-        owner = next((o for o in owners if all(Place(o, each.place.name) in meant for each in found.modules)), "")
+        owner = next((o for o in owners if all(NamedModule(o, each.place.name) in meant for each in found.modules)), "")
         for each in found.modules:
             # a single PEFT folder may be for any component; one of several is for the component in its name
             name = meant.get(
-                Place(owner, each.place.name) if owner and each.key.startswith(PEFT_PREFIX) else each.place
+                NamedModule(owner, each.place.name) if owner and each.key.startswith(PEFT_PREFIX) else each.place
             )
             if name is None or (component and not name.startswith(f"{component}.") and name in shapes):
                 unknown.append(each.key)
@@ -209,19 +211,19 @@ def _qkv_rows(files: FileNames) -> RowsOf:
 
 def _meant(
     family: ModelFamily, components: Mapping[str, nn.Module], table: KeyTable, original: KeyTable, whole_qkv: KeyTable
-) -> dict[Place, str]:
+) -> dict[NamedModule, str]:
     """Return every spelling of the model's modules -> the module, or the key of a table that covers several."""
     main = main_component(family)
-    found = {Place(main, plain(key)): original.whole(key) or key for key in original.parts}
-    found |= {Place(main, plain(key)): key for key in whole_qkv.parts}
+    found = {NamedModule(main, plain(key)): original.whole(key) or key for key in original.parts}
+    found |= {NamedModule(main, plain(key)): key for key in whole_qkv.parts}
     for key, parts in original.parts.items():  # OneTrainer's OMI names count the parts of a fused weight
         if len({part.module for part in parts}) > 1:
-            found |= {Place(main, plain(f"{key}.{place}")): part.module for place, part in enumerate(parts)}
+            found |= {NamedModule(main, plain(f"{key}.{place}")): part.module for place, part in enumerate(parts)}
     for key in table.parts:
         if (place := split(family.name, key)) is not None:
             found[place] = table.whole(key) or key
     for component, root in components.items():
-        found |= {Place(component, plain(module)): canonical(component, module) for module, _ in adaptable(root)}
+        found |= {NamedModule(component, plain(module)): canonical(component, module) for module, _ in adaptable(root)}
     return found
 
 

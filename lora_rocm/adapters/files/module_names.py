@@ -15,7 +15,7 @@ from torch import nn
 
 from lora_rocm.adapters.entry import Entry
 from lora_rocm.families.base import ModelFamily
-from lora_rocm.families.file_names import RowsOf
+from lora_rocm.families.lora_names import RowsOf
 from lora_rocm.kernels.weight_format import dense_shape
 
 TEXT_LEVEL = "text_model."
@@ -48,7 +48,7 @@ def main_component(family: ModelFamily) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightSlice:
     """Rows from ``first`` on of a module's weight, and the position ``at`` of the same rows in a key's weight."""
 
     module: str
@@ -74,7 +74,7 @@ class KeyTable:
     """
 
     def __init__(self, components: Mapping[str, nn.Module], rows_of: RowsOf) -> None:
-        self.parts: dict[str, list[Part]] = {}
+        self.parts: dict[str, list[WeightSlice]] = {}
         self.rows: dict[str, int] = {}
         inputs: dict[str, tuple[int, ...]] = {}
         for component, root in components.items():
@@ -83,7 +83,7 @@ class KeyTable:
                 self.rows[name], first = rows, 0
                 placed = rows_of(component, path, rows)
                 for key, at, count in placed:
-                    self.parts.setdefault(key, []).append(Part(name, first, at, count))
+                    self.parts.setdefault(key, []).append(WeightSlice(name, first, at, count))
                     inputs[key], first = tuple(rest), first + count
                 if placed and first != rows:
                     raise ValueError(f"{name} has {rows} rows, of which its keys name {first}")

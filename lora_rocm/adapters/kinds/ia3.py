@@ -50,7 +50,7 @@ class Ia3Entry(OutputEntry):
         """Return the tensors by name."""
         return {STRETCH: self.stretch}
 
-    def tensors(self, form: Form, dtype: torch.dtype) -> dict[str, Tensor]:
+    def tensors(self, file_format: Form, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the file's tensors, in float32: they are few."""
         shape = (-1,) if len(self.shape) == 2 else (1, -1, *[1] * len(self.shape[2:]))
         return {"weight": self.stretch.view(shape), "on_input": torch.tensor(0.0)}
@@ -96,7 +96,7 @@ class Ia3Layer(OutputLayer):
         return y * LycorisAdapter.trained(self, PEFT_NAME)[STRETCH].to(y.dtype)
 
 
-class _Model(LoHaModel):
+class _Ia3Model(LoHaModel):
     """PEFT's model for LoHa with the layer class above; LoHa's config has the needed fields."""
 
     prefix = "ia3_"
@@ -109,7 +109,7 @@ class Ia3Adapter(OutputAdapter):
 
     algorithm = "ia3"
     layer_type = Ia3Layer
-    tuner = _Model
+    tuner = _Ia3Model
     files = IA3
 
     @classmethod

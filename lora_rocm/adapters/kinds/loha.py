@@ -62,9 +62,9 @@ class LohaEntry(FactorEntry):
         (one, off_one), (two, off_two) = found
         return abs(self.scale) * (one * off_two + two * off_one + off_one * off_two)
 
-    def tensors(self, form: Form, dtype: torch.dtype) -> dict[str, Tensor]:
+    def tensors(self, file_format: Form, dtype: torch.dtype) -> dict[str, Tensor]:
         found = {name: tensor.to(dtype) for name, tensor in self.named().items()}
-        if form in ("kohya", "folded"):
+        if file_format in ("kohya", "folded"):
             found["alpha"] = torch.tensor(self.scale * self.rank, dtype=torch.float32)
         return found
 
@@ -123,7 +123,7 @@ class LohaConv2d(LycorisLayer, Conv2d):
             return F.conv2d(x, change.view(base.weight.shape), None, base.stride, base.padding, base.dilation)
 
 
-class _Model(LoHaModel):
+class _LohaModel(LoHaModel):
     """PEFT's ``LoHaModel``, with the layer classes above."""
 
     layers_mapping = {nn.Linear: LohaLinear, nn.Conv2d: LohaConv2d}
@@ -134,7 +134,7 @@ class LohaAdapter(FactorAdapter):
 
     algorithm = "loha"
     layer_type = LoHaLayer
-    tuner = _Model
+    tuner = _LohaModel
     files = LOHA
     config_type = LoHaConfig
 

@@ -67,7 +67,7 @@ class LokrEntry(FactorEntry):
         size, off = reduce(product_of, (rounded(tensor, dtype) for tensor in (*self.w1, *self.w2)))
         return abs(self.scale) * (off + ARITHMETIC * size)
 
-    def tensors(self, form: Form, dtype: torch.dtype) -> dict[str, Tensor]:
+    def tensors(self, file_format: Form, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the file's tensors.
 
         A file's alpha counts only if a factor is a product; otherwise a scale other than 1 is folded into w1.
@@ -75,7 +75,7 @@ class LokrEntry(FactorEntry):
         folded = self.rank is None and self.scale != 1.0
         w1 = (self.w1[0] * self.scale,) if folded else self.w1
         found = {name: tensor.to(dtype) for name, tensor in NAMES.named(w1, self.w2).items()}
-        if form in ("kohya", "folded"):
+        if file_format in ("kohya", "folded"):
             found["alpha"] = torch.tensor(self.scale * self.rank if self.rank else 1.0, dtype=torch.float32)
         return found
 
@@ -145,7 +145,7 @@ class LokrConv2d(LycorisLayer, Conv2d):
         return F.conv2d(mixed, w2_KNHW, None, base.stride, base.padding, base.dilation).reshape(output.shape)
 
 
-class _Model(LoKrModel):
+class _LokrModel(LoKrModel):
     """PEFT's ``LoKrModel``, with the layer classes above."""
 
     layers_mapping = {nn.Linear: LokrLinear, nn.Conv2d: LokrConv2d}
@@ -156,7 +156,7 @@ class LokrAdapter(FactorAdapter):
 
     algorithm = "lokr"
     layer_type = LoKrLayer
-    tuner = _Model
+    tuner = _LokrModel
     files = LOKR
     config_type = LoKrConfig
 
@@ -165,8 +165,8 @@ class LokrAdapter(FactorAdapter):
         return {"decompose_both": lora.decompose_both, "decompose_factor": lora.factor}
 
     @classmethod
-    def put(cls, component: nn.Module, config: PeftConfig) -> None:
-        super().put(component, config)
+    def insert_layers(cls, component: nn.Module, config: PeftConfig) -> None:
+        super().insert_layers(component, config)
         for layer in component.modules():
             if isinstance(layer, LoKrLayer) and cls.trained(layer, PEFT_NAME).keys() <= set(
                 NAMES.factors

@@ -22,7 +22,7 @@ from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Form
 from lora_rocm.adapters.files.module_names import COMFYUI, SD_SCRIPTS, adaptable, canonical
 from lora_rocm.adapters.kinds.lora_entry import LORA, LoraEntry
-from lora_rocm.adapters.kinds.lora_start import START, cast_start, factors, fill_start, less_start, put_start
+from lora_rocm.adapters.kinds.lora_start import START, attach_start, cast_start, factors, fill_start, less_start
 from lora_rocm.adapters.targets import either
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
@@ -77,9 +77,9 @@ class LoraAdapter(Adapter):
         )
 
     @classmethod
-    def put(cls, component: nn.Module, config: PeftConfig) -> None:
+    def insert_layers(cls, component: nn.Module, config: PeftConfig) -> None:
         assert isinstance(config, LoraConfig), "a config of this kind"
-        super().put(component, with_lean_layers(config))
+        super().insert_layers(component, with_lean_layers(config))
         if isinstance(config, _Config) and (config.rank_dropout or config.module_dropout):
             for layer in component.modules():
                 if isinstance(layer, LoraLayer):
@@ -87,7 +87,7 @@ class LoraAdapter(Adapter):
         if isinstance(config, _Config) and config.takes_off_start:
             for layer in component.modules():
                 if isinstance(layer, LoraLayer):
-                    put_start(layer, PEFT_NAME)
+                    attach_start(layer, PEFT_NAME)
 
     @classmethod
     def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Any]) -> Self:
@@ -244,9 +244,9 @@ class LoraAdapter(Adapter):
         ]
         return NormLimit(pairs, lora.max_update_norm)
 
-    def entries_in(self, form: Form) -> Mapping[str, LoraEntry]:
+    def entries_in(self, file_format: Form) -> Mapping[str, LoraEntry]:
         entries: dict[str, LoraEntry] = self.entries()
-        if form != COMFYUI or any(entry.up.is_meta for entry in entries.values()):
+        if file_format != COMFYUI or any(entry.up.is_meta for entry in entries.values()):
             return entries
         return {
             name: entry.of_base_norm(dense_weight(self.modules[name][2].get_base_layer()).cpu())

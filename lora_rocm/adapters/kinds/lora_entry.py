@@ -125,22 +125,22 @@ class LoraEntry(Entry):
         ratio_O = weight.flatten(1).norm(dim=1) / (weight + self.update()).flatten(1).norm(dim=1)
         return replace(self, magnitude=self.magnitude * ratio_O)
 
-    def tensors(self, form: Form, dtype: torch.dtype) -> dict[str, Tensor]:
+    def tensors(self, file_format: Form, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the file's tensors.
 
         In a kohya file alpha is ``scale * rank``, so alpha / rank is the trained scale, also for rsLoRA. PEFT's
         magnitudes have the shape of its layers: [1, out, 1, 1] for a convolution.
         """
-        if form == "kohya":
+        if file_format == "kohya":
             found = {"lora_down.weight": self.down.to(dtype), "lora_up.weight": self.up.to(dtype)}
             found["alpha"] = torch.tensor(self.scale * self.rank, dtype=torch.float32)
             if self.magnitude is not None:
                 found["dora_scale"] = self.magnitude.reshape(-1, *[1] * (self.down.ndim - 1))
             return found
-        if form == "folded" and self.scale != 1.0:
-            return self.folded().tensors(form, dtype)
+        if file_format == "folded" and self.scale != 1.0:
+            return self.folded().tensors(file_format, dtype)
         found = {"lora_A.weight": self.down.to(dtype), "lora_B.weight": self.up.to(dtype)}
-        if self.magnitude is not None and form == "folded":
+        if self.magnitude is not None and file_format == "folded":
             found["dora_scale"] = self.magnitude.reshape(-1, *[1] * (self.down.ndim - 1))
         elif self.magnitude is not None:
             shape = (1, -1, *[1] * (self.down.ndim - 2)) if self.down.ndim > 2 else (-1,)

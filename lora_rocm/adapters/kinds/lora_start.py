@@ -25,7 +25,7 @@ ITERATIONS, LEAST_SPARE = 4, 16  # of PiSSA's fast decomposition of larger weigh
 Pair = tuple[Tensor, Tensor]
 
 
-def put_start(layer: LoraLayer, name: str) -> None:
+def attach_start(layer: LoraLayer, name: str) -> None:
     """Attach the frozen pair to a layer with the adapter ``name``, without values yet, in the weight's dtype."""
     for pairs in (layer.lora_A, layer.lora_B):
         pair = copy.deepcopy(pairs[name])

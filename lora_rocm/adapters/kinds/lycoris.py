@@ -255,7 +255,7 @@ class LycorisAdapter(Adapter):
         """Return PEFT's config of the smallest layers; ``attach`` replaces their tensors."""
 
     @classmethod
-    def put(cls, component: nn.Module, config: PeftConfig) -> None:
+    def insert_layers(cls, component: nn.Module, config: PeftConfig) -> None:
         cls.tuner(component, config, PEFT_NAME)
         for layer in component.modules():
             if isinstance(layer, LycorisLayer):

@@ -91,7 +91,7 @@ class OftEntry(OutputEntry):
         """Return the tensors by name."""
         return {BLOCKS: self.blocks}
 
-    def tensors(self, form: Form, dtype: torch.dtype) -> dict[str, Tensor]:
+    def tensors(self, file_format: Form, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the file's tensors. Its alpha is the constraint."""
         return {BLOCKS: self.blocks.to(dtype), "alpha": torch.tensor(0.0)}
 
@@ -148,7 +148,7 @@ class OftLayer(OutputLayer):
         return torch.einsum("knm,...kn->...km", turn_KNN, y.unflatten(-1, turn_KNN.shape[:2])).flatten(-2)
 
 
-class _Model(LoHaModel):
+class _OftModel(LoHaModel):
     """PEFT's model for LoHa with the layer class above; LoHa's config has the needed fields."""
 
     prefix = "oft_"
@@ -161,7 +161,7 @@ class OftAdapter(OutputAdapter):
 
     algorithm = "diag-oft"
     layer_type = OftLayer
-    tuner = _Model
+    tuner = _OftModel
     files = OFT
 
     @classmethod
@@ -172,8 +172,8 @@ class OftAdapter(OutputAdapter):
         return config
 
     @classmethod
-    def put(cls, component: nn.Module, config: PeftConfig) -> None:
-        super().put(component, config)
+    def insert_layers(cls, component: nn.Module, config: PeftConfig) -> None:
+        super().insert_layers(component, config)
         for layer in component.modules():
             if isinstance(layer, OftLayer):
                 layer.constraint = vars(config).get("constraint", 0.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lora_rocm.checks.timing import Call, Work, measure, wall_seconds_of
+from lora_rocm.checks.timing import Call, MeasuredRow, measure, wall_seconds_of
 from lora_rocm.hardware.pci import address_of
 from lora_rocm.rundir.event_types import LinkEvent
 from lora_rocm.rundir.events import emit
@@ -33,7 +33,7 @@ def run(device: torch.device, start: int) -> None:
     measure(works, start, partial(wall_seconds_of, devices=gpus))
 
 
-def gpu_works(gpus: list[torch.device]) -> list[Work]:
+def gpu_works(gpus: list[torch.device]) -> list[MeasuredRow]:
     """Return all rows of a machine with GPUs; host copies are measured with the first GPU only."""
     first = gpus[0]
     works = []
@@ -42,7 +42,7 @@ def gpu_works(gpus: list[torch.device]) -> list[Work]:
         for copy, prepare in (("host to device", to_device), ("device to host", to_host)):
             works += [_work(copy, memory, size, partial(prepare, first, pinned), size) for size in SIZES]
     # A copy from pageable memory blocks the host until it is done, so only pinned copies can run in parallel.
-    works += [_work("both at once", "pinned", size, partial(both_ways, first), 2 * size) for size in SIZES]
+    works += [_work("both at once", "pinned", size, partial(both_directions, first), 2 * size) for size in SIZES]
     works += [_work("device to device", "one GPU", size, partial(between, first, first), size) for size in SIZES]
     for other in gpus[1:]:
         name = f"GPU {first.index} to GPU {other.index}"
@@ -50,7 +50,7 @@ def gpu_works(gpus: list[torch.device]) -> list[Work]:
     return works
 
 
-def host_works() -> list[Work]:
+def host_works() -> list[MeasuredRow]:
     """Return the rows that can be measured without a GPU."""
     return [_work("host to host", "main memory", size, partial(between, CPU, CPU), size) for size in SIZES]
 
@@ -67,7 +67,7 @@ def to_host(device: torch.device, pinned: bool, size: int) -> Call:
     return lambda: target.copy_(source, non_blocking=pinned)
 
 
-def both_ways(device: torch.device, size: int) -> Call:
+def both_directions(device: torch.device, size: int) -> Call:
     """Return a call that starts a copy of ``size`` bytes in each direction, on two streams."""
     down, up = to_device(device, True, size), to_host(device, True, size)
     first, second = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -94,8 +94,8 @@ def _host(size: int, pinned: bool) -> Tensor:
     return tensor.fill_(1)
 
 
-def _work(copy: str, memory: str, size: int, prepare: partial[Call], num_bytes: int) -> Work:
-    return Work({"copy": copy, "memory": memory, "size_bytes": size}, num_bytes, partial(prepare, size))
+def _work(copy: str, memory: str, size: int, prepare: partial[Call], num_bytes: int) -> MeasuredRow:
+    return MeasuredRow({"copy": copy, "memory": memory, "size_bytes": size}, num_bytes, partial(prepare, size))
 
 
 def _links(gpus: list[torch.device]) -> list[dict[str, object] | None]:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from lora_rocm.checks.timing import Call, Work, measure, seconds_of
+from lora_rocm.checks.timing import Call, MeasuredRow, measure, seconds_of
 from lora_rocm.children.bench import copies
-from lora_rocm.children.measuring import machine, told
+from lora_rocm.children.measuring import machine, run_reported
 from lora_rocm.children.tune.attention import computed, random_inputs
 from lora_rocm.children.tune.job import AttentionCall, Convolution, Product, RecipeWork
 from lora_rocm.device.attention import ROUTES
@@ -38,7 +38,7 @@ BACKENDS_OF = {"cpu": ("math", "flash"), "hip": ("math", "efficient", "flash"), 
 
 def main() -> int:
     """Do the job. An unexpected error ends in a traceback on standard error, which the parent reads."""
-    return told(_measure)
+    return run_reported(_measure)
 
 
 def _measure() -> None:
@@ -54,19 +54,19 @@ def _measure() -> None:
     copies.run(device, job.start)
 
 
-def all_works(work: RecipeWork) -> list[Work]:
+def all_works(work: RecipeWork) -> list[MeasuredRow]:
     """Return all rows of a recipe."""
     return [*_products(work), *_attentions(work), *_convolutions(work)]
 
 
-def _products(work: RecipeWork) -> Iterator[Work]:
+def _products(work: RecipeWork) -> Iterator[MeasuredRow]:
     """Yield the products in the order of a pass; they are numbered, because some differ only in strides."""
     for number, (product, count) in enumerate(work.products.items(), 1):
         left, right = product.inputs[-2:]
         fields = _fields(
             "gemm", f"{number} {product.name}", f"{count} in a pass", (*left.shape, right.shape[-1]), right.dtype
         )
-        yield Work(fields, product.flops, partial(_product, work.device, product))
+        yield MeasuredRow(fields, product.flops, partial(_product, work.device, product))
 
 
 def _product(device: torch.device, product: Product) -> Call:
@@ -74,7 +74,7 @@ def _product(device: torch.device, product: Product) -> Call:
     return partial(product.run, [laid.random(device, own) for laid in product.inputs])
 
 
-def _attentions(work: RecipeWork) -> Iterator[Work]:
+def _attentions(work: RecipeWork) -> Iterator[MeasuredRow]:
     """Yield each call with its gradients, by each backend.
 
     The FLOP count is four multiplications per pair forward and eight backward, regardless of recomputation in the
@@ -86,7 +86,7 @@ def _attentions(work: RecipeWork) -> Iterator[Work]:
         amount = 12.0 * call.batch * call.heads * call.queries * call.keys * call.head_dim
         for backend in names:
             name = f"{number} {'causal' if call.is_causal else 'full'}, {count} in a pass"
-            yield Work(
+            yield MeasuredRow(
                 _fields("attention", name, backend, shape, work.dtype), amount, partial(_attention, work, call, backend)
             )
 
@@ -96,7 +96,7 @@ def _attention(work: RecipeWork, call: AttentionCall, backend: str) -> Call:
     return partial(computed, given, call.is_causal, lambda: sdpa_kernel(ROUTES[backend]))
 
 
-def _convolutions(work: RecipeWork) -> Iterator[Work]:
+def _convolutions(work: RecipeWork) -> Iterator[MeasuredRow]:
     """Yield convolutions through MIOpen or cuDNN ("on") and by torch's own kernels ("off"); a CPU has only torch's."""
     library = "MIOpen" if torch.version.hip else "cuDNN"
     ways = ((f"{library} on", True), (f"{library} off", False)) if work.device.type == "cuda" else (("CPU", True),)
@@ -104,7 +104,7 @@ def _convolutions(work: RecipeWork) -> Iterator[Work]:
         for way, enabled in ways:
             name = f"{number} {'x'.join(map(str, call.kernel.shape))}, {count} in a pass"
             fields = _fields("convolution", name, way, call.pixels.shape, call.pixels.dtype)
-            yield Work(fields, call.flops, partial(convolution, work.device, call, enabled))
+            yield MeasuredRow(fields, call.flops, partial(convolution, work.device, call, enabled))
 
 
 def convolution(device: torch.device, what: Convolution, enabled: bool) -> Call:

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from lora_rocm.checks.timing import Call, Work, measure
-from lora_rocm.children.measuring import machine, told
+from lora_rocm.checks.timing import Call, MeasuredRow, measure
+from lora_rocm.children.measuring import machine, run_reported
 from lora_rocm.dataset.entry_spec import IMAGE
 from lora_rocm.dataset.images.views import views_of
-from lora_rocm.dataset.order.batch_sampler import Item
+from lora_rocm.dataset.order.batch_plan import Item
 from lora_rocm.dataset.sources.sample_image import load_image
 from lora_rocm.dataset.sources.scan import Sample
 from lora_rocm.device.backend_settings import apply
@@ -30,7 +30,7 @@ from lora_rocm.families.base import ModelFamily, family_for
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.image_preprocess import Wanted
+from lora_rocm.latent_cache.image_preprocess import EncodeRequest
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.loader.cached_dataset import Order, Orders, Read
 from lora_rocm.loader.worker_pool import Workers
@@ -65,7 +65,7 @@ class Decoder:
             item, sample = self.images[key]
             assert item.geometry is not None, "its image is read"
             number = [view_key for (view_key,) in item.keys[self.entry]].index(key)
-            wanted = Wanted(sample, item.geometry)
+            wanted = EncodeRequest(sample, item.geometry)
             pixels.append(wanted.tensor(load_image(sample), views_of(sample.options)[number]))
         return Read(order, {"pixels": torch.stack(pixels)}, {})
 
@@ -82,7 +82,7 @@ def worker_counts() -> list[int]:
     return sorted({0, 1, 2, 4, max(4, os.cpu_count() or 1)})
 
 
-def reading(found: dict[str, Any], workers: Workers, said: list[str], plan: BatchPlan) -> Timed:
+def reading(found: dict[str, Any], workers: Workers, reported: list[str], plan: BatchPlan) -> Timed:
     """Return a call that reads batches and returns the seconds per batch; the time to the first goes into ``found``."""
 
     def call() -> float:
@@ -98,21 +98,21 @@ def reading(found: dict[str, Any], workers: Workers, said: list[str], plan: Batc
             count += 1
         seconds = (time.perf_counter() - started) / count
         workers.close()
-        if said:
-            raise RuntimeError(said[0])
+        if reported:
+            raise RuntimeError(reported[0])
         return seconds
 
     return call
 
 
-def _note(said: list[str], event: Event) -> None:
+def _note(reported: list[str], event: Event) -> None:
     if isinstance(event, NoticeEvent):
-        said.append(event.text)
+        reported.append(event.text)
 
 
 def works_of(
     recipe: Recipe, prepared: Prepared, cache: LatentCache, plan: BatchPlan, family: ModelFamily
-) -> list[Work]:
+) -> list[MeasuredRow]:
     """Return all rows: both sources, each with all numbers of workers."""
     works = []
     for source in ("cache", "images"):
@@ -124,7 +124,7 @@ def works_of(
             if source == "images":
                 workers.source = decoder_of(prepared, family)
             fields = {"source": source, "workers": count, "batch_size": plan.batch_size}
-            works.append(Work(fields, plan.batch_size, partial(reading, found, workers, said, plan), found))
+            works.append(MeasuredRow(fields, plan.batch_size, partial(reading, found, workers, said, plan), found))
     return works
 
 
@@ -136,7 +136,7 @@ def _called(call: Call) -> float:
 
 def main() -> int:
     """Fill the cache as training would, and measure. An unexpected error ends in a traceback."""
-    return told(_measure)
+    return run_reported(_measure)
 
 
 def _measure() -> None:

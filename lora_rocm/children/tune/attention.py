@@ -131,10 +131,10 @@ def plain(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, is_causal: bool) ->
 
 
 def prepared(
-    way: str, context: Context, trials: Sequence[Trial], captured: bool, found: dict[str, Any]
+    backend: str, context: Context, trials: Sequence[Trial], captured: bool, found: dict[str, Any]
 ) -> Callable[[], float]:
     """Check a backend at every shape; return a function that times a pass's attention with it. See ``Prepare``."""
-    require_backend(way, context, trials)
+    require_backend(backend, context, trials)
     errors = [trial.error(context) for trial in trials]
     found["error"] = max(errors)
 
@@ -147,7 +147,7 @@ def prepared(
     return seconds
 
 
-def require_backend(way: str, context: Context, trials: Sequence[Trial]) -> None:
+def require_backend(backend: str, context: Context, trials: Sequence[Trial]) -> None:
     """Check that a package is installed, and that the first backend of an order computes at least one of the shapes.
 
     Raises:
@@ -158,14 +158,16 @@ def require_backend(way: str, context: Context, trials: Sequence[Trial]) -> None
     except (ImportError, AttributeError) as error:
         raise RuntimeError(f"not here: {error}") from error
     refused = 0
-    for trial in trials if way in ORDERS else ():
+    for trial in trials if backend in ORDERS else ():
         try:
-            trial.run(lambda: sdpa_kernel([ORDERS[way][0]]))
+            trial.run(lambda: sdpa_kernel([ORDERS[backend][0]]))
         except RuntimeError as error:
             if not any(words in str(error) for words in NO_BACKEND):
                 raise
             refused += 1
-    if (refused and refused == len(trials)) or (way == "sdpa-ck" and not torch.backends.cuda.is_ck_sdpa_available()):
+    if (refused and refused == len(trials)) or (
+        backend == "sdpa-ck" and not torch.backends.cuda.is_ck_sdpa_available()
+    ):
         raise RuntimeError("not here: torch has no such kernel for this GPU and these shapes")
 
 

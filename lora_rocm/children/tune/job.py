@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_rocm.checks.timing import Work, measure
-from lora_rocm.children.measuring import told
+from lora_rocm.checks.timing import MeasuredRow, measure
+from lora_rocm.children.measuring import run_reported
 from lora_rocm.device.attention import Call
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.families.base import ModelFamily, family_for
 from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.hardware.settings import Settings, settings_from
-from lora_rocm.memory.footprint import hollow_model, inputs_on_meta, largest_of
+from lora_rocm.memory.footprint import inputs_on_meta, largest_of, meta_model
 from lora_rocm.memory.op_counter import fused_attention
 from lora_rocm.processes.jobs import TuneAttentionJob, TuneProductsJob, job_of
 from lora_rocm.recipe.kinds import recipe_from
@@ -152,7 +152,7 @@ def count_calls(
     recipe: Recipe, family: ModelFamily, dtype: torch.dtype, settings: Settings, on_gpu: bool = True
 ) -> tuple[Counter[AttentionCall], Counter[Product], Counter[Convolution]]:
     """Count one forward and backward pass of a micro-batch in the largest shape."""
-    model = hollow_model(family, recipe, dtype, on_gpu and settings.triton)
+    model = meta_model(family, recipe, dtype, on_gpu and settings.triton)
     rows = -(-recipe.train.batch_size // settings.micro_batch_parts)
     batch, draws = inputs_on_meta(family, largest_of(recipe), rows)
     with fused_attention(settings.attention != "math"), _Attention() as attention, _Products() as products:
@@ -207,7 +207,7 @@ def report_rows(kind: type[J], rows_of: Callable[[J, RecipeWork], Iterable[tuple
         works = []
         for fields, prepare in rows_of(job, RecipeWork.of(recipe_from(job.recipe))):
             found: dict[str, Any] = {}
-            works.append(Work(fields, 1.0, partial(prepare, found), found))
+            works.append(MeasuredRow(fields, 1.0, partial(prepare, found), found))
         measure(works, job.start, _own_seconds, job.limit_s)
 
-    return told(run)
+    return run_reported(run)

@@ -9,9 +9,9 @@ from itertools import permutations
 from pathlib import Path
 
 from lora_rocm.dataset.images.image_io import readable_extensions
-from lora_rocm.dataset.left_out import counted, few, some
+from lora_rocm.dataset.skipped_files import counted, first_names, some
 from lora_rocm.errors import DataError
-from lora_rocm.foundation.names import Names
+from lora_rocm.foundation.names import NameIndex
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.recipe.sections import caption_endings
 
@@ -43,9 +43,9 @@ class CaptionFiles:
             )
         self._longest_first = sorted(self.endings, key=len, reverse=True)
         # Ending -> path without it -> the ending as it is spelled
-        self._of_stems: dict[str, Names[str]] = {ending: Names() for ending in self.endings}
-        self._of_whole_names: dict[str, Names[str]] = {ending: Names() for ending in self.endings}
-        self._spelled_twice = few()
+        self._of_stems: dict[str, NameIndex[str]] = {ending: NameIndex() for ending in self.endings}
+        self._of_whole_names: dict[str, NameIndex[str]] = {ending: NameIndex() for ending in self.endings}
+        self._spelled_twice = first_names()
 
     def __bool__(self) -> bool:
         return any(map(len, (*self._of_stems.values(), *self._of_whole_names.values())))
@@ -78,20 +78,20 @@ class CaptionFiles:
             found.append(["".join(each) for each in both if each is not None])
         return found
 
-    def settle(self, images: Iterable[Path], left_out: Collection[str]) -> list[str]:
+    def settle(self, images: Iterable[Path], skipped_files: Collection[str]) -> list[str]:
         """Decide which image each file belongs to; returns notices about files of no image, and about several of one.
 
         With the endings .txt and _2.txt, a_2.txt has the longer ending. Next to a_2.png it is not a caption of a.png.
 
         Args:
             images: the images that are trained on.
-            left_out: paths of skipped images, with and without extension; their caption files get no notice.
+            skipped_files: paths of skipped images, with and without extension; their caption files get no notice.
         """
         if not self:
             return []
         paths = [str(image) for image in images]
-        stems = Names((os.path.splitext(path)[0], None) for path in paths)
-        others = Names((path, None) for path in left_out)
+        stems = NameIndex((os.path.splitext(path)[0], None) for path in paths)
+        others = NameIndex((path, None) for path in skipped_files)
         for short, long in permutations(self.endings, 2):
             for stem, ending in self._of_stems[long].items() if long.endswith(short) else ():
                 whole = (stem + ending)[: -len(short)]
@@ -105,7 +105,7 @@ class CaptionFiles:
             for stem, spelled in found.items()
             if stem not in stems and stem not in others
         ]
-        wholes = Names((path, None) for path in paths) if rest else Names[None]()
+        wholes = NameIndex((path, None) for path in paths) if rest else NameIndex[None]()
         lonely = list[str]()
         for ending, stem, spelled in rest:
             if stem in wholes:
@@ -117,11 +117,11 @@ class CaptionFiles:
         if lonely:
             files = "1 caption file has" if len(lonely) == 1 else f"{len(lonely)} caption files have"
             notices.append(f"{files} no image of the same name: {some(sorted(lonely))}.")
-        return notices + self._say_several(paths)
+        return notices + self._notify_several(paths)
 
-    def _say_several(self, images: Sequence[str]) -> list[str]:
+    def _notify_several(self, images: Sequence[str]) -> list[str]:
         """A notice about images with two files of one ending."""
-        several = few()
+        several = first_names()
         for image in images if any(map(len, self._of_whole_names.values())) else ():
             for paths in self._all_of(Path(image)):
                 if len(paths) > 1:

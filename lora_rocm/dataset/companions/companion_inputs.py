@@ -9,7 +9,7 @@ from lora_rocm.dataset.companions.controls import Controls
 from lora_rocm.dataset.companions.masks import Masks
 
 if TYPE_CHECKING:
-    from lora_rocm.dataset.images.image_io import Header
+    from lora_rocm.dataset.images.image_io import ImageHeader
     from lora_rocm.dataset.rows.hf_datasets import DatasetRow
     from lora_rocm.dataset.sample_table import Companion, Sample
     from lora_rocm.errors import Problem
@@ -24,10 +24,10 @@ class CompanionInput(Protocol):
         """The folders of their files, which are not searched for images."""
 
     @property
-    def beside(self) -> str:
+    def path_key(self) -> str:
         """The key of ``data``, if their files are among the images; empty if not."""
 
-    def look(self, sample: Sample, header: Header, row: DatasetRow | None) -> Sequence[Companion | Problem]:
+    def check(self, sample: Sample, header: ImageHeader, row: DatasetRow | None) -> Sequence[Companion | Problem]:
         """Count an image, find its companions and check their headers; a problem: the image cannot be used.
 
         ``row``: the row that names or contains the image; None if it is not from a dataset.

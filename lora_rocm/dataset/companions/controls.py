@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from lora_rocm.dataset.companions.paired_files import PairedFiles
 from lora_rocm.dataset.images.image_io import UnreadableImage, read_header
-from lora_rocm.dataset.left_out import counted, few, some
 from lora_rocm.dataset.rows.hf_datasets import EmptyCell, UnreadableCell, header_in, leads_out, require_column
 from lora_rocm.dataset.sample_table import Companion
+from lora_rocm.dataset.skipped_files import counted, first_names, some
 from lora_rocm.dataset.sources.folders import shown
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.recipe.schema import ResolvedSource
 from lora_rocm.recipe.sections import BESIDE
 
 if TYPE_CHECKING:
-    from lora_rocm.dataset.images.image_io import Header
+    from lora_rocm.dataset.images.image_io import ImageHeader
     from lora_rocm.dataset.rows.hf_datasets import DatasetRow
     from lora_rocm.dataset.sample_table import Sample
 
@@ -59,13 +59,13 @@ class Controls:
                 )
         places = () if columns else options.control_places
         self.folders = [place for place in places if place != BESIDE]
-        self.beside = "control_path" if BESIDE in places else ""
+        self.path_key = "control_path" if BESIDE in places else ""
         self._files = {place: PairedFiles(options, index, place, "control_path", "control image") for place in places}
         self._places: Sequence[PairedFiles | str] = columns or [self._files[place] for place in places]
-        self._without, self._outside = [few() for _ in self._places], few()
+        self._without, self._outside = [first_names() for _ in self._places], first_names()
 
-    def look(self, sample: Sample, header: Header, row: DatasetRow | None) -> Sequence[Companion | Problem]:
-        """As ``CompanionInput.look``."""
+    def check(self, sample: Sample, header: ImageHeader, row: DatasetRow | None) -> Sequence[Companion | Problem]:
+        """As ``CompanionInput.check``."""
         found = list[Companion | Problem]()
         for number, (place, without) in enumerate(zip(self._places, self._without, strict=True)):
             where = ""

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from lora_rocm.dataset.companions.paired_files import PairedFiles
 from lora_rocm.dataset.images.buckets import Geometry, Size
-from lora_rocm.dataset.images.image_io import Header, UnreadableImage, decode_as, read_header
-from lora_rocm.dataset.left_out import counted, few, some
+from lora_rocm.dataset.images.image_io import ImageHeader, UnreadableImage, decode_as, read_header
 from lora_rocm.dataset.sample_table import Companion, Sample
+from lora_rocm.dataset.skipped_files import counted, first_names, some
 from lora_rocm.dataset.sources.folders import shown
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.units import count_text
@@ -42,7 +42,7 @@ class Masks:
 
     def __init__(self, options: ResolvedSource, index: int) -> None:
         self._options = options
-        self._with, self._without = 0, few()
+        self._with, self._without = 0, first_names()
         path = options.mask_path
         self._files = None if path is None else PairedFiles(options, index, path, "mask_path", "mask")
 
@@ -53,11 +53,11 @@ class Masks:
         return () if path is None or path == BESIDE else (path,)
 
     @property
-    def beside(self) -> str:
+    def path_key(self) -> str:
         return "mask_path" if self._options.mask_path == BESIDE else ""
 
-    def look(self, sample: Sample, header: Header, row: DatasetRow | None) -> Sequence[Companion | Problem]:
-        """As ``CompanionInput.look``. The mask is a file, or the image itself."""
+    def check(self, sample: Sample, header: ImageHeader, row: DatasetRow | None) -> Sequence[Companion | Problem]:
+        """As ``CompanionInput.check``. The mask is a file, or the image itself."""
         if self._options.alpha_mask:
             if header.transparent:
                 self._with += 1

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from lora_rocm.dataset.images.image_io import readable_extensions
-from lora_rocm.dataset.left_out import counted, some
 from lora_rocm.dataset.sample_table import Sample
+from lora_rocm.dataset.skipped_files import counted, some
 from lora_rocm.dataset.sources.file_kinds import COMPANION_END, companion_match
 from lora_rocm.dataset.sources.folders import lies_in, real_path, shown, source_folder
 from lora_rocm.errors import DataError
-from lora_rocm.foundation.names import Names
+from lora_rocm.foundation.names import NameIndex
 from lora_rocm.recipe.schema import ResolvedSource
 from lora_rocm.recipe.sections import BESIDE
 
@@ -57,9 +57,9 @@ class PairedFiles:
             )
 
     @cached_property
-    def _files(self) -> Names[Path]:
+    def _files(self) -> NameIndex[Path]:
         """Relative path without extension -> file; the first by name if several match."""
-        wanted, found = readable_extensions(), Names[Path]()
+        wanted, found = readable_extensions(), NameIndex[Path]()
         visited, real_root = set[str](), os.path.realpath(self.root)
         for parent, folders, names in os.walk(self.root, onerror=self._refuse, followlinks=True):
             if (real := os.path.realpath(parent)) in visited:  # links may lead in a circle
@@ -81,7 +81,7 @@ class PairedFiles:
                     self.doubles.append((first[1], path))
                 else:
                     found[name] = path
-        return Names([*((COMPANION_END.sub("", name), path) for name, path in found.items()), *found.items()])
+        return NameIndex([*((COMPANION_END.sub("", name), path) for name, path in found.items()), *found.items()])
 
     def _may_enter(self, folder: Path, real_root: str) -> bool:
         """Whether to search a folder. A linked folder outside of the root may contain any number of other files.
@@ -124,10 +124,10 @@ class PairedFiles:
         return found[1]
 
     @cached_property
-    def _numbered(self) -> Names[Path]:
+    def _numbered(self) -> NameIndex[Path]:
         """Relative path without extension and without leading zeros of its number -> file, for numbered files."""
         matches = ((NUMBER_END.fullmatch(name), path) for name, path in self._files.items())
-        return Names((f"{match[1]}_{int(match[2])}", path) for match, path in matches if match)
+        return NameIndex((f"{match[1]}_{int(match[2])}", path) for match, path in matches if match)
 
     def _is_of_an_image(self, path: Path, image: Path) -> bool:
         """Whether a numbered file has the whole name of another image in the folder of ``image``."""

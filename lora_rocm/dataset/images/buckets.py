@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.errors import DataError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Geometry:
     target_hw: Size
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> SampleShape:
         """The shape of the bucket."""
         return image_shape(self.target_hw)
 
@@ -47,9 +47,9 @@ class Geometry:
         return Geometry(self.original_hw[::-1], self.resized_hw[::-1], self.crop_top_left[::-1], self.target_hw[::-1])
 
 
-def image_shape(size_hw: Size) -> Shape:
+def image_shape(size_hw: Size) -> SampleShape:
     """The shape of an image of (height, width) pixels."""
-    return Shape.of(h=size_hw[0], w=size_hw[1])
+    return SampleShape.of(h=size_hw[0], w=size_hw[1])
 
 
 @lru_cache(maxsize=64)
@@ -79,7 +79,7 @@ def bucket_sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, .
     return tuple(sorted(sizes))
 
 
-def largest_shape(data: DataSection) -> Shape:
+def largest_shape(data: DataSection) -> SampleShape:
     """The bucket of the largest area, whether or not an image uses it; ties go to the one closest to a square."""
     resolution = max(source.resolution for source in data.resolved_sources())
     sizes = bucket_sizes(resolution, data.bucket_step, data.bucket_max_aspect if data.enable_bucket else 1.0)

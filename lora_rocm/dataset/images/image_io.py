@@ -44,7 +44,7 @@ DARK_SHARE = 16  # 12-bit values in 16 bits stay below 1/16 of white
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class ImageHeader:
     """Properties of an image from its header.
 
     size: (width, height) after EXIF orientation.
@@ -83,7 +83,7 @@ def readable_extensions() -> frozenset[str]:
     return frozenset(extension for extension, name in Image.registered_extensions().items() if name in formats)
 
 
-def read_header(file: Path | BinaryIO) -> Header:
+def read_header(file: Path | BinaryIO) -> ImageHeader:
     """Read size and kind of an image without decoding pixels.
 
     Some files are decoded: a PNG with trailing EXIF data (see PNG_TAIL_MARKS), a file that may be truncated, because
@@ -259,7 +259,7 @@ def _open(file: _Frugal) -> Image.Image:
     return Image.open(as_file, formats=formats)
 
 
-def _header(file: BinaryIO) -> Header:
+def _header(file: BinaryIO) -> ImageHeader:
     frugal = _Frugal(file)
     with _open(frugal) as image:
         begin = file.tell()  # of the pixels: the data before them may contain a JPEG preview with its own end mark
@@ -267,7 +267,7 @@ def _header(file: BinaryIO) -> Header:
         frugal.left = math.inf
         (width, height), deep_grey = image.size, image.mode in ("I", "I;16", "I;16B", "I;16L", "I;16N")
         size = (height, width) if _orientation(image) in SIDEWAYS else (width, height)
-        header = Header(size, several, deep_grey, image.has_transparency_data)
+        header = ImageHeader(size, several, deep_grey, image.has_transparency_data)
         if _may_be_truncated(image, file, begin):
             image.load()
         return header

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_rocm.dataset.images.buckets import Geometry, Size, choose_bucket
-from lora_rocm.dataset.left_out import counted, few, some
+from lora_rocm.dataset.skipped_files import counted, first_names, some
 from lora_rocm.foundation.units import count_text
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class SameSizes:
     """Counts images with one size at several resolutions, by cause: resolutions too close, or an image too small."""
 
     def __init__(self, data: DataSection) -> None:
-        self._data, self._small = data, few()
+        self._data, self._small = data, first_names()
         self._place: Path | DatasetRow | None = None
         self._seen = dict[Size, int]()  # of the current image: size -> resolution
         self._sizes = dict[Pair, Counter[Size]]()

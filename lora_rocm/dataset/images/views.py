@@ -22,7 +22,7 @@ MOST_GAMMA = 0.05  # more or less than 1, as there
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ImageView:
     """One version of an image.
 
     flip: mirrored. crop: number of the random crop. colour: number of the change of colours; 0: unchanged.
@@ -33,17 +33,17 @@ class View:
     colour: int = 0
 
 
-PLAIN = View()
+PLAIN = ImageView()
 
 
-def views_of(options: SourceOptions) -> tuple[View, ...]:
+def views_of(options: SourceOptions) -> tuple[ImageView, ...]:
     """The views of each image of a source: first the plain one, last the mirrored ones."""
     flips = (False, True) if options.flip_aug else (False,)
     crops, colours = range(max(int(options.random_crop), 1)), range(options.color_aug + 1)
-    return tuple(View(*each) for each in product(flips, crops, colours))
+    return tuple(ImageView(*each) for each in product(flips, crops, colours))
 
 
-def price_of(options: SourceOptions) -> str:
+def view_count(options: SourceOptions) -> str:
     """A sentence with the number of an image's views and their causes; empty if it has one view."""
     parts = {
         "random_crop": max(int(options.random_crop), 1),
@@ -57,7 +57,7 @@ def price_of(options: SourceOptions) -> str:
     return f"{num_views} versions of each image are encoded and stored, {num_views} times the time and disk: {factors}"
 
 
-def view_geometry(geometry: Geometry, sample: Sample, view: View) -> Geometry:
+def view_geometry(geometry: Geometry, sample: Sample, view: ImageView) -> Geometry:
     """The crop of one view. ``geometry``: the plain view's geometry."""
     if view.crop:
         geometry = randomly_cropped(geometry, sample, view.crop)
@@ -112,7 +112,7 @@ def within(geometry: Geometry, original_hw: Size, crop: Rectangle) -> Geometry:
     return replace(found, crop_top_left=centre)
 
 
-def colour_change(sample: Sample, view: View) -> tuple[str, float] | None:
+def colour_change(sample: Sample, view: ImageView) -> tuple[str, float] | None:
     """The change of colours of a view: ("hue", steps of HUE_STEPS) or ("gamma", exponent); None: none.
 
     Odd numbers are small turns of the hue, even numbers are gammas near 1. The limits are sd-scripts' limits.

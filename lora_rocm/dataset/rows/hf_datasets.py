@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, Header, UnreadableImage, read_header
+from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, ImageHeader, UnreadableImage, read_header
 from lora_rocm.dataset.rows.parquet_guard import unpacked_bytes
 from lora_rocm.dataset.rows.row_cells import listed
 from lora_rocm.dataset.sources.folders import real_path, shown
@@ -168,7 +168,7 @@ def _cell(table: Any, index: int) -> Any:
         raise UnreadableCell(f"the dataset is damaged here: {error}") from error
 
 
-def header_in(row: DatasetRow) -> tuple[Header, Path | DatasetRow]:
+def header_in(row: DatasetRow) -> tuple[ImageHeader, Path | DatasetRow]:
     """The header of the image in a cell, and the image's place: a file that the cell names, or the cell.
 
     Raises:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from lora_rocm.dataset.rows.row_cells import RowCells, UnusableText, says
+from lora_rocm.dataset.rows.row_cells import RowCells, UnusableText, has_content
 from lora_rocm.foundation.tables import read_rows
 
 TRAINED = "trained"
@@ -104,13 +104,13 @@ def carry_out_in_message(message: Mapping[str, Any], where: str, *, is_trained: 
     kept, said = dict[str, Any](), dict[str, bool]()
     for key, value in message.items():
         meaning = meaning_of(key)
-        if meaning is None or meaning.kind == "harmless" or (meaning.kind != "mask" and not says(value)):
+        if meaning is None or meaning.kind == "harmless" or (meaning.kind != "mask" and not has_content(value)):
             kept[key] = value
         elif meaning.kind != "mask":
             if not meaning.is_data(key, value):
                 raise meaning.refusal(key, value, where)
             kept[key] = value
-        elif says(value):
+        elif has_content(value):
             flag = flag_of(value)
             if flag is None:
                 raise meaning.refusal(key, value, where)
@@ -123,13 +123,13 @@ def refuse_in_part(part: Mapping[str, Any], where: str) -> None:
     """Raise UnusableText if a part of a message's content has a key about the loss: all parts are trained alike."""
     for key, value in part.items():
         meaning = meaning_of(str(key))
-        if meaning is None or meaning.kind == "harmless" or not says(value) or meaning.is_data(str(key), value):
+        if meaning is None or meaning.kind == "harmless" or not has_content(value) or meaning.is_data(str(key), value):
             continue
         if meaning.kind != "mask" or flag_of(value) is not True:
             raise meaning.refusal(str(key), value, where)
 
 
-def refuse_in_row(row: RowCells, *, read: Collection[str] = (), beside_text: bool = False) -> None:
+def refuse_in_row(row: RowCells, *, read: Collection[str] = (), next_to_text: bool = False) -> None:
     """Raise UnusableText if a column about the loss cannot be applied.
 
     Applied columns count as read; columns without an effect add a remark.
@@ -137,18 +137,18 @@ def refuse_in_row(row: RowCells, *, read: Collection[str] = (), beside_text: boo
     Args:
         row: the cells by column.
         read: columns that make up the sample itself.
-        beside_text: the row is a plain text.
+        next_to_text: the row is a plain text.
     """
     said, answers = dict[str, bool](), [row.unread(column) for column in ANSWER_COLUMNS if column in row]
-    is_chosen = any(says(each) and each == row.unread("chosen") for each in answers)
+    is_chosen = any(has_content(each) and each == row.unread("chosen") for each in answers)
     # Apply, refuse or report each column about the loss.
     for column in (column for column in row if column not in read):
         meaning, value = meaning_of(str(column)), row.unread(column)
-        if meaning is None or (beside_text and spelled(column) in map(spelled, meaning.beside_text)):
+        if meaning is None or (next_to_text and spelled(column) in map(spelled, meaning.beside_text)):
             continue
         name = str(column)
-        if not says(value):
-            if meaning.kind == "label" and not beside_text:
+        if not has_content(value):
+            if meaning.kind == "label" and not next_to_text:
                 what = f"Its column {name:.60} is empty in a table that uses it to mark good answers."
                 raise UnusableText(what, "Fill it and keep only good answers, or remove the column from all rows.")
         elif meaning.kind == "harmless":
@@ -169,11 +169,11 @@ def refuse_in_row(row: RowCells, *, read: Collection[str] = (), beside_text: boo
         raise UnusableText(what, "Remove the row.")
 
 
-def _agreed(said: Mapping[str, bool], where: str) -> bool | None:
+def _agreed(described: Mapping[str, bool], where: str) -> bool | None:
     """The common value of all keys; None: there is no key."""
-    flags = set(said.values())
+    flags = set(described.values())
     if len(flags) == 2:
-        yes, no = (next(key for key, flag in said.items() if flag is wanted) for wanted in (True, False))
+        yes, no = (next(key for key, flag in described.items() if flag is wanted) for wanted in (True, False))
         what = f"{where} is included in training by {yes:.60}, and excluded by {no:.60}."
         raise UnusableText(what, f"Keep one of {yes:.60} and {no:.60}.")
     return next(iter(flags), None)

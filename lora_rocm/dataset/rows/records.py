@@ -23,7 +23,7 @@ from lora_rocm.dataset.rows.loss_keys import (
     refuse_in_row,
     spelled,
 )
-from lora_rocm.dataset.rows.row_cells import RowCells, listed, says
+from lora_rocm.dataset.rows.row_cells import RowCells, has_content, listed
 from lora_rocm.dataset.rows.row_cells import UnusableText as UnusableText
 
 MARK = "\x1e"
@@ -204,9 +204,11 @@ def record_of(row: Cells, pairs: bool = False) -> Record:
         refuse_in_row(cells, read=PAIRED)
         return pair_of(cells)
     forms = [form for form in READERS if form[0] <= cells.keys()]
-    for columns, reader in sorted(forms, key=lambda form: not form[0] <= cells.filled):  # Arrow fills up with nulls
+    for columns, reader in sorted(
+        forms, key=lambda message_format: not message_format[0] <= cells.filled
+    ):  # Arrow fills up with nulls
         is_text = reader is _of_text
-        refuse_in_row(cells, read=columns, beside_text=is_text)
+        refuse_in_row(cells, read=columns, next_to_text=is_text)
         if not is_text:
             _refuse_columns(cells)
         return reader(cells)
@@ -245,7 +247,7 @@ def _refuse_columns(row: RowCells) -> None:
     refused = {spelled(column): found for column, found in REFUSED.items()}
     for column in row:
         holds, fix = refused.get(spelled(column), ("", ""))
-        if holds and says(row.unread(column)):
+        if holds and has_content(row.unread(column)):
             raise UnusableText(f"Its column {column} contains {holds}, which would be lost.", fix)
 
 
@@ -320,7 +322,7 @@ def pair_of(cells: Cells) -> Pair:
             "objective.loss: dpo needs the columns chosen and rejected, and prompt if the answers do not include it.",
         )
     prompt, *answers = (messages_or_text(row.get(column)) for column in ("prompt", "chosen", "rejected"))
-    prompt = _value_of(row, "conversations") if prompt is None and says(row.unread("conversations")) else prompt
+    prompt = _value_of(row, "conversations") if prompt is None and has_content(row.unread("conversations")) else prompt
     texts = [each for each in (prompt, *answers) if isinstance(each, str)]
     if len(texts) == 2 + (prompt is not None) and not _has_system(row):
         pair = _pair_of_texts(texts[0] if prompt is not None else None, *texts[-2:])
@@ -497,7 +499,7 @@ def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_trained:
         keys = listed(sorted(message)) or "none"
         raise UnusableText(f"{where} has no role; its keys are {keys}.", "Each message needs role and content.")
     message["content"] = content = _text(row, message.get("content", ""), where)
-    if says(message.get("refusal")) and not content.strip() and not message.get("tool_calls"):
+    if has_content(message.get("refusal")) and not content.strip() and not message.get("tool_calls"):
         what = f"{where} has its answer in refusal ({message['refusal']!a:.40}), and has no content."
         raise UnusableText(what, "Move the text from refusal to content to learn to refuse, or remove the row.")
     # calls of tools
@@ -524,7 +526,7 @@ def _text(row: RowCells, content: object, where: str) -> str:
                 what = "has the type" if isinstance(part, Mapping) else "is not a mapping with type and text, but"
                 raise UnusableText(f"{of_part} {what} {kind!a:.40}.", PARTS_FIX)
             refuse_in_part(part, of_part)
-        more = {str(key) for part in content for key in part if key not in ("type", "text") and says(part[key])}
+        more = {str(key) for part in content for key in part if key not in ("type", "text") and has_content(part[key])}
         row.remarks.update(f"The key {key:.60} of a part of a message's content is not read" for key in sorted(more))
         parts = ["" if part.get("text") is None else part["text"] for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None

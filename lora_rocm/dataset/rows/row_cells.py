@@ -30,7 +30,7 @@ class UnusableText(Exception):
         self.what, self.fix = what, fix
 
 
-def says(value: object) -> bool:
+def has_content(value: object) -> bool:
     """Whether a cell or a value of a message has content: an empty text, list or mapping has none."""
     if isinstance(value, str):
         return value.strip() not in EMPTY_JSON
@@ -72,7 +72,7 @@ class RowCells(Mapping[str, Any]):
     @property
     def left(self) -> list[str]:
         """Columns with content that were not read."""
-        return [str(column) for column, cell in self._cells.items() if column not in self._read and says(cell)]
+        return [str(column) for column, cell in self._cells.items() if column not in self._read and has_content(cell)]
 
 
 def listed(names: Sequence[str]) -> str:

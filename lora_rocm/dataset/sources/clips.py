@@ -7,8 +7,14 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, Header, UnreadableImage, read_header, readable_extensions
-from lora_rocm.dataset.left_out import Patterns
+from lora_rocm.dataset.images.image_io import (
+    MAX_IMAGE_BYTES,
+    ImageHeader,
+    UnreadableImage,
+    read_header,
+    readable_extensions,
+)
+from lora_rocm.dataset.skipped_files import Patterns
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.recipe.schema import ResolvedSource
 
@@ -55,7 +61,7 @@ def frames_of(video: Path, root: Path, options: ResolvedSource) -> list[Path]:
     return [path for _, _, path in sorted(found)]
 
 
-def read_video(video: Path, root: Path, options: ResolvedSource) -> tuple[Header, int, int]:
+def read_video(video: Path, root: Path, options: ResolvedSource) -> tuple[ImageHeader, int, int]:
     """The header that all frames of a clip share, and the numbers of used and unused frames.
 
     The largest possible one of ``options.lengths`` is used. Arguments: see ``frames_of``.

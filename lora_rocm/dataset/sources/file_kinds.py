@@ -34,7 +34,7 @@ class UnreadFormat:
 
 
 @dataclass(frozen=True)
-class Companion:
+class ForeignImageKind:
     """A kind of image that other trainers store next to training images.
 
     what: its name in messages, in the plural.
@@ -72,7 +72,7 @@ class FileKinds:
     harmless_suffixes: tuple[str, ...]
     harmless_names: tuple[str, ...]
     unread: tuple[UnreadFormat, ...]
-    companion: tuple[Companion, ...]
+    companion: tuple[ForeignImageKind, ...]
 
 
 @cache
@@ -85,7 +85,7 @@ def kinds() -> FileKinds:
 class CompanionMatch:
     """The companion kind of a name. ``paired``: only if an image elsewhere has the same name."""
 
-    companion: Companion
+    companion: ForeignImageKind
     paired: bool
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from lora_rocm.dataset.captions.caption_files import CaptionFiles
 from lora_rocm.dataset.images.image_io import readable_extensions
-from lora_rocm.dataset.left_out import LeftOut, Patterns, counted, few, some
-from lora_rocm.dataset.rows.row_cells import NameCount, says
+from lora_rocm.dataset.rows.row_cells import NameCount, has_content
+from lora_rocm.dataset.skipped_files import Patterns, SkippedFiles, counted, first_names, some
 from lora_rocm.dataset.sources.clips import in_videos
 from lora_rocm.dataset.sources.file_kinds import CAPTION_SUFFIXES
 from lora_rocm.dataset.sources.given import Given
@@ -22,13 +22,13 @@ from lora_rocm.dataset.sources.metadata_files import (
     METADATA_NAMES,
     PARQUET_NAME,
     Captions,
-    Metadata,
+    SourceMetadata,
     captions_in,
 )
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
-from lora_rocm.foundation.names import BUILTIN, Names
+from lora_rocm.foundation.names import BUILTIN, NameIndex
 from lora_rocm.foundation.terminal_text import legible, one_line
 from lora_rocm.foundation.units import times_text
 from lora_rocm.rundir.layout import RUN_MARKS
@@ -100,7 +100,7 @@ class Folder:
     root: Path
     relatives: list[tuple[str, str]] = field(default_factory=list)
     captions: CaptionFiles = field(default_factory=partial(CaptionFiles, ()))
-    metadata: Metadata | None = None
+    metadata: SourceMetadata | None = None
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
 
@@ -177,7 +177,7 @@ def walk(
     exclude: Sequence[str] = (),
     tables: Tables = TEXT_COLUMN,
     skip: Sequence[str] = (),
-    beside: Collection[str] = (),
+    path_keys: Collection[str] = (),
     videos: bool = False,
     key: Callable[[str], str] = "data.{}".format,
 ) -> Folder:
@@ -195,16 +195,16 @@ def walk(
         exclude: see ``Patterns``.
         tables: the columns to read from metadata files next to the images, and a JSON file in kohya's format.
         skip: folders of other files than images, such as masks; skipped if they are inside ``root``.
-        beside: keys of the masks and control images among the images that are used (``Companion.key``).
+        path_keys: keys of the masks and control images among the images that are used (``Companion.key``).
         videos: a sub-folder of numbered images is a clip, which replaces them.
-        key: see ``LeftOut``.
+        key: see ``SkippedFiles``.
 
     Raises:
         DataError: there is no image at all, ``metadata_file`` cannot be read, or captions have the ending of images.
     """
     folder, wanted = Folder(root, captions=CaptionFiles(caption_extension)), readable_extensions()
-    left_out, inclusion, exclusion = LeftOut(beside, key), Patterns(include), Patterns(exclude)
-    other_captions = {suffix: Names[None]() for suffix in CAPTION_SUFFIXES if suffix not in folder.captions.endings}
+    left_out, inclusion, exclusion = SkippedFiles(path_keys, key), Patterns(include), Patterns(exclude)
+    other_captions = {suffix: NameIndex[None]() for suffix in CAPTION_SUFFIXES if suffix not in folder.captions.endings}
     metadata_files, taken = list[tuple[Path, str]](), set[str]()
     # Sort the files by kind.
     for path, real in _files(folder, left_out, exclusion, recursive, skip):
@@ -225,25 +225,27 @@ def walk(
     folder.notices += left_out.notices(exclusion, inclusion)
     num_found = len(folder.relatives)
     folder.notices += folder.captions.settle((path for path, _ in folder.images), left_out.stems)
-    _leave_out_unwanted(folder)
+    _skip_unwanted(folder)
     if not folder.relatives:
         raise _no_images(folder, left_out, num_found)
     # Read the metadata of the images that are left.
-    _say_other_captions(folder, other_captions)
+    _notify_other_captions(folder, other_captions)
     _read_metadata(folder, tables, metadata_files)
     return folder
 
 
-def _add_image(folder: Folder, left_out: LeftOut, taken: set[str], real: str, stem: str, *, is_included: bool) -> None:
+def _add_image(
+    folder: Folder, skipped_files: SkippedFiles, taken: set[str], real: str, stem: str, *, is_included: bool
+) -> None:
     if not is_included:
-        left_out.not_included(real, stem)
+        skipped_files.not_included(real, stem)
         return
     relative = real if real.isascii() and real.isprintable() else shown(real)
     if relative in taken:  # names that differ only in unprintable characters
         folder.notices.append(f"Skipped, because another name looks the same: {relative}.")
         return
     taken.add(relative)
-    if not left_out.is_companion(relative, real, stem):
+    if not skipped_files.is_companion(relative, real, stem):
         folder.relatives.append((relative, real))
 
 
@@ -260,8 +262,8 @@ def walk_texts(
     Raises:
         DataError: there is no text at all.
     """
-    folder, left_out, inclusion, exclusion = Folder(root), LeftOut(key=key), Patterns(include), Patterns(exclude)
-    found, others, tables = dict[str, str](), few(), list[str]()
+    folder, left_out, inclusion, exclusion = Folder(root), SkippedFiles(key=key), Patterns(include), Patterns(exclude)
+    found, others, tables = dict[str, str](), first_names(), list[str]()
     for path, real in _files(folder, left_out, exclusion, recursive):
         if path.suffix.lower() != TEXT_SUFFIX:
             others.append(shown(real))
@@ -287,20 +289,22 @@ def walk_texts(
     return folder
 
 
-def _no_images(folder: Folder, left_out: LeftOut, num_found: int) -> DataError:
-    left_out.suffixes.update(folder.captions.num_of_each())
-    seen = ", ".join(f"{count} {suffix}" for suffix, count in left_out.suffixes.most_common(6) if count) or "no files"
+def _no_images(folder: Folder, skipped_files: SkippedFiles, num_found: int) -> DataError:
+    skipped_files.suffixes.update(folder.captions.num_of_each())
+    seen = (
+        ", ".join(f"{count} {suffix}" for suffix, count in skipped_files.suffixes.most_common(6) if count) or "no files"
+    )
     found = f"found {seen}" if num_found == 0 else f"all {num_found} are skipped"
     return DataError(
         "data-folder-empty",
         " ".join([f"There are no images in {shown(folder.root)}: {found}.", *folder.notices]),
         where=shown(folder.root),
-        fix=left_out.remedy("Add images there (png, jpg, webp or another format of Pillow), or correct the path."),
+        fix=skipped_files.remedy("Add images there (png, jpg, webp or another format of Pillow), or correct the path."),
     )
 
 
 def _files(
-    folder: Folder, left_out: LeftOut, exclusion: Patterns, recursive: bool, skip: Sequence[str] = ()
+    folder: Folder, skipped_files: SkippedFiles, exclusion: Patterns, recursive: bool, skip: Sequence[str] = ()
 ) -> Iterator[tuple[Path, str]]:
     """Path and relative path (with slashes) of every file of the tree, folder by folder; ``skip``: see ``walk``."""
     root = folder.root
@@ -322,21 +326,21 @@ def _files(
             if is_folder and not recursive:
                 continue
             if exclusion.fit(relative):
-                left_out.exclude(relative, os.path.splitext(path)[0], is_folder)
+                skipped_files.exclude(relative, os.path.splitext(path)[0], is_folder)
                 continue
             target = real_path(path) if entry.is_symlink() else os.path.join(real, entry.name)
             if target is None:
-                left_out.unreachable.append(shown(relative))
+                skipped_files.unreachable.append(shown(relative))
             elif is_folder:
                 if path.suffix.lower() in CAPTION_SUFFIXES:
-                    left_out.caption_folders.append(f"{shown(relative)}/")
+                    skipped_files.caption_folders.append(f"{shown(relative)}/")
                 below += [(path, target, f"{relative}/")] if target not in skipped else []
             else:
                 if not lies_in(target, real_root):
                     outside.append(f"{shown(relative)} -> {shown(target)}")
                 yield path, relative
         pending += reversed(below)
-    _say_left_out_and_linked(folder, runs, outside)
+    _notify_skipped_and_linked(folder, runs, outside)
 
 
 def _entries(folder: Folder, parent: Path, visited: set[tuple[int, int]]) -> list[os.DirEntry[str]]:
@@ -365,7 +369,7 @@ def real_path(path: Path) -> str | None:
         return None
 
 
-def _say_left_out_and_linked(folder: Folder, runs: list[str], outside: list[str]) -> None:
+def _notify_skipped_and_linked(folder: Folder, runs: list[str], outside: list[str]) -> None:
     if runs:
         were = "1 run directory" if len(runs) == 1 else f"{len(runs)} run directories"
         folder.notices.append(f"Skipped {were}, because previews are not training data: {some(runs)}.")
@@ -391,7 +395,7 @@ def lies_in(path: str, folder: str) -> bool:
     return path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
-def _leave_out_unwanted(folder: Folder) -> None:
+def _skip_unwanted(folder: Folder) -> None:
     """Add a notice for each ``10_name`` folder and for images outside these; drop images in folders with 0 repeats."""
     found = dict.fromkeys(folder.repeat_folder(relative) for relative, _ in folder.relatives)
     for repeats in filter(lambda each: each.place, found):
@@ -412,11 +416,11 @@ def _leave_out_unwanted(folder: Folder) -> None:
         )
 
 
-def _say_other_captions(folder: Folder, others: Mapping[str, Names[None]]) -> None:
+def _notify_other_captions(folder: Folder, others: Mapping[str, NameIndex[None]]) -> None:
     """Add a notice if images lack a caption file but have a file next to them with another caption extension."""
     if not any(map(len, others.values())):
         return
-    found = {suffix: few() for suffix in others}
+    found = {suffix: first_names() for suffix in others}
     for path, relative in folder.images:
         stem = os.path.splitext(path)[0]
         for suffix, stems in others.items():
@@ -438,8 +442,8 @@ def _read_metadata(folder: Folder, tables: Tables, files: Sequence[tuple[Path, s
     if not tables.json_file and not (files and tables.has_columns):
         return
     # Read the rows by image.
-    positions = Names((real, position) for position, (_, real) in enumerate(folder.relatives))
-    found = Metadata(
+    positions = NameIndex((real, position) for position, (_, real) in enumerate(folder.relatives))
+    found = SourceMetadata(
         tables.caption_column or "",
         positions,
         weight_column=tables.weight_column,
@@ -456,10 +460,10 @@ def _read_metadata(folder: Folder, tables: Tables, files: Sequence[tuple[Path, s
         except OSError as error:
             folder.notices.append(f"{shown(relative)} cannot be read: {error.strerror}.")
             folder.lasting &= isinstance(error, PermissionError)
-    found.positions = Names()  # frees memory: there may be a million
+    found.positions = NameIndex()  # frees memory: there may be a million
     folder.metadata = found
     # Report unusable rows, and images with two sources of captions.
-    both = few()
+    both = first_names()
     if folder.captions:
         for position, (path, relative) in enumerate(folder.images):
             if found.caption(position) is not None and folder.captions.of(path):
@@ -504,7 +508,7 @@ def read_captions(path: Path, unread: NameCount) -> tuple[str, ...]:
         raise UnusableCaption(f"cannot be read: {error}.") from None
     if isinstance(value, dict):
         read = next((name for name in ("captions", "caption") if name in value), None)
-        for key in (key for key, each in value.items() if read not in (None, key) and says(each)):
+        for key in (key for key, each in value.items() if read not in (None, key) and has_content(each)):
             unread.add(key)
         value = None if read is None else value[read]
     if (found := captions_in(value)) is None:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lora_rocm.dataset.columns import Few
-from lora_rocm.dataset.left_out import counted, few, some
-from lora_rocm.dataset.rows.row_cells import NameCount, says
+from lora_rocm.dataset.columns import FirstN
+from lora_rocm.dataset.rows.row_cells import NameCount, has_content
+from lora_rocm.dataset.skipped_files import counted, first_names, some
 from lora_rocm.dataset.sources.given import Given, UnusableValue, loss_weight, rectangle
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
-from lora_rocm.foundation.names import Names, name_key
+from lora_rocm.foundation.names import NameIndex, name_key
 from lora_rocm.foundation.terminal_text import legible, one_line
 
 MAX_CELL_LETTERS = 1 << 17  # a quote that is never closed includes the rest of the file in its cell
@@ -53,7 +53,7 @@ def captions_in(value: object) -> Captions | None:
 
 
 @dataclass
-class Metadata:
+class SourceMetadata:
     """Captions, other values and statistics from the metadata files of one source.
 
     column: the caption column; empty: captions are not read. weight_column, crop_column: columns for ``Given``.
@@ -64,10 +64,10 @@ class Metadata:
     """
 
     column: str
-    positions: Names[int]
-    bad: Few = field(default_factory=few)
-    unknown: Few = field(default_factory=few)
-    repeated: Few = field(default_factory=few)
+    positions: NameIndex[int]
+    bad: FirstN = field(default_factory=first_names)
+    unknown: FirstN = field(default_factory=first_names)
+    repeated: FirstN = field(default_factory=first_names)
     other_columns: list[str] = field(default_factory=list)
     unread: NameCount = field(default_factory=NameCount)
     num_without_column: int = 0
@@ -128,7 +128,7 @@ class Metadata:
             what = f"The file of captions cannot be read: {one_line(str(error))[:200]}."
             fix = "Give a JSON file of image names, each with caption or tags, or remove data.metadata_file."
             raise DataError("metadata-unreadable", what, where=f"data.metadata_file: {path}", fix=fix) from error
-        stems = Names((posixpath.splitext(real)[0], real) for real, _ in self.positions.items())
+        stems = NameIndex((posixpath.splitext(real)[0], real) for real, _ in self.positions.items())
         above = name_key(root.as_posix().rstrip("/") + "/")
         for name, row in rows.items():
             values = dict(row) if isinstance(row, dict) else {"caption": row}
@@ -203,7 +203,7 @@ class Metadata:
         if self.column and self.column not in row:  # such rows have their own notice with their columns
             return
         read = (FILE_COLUMN, self.column, self.weight_column, self.crop_column)
-        for key in (key for key, value in row.items() if key not in read and says(value)):
+        for key in (key for key, value in row.items() if key not in read and has_content(value)):
             self.unread.add(key)
 
     def _take_given(self, row: Mapping[str, object], position: int) -> None:

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 from lora_rocm.dataset.captions.caption_length import LOST_SHOWN
 from lora_rocm.dataset.captions.captions import as_read, open_wildcard, prepare
-from lora_rocm.dataset.columns import Few
+from lora_rocm.dataset.columns import FirstN
 from lora_rocm.dataset.companions.companion_inputs import COMPANION_INPUTS, CompanionInput
 from lora_rocm.dataset.images.buckets import Geometry, choose_bucket
-from lora_rocm.dataset.images.image_io import Header, UnreadableImage, is_dark, read_header
+from lora_rocm.dataset.images.image_io import ImageHeader, UnreadableImage, is_dark, read_header
 from lora_rocm.dataset.images.same_sizes import SameSizes
 from lora_rocm.dataset.images.views import randomly_cropped, within
-from lora_rocm.dataset.left_out import NUM_NAMED, counted, few, some
 from lora_rocm.dataset.order.regularisation import class_image
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.rows import hf_datasets
@@ -35,6 +34,7 @@ from lora_rocm.dataset.rows.hf_datasets import (
 )
 from lora_rocm.dataset.rows.row_cells import NameCount
 from lora_rocm.dataset.sample_table import Companion, Sample, Samples
+from lora_rocm.dataset.skipped_files import NUM_NAMED, counted, first_names, some
 from lora_rocm.dataset.sources.clips import read_video
 from lora_rocm.dataset.sources.folders import (
     REPEAT_FOLDER,
@@ -97,12 +97,12 @@ class _Findings:
     set_aside: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
-    uncaptioned: Few = field(default_factory=few)
-    used_instead: Few = field(default_factory=few)
-    empty_captions: Few = field(default_factory=few)
-    open_wildcards: Few = field(default_factory=few)
-    placeholders: Few = field(default_factory=few)
-    several_frames: Few = field(default_factory=few)
+    uncaptioned: FirstN = field(default_factory=first_names)
+    used_instead: FirstN = field(default_factory=first_names)
+    empty_captions: FirstN = field(default_factory=first_names)
+    open_wildcards: FirstN = field(default_factory=first_names)
+    placeholders: FirstN = field(default_factory=first_names)
+    several_frames: FirstN = field(default_factory=first_names)
     deep_grey: list[int] = field(default_factory=list)
     num_weighted: int = 0
     num_cropped: int = 0
@@ -127,7 +127,7 @@ class _Findings:
             self.open_wildcards.append(f"{key}: {wildcard[:LOST_SHOWN]}")
         return captions or ("",)
 
-    def add(self, sample: Sample, header: Header, row: DatasetRow | None = None) -> None:
+    def add(self, sample: Sample, header: ImageHeader, row: DatasetRow | None = None) -> None:
         """Add a readable image at each resolution, or skip it if a companion, such as its mask, cannot be used.
 
         ``sample``: the image at the first resolution, with a key without a resolution. ``row``: the row of a dataset's
@@ -140,7 +140,7 @@ class _Findings:
             return
         self.num_weighted += sample.given.loss_weight != 1.0
         self.num_cropped += crop is not None
-        looked = [found for companion in self.companions for found in companion.look(sample, header, row)]
+        looked = [found for companion in self.companions for found in companion.check(sample, header, row)]
         if problems := [found for found in looked if isinstance(found, Problem)]:
             self.set_aside += problems
             return
@@ -183,8 +183,8 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
             _scan_dataset(found)
         else:
             _plan_class_images(found)
-        _say_captions(found)
-        _say_given(found)
+        _notify_captions(found)
+        _notify_given(found)
         found.notices += [notice for companion in companions for notice in companion.notices()]
         found.lasting &= not any(each.folders for each in companions)  # a manifest's listing covers images only
         findings.append(found)
@@ -194,7 +194,7 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
         raise nothing_left(set_aside)
     notices = [notice for found in findings for notice in found.notices]
     notices += _small_images(samples)
-    notices += _say_frames_and_dark(findings)
+    notices += _notify_frames_and_dark(findings)
     lasting = all(found.lasting for found in findings)
     return Scan(samples, set_aside, (*notices, *(_copies(samples) if copies else ())), lasting)
 
@@ -220,7 +220,7 @@ class Cropped:
     """Counts images that lose much of their area to the crop, and images with one size at several resolutions."""
 
     def __init__(self, data: DataSection) -> None:
-        self._data, self._names, self._num_flat = data, few(), 0
+        self._data, self._names, self._num_flat = data, first_names(), 0
         self._same = SameSizes(data)
         self._counted: object = None  # place of the last image that loses much
 
@@ -238,9 +238,9 @@ class Cropped:
 
     def notices(self) -> list[str]:
         """A notice for each of the two counts, with the recipe key that helps most; none for a count of 0."""
-        return [*self._same.notices(), *self._say_cropped()]
+        return [*self._same.notices(), *self._notify_cropped()]
 
-    def _say_cropped(self) -> list[str]:
+    def _notify_cropped(self) -> list[str]:
         if not self._names:
             return []
         fix = f"Raise data.bucket_max_aspect (it is {self._data.bucket_max_aspect:g}) to keep more."
@@ -301,11 +301,11 @@ def _scan_folder(found: _Findings) -> None:
         exclude=options.exclude,
         tables=Tables(options.caption_column, options.loss_weight_column, options.crop_column, options.metadata_file),
         skip=[folder for each in found.companions for folder in each.folders],
-        beside=[each.beside for each in found.companions if each.beside],
+        path_keys=[each.path_key for each in found.companions if each.path_key],
         videos=has_videos,
         key=options.key,
     )
-    found.notices += (*folder.notices, *_say_own_number(root.name, options.caption_fallback))
+    found.notices += (*folder.notices, *_notify_own_number(root.name, options.caption_fallback))
     found.lasting &= folder.lasting and options.metadata_file is None  # a manifest's listing covers images only
     progress, unread = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S), NameCount()
     cut: list[str] = []  # clips with unused frames, and their number
@@ -367,7 +367,7 @@ def _plan_class_images(found: _Findings) -> None:
         found.add_sides(sample)
 
 
-def _say_own_number(name: str, fallback: str) -> list[str]:
+def _notify_own_number(name: str, fallback: str) -> list[str]:
     """A notice if the source's own folder has a ``10_name`` name: kohya's number applies only to sub-folders."""
     match = REPEAT_FOLDER.fullmatch(name)
     if match is None:
@@ -425,7 +425,7 @@ def _fallback(options: ResolvedSource, path: Path | None, folder: RepeatFolder) 
     return ""
 
 
-def _say_captions(found: _Findings) -> None:
+def _notify_captions(found: _Findings) -> None:
     """Add notices about missing and empty captions.
 
     Raises:
@@ -467,7 +467,7 @@ def _say_captions(found: _Findings) -> None:
         found.notices.append(f"{_have(found.empty_captions)} an empty caption: {some(found.empty_captions)}.")
 
 
-def _say_given(found: _Findings) -> None:
+def _notify_given(found: _Findings) -> None:
     """Add a notice about weights and crops that a table gives.
 
     Raises:
@@ -492,9 +492,9 @@ def _say_given(found: _Findings) -> None:
         found.notices.append(f"{count} {'image has' if count == 1 else 'images have'} {what} of the column {column}.")
 
 
-def _say_frames_and_dark(findings: Sequence[_Findings]) -> list[str]:
+def _notify_frames_and_dark(findings: Sequence[_Findings]) -> list[str]:
     """Notices about lost image content: further frames, and 12-bit data stored in 16 bits, which looks almost black."""
-    said, dark = list[str](), few()
+    said, dark = list[str](), first_names()
     for found in findings:
         if found.several_frames:
             several = f"{_have(found.several_frames)} several frames or pages; only the first is used"
@@ -515,7 +515,7 @@ def _say_frames_and_dark(findings: Sequence[_Findings]) -> list[str]:
 
 
 def _small_images(samples: Iterable[Sample]) -> list[str]:
-    small = Few(NUM_NAMED)
+    small = FirstN(NUM_NAMED)
     for sample in samples:
         if sample.width * sample.height * SMALL_SHARE**2 < sample.options.resolution**2:
             small.append(sample.key)
@@ -526,17 +526,17 @@ def _copies(samples: Samples) -> list[str]:
     """A notice about images with the same content; only files of the same size are hashed."""
     alike = groups_of(map(_num_bytes, samples))
     hashes = {index: hashlib.sha256(image_bytes(samples[index])).digest() for group in alike for index in group}
-    return say_copies(samples.__getitem__, groups_of(hashes.values()) if hashes else (), list(hashes))
+    return notify_copies(samples.__getitem__, groups_of(hashes.values()) if hashes else (), list(hashes))
 
 
-def say_copies(
+def notify_copies(
     sample_of: Callable[[int], Sample], groups: Iterable[Sequence[int]], indices: Sequence[int]
 ) -> list[str]:
     """One notice about different files with the same bytes. The same file in two sources is intended (two resolutions).
 
     ``groups``: groups of positions in ``indices`` (indices of samples) with the same content.
     """
-    copies = Few(NUM_NAMED)
+    copies = FirstN(NUM_NAMED)
     for group in groups:
         files = {sample.location: sample.key for sample in (sample_of(indices[place]) for place in group)}
         if len(files) > 1:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lora_rocm.dataset.left_out import NUM_NAMED
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.rows.hf_datasets import DatasetRow
 from lora_rocm.dataset.rows.records import UnusableText, encodable, record_of, written
@@ -17,6 +16,7 @@ from lora_rocm.dataset.rows.row_edge import SharedCause, row_edge
 from lora_rocm.dataset.rows.row_reference import reference
 from lora_rocm.dataset.rows.text_rows import rows_of
 from lora_rocm.dataset.sample_table import Sample, Samples
+from lora_rocm.dataset.skipped_files import NUM_NAMED
 from lora_rocm.dataset.sources.folders import shown, source_folder, walk_texts
 from lora_rocm.dataset.sources.scan import Scan, scan
 from lora_rocm.errors import DataError, Problem
@@ -30,7 +30,7 @@ Parts = Callable[[str], Sequence[str | None]]
 
 
 NUM_KEPT = 20
-"""Number of unusable texts that ``Aside`` keeps."""
+"""Number of unusable texts that ``SkippedTexts`` keeps."""
 ROW_FIX = "Repair or remove it."
 
 
@@ -62,7 +62,7 @@ class Notes:
 
 
 @dataclass
-class Aside:
+class SkippedTexts:
     """The first unusable texts, and their total number.
 
     Attributes:
@@ -116,7 +116,7 @@ class TextCount:
     """
 
     of_source: Counter[int] = field(default_factory=Counter)
-    aside: Aside = field(default_factory=Aside)
+    aside: SkippedTexts = field(default_factory=SkippedTexts)
     notices: Sequence[str] = ()
 
 
@@ -142,7 +142,7 @@ def scan_texts(data: DataSection, report: Report = ignore, parts: Parts = _whole
     Raises:
         DataError: a source cannot be read or has no texts, or no text is usable.
     """
-    samples, aside, notes = Samples(data.resolved_sources()), Aside(most=sys.maxsize), Notes()
+    samples, aside, notes = Samples(data.resolved_sources()), SkippedTexts(most=sys.maxsize), Notes()
     for found in texts_of(data, notes, report, pairs=pairs):
         if isinstance(found, Problem):
             aside.add(found)
@@ -190,14 +190,14 @@ def texts_of(
             yield from _of_folder(index, options, prefix, notes, report)
 
 
-def add_parts(samples: Samples, found: FoundText, parts: Parts, aside: Aside, pairs: bool = False) -> bool:
+def add_parts(samples: Samples, found: FoundText, parts: Parts, skipped: SkippedTexts, pairs: bool = False) -> bool:
     """Add the samples of a text, numbered if it is cut into several; or skip it and return False."""
     sample, text = found.sample, found.sample.caption
     try:
         with row_edge("The text cannot be used", ROW_FIX):
             cut = parts(text)
     except UnusableText as error:
-        aside.refuse(found.where, error)
+        skipped.refuse(found.where, error)
         return False
     for number, part in enumerate(cut):
         if part is None:

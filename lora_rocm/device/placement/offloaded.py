@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from lora_rocm.device.placement.base import Resident, frozen_tensors
 from lora_rocm.device.transfer import DeviceTransfer, position_table, whole_fingerprint
-from lora_rocm.planning.step_cost import SLOTS
+from lora_rocm.planning.step_plan import SLOTS
 
 ARENA_BYTES = 2**30
 ALIGNMENT_BYTES = 256

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
 from lora_rocm.device.placement.base import Placement
 from lora_rocm.families.base import Tensors
@@ -41,7 +41,7 @@ class TextEncoder(CaptionEncoder):
 
     entry = EntrySpec("text", (CAPTION,), {STATES: TensorSpec("bfloat16", "SD")})
 
-    def __init__(self, source: Source, weights: WeightFormat) -> None:
+    def __init__(self, source: BaseSource, weights: WeightFormat) -> None:
         self._source, self._weights = source, weights
 
     @cached_property
@@ -50,28 +50,28 @@ class TextEncoder(CaptionEncoder):
         parts = [*weights, tokenizer_identity(self._source, TOKENIZERS), self._weights.name]
         return f"anima-text{ENCODING_VERSION}-{digest(parts)}"
 
-    def opened(self, door: Placement) -> EncodeCaption:
+    def opened(self, placement: Placement) -> EncodeCaption:
         tokenizers = load_tokenizers(self._source)
         parts: list[Any] = []
         for name, weights in (("text_encoder", self._weights), ("text_conditioner", DENSE)):
             parts.append(self._source.load(name, DTYPE, CPU, weights))
-            door.place(parts[-1], name)
+            placement.place(parts[-1], name)
         encoder, conditioner = parts
 
         def encode(caption: str) -> Tensors:
             ids_BS, t5_ids_BS = (_ids(tokenizer, caption) for tokenizer in tokenizers)
-            t5_ids_BS = door.transfer.send_checked(t5_ids_BS, "token ids")
+            t5_ids_BS = placement.transfer.send_checked(t5_ids_BS, "token ids")
             if ids_BS.shape[1]:
-                ids_BS = door.transfer.send_checked(ids_BS, "token ids")
+                ids_BS = placement.transfer.send_checked(ids_BS, "token ids")
                 states_BSD = encoder(input_ids=ids_BS, use_cache=False).last_hidden_state
             else:  # an empty caption: a zero state has no effect on the conditioner, like a mask that hides it
                 states_BSD = encoder.embed_tokens.weight.new_zeros(1, 1, encoder.config.hidden_size)
-            return door.transfer.receive({STATES: conditioner(states_BSD, t5_ids_BS)[0]})
+            return placement.transfer.receive({STATES: conditioner(states_BSD, t5_ids_BS)[0]})
 
         return encode
 
 
-def load_tokenizers(source: Source) -> list[Any]:
+def load_tokenizers(source: BaseSource) -> list[Any]:
     """Load the tokenizers of Qwen3 and T5.
 
     Raises:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Qwen3Model
 
 from lora_rocm.base_models import conversion
-from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
+from lora_rocm.base_models.loading import BaseSource, ComponentLayout, ModelLayout, TokenizerOf
 from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.families.anima import names
 from lora_rocm.families.anima.encoders import MAX_TOKENS, STATES, TextEncoder, load_tokenizers
@@ -28,7 +28,7 @@ from lora_rocm.families.common.dit.blocks.cosmos import fuse
 from lora_rocm.families.common.dit.detect import names_of
 from lora_rocm.families.common.dit.family import TransformerFamily
 from lora_rocm.families.common.vae import VaeEncoder
-from lora_rocm.families.file_names import FileNames
+from lora_rocm.families.lora_names import FileNames
 
 BLOCK = r"transformer_blocks\.\d+\."
 ATTENTION, MLP = r"attn[12]\.(to_[qkv]|to_out\.0)", r"ff\.net\.(0\.proj|2)"
@@ -40,24 +40,24 @@ NOTICES = {
     "version 1.0.",
 }
 """Word in the name of a base -> notice. The tensors do not identify the variant."""
-LAYOUT = Layout(
+LAYOUT = ModelLayout(
     parts={
-        "transformer": Part(
+        "transformer": ComponentLayout(
             CosmosTransformer3DModel,
             names.PREFIXES[0],
             names.transformer_of_original,
             other_prefixes=names.PREFIXES[1:],
             ignored=names.IGNORED,
         ),
-        "text_conditioner": Part(
+        "text_conditioner": ComponentLayout(
             AnimaTextConditioner,
             names.PREFIXES[0] + names.CONDITIONER,
             conversion.own_names,
             other_prefixes=(*(prefix + names.CONDITIONER for prefix in names.PREFIXES[1:]), names.CONDITIONER),
             ignored=names.IGNORED,
         ),
-        "vae": Part(ImageVae, "first_stage_model.", vae_of_original, other_prefixes=("vae.",)),
-        "text_encoder": Part(Qwen3Model, "text_encoders.qwen3_06b.transformer.", conversion.own_names),
+        "vae": ComponentLayout(ImageVae, "first_stage_model.", vae_of_original, other_prefixes=("vae.",)),
+        "text_encoder": ComponentLayout(Qwen3Model, "text_encoders.qwen3_06b.transformer.", conversion.own_names),
     },
     tokenizers={
         "tokenizer": TokenizerOf("qwen3", "text_encoder"),
@@ -109,7 +109,7 @@ class Anima(TransformerFamily):
             original=lambda component, module, rows: ((names.original(module), 0, rows),),
         )
 
-    def check(self, source: Source) -> tuple[str, ...]:
+    def check(self, source: BaseSource) -> tuple[str, ...]:
         called = names_of(source.name, self.recipe.spec.title)
         told = [notice for word, notice in NOTICES.items() if any(word in name for name in called)]
         return (*super().check(source), *told)

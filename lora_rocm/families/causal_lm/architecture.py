@@ -24,7 +24,7 @@ from transformers.integrations import moe
 
 from lora_rocm.base_models import conversion
 from lora_rocm.base_models.conversion import State
-from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
+from lora_rocm.base_models.loading import BaseSource, ComponentLayout, ModelLayout, TokenizerOf
 from lora_rocm.errors import ModelError
 from lora_rocm.families.causal_lm.attention import APART, NAME, samples_apart
 from lora_rocm.families.causal_lm.objective import Head
@@ -74,7 +74,7 @@ class _Called:
         return getattr(self._block, name)
 
 
-def layout_of(folder: Path) -> Layout:
+def layout_of(folder: Path) -> ModelLayout:
     """The layout of a model in a folder of transformers.
 
     Raises:
@@ -115,8 +115,8 @@ def layout_of(folder: Path) -> Layout:
     # The layout: one component, without the parts that are not the text model.
     finish = None if text is None else only_text
     tokenizers = {TOKENIZER: TokenizerOf("", COMPONENT)}
-    part = Part(cls, "", conversion.own_names, from_folder=published, finish=finish, unread=_unread)
-    return Layout({COMPONENT: part}, tokenizers, folder, changed={COMPONENT: _without_dropout})
+    part = ComponentLayout(cls, "", conversion.own_names, from_folder=published, finish=finish, unread=_unread)
+    return ModelLayout({COMPONENT: part}, tokenizers, folder, changed={COMPONENT: _without_dropout})
 
 
 def _class_of(kind: str, text_kind: str | None) -> Any:
@@ -137,7 +137,7 @@ def _class_of(kind: str, text_kind: str | None) -> Any:
     return whole if text is not None and text._supports_attention_backend else None
 
 
-def require_ends(source: Source, tokenizer: str) -> None:
+def require_ends(source: BaseSource, tokenizer: str) -> None:
     """Refuse configs with an end token that the model does not have.
 
     Raises:

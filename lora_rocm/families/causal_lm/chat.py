@@ -32,7 +32,7 @@ from lora_rocm.dataset.rows.records import (
 )
 from lora_rocm.dataset.rows.row_edge import SharedCause, fails_for_all, row_edge
 from lora_rocm.families.causal_lm.chat_template import ChatTemplate
-from lora_rocm.families.causal_lm.conversation import NUM_WHOLE, Chat, Layout, nearby, rewritten
+from lora_rocm.families.causal_lm.conversation import NUM_WHOLE, Chat, ConversationLayout, nearby, rewritten
 from lora_rocm.families.causal_lm.message_keys import MessageKeys, require_whole_calls, with_arguments
 from lora_rocm.families.causal_lm.special_tokens import Span, SpecialTokens
 from lora_rocm.families.causal_lm.template_limits import OverLimit
@@ -183,7 +183,7 @@ class ChatTokenizer:
                 not_fitting = 0
                 found.append(self._used(one, tokens))
         if not any(found):
-            raise self._behind(whole)
+            raise self._too_long(whole)
         self._num_behind += found.count(None)
         return found
 
@@ -246,7 +246,7 @@ class ChatTokenizer:
         """
         for tokens in found:
             if not any(tokens.trained):
-                raise self._behind(tokens.whole)
+                raise self._too_long(tokens.whole)
         for tokens in found:
             self._num_cut += tokens.whole > self.max_length
             self._num_whole += tokens.brings_ends
@@ -255,7 +255,7 @@ class ChatTokenizer:
             self._lengths[_digest(text)] = max(len(tokens.ids) for tokens in found)
         return text
 
-    def _behind(self, whole: int) -> UnusableText:
+    def _too_long(self, whole: int) -> UnusableText:
         return UnusableText(
             f"Its answer begins after the {self.max_length} tokens that are trained on.",
             f"Raise data.max_length (it has {whole}), or shorten the prompt.",
@@ -369,7 +369,7 @@ class ChatTokenizer:
     def _rendered(self, record: Conversation) -> str:
         return self._template.text(record.messages, record.tools)
 
-    def _of_layout(self, chat: Chat, layout: Layout) -> Tokens:
+    def _of_layout(self, chat: Chat, layout: ConversationLayout) -> Tokens:
         excluded = chat.excluded(layout.text) if self.train_on == "all" else []
         others = chat.others(layout.text) if self.train_on == "answers" else []
         ids, ends = self._encoded(layout.text, chat.letter)

@@ -23,7 +23,7 @@ NUM_WHOLE = 16
 
 
 @dataclass(frozen=True)
-class Layout:
+class ConversationLayout:
     """A conversation as text, and the spans to train on."""
 
     text: str
@@ -89,7 +89,7 @@ class Chat:
         """The text that the model is asked to continue."""
         return self._whole_text(len(self.record.messages), prompt=True)
 
-    def layout(self) -> Layout | None:
+    def layout(self) -> ConversationLayout | None:
         """The text with the spans of its answers; None: the template rewrites answers once further messages follow.
 
         Raises:
@@ -111,7 +111,7 @@ class Chat:
                 if found and found[-1].end > place.begin:
                     return None
             found.append(place)
-        return Layout(text, [(place.begin, place.trained_end) for place in found])
+        return ConversationLayout(text, [(place.begin, place.trained_end) for place in found])
 
     def excluded(self, text: str) -> list[Span]:
         """Spans of the messages that the row excludes from training, in the text of ``layout``, with their headers.
@@ -159,14 +159,14 @@ class Chat:
         except UnusableText:
             if not nobody_asked:
                 raise
-            return self._behind_request(end), end
+            return self._after_request(end), end
         if not end.startswith(begin):
             if not nobody_asked:
                 raise self._template.unfit(begin)
-            begin = self._behind_request(end)
+            begin = self._after_request(end)
         return begin, end
 
-    def _behind_request(self, end: str) -> str:
+    def _after_request(self, end: str) -> str:
         """The beginning of a text up to its answer, located by the template's generation prompt within the text."""
         asked = [{"role": ASKS, "content": "a"}]
         without, request = self._text(asked), self._text(asked, prompt=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.base_models import hub
-from lora_rocm.base_models.loading import Source, builtin_folder
+from lora_rocm.base_models.loading import BaseSource, builtin_folder
 from lora_rocm.base_models.random_weights import PREFIX, RandomSource
 from lora_rocm.base_models.run_folder import refuse_run
 from lora_rocm.cache_store.hash_memory import WEIGHTS_MEMORY, HashMemory
@@ -25,7 +25,7 @@ from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
 from lora_rocm.dataset.rows.records import Pair, UnusableText, read
 from lora_rocm.dataset.rows.row_reference import separated
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.placement.base import Placement
 from lora_rocm.errors import DataError, ModelError
 from lora_rocm.families.base import Encoder, Inputs, LoadedModel, OwnFiles, PreviewRequest, Sampling, Tensors
@@ -55,9 +55,9 @@ from lora_rocm.families.common.objectives.loss import LOSS_MASK
 from lora_rocm.families.common.recompute import Recomputing, evaluating
 from lora_rocm.families.common.tokenizers import digest, unreadable
 from lora_rocm.families.common.wrong_family import recognised_file, recognised_folder, wrong_family
-from lora_rocm.families.file_names import FileNames
+from lora_rocm.families.lora_names import FileNames
 from lora_rocm.foundation.names import BUILTIN
-from lora_rocm.kernels.backend import form_for
+from lora_rocm.kernels.backend import implementation_for
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import WeightFormat
 from lora_rocm.model_files.header import read_header
@@ -103,7 +103,7 @@ class CausalLM:
         self.recipe, self.objective = recipe, NextToken()
 
     @cached_property
-    def source(self) -> Source:
+    def source(self) -> BaseSource:
         """The recipe's base model, found and checked but not loaded.
 
         Raises:
@@ -116,9 +116,9 @@ class CausalLM:
         if name.startswith(PREFIX):
             return RandomSource(name, layout, folder, folder, None, own)
         memory = HashMemory(Path(self.recipe.cache.dir), WEIGHTS_MEMORY)
-        return Source(name, layout, folder, folder, None, own, memory)
+        return BaseSource(name, layout, folder, folder, None, own, memory)
 
-    def take(self, source: Source) -> None:
+    def take(self, source: BaseSource) -> None:
         """Use a base that was found and checked before."""
         self.source = source
 
@@ -136,7 +136,7 @@ class CausalLM:
             file = recognised_file(read_header(path))
             if spec.name not in file.families:
                 raise wrong_family(name, file.title, spec.title, file.families, FIX, self.recipe.registry)
-        if os.path.exists(path) or not hub.looks_like_id(name):
+        if os.path.exists(path) or not hub.resembles_id(name):
             raise ModelError(
                 "model-missing",
                 "There is no such folder, and this is not a Hugging Face model id.",
@@ -186,7 +186,7 @@ class CausalLM:
     def encoders(self) -> Sequence[Encoder]:
         if self._asked.compares_pairs:
             return [PairsEncoder(self)]
-        return [PackedEncoder(self) if self.recipe.data.packing else TokensEncoder(self)]
+        return [RowEncoder(self) if self.recipe.data.packing else TokensEncoder(self)]
 
     @property
     def start_entry(self) -> EntrySpec | None:
@@ -252,7 +252,7 @@ class CausalLM:
         layers: Blocks = decoder(model.components[COMPONENT]).layers
         return layers
 
-    def example(self, shape: Shape, rows: int) -> Tensors:
+    def example(self, shape: SampleShape, rows: int) -> Tensors:
         if self._asked.compares_pairs:
             zeros_BPS = torch.zeros(rows, 2, shape["tokens"], dtype=torch.int64)
             return {IDS: zeros_BPS, LABELS: zeros_BPS.clone(), START: torch.zeros(rows, 2)}
@@ -261,7 +261,7 @@ class CausalLM:
         return {**found, POSITIONS: zeros_BS.clone()} if self.recipe.data.packing else found
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
-        form = form_for(model.device, triton)
+        form = implementation_for(model.device, triton)
         fuse_blocks(self._layers(model), form)
         fuse_head(model.components[COMPONENT], form)
 
@@ -284,14 +284,14 @@ class CausalLM:
         return Prediction(log_probs_BP, batch[START], weight_B, objective.distance, measures)
 
     @torch.no_grad()
-    def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: Placement) -> Tensors:
+    def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, placement: Placement) -> Tensors:
         """As ``ComparesWithStart.at_start``; zeros for a text that is not a pair, such as a preview's prompt."""
         text = str(inputs[CAPTION])
         if not isinstance(read(text), Pair):
             return {START: torch.zeros(2)}
         pair = _encoded_pair(self.texts, text)
-        ids_BPS, labels_BPS = (door.transfer.send_checked(pair[name][None], name) for name in (IDS, LABELS))
-        return door.transfer.receive({START: _log_probs(model(), ids_BPS, labels_BPS)[0]})
+        ids_BPS, labels_BPS = (placement.transfer.send_checked(pair[name][None], name) for name in (IDS, LABELS))
+        return placement.transfer.receive({START: _log_probs(model(), ids_BPS, labels_BPS)[0]})
 
     @torch.no_grad()
     def preview(
@@ -365,12 +365,12 @@ class TokensEncoder(CaptionEncoder):
         how = f"{reader.max_length} {reader.train_on == 'all'}{last}"  # earlier entries keep their names
         return f"tokens{ENCODING_VERSION}-{digest([*parts, how])}"
 
-    def opened(self, door: Placement) -> EncodeCaption:
+    def opened(self, placement: Placement) -> EncodeCaption:
         reader = self._family.texts
         return lambda text: _filled([reader.tokens(read(text))], 0)
 
 
-class PackedEncoder(TokensEncoder):
+class RowEncoder(TokensEncoder):
     """Encodes a row of samples (``row_reference.joined``), and the position of each token in its sample."""
 
     entry = EntrySpec(
@@ -381,7 +381,7 @@ class PackedEncoder(TokensEncoder):
         share=LOSS_MASK,
     )
 
-    def opened(self, door: Placement) -> EncodeCaption:
+    def opened(self, placement: Placement) -> EncodeCaption:
         return partial(_encoded_row, self._family.texts)
 
 
@@ -395,7 +395,7 @@ class PairsEncoder(TokensEncoder):
         follows_shape=True,
     )
 
-    def opened(self, door: Placement) -> EncodeCaption:
+    def opened(self, placement: Placement) -> EncodeCaption:
         return partial(_encoded_pair, self._family.texts)
 
 

@@ -18,7 +18,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from lora_rocm.families.causal_lm.attention import APART, causal
 from lora_rocm.families.common.adopt import adopt
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.gated import Activation, gated
 from lora_rocm.kernels.made_again import Made, made, made_again
 from lora_rocm.kernels.merged import MergedLinears
@@ -64,14 +64,14 @@ class Parts:
     turns: bool
 
 
-def fuse(layers: nn.Module, form: Form) -> None:
+def fuse(layers: nn.Module, implementation: Implementation) -> None:
     """Fuse the known blocks in a list. A second call changes the kernel backend.
 
     Call it after LoRA is injected and the weights are on their device.
     """
     for name, block in list(layers.named_children()):
         fused: Any = block
-        if not isinstance(block, FusedBlock):
+        if not isinstance(block, FusedDecoderLayer):
             parts = _parts(block)
             if parts is None:
                 continue
@@ -80,13 +80,13 @@ def fuse(layers: nn.Module, form: Form) -> None:
             fused.merged_attention = _merged(fused.self_attn, SEPARATE_ATTENTION[:3])
             fused.merged_mlp = _merged(fused.mlp, SEPARATE_MLP[:2])
             setattr(layers, name, fused)
-        fused.form = form
+        fused.implementation = implementation
 
 
-class FusedBlock(nn.Module):
+class FusedDecoderLayer(nn.Module):
     """Overrides the block's forward; with a KV cache it calls the original."""
 
-    form: Form
+    implementation: Implementation
     parts: Parts
     merged_attention: MergedLinears | None
     merged_mlp: MergedLinears | None
@@ -100,18 +100,18 @@ class FusedBlock(nn.Module):
             return output
         before_attention, after_attention, before_mlp, after_mlp = self.parts.norms
         norm = self._norm(before_attention)
-        x, normal = add_norm(hidden_states, None, norm, self.form)
-        with made_again((normal, normal_again(x, norm, self.form))):
+        x, normal = add_norm(hidden_states, None, norm, self.implementation)
+        with made_again((normal, normal_again(x, norm, self.implementation))):
             y = self._attended(normal, kwargs)
         norm = self._norm(before_mlp)
-        x, normal = add_norm(x, self._branch(y, after_attention), norm, self.form)
-        with made_again((normal, normal_again(x, norm, self.form))):
+        x, normal = add_norm(x, self._branch(y, after_attention), norm, self.implementation)
+        with made_again((normal, normal_again(x, norm, self.implementation))):
             gate, up = self._projected(self.mlp, normal, self.merged_mlp, SEPARATE_MLP[:2], (1, 1))
-        activation, form = self.parts.activation, self.form
-        inner = made(lambda given: gated(activation, form, *given), (up, gate))
+        activation, implementation = self.parts.activation, self.implementation
+        inner = made(lambda given: gated(activation, implementation, *given), (up, gate))
         with made_again(inner):
             y = self.mlp.down_proj(inner[0])
-        return add_branch(x, self._branch(y, after_mlp), self.form)
+        return add_branch(x, self._branch(y, after_mlp), self.implementation)
 
     def _attended(self, x_BSD: Tensor, given: dict[str, Any]) -> Tensor:
         attention = self.self_attn
@@ -164,7 +164,7 @@ class FusedBlock(nn.Module):
         turn = Rotation.none(heads) if rotation is None else rotation
 
         def turned(given: Sequence[Tensor]) -> Tensor:
-            return norm_rotary([(given[0], weight)], eps, turn, self.form)
+            return norm_rotary([(given[0], weight)], eps, turn, self.implementation)
 
         return made(turned, [heads])
 
@@ -184,7 +184,7 @@ class FusedBlock(nn.Module):
         return Branch(y, norm.weight, norm.eps)
 
 
-FUSED: dict[type[nn.Module], type[FusedBlock]] = {}
+FUSED: dict[type[nn.Module], type[FusedDecoderLayer]] = {}
 """By class of transformers."""
 
 
@@ -200,10 +200,10 @@ def _merged(module: nn.Module, names: Sequence[str]) -> MergedLinears | None:
     return MergedLinears.of(*layers) if layers else None
 
 
-def _fused(cls: type[nn.Module]) -> type[FusedBlock]:
+def _fused(cls: type[nn.Module]) -> type[FusedDecoderLayer]:
     """The fused class of a class of blocks, cached."""
     if cls not in FUSED:
-        FUSED[cls] = type(f"Fused{cls.__name__}", (FusedBlock, cls), {})
+        FUSED[cls] = type(f"Fused{cls.__name__}", (FusedDecoderLayer, cls), {})
     return FUSED[cls]
 
 

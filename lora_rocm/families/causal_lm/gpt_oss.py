@@ -32,11 +32,11 @@ class PackedExperts(nn.Module):
             if columns % GROUP:
                 raise ValueError(f"{columns} columns of {name} are not a multiple of {GROUP}")
             shape = (self.num_experts, rows, columns // GROUP)
-            self._put(f"{name}_blocks", torch.empty(*shape, BYTES, dtype=torch.uint8))
-            self._put(f"{name}_scales", torch.empty(shape, dtype=torch.uint8))
-            self._put(f"{name}_bias", torch.empty(self.num_experts, rows))
+            self._place(f"{name}_blocks", torch.empty(*shape, BYTES, dtype=torch.uint8))
+            self._place(f"{name}_scales", torch.empty(shape, dtype=torch.uint8))
+            self._place(f"{name}_bias", torch.empty(self.num_experts, rows))
 
-    def _put(self, name: str, tensor: Tensor) -> None:
+    def _place(self, name: str, tensor: Tensor) -> None:
         self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def implausible(self) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from lora_rocm.dataset.rows.loss_keys import TRAINED
 from lora_rocm.dataset.rows.records import Conversation, Pair, Record, UnusableText
-from lora_rocm.dataset.rows.row_cells import NameCount, says
+from lora_rocm.dataset.rows.row_cells import NameCount, has_content
 from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
 from lora_rocm.foundation.units import count_text
 
@@ -61,7 +61,9 @@ class MessageKeys:
         for sample in samples:
             for message in sample.messages:
                 held |= {
-                    (message["role"], key): None for key, value in message.items() if key not in OWN and says(value)
+                    (message["role"], key): None
+                    for key, value in message.items()
+                    if key not in OWN and has_content(value)
                 }
             for turn in sample.turns:
                 self._require_thoughts(sample, turn)
@@ -81,7 +83,7 @@ class MessageKeys:
 
     def _require_thoughts(self, sample: Conversation, turn: int) -> None:
         for key in THOUGHTS:
-            if says(sample.messages[turn].get(key)) and not self._writes(sample, key, [turn]):
+            if has_content(sample.messages[turn].get(key)) and not self._writes(sample, key, [turn]):
                 raise UnusableText(
                     f"Message {turn + 1} has {key}, but the chat template does not write it: the model would learn to "
                     "answer without these thoughts.",
@@ -144,7 +146,9 @@ def require_whole_calls(sample: Conversation) -> None:
                     "Give each call a function with name and arguments, or remove the row.",
                 )
             # Arguments under their own key.
-            more = [str(key) for key, value in inner.items() if key not in ("name", "description") and says(value)]
+            more = [
+                str(key) for key, value in inner.items() if key not in ("name", "description") and has_content(value)
+            ]
             if "arguments" not in inner and (inner is not call) and more:
                 raise UnusableText(
                     f"Message {at + 1} calls {name:.60} with {more[0]:.60}, but only the key arguments is read.",

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lora_rocm.families.common.adopt import adopt
 from lora_rocm.families.common.objectives.base import Draws
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.token_loss import to_loss_gradient
 
 IGNORED = -100
@@ -54,7 +54,7 @@ def token_distance(
     parts = zip(states_BSD.flatten(0, 1).split(at_once), labels_BS.flatten().split(at_once), strict=True)
     if isinstance(head, Head) and isinstance(head.layer, FusedHead) and torch.is_grad_enabled():
         with_gradient: Callable[..., Tensor] = _WithGradient.apply
-        found = [with_gradient(head, head.layer.form, *part) for part in parts]
+        found = [with_gradient(head, head.layer.implementation, *part) for part in parts]
     else:
         found = [checkpoint(_each, head, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
     return torch.cat(found).view(labels_BS.shape)
@@ -67,10 +67,10 @@ def _each(head: Callable[[Tensor], Tensor], states_ND: Tensor, labels_N: Tensor)
 class FusedHead(nn.Linear):
     """A frozen head; the forward pass overwrites its logits with their gradient."""
 
-    form: Form
+    implementation: Implementation
 
 
-def fuse_head(model: nn.Module, form: Form) -> None:
+def fuse_head(model: nn.Module, implementation: Implementation) -> None:
     """Replace the head of a model if it is a plain frozen layer. A second call changes the kernel backend."""
     whole: Any = model
     head = whole.get_output_embeddings()
@@ -78,7 +78,7 @@ def fuse_head(model: nn.Module, form: Form) -> None:
         head = adopt(FusedHead, head)
         whole.set_output_embeddings(head)
     if isinstance(head, FusedHead):
-        head.form = form
+        head.implementation = implementation
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ class _WithGradient(Function):
     """(head, backend, states [N, D], labels [N]) -> distances [N]. A token's distance depends only on its states."""
 
     @staticmethod
-    def forward(ctx: Any, head: Head, form: Form, states_ND: Tensor, labels_N: Tensor) -> Tensor:
+    def forward(ctx: Any, head: Head, implementation: Implementation, states_ND: Tensor, labels_N: Tensor) -> Tensor:
         logits_NV = head.layer(states_ND)
-        found_N = to_loss_gradient(logits_NV, labels_N, IGNORED, form, head.scale, head.cap)
+        found_N = to_loss_gradient(logits_NV, labels_N, IGNORED, implementation, head.scale, head.cap)
         ctx.save_for_backward(logits_NV @ head.layer.get_parameter("weight") if ctx.needs_input_grad[2] else None)
         return found_N
 

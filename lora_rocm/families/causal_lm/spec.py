@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from lora_rocm.families.spec import Axes, Axis, FamilySpec, FileMetadata
-from lora_rocm.recipe.rule import Rule, no_effect
+from lora_rocm.recipe.rule import RecipeRule, no_effect
 from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId
 
 TOKENS_MULTIPLE = 64
@@ -58,7 +58,7 @@ class LanguageSection(ObjectiveSection):
 
 
 LOSS = "objective.loss"
-RULES: tuple[Rule, ...] = (
+RULES: tuple[RecipeRule, ...] = (
     no_effect(
         "objective.train_on",
         (LOSS,),
@@ -76,7 +76,7 @@ RULES: tuple[Rule, ...] = (
         )
         for name in ("beta", "label_smoothing")
     ),
-    Rule(
+    RecipeRule(
         "pairs-are-not-packed",
         ("data.packing", LOSS),
         lambda packing, loss: packing and loss == "dpo",

@@ -145,24 +145,24 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         return tree
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: Any, right_operand: Any) -> Any:
         meter = _meter()
         if operator == "+":
-            meter.spend(_own_size(meter, left) + _own_size(meter, right))
-            return left + right
-        weights = _own_size(meter, left), _own_size(meter, right)
+            meter.spend(_own_size(meter, left) + _own_size(meter, right_operand))
+            return left + right_operand
+        weights = _own_size(meter, left), _own_size(meter, right_operand)
         if operator == "**":
-            size = weights[0] * abs(right) if isinstance(right, int) and isinstance(left, int) else 0
+            size = weights[0] * abs(right_operand) if isinstance(right_operand, int) and isinstance(left, int) else 0
         elif operator == "*":
-            numbers = isinstance(left, int | float) and isinstance(right, int | float)
-            times = left if isinstance(left, int) else right
+            numbers = isinstance(left, int | float) and isinstance(right_operand, int | float)
+            times = left if isinstance(left, int) else right_operand
             size = sum(weights) if numbers or not isinstance(times, int) else max(weights) * max(times, 1)
         elif operator == "%" and isinstance(left, str | bytes):
-            size = sum(weights) + _widths(str(left), right)
+            size = sum(weights) + _widths(str(left), right_operand)
         else:
             size = sum(weights)
         meter.spend(1 + size)
-        return super().call_binop(context, operator, left, right)
+        return super().call_binop(context, operator, left, right_operand)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
         meter = _meter()

@@ -18,14 +18,14 @@ class CaptionEncoder(ABC):
     """Implements the part of ``Encoder`` that does not depend on the model."""
 
     @abstractmethod
-    def opened(self, door: Placement) -> EncodeCaption:
+    def opened(self, placement: Placement) -> EncodeCaption:
         """As ``Encoder.load``, for captions. It is called without autograd."""
 
     def in_tiles(self) -> None:
         return None
 
-    def load(self, door: Placement) -> Encode:
-        encode_caption = self.opened(door)
+    def load(self, placement: Placement) -> Encode:
+        encode_caption = self.opened(placement)
 
         @torch.no_grad()
         def encode(inputs: Inputs) -> Tensors:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
 from lora_rocm.device.placement.base import Placement
 from lora_rocm.families.base import Tensors
@@ -47,7 +47,7 @@ class LanguageModelEncoder(CaptionEncoder):
     )
 
     def __init__(
-        self, source: Source, template: str, max_tokens: int, skipped: int, multiple: int, weights: WeightFormat
+        self, source: BaseSource, template: str, max_tokens: int, skipped: int, multiple: int, weights: WeightFormat
     ) -> None:
         self._source, self._template, self._max_tokens = source, template, max_tokens
         self._skipped, self._multiple, self._weights = skipped, multiple, weights
@@ -61,17 +61,17 @@ class LanguageModelEncoder(CaptionEncoder):
         ]
         return f"language-model{ENCODING_VERSION}-{digest(parts)}"
 
-    def opened(self, door: Placement) -> EncodeCaption:
+    def opened(self, placement: Placement) -> EncodeCaption:
         tokenizer = tokenizer_of(self._source, "tokenizer")
         encoder: Any = self._source.load("text_encoder", DTYPE, CPU, self._weights)
         encoder.layers, encoder.norm = encoder.layers[: len(encoder.layers) - self._skipped], nn.Identity()
-        door.place(encoder, "text_encoder")
+        placement.place(encoder, "text_encoder")
 
         def encode(caption: str) -> Tensors:
             ids_S = token_ids(tokenizer, self._template.format(caption))[: self._max_tokens]
-            ids_BS = door.transfer.send_checked(ids_S[None], "token ids")
+            ids_BS = placement.transfer.send_checked(ids_S[None], "token ids")
             states_SD = encoder(input_ids=ids_BS, use_cache=False).last_hidden_state[0]
-            return filled(door.transfer.receive({STATES: states_SD})[STATES], self._multiple)
+            return filled(placement.transfer.receive({STATES: states_SD})[STATES], self._multiple)
 
         return encode
 
@@ -93,7 +93,7 @@ def zeros(rows: int, tokens: int, width: int) -> Tensors:
     return {STATES: torch.zeros(rows, tokens, width, dtype=torch.bfloat16), **masks}
 
 
-def tokenizer_of(source: Source, name: str, spare_unwritten: bool = False) -> Any:
+def tokenizer_of(source: BaseSource, name: str, spare_unwritten: bool = False) -> Any:
     """Load a tokenizer of a base, and check that the model knows its ids. ``spare_unwritten``: see ``require_rows``.
 
     Raises:

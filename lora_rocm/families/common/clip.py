@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, normalizers
 from torch import Tensor, nn
 from transformers import CLIPTokenizer
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
 from lora_rocm.device.placement.base import Placement
@@ -34,7 +34,7 @@ MAX_TOKENS = 1000  # transformers reports 1e30 if the config has no limit; CLIP'
 FIRST_MARK = 0x100000  # private use: no caption has it
 
 
-def tokenizer_of(source: Source, name: str, new_tokens: Sequence[NewToken] = ()) -> CLIPTokenizer:
+def tokenizer_of(source: BaseSource, name: str, new_tokens: Sequence[NewToken] = ()) -> CLIPTokenizer:
     """Load a CLIP tokenizer of a base, check that the text encoder knows its ids, and add new tokens to it.
 
     Raises:
@@ -96,7 +96,7 @@ class TokenEncoder(CaptionEncoder):
     """
 
     def __init__(
-        self, source: Source, outputs: Sequence[str], max_tokens: int, new_tokens: Sequence[NewToken] = ()
+        self, source: BaseSource, outputs: Sequence[str], max_tokens: int, new_tokens: Sequence[NewToken] = ()
     ) -> None:
         self._source, self._max_tokens, self._new_tokens = source, max_tokens, new_tokens
         self.entry = EntrySpec("tokens", (CAPTION,), {name: TensorSpec("int64", "S", PAD) for name in outputs})
@@ -108,7 +108,7 @@ class TokenEncoder(CaptionEncoder):
         identity = digest([tokenizer_identity(self._source, tuple(self._source.layout.tokenizers)), *added])
         return f"tokens{ENCODING_VERSION}-{self._max_tokens}-{identity}"
 
-    def opened(self, door: Placement) -> EncodeCaption:
+    def opened(self, placement: Placement) -> EncodeCaption:
         tokenizers = [tokenizer_of(self._source, name, self._new_tokens) for name in self._source.layout.tokenizers]
 
         def encode(caption: str) -> Tensors:

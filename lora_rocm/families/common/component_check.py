@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.errors import ModelError
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files import storage_formats
@@ -10,7 +10,7 @@ from lora_rocm.model_files import storage_formats
 MAX_NAMED = 3
 
 
-def check_component(source: Source, name: str, fix: str) -> str:
+def check_component(source: BaseSource, name: str, fix: str) -> str:
     """Refuse a component with weights that do not match its config. Returns a notice, or an empty string.
 
     Args:
@@ -25,7 +25,7 @@ def check_component(source: Source, name: str, fix: str) -> str:
     storage_formats.refuse_quantised_config(source.config_path(name), source.config(name).values)
     for header in headers:
         storage_formats.refuse_scaled(header.path, header.tensors)
-    found = source.look(name)
+    found = source.predict_loading(name)
     where = headers[0].path
     if found.unread:
         given = source.place(name).startswith(f"model.{name}:")
@@ -41,4 +41,4 @@ def check_component(source: Source, name: str, fix: str) -> str:
     tensors, read = source.tensors(name), set().union(*found.made_of.values())
     storage_formats.refuse_whole_numbers(where, tensors.entries, read - found.codes)
     rounded = storage_formats.rounding(name, [tensors.entries[key] for key in read])
-    return rounded or storage_formats.told(name, tensors.forms)
+    return rounded or storage_formats.scales_notice(name, tensors.stored_formats)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_rocm.base_models.hub import download, looks_like_id
+from lora_rocm.base_models.hub import download, resembles_id
 from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.spec import Evidence
@@ -36,7 +36,7 @@ def evidence(base: str, lora: Path) -> Evidence:
     folder: Path | None = path
     if base.startswith(BUILTIN):
         folder = builtin_folder(base)
-    elif not path.is_dir() and looks_like_id(base):
+    elif not path.is_dir() and resembles_id(base):
         folder = download(base, None, list(INDEXES), lambda found: index_of(found) is not None)
     return Evidence(_families_of_folder(folder) if folder is not None else (), of_lora)
 

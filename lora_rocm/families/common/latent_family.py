@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lora_rocm.base_models.loading import Layout, Source, resolve
+from lora_rocm.base_models.loading import BaseSource, ModelLayout, resolve
 from lora_rocm.base_models.random_weights import PREFIX, random_source
 from lora_rocm.base_models.safetensors_file import legacy_model_hash
 from lora_rocm.cache_store.hash_memory import WEIGHTS_MEMORY, HashMemory
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, HIDDEN_MASK, MEAN, SEEN_LATENTS, STD, LatentSpace
 from lora_rocm.families.common.vae import pixels_per_latent
-from lora_rocm.families.file_names import FileNames
+from lora_rocm.families.lora_names import FileNames
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN
-from lora_rocm.model_files.header import Header, read_header
+from lora_rocm.model_files.header import TensorFileHeader, read_header
 
 if TYPE_CHECKING:
     from lora_rocm.recipe.schema import Recipe
@@ -47,7 +47,7 @@ class LatentFamily(ABC):
     """
 
     name: str
-    layout: Layout
+    layout: ModelLayout
     component: str
     packed_layers: str
     text_components: tuple[str, ...] = ()
@@ -67,14 +67,14 @@ class LatentFamily(ABC):
     def encoders(self) -> Sequence[Encoder]: ...
 
     @abstractmethod
-    def check(self, source: Source) -> tuple[str, ...]:
+    def check(self, source: BaseSource) -> tuple[str, ...]:
         """Check a base from its configs and headers alone, and return notices about it.
 
         Raises:
             ModelError: it is of another family, or cannot be trained on.
         """
 
-    def check_file(self, header: Header) -> None:  # noqa: B027 (a family whose files are whole needs none)
+    def check_file(self, header: TensorFileHeader) -> None:  # noqa: B027 (a family whose files are whole needs none)
         """Refuse a file of ``model.name_or_path`` of another family, before searching for its other components.
 
         Raises:
@@ -107,7 +107,7 @@ class LatentFamily(ABC):
         return {}
 
     @property
-    def source(self) -> Source:
+    def source(self) -> BaseSource:
         """The recipe's base model, found and checked but not loaded.
 
         Raises:
@@ -119,12 +119,12 @@ class LatentFamily(ABC):
     def notices(self) -> Sequence[str]:
         return self._recognised[1]
 
-    def take(self, source: Source) -> None:
+    def take(self, source: BaseSource) -> None:
         """Use a base that was found and checked before."""
         self._recognised = source, ()
 
     @cached_property
-    def _recognised(self) -> tuple[Source, tuple[str, ...]]:
+    def _recognised(self) -> tuple[BaseSource, tuple[str, ...]]:
         model = self.recipe.model
         if model.name_or_path.startswith(PREFIX):
             return random_source(model.name_or_path, self.layout), ()
@@ -156,7 +156,7 @@ class LatentFamily(ABC):
         """Empty, unless the model is conditioned on sizes."""
         return {}
 
-    def example(self, shape: Shape, rows: int) -> Tensors:
+    def example(self, shape: SampleShape, rows: int) -> Tensors:
         height, width = shape["h"], shape["w"]
         side_px, channels = pixels_per_latent(self.source), len(self.latents.shift_C)
         latents = torch.zeros(rows, channels, height // side_px, width // side_px)

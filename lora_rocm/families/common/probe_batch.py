@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.transfer import DeviceTransfer, fingerprint
 from lora_rocm.families.base import PlansMemory, Tensors
 
 
-def send_zeros(family: PlansMemory, transfer: DeviceTransfer, shape: Shape, rows: int) -> tuple[Tensors, Tensors]:
+def send_zeros(family: PlansMemory, transfer: DeviceTransfer, shape: SampleShape, rows: int) -> tuple[Tensors, Tensors]:
     """Send a batch of zeros to the device and return (batch, draws). Every sample has weight 0."""
     batch = family.example(shape, rows)
     draws = family.objective.draw(batch, [0] * rows).tensors

@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.errors import ModelError
 from lora_rocm.foundation.json_text import parse_json
@@ -83,7 +83,7 @@ def unreadable(where: Path, what: str) -> ModelError:
     )
 
 
-def require_rows(tokenizer: Any, source: Source, name: str, spare_unwritten: bool = False) -> None:
+def require_rows(tokenizer: Any, source: BaseSource, name: str, spare_unwritten: bool = False) -> None:
     """Refuse a tokenizer with ids beyond the model's embedding table.
 
     On a GPU, such an id would end the process.
@@ -117,7 +117,7 @@ def require_rows(tokenizer: Any, source: Source, name: str, spare_unwritten: boo
     )
 
 
-def _require_end(tokenizer: Any, source: Source, name: str, rows: int) -> None:
+def _require_end(tokenizer: Any, source: BaseSource, name: str, rows: int) -> None:
     """Refuse a CLIP that searches for another end token than its tokenizer writes.
 
     CLIPTextModel pools at the first ``eos_token_id``, and at the largest id of all if that is 2, as in many published
@@ -172,7 +172,7 @@ def _unwritten(tokenizer: Any) -> set[str]:
     return {token for token in special - roles if token not in named}
 
 
-def tokenizer_identity(source: Source, names: Sequence[str]) -> str:
+def tokenizer_identity(source: BaseSource, names: Sequence[str]) -> str:
     """SHA-256 over the files of the named tokenizers."""
     folders = [source.tokenizer_path(name) for name in names]
     files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lora_rocm.base_models.conversion import State, own_names
-from lora_rocm.base_models.loading import Part, Source
+from lora_rocm.base_models.loading import BaseSource, ComponentLayout
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.images.buckets import Size, covering
 from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, UnreadableImage, cut
@@ -52,7 +52,7 @@ def _of_original(state: State, module: nn.Module) -> State:
     return dict(convert_ldm_vae_checkpoint(state, dict(config)))
 
 
-VAE = Part(
+VAE = ComponentLayout(
     AutoencoderKL,
     "first_stage_model.",
     _of_original,
@@ -83,7 +83,7 @@ class VaeEncoder:
         follows_shape=True,
     )
 
-    def __init__(self, source: Source, whole: VaeEncoder | None = None) -> None:
+    def __init__(self, source: BaseSource, whole: VaeEncoder | None = None) -> None:
         self._source, self._small_tiles, self._whole = source, whole is not None, whole
 
     @cached_property
@@ -95,24 +95,24 @@ class VaeEncoder:
     def in_tiles(self) -> VaeEncoder:
         return VaeEncoder(self._source, self)
 
-    def load(self, door: Placement) -> Encode:
+    def load(self, placement: Placement) -> Encode:
         vae = load_vae(self._source, CPU, self._small_tiles)
-        door.place(vae, "vae")
+        placement.place(vae, "vae")
 
         @torch.no_grad()
         def encode(inputs: Inputs) -> Tensors:
             pixels_CHW = inputs[IMAGE]
             assert isinstance(pixels_CHW, Tensor), "the VAE encodes images"
             vae.use_tiling = self._small_tiles or pixels_CHW.shape[1] * pixels_CHW.shape[2] > TILING_PIXELS
-            pixels_BCHW = door.transfer.send_checked(pixels_CHW[None].to(torch.float32), "pixels")
-            with plain_attention(door.transfer.device):
+            pixels_BCHW = placement.transfer.send_checked(pixels_CHW[None].to(torch.float32), "pixels")
+            with plain_attention(placement.transfer.device):
                 posterior = vae.encode(pixels_BCHW).latent_dist
-            return door.transfer.receive({MEAN: posterior.mean[0], STD: posterior.std[0]})
+            return placement.transfer.receive({MEAN: posterior.mean[0], STD: posterior.std[0]})
 
         return encode
 
 
-def load_vae(source: Source, device: torch.device, small_tiles: bool = False) -> Any:
+def load_vae(source: BaseSource, device: torch.device, small_tiles: bool = False) -> Any:
     """Load the VAE in float32, because some VAEs overflow in half precision.
 
     ``small_tiles`` sets the tile size for the case that tiling is enabled.
@@ -126,7 +126,7 @@ def load_vae(source: Source, device: torch.device, small_tiles: bool = False) ->
 
 @torch.no_grad()
 def encode_control(
-    source: Source, device: torch.device, path: Path, size_hw: Size, space: LatentSpace, in_tiles: bool
+    source: BaseSource, device: torch.device, path: Path, size_hw: Size, space: LatentSpace, in_tiles: bool
 ) -> Tensor:
     """Normalised latents [1, C, H, W] of a preview's control image, cropped to a size like control images in training.
 
@@ -154,7 +154,7 @@ def read_image(path: Path, noun: str, decoded: Callable[[bytes], Image.Image]) -
 
 
 @torch.no_grad()
-def encode(source: Source, device: torch.device, pixels_BCHW: Tensor, space: LatentSpace, in_tiles: bool) -> Tensor:
+def encode(source: BaseSource, device: torch.device, pixels_BCHW: Tensor, space: LatentSpace, in_tiles: bool) -> Tensor:
     """Normalised latents [B, C, H, W] of pixels in [-1, 1], with the float32 VAE, which is freed at the end.
 
     ``in_tiles``: as in ``decode``.
@@ -169,7 +169,7 @@ def encode(source: Source, device: torch.device, pixels_BCHW: Tensor, space: Lat
 
 
 def decode(
-    source: Source,
+    source: BaseSource,
     device: torch.device,
     latents: Sequence[Tensor],
     space: LatentSpace,
@@ -192,7 +192,7 @@ def decode(
     return images
 
 
-def pixels_per_latent(source: Source) -> int:
+def pixels_per_latent(source: BaseSource) -> int:
     """Pixels per latent along a side (8 in SDXL and in Stable Diffusion 1.x and 2.x)."""
     config = source.config("vae")
     levels = "dim_mult" if config.values.keys() & {"dim_mult", "z_dim"} else "block_out_channels"

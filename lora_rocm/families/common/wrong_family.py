@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.errors import ModelError
-from lora_rocm.families.registry import Registry
+from lora_rocm.families.registry import FamilyRegistry
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.adapters import kind_of
 from lora_rocm.model_files.component_folder import COMPONENT_CONFIG, weight_files
 from lora_rocm.model_files.config_file import read_config
-from lora_rocm.model_files.header import Header, read_header
+from lora_rocm.model_files.header import TensorFileHeader, read_header
 from lora_rocm.model_files.models import index_of, model_of, pipeline_of
 
 
@@ -24,7 +24,7 @@ class Recognised:
     families: tuple[str, ...] = ()
 
 
-def recognised_file(header: Header) -> Recognised:
+def recognised_file(header: TensorFileHeader) -> Recognised:
     """Recognise a file of weights."""
     model, adapter = model_of(header.shapes), kind_of(header.tensors)
     if adapter:
@@ -53,7 +53,7 @@ def recognised_folder(folder: Path) -> Recognised | None:
 
 
 def wrong_family(
-    name: str, what: str, wanted: str, families: Sequence[str], fix: str, registry: Registry
+    name: str, what: str, wanted: str, families: Sequence[str], fix: str, registry: FamilyRegistry
 ) -> ModelError:
     """The error "wrong-family".
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
 from lora_rocm.device.placement.base import Placement
 from lora_rocm.families.base import Tensors
@@ -88,7 +88,7 @@ class TextEncoder(CaptionEncoder):
         weights: storage format of its layers.
     """
 
-    def __init__(self, source: Source, part: TextPart, weights: WeightFormat) -> None:
+    def __init__(self, source: BaseSource, part: TextPart, weights: WeightFormat) -> None:
         self._source, self._part, self._weights = source, part, weights
         dtype = str(part.dtype).removeprefix("torch.")
         self.entry = EntrySpec(part.component, (CAPTION,), {part.output: TensorSpec(dtype, part.dims)})
@@ -109,13 +109,13 @@ class TextEncoder(CaptionEncoder):
         tokenizer.model_max_length = self._part.tokens
         return tokenizer
 
-    def opened(self, door: Placement) -> EncodeCaption:
+    def opened(self, placement: Placement) -> EncodeCaption:
         tokenizer, part = self.tokenizer(), self._part
         encoder = self._source.load(part.component, part.dtype, CPU, self._weights)
-        door.place(encoder, part.component)
+        placement.place(encoder, part.component)
 
         def encode(caption: str) -> Tensors:
-            ids_BS = door.transfer.send_checked(clip.token_ids(tokenizer, caption)[None], "token ids")
-            return door.transfer.receive({part.output: part.embed(encoder, ids_BS)[0]})
+            ids_BS = placement.transfer.send_checked(clip.token_ids(tokenizer, caption)[None], "token ids")
+            return placement.transfer.receive({part.output: part.embed(encoder, ids_BS)[0]})
 
         return encode

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import CLIPTextModel, T5EncoderModel
 
 from lora_rocm.base_models import conversion
-from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
+from lora_rocm.base_models.loading import BaseSource, ComponentLayout, ModelLayout, TokenizerOf
 from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
@@ -29,7 +29,6 @@ from lora_rocm.families.common.dit.packing import packed, places, unpacked
 from lora_rocm.families.common.dit.sampling import GUIDANCE
 from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, Prediction
 from lora_rocm.families.common.vae import VAE, VaeEncoder
-from lora_rocm.families.file_names import FileNames
 from lora_rocm.families.flux import names
 from lora_rocm.families.flux.encoders import (
     POOLED,
@@ -41,6 +40,7 @@ from lora_rocm.families.flux.encoders import (
     t5_part,
 )
 from lora_rocm.families.flux.spec import FluxSection
+from lora_rocm.families.lora_names import FileNames
 from lora_rocm.recipe.schema import Recipe
 
 MAX_TOKENS, MAX_TOKENS_SCHNELL = 512, 256
@@ -50,17 +50,17 @@ MLP = r"ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out"
 T5 = "text_encoder_2"
 MODULATION = r"norm(1|1_context)?\.linear"
 PARTS = {
-    "transformer": Part(
+    "transformer": ComponentLayout(
         FluxTransformer2DModel,
         "model.diffusion_model.",
         names.transformer_of_original,
         other_prefixes=("diffusion_model.",),
     ),
     "vae": VAE,
-    "text_encoder": Part(CLIPTextModel, "text_encoders.clip_l.transformer.", conversion.own_names),
-    T5: Part(T5EncoderModel, "text_encoders.t5xxl.transformer.", conversion.own_names),
+    "text_encoder": ComponentLayout(CLIPTextModel, "text_encoders.clip_l.transformer.", conversion.own_names),
+    T5: ComponentLayout(T5EncoderModel, "text_encoders.t5xxl.transformer.", conversion.own_names),
 }
-LAYOUT = Layout(
+LAYOUT = ModelLayout(
     parts=PARTS,
     tokenizers={
         "tokenizer": TokenizerOf("clip_l", "text_encoder", pools=True),
@@ -120,7 +120,7 @@ class Flux(TransformerFamily):
     def files(self) -> FileNames:
         return replace(super().files, original=names.original_rows)
 
-    def check(self, source: Source) -> tuple[str, ...]:
+    def check(self, source: BaseSource) -> tuple[str, ...]:
         """As ``TransformerFamily.check``; the variant in the base's configs is compared with the recipe."""
         # A single file: its tensors show whether it reads guidance.
         header, variant = source.single_header, self._model.variant

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
 from lora_rocm.device.placement.base import Placement
 from lora_rocm.families.base import Tensors
@@ -21,7 +21,7 @@ class TextEncoder(CaptionEncoder):
 
     entry = EntrySpec("text", (CAPTION,), {"prompt_embeds": TensorSpec("float32", "SD", clip.PAD)})
 
-    def __init__(self, source: Source, max_tokens: int) -> None:
+    def __init__(self, source: BaseSource, max_tokens: int) -> None:
         self._source, self._max_tokens = source, max_tokens
 
     @cached_property
@@ -30,13 +30,15 @@ class TextEncoder(CaptionEncoder):
         identity = tokenizer_identity(self._source, ("tokenizer",))
         return f"text-last{ENCODING_VERSION}-{self._max_tokens}-{weights}-{identity}"
 
-    def opened(self, door: Placement) -> EncodeCaption:
+    def opened(self, placement: Placement) -> EncodeCaption:
         tokenizer = clip.tokenizer_of(self._source, "tokenizer")
         encoder = self._source.load("text_encoder", torch.float32, CPU)
-        door.place(encoder, "text_encoder")
+        placement.place(encoder, "text_encoder")
 
         def encode(caption: str) -> Tensors:
-            ids_BS = door.transfer.send_checked(clip.chunk_ids(tokenizer, caption, self._max_tokens)[None], "token ids")
-            return door.transfer.receive({"prompt_embeds": clip.last_states(encoder, ids_BS)[0]})
+            ids_BS = placement.transfer.send_checked(
+                clip.chunk_ids(tokenizer, caption, self._max_tokens)[None], "token ids"
+            )
+            return placement.transfer.receive({"prompt_embeds": clip.last_states(encoder, ids_BS)[0]})
 
         return encode

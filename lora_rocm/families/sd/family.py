@@ -14,7 +14,7 @@ from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from torch import Tensor, nn
 from transformers import CLIPTextModel
 
-from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
+from lora_rocm.base_models.loading import BaseSource, ComponentLayout, ModelLayout, TokenizerOf
 from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.common import clip
@@ -42,7 +42,7 @@ TELLING_BIAS = f"{UNET_PREFIX}output_blocks.11.1.transformer_blocks.0.norm1.bias
 V_PREDICTION_DEVIATION = 0.09
 
 
-def predicts_velocity(source: Source) -> bool:
+def predicts_velocity(source: BaseSource) -> bool:
     """Whether a one-file Stable Diffusion 2.x checkpoint predicts the velocity; its header does not record it.
 
     The published 768-pixel models predict the velocity and have a larger spread in one bias of the last block (model
@@ -55,22 +55,22 @@ def predicts_velocity(source: Source) -> bool:
     return float(bias_C.float().std(unbiased=False)) > V_PREDICTION_DEVIATION
 
 
-UNET = Part(UNet2DConditionModel, "model.diffusion_model.", original_names.of_unet)
-LAYOUT_SD15 = Layout(
+UNET = ComponentLayout(UNet2DConditionModel, "model.diffusion_model.", original_names.of_unet)
+LAYOUT_SD15 = ModelLayout(
     parts={
         "unet": UNET,
         "vae": VAE,
-        "text_encoder": Part(CLIPTextModel, "cond_stage_model.", original_names.of_clip),
+        "text_encoder": ComponentLayout(CLIPTextModel, "cond_stage_model.", original_names.of_clip),
     },
     tokenizers={"tokenizer": TokenizerOf("clip_l", "text_encoder")},
     configs=Path(__file__).parent / "config_sd15",
     changed={"unet": inpainting.config_changes},
 )
-LAYOUT_SD2 = Layout(
+LAYOUT_SD2 = ModelLayout(
     parts={
         "unet": UNET,
         "vae": VAE,
-        "text_encoder": Part(
+        "text_encoder": ComponentLayout(
             CLIPTextModel,
             "cond_stage_model.",
             original_names.of_open_clip("cond_stage_model.model."),
@@ -145,7 +145,7 @@ class Sd2(StableDiffusion):
     layout = LAYOUT_SD2
     expected = EXPECTED_SD2
 
-    def published_scheduler(self, source: Source) -> dict[str, Any]:
+    def published_scheduler(self, source: BaseSource) -> dict[str, Any]:
         """The scheduler config; for a one-file checkpoint the prediction type is read from the weights.
 
         The packaged config belongs to the 768-pixel model.

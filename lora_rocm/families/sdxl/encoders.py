@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
 from lora_rocm.device.placement.base import Placement
 from lora_rocm.families.base import Tensors
@@ -24,7 +24,7 @@ class TextEncoder(CaptionEncoder):
     The pipeline concatenates the states of both encoders in width; the pooled embedding comes from the second one.
     """
 
-    def __init__(self, source: Source, number: int, max_tokens: int) -> None:
+    def __init__(self, source: BaseSource, number: int, max_tokens: int) -> None:
         self._source, self._number, self._max_tokens = source, number, max_tokens
         self._component, self._tokenizer = TEXT_COMPONENTS[number - 1], tuple(source.layout.tokenizers)[number - 1]
         tensors = {f"prompt_embeds_{number}": TensorSpec("float32", "SD", clip.PAD)}
@@ -36,15 +36,17 @@ class TextEncoder(CaptionEncoder):
         parts = [self._source.fingerprint(self._component), tokenizer_identity(self._source, (self._tokenizer,))]
         return f"text{ENCODING_VERSION}-{self._max_tokens}-{digest(parts)}"
 
-    def opened(self, door: Placement) -> EncodeCaption:
+    def opened(self, placement: Placement) -> EncodeCaption:
         tokenizer = clip.tokenizer_of(self._source, self._tokenizer)
         encoder = self._source.load(self._component, torch.float32, CPU)
-        door.place(encoder, self._component)
+        placement.place(encoder, self._component)
 
         def encode(caption: str) -> Tensors:
-            ids_BS = door.transfer.send_checked(clip.chunk_ids(tokenizer, caption, self._max_tokens)[None], "token ids")
+            ids_BS = placement.transfer.send_checked(
+                clip.chunk_ids(tokenizer, caption, self._max_tokens)[None], "token ids"
+            )
             states_BSD, pooled_BD = clip.states(encoder, ids_BS)
             made = {f"prompt_embeds_{self._number}": states_BSD[0], "pooled_embeds": pooled_BD[0]}
-            return door.transfer.receive({name: made[name] for name in self.entry.tensors})
+            return placement.transfer.receive({name: made[name] for name in self.entry.tensors})
 
         return encode

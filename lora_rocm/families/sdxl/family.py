@@ -14,7 +14,7 @@ from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from lora_rocm.base_models.loading import Layout, Part, TokenizerOf
+from lora_rocm.base_models.loading import ComponentLayout, ModelLayout, TokenizerOf
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.common import clip
 from lora_rocm.families.common.unet import inpainting, kohya_keys, original_names
@@ -30,12 +30,12 @@ EXPECTED = Expected(
     has_sizes=True,
     width=2048,
 )
-LAYOUT = Layout(
+LAYOUT = ModelLayout(
     parts={
-        "unet": Part(UNet2DConditionModel, "model.diffusion_model.", original_names.of_unet),
+        "unet": ComponentLayout(UNet2DConditionModel, "model.diffusion_model.", original_names.of_unet),
         "vae": VAE,
-        "text_encoder": Part(CLIPTextModel, "conditioner.embedders.0.", original_names.of_clip),
-        "text_encoder_2": Part(
+        "text_encoder": ComponentLayout(CLIPTextModel, "conditioner.embedders.0.", original_names.of_clip),
+        "text_encoder_2": ComponentLayout(
             CLIPTextModelWithProjection,
             "conditioner.embedders.1.",
             original_names.of_open_clip("conditioner.embedders.1.model."),

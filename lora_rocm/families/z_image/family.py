@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Qwen3Model
 
 from lora_rocm.base_models import conversion
-from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
+from lora_rocm.base_models.loading import BaseSource, ComponentLayout, ModelLayout, TokenizerOf
 from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.common import caption_lm, tokenizers
@@ -25,7 +25,7 @@ from lora_rocm.families.common.dit.blocks.z_image import fuse
 from lora_rocm.families.common.dit.detect import called_otherwise
 from lora_rocm.families.common.dit.family import TransformerFamily
 from lora_rocm.families.common.vae import VAE, VaeEncoder
-from lora_rocm.families.file_names import FileNames, Rows
+from lora_rocm.families.lora_names import FileNames, Rows
 from lora_rocm.families.z_image import names
 from lora_rocm.families.z_image.forward import CAPTION_MULTIPLE, predicted
 from lora_rocm.families.z_image.spec import ZImageSection
@@ -34,9 +34,9 @@ TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # Qwen3's 
 MAX_TOKENS = 512
 SHIFTS = {"base": 6.0, "turbo": 3.0}  # of the published scheduler configs
 ATTENTION, MLP = r"attention\.(to_[qkv]|to_out\.0)", r"feed_forward\.w[123]"
-LAYOUT = Layout(
+LAYOUT = ModelLayout(
     parts={
-        "transformer": Part(
+        "transformer": ComponentLayout(
             ZImageTransformer2DModel,
             "model.diffusion_model.",
             names.transformer_of_original,
@@ -44,7 +44,7 @@ LAYOUT = Layout(
             ignored=("norm_final.weight",),
         ),
         "vae": VAE,
-        "text_encoder": Part(Qwen3Model, "text_encoders.qwen3_4b.transformer.", conversion.own_names),
+        "text_encoder": ComponentLayout(Qwen3Model, "text_encoders.qwen3_4b.transformer.", conversion.own_names),
     },
     tokenizers={"tokenizer": TokenizerOf("qwen3", "text_encoder")},
     configs=Path(__file__).parent / "config",
@@ -89,7 +89,7 @@ class ZImage(TransformerFamily):
 
         return replace(super().files, original=names.original_rows, scripts=scripts)
 
-    def check(self, source: Source) -> tuple[str, ...]:
+    def check(self, source: BaseSource) -> tuple[str, ...]:
         """As ``TransformerFamily.check``; name and scheduler of the base are compared with the recipe's variant."""
         notices = super().check(source)
         variant, shift = self._variant, source.config("scheduler").number("shift", 1.0, or_null=True)

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from lora_rocm.hardware.facts import HostFacts
 from lora_rocm.hardware.probe import gpu_probe, linux_probe, windows_probe
-from lora_rocm.hardware.probe.sources import Look, Sources, this_machine
+from lora_rocm.hardware.probe.sources import ProbeReads, Sources, this_machine
 from lora_rocm.hardware.probe.torch_files import installed
 
-Reader = Callable[[Look, HostFacts, bool], HostFacts]
+Reader = Callable[[ProbeReads, HostFacts, bool], HostFacts]
 READERS: Mapping[str, Reader] = {
     "linux": linux_probe.read,
     "windows": windows_probe.read,
@@ -39,7 +39,7 @@ def probe(deep: bool = False, sources: Sources | None = None) -> HostFacts:
             before.
         sources: replaces the machine's own sources in tests.
     """
-    look = Look(sources or this_machine(), again=deep)
+    look = ProbeReads(sources or this_machine(), again=deep)
     bits = struct.calcsize("P") * 8
     python = f"{'.'.join(map(str, sys.version_info[:3]))} {bits}-bit"
     facts = HostFacts("probe", look.sources.system, python, cpu="", cpu_count=look.sources.cpu_count)
@@ -51,13 +51,13 @@ def probe(deep: bool = False, sources: Sources | None = None) -> HostFacts:
     return replace(facts, variables=relevant(look.sources.environ), unread=tuple(look.unread))
 
 
-def _with_torch(look: Look, facts: HostFacts, deep: bool) -> HostFacts:
-    torch, libraries = installed(look, deep)
+def _with_torch(reads: ProbeReads, facts: HostFacts, deep: bool) -> HostFacts:
+    torch, libraries = installed(reads, deep)
     return replace(facts, torch=torch, libraries=libraries)
 
 
-def _with_disk(look: Look, facts: HostFacts, deep: bool) -> HostFacts:
-    return replace(facts, disk_free_bytes=look.sources.disk(look.sources.path("."))[1])
+def _with_disk(reads: ProbeReads, facts: HostFacts, deep: bool) -> HostFacts:
+    return replace(facts, disk_free_bytes=reads.sources.disk(reads.sources.path("."))[1])
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:

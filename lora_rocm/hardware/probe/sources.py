@@ -35,7 +35,7 @@ HIDING = (
 )
 
 
-class Registry(Protocol):
+class WindowsRegistry(Protocol):
     """The Windows registry below HKEY_LOCAL_MACHINE."""
 
     def values(self, key: str) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Sources:
     app_dir: Path | None = None
     """Folder of the tool cache; None disables it."""
     run: Callable[[Sequence[str], float], str] = run_tool
-    registry: Registry = field(default_factory=NoRegistry)
+    registry: WindowsRegistry = field(default_factory=NoRegistry)
     access: Callable[[Path, int], bool] = os.access
     disk: Callable[[Path], tuple[int, int]] = _disk
     """(total, free) bytes of the file system that holds a path."""
@@ -160,7 +160,7 @@ def this_machine() -> Sources:
     return Sources(system, app_dir=folder)
 
 
-class Look:
+class ProbeReads:
     """The reads of one probe. A fact that cannot be read is noted and becomes None."""
 
     def __init__(self, sources: Sources, again: bool = False) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from lora_rocm.foundation.safe_path import python_command
 from lora_rocm.hardware.facts import Torch
-from lora_rocm.hardware.probe.sources import Look
+from lora_rocm.hardware.probe.sources import ProbeReads
 
 LIBRARIES = re.compile(
     r"triton|triton_rocm|pytorch_triton_rocm|triton_windows|bitsandbytes|flash_attn|xformers|torchvision|torchao"
@@ -42,21 +42,21 @@ ASK_TIMEOUT_S = 120.0
 ASK = "import torch; f = getattr(torch._C, '_cuda_getArchFlags', None); print('archs:', (f() if f else None) or '')"
 
 
-def installed(look: Look, deep: bool) -> tuple[Torch | None, dict[str, str]]:
+def installed(reads: ProbeReads, deep: bool) -> tuple[Torch | None, dict[str, str]]:
     """The torch that ``import torch`` would find, and the versions of related packages."""
     libraries: dict[str, str] = {}
     torch: Torch | None = None
-    for folder in look.sources.site_packages:
-        packages = _packages(look, folder)
+    for folder in reads.sources.site_packages:
+        packages = _packages(reads, folder)
         for name, version in packages.items():
             if LIBRARIES.fullmatch(name):
                 libraries.setdefault(name if name == "flash_attn" else name.replace("_", "-"), version)
         if torch is None and (folder / "torch" / "version.py").exists():
-            torch = _torch(look, folder, packages, deep)
+            torch = _torch(reads, folder, packages, deep)
     return torch, dict(sorted(libraries.items()))
 
 
-def _packages(look: Look, folder: Path) -> dict[str, str]:
+def _packages(reads: ProbeReads, folder: Path) -> dict[str, str]:
     """Names (as in file names) and versions of the packages installed in a folder."""
     try:
         names = os.listdir(folder)
@@ -66,35 +66,35 @@ def _packages(look: Look, folder: Path) -> dict[str, str]:
     return {one["name"].lower(): one["version"] for one in found if one}
 
 
-def _torch(look: Look, folder: Path, packages: dict[str, str], deep: bool) -> Torch | None:
-    text = _text(look, folder / "torch" / "version.py")
+def _torch(reads: ProbeReads, folder: Path, packages: dict[str, str], deep: bool) -> Torch | None:
+    text = _text(reads, folder / "torch" / "version.py")
     version = _field(text, "__version__") or packages.get("torch")
     if version is None:
-        look.note("version of torch", f"{folder / 'torch' / 'version.py'} does not have it")
+        reads.note("version of torch", f"{folder / 'torch' / 'version.py'} does not have it")
         return None
     torch = Torch(version, hip=_field(text, "hip"), cuda=_field(text, "cuda"))
     if torch.hip is not None:
         images = _aotriton_images(folder)
         torch = replace(torch, aotriton=_aotriton(folder), aotriton_images=images, rocm=_field(text, "rocm"))
-        metadata = _device_packages(look, folder, packages)
+        metadata = _device_packages(reads, folder, packages)
         if metadata is not None:
             return replace(torch, arch_list=metadata, arch_source="metadata")
         files = _kernel_files(folder)
         if files:
             return replace(torch, arch_list=files, arch_source="files")
     if torch.hip is not None or (torch.cuda is not None and deep):
-        asked = _ask(look, folder, torch)
+        asked = _ask(reads, folder, torch)
         if asked:
             return replace(torch, arch_list=asked, arch_source="asked")
     return torch
 
 
-def _text(look: Look, path: Path) -> str:
+def _text(reads: ProbeReads, path: Path) -> str:
     try:
         with path.open("rb") as file:
             return file.read(FILE_BYTES).decode("utf-8", "replace")
     except OSError as error:
-        look.note(str(path), error)
+        reads.note(str(path), error)
         return ""
 
 
@@ -104,13 +104,13 @@ def _field(text: str, name: str) -> str | None:
     return found.group(1) if found else None
 
 
-def _device_packages(look: Look, folder: Path, packages: dict[str, str]) -> tuple[str, ...] | None:
+def _device_packages(reads: ProbeReads, folder: Path, packages: dict[str, str]) -> tuple[str, ...] | None:
     """Architectures of the kernel packages of AMD's multi-arch torch, possibly none; None for another torch."""
     found = {one.group(1) for name in packages if (one := DEVICE_PACKAGE.fullmatch(name))}
     if found:
         return _sorted(found)
     metadata = folder / f"torch-{packages.get('torch', '')}.dist-info" / "METADATA"
-    is_multi = metadata.exists() and DEVICE_EXTRA.search(_text(look, metadata))
+    is_multi = metadata.exists() and DEVICE_EXTRA.search(_text(reads, metadata))
     return () if is_multi else None
 
 
@@ -171,17 +171,17 @@ def _optional_text(path: Path) -> str:
         return ""
 
 
-def _ask(look: Look, folder: Path, torch: Torch) -> tuple[str, ...]:
+def _ask(reads: ProbeReads, folder: Path, torch: Torch) -> tuple[str, ...]:
     """Ask torch itself, once per wheel: its RECORD changes with every installation."""
     try:
         record = os.stat(folder / f"torch-{torch.version}.dist-info" / "RECORD")
         about = f"{folder} {torch.version} {record.st_size} {record.st_mtime_ns}"
     except OSError:
         about = f"{folder} {torch.version}"
-    boot, look.boot = look.boot, ""  # the answer about a wheel outlives a reboot
-    said = look.ask("torch", python_command("-c", ASK, python=look.sources.python), ASK_TIMEOUT_S, about)
-    look.boot = boot
+    boot, reads.boot = reads.boot, ""  # the answer about a wheel outlives a reboot
+    said = reads.ask("torch", python_command("-c", ASK, python=reads.sources.python), ASK_TIMEOUT_S, about)
+    reads.boot = boot
     found = re.search(r"^archs: *(.*)$", said or "", re.MULTILINE)
     if said is not None and found is None:
-        look.note("architectures of torch", "it writes another format")
+        reads.note("architectures of torch", "it writes another format")
     return tuple(found.group(1).split()) if found else ()

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from lora_rocm.hardware.archs import arch_of
 from lora_rocm.hardware.facts import NUMBERS, Gpu, HostFacts, Library, Vendor, Windows
 from lora_rocm.hardware.pci import gfx_of_id, gfx_of_name
-from lora_rocm.hardware.probe.sources import Look
+from lora_rocm.hardware.probe.sources import ProbeReads
 
 DISPLAY_CLASS = r"SYSTEM\CurrentControlSet\Control\Class\{4d36e968-e325-11ce-bfc1-08002be10318}"
 ADAPTER_VALUES = (
@@ -50,7 +50,7 @@ TOOL_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True)
-class Adapter:
+class DisplayAdapter:
     """A display adapter in the registry."""
 
     name: str
@@ -69,13 +69,13 @@ class Hip:
     integrated: bool | None = None
 
 
-def read(look: Look, base: HostFacts, deep: bool) -> HostFacts:
+def read(reads: ProbeReads, base: HostFacts, deep: bool) -> HostFacts:
     """``base`` with the facts of this Windows machine."""
-    look.boot = str(look.values(BOOT_KEY).get("BootId", ""))
-    adapters = _adapters(look)
-    gpus = gpus_of_adapters(adapters, _hip(look, adapters))
-    total, available, page_file = _memory(look)
-    cpu = str(look.values(CPU_KEY).get("ProcessorNameString", "")).strip()
+    reads.boot = str(reads.values(BOOT_KEY).get("BootId", ""))
+    adapters = _adapters(reads)
+    gpus = gpus_of_adapters(adapters, _hip(reads, adapters))
+    total, available, page_file = _memory(reads)
+    cpu = str(reads.values(CPU_KEY).get("ProcessorNameString", "")).strip()
     return replace(
         base,
         cpu=cpu,
@@ -83,55 +83,55 @@ def read(look: Look, base: HostFacts, deep: bool) -> HostFacts:
         memory_available_bytes=available,
         swap_bytes=page_file,
         gpus=tuple(gpus),
-        windows=_windows(look, page_file, deep),
+        windows=_windows(reads, page_file, deep),
     )
 
 
-def _windows(look: Look, page_file_bytes: int | None, deep: bool) -> Windows:
-    version = look.values(VERSION_KEY)
-    build = look.parsed(str(version.get("CurrentBuildNumber", "")), "build number of Windows") or 0
+def _windows(reads: ProbeReads, page_file_bytes: int | None, deep: bool) -> Windows:
+    version = reads.values(VERSION_KEY)
+    build = reads.parsed(str(version.get("CurrentBuildNumber", "")), "build number of Windows") or 0
     product = f"{version.get('ProductName', 'Windows')} {version.get('DisplayVersion', '')}".strip()
     if build >= WINDOWS_11:  # the registry of Windows 11 still has 10
         product = product.replace("Windows 10", "Windows 11")
-    policy = look.values(POLICY_KEY).get("VerifiedAndReputablePolicyState")
-    delay, long_paths = look.values(GRAPHICS_KEY).get("TdrDelay"), look.values(FILES_KEY).get("LongPathsEnabled")
+    policy = reads.values(POLICY_KEY).get("VerifiedAndReputablePolicyState")
+    delay, long_paths = reads.values(GRAPHICS_KEY).get("TdrDelay"), reads.values(FILES_KEY).get("LongPathsEnabled")
     return Windows(
         build=build,
         product=product,
-        hip_libraries=tuple(_hip_libraries(look)),
-        hip_path=look.sources.environ.get("HIP_PATH"),
+        hip_libraries=tuple(_hip_libraries(reads)),
+        hip_path=reads.sources.environ.get("HIP_PATH"),
         page_file_bytes=page_file_bytes,
         tdr_delay_s=delay if isinstance(delay, int) and delay in NUMBERS else None,
-        tdr_events=_tdr_events(look) if deep else None,
+        tdr_events=_tdr_events(reads) if deep else None,
         smart_app_control=SMART_APP_CONTROL.get(policy) if isinstance(policy, int) else None,
-        vc_runtime=_vc_runtime(look),
+        vc_runtime=_vc_runtime(reads),
         long_paths=bool(long_paths) if isinstance(long_paths, int) else None,
     )
 
 
-def _memory(look: Look) -> tuple[int | None, int | None, int | None]:
+def _memory(reads: ProbeReads) -> tuple[int | None, int | None, int | None]:
     try:
-        total, available, with_page_file = look.sources.memory_status()
+        total, available, with_page_file = reads.sources.memory_status()
     except OSError as error:
-        look.note("memory", error)
+        reads.note("memory", error)
         return None, None, None
     return total, available, max(with_page_file - total, 0)
 
 
-def _adapters(look: Look) -> list[Adapter]:
+def _adapters(reads: ProbeReads) -> list[DisplayAdapter]:
     try:
-        names = look.sources.registry.keys(DISPLAY_CLASS)
+        names = reads.sources.registry.keys(DISPLAY_CLASS)
     except OSError as error:
-        look.note("display adapters in the registry", error)
+        reads.note("display adapters in the registry", error)
         return []
     keys = (rf"{DISPLAY_CLASS}\{name}" for name in sorted(names) if name.isdecimal())
-    adapters = [adapter for key in keys if (adapter := _adapter(look.values(key)))]
-    product = look.values(r"SOFTWARE\AMD\CN").get("RadeonSoftwareVersion")
+    adapters = [adapter for key in keys if (adapter := _adapter(reads.values(key)))]
+    product = reads.values(r"SOFTWARE\AMD\CN").get("RadeonSoftwareVersion")
     known = str(product) if product else None
     return [replace(one, product=one.product or known) if one.pci_id[:4] == "1002" else one for one in adapters]
 
 
-def _adapter(values: Mapping[str, Any]) -> Adapter | None:
+def _adapter(values: Mapping[str, Any]) -> DisplayAdapter | None:
     r"""The adapter in a registry key's values; None if virtual. MatchingDeviceId is "PCI\VEN_1002&DEV_744C&..."."""
     found = re.search(r"VEN_([0-9A-F]{4})&DEV_([0-9A-F]{4})", str(values.get("MatchingDeviceId", "")), re.IGNORECASE)
     if found is None:
@@ -140,7 +140,7 @@ def _adapter(values: Mapping[str, Any]) -> Adapter | None:
     if isinstance(size, bytes):
         size = int.from_bytes(size, "little")
     driver, product = values.get("DriverVersion"), values.get("RadeonSoftwareVersion")
-    return Adapter(
+    return DisplayAdapter(
         name=str(values.get("DriverDesc") or f"GPU {found.group(1)}:{found.group(2)}"),
         pci_id=f"{found.group(1)}:{found.group(2)}".lower(),
         driver=str(driver) if driver else None,
@@ -149,27 +149,27 @@ def _adapter(values: Mapping[str, Any]) -> Adapter | None:
     )
 
 
-def adapters_from_json(look: Look, text: str) -> list[Adapter]:
+def adapters_from_json(reads: ProbeReads, text: str) -> list[DisplayAdapter]:
     """Adapters from the output of ``ADAPTERS_SCRIPT``: a JSON object, or a list of objects."""
     try:
         found = json.loads(text.lstrip("\ufeff").strip() or "[]")
     except (ValueError, RecursionError):
-        look.note("powershell", f"it writes another format: {text.strip()[:40]!r}")
+        reads.note("powershell", f"it writes another format: {text.strip()[:40]!r}")
         return []
     rows = found if isinstance(found, list) else [found]
     return [adapter for row in rows if isinstance(row, dict) and (adapter := _adapter(row))]
 
 
-def _hip(look: Look, adapters: Sequence[Adapter]) -> list[Hip]:
+def _hip(reads: ProbeReads, adapters: Sequence[DisplayAdapter]) -> list[Hip]:
     """GPUs in HIP's order; empty without hipInfo, which comes with AMD's wheels."""
     amd = [adapter for adapter in adapters if adapter.pci_id[:4] == "1002"]
-    tool = Path(look.sources.python).parent / "hipInfo.exe"
+    tool = Path(reads.sources.python).parent / "hipInfo.exe"
     if not amd or not tool.exists():
         return []
-    said = look.ask("hipInfo", [str(tool)], TOOL_TIMEOUT_S, " ".join(adapter.driver or "" for adapter in amd))
+    said = reads.ask("hipInfo", [str(tool)], TOOL_TIMEOUT_S, " ".join(adapter.driver or "" for adapter in amd))
     found = hip_info(said or "")
     if said is not None and not found:
-        look.note("hipInfo", "it writes another format")
+        reads.note("hipInfo", "it writes another format")
     return found
 
 
@@ -185,7 +185,7 @@ def hip_info(text: str) -> list[Hip]:
     return gpus
 
 
-def gpus_of_adapters(adapters: Sequence[Adapter], hips: Sequence[Hip] = ()) -> list[Gpu]:
+def gpus_of_adapters(adapters: Sequence[DisplayAdapter], hips: Sequence[Hip] = ()) -> list[Gpu]:
     """GPUs of the adapters. AMD's are in HIP's order if hipInfo was read, else in the registry's."""
     left = list(adapters)
     gpus = []
@@ -193,7 +193,7 @@ def gpus_of_adapters(adapters: Sequence[Adapter], hips: Sequence[Hip] = ()) -> l
         adapter = next((one for one in left if one.name == hip.name and one.pci_id[:4] == "1002"), None)
         if adapter is not None:
             left.remove(adapter)
-        gpu = _gpu(adapter or Adapter(hip.name or "AMD GPU", ""), "amd")
+        gpu = _gpu(adapter or DisplayAdapter(hip.name or "AMD GPU", ""), "amd")
         arch = arch_of(hip.gfx)
         integrated = hip.integrated if hip.integrated is not None else arch.integrated if arch else None
         gpus.append(replace(gpu, gfx=hip.gfx, gfx_source="hipinfo", integrated=integrated))
@@ -205,7 +205,7 @@ def gpus_of_adapters(adapters: Sequence[Adapter], hips: Sequence[Hip] = ()) -> l
     return numbered
 
 
-def _gpu(adapter: Adapter, vendor: Vendor) -> Gpu:
+def _gpu(adapter: DisplayAdapter, vendor: Vendor) -> Gpu:
     by_id = gfx_of_id(adapter.pci_id) if vendor == "amd" else None
     gfx = by_id or (gfx_of_name(adapter.name) if vendor == "amd" else None)
     arch = arch_of(gfx)
@@ -222,28 +222,28 @@ def _gpu(adapter: Adapter, vendor: Vendor) -> Gpu:
     )
 
 
-def _hip_libraries(look: Look) -> list[Library]:
+def _hip_libraries(reads: ProbeReads) -> list[Library]:
     """Every amdhip64*.dll that could be loaded instead of the wheel's: System32 first, then PATH."""
-    system_root = look.sources.environ.get("SystemRoot") or look.sources.environ.get("SYSTEMROOT") or r"C:\Windows"
+    system_root = reads.sources.environ.get("SystemRoot") or reads.sources.environ.get("SYSTEMROOT") or r"C:\Windows"
     folders = [rf"{system_root}\System32"]
-    folders += [part.strip('"') for part in look.sources.environ.get("PATH", "").split(";") if part.strip('" ')]
+    folders += [part.strip('"') for part in reads.sources.environ.get("PATH", "").split(";") if part.strip('" ')]
     found: dict[str, Library] = {}
     for folder in folders:
-        for name in look.names(folder):
+        for name in reads.names(folder):
             path = str(PureWindowsPath(folder) / name)
             if re.fullmatch(r"amdhip64.*\.dll", name, re.IGNORECASE) and path.lower() not in found:
-                found[path.lower()] = Library(path, look.sources.file_version(look.sources.path(path)))
+                found[path.lower()] = Library(path, reads.sources.file_version(reads.sources.path(path)))
     return list(found.values())
 
 
-def _vc_runtime(look: Look) -> str | None:
-    values = look.values(VC_KEY)
+def _vc_runtime(reads: ProbeReads) -> str | None:
+    values = reads.values(VC_KEY)
     if not values.get("Installed"):
         return None
     return str(values.get("Version", "")).lstrip("v") or "unknown"
 
 
-def _tdr_events(look: Look) -> int | None:
+def _tdr_events(reads: ProbeReads) -> int | None:
     command = ["powershell", "-NoProfile", "-NonInteractive", "-Command", EVENTS_SCRIPT]
-    said = look.run("powershell", command, TOOL_TIMEOUT_S)
-    return None if said is None else look.parsed(said.strip(), "events of the display driver")
+    said = reads.run("powershell", command, TOOL_TIMEOUT_S)
+    return None if said is None else reads.parsed(said.strip(), "events of the display driver")

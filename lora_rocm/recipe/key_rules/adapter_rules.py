@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lora_rocm.recipe.adapter_sections import DROPOUTS, FROM_BASE, file_stem
-from lora_rocm.recipe.rule import Breach, Rule, exactly_one, no_effect, not_both
+from lora_rocm.recipe.rule import Breach, RecipeRule, exactly_one, no_effect, not_both
 
 TOKEN, OVERRIDE = "lora.new_tokens[each]", "lora.overrides[each]"
 
@@ -25,7 +25,7 @@ def _odd_ranks(init: str, rank: int, conv_rank: int | None, others: Sequence[int
     return [{"odd": odd, "even": odd + 1}] if init == "orthogonal" and odd else []
 
 
-def _unread_by(kind: str, names: Sequence[str], why: str) -> tuple[Rule, ...]:
+def _unread_by(kind: str, names: Sequence[str], why: str) -> tuple[RecipeRule, ...]:
     """Keys that a kind of adapter does not read, in ``lora`` and in its overrides."""
     return tuple(
         replace(
@@ -37,16 +37,16 @@ def _unread_by(kind: str, names: Sequence[str], why: str) -> tuple[Rule, ...]:
     )
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[RecipeRule, ...] = (
     *exactly_one(f"{TOKEN}.init", f"{TOKEN}.init_from"),
-    Rule(
+    RecipeRule(
         "tokens-have-names-of-their-own",
         ("lora.new_tokens[all].token",),
         _same_names,
         "another token has the same file name {name}",
         "Give each token its own file name.",
     ),
-    Rule(
+    RecipeRule(
         "an-override-sets-something",
         (f"{OVERRIDE}.rank", f"{OVERRIDE}.alpha", f"{OVERRIDE}.learning_rate"),
         lambda *values: all(value is None for value in values),
@@ -59,7 +59,7 @@ RULES: tuple[Rule, ...] = (
     not_both("lora.rank_dropout", "lora.use_dora"),
     not_both("lora.module_dropout", "lora.use_dora"),
     # The start
-    Rule(
+    RecipeRule(
         "not-both:lora.init,init_from",
         ("lora.init", "lora.init_from"),
         lambda init, file: init != "default" and file is not None,
@@ -67,7 +67,7 @@ RULES: tuple[Rule, ...] = (
         "Remove one of them: init or init_from.",
     ),
     *(
-        Rule(
+        RecipeRule(
             f"start-from-the-base:{name}",
             (f"lora.{name}", "lora.init"),
             lambda value, init: bool(value) and init in FROM_BASE,
@@ -77,7 +77,7 @@ RULES: tuple[Rule, ...] = (
         )
         for name in (*DROPOUTS, "use_dora", "scale_weight_norms")
     ),
-    Rule(
+    RecipeRule(
         "orthogonal-ranks-are-even",
         ("lora.init", "lora.rank", "lora.conv_rank", "lora.overrides[all].rank"),
         _odd_ranks,
@@ -86,7 +86,7 @@ RULES: tuple[Rule, ...] = (
         at="lora.init",
     ),
     # The base
-    Rule(
+    RecipeRule(
         "dora-needs-dense-weights",
         ("model.quantization", "lora.use_dora"),
         lambda quantization, use_dora: quantization != "none" and use_dora,
@@ -96,7 +96,7 @@ RULES: tuple[Rule, ...] = (
     ),
     # A layer creates its mask tensor within a pass for a new number of rows, which compiled code cannot do.
     *(
-        Rule(
+        RecipeRule(
             f"compiled-code-draws-nothing:{name}",
             (f"lora.{name}", "runtime.compile"),
             lambda share, compile: bool(share) and compile in ("regional", "full"),

@@ -7,7 +7,7 @@ from operator import itemgetter
 from os.path import normpath
 from typing import Any
 
-from lora_rocm.recipe.rule import Breach, Rule, exactly_one, no_effect
+from lora_rocm.recipe.rule import Breach, RecipeRule, exactly_one, no_effect
 from lora_rocm.recipe.source_sections import OF_CLASS_IMAGES, OF_FOLDERS, OF_VIDEOS, DataSource
 
 SOURCE, SOURCES, WATCHED = "data.sources[each]", "data.sources[all]", "data.watched"
@@ -92,7 +92,7 @@ def _without_controls(
     ]
 
 
-def _both_of_a_source(key: str, other: str, fix: str) -> tuple[Rule, ...]:
+def _both_of_a_source(key: str, other: str, fix: str) -> tuple[RecipeRule, ...]:
     """A source, or the one folder of ``data``, cannot have both options. ``data`` gives its options to all sources."""
 
     def broken(
@@ -104,8 +104,8 @@ def _both_of_a_source(key: str, other: str, fix: str) -> tuple[Rule, ...]:
     keys = (f"{SOURCE}.{key}", f"data.{key}", f"{SOURCE}.{other}", f"data.{other}", f"{SOURCE}.class_prompt")
     what = f"cannot have both {key} and {other}"
     return (
-        Rule(f"source-not-both:{key},{other}", (*keys, f"{SOURCE}.path"), broken, f"{{5}} {what}", fix),
-        Rule(
+        RecipeRule(f"source-not-both:{key},{other}", (*keys, f"{SOURCE}.path"), broken, f"{{5}} {what}", fix),
+        RecipeRule(
             f"data-not-both:{key},{other}",
             (f"data.{key}", f"data.{other}", "data.path"),
             lambda one, another, path: bool(one and another and path),
@@ -116,14 +116,14 @@ def _both_of_a_source(key: str, other: str, fix: str) -> tuple[Rule, ...]:
     )
 
 
-def _of_folders(key: str) -> Rule:
+def _of_folders(key: str) -> RecipeRule:
     """A source of rows, which have no file names, cannot have companion files."""
 
     def broken(own: object, shared: object, dataset: str | None, class_prompt: str | None) -> list[Breach]:
         wrong = dataset is not None and holding(own, shared, class_prompt)
         return [{"at": f"data.{key}" if own is None else f"{SOURCE}.{key}"}] if wrong else []
 
-    return Rule(
+    return RecipeRule(
         f"source-not-both:{key},dataset",
         (f"{SOURCE}.{key}", f"data.{key}", f"{SOURCE}.dataset", f"{SOURCE}.class_prompt"),
         broken,
@@ -132,7 +132,7 @@ def _of_folders(key: str) -> Rule:
     )
 
 
-def _of_rows(key: str, instead: str) -> tuple[Rule, ...]:
+def _of_rows(key: str, instead: str) -> tuple[RecipeRule, ...]:
     """A folder of images, which has no rows, cannot have a column."""
 
     def broken(own: object, shared: object, path: str | None, class_prompt: str | None) -> list[Breach]:
@@ -142,14 +142,14 @@ def _of_rows(key: str, instead: str) -> tuple[Rule, ...]:
     what, fix = f"cannot have {key}, because it is a folder of images", f"Name a folder in {instead}, or write dataset "
     fix += "for path, if a table in the folder names the images."
     return (
-        Rule(
+        RecipeRule(
             f"source-not-both:{key},path",
             (f"{SOURCE}.{key}", f"data.{key}", f"{SOURCE}.path", f"{SOURCE}.class_prompt"),
             broken,
             f"{{2}} {what}",
             fix,
         ),
-        Rule(
+        RecipeRule(
             f"data-not-both:{key},path",
             (f"data.{key}", "data.path"),
             lambda column, path: bool(column and path),
@@ -160,7 +160,7 @@ def _of_rows(key: str, instead: str) -> tuple[Rule, ...]:
     )
 
 
-def not_of_videos(key: str) -> tuple[Rule, ...]:
+def not_of_videos(key: str) -> tuple[RecipeRule, ...]:
     """A source of clips cannot have files or channels for single images."""
 
     def broken(
@@ -174,8 +174,8 @@ def not_of_videos(key: str) -> tuple[Rule, ...]:
     what = f"cannot have both {key} and clips (frames above 1)"
     fix = f"Remove {key}, or set frames: 1. {key} is read for single images only: give these their own source."
     return (
-        Rule(f"source-not-both:{key},frames", (*keys, f"{SOURCE}.path"), broken, f"{{5}} {what}", fix),
-        Rule(
+        RecipeRule(f"source-not-both:{key},frames", (*keys, f"{SOURCE}.path"), broken, f"{{5}} {what}", fix),
+        RecipeRule(
             f"data-not-both:{key},frames",
             (f"data.{key}", "data.frames", "data.path"),
             lambda own, frames, path: bool(own and path and _has_videos(frames)),
@@ -186,11 +186,11 @@ def not_of_videos(key: str) -> tuple[Rule, ...]:
     )
 
 
-def frames_of_folders() -> tuple[Rule, ...]:
+def frames_of_folders() -> tuple[RecipeRule, ...]:
     """Clips are folders, so a dataset cannot have clips."""
     fix = "Remove it: clips are sub-folders of a source with path."
     return (
-        Rule(
+        RecipeRule(
             "source-not-both:frames,dataset",
             (f"{SOURCE}.frames", f"{SOURCE}.dataset"),
             lambda frames, dataset: dataset is not None and _has_videos(frames),
@@ -198,7 +198,7 @@ def frames_of_folders() -> tuple[Rule, ...]:
             fix,
             at=f"{SOURCE}.frames",
         ),
-        Rule(
+        RecipeRule(
             "frames-need-a-folder",
             ("data.frames", f"{SOURCES}.path", f"{SOURCES}.frames"),
             lambda frames, paths, own: (
@@ -217,7 +217,7 @@ def _has_videos(frames: Lengths) -> bool:
     return max(frames if isinstance(frames, tuple) else (frames or 1,)) > 1
 
 
-def unread_of_class_images(name: str) -> Rule:
+def unread_of_class_images(name: str) -> RecipeRule:
     """Class images do not read this option of sources."""
     what = "with class_prompt: the base draws the images, and the prompt is their caption"
     return no_effect(
@@ -234,7 +234,7 @@ FOLDER_ALONE, ROWS_ALONE = (
     "Remove it, or write dataset for path.",
 )
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[RecipeRule, ...] = (
     *exactly_one("data.path", "data.sources"),
     *exactly_one(f"{WATCHED}.path", f"{WATCHED}.dataset"),
     *exactly_one(f"{SOURCE}.path", f"{SOURCE}.dataset", f"{SOURCE}.class_prompt"),
@@ -278,7 +278,7 @@ RULES: tuple[Rule, ...] = (
         "Remove it, or set class_prompt.",
     ),
     *(unread_of_class_images(name) for name in DataSource.model_fields if name not in OF_CLASS_IMAGES | OF_VIDEOS),
-    Rule(
+    RecipeRule(
         "class-images-are-regularisation",
         (f"{SOURCE}.class_prompt", f"{SOURCE}.is_reg"),
         lambda prompt, is_reg: prompt is not None and not is_reg,
@@ -287,7 +287,7 @@ RULES: tuple[Rule, ...] = (
         at=f"{SOURCE}.class_prompt",
     ),
     # Regularisation images
-    Rule(
+    RecipeRule(
         "something-is-learned",
         (f"{SOURCES}.is_reg",),
         lambda are_reg: bool(are_reg) and all(are_reg),
@@ -320,7 +320,7 @@ RULES: tuple[Rule, ...] = (
         for rule in _both_of_a_source(key, control, _changes_the_image(key))
     ),
     *(
-        Rule(
+        RecipeRule(
             f"source-not-both:crop_column,{control}",
             (
                 *(f"{SOURCE}.crop_column", f"{SOURCE}.{control}", f"data.{control}", f"{SOURCE}.class_prompt"),
@@ -335,7 +335,7 @@ RULES: tuple[Rule, ...] = (
         )
         for control in CONTROL_KEYS
     ),
-    Rule(
+    RecipeRule(
         "all-sources-have-controls",
         (f"{SOURCES}.path", f"{SOURCES}.dataset", *CONTROLS),
         _without_controls,
@@ -343,7 +343,7 @@ RULES: tuple[Rule, ...] = (
         f"Add its {' or '.join(CONTROL_KEYS)} with as many places, or train on it in a separate run.",
         at="data.sources",
     ),
-    Rule(
+    RecipeRule(
         "source-unmasked-weight-needs-masks",
         (
             f"{SOURCE}.unmasked_weight",
@@ -362,7 +362,7 @@ RULES: tuple[Rule, ...] = (
         for name in ("unmasked_weight", "normalize_masked_area_loss")
     ),
     # Samples that are watched
-    Rule(
+    RecipeRule(
         "watched-without-controls",
         (WATCHED, *CONTROLS),
         lambda watched, *controls: watched and any(count for count, _ in controls_of(*controls)),
@@ -370,7 +370,7 @@ RULES: tuple[Rule, ...] = (
         "Remove it.",
         at=WATCHED,
     ),
-    Rule(
+    RecipeRule(
         "watched-is-not-trained",
         (
             *(f"{WATCHED}.path", f"{WATCHED}.dataset", f"{WATCHED}.split"),

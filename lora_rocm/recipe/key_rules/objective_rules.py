@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lora_rocm.recipe.rule import Rule, no_effect, not_both
+from lora_rocm.recipe.rule import RecipeRule, no_effect, not_both
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[RecipeRule, ...] = (
+    RecipeRule(
         "timesteps-are-a-range",
         ("objective.min_timestep", "objective.max_timestep"),
         lambda least, most: least >= most,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lora_rocm.recipe.optim_sections import OPTIMIZERS, READ_BY_SCHEDULE, OptimSection
-from lora_rocm.recipe.rule import Breach, Rule, not_both
+from lora_rocm.recipe.rule import Breach, RecipeRule, not_both
 
 OPTIMIZER = "optim.optimizer"
 UNTIL = ("embedding_until_step", "embedding_until_ratio")
@@ -19,12 +19,12 @@ def _unfit_weights(optimizer: str, dtype: str) -> list[Breach]:
     return [] if dtype in dtypes else [{"usual": dtypes[0], "others": ", ".join(others)}]
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[RecipeRule, ...] = (
     not_both("optim.lr_warmup_steps", "optim.lr_warmup_ratio"),
     not_both("optim.embedding_until_step", "optim.embedding_until_ratio"),
     # The schedule
     *(
-        Rule(
+        RecipeRule(
             f"schedule-reads:{key}",
             (f"optim.{key}", "optim.lr_scheduler"),
             lambda _, scheduler, readers=readers: scheduler not in readers,
@@ -35,7 +35,7 @@ RULES: tuple[Rule, ...] = (
         )
         for key, readers in READ_BY_SCHEDULE.items()
     ),
-    Rule(
+    RecipeRule(
         "average-in-place-of-schedule",
         (OPTIMIZER, "optim.lr_scheduler"),
         lambda optimizer, scheduler: _averages(optimizer) and scheduler != "constant",
@@ -43,7 +43,7 @@ RULES: tuple[Rule, ...] = (
         "Remove lr_scheduler; a warm-up is fine.",
         at="optim.lr_scheduler",
     ),
-    Rule(
+    RecipeRule(
         "warmup-init-needs-relative-step",
         ("optim.warmup_init", "optim.relative_step"),
         lambda warmup_init, relative_step: warmup_init and not relative_step,
@@ -52,7 +52,7 @@ RULES: tuple[Rule, ...] = (
         at="optim.warmup_init",
     ),
     *(
-        Rule(
+        RecipeRule(
             f"relative-step-has-its-rate:{name}",
             (f"optim.{name}", "optim.relative_step"),
             lambda _, relative_step: relative_step,
@@ -65,7 +65,7 @@ RULES: tuple[Rule, ...] = (
         if name.startswith("lr_") or name.endswith("learning_rate")
     ),
     # The trained weights
-    Rule(
+    RecipeRule(
         "average-is-the-result",
         (OPTIMIZER, "train.ema_decay"),
         lambda optimizer, decay: _averages(optimizer) and bool(decay),
@@ -73,7 +73,7 @@ RULES: tuple[Rule, ...] = (
         "Remove train.ema_decay.",
         at="train.ema_decay",
     ),
-    Rule(
+    RecipeRule(
         "average-is-not-scaled",
         (OPTIMIZER, "lora.scale_weight_norms"),
         lambda optimizer, norm: _averages(optimizer) and norm is not None,
@@ -82,7 +82,7 @@ RULES: tuple[Rule, ...] = (
         at="lora.scale_weight_norms",
     ),
     *(
-        Rule(
+        RecipeRule(
             f"relative-step-reads-no-rates:{key}",
             (OPTIMIZER, "optim.relative_step", f"lora.{key}"),
             lambda _, relative_step, rates, sets=sets: relative_step and sets(rates),
@@ -92,7 +92,7 @@ RULES: tuple[Rule, ...] = (
         )
         for key, sets in (("loraplus_lr_ratio", lambda ratio: ratio != 1.0), ("overrides[all].learning_rate", any))
     ),
-    Rule(
+    RecipeRule(
         "optimizer-fits-weights",
         (OPTIMIZER, "lora.weight_dtype"),
         _unfit_weights,
@@ -101,7 +101,7 @@ RULES: tuple[Rule, ...] = (
         at=OPTIMIZER,
     ),
     *(
-        Rule(
+        RecipeRule(
             f"average-after:{key}",
             (OPTIMIZER, f"optim.{key}"),
             lambda optimizer, until: _averages(optimizer) and bool(until),
@@ -112,7 +112,7 @@ RULES: tuple[Rule, ...] = (
         for key in UNTIL
     ),
     *(
-        Rule(
+        RecipeRule(
             f"new-tokens-are-there:{key}",
             (f"optim.{key}", "lora.new_tokens"),
             lambda until, tokens: bool(until) and not tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lora_rocm.recipe.rule import Breach, Rule
+from lora_rocm.recipe.rule import Breach, RecipeRule
 from lora_rocm.recipe.sample_section import PREVIEW_INPUTS, PreviewPrompt, SampleSection
 from lora_rocm.recipe.yaml_tree import dotted
 
@@ -72,36 +72,36 @@ def _inputs(name: str, wrong: Callable[[FamilySpec, PreviewPrompt], object]) -> 
     return broken
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[RecipeRule, ...] = (
+    RecipeRule(
         "sampler-of-family",
         ("model.family", *PROMPTS, "sample.sampler"),
         _samplers,
         "{family} cannot use the sampler {sampler}",
         "Take {usual}.",
     ),
-    Rule(
+    RecipeRule(
         "negative-prompt-of-family",
         ("model.family", *PROMPTS, NEGATIVE_PROMPT),
         _negative_prompts,
         "{0.title} reads no negative prompt",
         "Remove it.",
     ),
-    Rule(
+    RecipeRule(
         "sides-of-a-prompt",
         ("model.family", *PROMPTS),
         _sides,
         "the sides of images of {0.title} are multiples of {step} pixels, and one is {px}",
         "Take {less} or {more}.",
     ),
-    Rule(
+    RecipeRule(
         "masks-of-family",
         ("model.family", *INPUTS),
         _inputs("mask", lambda spec, preview: preview.mask and not spec.model_section.may_inpaint),
         "{0.title} takes no masks in previews",
         "Remove it.",
     ),
-    Rule(
+    RecipeRule(
         "a-mask-has-an-image",
         ("model.family", *INPUTS),
         _inputs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_rocm.recipe.rule import Rule, exactly_one, not_both
+from lora_rocm.recipe.rule import RecipeRule, exactly_one, not_both
 
 VALIDATION = ("train.validation_every_n_steps", "train.validation_every_n_epochs")
 MANY_CAPTIONS = tuple(
@@ -10,14 +10,14 @@ MANY_CAPTIONS = tuple(
 )
 
 
-def _alone(key: str, others: tuple[str, ...], off: str) -> Rule:
+def _alone(key: str, others: tuple[str, ...], off: str) -> RecipeRule:
     """A key that is read only if one of the others is set.
 
     A user who sets one of these to off (false, 0 or []) has switched a feature off and keeps its settings: that is
     fine. ``off``: the first one's default, as YAML.
     """
     named = " or ".join(others)
-    return Rule(
+    return RecipeRule(
         f"alone:{key}",
         (key, *others),
         lambda value, *others: bool(value) and not any(others),
@@ -29,7 +29,7 @@ def _alone(key: str, others: tuple[str, ...], off: str) -> Rule:
     )
 
 
-ALONE: tuple[Rule, ...] = (
+ALONE: tuple[RecipeRule, ...] = (
     _alone("optim.text_encoder_learning_rate", ("lora.train_text_encoder", "lora.new_tokens"), "false"),
     _alone("optim.embedding_learning_rate", ("lora.new_tokens",), "[]"),
     *(_alone(key, ("data.validation_split", "data.watched"), "0.0") for key in VALIDATION),
@@ -44,12 +44,12 @@ ALONE: tuple[Rule, ...] = (
     _alone("output.log_project", ("output.log_with",), "[]"),
 )
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[RecipeRule, ...] = (
     *exactly_one("train.max_train_steps", "train.epochs"),
     not_both(*VALIDATION),
     not_both("sample.every_n_steps", "sample.every_n_epochs"),
     not_both("output.save_every_n_steps", "output.save_every_n_epochs"),
-    Rule(
+    RecipeRule(
         "a-source-has-no-larger-batches",
         ("data.sources[each].max_batch_size", "train.batch_size"),
         lambda own, batch_size: (own or 0) > batch_size,
@@ -57,7 +57,7 @@ RULES: tuple[Rule, ...] = (
         "Raise train.batch_size, or lower this.",
         at="data.sources[each].max_batch_size",
     ),
-    Rule(
+    RecipeRule(
         "compiled-for-gpus",
         ("runtime.device", "runtime.compile"),
         lambda device, compile: device == "cpu" and compile in ("regional", "full"),
@@ -65,7 +65,7 @@ RULES: tuple[Rule, ...] = (
         "Remove compile, or device: cpu.",
         at="runtime.compile",
     ),
-    Rule(
+    RecipeRule(
         "activations-are-kept-or-recomputed",
         ("runtime.memory", "train.gradient_checkpointing"),
         lambda memory, recomputes: recomputes and memory in ("keep", "selective"),

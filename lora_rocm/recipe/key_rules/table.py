@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.recipe.family_rules import FAMILY_RULES, rules_of_spec
 from lora_rocm.recipe.key_rules import adapter_rules, data_rules, objective_rules, optim_rules, preview_rules, run_rules
-from lora_rocm.recipe.rule import Rule
+from lora_rocm.recipe.rule import RecipeRule
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[RecipeRule, ...] = (
     *data_rules.RULES,
     *objective_rules.RULES,
     *optim_rules.RULES,
@@ -23,12 +23,12 @@ RULES: tuple[Rule, ...] = (
 
 
 @cache
-def rules_for(spec: FamilySpec) -> tuple[Rule, ...]:
+def rules_for(spec: FamilySpec) -> tuple[RecipeRule, ...]:
     """The rules for recipes of a family."""
     return (*RULES, *rules_of_spec(spec), *spec.rules)
 
 
-def rules_of(key: str, registry: Registry = PRODUCT) -> tuple[Rule, ...]:
+def rules_of(key: str, registry: FamilyRegistry = PRODUCT) -> tuple[RecipeRule, ...]:
     """The rules that read a key, such as "lora.rank", "data.sources[0].path" or a whole section, of all families."""
     found = {rule.id: rule for spec in registry for rule in rules_for(spec) if rule.reads(key)}
     return tuple(found.values())

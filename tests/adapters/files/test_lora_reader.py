@@ -24,13 +24,13 @@ from lora_rocm.adapters.files.module_names import adaptable
 from lora_rocm.adapters.kinds.lora_entry import LoraEntry
 from lora_rocm.errors import AdapterError
 from lora_rocm.export import writers
-from lora_rocm.export.comfy_reader import apply_comfy
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.comfyui_check import apply_comfy
+from lora_rocm.export.metadata import RunFacts
 from tests.adapters.lycoris import locon
 from tests.tiny_models import SHALLOW_WIDER, trained, unet_config, write_tiny_sdxl
 from tests.wording import says
 
-FACTS = Facts(steps=2, epochs=1, num_epochs=1)
+FACTS = RunFacts(steps=2, epochs=1, num_epochs=1)
 ATTENTION = r".*\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 NAME = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
 SIDES = {"A": (2, 32), "B": (32, 2)}

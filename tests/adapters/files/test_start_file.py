@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
-from lora_rocm.adapters.factory import inject
+from lora_rocm.adapters.attach import inject
 from lora_rocm.adapters.files.lora_reader import read_lora
 from lora_rocm.adapters.files.start_file import check_start
 from lora_rocm.adapters.kinds.lora import LoraAdapter

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
-from lora_rocm.adapters.factory import attach_file, inject
+from lora_rocm.adapters.attach import attach_file, inject
 from lora_rocm.adapters.files.lora_reader import read_lora
 from lora_rocm.adapters.kinds.ia3 import Ia3Adapter, Ia3Entry
 from lora_rocm.adapters.registry import kind_for
 from lora_rocm.errors import AdapterError, ExportError
 from lora_rocm.export import writers
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.metadata import RunFacts
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.adapter_sections import Ia3Section
 from tests.lora_files import write_as_forecast
@@ -29,7 +29,7 @@ from tests.tiny_models import SHALLOW_WIDER, tiny_recipe, trained, unet_output, 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 CPU = torch.device("cpu")
-FACTS = Facts(steps=2, epochs=1, num_epochs=1)
+FACTS = RunFacts(steps=2, epochs=1, num_epochs=1)
 IA3 = {"type": "ia3", "targets": r"mid_block\.(attentions\.0\.(proj_in|.*\.to_q)|resnets\.0\.conv1)"}
 KEY = "lora_unet_middle_block_1_proj_in"
 

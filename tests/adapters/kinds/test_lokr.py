@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
-from lora_rocm.adapters.factory import attach_file, inject
+from lora_rocm.adapters.attach import attach_file, inject
 from lora_rocm.adapters.files.lora_reader import components_of, read_lora
 from lora_rocm.adapters.kinds.lokr import LokrAdapter, LokrConv2d, LokrEntry, LokrLinear
 from lora_rocm.adapters.registry import kind_for
 from lora_rocm.errors import AdapterError, ExportError
 from lora_rocm.export import writers
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.metadata import RunFacts
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.adapter_sections import LokrSection
 from tests.lora_files import write_as_forecast
@@ -31,7 +31,7 @@ from tests.wording import Worded, saying, says, worded
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 CPU = torch.device("cpu")
-FACTS = Facts(steps=2, epochs=1, num_epochs=1)
+FACTS = RunFacts(steps=2, epochs=1, num_epochs=1)
 TARGETS = MIDDLE_TARGETS + r"|mid_block\.resnets\.0\.conv1|down_blocks\.0\.downsamplers\.0\.conv"
 FORMS: dict[str, dict[str, Any]] = {
     "both whole": {"rank": 64, "alpha": 2.0},

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_rocm.adapters import targets as targets_module
+from lora_rocm.adapters.attach import attach_file, inject
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.factory import attach_file, inject
 from lora_rocm.adapters.kinds.lora import trained_scale
 from lora_rocm.errors import AdapterError
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.metadata import RunFacts
 from lora_rocm.families.base import family_for
 from lora_rocm.kernels.adapter_dropout import DropoutDraws
 from tests.adapters.lycoris import locon
@@ -31,7 +31,7 @@ from tests.tiny_models import MIDDLE_TARGETS, SHALLOW_RISING, tiny_recipe, train
 from tests.wording import says
 
 CPU = torch.device("cpu")
-FACTS = Facts(steps=2, epochs=1, num_epochs=1)
+FACTS = RunFacts(steps=2, epochs=1, num_epochs=1)
 FEW = {"rank": 4, "alpha": 2.0, "targets": MIDDLE_TARGETS}
 BLOCK = "mid_block.attentions.0.transformer_blocks.0"
 MODULES = (  # square, not square, both as convolutions

@@ -13,13 +13,13 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
+from lora_rocm.adapters.attach import attach_file, inject
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.factory import attach_file, inject
 from lora_rocm.adapters.kinds import lora_start
 from lora_rocm.adapters.kinds.lora import LoraAdapter
 from lora_rocm.adapters.kinds.lora_start import START, factors, fill_start, less_start
 from lora_rocm.errors import AdapterError
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.metadata import RunFacts
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.adapter_sections import LoraSection
 from tests.lora_files import write_as_forecast
@@ -28,7 +28,7 @@ from tests.wording import saying, says_if
 
 CPU = torch.device("cpu")
 KINDS = ("gaussian", "orthogonal", "pissa", "olora")
-FACTS = Facts(steps=2, epochs=1, num_epochs=1)
+FACTS = RunFacts(steps=2, epochs=1, num_epochs=1)
 TARGETS = f"({MIDDLE_TARGETS})|mid_block.resnets.0.conv1"
 
 

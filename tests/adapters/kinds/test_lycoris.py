@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.export import writers
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.metadata import RunFacts
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.kernels.adapter_dropout import DropoutDraws
@@ -64,7 +64,7 @@ def module_of(tensors: dict[str, Tensor], key: str, base: nn.Module) -> Any:
 def layers_and_modules(folder: Path, path: Path, lora: dict[str, Any]) -> tuple[Any, list[tuple[str, Any, Any]]]:
     """The adapter, and (name, layer, LyCORIS' module with the same tensors) of each layer."""
     family, _, adapter = trained(folder, lora={"targets": TARGETS, **lora}, output={"dtype": "fp32"})
-    write_as_forecast("kohya", path, family, adapter, family.recipe, Facts(1, 1, 1))
+    write_as_forecast("kohya", path, family, adapter, family.recipe, RunFacts(1, 1, 1))
     tensors, table = load_file(path), adapter.key_table("kohya")
     keys = {table.whole(key): key for key in table.parts if any(name.startswith(f"{key}.") for name in tensors)}
     return adapter, [
@@ -142,7 +142,7 @@ def test_updates_are_limited_as_by_lycoris(folder: Path, tmp_path: Path, kind: s
 @pytest.mark.parametrize("kind", KINDS)
 def test_lycoris_reads_the_file_with_equal_effect(folder: Path, tmp_path: Path, kind: str) -> None:
     family, _, adapter = trained(folder, lora={"targets": TARGETS, **KINDS[kind]}, output={"dtype": "fp32"})
-    writers.write("kohya", tmp_path / "x.safetensors", family, adapter, family.recipe, Facts(1, 1, 1))
+    writers.write("kohya", tmp_path / "x.safetensors", family, adapter, family.recipe, RunFacts(1, 1, 1))
     tensors = load_file(tmp_path / "x.safetensors")
     table = adapter.key_table("kohya")
     keys = {table.whole(key): key for key in table.parts if any(name.startswith(f"{key}.") for name in tensors)}

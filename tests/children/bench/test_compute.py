@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lora_rocm.checks.timing import Work
+from lora_rocm.checks.timing import MeasuredRow
 from lora_rocm.children.bench.device_child import all_works, convolution
 from lora_rocm.children.tune.attention import computed, random_inputs
 from lora_rocm.children.tune.job import AttentionCall, Convolution, Laid, Product, RecipeWork
@@ -28,7 +28,7 @@ def laid(*shape: int) -> Laid:
     return Laid.of(torch.empty(shape))
 
 
-def of(works: list[Work], group: str) -> list[Work]:
+def of(works: list[MeasuredRow], group: str) -> list[MeasuredRow]:
     return [each for each in works if each.fields["group"] == group]
 
 

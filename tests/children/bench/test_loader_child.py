@@ -17,7 +17,7 @@ from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batches import BatchPlan, prepare
 from lora_rocm.loader.cached_dataset import Orders
-from lora_rocm.loader.worker_pool import Group, WorkersFailed
+from lora_rocm.loader.worker_pool import WorkerPool, WorkersFailed
 from lora_rocm.processes.jobs import LoaderJob
 from lora_rocm.processes.tool import write_job
 from lora_rocm.recipe.load import load_recipe
@@ -56,10 +56,10 @@ def test_both_sources_with_and_without_workers(measured: Any) -> None:
 
 
 def test_workers_that_fall_back_are_no_figure(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(self: Group, orders: Orders) -> Any:
+    def failing(self: WorkerPool, orders: Orders) -> Any:
         raise WorkersFailed("it hung")
 
-    monkeypatch.setattr(Group, "reads", failing)
+    monkeypatch.setattr(WorkerPool, "reads", failing)
     rows = [event for event in measured([1]) if event["type"] == "row"]
     assert [row["per_second"] for row in rows] == [None, None]
     assert all("it hung" in row["problem"] for row in rows)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lora_rocm.checks.timing import Work, measure
+from lora_rocm.checks.timing import MeasuredRow, measure
 from lora_rocm.children.tune import attention
 from lora_rocm.children.tune.attention import Trial, prepared
 from lora_rocm.children.tune.job import AttentionCall
@@ -42,7 +42,9 @@ def rows_of(ways: dict[str, Any], trials: list[Trial], capfd: Any) -> list[dict[
     works = []
     for way, context in ways.items():
         found: dict[str, Any] = {}
-        works.append(Work({"way": way}, 1.0, lambda w=way, c=context, f=found: prepared(w, c, trials, False, f), found))  # type: ignore[misc]
+        works.append(
+            MeasuredRow({"way": way}, 1.0, lambda w=way, c=context, f=found: prepared(w, c, trials, False, f), found)
+        )  # type: ignore[misc]
     measure(works, 0, lambda call: call(), limit_s=60)  # type: ignore[arg-type, return-value]
     events = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     return [event for event in events if event["type"] == "row"]

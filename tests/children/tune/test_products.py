@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_rocm.checks.timing import Work, measure
+from lora_rocm.checks.timing import MeasuredRow, measure
 from lora_rocm.children.tune.job import Laid, Product
 from lora_rocm.children.tune.products import Tuner, prepared
 
@@ -49,7 +49,7 @@ class FakeTuner(Tuner):
 
 def row_of(tuner: FakeTuner, what: Product, capfd: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    work = Work({"product": str(what)}, 1.0, lambda: prepared(what, CPU, tuner, found), found)
+    work = MeasuredRow({"product": str(what)}, 1.0, lambda: prepared(what, CPU, tuner, found), found)
     measure([work], 0, lambda call: call(), limit_s=60)  # type: ignore[arg-type, return-value]
     row: dict[str, Any] = json.loads(capfd.readouterr().out.splitlines()[-1])
     return row

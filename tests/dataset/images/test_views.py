@@ -15,10 +15,10 @@ from lora_rocm.dataset.images.views import (
     MOST_GAMMA,
     MOST_HUE_STEPS,
     PLAIN,
-    View,
+    ImageView,
     colour_change,
-    price_of,
     recoloured,
+    view_count,
     view_geometry,
     views_of,
     window,
@@ -47,15 +47,17 @@ def geometry(width: int, height: int, given: Given = NOTHING, **keys: Any) -> tu
 
 def test_the_views_of_a_source() -> None:
     (plain,) = DataSection(path="a").resolved_sources()
-    assert views_of(plain) == (PLAIN,) and not price_of(plain)
+    assert views_of(plain) == (PLAIN,) and not view_count(plain)
     (flipped,) = DataSection(path="a", flip_aug=True, random_crop=True).resolved_sources()
-    assert views_of(flipped) == (PLAIN, View(flip=True))
-    assert says(price_of(flipped), "dataset/2-versions-of-each-image") and price_of(flipped).endswith(": 2 (flip_aug)")
+    assert views_of(flipped) == (PLAIN, ImageView(flip=True))
+    assert says(view_count(flipped), "dataset/2-versions-of-each-image") and view_count(flipped).endswith(
+        ": 2 (flip_aug)"
+    )
     (many,) = DataSection(path="a", flip_aug=True, random_crop=4, color_aug=2).resolved_sources()
     assert len(set(views_of(many))) == 24 and views_of(many)[0] == PLAIN
     assert [view.flip for view in views_of(many)] == [False] * 12 + [True] * 12
-    assert says(price_of(many), "dataset/24-versions-of-each-image-are-encoded")
-    assert "4 (random_crop) x 3 (color_aug) x 2 (flip_aug)" in price_of(many)
+    assert says(view_count(many), "dataset/24-versions-of-each-image-are-encoded")
+    assert "4 (random_crop) x 3 (color_aug) x 2 (flip_aug)" in view_count(many)
 
 
 def test_the_first_of_several_random_crops_is_the_only_one_of_one() -> None:
@@ -63,7 +65,7 @@ def test_the_first_of_several_random_crops_is_the_only_one_of_one() -> None:
     sample, first = geometry(300, 64, random_crop=True)
     _, of_many = geometry(300, 64, random_crop=9)
     assert first == of_many
-    lefts = {view_geometry(first, sample, View(crop=number)).crop_top_left[1] for number in range(9)}
+    lefts = {view_geometry(first, sample, ImageView(crop=number)).crop_top_left[1] for number in range(9)}
     spare = first.resized_hw[1] - first.target_hw[1]
     assert len(lefts) > 5 and all(0 <= left <= spare for left in lefts) and max(lefts) - min(lefts) > spare / 3
 
@@ -114,8 +116,8 @@ def test_colours_change_a_little() -> None:
             assert np.abs(seen.max(axis=2) - grid.max(axis=2)).max() <= 1, "a turned hue keeps the brightness"
     red = Image.new("RGB", (1, 1), (255, 0, 0))
     assert recoloured(red, ("hue", 10.0)).getpixel((0, 0))[1] > 40 > recoloured(red, ("hue", -10.0)).getpixel((0, 0))[1]
-    assert colour_change(sample_of(64, 64, key="b.png")[0], View(colour=1)) != changes[1] or (
-        colour_change(sample_of(64, 64, key="b.png")[0], View(colour=2)) != changes[2]
+    assert colour_change(sample_of(64, 64, key="b.png")[0], ImageView(colour=1)) != changes[1] or (
+        colour_change(sample_of(64, 64, key="b.png")[0], ImageView(colour=2)) != changes[2]
     )
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from lora_rocm.dataset.sources import metadata_files
 from lora_rocm.dataset.sources.folders import walk
-from lora_rocm.dataset.sources.metadata_files import Metadata, names_files
+from lora_rocm.dataset.sources.metadata_files import SourceMetadata, names_files
 from lora_rocm.dataset.sources.scan import Scan, scan
 from lora_rocm.errors import DataError
-from lora_rocm.foundation.names import Names
+from lora_rocm.foundation.names import NameIndex
 from tests.wording import Worded, says, worded
 
 
@@ -126,7 +126,7 @@ def test_parquet_is_for_datasets(tmp_path: Path, make: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("name", metadata_files.READ_NAMES)
 def test_damage_of_any_kind_is_a_notice(tmp_path: Path, name: str) -> None:
-    rng, found = random.Random(name), Metadata("text", Names({"0.png": 0, "1.png": 1}.items()))
+    rng, found = random.Random(name), SourceMetadata("text", NameIndex({"0.png": 0, "1.png": 1}.items()))
     lines = [{"file_name": f"{number % 3}.png", "text": f"ü {number}"} for number in range(8)]
     whole = rows(tmp_path / "whole.jsonl", *lines).read_bytes()
     if name.endswith(".csv"):
@@ -144,7 +144,7 @@ def test_damage_of_any_kind_is_a_notice(tmp_path: Path, name: str) -> None:
 
 def test_of_many_rows_only_those_of_images_are_kept(tmp_path: Path) -> None:
     rows(tmp_path / "metadata.jsonl", *({"file_name": f"{number}.png", "text": "x"} for number in range(5000)))
-    found = Metadata("text", Names([("7.png", 0)]))
+    found = SourceMetadata("text", NameIndex([("7.png", 0)]))
     found.read(tmp_path / "metadata.jsonl", "metadata.jsonl")
     assert found.caption(0) == "x" and len(found.unknown) == 4999
     (notice,) = found.notices()
@@ -164,7 +164,7 @@ def test_kohya_s_file_gives_captions_and_tags(tmp_path: Path) -> None:
     }
     file = tmp_path / "meta_lat.json"
     file.write_text(json.dumps(rows), encoding="utf-8")
-    found = Metadata("text", Names(images.items()))
+    found = SourceMetadata("text", NameIndex(images.items()))
     found.read_json(file, tmp_path)
     assert [found.caption(position) for position in range(5)] == ["a cat, red, big", "green", "a dog", None, None]
     assert list(found.unknown) == ["f"] and "train_resolution (1 row)" in found.notices()[-1]
@@ -181,7 +181,7 @@ def test_columns_and_keys_that_nothing_reads_are_named(tmp_path: Path, make: Sim
     assert "note (1 row)" in said and "w (1 row)" in said and "empty" not in said
     read = scan(make.data(sources=[{"path": str(tmp_path), "loss_weight_column": "w"}]))
     assert "note" in read.notices[0] and "w (" not in read.notices[0], "the control: this column is read"
-    file, both = tmp_path / "meta.json", Metadata("text", Names([("a.png", 0)]))
+    file, both = tmp_path / "meta.json", SourceMetadata("text", NameIndex([("a.png", 0)]))
     file.write_text(json.dumps({"a": {"caption": "a", "captions": ["b"], "tags": "c"}}), encoding="utf-8")
     both.read_json(file, tmp_path)
     assert both.caption(0) == ("b, c",) and "caption (1 row)" in both.notices()[0] and "tags" not in both.notices()[0]
@@ -205,5 +205,5 @@ def test_a_file_that_is_not_kohya_s_is_named(tmp_path: Path, content: bytes) -> 
     file = tmp_path / "meta.json"
     file.write_bytes(content)
     with pytest.raises(DataError) as caught:
-        Metadata("text", Names([("a.png", 0)])).read_json(file, tmp_path)
+        SourceMetadata("text", NameIndex([("a.png", 0)])).read_json(file, tmp_path)
     assert caught.value.code == "metadata-unreadable" and str(file) in str(caught.value.where)

@@ -30,7 +30,7 @@ from lora_rocm.families.base import LoadedModel
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import is_packed, pack
 from lora_rocm.memory.op_counter import Ledger
-from lora_rocm.planning.step_cost import WORKSPACE_BYTES, resident_bytes
+from lora_rocm.planning.step_plan import WORKSPACE_BYTES, resident_bytes
 from lora_rocm.rundir.run_context import NOBODY
 from lora_rocm.train.base_seal import seals_of
 

@@ -21,7 +21,7 @@ from lora_rocm.families.anima.encoders import MAX_TOKENS, STATES
 from lora_rocm.families.anima.family import Anima
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.common.objectives.loss import losses
-from lora_rocm.latent_cache.encode_session import plain_door
+from lora_rocm.latent_cache.encode_session import plain_placement
 from tests.families.common.dit.cases import Anima as Case
 from tests.families.common.dit.cases import with_configs
 from tests.families.common.dit.original_names import of_anima
@@ -53,7 +53,7 @@ def test_text_is_encoded_as_the_pipeline_does(base: Path) -> None:
         told = {name: tensor for name, tensor in parts.items() if not name.startswith("negative")}
         dtypes = {"conditioning_dtype": torch.bfloat16, "output_dtype": torch.float32}
         wanted = AnimaTextConditioningStep._condition_prompt_embeds(pipeline, **told, device=CPU, **dtypes)
-    encode = family.encoders()[1].load(plain_door(CPU))
+    encode = family.encoders()[1].load(plain_placement(CPU))
     found = [encode({CAPTION: caption})[STATES] for caption in CAPTIONS]
     for states_SD, wanted_SD, mask_S in zip(found, wanted, parts["t5_attention_mask"], strict=True):
         assert states_SD.dtype == torch.bfloat16 and states_SD.shape == wanted_SD.shape == (MAX_TOKENS, WIDTH)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from lora_rocm.adapters.factory import inject
-from lora_rocm.export.metadata import Facts
+from lora_rocm.adapters.attach import inject
+from lora_rocm.export.metadata import RunFacts
 from lora_rocm.export.writers import verify, write
 from lora_rocm.families.causal_lm.family import CausalLM
 from lora_rocm.families.causal_lm.objective import IGNORED
@@ -48,7 +48,7 @@ class Adapted:
 
     def written(self, folder: Path) -> Path:
         """Write it, and load it back as a run does."""
-        write("peft", folder, self.family, self.adapter, self.recipe, Facts(1, 1, 1, 1, {}, {}, {}))
+        write("peft", folder, self.family, self.adapter, self.recipe, RunFacts(1, 1, 1, 1, {}, {}, {}))
         verify("peft", folder, self.family, self.model, self.adapter)
         return folder / "model"
 

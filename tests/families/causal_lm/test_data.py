@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from lora_rocm.children.check_texts import seen
 from lora_rocm.commands.check import check, render
-from lora_rocm.dataset.order.batch_sampler import BatchPlan
+from lora_rocm.dataset.order.batch_plan import BatchPlan
 from lora_rocm.dataset.rows.records import read
 from lora_rocm.dataset.rows.row_reference import separated
 from lora_rocm.dataset.sources import text_scan

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lora_rocm.adapters.factory import inject
+from lora_rocm.adapters.attach import inject
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.dataset.rows.records import Pair, pair_of, written
 from lora_rocm.device.placement.base import Resident

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_rocm.base_models.hollow import LARGE
+from lora_rocm.base_models.meta_components import LARGE
 from lora_rocm.errors import ModelError
 from lora_rocm.families.causal_lm.family import CausalLM
 from tests.families.causal_lm.adapted import recipe_of

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lora_rocm.families.causal_lm.architecture import decoder
-from lora_rocm.families.causal_lm.fused_blocks import FusedBlock, fuse
+from lora_rocm.families.causal_lm.fused_blocks import FusedDecoderLayer, fuse
 from lora_rocm.families.causal_lm.objective import IGNORED, FusedHead, Head, fuse_head, token_distance
 from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.recompute import Recomputing
@@ -43,9 +43,9 @@ def outcome(model: Adapted) -> tuple[Tensor, Tensor]:
     return loss_B.detach(), torch.cat([gradient.flatten() for gradient in found if gradient is not None])
 
 
-def fused(model: Adapted) -> list[FusedBlock]:
+def fused(model: Adapted) -> list[FusedDecoderLayer]:
     model.family.fuse(model.model, triton=False)
-    return [block for block in model.family.blocks(model.model) if isinstance(block, FusedBlock)]
+    return [block for block in model.family.blocks(model.model) if isinstance(block, FusedDecoderLayer)]
 
 
 def near(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> bool:
@@ -148,7 +148,7 @@ def dropout(block: Any) -> None:
     block.self_attn.attention_dropout = 0.5
 
 
-def both_ways(block: Any) -> None:
+def both_directions(block: Any) -> None:
     block.self_attn.is_causal = False
 
 
@@ -157,7 +157,7 @@ def soft_cap(block: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [unlike_activation, more_parts, own_weight, other_norm, dropout, both_ways, soft_cap]
+    "change", [unlike_activation, more_parts, own_weight, other_norm, dropout, both_directions, soft_cap]
 )
 def test_a_block_with_an_unknown_part_keeps_the_forward_of_transformers(change: Any) -> None:
     config = LlamaConfig(**MODELS["llama"][2])
@@ -165,7 +165,7 @@ def test_a_block_with_an_unknown_part_keeps_the_forward_of_transformers(change: 
     change(blocks[0])
     layers = nn.ModuleList(blocks)
     fuse(layers, "eager")
-    assert layers[0] is blocks[0] and isinstance(layers[1], FusedBlock), "the second is the control"
+    assert layers[0] is blocks[0] and isinstance(layers[1], FusedDecoderLayer), "the second is the control"
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])

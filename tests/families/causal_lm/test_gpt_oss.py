@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.errors import ModelError
 from lora_rocm.export.merged import write_merged
 from lora_rocm.families.causal_lm.family import CausalLM
 from lora_rocm.families.causal_lm.objective import IGNORED
 from lora_rocm.families.common.objectives.loss import LOSS_MASK, losses
 from lora_rocm.kernels.weight_format import DENSE
-from lora_rocm.memory.footprint import count, hollow_model
+from lora_rocm.memory.footprint import count, meta_model
 from lora_rocm.memory.op_counter import Ledger
 from tests.families.causal_lm.adapted import CLOSE, CPU, TOKENS, Adapted, batch, off, recipe_of
 from tests.tiny_llm import write_tiny_gpt_oss
@@ -122,7 +122,7 @@ def test_the_footprint_is_that_of_packed_experts(base: Path) -> None:
     """Counted without data, where tokens are spread evenly over the experts."""
     recipe = recipe_of(base, runtime={"device": "cpu"})
     family = CausalLM(recipe)
-    found = count(family, hollow_model(family, recipe, torch.bfloat16, on_gpu=False), recipe, Shape.of(tokens=64))
+    found = count(family, meta_model(family, recipe, torch.bfloat16, on_gpu=False), recipe, SampleShape.of(tokens=64))
     held = DENSE.num_bytes(family.skeleton("model"), torch.bfloat16)
     assert held <= found.weight_bytes < 1.01 * held and found.work.flops > 0
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import family_for
-from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.recipe.kinds import recipe_from
 from tests.tiny_anima import write_tiny_anima
 from tests.tiny_flux import write_tiny_flux
@@ -61,7 +61,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Pat
     return found
 
 
-def refusal(family: str, base: Path, registry: Registry = PRODUCT) -> ModelError:
+def refusal(family: str, base: Path, registry: FamilyRegistry = PRODUCT) -> ModelError:
     model = {"family": family, "name_or_path": str(base)}
     recipe = recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}}, registry)
     with pytest.raises(ModelError) as caught:
@@ -82,7 +82,7 @@ def test_a_base_of_another_family_is_named(
 @pytest.mark.parametrize("kind", ["file", "folder"])
 @pytest.mark.parametrize("wanted", PRODUCT.names)
 def test_only_families_that_can_be_chosen_are_named(bases: dict[tuple[str, str], Path], wanted: str, kind: str) -> None:
-    alone = Registry([PRODUCT[wanted]])
+    alone = FamilyRegistry([PRODUCT[wanted]])
     for given in PRODUCT.names:
         if given != wanted:
             error = refusal(wanted, bases[given, kind], alone)

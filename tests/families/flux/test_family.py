@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lora_rocm.adapters.files.lora_reader import components_of, read_lora
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.families.base import LoadedModel, Tensors
@@ -21,7 +21,7 @@ from lora_rocm.families.common.dit.packing import packed, places, unpacked
 from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.flux.encoders import POOLED, STATES
 from lora_rocm.families.flux.family import LAYOUT, LAYOUT_SCHNELL, Flux
-from lora_rocm.latent_cache.encode_session import plain_door
+from lora_rocm.latent_cache.encode_session import plain_placement
 from tests.families.common.dit.original_names import of_flux
 from tests.tiny_flux import CHANNELS, CLIP_WIDTH, T5_WIDTH, tiny_transformer, write_tiny_flux
 from tests.tiny_models import tiny_recipe
@@ -63,7 +63,7 @@ def test_text_is_encoded_as_the_pipeline_does(base: Path, schnell: Path, pipelin
     Both bases have the same text encoders.
     """
     for family, length in ((family_of(base), 512), (family_of(schnell, {"variant": "schnell"}), 256)):
-        encoders = [encoder.load(plain_door(CPU)) for encoder in family.encoders()[1:]]
+        encoders = [encoder.load(plain_placement(CPU)) for encoder in family.encoders()[1:]]
         for caption in (*CAPTIONS, "") if length == 512 else CAPTIONS[1:]:
             with torch.no_grad():
                 states_BSD, pooled_BD, _ = pipeline.encode_prompt(caption, max_sequence_length=length)
@@ -119,7 +119,7 @@ def test_a_model_that_knows_the_velocity_has_no_loss(base: Path) -> None:
 
 
 def test_the_bundled_configs_differ_in_what_the_variants_do() -> None:
-    dev, schnell = (Source("published", layout, layout.configs, None) for layout in (LAYOUT, LAYOUT_SCHNELL))
+    dev, schnell = (BaseSource("published", layout, layout.configs, None) for layout in (LAYOUT, LAYOUT_SCHNELL))
     assert all(
         dev.config(name).values == schnell.config(name).values for name in ("text_encoder", "text_encoder_2", "vae")
     )

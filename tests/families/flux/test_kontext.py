@@ -14,7 +14,7 @@ from diffusers import FluxKontextPipeline
 from PIL import Image
 from torch import Tensor
 
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.errors import DataError
 from lora_rocm.families.base import PreviewRequest
 from lora_rocm.families.common.dit.packing import packed, places, unpacked
@@ -93,7 +93,7 @@ def test_loss_and_gradients_are_those_of_the_pipeline_s_calls(base: Path, pipeli
 
 
 def test_an_example_has_the_longer_sequence(base: Path) -> None:
-    shape = Shape.of(h=64, w=32)
+    shape = SampleShape.of(h=64, w=32)
     data = {"path": "x", "bucket_step": 16, "control_path": "y"}
     with_control = family_of(base, KONTEXT)
     with_control.recipe = with_control.recipe.model_copy(

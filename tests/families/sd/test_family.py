@@ -13,14 +13,14 @@ from diffusers import DDPMScheduler, StableDiffusionPipeline, UNet2DConditionMod
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.dataset.entry_spec import CAPTION
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import PreviewRequest, family_for
 from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.sd.family import LAYOUT_SD2, LAYOUT_SD15, TELLING_BIAS, Sd2, Sd15
-from lora_rocm.latent_cache.encode_session import plain_door
+from lora_rocm.latent_cache.encode_session import plain_placement
 from tests.tiny_models import SHALLOW, drawn_by, scheduler_config, tiny_recipe, write_tiny_sdxl
 from tests.tiny_sd import SHALLOW_SD, WIDTH, Version, tiny_sd, write_sd_configs, write_single_sd, write_tiny_sd
 
@@ -107,7 +107,7 @@ def test_captions_are_encoded_as_by_the_pipeline(shallow: dict[str, Path], versi
     pipeline = StableDiffusionPipeline.from_pretrained(shallow[version], local_files_only=True)
     expected_BSD, _ = pipeline.encode_prompt("a red cat", CPU, 1, False)
     family = family_of(version, shallow[version])
-    encoded = family.encoders()[1].load(plain_door(CPU))({CAPTION: "a red cat"})
+    encoded = family.encoders()[1].load(plain_placement(CPU))({CAPTION: "a red cat"})
     assert {name: spec.dims for name, spec in family.encoders()[1].entry.tensors.items()} == {"prompt_embeds": "SD"}
     torch.testing.assert_close(encoded["prompt_embeds"], expected_BSD[0])
 
@@ -121,17 +121,17 @@ def test_trained_text_encoders_read_tokens_and_get_gradients(shallow: dict[str, 
         component.requires_grad_(True)
     batch = batch_of(1)
     caption, frozen = {CAPTION: "a red cat"}, family_of(version, shallow[version])
-    batch["prompt_embeds"] = frozen.encoders()[1].load(plain_door(CPU))(caption)["prompt_embeds"][None]
+    batch["prompt_embeds"] = frozen.encoders()[1].load(plain_placement(CPU))(caption)["prompt_embeds"][None]
     draws = family.objective.draw(batch, [1]).tensors
     expected_B = losses(family, model, batch, draws)
     del batch["prompt_embeds"]
-    batch |= {name: ids[None] for name, ids in family.encoders()[1].load(plain_door(CPU))(caption).items()}
+    batch |= {name: ids[None] for name, ids in family.encoders()[1].load(plain_placement(CPU))(caption).items()}
     loss_B = losses(family, model, batch, draws)
     torch.testing.assert_close(loss_B, expected_B)
     loss_B.sum().backward()
     grads = [p.grad for p in model.components["text_encoder"].parameters()]
     assert any(grad is not None and grad.abs().sum() > 0 for grad in grads)
-    assert set(family.example(Shape.of(h=64, w=64), 2)) == {"latent_mean", "latent_std", "input_ids"}
+    assert set(family.example(SampleShape.of(h=64, w=64), 2)) == {"latent_mean", "latent_std", "input_ids"}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -195,7 +195,7 @@ def test_a_preview_is_the_pipeline_s_image(shallow: dict[str, Path], version: st
     request = PreviewRequest("a red cat", "dog", 64, 48, 2, guidance, 7)
     family = family_of(version, shallow[version])
     model = family.load(torch.float32, CPU)
-    encode = family.encoders()[1].load(plain_door(CPU))
+    encode = family.encoders()[1].load(plain_placement(CPU))
     (ours,) = family.preview(model, [request], lambda prompt: encode({CAPTION: prompt}))
     pipeline = StableDiffusionPipeline.from_pretrained(shallow[version], local_files_only=True)
     theirs = drawn_by(pipeline, request)
@@ -206,7 +206,7 @@ def test_a_preview_is_the_pipeline_s_image(shallow: dict[str, Path], version: st
 def test_published_configs_have_the_published_sizes() -> None:
     counts = {}
     for layout in (LAYOUT_SD15, LAYOUT_SD2):
-        source = Source("published", layout, layout.configs, None)
+        source = BaseSource("published", layout, layout.configs, None)
         for part in layout.parts:
             counts[layout.configs.name, part] = sum(p.numel() for p in source.skeleton(part).parameters())
     assert counts["config_sd15", "unet"] == 859_520_964 and counts["config_sd2", "unet"] == 865_910_724

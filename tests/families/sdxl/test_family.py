@@ -15,7 +15,7 @@ from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.families.base import LoadedModel, family_for
 from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.sdxl.family import Sdxl
-from lora_rocm.latent_cache.encode_session import plain_door
+from lora_rocm.latent_cache.encode_session import plain_placement
 from tests.tiny_models import scheduler_config, tiny_recipe, write_tiny_sdxl
 
 CPU = torch.device("cpu")
@@ -157,7 +157,7 @@ def test_trained_text_encoders_get_gradients(tiny_sdxl: Path) -> None:
     family.recompute_activations(model)
     for component in model.components.values():
         component.train().requires_grad_(True)
-    encode = family.encoders()[1].load(plain_door(CPU))
+    encode = family.encoders()[1].load(plain_placement(CPU))
     batch = batch_of(family, 1)
     for name in (*PROMPTS, "pooled_embeds"):
         del batch[name]

@@ -17,7 +17,7 @@ from lora_rocm.dataset.companions.controls import control_name
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.images.buckets import covering
 from lora_rocm.dataset.images.image_io import cut
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.families.base import Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.common.objectives.base import MEAN
 from lora_rocm.latent_cache.controls import control_latents
@@ -48,7 +48,7 @@ class EditLike(FluxLike):
     def _controls(self) -> range:
         return range(self.recipe.data.num_controls)
 
-    def example(self, shape: Shape, rows: int) -> Tensors:
+    def example(self, shape: SampleShape, rows: int) -> Tensors:
         example = super().example(shape, rows)
         example[MEAN] = example.pop("latents")
         for number in self._controls:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, Pad, TensorSpec
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.families.base import Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
 from tests.families.toys.base import WORD_WIDTH, ToyEncoder, ToyTransformer, word_states
 
@@ -69,7 +69,7 @@ class FluxLike(ToyTransformer):
             for block in transformer.get_submodule(name).children()
         ]
 
-    def example(self, shape: Shape, rows: int) -> Tensors:
+    def example(self, shape: SampleShape, rows: int) -> Tensors:
         latents = torch.zeros(rows, CHANNELS, shape["h"] // STRIDE_PX, shape["w"] // STRIDE_PX)
         words = {"states": torch.zeros(rows, 8, WORD_WIDTH), "states_mask": torch.ones(rows, 8, dtype=torch.bool)}
         return {"latents": latents, **words, "pooled": torch.zeros(rows, WORD_WIDTH)}

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.families.base import Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.common.objectives.base import Draws, Prediction
 from lora_rocm.families.common.objectives.loss import LOSS_MASK
@@ -99,7 +99,7 @@ class LlamaLike(ToyFamily):
     def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
         self._run = run or Recomputing(model)
 
-    def example(self, shape: Shape, rows: int) -> Tensors:
+    def example(self, shape: SampleShape, rows: int) -> Tensors:
         zeros_BS = torch.zeros(rows, shape["tokens"], dtype=torch.int64)
         return {"input_ids": zeros_BS, "labels": zeros_BS.clone(), LOSS_MASK: torch.ones(rows, shape["tokens"])}
 

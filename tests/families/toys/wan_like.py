@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, TensorSpec
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.families.base import Drawn, Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
 from tests.families.toys.base import WORD_WIDTH, ToyEncoder, ToyTransformer, painted, word_states
 
@@ -65,7 +65,7 @@ class WanLike(ToyTransformer):
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         return list(model.components["transformer"].get_submodule("blocks").children())
 
-    def example(self, shape: Shape, rows: int) -> Tensors:
+    def example(self, shape: SampleShape, rows: int) -> Tensors:
         frames = latent_frames(dict(shape.axes).get("frames", 1))
         latents = torch.zeros(rows, CHANNELS, frames, shape["h"] // STRIDE_PX, shape["w"] // STRIDE_PX)
         return {"latents": latents, "states": torch.zeros(rows, WORDS, WORD_WIDTH)}

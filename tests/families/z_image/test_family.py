@@ -13,7 +13,7 @@ from diffusers import ZImagePipeline
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import LoadedModel, Tensors
@@ -24,7 +24,7 @@ from lora_rocm.families.z_image import family as module
 from lora_rocm.families.z_image.family import LAYOUT, MAX_TOKENS, TEMPLATE, ZImage
 from lora_rocm.families.z_image.forward import predicted
 from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding, plain_door
+from lora_rocm.latent_cache.encode_session import Encoding, plain_placement
 from lora_rocm.loader.batches import BatchPlan, loader, open_workers, prepare
 from tests.fake_encoders import image
 from tests.tiny_models import tiny_recipe
@@ -61,7 +61,7 @@ def test_text_is_encoded_as_the_pipeline_does(base: Path) -> None:
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
         "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
     )
-    encode = family_of(base).encoders()[1].load(plain_door(CPU))
+    encode = family_of(base).encoders()[1].load(plain_placement(CPU))
     pipeline.text_encoder.to(torch.bfloat16)
     with torch.no_grad():
         expected = pipeline._encode_prompt(list(captions), CPU)
@@ -146,7 +146,7 @@ def test_a_base_of_another_variant_than_the_recipe_s_is_noticed(base: Path, tmp_
 
 def test_the_template_in_the_packaged_tokenizer_s_tokens() -> None:
     """Ids of the chat template of Qwen3: user, the caption, the end of the turn, assistant."""
-    tokenizer = load_tokenizer(Source("published", LAYOUT, LAYOUT.configs, None).tokenizer_path("tokenizer"))
+    tokenizer = load_tokenizer(BaseSource("published", LAYOUT, LAYOUT.configs, None).tokenizer_path("tokenizer"))
     begin, end = [151644, 872, 198], [151645, 198, 151644, 77091, 198]
     ids = token_ids(tokenizer, TEMPLATE.format("a cat")).tolist()
     assert (ids[:3], ids[-5:], len(ids)) == (begin, end, 10)

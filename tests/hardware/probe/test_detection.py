@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lora_rocm.hardware.facts import HostFacts, facts_from_json, load_facts
 from lora_rocm.hardware.probe.detection import probe, relevant
 from lora_rocm.hardware.probe.gpu_probe import KFD_NODES
-from lora_rocm.hardware.probe.sources import Look, Sources, this_machine
+from lora_rocm.hardware.probe.sources import ProbeReads, Sources, this_machine
 from tests.golden import HOSTS, machines
 from tests.hardware.fake_machine import Registry, Tools, linux_machine, put, windows_machine
 from tests.wording import says
@@ -90,7 +90,7 @@ def test_a_windows_without_registry_is_read_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("odd")])
 def test_a_part_that_fails_is_left_out(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fail(look: Look, deep: bool) -> None:
+    def fail(look: ProbeReads, deep: bool) -> None:
         raise error
 
     monkeypatch.setattr("lora_rocm.hardware.probe.detection.installed", fail)

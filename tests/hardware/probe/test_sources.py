@@ -16,8 +16,8 @@ from lora_rocm.hardware.facts import Unread
 from lora_rocm.hardware.probe.sources import (
     HIDING,
     MEMORY_FILE,
-    Look,
     NoRegistry,
+    ProbeReads,
     Sources,
     recalled,
     remember,
@@ -30,8 +30,8 @@ ECHO = [sys.executable, "-c", "print('answer')"]
 ASK = ("tool", ["tool"], 1.0, "driver 1")
 
 
-def look_at(tmp_path: Path, tools: Tools | None = None) -> Look:
-    return Look(Sources("linux", environ={}, root=tmp_path, app_dir=tmp_path / "app", run=(tools or Tools()).run))
+def look_at(tmp_path: Path, tools: Tools | None = None) -> ProbeReads:
+    return ProbeReads(Sources("linux", environ={}, root=tmp_path, app_dir=tmp_path / "app", run=(tools or Tools()).run))
 
 
 def test_a_tool_answers() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.hardware.facts import Torch
-from lora_rocm.hardware.probe.sources import Look, Sources, run_tool
+from lora_rocm.hardware.probe.sources import ProbeReads, Sources, run_tool
 from lora_rocm.hardware.probe.torch_files import ASK, installed
 from tests.hardware.fake_machine import Tools, put, put_aotriton, put_torch, signature
 from tests.wording import worded
@@ -16,9 +16,9 @@ from tests.wording import worded
 ROCM = Torch("2.13.0+rocm7.2", hip="7.2.53211")
 
 
-def look_at(folder: Path, tools: Tools | None = None) -> Look:
+def look_at(folder: Path, tools: Tools | None = None) -> ProbeReads:
     run = (tools or Tools()).run
-    return Look(
+    return ProbeReads(
         Sources(
             "linux", environ={}, site_packages=(folder,), app_dir=folder / "app", run=run, python="/venv/bin/python"
         )

@@ -22,7 +22,7 @@ from lora_rocm.hardware.probe.windows_probe import (
     POLICY_KEY,
     VC_KEY,
     VERSION_KEY,
-    Adapter,
+    DisplayAdapter,
     Hip,
     gpus_of_adapters,
     hip_info,
@@ -98,10 +98,10 @@ def test_a_hip_info_that_hangs_leaves_the_id(tmp_path: Path) -> None:
 
 def test_hips_order_is_kept() -> None:
     adapters = [
-        Adapter("Same", "1002:744c", vram_bytes=1),
-        Adapter("iGPU", "1002:164e", vram_bytes=2),
-        Adapter("Same", "1002:744c", vram_bytes=3),
-        Adapter("NVIDIA", "10de:2684"),
+        DisplayAdapter("Same", "1002:744c", vram_bytes=1),
+        DisplayAdapter("iGPU", "1002:164e", vram_bytes=2),
+        DisplayAdapter("Same", "1002:744c", vram_bytes=3),
+        DisplayAdapter("NVIDIA", "10de:2684"),
     ]
     hips = [Hip("Same", "gfx1100"), Hip("Same", "gfx1100"), Hip("New card", "gfx1299"), Hip("iGPU", "gfx1036", True)]
     found = gpus_of_adapters(adapters, hips)

@@ -7,14 +7,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.errors import ModelError
 from lora_rocm.families.common.component_check import check_component
 from lora_rocm.families.common.wrong_family import recognised_file, recognised_folder, wrong_family
-from lora_rocm.families.registry import Registry
+from lora_rocm.families.registry import FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.model_files.config_file import read_config
-from lora_rocm.model_files.header import Header
+from lora_rocm.model_files.header import TensorFileHeader
 from lora_rocm.model_files.models import index_of
 
 VAE_KEYS = ("latent_channels", "scaling_factor", "shift_factor", "z_dim", "latents_mean", "latents_std")
@@ -22,7 +22,7 @@ TEXT_KEYS = ("hidden_size", "d_model", "num_hidden_layers", "num_layers")
 """Keys of a text encoder's config that determine the transformer's inputs. Not every writer saves all of them."""
 
 
-def check(source: Source, spec: FamilySpec, registry: Registry) -> tuple[str, ...]:
+def check(source: BaseSource, spec: FamilySpec, registry: FamilyRegistry) -> tuple[str, ...]:
     """Refuse a model of another family or one that cannot be trained on; return notices about an accepted one.
 
     Raises:
@@ -44,7 +44,7 @@ def check(source: Source, spec: FamilySpec, registry: Registry) -> tuple[str, ..
     return tuple(filter(None, (check_component(source, name, _fix(spec)) for name in source.layout.parts)))
 
 
-def check_file(header: Header, name: str, spec: FamilySpec, registry: Registry) -> None:
+def check_file(header: TensorFileHeader, name: str, spec: FamilySpec, registry: FamilyRegistry) -> None:
     """Refuse a file of another family, before its missing components are asked for.
 
     Raises:
@@ -79,7 +79,7 @@ def _letters(name: str) -> str:
     return re.sub("[^a-z]", "", name.lower())
 
 
-def called_otherwise(source: Source, spec: FamilySpec, variant: str, names: Sequence[str]) -> tuple[str, ...]:
+def called_otherwise(source: BaseSource, spec: FamilySpec, variant: str, names: Sequence[str]) -> tuple[str, ...]:
     """A notice if the base has the name of another variant than ``model.variant``.
 
     Args:
@@ -97,7 +97,7 @@ def called_otherwise(source: Source, spec: FamilySpec, variant: str, names: Sequ
     return (f"The base is called {source.name}, but model.variant is {variant}. Did you mean {named}?",)
 
 
-def _check_own(source: Source, name: str, spec: FamilySpec) -> None:
+def _check_own(source: BaseSource, name: str, spec: FamilySpec) -> None:
     """Refuse a component of another family by its config: its output would have other sizes or another scale."""
     folder = source.folder if (source.folder / name / "config.json").is_file() else source.layout.configs
     own, base = read_config(source.config_path(name)), read_config(folder / name / "config.json")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.common.caption_lm import DTYPE
 from lora_rocm.families.common.dit import detect
@@ -25,12 +25,12 @@ from lora_rocm.families.common.objectives import schedulers
 from lora_rocm.families.common.objectives.base import Prediction
 from lora_rocm.families.common.objectives.flow import FlowObjective
 from lora_rocm.families.common.recompute import Recomputing
-from lora_rocm.families.file_names import FileNames
+from lora_rocm.families.lora_names import FileNames
 from lora_rocm.families.spec import TransformerSection
-from lora_rocm.kernels.backend import Form, form_for
+from lora_rocm.kernels.backend import Implementation, implementation_for
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import WeightFormat
-from lora_rocm.model_files.header import Header
+from lora_rocm.model_files.header import TensorFileHeader
 from lora_rocm.recipe.sections import FlowSection
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class TransformerFamily(LatentFamily):
     num_streams: int = 1
     targets: Mapping[str, str]
     patch: int = 2
-    fuse_blocks: Callable[[nn.Module, Form], None]
+    fuse_blocks: Callable[[nn.Module, Implementation], None]
     language_model: str = "text_encoder"
     language_layers: str = r"(^|\.)layers\.\d+\."
     told_guidance: bool = False
@@ -98,10 +98,10 @@ class TransformerFamily(LatentFamily):
         """Files with a prefix and the module's name in diffusers."""
         return FileNames(self.prefixes, "folded", lambda part, name: self.prefixes[part] + name, self.load_in_diffusers)
 
-    def check_file(self, header: Header) -> None:
+    def check_file(self, header: TensorFileHeader) -> None:
         detect.check_file(header, self.recipe.model.name_or_path, self.recipe.spec, self.recipe.registry)
 
-    def check(self, source: Source) -> tuple[str, ...]:
+    def check(self, source: BaseSource) -> tuple[str, ...]:
         return (*detect.check(source, self.recipe.spec, self.recipe.registry), *schedulers.check_flow(source))
 
     @cached_property
@@ -142,7 +142,7 @@ class TransformerFamily(LatentFamily):
         transformer.enable_gradient_checkpointing(run)
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
-        self.fuse_blocks(model.components[self.component], form_for(model.device, triton))
+        self.fuse_blocks(model.components[self.component], implementation_for(model.device, triton))
 
     def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
         transformer = self.skeleton(self.component)

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, LatentSpace
 from lora_rocm.families.common.objectives.flow import published_shift, shifted
@@ -27,7 +27,7 @@ class Flow(Protocol):
     told_guidance: bool
 
     @property
-    def source(self) -> Source: ...
+    def source(self) -> BaseSource: ...
     @property
     def latents(self) -> LatentSpace: ...
     @property

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.errors import ModelError
 from lora_rocm.families.common.objectives.flow import shift_of_resolution
 from lora_rocm.foundation.tables import read_table
@@ -51,7 +51,7 @@ class FixedKey:
 
 
 @dataclass(frozen=True)
-class Kind:
+class SchedulerKind:
     """The schedulers that fit the noise of one objective."""
 
     name: str
@@ -66,17 +66,17 @@ class Kind:
 class SchedulerTable:
     """The file."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[SchedulerKind, ...]
 
 
 @cache
-def kind_named(name: Literal["ddpm", "flow"]) -> Kind:
+def kind_named(name: Literal["ddpm", "flow"]) -> SchedulerKind:
     """Return the row of an objective."""
     table = read_table(Path(__file__).with_name("schedulers.toml"), SchedulerTable)
     return next(kind for kind in table.kinds if kind.name == name)
 
 
-def scheduler_class(source: Source, kind: Kind) -> SchedulerClass:
+def scheduler_class(source: BaseSource, kind: SchedulerKind) -> SchedulerClass:
     """Return the scheduler class of a base; DDPM's if neither the folder's index nor the config names one.
 
     diffusers loads the class named in the index, other programs the class named in the config. Both have to be listed.
@@ -105,14 +105,14 @@ def scheduler_class(source: Source, kind: Kind) -> SchedulerClass:
     return next((each for each in found.values() if each is not None), SchedulerClass(""))
 
 
-def _class_notice(source: Source, counts: str) -> tuple[str, ...]:
+def _class_notice(source: BaseSource, counts: str) -> tuple[str, ...]:
     """Return a notice if the scheduler config does not name its class."""
     if source.config("scheduler").values.get("_class_name") is not None:
         return ()
     return (f"The scheduler config of the base does not name its class (_class_name): it counts as {counts}.",)
 
 
-def require_known_keys(source: Source, kind: Kind, config: Mapping[str, Any]) -> tuple[str, ...]:
+def require_known_keys(source: BaseSource, kind: SchedulerKind, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Refuse values that describe other noise than the objective's; return a notice about unknown keys.
 
     Raises:
@@ -136,7 +136,7 @@ def require_known_keys(source: Source, kind: Kind, config: Mapping[str, Any]) ->
     return (f"The scheduler config of the base has unknown keys, which are ignored ({len(unknown)}): {named}.",)
 
 
-def completed(source: Source, config: Mapping[str, Any]) -> dict[str, Any]:
+def completed(source: BaseSource, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a DDPM scheduler config; missing betas and prediction type are diffusers' defaults.
 
     Raises:
@@ -149,7 +149,7 @@ def completed(source: Source, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **missing}
 
 
-def ddpm_notices(source: Source, published: Mapping[str, Any], chosen_prediction: bool) -> tuple[str, ...]:
+def ddpm_notices(source: BaseSource, published: Mapping[str, Any], chosen_prediction: bool) -> tuple[str, ...]:
     """Return notices about missing keys of a DDPM scheduler config, for which diffusers' defaults are used.
 
     Args:
@@ -176,7 +176,7 @@ def ddpm_notices(source: Source, published: Mapping[str, Any], chosen_prediction
     return notices
 
 
-def check_flow(source: Source) -> tuple[str, ...]:
+def check_flow(source: BaseSource) -> tuple[str, ...]:
     """Refuse a base without a flow matching scheduler with a usable shift; return notices.
 
     Raises:

@@ -11,20 +11,20 @@ import torch
 from diffusers import DDPMScheduler
 
 from lora_rocm.base_models.config_faults import UNFIT_ERRORS, cause_of
-from lora_rocm.base_models.hollow import defaults_of
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
+from lora_rocm.base_models.meta_components import defaults_of
 from lora_rocm.errors import ModelError
 from lora_rocm.families.common.component_check import MAX_NAMED, check_component
 from lora_rocm.families.common.objectives import ddpm
 from lora_rocm.families.common.unet import inpainting
-from lora_rocm.families.common.unet.original_names import beside
+from lora_rocm.families.common.unet.original_names import unused_tensors
 from lora_rocm.families.common.unet.sampling import scheduler_of
 from lora_rocm.families.common.wrong_family import recognised_folder, wrong_family
-from lora_rocm.families.registry import Registry
+from lora_rocm.families.registry import FamilyRegistry
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.adapters import kind_of
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, Config, read_config
-from lora_rocm.model_files.header import PICKLE_SUFFIXES, Header
+from lora_rocm.model_files.header import PICKLE_SUFFIXES, TensorFileHeader
 from lora_rocm.model_files.models import PARTS, model_of, models_in, pipeline_of
 
 UNET_PREFIX = "model.diffusion_model."
@@ -58,7 +58,7 @@ class Expected:
         return FIX.format(self.with_article)
 
 
-def check(source: Source, expected: Expected, registry: Registry) -> tuple[str, ...]:
+def check(source: BaseSource, expected: Expected, registry: FamilyRegistry) -> tuple[str, ...]:
     """Refuse a model of another family or one that cannot be trained on; return notices about an accepted one.
 
     Raises:
@@ -74,18 +74,18 @@ def check(source: Source, expected: Expected, registry: Registry) -> tuple[str, 
         _check_vae(source, expected, registry)
     said = [check_component(source, name, expected.fix) for name in source.layout.parts]
     if source.single_header is not None:
-        said.append(_named_beside(source, source.single_header))
+        said.append(_unused_notice(source, source.single_header))
     return tuple(filter(None, said))
 
 
-def _named_beside(source: Source, header: Header) -> str:
+def _unused_notice(source: BaseSource, header: TensorFileHeader) -> str:
     """A notice about tensors of a checkpoint that no component uses, or an empty string."""
-    others = beside(header, [part.prefix for part in source.layout.parts.values()])
+    others = unused_tensors(header, [part.prefix for part in source.layout.parts.values()])
     named = ", ".join(printable(key)[:100] for key in others[:MAX_NAMED])
     return f"The base has tensors that are not used ({len(others)}): {named}." if others else ""
 
 
-def check_scheduler(source: Source, config: Mapping[str, Any], samplers: Collection[str]) -> None:
+def check_scheduler(source: BaseSource, config: Mapping[str, Any], samplers: Collection[str]) -> None:
     """Refuse a noise schedule or prediction type that is not supported.
 
     Args:
@@ -138,7 +138,7 @@ def _make_schedules(config: Mapping[str, Any], samplers: Collection[str]) -> Non
             scheduler_of({**config, "rescale_betas_zero_snr": zero_snr}, sampler).set_timesteps(2)
 
 
-def _check_folder(source: Source, expected: Expected, registry: Registry) -> None:
+def _check_folder(source: BaseSource, expected: Expected, registry: FamilyRegistry) -> None:
     index_path = source.folder / "model_index.json"
     if not index_path.is_file():
         found = recognised_folder(source.folder)
@@ -176,7 +176,7 @@ def _is_listed(index: Mapping[str, Any], name: str) -> bool:
     return isinstance(entry, list) and bool(entry) and entry[0] is not None
 
 
-def _check_single(source: Source, expected: Expected, registry: Registry, header: Header) -> None:
+def _check_single(source: BaseSource, expected: Expected, registry: FamilyRegistry, header: TensorFileHeader) -> None:
     adapter, found = kind_of(header.tensors), models_in(header.shapes)
     if adapter:
         raise _wrong(source, expected, registry, f"a {adapter} file, not a base model")
@@ -197,11 +197,11 @@ def _check_single(source: Source, expected: Expected, registry: Registry, header
         raise _incomplete(source, "VAE (or set model.vae)")
 
 
-def _has(header: Header, prefix: str) -> bool:
+def _has(header: TensorFileHeader, prefix: str) -> bool:
     return any(name.startswith(prefix) for name in header.tensors)
 
 
-def _check_unet(source: Source, expected: Expected, registry: Registry, config: Config) -> None:
+def _check_unet(source: BaseSource, expected: Expected, registry: FamilyRegistry, config: Config) -> None:
     values = config.values
     addition, width = values.get("addition_embed_type"), values.get("cross_attention_dim")
     if expected.has_sizes and addition != "text_time":
@@ -220,7 +220,7 @@ def _check_unet(source: Source, expected: Expected, registry: Registry, config: 
         )
 
 
-def _check_channels(source: Source, expected: Expected, registry: Registry, channels: object) -> None:
+def _check_channels(source: BaseSource, expected: Expected, registry: FamilyRegistry, channels: object) -> None:
     if channels not in (4, inpainting.CHANNELS):
         takes = f"takes 4, or {inpainting.CHANNELS} for inpainting"
         raise _wrong(
@@ -228,7 +228,7 @@ def _check_channels(source: Source, expected: Expected, registry: Registry, chan
         )
 
 
-def _check_vae(source: Source, expected: Expected, registry: Registry) -> None:
+def _check_vae(source: BaseSource, expected: Expected, registry: FamilyRegistry) -> None:
     (headers, _), config = source.weights("vae"), source.config("vae")
     latents = [
         shape[1] for h in headers for n in h.tensors if n.endswith("decoder.conv_in.weight") and (shape := h.shape(n))
@@ -244,7 +244,7 @@ def _check_vae(source: Source, expected: Expected, registry: Registry) -> None:
         )
 
 
-def _not_a_model(source: Source) -> ModelError:
+def _not_a_model(source: BaseSource) -> ModelError:
     files = sorted(path.name for path in source.folder.glob("*.safetensors"))
     if (source.folder.parent / "model_index.json").is_file():
         fix = f"Set the folder of the whole model: model.name_or_path: {source.folder.parent}"
@@ -265,12 +265,12 @@ def _not_a_model(source: Source) -> ModelError:
 
 
 def _wrong(
-    source: Source, expected: Expected, registry: Registry, what: str, families: Sequence[str] = ()
+    source: BaseSource, expected: Expected, registry: FamilyRegistry, what: str, families: Sequence[str] = ()
 ) -> ModelError:
     return wrong_family(source.name, what, expected.title, families, expected.fix, registry)
 
 
-def _incomplete(source: Source, what: str) -> ModelError:
+def _incomplete(source: BaseSource, what: str) -> ModelError:
     return ModelError(
         "incomplete-model",
         f"This checkpoint has no {what}.",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.families.base import Encoder, LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.common import clip
@@ -26,9 +26,9 @@ from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.families.common.unet import detect, fused_unet, inpainting, kohya_keys
 from lora_rocm.families.common.unet.sampling import sample_images
 from lora_rocm.families.common.vae import VaeEncoder
-from lora_rocm.families.file_names import FileNames, Rows
+from lora_rocm.families.lora_names import FileNames, Rows
 from lora_rocm.families.spec import CheckpointSection
-from lora_rocm.kernels.backend import form_for
+from lora_rocm.kernels.backend import implementation_for
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -99,7 +99,7 @@ class LdmFamily(LatentFamily):
 
         return FileNames(self.prefixes, "kohya", self.kohya_key, self._load_in_diffusers, original, scripts)
 
-    def check(self, source: Source) -> tuple[str, ...]:
+    def check(self, source: BaseSource) -> tuple[str, ...]:
         notices, config = detect.check(source, self.expected, self.recipe.registry), self._scheduler_config(source)
         unet = source.config("unet")
         unet.whole("layers_per_block", 2), unet.texts("up_block_types")  # for the names in the file
@@ -136,7 +136,7 @@ class LdmFamily(LatentFamily):
         """The model's scheduler config, with the recipe's choices and a one-file checkpoint's marks applied."""
         return self._scheduler_config(self.source)
 
-    def _scheduler_config(self, source: Source) -> dict[str, Any]:
+    def _scheduler_config(self, source: BaseSource) -> dict[str, Any]:
         published = schedulers.completed(source, self.published_scheduler(source))
         return self._settings.decided(published, self.marks(source))
 
@@ -144,11 +144,11 @@ class LdmFamily(LatentFamily):
     def _settings(self) -> DdpmSettings:
         return DdpmSettings.from_recipe(self.recipe)
 
-    def published_scheduler(self, source: Source) -> dict[str, Any]:
+    def published_scheduler(self, source: BaseSource) -> dict[str, Any]:
         """The scheduler config of the base."""
         return dict(source.config("scheduler").values)
 
-    def marks(self, source: Source) -> set[str]:
+    def marks(self, source: BaseSource) -> set[str]:
         """Tensor names of a one-file checkpoint, which may mark its noise schedule (see ``DdpmSettings.decided``)."""
         return set() if source.single_header is None else set(source.single_header.tensors)
 
@@ -169,7 +169,7 @@ class LdmFamily(LatentFamily):
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
         unet: Any = model.components["unet"]
-        form = form_for(model.device, triton)
+        form = implementation_for(model.device, triton)
         fused_unet.fuse(unet, form, channels_last=form == "triton")
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:

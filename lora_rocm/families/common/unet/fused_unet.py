@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lora_rocm.families.common.adopt import adopt, adopt_all
 from lora_rocm.families.common.recompute import Recomputing, Run
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.frozen_conv import FrozenConv2d
 from lora_rocm.kernels.gated import gated, geglu_of
 from lora_rocm.kernels.lora_layer import base_of
@@ -35,7 +35,7 @@ SEGMENT_LENGTH = 3
 """Transformer blocks that are recomputed as one segment: SDXL takes more memory with two or four (counted)."""
 
 
-def fuse(unet: UNet2DConditionModel, form: Form, channels_last: bool = False) -> None:
+def fuse(unet: UNet2DConditionModel, form: Implementation, channels_last: bool = False) -> None:
     """Fuse the modules. Call it after LoRA is injected and the weights are on their device.
 
     A second call changes the kernel backend of fused modules. Merged projection weights stay merged.
@@ -62,7 +62,7 @@ def fuse(unet: UNet2DConditionModel, form: Form, channels_last: bool = False) ->
 class FusedGroupNorm(nn.GroupNorm):
     """The UNet's last norm, fused with its SiLU if it uses Triton."""
 
-    form: Form
+    form: Implementation
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         if self.form != "triton":
@@ -73,7 +73,7 @@ class FusedGroupNorm(nn.GroupNorm):
 class FusedSiLU(nn.SiLU):
     """The SiLU after ``FusedGroupNorm``; the identity with Triton, because the norm has applied it."""
 
-    form: Form
+    form: Implementation
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.form == "triton" else super().forward(x)
@@ -82,7 +82,7 @@ class FusedSiLU(nn.SiLU):
 class FusedGEGLU(GEGLU):
     """The gated activation of the feed-forward layer. Its projection may carry a LoRA."""
 
-    form: Form
+    form: Implementation
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -109,7 +109,7 @@ class FusedResnet(ResnetBlock2D):
     Its convolutions' biases are added within sums that are computed anyway.
     """
 
-    form: Form
+    form: Implementation
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -146,7 +146,7 @@ def _convolved(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 class FusedTransformer(Transformer2DModel):
     """A transformer on a token view of a channels_last feature map; the residual gradient joins the norm's."""
 
-    form: Form
+    form: Implementation
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -194,10 +194,10 @@ def _on_tokens(layer: nn.Module, x_BSC: Tensor, height: int) -> Tensor:
     return maps_BCHW.permute(0, 2, 3, 1).flatten(1, 2)
 
 
-class FusedBlock(BasicTransformerBlock):
+class FusedUNetBlock(BasicTransformerBlock):
     """A transformer block with residual sums fused with the following norms."""
 
-    form: Form
+    form: Implementation
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -323,7 +323,7 @@ FUSED: dict[type[nn.Module], Any] = {
     UpBlock2D: FusedUpBlock,
     ResnetBlock2D: FusedResnet,
     Transformer2DModel: FusedTransformer,
-    BasicTransformerBlock: FusedBlock,
+    BasicTransformerBlock: FusedUNetBlock,
     nn.Conv2d: FrozenConv2d,
 }
 

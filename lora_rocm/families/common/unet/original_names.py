@@ -13,7 +13,7 @@ from diffusers.loaders.single_file_utils import (
 from torch import nn
 
 from lora_rocm.base_models.conversion import Converter, State, own_names
-from lora_rocm.model_files.header import Header
+from lora_rocm.model_files.header import TensorFileHeader
 
 # Known tensors outside the components of a checkpoint: remains of training, and marks of the prediction type.
 KNOWN_BESIDE = (
@@ -38,6 +38,6 @@ def of_open_clip(prefix: str) -> Converter:
     return lambda state, module: own_names(convert_open_clip_checkpoint(module, state, prefix=prefix), module)
 
 
-def beside(header: Header, prefixes: Sequence[str]) -> list[str]:
+def unused_tensors(header: TensorFileHeader, prefixes: Sequence[str]) -> list[str]:
     """Return names of unknown tensors outside all components."""
     return sorted(name for name in header.tensors if not name.startswith((*prefixes, *KNOWN_BESIDE)))

@@ -21,7 +21,7 @@ from diffusers import (
 from PIL import Image
 from torch import Tensor, nn
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.families.base import LoadedModel, PreviewRequest
 from lora_rocm.families.common.objectives.base import LatentSpace
 from lora_rocm.families.common.recompute import evaluating
@@ -49,7 +49,7 @@ MakePipeline = Callable[[nn.Module, Any], Any]
 
 @torch.no_grad()
 def sample_images(
-    source: Source,
+    source: BaseSource,
     scheduler_config: Mapping[str, Any],
     model: LoadedModel,
     requests: Sequence[PreviewRequest],
@@ -97,7 +97,7 @@ def scheduler_of(scheduler_config: Mapping[str, Any], sampler: str) -> Any:
 
 
 def _given(
-    source: Source, model: LoadedModel, requests: Sequence[PreviewRequest], space: LatentSpace, in_tiles: bool
+    source: BaseSource, model: LoadedModel, requests: Sequence[PreviewRequest], space: LatentSpace, in_tiles: bool
 ) -> AbstractContextManager[None]:
     """A context in which an inpainting model draws the hidden part, or everything; empty for other models."""
     if source.config("unet").whole("in_channels", 4) != inpainting.CHANNELS:
@@ -130,7 +130,7 @@ def _denoise(
     model: LoadedModel,
     requests: Sequence[PreviewRequest],
     embeddings: Embeddings,
-    source: Source,
+    source: BaseSource,
 ) -> Tensor:
     first = requests[0]
     factor = pixels_per_latent(source)

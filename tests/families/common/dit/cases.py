@@ -20,8 +20,8 @@ from diffusers.modular_pipelines import AnimaModularPipeline, SequentialPipeline
 from diffusers.modular_pipelines.anima import before_denoise, denoise
 from torch import Tensor, nn
 
-from lora_rocm.adapters.factory import inject
-from lora_rocm.base_models.loading import Layout, Source
+from lora_rocm.adapters.attach import inject
+from lora_rocm.base_models.loading import BaseSource, ModelLayout
 from lora_rocm.families.anima import family as anima
 from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.common.caption_lm import OWN, REAL, STATES, filled
@@ -63,7 +63,7 @@ def padded(tensor: Tensor, length: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
 
 
-def with_configs(layout: Layout, folder: Path) -> Layout:
+def with_configs(layout: ModelLayout, folder: Path) -> ModelLayout:
     """A layout for files of the size of a tiny base."""
     return replace(layout, configs=folder)
 
@@ -82,7 +82,7 @@ class Case(ABC):
 
     name: str
     cls: type[Any]
-    layout: Layout
+    layout: ModelLayout
     layers: Mapping[str, int]
     parameters: Mapping[str, int]
     model: Mapping[str, Any] = {}
@@ -110,8 +110,8 @@ class Case(ABC):
         return (family, *adapted(family))
 
     @cached_property
-    def published(self) -> Source:
-        return Source("published", self.layout, self.layout.configs, None)
+    def published(self) -> BaseSource:
+        return BaseSource("published", self.layout, self.layout.configs, None)
 
     @cached_property
     def full(self) -> nn.Module:

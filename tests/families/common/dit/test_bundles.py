@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.commands.inspect_file import inspect_text
 from lora_rocm.errors import ModelError
 from lora_rocm.export.safetensors_writer import header_of
@@ -195,7 +195,7 @@ def test_a_bundle_trains_as_its_files_do(case: Case, tmp_path: Path, monkeypatch
 def test_a_file_that_lacks_components_is_promised_with_the_keys_that_it_needs(tmp_path: Path) -> None:
     """Of the size of its published config, which takes no disk: its header alone is read."""
     published = ZImage.layout
-    skeleton = Source("published", published, published.configs, None).skeleton("transformer")
+    skeleton = BaseSource("published", published, published.configs, None).skeleton("transformer")
     tensors = {name: tensor.to("meta", torch.bfloat16) for name, tensor in skeleton.state_dict().items()}
     path = tmp_path / "x.safetensors"
     with path.open("wb") as file:

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from lora_rocm.adapters.files.lora_reader import components_of, read_lora
 from lora_rocm.adapters.files.module_names import KeyTable
 from lora_rocm.adapters.targets import targets
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.children.check_base import weigh
 from lora_rocm.children.plan import packed_encoders
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.errors import AdapterError, ModelError
-from lora_rocm.export.comfy_reader import apply_comfy
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.comfyui_check import apply_comfy
+from lora_rocm.export.metadata import RunFacts
 from lora_rocm.export.writers import kohya_tensors, verify, write
 from lora_rocm.families.base import LoadedModel, PreviewRequest
 from lora_rocm.families.common.caption_lm import STATES
@@ -35,7 +35,7 @@ from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.vae import decode
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import dense_weight, is_packed
-from lora_rocm.latent_cache.encode_session import plain_door
+from lora_rocm.latent_cache.encode_session import plain_placement
 from lora_rocm.planning.format_errors import format_errors
 from tests.families.common.dit import cases
 from tests.families.common.dit.cases import CHANNELS, CPU, TEXTS, Anima, Case, Flux, Schnell, ZImage, adapted
@@ -59,7 +59,7 @@ def test_loss_and_gradients_are_those_of_the_pipeline_s_parts(case: Case) -> Non
     """Images are encoded one at a time: sums of a batch have another order, and attention's gradients show it."""
     family, model, adapter = case.adapted
     pixels = torch.rand(2, 3, 64, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    encode = family.encoders()[0].load(plain_door(CPU))
+    encode = family.encoders()[0].load(plain_placement(CPU))
     images = [encode({IMAGE: image}) for image in pixels]
     text = case.text(2)
     batch = {**text, **{name: torch.stack([image[name] for image in images]) for name in images[0]}}
@@ -145,7 +145,7 @@ def test_a_packed_text_encoder_encodes_as_its_rounded_weights_do(case: Case, nam
 
     def encoded(**model: Any) -> tuple[str, Tensor]:
         encoder = case.family(model=model).encoders()[-1]
-        return encoder.fingerprint, encoder.load(plain_door(CPU))({CAPTION: "a cat"})[STATES].float()
+        return encoder.fingerprint, encoder.load(plain_placement(CPU))({CAPTION: "a cat"})[STATES].float()
 
     component = case.cls.language_model
     folder = Path(shutil.copytree(case.folder / component, tmp_path / component))
@@ -174,16 +174,16 @@ def test_a_packed_text_encoder_encodes_as_its_rounded_weights_do(case: Case, nam
 @pytest.mark.parametrize("name", ["none", pytest.param("int8", marks=pytest.mark.slow)])
 def test_check_weighs_what_is_loaded(case: Case, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, loaded = case.family(model={"text_encoder_quantization": name}), dict[str, int]()
-    real = Source.load
+    real = BaseSource.load
 
-    def load(self: Source, component: str, *args: Any) -> nn.Module:
+    def load(self: BaseSource, component: str, *args: Any) -> nn.Module:
         module = real(self, component, *args)
         loaded[component] = num_bytes(module)
         return module
 
-    monkeypatch.setattr(Source, "load", load)
+    monkeypatch.setattr(BaseSource, "load", load)
     for encoder in family.encoders():
-        encoder.load(plain_door(CPU))
+        encoder.load(plain_placement(CPU))
     assert loaded.keys() == {*case.layout.parts} - {"transformer"}
     assert weigh(family.recipe).num_bytes == {**loaded, "transformer": num_bytes(case.pipeline.transformer)}
 
@@ -466,7 +466,7 @@ def test_every_adapter_is_written_in_every_form_and_loaded_back(
     model, adapter = adapted(family)
     for form in family.recipe.exportable:
         path = tmp_path / (form if form == "peft" else f"{form}.safetensors")
-        write(form, path, family, adapter, family.recipe, Facts(1, 1, 1))
+        write(form, path, family, adapter, family.recipe, RunFacts(1, 1, 1))
         found = verify(form, path, family, model, adapter)
         assert found.relative_difference < 1e-2
         families = inspect(path)["families"]

@@ -19,7 +19,7 @@ from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.errors import ModelError
 from lora_rocm.families.anima.family import Anima
 from lora_rocm.families.common.latent_family import LatentFamily
-from lora_rocm.families.common.objectives.schedulers import BETA_KEYS, Kind, kind_named
+from lora_rocm.families.common.objectives.schedulers import BETA_KEYS, SchedulerKind, kind_named
 from lora_rocm.families.flux.family import Flux
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.families.z_image.family import ZImage
@@ -55,7 +55,7 @@ ARGUMENTS = dict(arguments())
 
 
 @pytest.mark.parametrize("kind", [DDPM, FLOW], ids=lambda kind: kind.name)
-def test_every_argument_of_a_listed_class_is_used_refused_or_of_sampling(kind: Kind) -> None:
+def test_every_argument_of_a_listed_class_is_used_refused_or_of_sampling(kind: SchedulerKind) -> None:
     fixed = [row.key for row in kind.fixed]
     listed = [*kind.used, *kind.sampling, *fixed]
     assert len(listed) == len(set(listed))

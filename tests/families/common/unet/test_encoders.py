@@ -18,7 +18,7 @@ from lora_rocm.families.common import vae as vae_module
 from lora_rocm.families.common.clip import CLIP_TOKENS, load_tokenizer, token_limit
 from lora_rocm.families.common.vae import SMALL_TILE_PX, VaeEncoder
 from lora_rocm.families.sdxl.family import Sdxl
-from lora_rocm.latent_cache.encode_session import plain_door
+from lora_rocm.latent_cache.encode_session import plain_placement
 from lora_rocm.loader.cached_dataset import together
 from tests.tiny_models import SHALLOW_WIDER, tiny_recipe, write_tiny_sdxl
 
@@ -32,7 +32,7 @@ def test_text_is_encoded_as_the_pipeline_does(tiny_sdxl: Path, caption: str) -> 
     with torch.no_grad():
         prompt, _, pooled, _ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False)
     encoders = Sdxl(tiny_recipe(tiny_sdxl, model={"max_token_length": 75})).encoders()[1:]
-    first, second = (encoder.load(plain_door(CPU))({CAPTION: caption}) for encoder in encoders)
+    first, second = (encoder.load(plain_placement(CPU))({CAPTION: caption}) for encoder in encoders)
     torch.testing.assert_close(torch.cat([first["prompt_embeds_1"], second["prompt_embeds_2"]], dim=-1), prompt[0])
     torch.testing.assert_close(second["pooled_embeds"], pooled[0])
     assert [encoded.keys() for encoded in (first, second)] == [encoder.entry.tensors.keys() for encoder in encoders]
@@ -60,7 +60,7 @@ def test_a_long_caption_is_encoded_in_chunks_of_its_own(tiny_sdxl: Path, limit: 
                 output = text(torch.tensor([ids]), output_hidden_states=True)
             states.append(output.hidden_states[-2][0])
             pooled.append(output[0][0])
-        found = encoder.load(plain_door(CPU))({CAPTION: caption})
+        found = encoder.load(plain_placement(CPU))({CAPTION: caption})
         torch.testing.assert_close(found[f"prompt_embeds_{number}"], torch.cat(states))
         if number == 2:
             torch.testing.assert_close(found["pooled_embeds"], pooled[0])
@@ -74,14 +74,14 @@ def test_trained_text_encoders_read_the_same_chunks_and_shorter_captions_beside_
     cached = Sdxl(tiny_recipe(tiny_sdxl))
     trained = Sdxl(tiny_recipe(tiny_sdxl, lora={"train_text_encoder": True}))
     long, short = "cat dog " * 70, "a circle"
-    encode = trained.encoders()[1].load(plain_door(CPU))
+    encode = trained.encoders()[1].load(plain_placement(CPU))
     ids = [encode({CAPTION: caption}) for caption in (long, short)]
     entry = trained.encoders()[1].entry
     batch = {name: together([row[name] for row in ids], [0, 0], entry.tensors[name])[0] for name in entry.tensors}
     assert batch["input_ids_1"].shape == (2, 154)
     model = trained.load(torch.float32, CPU)
     prompts, pooled = trained._text(model, batch)
-    encoders = [encoder.load(plain_door(CPU)) for encoder in cached.encoders()[1:]]
+    encoders = [encoder.load(plain_placement(CPU)) for encoder in cached.encoders()[1:]]
     for row, caption in enumerate((long, short)):
         first, second = (encode({CAPTION: caption}) for encode in encoders)
         states = torch.cat([first["prompt_embeds_1"], second["prompt_embeds_2"]], dim=-1)
@@ -92,7 +92,7 @@ def test_trained_text_encoders_read_the_same_chunks_and_shorter_captions_beside_
 def test_token_ids_are_the_pipeline_s(tiny_sdxl: Path) -> None:
     pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl, local_files_only=True)
     recipe = tiny_recipe(tiny_sdxl, lora={"train_text_encoder": True}, model={"max_token_length": 75})
-    encode = Sdxl(recipe).encoders()[1].load(plain_door(CPU))
+    encode = Sdxl(recipe).encoders()[1].load(plain_placement(CPU))
     for caption in CAPTIONS:
         encoded = encode({CAPTION: caption})
         for name, tokenizer in (("input_ids_1", pipeline.tokenizer), ("input_ids_2", pipeline.tokenizer_2)):
@@ -103,7 +103,7 @@ def test_token_ids_are_the_pipeline_s(tiny_sdxl: Path) -> None:
 def test_images_are_encoded_as_the_vae_does(tiny_sdxl: Path) -> None:
     vae = AutoencoderKL.from_pretrained(tiny_sdxl, subfolder="vae", use_safetensors=True)
     pixels = torch.rand(3, 64, 48) * 2 - 1
-    encoded = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))({IMAGE: pixels})
+    encoded = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_placement(CPU))({IMAGE: pixels})
     with torch.no_grad():
         expected = vae.encode(pixels[None]).latent_dist
     torch.testing.assert_close(encoded["latent_mean"], expected.mean[0])
@@ -112,7 +112,7 @@ def test_images_are_encoded_as_the_vae_does(tiny_sdxl: Path) -> None:
 
 
 def test_large_images_are_tiled(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))
+    encode = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_placement(CPU))
     pixels = torch.rand(3, 128, 128) * 2 - 1
     whole = encode({IMAGE: pixels})["latent_mean"]
     monkeypatch.setattr(vae_module, "TILING_PIXELS", 128 * 128 - 1)
@@ -132,7 +132,10 @@ def test_small_tiles_are_the_vae_s_at_that_size_and_have_a_fingerprint_of_their_
     tiled = plain.in_tiles()
     assert tiled is not None and words.in_tiles() is None and tiled.fingerprint != plain.fingerprint
     pixels = torch.rand(3, 128, 96) * 2 - 1
-    whole, in_tiles = plain.load(plain_door(CPU))({IMAGE: pixels}), tiled.load(plain_door(CPU))({IMAGE: pixels})
+    whole, in_tiles = (
+        plain.load(plain_placement(CPU))({IMAGE: pixels}),
+        tiled.load(plain_placement(CPU))({IMAGE: pixels}),
+    )
     vae = AutoencoderKL.from_pretrained(tiny_sdxl, subfolder="vae", use_safetensors=True)
     vae.enable_tiling()
     vae.tile_sample_min_size, vae.tile_latent_min_size = 64, 8
@@ -195,7 +198,7 @@ def test_as_many_captions_are_cut_as_the_tokenizer_of_transformers_cuts(tiny_sdx
 def test_images_are_encoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[torch.device] = []
     monkeypatch.setattr(vae_module, "plain_attention", lambda device: entered.append(device) or nullcontext())
-    Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))({IMAGE: torch.zeros(3, 64, 64)})
+    Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_placement(CPU))({IMAGE: torch.zeros(3, 64, 64)})
     assert entered == [CPU]
 
 

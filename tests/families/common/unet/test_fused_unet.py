@@ -26,10 +26,10 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.families.common.unet.fused_unet import (
-    FusedBlock,
     FusedGEGLU,
     FusedResnet,
     FusedTransformer,
+    FusedUNetBlock,
     fuse,
     merge_projections,
 )
@@ -150,7 +150,7 @@ def test_names_parameters_and_bytes_stay() -> None:
     found = unet.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in before.state_dict().items())
     kinds = [type(module) for module in unet.modules()]
-    assert all(kind in kinds for kind in (FusedBlock, FusedGEGLU, FusedResnet, FusedTransformer))
+    assert all(kind in kinds for kind in (FusedUNetBlock, FusedGEGLU, FusedResnet, FusedTransformer))
 
 
 def test_the_guard_still_sees_a_merged_weight() -> None:

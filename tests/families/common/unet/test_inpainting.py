@@ -16,13 +16,13 @@ from torch import Tensor
 
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.dataset.images.buckets import Geometry
-from lora_rocm.dataset.images.views import View
+from lora_rocm.dataset.images.views import ImageView
 from lora_rocm.errors import DataError, ModelError
 from lora_rocm.families.base import PreviewRequest, family_for
 from lora_rocm.families.common.objectives.base import HIDDEN_MASK, SEEN_LATENTS
 from lora_rocm.families.common.unet.inpainting import FIRST_LAYER, config_changes, require_masks_read, seen_and_hidden
 from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding, plain_door
+from lora_rocm.latent_cache.encode_session import Encoding, plain_placement
 from lora_rocm.latent_cache.inpainting import INPAINT_ENTRY, HiddenWanted
 from lora_rocm.latent_cache.prepare import prepare
 from lora_rocm.loader.batches import BatchPlan, loader, open_workers
@@ -103,9 +103,9 @@ def test_without_masks_each_image_has_one_of_its_own() -> None:
     for number in range(60):
         source: Any = SimpleNamespace(key=f"{number}.png", width=96, height=64, given=SimpleNamespace(crop=None))
         plain, mirrored = (
-            HiddenWanted(source, geometry, drawn=True).tensor(image, View(flip=flip)) for flip in (False, True)
+            HiddenWanted(source, geometry, drawn=True).tensor(image, ImageView(flip=flip)) for flip in (False, True)
         )
-        assert torch.equal(plain[-1], HiddenWanted(source, geometry, drawn=True).tensor(image, View())[-1])
+        assert torch.equal(plain[-1], HiddenWanted(source, geometry, drawn=True).tensor(image, ImageView())[-1])
         assert torch.equal(mirrored[-1], plain[-1].flip(1)), "an image and its mirror image hide the same"
         assert torch.equal(plain[0], 1 - plain[-1]), "what is hidden is grey"
         shares.add(float(plain[-1].mean()))
@@ -113,7 +113,7 @@ def test_without_masks_each_image_has_one_of_its_own() -> None:
     assert len(shares) > 30 and min(shares) > 1 / 20 and 5 < whole < 25
     parts = {
         HiddenWanted(SimpleNamespace(key=key, given=SimpleNamespace(crop=None)), geometry, drawn=True).parts(
-            "x", View()
+            "x", ImageView()
         )
         for key in "abcd"
     }  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def test_without_masks_each_image_has_one_of_its_own() -> None:
 def test_a_preview_is_the_pipeline_s_image_of_a_hidden_one(base: Path, pipeline: Any, guidance: float) -> None:
     request = PreviewRequest("a red cat", "dog", 64, 48, 2, guidance, 7)
     family = family_for(tiny_recipe(base))
-    encoders = [encoder.load(plain_door(CPU)) for encoder in family.encoders()[1:]]
+    encoders = [encoder.load(plain_placement(CPU)) for encoder in family.encoders()[1:]]
     model = family.load(torch.float32, CPU)
 
     def text(prompt: str) -> dict[str, Tensor]:
@@ -149,7 +149,7 @@ def test_a_preview_of_an_own_image_is_the_pipeline_s(
     whole = PreviewRequest("a red cat", "dog", 64, 48, 2, guidance, 7)
     asked = replace(whole, inputs={"control_image": tmp_path / "image.png", "mask": tmp_path / "mask.png"})
     family = family_for(tiny_recipe(base))
-    encoders = [encoder.load(plain_door(CPU)) for encoder in family.encoders()[1:]]
+    encoders = [encoder.load(plain_placement(CPU)) for encoder in family.encoders()[1:]]
     model = family.load(torch.float32, CPU)
 
     def text(prompt: str) -> dict[str, Tensor]:

@@ -113,9 +113,9 @@ def kohya_shapes(preset: str) -> Shapes:
 
 
 def test_the_packaged_configs_are_the_published_model() -> None:
-    from lora_rocm.base_models.loading import Source
+    from lora_rocm.base_models.loading import BaseSource
 
-    source = Source("published", LAYOUT, LAYOUT.configs, None)
+    source = BaseSource("published", LAYOUT, LAYOUT.configs, None)
     counts = {name: sum(p.numel() for p in source.skeleton(name).parameters()) for name in LAYOUT.parts}
     assert counts == PUBLISHED_PARAMETERS
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lora_rocm.families.common.adopt import adopt_all
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.made_again import Made, made, made_again
 from lora_rocm.kernels.merged import MergedLinears
 from lora_rocm.kernels.rotary import Rotation, norm_rotary
@@ -50,7 +50,7 @@ class TurnedAttention:
     """
 
     library: ClassVar[type[Any]]
-    form: Form
+    implementation: Implementation
 
     def __init__(self, attention: Any) -> None:
         self.streams = [Stream(attention, ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))]
@@ -76,7 +76,7 @@ class TurnedAttention:
         """Queries or keys of streams, [B, S, H, D] each, after joining, normalisation and rotation."""
 
         def turn(given: Sequence[Tensor]) -> Tensor:
-            return norm_rotary([*zip(given, weights, strict=True)], norms[0].eps, rotation, self.form)
+            return norm_rotary([*zip(given, weights, strict=True)], norms[0].eps, rotation, self.implementation)
 
         weights = [norm.weight for norm in norms]
         return made(turn, heads)
@@ -103,7 +103,7 @@ def _joined(tokens: Sequence[Tensor]) -> Tensor:
 
 def fuse_blocks(
     transformer: nn.Module,
-    form: Form,
+    implementation: Implementation,
     classes: Mapping[type[nn.Module], Any],
     attentions: Mapping[str, type[TurnedAttention]],
 ) -> None:
@@ -114,10 +114,10 @@ def fuse_blocks(
     adopt_all(transformer, classes)
     fused: list[Any] = [module for module in transformer.modules() if isinstance(module, tuple(classes.values()))]
     for module in fused:
-        module.form = form
+        module.implementation = implementation
         for name, processor in attentions.items():
             layer = getattr(module, name, None)
             if layer is not None and type(layer.processor) is processor.library:
                 layer.set_processor(processor(layer))
             if layer is not None and isinstance(layer.processor, processor):
-                layer.processor.form = form
+                layer.processor.implementation = implementation

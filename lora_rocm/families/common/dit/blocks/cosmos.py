@@ -20,20 +20,20 @@ from torch import Tensor, nn
 
 from lora_rocm.families.common.dit.blocks.attention import TurnedAttention, attended, fuse_blocks
 from lora_rocm.families.common.dit.blocks.gelu import FusedGelu
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.made_again import made_again
 from lora_rocm.kernels.merged import MergedLinears
 from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, normal_again, residual_stream
 from lora_rocm.kernels.rotary import Rotation
 
 
-def fuse(transformer: nn.Module, form: Form) -> None:
+def fuse(transformer: nn.Module, implementation: Implementation) -> None:
     """As ``fuse_blocks``."""
-    classes = {CosmosTransformerBlock: FusedBlock, CosmosAdaLayerNorm: FusedFinalNorm, GELU: FusedGelu}
-    fuse_blocks(transformer, form, classes, {"attn1": SelfAttention, "attn2": CrossAttention})
+    classes = {CosmosTransformerBlock: FusedCosmosBlock, CosmosAdaLayerNorm: FusedCosmosFinalNorm, GELU: FusedGelu}
+    fuse_blocks(transformer, implementation, classes, {"attn1": CosmosSelfAttention, "attn2": CrossAttention})
 
 
-class SelfAttention(TurnedAttention):
+class CosmosSelfAttention(TurnedAttention):
     """The processor of self-attention."""
 
     library = CosmosAttnProcessor2_0
@@ -80,10 +80,10 @@ class CrossAttention(TurnedAttention):
         return output
 
 
-class FusedBlock(CosmosTransformerBlock):
+class FusedCosmosBlock(CosmosTransformerBlock):
     """A block with residual sums fused with the following norms."""
 
-    form: Form
+    implementation: Implementation
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -117,26 +117,26 @@ class FusedBlock(CosmosTransformerBlock):
         (norm_1, gate_1), (norm_2, gate_2), (norm_3, gate_3) = (
             _modulated(norm, embedded_timestep, temb) for norm in (self.norm1, self.norm2, self.norm3)
         )
-        x, normal = add_norm(residual_stream(hidden_states), None, norm_1, self.form)
-        with made_again((normal, normal_again(x, norm_1, self.form))):
+        x, normal = add_norm(residual_stream(hidden_states), None, norm_1, self.implementation)
+        with made_again((normal, normal_again(x, norm_1, self.implementation))):
             y = self.attn1(normal, image_rotary_emb=image_rotary_emb)
-        x, normal = add_norm(x, Branch(y, gate_1), norm_2, self.form)
-        with made_again((normal, normal_again(x, norm_2, self.form))):
+        x, normal = add_norm(x, Branch(y, gate_1), norm_2, self.implementation)
+        with made_again((normal, normal_again(x, norm_2, self.implementation))):
             y = self.attn2(normal, encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask)
-        x, normal = add_norm(x, Branch(y, gate_2), norm_3, self.form)
-        return add_branch(x, Branch(self.ff(normal), gate_3), self.form)
+        x, normal = add_norm(x, Branch(y, gate_2), norm_3, self.implementation)
+        return add_branch(x, Branch(self.ff(normal), gate_3), self.implementation)
 
 
-class FusedFinalNorm(CosmosAdaLayerNorm):
+class FusedCosmosFinalNorm(CosmosAdaLayerNorm):
     """The norm after the blocks; its output has the dtype of its weights."""
 
-    form: Form
+    implementation: Implementation
 
     def forward(self, hidden_states: Tensor, embedded_timestep: Tensor, temb: Tensor | None = None) -> Tensor:
         rows = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
         shift, scale = (rows if temb is None else rows + temb[..., : rows.shape[-1]]).chunk(2, dim=-1)
         norm = RowNorm(1 + scale, shift, self.norm.eps, centred=True)
-        return add_norm(hidden_states, None, norm, self.form)[1]
+        return add_norm(hidden_states, None, norm, self.implementation)[1]
 
 
 def _modulated(norm: Any, time_BD: Tensor, temb_BD: Tensor | None) -> tuple[RowNorm, Tensor]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lora_rocm.families.common.dit.blocks.attention import Stream, TurnedAttention, fuse_blocks
 from lora_rocm.families.common.dit.blocks.gelu import FusedGelu
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.gated import activated
 from lora_rocm.kernels.made_again import Made, made, made_again
 from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, normal_again, residual_stream
@@ -32,11 +32,11 @@ from lora_rocm.kernels.rotary import Rotation
 Turns = tuple[Tensor, Tensor]
 
 
-def fuse(transformer: nn.Module, form: Form) -> None:
+def fuse(transformer: nn.Module, implementation: Implementation) -> None:
     """As ``fuse_blocks``."""
     classes = {FluxTransformerBlock: FusedDoubleBlock, FluxSingleTransformerBlock: FusedSingleBlock}
-    classes |= {AdaLayerNormContinuous: FusedFinalNorm, GELU: FusedGelu}
-    fuse_blocks(transformer, form, classes, {"attn": JointAttention})
+    classes |= {AdaLayerNormContinuous: FusedFluxFinalNorm, GELU: FusedGelu}
+    fuse_blocks(transformer, implementation, classes, {"attn": JointAttention})
 
 
 class JointAttention(TurnedAttention):
@@ -75,7 +75,7 @@ class JointAttention(TurnedAttention):
 class FusedDoubleBlock(FluxTransformerBlock):
     """A block of two streams, with residual sums fused with the following norms."""
 
-    form: Form
+    implementation: Implementation
 
     def forward(
         self,
@@ -104,20 +104,20 @@ class FusedDoubleBlock(FluxTransformerBlock):
         """(tokens, tokens normalised for attention, remaining gates and modulation)."""
         shift, scale, *rest = norm.linear(norm.silu(temb_BD)).chunk(6, dim=1)
         rows = _modulated(norm.norm, scale, shift)
-        x_BSD, normal = add_norm(x_BSD, None, rows, self.form)
-        return x_BSD, (normal, normal_again(x_BSD, rows, self.form)), tuple(rest)
+        x_BSD, normal = add_norm(x_BSD, None, rows, self.implementation)
+        return x_BSD, (normal, normal_again(x_BSD, rows, self.implementation)), tuple(rest)
 
     def _ended(self, x_BSD: Tensor, y_BSD: Tensor, rows_BD: tuple[Tensor, ...], norm: Any, mlp: nn.Module) -> Tensor:
         """Add the output of attention, then the output of the feed-forward layer."""
         gate, shift, scale, mlp_gate = rows_BD
-        x_BSD, normal = add_norm(x_BSD, Branch(y_BSD, gate), _modulated(norm, scale, shift), self.form)
-        return add_branch(x_BSD, Branch(mlp(normal), mlp_gate), self.form)
+        x_BSD, normal = add_norm(x_BSD, Branch(y_BSD, gate), _modulated(norm, scale, shift), self.implementation)
+        return add_branch(x_BSD, Branch(mlp(normal), mlp_gate), self.implementation)
 
 
 class FusedSingleBlock(FluxSingleTransformerBlock):
     """A block of one stream, with the norm fused with its modulation."""
 
-    form: Form
+    implementation: Implementation
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -140,11 +140,11 @@ class FusedSingleBlock(FluxSingleTransformerBlock):
         shift, scale, gate = self.norm.linear(self.norm.silu(temb)).chunk(3, dim=1)
         joined = residual_stream(_joined(encoder_hidden_states, hidden_states))
         rows = _modulated(self.norm.norm, scale, shift)
-        x, normal = add_norm(joined, None, rows, self.form)
-        with made_again((normal, normal_again(x, rows, self.form))):
+        x, normal = add_norm(joined, None, rows, self.implementation)
+        with made_again((normal, normal_again(x, rows, self.implementation))):
             y = self.attn(hidden_states=normal, image_rotary_emb=image_rotary_emb)
             inner = self.proj_mlp(normal)  # last: its gradient is freed before attention's backward pass needs memory
-        x = add_branch(x, Branch(self._out(y, inner), gate), self.form)
+        x = add_branch(x, Branch(self._out(y, inner), gate), self.implementation)
         text, image = x.split(tokens, dim=1)
         return text, image
 
@@ -153,17 +153,19 @@ class FusedSingleBlock(FluxSingleTransformerBlock):
         if type(self.proj_out) is nn.Linear:  # two products, so that neither inputs nor gradients are concatenated
             weight_y, weight = self.proj_out.weight.split([y_BSD.shape[2], inner_BSN.shape[2]], dim=1)
             of_y = F.linear(y_BSD, weight_y, self.proj_out.bias).flatten(0, 1)
-            return of_y.addmm(activated("gelu-tanh", self.form, inner_BSN).flatten(0, 1), weight.t()).view_as(y_BSD)
+            return of_y.addmm(activated("gelu-tanh", self.implementation, inner_BSN).flatten(0, 1), weight.t()).view_as(
+                y_BSD
+            )
         joined, again = made(lambda given: torch.cat([given[0], self.act_mlp(given[1])], dim=2), [y_BSD, inner_BSN])
         with made_again((joined, again)):
             output: Tensor = self.proj_out(joined)
         return output
 
 
-class FusedFinalNorm(AdaLayerNormContinuous):
+class FusedFluxFinalNorm(AdaLayerNormContinuous):
     """The norm after the blocks; its output has the dtype of its weights."""
 
-    form: Form
+    implementation: Implementation
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -171,7 +173,7 @@ class FusedFinalNorm(AdaLayerNormContinuous):
 
     def forward(self, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
         scale, shift = self.linear(self.silu(conditioning_embedding)).chunk(2, dim=1)
-        return add_norm(x, None, _modulated(self.norm, scale, shift), self.form)[1]
+        return add_norm(x, None, _modulated(self.norm, scale, shift), self.implementation)[1]
 
 
 def _joined(text_BSD: Tensor, image_BSD: Tensor) -> Tensor:

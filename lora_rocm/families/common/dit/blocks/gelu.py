@@ -7,7 +7,7 @@ from typing import Any
 from diffusers.models.activations import GELU
 from torch import Tensor
 
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.gated import Activation, activated
 
 ACTIVATIONS: dict[str, Activation] = {"none": "gelu", "tanh": "gelu-tanh"}
@@ -17,11 +17,11 @@ ACTIVATIONS: dict[str, Activation] = {"none": "gelu", "tanh": "gelu-tanh"}
 class FusedGelu(GELU):
     """The layer, with an in-place activation, because its product is used nowhere else."""
 
-    form: Form
+    implementation: Implementation
 
     @staticmethod
     def fits(module: Any) -> bool:
         return module.approximate in ACTIVATIONS
 
     def gelu(self, gate: Tensor) -> Tensor:
-        return activated(ACTIVATIONS[self.approximate], self.form, gate)
+        return activated(ACTIVATIONS[self.approximate], self.implementation, gate)

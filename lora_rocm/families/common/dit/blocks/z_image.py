@@ -18,23 +18,23 @@ from diffusers.models.transformers.transformer_z_image import (
 from torch import Tensor, nn
 
 from lora_rocm.families.common.dit.blocks.attention import TurnedAttention, fuse_blocks
-from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.gated import gated
 from lora_rocm.kernels.merged import MergedLinears
 from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm
 from lora_rocm.kernels.rotary import Rotation
 
 
-def fuse(transformer: nn.Module, form: Form) -> None:
+def fuse(transformer: nn.Module, implementation: Implementation) -> None:
     """As ``fuse_blocks``."""
-    classes = {ZImageTransformerBlock: FusedBlock, FeedForward: FusedFeedForward}
-    fuse_blocks(transformer, form, classes, {"attention": SelfAttention})
+    classes = {ZImageTransformerBlock: FusedZImageBlock, FeedForward: FusedFeedForward}
+    fuse_blocks(transformer, implementation, classes, {"attention": ZImageSelfAttention})
     for module in transformer.modules():
         if isinstance(module, FusedFeedForward) and not hasattr(module, "merged"):
             module.merged = MergedLinears.of(module.w1, module.w3)
 
 
-class SelfAttention(TurnedAttention):
+class ZImageSelfAttention(TurnedAttention):
     """The attention processor."""
 
     library = ZSingleStreamAttnProcessor
@@ -57,20 +57,20 @@ class SelfAttention(TurnedAttention):
 class FusedFeedForward(FeedForward):
     """SwiGLU. The projections of gate and value are one product if both carry a LoRA."""
 
-    form: Form
+    implementation: Implementation
     merged: MergedLinears | None
 
     def forward(self, x: Tensor) -> Tensor:
         layers = (self.w1, self.w3)
         gate, value = [layer(x) for layer in layers] if self.merged is None else self.merged(layers, x)
-        output: Tensor = self.w2(gated("silu", self.form, value, gate))
+        output: Tensor = self.w2(gated("silu", self.implementation, value, gate))
         return output
 
 
-class FusedBlock(ZImageTransformerBlock):
+class FusedZImageBlock(ZImageTransformerBlock):
     """A block with residual sums fused with the norms before and after them."""
 
-    form: Form
+    implementation: Implementation
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -94,10 +94,12 @@ class FusedBlock(ZImageTransformerBlock):
         scale_1 = gate_1 = scale_2 = gate_2 = None
         if self.modulation:
             scale_1, gate_1, scale_2, gate_2 = self.adaLN_modulation(adaln_input).chunk(4, dim=1)
-        x, normal = add_norm(x, None, _norm(self.attention_norm1, scale_1), self.form)
+        x, normal = add_norm(x, None, _norm(self.attention_norm1, scale_1), self.implementation)
         y = self.attention(normal, attention_mask=attn_mask, freqs_cis=freqs_cis)
-        x, normal = add_norm(x, _branch(y, self.attention_norm2, gate_1), _norm(self.ffn_norm1, scale_2), self.form)
-        return add_branch(x, _branch(self.feed_forward(normal), self.ffn_norm2, gate_2), self.form)
+        x, normal = add_norm(
+            x, _branch(y, self.attention_norm2, gate_1), _norm(self.ffn_norm1, scale_2), self.implementation
+        )
+        return add_branch(x, _branch(self.feed_forward(normal), self.ffn_norm2, gate_2), self.implementation)
 
 
 def _norm(norm: Any, scale_BD: Tensor | None) -> RowNorm:

@@ -26,7 +26,7 @@ from lora_rocm.processes.process import error_from_event, kill_tree, own_group
 from lora_rocm.rundir.event_types import ErrorEvent
 from lora_rocm.rundir.exit_status import describe_exit, died
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.worker import Worker, run_worker, with_fitting_fix, worker_command
+from lora_rocm.supervisor.worker_process import Worker, run_worker, with_fitting_fix, worker_command
 from tests.supervisor.fake_run import save_recipe
 from tests.wording import Worded, saying, says, worded
 

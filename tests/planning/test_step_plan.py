@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.planning.step_cost import (
+from lora_rocm.planning.step_plan import (
     GRAPH_BYTES,
     MODES,
     PROOF_BUFFERS,
@@ -21,11 +21,11 @@ from lora_rocm.planning.step_cost import (
     WORKSPACE_BYTES,
     Block,
     Footprint,
-    Job,
-    Moment,
+    MemoryPeak,
     Plan,
     Rates,
-    Work,
+    SampleCost,
+    StepRequirements,
     activation_bytes,
     by_worth,
     choose,
@@ -52,7 +52,7 @@ def row_of_blocks(kept: list[int], weights: list[int] | None = None, flops: list
     for index in range(count):
         starts.append(live)
         live += kept[index] + MIB
-        moments.append(Moment(index, live + MIB, within=True))
+        moments.append(MemoryPeak(index, live + MIB, within=True))
     levels = live
     for index in reversed(range(count)):
         blocks.insert(
@@ -65,10 +65,10 @@ def row_of_blocks(kept: list[int], weights: list[int] | None = None, flops: list
                 rise_bytes=kept[index] + 2 * MIB,
                 passing_bytes=3 * MIB,
                 entry_bytes=levels,
-                forward=Work(flops[index], 0.0, 3),
+                forward=SampleCost(flops[index], 0.0, 3),
             ),
         )
-        moments.append(Moment(index, levels + 2 * MIB))
+        moments.append(MemoryPeak(index, levels + 2 * MIB))
         levels -= kept[index] + MIB
     return Footprint(
         "64x64",
@@ -79,7 +79,7 @@ def row_of_blocks(kept: list[int], weights: list[int] | None = None, flops: list
         MIB,
         tuple(blocks),
         tuple(moments),
-        Work(3 * sum(flops), 1e6, 99),
+        SampleCost(3 * sum(flops), 1e6, 99),
     )
 
 
@@ -100,7 +100,7 @@ def test_by_hand() -> None:
 
 def test_time_by_hand() -> None:
     net = row_of_blocks([MIB, MIB], flops=[1e9, 2e9])
-    job = Job(batch_size=4, accumulation=3)
+    job = StepRequirements(batch_size=4, accumulation=3)
     (keep,) = plans_of("keep", 2, net, job, RATES)
     assert keep.rows == 2
     assert keep.step_s == pytest.approx(3 * (4 * (9e9 / 1e12 + 1e6 / 1e11) + 2 * 99 * 1e-5))
@@ -117,12 +117,12 @@ def test_what_comes_and_goes_needs_more_than_its_bytes() -> None:
         (rows, len(plan.recomputed)): plan.needed_bytes - plan.peak_bytes - SLACK_BYTES
         for rows in (1, 4)
         for mode in ("selective", "recompute")
-        for plan in plans_of(mode, 1, net, Job(batch_size=rows), RATES)
+        for plan in plans_of(mode, 1, net, StepRequirements(batch_size=rows), RATES)
     }
     passing = SLACK_RECOMPUTED * activation_bytes(net, (0, 1, 2))
     together = replace(net, recomputed_bytes=MIB)  # true only if all are recomputed, and none is offloaded
     *_, some, every = (
-        plan for mode in ("selective", "recompute") for plan in plans_of(mode, 1, together, Job(), RATES)
+        plan for mode in ("selective", "recompute") for plan in plans_of(mode, 1, together, StepRequirements(), RATES)
     )
     assert some.needed_bytes - some.peak_bytes == SLACK_BYTES + beside[1, len(some.recomputed)]
     assert every.needed_bytes - every.peak_bytes - SLACK_BYTES == int((SLACK_SHARE + SLACK_RECOMPUTED) * MIB)
@@ -133,13 +133,13 @@ def test_what_comes_and_goes_needs_more_than_its_bytes() -> None:
 
 def test_selective_recomputes_first_what_is_worth_most() -> None:
     net = row_of_blocks([10 * MIB, 10 * MIB, 0, MIB], flops=[4e9, 1e9, 1e6, 1e9])
-    variants = [plan.recomputed for plan in plans_of("selective", 1, net, Job(), RATES)]
+    variants = [plan.recomputed for plan in plans_of("selective", 1, net, StepRequirements(), RATES)]
     assert variants == [(1,), (0, 1)]  # all three would be recompute; the third keeps nothing
 
 
 blocks = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 80), st.integers(1, 10**6)), min_size=1, max_size=8)
 jobs = st.builds(
-    Job,
+    StepRequirements,
     batch_size=st.integers(1, 5),
     accumulation=st.integers(1, 3),
     graphs=st.booleans(),
@@ -156,7 +156,7 @@ def footprint_of(drawn: list[tuple[int, int, int]]) -> Footprint:
 
 @given(blocks, jobs, budgets, budgets)
 def test_more_memory_is_never_slower_and_no_plan_is_over_the_budget(
-    drawn: list[tuple[int, int, int]], job: Job, one: int, other: int
+    drawn: list[tuple[int, int, int]], job: StepRequirements, one: int, other: int
 ) -> None:
     net = footprint_of(drawn)
     less, more = sorted((one * MIB, other * MIB))
@@ -172,7 +172,7 @@ def test_more_memory_is_never_slower_and_no_plan_is_over_the_budget(
 
 @given(blocks, jobs, budgets)
 def test_where_none_is_chosen_even_the_smallest_does_not_fit(
-    drawn: list[tuple[int, int, int]], job: Job, budget: int
+    drawn: list[tuple[int, int, int]], job: StepRequirements, budget: int
 ) -> None:
     net = footprint_of(drawn)
     least = smallest(net, job, RATES)
@@ -182,7 +182,7 @@ def test_where_none_is_chosen_even_the_smallest_does_not_fit(
 
 
 @given(blocks, jobs)
-def test_the_effective_batch_stays_whole(drawn: list[tuple[int, int, int]], job: Job) -> None:
+def test_the_effective_batch_stays_whole(drawn: list[tuple[int, int, int]], job: StepRequirements) -> None:
     for plan in table(None, footprint_of(drawn), job, RATES):
         assert plan.rows * plan.parts >= job.batch_size > plan.rows * (plan.parts - 1) - plan.parts
         assert 1 <= plan.parts <= job.batch_size
@@ -190,7 +190,7 @@ def test_the_effective_batch_stays_whole(drawn: list[tuple[int, int, int]], job:
 
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_parts_go_up_to_single_samples_and_never_below_what_was_needed(batch_size: int, needed: int) -> None:
-    found = parts_of(Job(batch_size, min_parts=min(needed, batch_size)))
+    found = parts_of(StepRequirements(batch_size, min_parts=min(needed, batch_size)))
     assert found[0] == min(needed, batch_size) and found[-1] == batch_size
     assert found == sorted(set(found))
 
@@ -205,7 +205,9 @@ def test_offloaded_blocks_are_spread_and_more_include_fewer(total: int) -> None:
 
 
 @given(blocks, jobs)
-def test_a_measured_peak_gives_the_correction_that_made_it(drawn: list[tuple[int, int, int]], job: Job) -> None:
+def test_a_measured_peak_gives_the_correction_that_made_it(
+    drawn: list[tuple[int, int, int]], job: StepRequirements
+) -> None:
     net = footprint_of(drawn)
     plan = next(plans_of("keep", 1, net, replace(job, graphs=False), RATES))
     gathering = resident_bytes(net, ()) + net.gradient_bytes + net.landing_bytes
@@ -213,8 +215,11 @@ def test_a_measured_peak_gives_the_correction_that_made_it(drawn: list[tuple[int
     assert correction(plan, plan.peak_bytes, net, 1.25) == pytest.approx(wanted, rel=1e-3)
 
 
-@pytest.mark.parametrize(("job", "stays"), [(Job(), False), (Job(accumulation=2), True), (Job(graphs=True), True)])
-def test_gradients_lie_beside_activations_only_where_they_stay(job: Job, stays: bool) -> None:
+@pytest.mark.parametrize(
+    ("job", "stays"),
+    [(StepRequirements(), False), (StepRequirements(accumulation=2), True), (StepRequirements(graphs=True), True)],
+)
+def test_gradients_lie_beside_activations_only_where_they_stay(job: StepRequirements, stays: bool) -> None:
     net = replace(row_of_blocks([10 * MIB]), adapter_bytes=0)
     plan = next(plans_of("keep", 1, net, job, RATES))
     activations = activation_bytes(net, ())
@@ -229,18 +234,21 @@ def test_gradients_lie_beside_activations_only_where_they_stay(job: Job, stays: 
 
 def test_a_measurement_below_what_lies_there_is_not_believed() -> None:
     net = replace(row_of_blocks([10 * MIB]), gradient_bytes=0, landing_bytes=0)
-    assert correction(next(plans_of("keep", 1, net, Job(), RATES)), resident_bytes(net, ()) + 1, net) == 0.25
+    assert (
+        correction(next(plans_of("keep", 1, net, StepRequirements(), RATES)), resident_bytes(net, ()) + 1, net) == 0.25
+    )
 
 
 def test_graphs_need_more_and_most_where_there_are_several_sizes() -> None:
     net = row_of_blocks([10 * MIB])
     plain, one, several = (
-        next(plans_of("keep", 1, net, Job(graphs=shapes > 0, shapes=shapes), RATES)) for shapes in (0, 1, 2)
+        next(plans_of("keep", 1, net, StepRequirements(graphs=shapes > 0, shapes=shapes), RATES))
+        for shapes in (0, 1, 2)
     )
     proof = PROOF_BUFFERS * net.gradient_bytes
     assert one.needed_bytes - plain.needed_bytes == GRAPH_BYTES + proof + net.gradient_bytes
     assert one.peak_bytes - plain.peak_bytes == proof + net.gradient_bytes
-    summed = next(plans_of("keep", 1, net, Job(graphs=True, accumulation=2), RATES))
+    summed = next(plans_of("keep", 1, net, StepRequirements(graphs=True, accumulation=2), RATES))
     assert summed.peak_bytes - one.peak_bytes == SUM_BUFFERS * net.gradient_bytes
     assert several.needed_bytes - one.needed_bytes == activation_bytes(net, ())
     assert (plain.graphs, one.graphs) == (False, True)
@@ -249,7 +257,7 @@ def test_graphs_need_more_and_most_where_there_are_several_sizes() -> None:
 def test_nothing_is_captured_where_only_that_makes_it_fit_or_nothing_is_won() -> None:
     net = row_of_blocks([10 * MIB, 10 * MIB])
     host_bound, device_bound = (replace(RATES, host_launch_s=each) for each in (1e-2, 1e-9))
-    job = Job(graphs=True)
+    job = StepRequirements(graphs=True)
     captured, not_captured = (next(plans_of("keep", 1, net, replace(job, graphs=g), RATES)) for g in (True, False))
     roomy = choose(captured.needed_bytes, net, job, host_bound)
     tight = choose(not_captured.needed_bytes, net, job, device_bound)
@@ -259,12 +267,12 @@ def test_nothing_is_captured_where_only_that_makes_it_fit_or_nothing_is_won() ->
 
 
 def _device_s(net: Footprint) -> float:
-    return next(plans_of("keep", 1, net, Job(graphs=True), RATES)).step_s
+    return next(plans_of("keep", 1, net, StepRequirements(graphs=True), RATES)).step_s
 
 
 def test_offloading_everything_means_everything() -> None:
     net = row_of_blocks([MIB] * 5)
-    (only,) = plans_of("offload", 1, net, Job(all_offloaded=True), RATES)
+    (only,) = plans_of("offload", 1, net, StepRequirements(all_offloaded=True), RATES)
     assert only.offloaded == only.recomputed == (0, 1, 2, 3, 4)
 
 
@@ -283,5 +291,5 @@ def test_another_cost_scales_what_depends_on_samples_and_nothing_else() -> None:
 
 
 def test_every_mode_has_a_plan_that_says_so() -> None:
-    plans: list[Plan] = table(None, row_of_blocks([MIB, MIB, MIB]), Job(2), RATES)
+    plans: list[Plan] = table(None, row_of_blocks([MIB, MIB, MIB]), StepRequirements(2), RATES)
     assert [(plan.mode, plan.parts) for plan in plans] == [(mode, parts) for parts in (1, 2) for mode in MODES]

@@ -8,7 +8,17 @@ from dataclasses import dataclass, replace
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.planning.step_cost import MODES, Footprint, Job, Mode, Plan, Rates, SmallerAdapter, choose, smallest
+from lora_rocm.planning.step_plan import (
+    MODES,
+    Footprint,
+    Mode,
+    Plan,
+    Rates,
+    SmallerAdapter,
+    StepRequirements,
+    choose,
+    smallest,
+)
 from lora_rocm.recipe.schema import Recipe
 
 AT_LEAST_RECOMPUTED: tuple[Mode, ...] = ("recompute", "offload")
@@ -19,7 +29,7 @@ MAX_SIDES = 32  # resolutions to try, each of which costs one choice
 
 
 @dataclass(frozen=True)
-class RecipeJob(Job):
+class RecipeJob(StepRequirements):
     """A job, and the modes that other recipe settings would allow.
 
     Attributes:
@@ -67,7 +77,9 @@ def _allowed(modes: tuple[Mode, ...], recomputes: bool) -> tuple[Mode, ...]:
     return tuple(mode for mode in modes if mode in AT_LEAST_RECOMPUTED) or ("recompute",)
 
 
-def does_not_fit(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budget_bytes: int) -> UserError:
+def does_not_fit(
+    recipe: Recipe, footprint: Footprint, job: StepRequirements, rates: Rates, budget_bytes: int
+) -> UserError:
     """The error for a recipe without a fitting plan, with the nearest recipe that would fit."""
     least = smallest(footprint, job, rates)
     return UserError(
@@ -79,18 +91,18 @@ def does_not_fit(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, b
     )
 
 
-def _nearest(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budget_bytes: int) -> str:
+def _nearest(recipe: Recipe, footprint: Footprint, job: StepRequirements, rates: Rates, budget_bytes: int) -> str:
     """The smallest change of the recipe for which a plan exists, as text."""
-    ways = _ways(recipe, job)
+    ways = _changes(recipe, job)
 
-    def besides(side: int, adapter: SmallerAdapter | None) -> tuple[str, ...] | None:
+    def further_changes(side: int, adapter: SmallerAdapter | None) -> tuple[str, ...] | None:
         """Changes of ``runtime`` that are also needed; None if none of them helps."""
         reduced = _reduced(recipe, footprint, side, adapter)
         return next((texts for texts, way in ways if choose(budget_bytes, reduced, way, rates) is not None), None)
 
-    fits = lambda side, adapter: besides(side, adapter) is not None  # noqa: E731
+    fits = lambda side, adapter: further_changes(side, adapter) is not None  # noqa: E731
     for side, adapter in _milder_first(recipe, footprint.smaller, fits):
-        more = besides(side, adapter)
+        more = further_changes(side, adapter)
         if more is not None:
             resized = [f"{_resolution_key(recipe)} to {side}"] if side != _resolution(recipe) else []
             slimmed = [adapter.setting] if adapter is not None else []
@@ -101,9 +113,9 @@ def _nearest(recipe: Recipe, footprint: Footprint, job: Job, rates: Rates, budge
     return f"Free memory of the GPU, or use a smaller model: no rank would fit, at any resolution from {least} on."
 
 
-def _ways(recipe: Recipe, job: Job) -> list[tuple[tuple[str, ...], Job]]:
+def _changes(recipe: Recipe, job: StepRequirements) -> list[tuple[tuple[str, ...], StepRequirements]]:
     """Changes of ``runtime`` as text, each with its resulting job; the first entry changes nothing."""
-    found: list[tuple[tuple[str, ...], Job]] = [((), job)]
+    found: list[tuple[tuple[str, ...], StepRequirements]] = [((), job)]
     if isinstance(job, RecipeJob):
         auto = () if recipe.runtime.memory == "auto" else ("runtime.memory to auto",)
         if auto:

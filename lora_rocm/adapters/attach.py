@@ -12,7 +12,7 @@ from torch import Tensor
 from lora_rocm.adapters import new_tokens, trained_norms
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.entry import Entry, Say
+from lora_rocm.adapters.entry import Entry, Notify
 from lora_rocm.adapters.files.lora_reader import read_adapter, read_for_model
 from lora_rocm.adapters.files.module_names import canonical
 from lora_rocm.adapters.files.start_file import check_start
@@ -28,7 +28,7 @@ def inject(
     model: LoadedModel,
     lora: AdapterSection,
     seed: int,
-    say: Say = lambda text: None,
+    notify: Notify = lambda text: None,
     *,
     resumed: bool = False,
 ) -> Adapter:
@@ -38,8 +38,8 @@ def inject(
     Without ``lora.init_from`` they leave the model's output unchanged. If a module's rank in the file is lower than
     ``lora.rank``, the module keeps the file's effect and its extra ranks start as in a new layer.
 
-    ``say`` receives notices about skipped parts of the file and about padded ranks. ``resumed``: the weights are loaded
-    from a checkpoint or a file next, so the files that they start from are not read.
+    ``notify`` receives notices about skipped parts of the file and about padded ranks. ``resumed``: the weights are
+    loaded from a checkpoint or a file next, so the files that they start from are not read.
 
     Raises:
         AdapterError: the targets match nothing, or the file does not fit.
@@ -50,7 +50,7 @@ def inject(
     new_tokens.start(family, model, lora.new_tokens)
     if lora.init_from is not None:
         norms = dict[str, Tensor]()
-        entries = start_entries(family, model, lora, adapter, say, norms)
+        entries = start_entries(family, model, lora, adapter, notify, norms)
         adapter.start_from(entries)
         if lora.train_norms:
             trained_norms.fill(family, model, norms, Path(lora.init_from))
@@ -58,7 +58,7 @@ def inject(
         lower = sorted({rank for rank, ours in ranks if rank is not None and rank < ours})
         if lower:
             named, name = " and ".join(map(str, lower)), Path(lora.init_from).name
-            say(f"{name} has modules of rank {named}; they are padded to lora.rank, with the same effect.")
+            notify(f"{name} has modules of rank {named}; they are padded to lora.rank, with the same effect.")
     return adapter
 
 
@@ -73,7 +73,7 @@ def start_entries(
     model: LoadedModel,
     lora: AdapterSection,
     adapter: Adapter,
-    say: Say = lambda text: None,
+    notify: Notify = lambda text: None,
     norms: dict[str, Tensor] | None = None,
 ) -> dict[str, Entry]:
     """Read the file of ``lora.init_from`` and check that the adapter can start from it; the model may be on meta.
@@ -89,12 +89,12 @@ def start_entries(
     assert lora.init_from is not None, "the recipe has no lora.init_from"
     path = Path(lora.init_from).expanduser()
     found = (norms if norms is not None else {}) if lora.train_norms else None
-    files, entries = read_for_model(family, model, path, say, found)
+    files, entries = read_for_model(family, model, path, notify, found)
     check_start(family, lora, adapter, files, entries, path)
     return entries
 
 
-def inject_hollow(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> Adapter:
+def inject_on_meta(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> Adapter:
     """Attach the same layers to a model on the meta device, without values; they take no memory at any rank.
 
     Raises:
@@ -105,14 +105,14 @@ def inject_hollow(family: ModelFamily, model: LoadedModel, lora: AdapterSection)
 
 
 def attach_file(
-    family: ModelFamily, model: LoadedModel, path: Path, strength: float = 1.0, say: Say = lambda text: None
+    family: ModelFamily, model: LoadedModel, path: Path, strength: float = 1.0, notify: Notify = lambda text: None
 ) -> Adapter | None:
     """Attach the adapter of a file to a loaded model, with the file's own kind, modules and ranks.
 
     The model must have every component that the file adapts (``lora_reader.components_of``).
 
     ``strength``: factor of the update (1: as trained, 0: base model alone). A DoRA's magnitudes stay as trained.
-    ``say`` receives notices about skipped parts of the file.
+    ``notify`` receives notices about skipped parts of the file.
 
     Returns:
         The adapter; None if ``strength`` is 0.
@@ -121,7 +121,7 @@ def attach_file(
         AdapterError: the file is missing, damaged, not an adapter, or for another model.
     """
     norms = dict[str, Tensor]()
-    files, entries = read_adapter(family, model.components, path, say, norms)
+    files, entries = read_adapter(family, model.components, path, notify, norms)
     if strength == 0.0:
         return None
     trained_norms.attach(family, model, {name: tensor * strength for name, tensor in norms.items()}, path)
@@ -146,6 +146,6 @@ def _with_layers(family: ModelFamily, model: LoadedModel, lora: AdapterSection) 
                 config.alpha_pattern[pattern] = section.effective_alpha
         kind.insert(model.components[component], config)
     if lora.train_norms:
-        trained_norms.put(family, model)
-    new_tokens.put(family, model, lora.new_tokens)  # after PEFT, which freezes everything except its own layers
+        trained_norms.insert_norms(family, model)
+    new_tokens.insert(family, model, lora.new_tokens)  # after PEFT, which freezes everything except its own layers
     return kind(family, model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_rocm.export.comfy_reader import apply_comfy
+from lora_rocm.export.comfyui_check import apply_comfy
 
 WEIGHT = torch.tensor([[3.0, 4.0, 0.0], [0.0, 0.0, 2.0]])
 UP, DOWN = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0, 0.0, 1.0]])

@@ -44,7 +44,7 @@ CONTEXT_BYTES = 512 * MIB
 
 
 @dataclass(frozen=True)
-class Work:
+class SampleCost:
     """Work of one sample: FLOPs of products and convolutions, bytes moved by everything else, kernel launches."""
 
     flops: float = 0.0
@@ -73,11 +73,11 @@ class Block:
     rise_bytes: int
     passing_bytes: int
     entry_bytes: int
-    forward: Work
+    forward: SampleCost
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryPeak:
     """A peak sample: the peak memory of one part of a pass, for one sample with everything kept.
 
     before: number of preceding blocks; their kept activations exist now.
@@ -129,8 +129,8 @@ class Footprint:
     gradient_bytes: int
     landing_bytes: int
     blocks: tuple[Block, ...]
-    moments: tuple[Moment, ...]
-    work: Work
+    moments: tuple[MemoryPeak, ...]
+    work: SampleCost
     recomputed_bytes: int | None = None
     narrow_layers: int = 0
     unstarted_layers: int = 0
@@ -143,10 +143,10 @@ class Footprint:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Footprint:
-        blocks = tuple(Block(**{**block, "forward": Work(**block["forward"])}) for block in value["blocks"])
-        moments = tuple(Moment(**moment) for moment in value["moments"])
+        blocks = tuple(Block(**{**block, "forward": SampleCost(**block["forward"])}) for block in value["blocks"])
+        moments = tuple(MemoryPeak(**moment) for moment in value["moments"])
         smaller = tuple(SmallerAdapter(**each) for each in value["smaller"])
-        work = Work(**value["work"])
+        work = SampleCost(**value["work"])
         state = value["optimizer_bytes"]  # missing in footprints of earlier versions
         parts = {"blocks": blocks, "moments": moments, "work": work, "optimizer_bytes": state, "smaller": smaller}
         kernels = tuple(value["kernels"])
@@ -209,7 +209,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Job:
+class StepRequirements:
     """Requirements on a step.
 
     Attributes:
@@ -262,7 +262,7 @@ class Plan:
     keeps_gradients: bool = False
 
 
-def choose(budget_bytes: int | None, footprint: Footprint, job: Job, rates: Rates) -> Plan | None:
+def choose(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
     """The fastest plan within the budget (None: no limit), or None if no plan fits."""
     limit = float("inf") if budget_bytes is None else budget_bytes
     fitting = [
@@ -274,14 +274,14 @@ def choose(budget_bytes: int | None, footprint: Footprint, job: Job, rates: Rate
     return min(fitting, key=lambda plan: (plan.step_s, plan.needed_bytes), default=None)
 
 
-def smallest(footprint: Footprint, job: Job, rates: Rates) -> Plan:
+def smallest(footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan:
     """The plan that needs the least memory."""
     ways = [(mode, parts, way) for parts in parts_of(job) for mode in job.modes for way in _captured_or_not(job)]
     plans = (plan for mode, parts, way in ways for plan in plans_of(mode, parts, footprint, way, rates))
     return min(plans, key=lambda plan: (plan.needed_bytes, plan.step_s))
 
 
-def table(budget_bytes: int | None, footprint: Footprint, job: Job, rates: Rates) -> list[Plan]:
+def table(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> list[Plan]:
     """For each number of parts and each mode: the fastest plan that fits, else the smallest one."""
     limit = float("inf") if budget_bytes is None else budget_bytes
     return [
@@ -295,7 +295,7 @@ def table(budget_bytes: int | None, footprint: Footprint, job: Job, rates: Rates
     ]
 
 
-def parts_of(job: Job) -> list[int]:
+def parts_of(job: StepRequirements) -> list[int]:
     """Numbers of parts: ``min_parts`` doubled up to the batch size. A plan must not go below ``min_parts``."""
     found = [job.min_parts]
     while found[-1] < job.batch_size:
@@ -303,7 +303,7 @@ def parts_of(job: Job) -> list[int]:
     return found
 
 
-def fit(limit: float, mode: Mode, parts: int, footprint: Footprint, job: Job, rates: Rates) -> Plan | None:
+def fit(limit: float, mode: Mode, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
     """The fastest plan of a mode within the limit. The variants come in order of their time."""
     found = []
     for way in _captured_or_not(job):
@@ -312,11 +312,11 @@ def fit(limit: float, mode: Mode, parts: int, footprint: Footprint, job: Job, ra
     return min((plan for plan in found if plan is not None), key=lambda plan: plan.step_s, default=None)
 
 
-def _captured_or_not(job: Job) -> tuple[Job, ...]:
+def _captured_or_not(job: StepRequirements) -> tuple[StepRequirements, ...]:
     return (job, replace(job, graphs=False)) if job.graphs else (job,)
 
 
-def plans_of(mode: Mode, parts: int, footprint: Footprint, job: Job, rates: Rates) -> Iterator[Plan]:
+def plans_of(mode: Mode, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates) -> Iterator[Plan]:
     """The variants of a mode, the fastest first: more and more blocks are recomputed or offloaded."""
     every = tuple(range(len(footprint.blocks)))
     variants: Iterator[tuple[Sequence[int], Sequence[int]]]
@@ -340,7 +340,7 @@ def planned(
     recomputed: Sequence[int],
     offloaded: Sequence[int],
     footprint: Footprint,
-    job: Job,
+    job: StepRequirements,
     rates: Rates,
 ) -> Plan:
     """A plan with its estimates."""
@@ -437,7 +437,12 @@ def spread(count: int, total: int) -> list[int]:
 
 
 def step_seconds(
-    parts: int, recomputed: Sequence[int], offloaded: Sequence[int], footprint: Footprint, job: Job, rates: Rates
+    parts: int,
+    recomputed: Sequence[int],
+    offloaded: Sequence[int],
+    footprint: Footprint,
+    job: StepRequirements,
+    rates: Rates,
 ) -> float:
     """Estimated time of a step: products by FLOPs, all other work by bytes moved, plus a minimum per launch.
 
@@ -454,10 +459,10 @@ def step_seconds(
     return job.accumulation * max(total, fetched / rates.bus_bytes)
 
 
-def _seconds(work: Work, samples: int, parts: int, rates: Rates) -> float:
+def _seconds(work: SampleCost, samples: int, parts: int, rates: Rates) -> float:
     computing = work.flops / rates.flops + work.moved_bytes / rates.moved_bytes
     return samples * computing + parts * work.launches * rates.launch_s
 
 
-def _scaled(work: Work, share: float) -> Work:
-    return Work(work.flops * share, work.moved_bytes * share, work.launches)
+def _scaled(work: SampleCost, share: float) -> SampleCost:
+    return SampleCost(work.flops * share, work.moved_bytes * share, work.launches)

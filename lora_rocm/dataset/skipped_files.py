@@ -9,11 +9,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lora_rocm.dataset.columns import Few
+from lora_rocm.dataset.columns import FirstN
 from lora_rocm.dataset.images.image_plugins import plugin_faults
 from lora_rocm.dataset.sources.file_kinds import (
     COMPANION_END,
-    Companion,
+    ForeignImageKind,
     UnreadFormat,
     companion_match,
     is_harmless,
@@ -36,9 +36,9 @@ def counted(names: Sequence[str], one: str, many: str) -> str:
     return f"1 {one}" if len(names) == 1 else f"{len(names)} {many}"
 
 
-def few() -> Few:
+def first_names() -> FirstN:
     """An empty list of names of which a notice shows the first NUM_NAMED."""
-    return Few(NUM_NAMED)
+    return FirstN(NUM_NAMED)
 
 
 class Patterns:
@@ -67,29 +67,29 @@ def _plain(pattern: str) -> str:
 
 
 @dataclass
-class LeftOut:
+class SkippedFiles:
     """Files that are not trained on.
 
     stems: paths of skipped images, with and without extension, so that their caption files are known.
     suffixes: number of files per extension that are not readable images.
-    used: keys of the companions that are used (``Companion.key``).
+    used: keys of the companions that are used (``ForeignImageKind.key``).
     key: maps exclude and include to their full keys (``ResolvedSource.key``).
     """
 
     used: Collection[str] = ()
     key: Callable[[str], str] = "data.{}".format
 
-    formats: defaultdict[UnreadFormat, Few] = field(default_factory=lambda: defaultdict(few))
+    formats: defaultdict[UnreadFormat, FirstN] = field(default_factory=lambda: defaultdict(first_names))
     suffixes: Counter[str] = field(default_factory=Counter)
-    companions: defaultdict[Companion, Few] = field(default_factory=lambda: defaultdict(few))
-    unpaired: Few = field(default_factory=few)
-    unknown: Few = field(default_factory=few)
-    excluded: Few = field(default_factory=few)
-    others: Few = field(default_factory=few)
-    unreachable: Few = field(default_factory=few)
-    caption_folders: Few = field(default_factory=few)
+    companions: defaultdict[ForeignImageKind, FirstN] = field(default_factory=lambda: defaultdict(first_names))
+    unpaired: FirstN = field(default_factory=first_names)
+    unknown: FirstN = field(default_factory=first_names)
+    excluded: FirstN = field(default_factory=first_names)
+    others: FirstN = field(default_factory=first_names)
+    unreachable: FirstN = field(default_factory=first_names)
+    caption_folders: FirstN = field(default_factory=first_names)
     stems: set[str] = field(default_factory=set)
-    _paired: list[tuple[Companion, str, str]] = field(default_factory=list)
+    _paired: list[tuple[ForeignImageKind, str, str]] = field(default_factory=list)
 
     def no_image(self, relative: str, stem: str, suffix: str) -> None:
         """Count a file without the extension of a supported image format."""
@@ -152,9 +152,9 @@ class LeftOut:
     def notices(self, exclusion: Patterns, inclusion: Patterns) -> list[str]:
         """Notices about the skipped files, and about patterns that matched nothing."""
         # Unsupported formats and unused companions.
-        said = [_say_format(found, names) for found, names in self.formats.items()]
+        said = [_notify_format(found, names) for found, names in self.formats.items()]
         said += [
-            _say_companion(companion, names)
+            _notify_companion(companion, names)
             for companion, names in self.companions.items()
             if companion.key not in self.used
         ]
@@ -196,7 +196,7 @@ def _name(real: str) -> str:
     return name_key(real.rpartition("/")[2].rpartition(".")[0].lower())
 
 
-def _say_format(found: UnreadFormat, names: Few) -> str:
+def _notify_format(found: UnreadFormat, names: FirstN) -> str:
     are = counted(names, "file is", "files are")
     said = f"{are} skipped: {found.name} are not supported ({some(names)})."
     if not found.plugin:
@@ -206,7 +206,7 @@ def _say_format(found: UnreadFormat, names: Few) -> str:
     return f"{said} To read them: pip install {found.plugin}. Or: {found.fix[0].lower()}{found.fix[1:]}"
 
 
-def _say_companion(companion: Companion, names: Few) -> str:
+def _notify_companion(companion: ForeignImageKind, names: FirstN) -> str:
     what = companion.what if len(names) != 1 else companion.what.removesuffix("s")
     are = "are" if len(names) != 1 else "is"
     return (

@@ -32,7 +32,7 @@ from lora_rocm.processes.process import (
     own_group,
     stop_signals,
 )
-from lora_rocm.processes.windows_job import Job
+from lora_rocm.processes.windows_job import JobObject
 from lora_rocm.rundir.event_types import EndEvent, ErrorEvent, Event, StartEvent
 from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import TAIL_BYTES, died, size_of, tail_bytes
@@ -101,7 +101,7 @@ class Worker:
                 **own_group(),
             )
         self.pid = self._child.pid
-        self._job = Job.of(self.pid)
+        self._job = JobObject.of(self.pid)
 
     def __enter__(self) -> Worker:
         return self
@@ -111,7 +111,7 @@ class Worker:
         self._child.stdin.close()
         self._job.close()
 
-    def look(self, number: int) -> bool:
+    def poll_ended(self, number: int) -> bool:
         """Return whether it still runs; record its end as seen in round ``number`` of ``follow``."""
         if self._child.poll() is None:
             return True
@@ -192,7 +192,7 @@ def follow(
     workers: Sequence[Worker],
     asked: Asked,
     on_event: Callable[[int, Event], None],
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     is_late: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Pass on events (with the rank) until all workers have ended, or until ``is_late`` reports a hang (True).
@@ -202,7 +202,7 @@ def follow(
     killed.
     """
     seen, failed_at, number = 0, None, 0
-    while running := [worker for worker in workers if worker.look(number)]:
+    while running := [worker for worker in workers if worker.poll_ended(number)]:
         number += 1
         for worker in workers:
             worker.hand_on(partial(on_event, worker.rank))
@@ -210,7 +210,7 @@ def follow(
         if asked.level > seen:
             seen = asked.level
             first = seen == 1
-            say(STOPPING if first else "Ending it now.")
+            notify(STOPPING if first else "Ending it now.")
             for worker in workers:
                 worker.stop(at_once=not first)
         # Hangs and failed ranks
@@ -232,7 +232,7 @@ def run_worker(
     env: Mapping[str, str],
     on_event: OnEvent,
     command: Sequence[str],
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     asked: Asked | None = None,
 ) -> int:
     """Start the worker without hang detection or restarts, pass on its events until it ends, and return its exit code.
@@ -242,7 +242,7 @@ def run_worker(
         env: the worker's complete environment.
         on_event: called in this thread with each event, including ``error`` and ``end``.
         command: program and arguments, see ``worker_command``.
-        say: shows a message to the user.
+        notify: shows a message to the user.
         asked: requests to stop; None: Ctrl-C, SIGTERM and the end of the terminal.
 
     Raises:
@@ -251,7 +251,7 @@ def run_worker(
     run_dir.stop.unlink(missing_ok=True)
     listening = stop_signals() if asked is None else contextlib.nullcontext(asked)
     with listening as asked, Worker(run_dir, env, command) as worker:
-        follow([worker], asked, lambda rank, event: on_event(event), say)
+        follow([worker], asked, lambda rank, event: on_event(event), notify)
         return worker.verdict()
 
 

@@ -52,7 +52,7 @@ def defaults_of(cls: Any) -> dict[str, Any]:
     return {each.name: each.default for each in declared_fields if each.default is not dataclasses.MISSING}
 
 
-def new_hollow(cls: Any, finish: Finish, config: str) -> nn.Module:
+def new_meta_component(cls: Any, finish: Finish, config: str) -> nn.Module:
     """Build a component from its config (JSON).
 
     Raises:
@@ -73,18 +73,18 @@ def new_hollow(cls: Any, finish: Finish, config: str) -> nn.Module:
 
 
 @lru_cache(maxsize=16)
-def hollow_shared(cls: Any, finish: Finish, config: str) -> nn.Module:
+def shared_meta_component(cls: Any, finish: Finish, config: str) -> nn.Module:
     """Return a shared read-only component: all callers in a process get the same one, and must not change it."""
-    return new_hollow(cls, finish, config)
+    return new_meta_component(cls, finish, config)
 
 
 @lru_cache(maxsize=16)
-def _hollow_bytes(cls: Any, finish: Finish, config: str) -> bytes:
+def _meta_component_bytes(cls: Any, finish: Finish, config: str) -> bytes:
     """Return a component as bytes: reading a copy from them takes a seventh of the time of building one."""
-    return pickle.dumps(hollow_shared(cls, finish, config))
+    return pickle.dumps(shared_meta_component(cls, finish, config))
 
 
-def hollow_copy(cls: Any, finish: Finish, config: str) -> nn.Module:
+def meta_copy(cls: Any, finish: Finish, config: str) -> nn.Module:
     """Return a private copy of the component on the meta device."""
-    copy: nn.Module = pickle.loads(_hollow_bytes(cls, finish, config))
+    copy: nn.Module = pickle.loads(_meta_component_bytes(cls, finish, config))
     return copy

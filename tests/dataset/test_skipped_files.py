@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lora_rocm.dataset.images.image_io import readable_extensions
-from lora_rocm.dataset.left_out import Patterns
+from lora_rocm.dataset.skipped_files import Patterns
 from lora_rocm.dataset.sources import folders
 from lora_rocm.dataset.sources.file_kinds import companion_match, kinds
 from lora_rocm.dataset.sources.folders import walk

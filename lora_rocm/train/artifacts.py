@@ -22,12 +22,12 @@ from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError, ExportError, LoraRocmError, MachineError, StateError
 from lora_rocm.export import writers
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.metadata import RunFacts
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.families.common.vae import CONTROL_UNUSABLE
 from lora_rocm.foundation.files import write_json
 from lora_rocm.loader.batches import Prepared
-from lora_rocm.memory.controller import Memory
+from lora_rocm.memory.controller import MemoryManager
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.recipe.comparison import fingerprint
 from lora_rocm.recipe.schema import Recipe
@@ -40,7 +40,7 @@ from lora_rocm.rundir.whole_files import identity_of_checkpoint
 from lora_rocm.train import concept_score, preview
 from lora_rocm.train.base_seal import Seals
 from lora_rocm.train.checkpoint import read_checkpoint, rotate_checkpoints, rotate_loras, save_checkpoint
-from lora_rocm.train.disk_forecast import Room, Sizes, sizes_of
+from lora_rocm.train.disk_forecast import DiskForecast, Sizes, sizes_of
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.session import Session
 
@@ -67,8 +67,8 @@ class Artifacts:
     run_facts: Mapping[str, str | bool]
     base_seals: Seals
     steps_per_epoch: int
-    room: Room
-    memory: Memory
+    room: DiskForecast
+    memory: MemoryManager
     drawn_at: int | None = None  # updates at the newest previews of this start
     tiles: bool = False  # decode previews in tiles; becomes true if memory runs out
     world: World = field(default_factory=World)
@@ -99,7 +99,7 @@ class Artifacts:
         updates = position.updates
         self.run_dir.require()
         sizes = self._sizes(position)
-        self.room.look_ahead(updates - 1, sizes)
+        self.room.forecast(updates - 1, sizes)
         self.room.require_checkpoint(updates, sizes)
         # Write the LoRA file and read the state
         lora = self.run_dir.checkpoint_lora(updates)
@@ -138,7 +138,7 @@ class Artifacts:
 
     def before_training(self, position: Position) -> None:
         """Do what is due before the loop: check the disk space and draw missing previews."""
-        self.room.look_ahead(position.updates, self._sizes(position))
+        self.room.forecast(position.updates, self._sizes(position))
         self.preview_before()
         self.preview_again(position.updates)
 
@@ -234,12 +234,12 @@ class Artifacts:
                 raise
             return full
 
-    def _export(self, form: str, position: Position) -> dict[str, Any]:
-        path = self.run_dir.export_of(form)
-        written = self._write(form, path, position)
-        found = writers.verify(form, path, self.family, self.model, self.adapter)
+    def _export(self, file_format: str, position: Position) -> dict[str, Any]:
+        path = self.run_dir.export_of(file_format)
+        written = self._write(file_format, path, position)
+        found = writers.verify(file_format, path, self.family, self.model, self.adapter)
         told: dict[str, Any] = {
-            "format": form,
+            "format": file_format,
             "path": self._name(path),
             "max_difference": found.max_difference,
             "cannot_read": list(found.cannot_read),
@@ -295,9 +295,9 @@ class Artifacts:
         )
         return {"concept": asdict(found)}
 
-    def _write(self, form: str, path: Path, position: Position) -> tuple[FileDigest, ...]:
+    def _write(self, file_format: str, path: Path, position: Position) -> tuple[FileDigest, ...]:
         facts = self._facts(position)
-        return writers.write(form, path, self.family, self.adapter, self.recipe, facts, self.run_dir.path)
+        return writers.write(file_format, path, self.family, self.adapter, self.recipe, facts, self.run_dir.path)
 
     def _sizes(self, position: Position) -> Sizes:
         """Sizes of the files of this run, counted once."""
@@ -306,11 +306,11 @@ class Artifacts:
             self._counted = sizes_of(self.family, self.adapter, self.recipe, self._facts(position), *state)
         return self._counted
 
-    def _facts(self, position: Position) -> Facts:
+    def _facts(self, position: Position) -> RunFacts:
         """Facts about the run so far, for a file's metadata."""
         found = self.prepared.facts
         epochs = position.iteration // self.steps_per_epoch
-        return Facts(
+        return RunFacts(
             steps=position.updates,
             epochs=epochs,
             num_epochs=self.recipe.train.epochs or -(-self.room.max_train_steps // self.steps_per_epoch),

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.dataset.images.buckets import Geometry, choose_bucket, image_shape
-from lora_rocm.dataset.order.batch_sampler import BatchPlan, Item, Row
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.order.batch_plan import BatchPlan, Item, Row
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.foundation.seeds import draw
 
 
@@ -121,7 +121,7 @@ def test_the_micro_batches_of_a_rank_are_numbered_through(found: list[Item], spl
 
 def test_ranks_have_about_as_much_to_compute() -> None:
     """Dealt as drawn, one rank would often have several large micro-batches while another has none."""
-    shapes = [Shape.of(tokens=64 * 2 ** (n % 6)) for n in range(240)]
+    shapes = [SampleShape.of(tokens=64 * 2 ** (n % 6)) for n in range(240)]
     ranks = [BatchPlan([Item(str(n), s, {}) for n, s in enumerate(shapes)], 1, 8, 0, 4, rank) for rank in range(4)]
 
     def cost(plan: BatchPlan, iteration: int) -> int:
@@ -163,7 +163,7 @@ MIXED = (
 def test_an_epoch_of_mixed_buckets_has_as_many_updates_as_elsewhere(
     counts: tuple[int, ...], batch: int, acc: int, wanted: int
 ) -> None:
-    shapes = [Shape.of(h=64, w=64 + 64 * n) for n, count in enumerate(counts) for _ in range(count)]
+    shapes = [SampleShape.of(h=64, w=64 + 64 * n) for n, count in enumerate(counts) for _ in range(count)]
     found = [Item(str(n), shape, {}) for n, shape in enumerate(shapes)]
     assert BatchPlan(found, batch, acc, 0).steps_per_epoch == wanted
     earlier = BatchPlan(found, batch, acc, 0, one_bucket_updates=True)
@@ -341,36 +341,38 @@ def test_rows_name_their_cache_entries() -> None:
 
 
 def test_two_clips_of_one_size_and_different_lengths_are_in_different_buckets() -> None:
-    shapes = [Shape.of(frames=frames, h=64, w=64) for frames in (17, 81) for _ in range(4)]
+    shapes = [SampleShape.of(frames=frames, h=64, w=64) for frames in (17, 81) for _ in range(4)]
     plan = BatchPlan([Item(str(number), shape, {}) for number, shape in enumerate(shapes)], 4, 1, 0)
     batches = epoch_of(plan)
     assert [{row.item.shape for row in rows} for rows in batches] == [{shapes[7]}, {shapes[0]}]
-    alike = [Item(str(number), Shape.of(h=64, w=64), {}) for number in range(8)]  # the control: stills are one bucket
+    alike = [
+        Item(str(number), SampleShape.of(h=64, w=64), {}) for number in range(8)
+    ]  # the control: stills are one bucket
     assert len({row.item.shape for rows in epoch_of(BatchPlan(alike, 4, 1, 0)) for row in rows}) == 1
 
 
 def test_the_cost_decides_which_batch_comes_first() -> None:
-    cheap, dear = Shape.of(h=640, w=640), Shape.of(10**9, tokens=4)
+    cheap, dear = SampleShape.of(h=640, w=640), SampleShape.of(10**9, tokens=4)
     found = [Item(str(number), dear if number == 3 else cheap, {}) for number in range(8)]
     assert BatchPlan(found, 1, 1, 0).rows(0)[0].item.shape == dear
 
 
 def test_an_entry_of_an_image_and_a_caption_is_chosen_by_both() -> None:
     keys = {"pair": (("0a", "0b", "0"), ("1a", "1b", "1")), "image": (("0",), ("1",))}
-    one = Item("0", Shape.of(h=8, w=8), keys, 2, 2, 0.5)
+    one = Item("0", SampleShape.of(h=8, w=8), keys, 2, 2, 0.5)
     assert [Row(one, 0, 1.0, flip, 1, False).key("pair") for flip in (False, True)] == ["0b", "1b"]
     assert Row(one, 0, 1.0, True, 0, True).key("pair") == "1" == Row(one, 0, 1.0, True, 0, True).key("image")
 
 
 def test_samples_of_other_shares_have_them_in_the_loss() -> None:
     """The weights of an update add up to one, and each is proportional to the share, however it is cut."""
-    items = [Item(f"{n}", Shape.of(tokens=4), {}, share=share) for n, share in enumerate((1, 2, 5))]
+    items = [Item(f"{n}", SampleShape.of(tokens=4), {}, share=share) for n, share in enumerate((1, 2, 5))]
     whole = BatchPlan(items, 3, 1, 0).rows(0)
     assert {row.item.key: row.weight for row in whole} == pytest.approx({"0": 1 / 8, "1": 2 / 8, "2": 5 / 8})
     cut = BatchPlan(items, 1, 3, 0)
     rows = [row for micro in range(3) for row in cut.micro(0, micro)]
     assert {row.item.key: row.weight for row in rows} == {row.item.key: row.weight for row in whole}
-    same = [Item(f"{n}", Shape.of(tokens=4), {}) for n in range(3)]
+    same = [Item(f"{n}", SampleShape.of(tokens=4), {}) for n in range(3)]
     assert {row.weight for row in BatchPlan(same, 3, 1, 0).rows(0)} == {1 / 3}
 
 

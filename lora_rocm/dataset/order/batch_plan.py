@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lora_rocm.dataset.images.buckets import Geometry
-from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.foundation.seeds import draw, drawer, fraction
 
 NUM_EPOCHS_KEPT = 2  # prefetch reaches the next epoch before the training loop does
@@ -59,7 +59,7 @@ class Item:
     """
 
     key: str
-    shape: Shape
+    shape: SampleShape
     keys: Mapping[str, Grid]
     num_views: int = 1
     num_captions: int = 1
@@ -126,7 +126,7 @@ class Outline:
     """
 
     keys: Iterable[str]
-    shapes: Sequence[Shape]
+    shapes: Sequence[SampleShape]
     shape_N: NDArray[np.int64]
     repeats_N: NDArray[np.int64]
     share_N: NDArray[np.int32]
@@ -145,7 +145,7 @@ def outline_of(items: Sequence[Item]) -> Outline:
     """The outline of the items, in the same order."""
     if isinstance(items, Outlined):
         return items.outline()
-    numbers: dict[Shape, int] = {}
+    numbers: dict[SampleShape, int] = {}
     found = (numbers.setdefault(item.shape, len(numbers)) for item in items)
     shape_N = np.fromiter(found, np.int64, len(items))
     repeats_N = np.fromiter((item.repeats for item in items), np.int64, len(items))
@@ -228,7 +228,7 @@ class BatchPlan:
         bucket_N = bucket_of[outline.shape_N] * np.int32(max(len(sizes), 1)) + size_N.astype(np.int32)
         self._bucket_P = np.repeat(bucket_N, self._repeats_N)
         ends = list(accumulate(np.bincount(self._bucket_P, minlength=len(shapes) * len(sizes)).tolist(), initial=0))
-        self._buckets: list[tuple[Shape, range]] = [  # each with its batch starts
+        self._buckets: list[tuple[SampleShape, range]] = [  # each with its batch starts
             (shape, range(start, end, size * self._micros_per_batch))
             for (shape, size), (start, end) in zip(product(shapes, sizes.tolist()), pairwise(ends), strict=True)
             if start < end
