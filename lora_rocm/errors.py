@@ -72,18 +72,19 @@ class Advice(TypedDict):
     fix_without_checkpoint: str
 
 
-def resume_advice(fix: str, anew: str = "") -> Advice:
+def resume_advice(fix: str, without_checkpoint: str = "") -> Advice:
     """The advice to go on from the last checkpoint.
 
     Args:
         fix: the advice, which names ``--resume latest``.
-        anew: the same for a run without a checkpoint; empty: ``fix`` without the words ``RESUMED``.
+        without_checkpoint: the same for a run without a checkpoint; empty: ``fix`` without the words ``RESUMED``.
     """
-    assert anew or RESUMED in fix, fix
+    assert without_checkpoint or RESUMED in fix, fix
     return {
         "fix": fix,
         "fix_without_checkpoint": (
-            f"{anew or fix.replace(RESUMED, '')} There is no checkpoint yet: training starts from the beginning."
+            f"{without_checkpoint or fix.replace(RESUMED, '')} "
+            "There is no checkpoint yet: training starts from the beginning."
         ),
     }
 

@@ -87,7 +87,11 @@ OWN_JSON = {
         *("processes.job_file:read_job_text", "processes.tool:_last_object"),
         *("train.worker:main", "telemetry.cards:from_text", "hardware.settings:settings_from"),
         "dataset.sample_table:_read",
-        *("device.process_group:require_same", "rules.environment:settings", "base_models.meta_components:new_hollow"),
+        *(
+            "device.process_group:require_same",
+            "rules.environment:settings",
+            "base_models.meta_components:new_meta_component",
+        ),
         *(
             "dataset.sources.given:of_text",
             "dataset.rows.records:_sorted",

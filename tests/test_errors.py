@@ -83,6 +83,8 @@ def test_the_advice_for_a_run_without_a_checkpoint() -> None:
     assert "--resume" not in advice["fix_without_checkpoint"] and advice["fix_without_checkpoint"].startswith(
         "Run it; or stop. "
     )
-    assert errors.resume_advice("Use --resume latest.", anew="Begin.")["fix_without_checkpoint"].startswith("Begin. ")
+    assert errors.resume_advice("Use --resume latest.", without_checkpoint="Begin.")[
+        "fix_without_checkpoint"
+    ].startswith("Begin. ")
     with pytest.raises(AssertionError):
         errors.resume_advice("Run it again.")

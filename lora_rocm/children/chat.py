@@ -1,6 +1,6 @@
 """``lora-rocm chat`` in the heavy child: answers prompts with the base model and with its adapter, token by token.
 
-Requests (``jobs.ChatRequest``) are lines of standard input. What is written is sent as events. The end of standard
+Requests (``jobs.ChatRequest``) are lines of standard input. The generated text is sent as events. The end of standard
 input ends the child.
 """
 

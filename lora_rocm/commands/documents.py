@@ -1,4 +1,4 @@
-"""The JSON document of ``inspect``, whose values are dictionaries."""
+"""The JSON document of ``inspect``: nested dictionaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user asks of a training run. The command line makes this value; a page or a program makes the same one."""
+"""The request for a training run. The command line makes this value; a page or a program makes the same one."""
 
 from __future__ import annotations
 

@@ -142,11 +142,11 @@ class PreparedRun:
     """A run that can be trained; nothing was written yet.
 
     Attributes:
-        request: what was asked for.
+        request: the arguments.
         loaded: its recipe.
         chosen: its directory, and the checkpoint that it continues from.
         situation: the machine.
-        me: this process among those of ``torchrun``.
+        me: this process among the processes of ``torchrun``.
     """
 
     request: RunRequest
@@ -406,7 +406,7 @@ def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
         if all(gpu.vendor != vendor for gpu in gpus):
             said.append(
                 f"Warning: this PyTorch ({torch.version}) is made for {made_for} and cannot use the {gpus[0].name}. "
-                "Training on the CPU. (lora-rocm doctor says how to get the right one)"
+                "Training on the CPU. (lora-rocm doctor shows how to install the matching build)"
             )
     if torch is not None and is_newer_than_run(torch):
         newest = ".".join(map(str, NEWEST_TORCH))

@@ -70,7 +70,7 @@ def out_of_memory(error: BaseException) -> RestartError | None:
         where=_first_line(error),
         **resume_advice(
             f"Continue with --set train.gradient_checkpointing=true --resume latest. {smaller}",
-            anew=f"Continue with --set train.gradient_checkpointing=true. {smaller}",
+            without_checkpoint=f"Continue with --set train.gradient_checkpointing=true. {smaller}",
         ),
     )
 

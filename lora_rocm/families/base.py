@@ -60,8 +60,8 @@ class Encoder(Protocol):
         """Load the weights and return ``encode``, which maps one sample's inputs to CPU tensors.
 
         Dropping ``encode``, the encoder and ``placement`` frees the memory. Weights are placed with ``placement``; its
-        transfer sends the inputs and receives the outputs. The encoder chooses the dtype of its weights. A caption encoder may
-        be loaded on the CPU if the GPU is full.
+        transfer sends the inputs and receives the outputs. The encoder chooses the dtype of its weights.
+        A caption encoder may be loaded on the CPU if the GPU is full.
         """
 
     def in_tiles(self) -> Encoder | None:

@@ -28,7 +28,7 @@ class FileNames:
     """Names of a family's modules in LoRA files, and diffusers' loader of these files.
 
     prefixes: component -> prefix of its modules' names in the one file that other programs read ("lora_unet_").
-    ``form``: the format of that file (``adapters.entry.Implementation``): "kohya", or "folded" if readers ignore alpha.
+    ``form``: the format of that file (``adapters.entry.Form``): "kohya", or "folded" if readers ignore alpha.
     key: (component, module) -> name of a module in that file, without ``.lora_down.weight``. It begins with the
         component's prefix: "lora_unet_input_blocks_4_1_...", "diffusion_model.layers.0...".
     load_in_diffusers: loads a file with diffusers' own loader into skeletons of components, as its users do.

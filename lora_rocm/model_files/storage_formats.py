@@ -100,8 +100,8 @@ def scales_notice(component: str, file_formats: Sequence[str]) -> str:
         return ""
     return (
         f"The base's {component} is stored as {' and '.join(file_formats)}. Its layers keep this format if "
-        "model.quantization (or model.text_encoder_quantization) asks for it. Otherwise they are converted to the format asked for; "
-        "none means dense weights."
+        "model.quantization (or model.text_encoder_quantization) asks for it. Otherwise they are converted to "
+        "the format asked for; none means dense weights."
     )
 
 

@@ -131,8 +131,8 @@ def read_job_text(text: str, kinds: Mapping[str, type[T]], where: str) -> T:
     """The job in a text: ``kinds`` are the jobs that the reader takes, by the names of their children.
 
     Raises:
-        MachineError: job-unreadable: the text is no job, is one of another child, or a field is missing, unknown or of
-            another type.
+        MachineError: job-unreadable: the text is not a job, is a job of another child, or a field is missing, unknown
+            or of another type.
     """
     try:
         value = json.loads(text)

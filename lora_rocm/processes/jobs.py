@@ -149,7 +149,7 @@ class StopRequest:
 
 
 ChatRequest = AskRequest | ResetRequest | StopRequest
-"""What the parent sends to a chat while it runs."""
+"""A request that the parent sends to a running chat."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ class SelfTestJob:
     Attributes:
         on_cpu: make the checks on the CPU, at smaller sizes.
         only: groups of checks; empty: all.
-        skip: checks, families of checks ("conv.miopen") and groups that are left out.
+        skip: checks, families of checks ("conv.miopen") and groups that are skipped.
     """
 
     on_cpu: bool = False
@@ -343,9 +343,9 @@ class Child:
 
     Attributes:
         module: its ``main`` is called.
-        job: what it is asked to do.
-        answers: its events besides ``ErrorEvent``, or the one object that it prints.
-        requests: what it is sent on standard input while it runs.
+        job: its task.
+        answers: its events except ``ErrorEvent``, or the one object that it prints.
+        requests: sent to its standard input while it runs.
     """
 
     module: str

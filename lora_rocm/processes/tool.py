@@ -149,7 +149,7 @@ class Tool:
         return ended, self.reader.poll()
 
     def send(self, request: object) -> None:
-        """Write a request (``Child.requests``) to its standard input. If it has ended, ``heard`` says so."""
+        """Write a request (``Child.requests``) to its standard input. If it has ended, ``heard`` reports it."""
         assert self.child.stdin is not None
         with contextlib.suppress(BrokenPipeError, OSError):  # Windows has OSError for a closed pipe
             self.child.stdin.write(request_line(request))

@@ -30,8 +30,8 @@ class Values:
     Attributes:
         written: the given values, as unvalidated sections.
         defaults: key without indices -> its default, of all keys of these kinds.
-        read: key -> value of every key that is valid by itself or has its default. As in ``RecipeRule.keys``, the value of
-            a list of sections is its length, of an optional section whether it is given, of the family its spec.
+        read: key -> value of every key that is valid by itself or has its default. As in ``RecipeRule.keys``, the value
+            of a list of sections is its length, of an optional section whether it is given, of the family its spec.
     """
 
     written: Mapping[str, Any]

@@ -263,7 +263,7 @@ class Recipe(Section):
         return tuple(form for form in (*spec.formats, *spec.conversions) if form in self.lora.writable_formats)
 
     def unwritten(self, file_format: str, file_formats: Sequence[str]) -> tuple[str, str]:
-        """(problem, remedy) for a format in which the adapter cannot be written. ``file_formats``: the possible ones."""
+        """(problem, remedy) for a format in which the adapter cannot be written. ``file_formats``: all formats."""
         return unwritten(self.spec, self.lora, file_format, file_formats)
 
     @property

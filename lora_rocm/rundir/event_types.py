@@ -182,7 +182,7 @@ class StepEvent(Event):
     Attributes:
         updates: number of confirmed updates, this one included.
         max_train_steps: updates in all.
-        iteration: counts every try, also one whose update was skipped.
+        iteration: counts every try, also a try with a skipped update.
         epoch: finished epochs, with the part of the one that goes on: 1.0 after the last update of the first. Runs of
             earlier versions have the whole number of the epoch that the next update is of.
         loss: mean of the update.

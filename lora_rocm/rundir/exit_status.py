@@ -15,7 +15,7 @@ NTSTATUS = {0xC0000005: "access violation", 0xC00000FD: "stack overflow", 0xC000
 
 
 def died(who: str, returncode: int, log: bytes, fix: str = "", fix_without_checkpoint: str = "") -> WorkerDiedError:
-    """The error for a child that ended without an error of its own; ``log`` is the end of its output."""
+    """The error for a child that ended without reporting an error; ``log`` is the end of its output."""
     what = f"{who} ended without saying why: {describe_exit(returncode)}."
     if returncode in (-9, 137):
         what += " The system does this when memory (RAM) runs out."

@@ -259,9 +259,9 @@ def unkillable(pid: int, again: str = "") -> WorkerHungError:
     """The error for a worker that the system cannot kill."""
     return WorkerHungError(
         "worker-unkillable",
-        f"The training process (process {pid}) is held by a driver (most likely the GPU's, else that of a disk or a "
-        "network), and not even the system can end it. Everything up to the last checkpoint is kept.",
-        fix="Restart the machine; then go on with the same command and --resume latest"
+        f"The training process (process {pid}) is blocked in a driver (most likely the GPU's, else a disk's or a "
+        "network's), so not even the system can end it. Everything up to the last checkpoint is kept.",
+        fix="Restart the machine; then continue with the same command and --resume latest"
         + (f":\n  {again}" if again else "."),
     )
 
@@ -293,7 +293,7 @@ def _verdict(
 
 
 def with_fitting_fix(error: E, run_dir: RunDir) -> E:
-    """Return an error of a run whose advice is for a run without a checkpoint if there is none."""
+    """Return the error with the advice for a run without a checkpoint if the run has none."""
     if error.fix_without_checkpoint and not run_dir.list_checkpoints():
         error.fix = error.fix_without_checkpoint
     return error

@@ -487,7 +487,8 @@ class Trainer:
                 **resume_advice(
                     "Lower optim.learning_rate or set train.mixed_precision: no, and --resume latest --accept-changes. "
                     "At the very first update also suspect the base model's file.",
-                    anew="Lower optim.learning_rate, set train.mixed_precision: no, or suspect the base model's file.",
+                    without_checkpoint="Lower optim.learning_rate, set train.mixed_precision: no, or suspect the base "
+                    "model's file.",
                 ),
             )
 

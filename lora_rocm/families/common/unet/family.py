@@ -169,8 +169,8 @@ class LdmFamily(LatentFamily):
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
         unet: Any = model.components["unet"]
-        form = implementation_for(model.device, triton)
-        fused_unet.fuse(unet, form, channels_last=form == "triton")
+        implementation = implementation_for(model.device, triton)
+        fused_unet.fuse(unet, implementation, channels_last=implementation == "triton")
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
         noisy_BCHW, target_BCHW = self.objective.noised(batch, draws)

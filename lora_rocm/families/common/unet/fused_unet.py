@@ -35,14 +35,14 @@ SEGMENT_LENGTH = 3
 """Transformer blocks that are recomputed as one segment: SDXL takes more memory with two or four (counted)."""
 
 
-def fuse(unet: UNet2DConditionModel, form: Implementation, channels_last: bool = False) -> None:
+def fuse(unet: UNet2DConditionModel, implementation: Implementation, channels_last: bool = False) -> None:
     """Fuse the modules. Call it after LoRA is injected and the weights are on their device.
 
     A second call changes the kernel backend of fused modules. Merged projection weights stay merged.
 
     Args:
         unet: the UNet.
-        form: see ``backend``.
+        implementation: see ``backend``.
         channels_last: memory layout of the convolutions' weights, and so of all feature maps.
     """
     for module in unet.modules() if channels_last else ():
@@ -54,7 +54,7 @@ def fuse(unet: UNet2DConditionModel, form: Implementation, channels_last: bool =
     for module in unet.modules():
         if isinstance(module, (*FUSED.values(), FusedGroupNorm, FusedSiLU)):
             fused: Any = module
-            fused.form = form
+            fused.implementation = implementation
         elif isinstance(module, Attention):
             merge_projections(module)
 
@@ -62,10 +62,10 @@ def fuse(unet: UNet2DConditionModel, form: Implementation, channels_last: bool =
 class FusedGroupNorm(nn.GroupNorm):
     """The UNet's last norm, fused with its SiLU if it uses Triton."""
 
-    form: Implementation
+    implementation: Implementation
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        if self.form != "triton":
+        if self.implementation != "triton":
             return super().forward(x_BCHW)
         return group_norm(x_BCHW, self, "triton")[0]
 
@@ -73,16 +73,16 @@ class FusedGroupNorm(nn.GroupNorm):
 class FusedSiLU(nn.SiLU):
     """The SiLU after ``FusedGroupNorm``; the identity with Triton, because the norm has applied it."""
 
-    form: Implementation
+    implementation: Implementation
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if self.form == "triton" else super().forward(x)
+        return x if self.implementation == "triton" else super().forward(x)
 
 
 class FusedGEGLU(GEGLU):
     """The gated activation of the feed-forward layer. Its projection may carry a LoRA."""
 
-    form: Implementation
+    implementation: Implementation
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -94,13 +94,13 @@ class FusedGEGLU(GEGLU):
             output: Tensor = super().forward(x, *args, **kwargs)
             return output
         if (
-            self.form == "eager"
+            self.implementation == "eager"
             and type(proj) is nn.Linear
             and not proj.weight.requires_grad
             and proj.weight.dtype == x.dtype
         ):
             return geglu_of(x, proj.weight, proj.bias)
-        return gated("gelu", self.form, proj(x))
+        return gated("gelu", self.implementation, proj(x))
 
 
 class FusedResnet(ResnetBlock2D):
@@ -109,7 +109,7 @@ class FusedResnet(ResnetBlock2D):
     Its convolutions' biases are added within sums that are computed anyway.
     """
 
-    form: Implementation
+    implementation: Implementation
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -125,15 +125,15 @@ class FusedResnet(ResnetBlock2D):
         if kwargs or (self.dropout.p > 0 and self.dropout.training):
             output: Tensor = super().forward(x_BCHW, temb_BD, **kwargs)
             return output
-        h, x_BCHW = group_norm(x_BCHW, self.norm1, self.form)  # reused names free the tensors
+        h, x_BCHW = group_norm(x_BCHW, self.norm1, self.implementation)  # reused names free the tensors
         h, bias = _convolved(self.conv1, h)
         shift_BC = self.time_emb_proj(F.silu(temb_BD))
-        h, _ = group_norm(h, self.norm2, self.form, shift_BC if bias is None else shift_BC + bias)
+        h, _ = group_norm(h, self.norm2, self.implementation, shift_BC if bias is None else shift_BC + bias)
         h, bias = _convolved(self.conv2, h)
         if self.conv_shortcut is not None:
             x_BCHW, other = _convolved(self.conv_shortcut, x_BCHW)
             bias = other if bias is None else bias if other is None else bias + other
-        return residual(x_BCHW, h, bias, self.form)
+        return residual(x_BCHW, h, bias, self.implementation)
 
 
 def _convolved(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -146,7 +146,7 @@ def _convolved(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 class FusedTransformer(Transformer2DModel):
     """A transformer on a token view of a channels_last feature map; the residual gradient joins the norm's."""
 
-    form: Implementation
+    implementation: Implementation
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -171,7 +171,7 @@ class FusedTransformer(Transformer2DModel):
                 hidden_states, encoder_hidden_states, timestep, added_cond_kwargs, *special, return_dict
             )
         batch, channels, height, width = hidden_states.shape
-        h, shortcut = group_norm(hidden_states, self.norm, self.form, silu=False)
+        h, shortcut = group_norm(hidden_states, self.norm, self.implementation, silu=False)
         h_BSD = _on_tokens(self.proj_in, h.permute(0, 2, 3, 1).reshape(batch, height * width, channels), height)
         run = _caller(self)
         if isinstance(run, Recomputing):
@@ -197,7 +197,7 @@ def _on_tokens(layer: nn.Module, x_BSC: Tensor, height: int) -> Tensor:
 class FusedUNetBlock(BasicTransformerBlock):
     """A transformer block with residual sums fused with the following norms."""
 
-    form: Implementation
+    implementation: Implementation
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -230,9 +230,9 @@ class FusedUNetBlock(BasicTransformerBlock):
                 added_cond_kwargs,
             )
             return output
-        h, normal = add_layer_norm(hidden_states, None, self.norm1, self.form)
-        h, normal = add_layer_norm(h, self.attn1(normal), self.norm2, self.form)
-        h, normal = add_layer_norm(h, self.attn2(normal, encoder_hidden_states), self.norm3, self.form)
+        h, normal = add_layer_norm(hidden_states, None, self.norm1, self.implementation)
+        h, normal = add_layer_norm(h, self.attn1(normal), self.norm2, self.implementation)
+        h, normal = add_layer_norm(h, self.attn2(normal, encoder_hidden_states), self.norm3, self.implementation)
         out: Tensor = h + self.ff(normal)
         return out
 
