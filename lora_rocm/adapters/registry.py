@@ -1,4 +1,9 @@
-"""Registry of adapter kinds, one row each."""
+"""Registry of adapter kinds, one row each.
+
+A new kind needs, in addition to its class in ``adapters.kinds`` and a row here: its section in
+``recipe.adapter_sections``, the parts of its files in
+``model_files/adapter_parts.toml``, and a case of ``export.comfyui_check`` if ComfyUI reads it.
+"""
 
 from __future__ import annotations
 
