@@ -1,8 +1,9 @@
 """Plans the environment of the heavy processes from the machine and the recipe: a pure function over a table.
 
-Variables have to exist before a process starts, because a GPU runtime copies the environment once and Python reads some
-variables at its start. That is why the parent plans them; ``supervisor.worker_process`` starts
-the worker with them. A value that the user exported wins, unless the rule overrides it (``MachineRule.over_user``); if it is known to harm, the user is warned.
+Variables have to exist before a process starts, because a GPU runtime copies the environment once and Python reads
+some variables at its start. That is why the parent plans them; ``supervisor.worker_process`` starts the worker with
+them. A value that the user exported wins, unless the rule overrides it (``MachineRule.over_user``); if it is known to
+harm, the user is warned.
 """
 
 from __future__ import annotations
