@@ -178,7 +178,7 @@ def test_what_is_wrong_with_some_images_stops_nothing(program: Program, tmp_path
     assert said.code == 0, said.text
     report = RunDir(new).report.read_text(encoding="utf-8")
     for name, why in (("kein bild", "not an image"), ("halb", "truncated"), ("p1", "not UTF-8")):
-        line = next(line for line in said.out.splitlines() if f"{name}.png" in line and "set aside" in line)
+        line = next(line for line in said.out.splitlines() if f"{name}.png" in line and "skipped" in line)
         assert why in line and f"{name}.png" in report
     assert "6 samples in 1 bucket," in said.out and says(said.out, "bad_input/3-set-aside") and len(said.out) < 8000
     assert RunDir(new).lora.exists()
@@ -381,7 +381,7 @@ def test_base_models_that_cannot_be_used(
 def test_other_keys_of_the_model(program: Program, files: Path, new: Path) -> None:
     for vae, words in (("nowhere", "no such folder"), ("old.ckpt", "pickle"), ("model/unet", "not a VAE of SDXL")):
         program.train(new / vae, f"model.vae={vae}").refused(2, vae, words)
-    program.train(new / "c", "model.config=configs").refused(2, "model.config", "single-file", "Take model.config out")
+    program.train(new / "c", "model.config=configs").refused(2, "model.config", "single-file", "Remove model.config")
     one = "model.name_or_path=one.safetensors"
     shutil.copytree(files / "configs", files / "other")
     for name in ("tokenizer", "tokenizer_2"):
@@ -525,11 +525,11 @@ def test_sample_and_export_of_what_is_not_there(program: Program, files: Path, t
         2, alone, "This model lacks", "give the base"
     )
     program("sample", alone, *SMALL, "--config", "configs").refused(2, "--config configs", "--base")
-    program("sample", young, *SMALL).refused(2, young, "Train on first")
+    program("sample", young, *SMALL).refused(2, young, "Continue the training first")
     program("sample", "runs/ok", "--prompt", "x", "--width", "65").refused(2, "--width 65", "Take 64 or 72")
     program("sample", "runs/ok", *SMALL, "--strength", "nan").refused(2, "--strength")
     program("sample", "old.ckpt", *SMALL, "--base", "model").refused(2, "old.ckpt", "pickle")
-    program("export", young, "--format", "kohya").refused(2, young, "Train on first")
+    program("export", young, "--format", "kohya").refused(2, young, "Continue the training first")
     program("export", alone, "--format", "kohya").refused(2, alone, "Give a run directory")
     (young / "recipe.yaml").write_text("lora: {rank: x}", encoding="utf-8")
     program("export", young, "--format", "kohya").refused(2, f"{young / 'recipe.yaml'}:1 lora.rank", "'x'")

@@ -279,7 +279,7 @@ def test_a_changed_recipe_is_shown_and_can_be_accepted(program: Program, copy: R
     assert accepted.code == 0 and says(accepted.out, "bad_places/going-on-from-step-2")
     other_rank = ["--accept-changes", "--set", "lora.rank=4", "--set", "train.max_train_steps=5"]
     said = program("train", "r.yaml", "--run-dir", copy.path, "--resume", "latest", *other_rank)
-    said.refused(2, "not those of the adapter", "lora section")
+    said.refused(2, "32 weights", "not match", "lora section")
 
 
 LOGS = (".lock", "events", "worker.log", "heartbeat", "environment", "report", "stacks", "tensorboard")
@@ -359,7 +359,7 @@ def test_a_second_process_is_kept_out(
     monkeypatch.setattr("lora_rocm.supervisor.lock.LEFTOVER_GRACE_S", 0.1)
     monkeypatch.setattr("lora_rocm.train.worker.ORPHAN_LOCK_WAIT_S", 0.1)
     with FileLock(copy.worker_lock):
-        program.train(copy.path, FORMATS, resume="latest").refused(2, "Another process holds", copy.worker_lock)
+        program.train(copy.path, FORMATS, resume="latest").refused(2, "Another process", copy.worker_lock)
         monkeypatch.setattr(
             "lora_rocm.supervisor.lock.end_leftover", lambda run_dir, notify, worker: None
         )  # it came a moment later

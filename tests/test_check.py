@@ -218,7 +218,9 @@ def test_captions_that_will_be_cut_are_said_and_the_tokenizers_remembered(
 ) -> None:
     weigh.tokenizers = [asdict(letter_limit(9))]
     check("my.yaml")
-    said = "  note: 4 captions are longer than the text encoders read, for example sub dir ü/cat 1.png: lost is 'd'."
+    said = (
+        "  note: 4 captions are longer than the text encoders read, for example sub dir ü/cat 1.png, which loses 'd'."
+    )
     assert said in capsys.readouterr().out.splitlines()
     (tmp_path / "pics" / "sub dir ü" / "cat 1.txt").write_text("short", encoding="utf-8")
     check("my.yaml")

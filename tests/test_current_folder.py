@@ -18,6 +18,7 @@ import pytest
 from lora_rocm.foundation.safe_path import NO_PROGRAMS_HERE, forbid_programs_here, python_environment
 from lora_rocm.hardware.probe.sources import ProbeReads, this_machine
 from lora_rocm.hardware.probe.torch_files import ASK
+from lora_rocm.processes.jobs import SelfTestJob
 from lora_rocm.processes.process import heavy_command
 from lora_rocm.processes.tool import run_for_json
 from lora_rocm.rundir.layout import RunDir
@@ -152,7 +153,7 @@ def test_the_self_test_and_the_question_to_torch_are_started_safely(monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", started)
         with pytest.raises(OSError, match="nothing is started"):
-            selftest_runner.run_checks(["--device", "cpu"], os.environ, lambda text: None)
+            selftest_runner.run_checks(SelfTestJob(on_cpu=True), os.environ, lambda text: None)
     assert started.pythons[0][0][:3] == heavy_command("")[:3]
     look = ProbeReads(this_machine())
     monkeypatch.setattr(look, "ask", lambda tool, command, timeout_s, about: asked.append(command))
@@ -205,15 +206,15 @@ def test_a_run_with_loader_workers_runs_nothing_from_here(here: Traps, tmp_path:
     assert here.sprung() == [] and (tmp_path / "run" / "lora.safetensors").exists()
 
 
-def readme_line() -> list[str]:
+def documented_line() -> list[str]:
     """The words of the command for several machines, with its variables in front."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-to" / "several-gpus.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^(\S+=\S+ torchrun (?:.*\\\n)*.*)$", text, re.MULTILINE)
     return shlex.split(line.replace("\\\n", " "))
 
 
 def as_written(recipe: Path, run_dir: Path, path: Path) -> tuple[list[str], dict[str, str]]:
-    """The command of the README for one machine and two processes, and its environment."""
+    """The documented command for one machine and two processes, and its environment."""
     given = {
         "M": "1",
         "N": "2",
@@ -221,8 +222,8 @@ def as_written(recipe: Path, run_dir: Path, path: Path) -> tuple[list[str], dict
         "my.yaml": str(recipe),
         "SHARED": str(run_dir),
     }
-    words = [given.get(word, word) for word in readme_line()]
-    assert set(given) <= set(readme_line())
+    words = [given.get(word, word) for word in documented_line()]
+    assert set(given) <= set(documented_line())
     variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z]+=", word))
     command = [word for word in words if not re.match(r"[A-Z]+=", word)]
     search = os.pathsep.join([str(path), str(BIN), os.environ["PATH"]])
@@ -250,9 +251,7 @@ torchrun = pytest.mark.skipif(not (BIN / "torchrun").exists(), reason="no torchr
 
 
 @torchrun
-def test_torchrun_as_the_readme_has_it_starts_ranks_that_do_not_look_here(
-    here: Traps, tmp_path: Path, stand_in: Path
-) -> None:
+def test_torchrun_as_documented_starts_ranks_that_do_not_look_here(here: Traps, tmp_path: Path, stand_in: Path) -> None:
     command, environ = as_written(Path("r.yaml"), Path("shared"), stand_in)
     done = subprocess.run(command, env=environ, capture_output=True, encoding="utf-8", timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
@@ -267,7 +266,7 @@ def test_torchrun_as_the_readme_has_it_starts_ranks_that_do_not_look_here(
 @torchrun
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_torchrun_as_the_readme_has_it_trains(here: Traps, tmp_path: Path) -> None:
+def test_torchrun_as_documented_trains(here: Traps, tmp_path: Path) -> None:
     command, environ = as_written(bundle(here, tmp_path), tmp_path / "shared", BIN)
     done = subprocess.run(command, env=environ, capture_output=True, encoding="utf-8", timeout=2 * TIMEOUT_S)
     assert done.returncode == 0, done.stderr

@@ -105,7 +105,7 @@ def commands(program: Program, run_dir: RunDir) -> Iterator[tuple[str, Said]]:
 
 def told(said: Said) -> bool:
     """Done, or a link was named and refused."""
-    return said.code == 0 or bool(said.refused(3, "A link lies", " -> ", "Remove the link"))
+    return said.code == 0 or bool(said.refused(3, "link where", " -> ", "Remove the link"))
 
 
 def test_every_file_is_a_link(program: Program, run_dir: RunDir, outside: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_link_where_a_run_writes_in_place_is_refused(
 ) -> None:
     link(run_dir, outside, name)
     before, inside = snapshot(outside), snapshot(run_dir.path)
-    train(program, run_dir, *MORE).refused(3, "A link lies", run_dir.path / name, outside / name, "Remove the link")
+    train(program, run_dir, *MORE).refused(3, "link where", run_dir.path / name, outside / name, "Remove the link")
     assert snapshot(outside) == before and snapshot(run_dir.path) == inside
 
 
@@ -174,7 +174,7 @@ def test_a_folder_that_holds_something_else_is_not_touched(program: Program, tmp
     before = sorted(place.rglob("*"))
     for resume in (None, "latest"):
         said = program.train(place, *SETS, resume=resume)
-        said.refused(2, ".notes.tmp", str(place), "a folder of its own", "new-run")
+        said.refused(2, ".notes.tmp", str(place), "own folder", "new-run")
         program.train("runs", *SETS, resume=resume).refused(2, "(ok)", folder / "runs", "--run-dir")
     assert sorted(place.rglob("*")) == before and sorted((folder / "runs").iterdir()) == [folder / "runs" / "ok"]
 
@@ -228,7 +228,7 @@ def test_a_file_that_changes_while_it_is_verified_is_seen(
     with monkeypatch.context() as patch:
         patch.setattr(export, "verify", before_a_flip)
         said = train(program, run_dir, *SETS, "output.formats=[kohya]")
-    said.refused(3, "does not hold any more", run_dir.lora, "again from the last checkpoint")
+    said.refused(3, "has changed", run_dir.lora, "exported again")
     assert not run_dir.result.exists()
 
 
@@ -253,13 +253,13 @@ def test_a_finished_run_makes_its_files_again(program: Program, run_dir: RunDir,
     for name in EXPORTS:
         (run_dir.path / name).unlink() if harm == "gone" else flip(run_dir.path / name)
     said = train(program, run_dir)
-    words = "is not there" if harm == "gone" else "is not what was written"
+    words = "is missing" if harm == "gone" else "differs from"
     assert said.code == 0 and said.out.count(phrase("run_files/made-again-from-the-last-checkpoint")) == 3
     assert all(f"{name} {words}" in said.out for name in EXPORTS) and says(said.out, "run_files/this-run-is-complete")
     assert {name: (run_dir.path / name).read_bytes() for name in EXPORTS} == whole
     before = snapshot(run_dir.path)
     said = train(program, run_dir)  # negative control: no fault is left
-    assert said.code == 0 and "again" not in said.out and snapshot(run_dir.path) == before
+    assert said.code == 0 and "rewritten" not in said.out and snapshot(run_dir.path) == before
 
 
 @pytest.mark.parametrize("harm", ["gone", "damaged"])
@@ -271,7 +271,7 @@ def test_without_its_last_checkpoint_a_lost_file_is_said(program: Program, run_d
     else:
         flip(run_dir.checkpoint(2) / "adapter.safetensors")
     damaged = run_dir.lora.read_bytes()
-    train(program, run_dir).refused(3, "is gone or damaged", run_dir.checkpoint(2), "another --run-dir")
+    train(program, run_dir).refused(3, "or damaged", run_dir.checkpoint(2), "another --run-dir")
     assert run_dir.lora.read_bytes() == damaged
 
 
@@ -287,7 +287,7 @@ def test_what_the_user_exports_into_a_finished_run_is_its_result(program: Progra
     assert program("export", run_dir.path, "--format", "kohya", "--dtype", "fp32").code == 0
     exported = run_dir.lora.read_bytes()
     said = train(program, run_dir)
-    assert said.code == 0 and "made again" not in said.out and run_dir.lora.read_bytes() == exported
+    assert said.code == 0 and "rewritten" not in said.out and run_dir.lora.read_bytes() == exported
 
 
 def test_a_run_finished_before_there_were_digests(program: Program, run_dir: RunDir) -> None:
@@ -297,10 +297,10 @@ def test_a_run_finished_before_there_were_digests(program: Program, run_dir: Run
     whole = run_dir.lora.read_bytes()
     run_dir.lora.unlink()
     said = train(program, run_dir)
-    assert said.code == 0 and said.out.count("made again") == 1 and run_dir.lora.read_bytes() == whole
+    assert said.code == 0 and said.out.count("rewritten") == 1 and run_dir.lora.read_bytes() == whole
     flip(run_dir.lora)
     said = train(program, run_dir)  # now there are digests
-    assert said.out.count("made again") == 1 and run_dir.lora.read_bytes() == whole
+    assert said.out.count("rewritten") == 1 and run_dir.lora.read_bytes() == whole
 
 
 def test_files_of_an_earlier_end_are_no_results(program: Program, run_dir: RunDir) -> None:
@@ -316,4 +316,4 @@ def test_files_of_an_earlier_end_are_no_results(program: Program, run_dir: RunDi
     assert program("export", run_dir.path, "--format", "sd-scripts").code == 0
     assert words not in program("status", run_dir.path).out
     said = train(program, run_dir, *SETS, "train.max_train_steps=3", "output.formats=[kohya, sd-scripts]")
-    assert words not in said.out and "made again" not in said.out
+    assert words not in said.out and "rewritten" not in said.out

@@ -25,10 +25,7 @@ MAX_TIME_S = 32503680000  # the year 3000: Windows supports no later local time
 
 
 def _text(value: object) -> str:
-    """Make a text safe to print.
-
-    Events contain file names, captions and library messages; none of these may control a terminal.
-    """
+    """Make a text safe to print: file names, captions and library messages may not control a terminal."""
     if not isinstance(value, str):
         raise ValueError("this is not a text")
     return value if value.isprintable() else legible(value, keep="\n")

@@ -146,7 +146,7 @@ def test_who_cannot_train_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         load_recipe("r.yaml")
     assert ":4 " in str(caught.value)
     (tmp_path / "r.yaml").write_text(text.format("sdxl") + rest + "output: {formats: [peft]}\n", encoding="utf-8")
-    with pytest.raises(Exception, match="form peft"):
+    with pytest.raises(Exception, match="as peft"):
         load_recipe("r.yaml")
     (tmp_path / "r.yaml").write_text(text.format("sdxl") + rest, encoding="utf-8")
     assert load_recipe("r.yaml").recipe.lora.train_norms

@@ -22,7 +22,7 @@ from lora_rocm.dataset.entry_spec import TensorSpec
 from lora_rocm.errors import StorageError, UserError
 from lora_rocm.latent_cache.cache import CacheEntryBad, LatentCache, entry_key
 from tests.program import snapshot
-from tests.wording import phrase, saying, says
+from tests.wording import holds, phrase, saying, says, worded
 
 SPEC = {"mean": TensorSpec("float32", "N")}
 KEYS = [entry_key("text", (f"caption {number}",), "text-1") for number in range(6)]
@@ -110,8 +110,9 @@ def test_every_bad_entry_is_named_and_only_those(cache: LatentCache) -> None:
         and says(said, "cache_store/2-good-3-bad-0-unreadable")
         and says(said, "cache_store/lora-rocm-cache-prune")
     )
-    for key, why in ((KEYS[0], "mean is not as it was written"), (KEYS[1], "header"), (KEYS[3], "another entry's")):
-        assert any(key in line and why in line for line in said.split("\n")), said
+    changed = worded("cache_store/bytes-of-name-have-changed", name="mean")
+    for key, why in ((KEYS[0], changed), (KEYS[1], "header"), (KEYS[3], "another entry's")):
+        assert any(key in line and holds(line, why) for line in said.split("\n")), said
     assert KEYS[4] not in said and KEYS[5] not in said
     assert "3 bad" in pruned(cache) and verified(cache)[0] == 0 and readable(cache) == [4, 5]
 
@@ -286,10 +287,10 @@ def test_entries_that_no_run_wanted_lately(cache: LatentCache) -> None:
 @pytest.fixture
 def change_meanwhile(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Between the check of an entry and its deletion, a run requests it or writes it again."""
-    look = maintenance._look
+    read_entry = maintenance._read_entry
 
     def late(path: Path, *rest: Any) -> Any:
-        found = look(path, *rest)
+        found = read_entry(path, *rest)
         if path == file_of(cache, KEYS[0]):
             cache.fault("text", KEYS[0])
         if path == file_of(cache, KEYS[1]):
@@ -298,7 +299,7 @@ def change_meanwhile(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> Ite
             os.replace(path.with_suffix(".new"), path)
         return found
 
-    monkeypatch.setattr(maintenance, "_look", late)
+    monkeypatch.setattr(maintenance, "_read_entry", late)
     yield
 
 

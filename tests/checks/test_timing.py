@@ -65,8 +65,8 @@ HANG = """
 import time
 from functools import partial
 import torch
-from lora_rocm.checks.timing import Work, measure, seconds_of
-sleeps = Work({}, 1.0, lambda: lambda: time.sleep(60))
+from lora_rocm.checks.timing import MeasuredRow, measure, seconds_of
+sleeps = MeasuredRow({}, 1.0, lambda: lambda: time.sleep(60))
 measure([sleeps], 0, partial(seconds_of, device=torch.device("cpu")), limit_s=0.2)
 """
 

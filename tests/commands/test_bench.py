@@ -275,7 +275,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], l
             return [sys.executable, "-m", "tests.supervisor.fake_worker", mode, str(run_dir.path)]
 
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
-        monkeypatch.setattr(bench.worker, "worker_command", command)
+        monkeypatch.setattr(bench.worker_process, "worker_command", command)
         return runs
 
     return made
@@ -286,9 +286,9 @@ def test_a_step_has_rate_peak_and_parts(worker: Any, capsys: Any, tmp_path: Path
     gone = [f"data.path={tmp_path / 'gone'}", "train.batch_size=2", "train.gradient_accumulation_steps=1"]
     assert measured(partial(bench.step, "sdxl.yaml", gone, steps=3, random_weights=True), tmp_path / "s.json") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["ms", "a", "step,", "median", "200.0"] in lines and ["samples/s", "10.00"] in lines
+    assert ["ms", "per", "step,", "median", "200.0"] in lines and ["samples/s", "10.00"] in lines
     assert ["peak", "memory", "1.0", "GiB"] in lines
-    assert ["of", "it", "loader,", "host,", "ms", "1.00", "0.5%"] in lines
+    assert ["part:", "loader,", "host,", "ms", "1.00", "0.5%"] in lines
     saved = json.loads((tmp_path / "s.json").read_bytes())
     assert saved["rows"][0]["median_s"] == 0.2 and saved["machine"]["device"] == "CPU"
     recipe = load_recipe(tmp_path / "recipe.yaml").recipe

@@ -85,11 +85,11 @@ def test_a_run_is_compared_and_its_losses_are_those_of_training(program: Program
 def test_a_run_with_nothing_to_compare_is_refused(program: Program, tmp_path: Path) -> None:
     assert program.train("run", "train.max_train_steps=1").code == 0
     program("compare", "run").refused(2, "neither prompts nor held-out samples", "--prompt")
-    program("compare", "run", "--prompt", "x --w 64").refused(2, "The prompt has --w in its text", "--width")
+    program("compare", "run", "--prompt", "x --w 64").refused(2, "contains --w", "--width")
     program("compare", "pics", "--prompt", "x").refused(2, "There is no run here")
     for _, path in RunDir(tmp_path / "run").checkpoint_loras():
         path.unlink()
-    program("compare", "run", "--prompt", "x").refused(2, "Train on first")
+    program("compare", "run", "--prompt", "x").refused(2, "Continue the training first")
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_the_table_for_a_card(write: Any, child: dict[str, Any], capsys: pytest.
 
 
 def test_the_key_that_makes_blocks_recomputed_is_named(write: Any, child: Any, capsys: Any) -> None:
-    for given, why in (("true", ", as train.gradient_checkpointing: true asks\n"), ("false", " at once, captured\n")):
+    for given, why in (("true", " of train.gradient_checkpointing: true\n"), ("false", " at once, captured\n")):
         assert plan(write(), (f"train.gradient_checkpointing={given}",), card="80GB", as_json=False) == 0
         (line,) = [line for line in capsys.readouterr().out.splitlines(True) if "would choose" in line]
         assert line.endswith(why) and ("recomputed" in line) == (given == "true")

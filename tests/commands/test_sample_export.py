@@ -248,7 +248,7 @@ def test_options_of_another_form(
 @pytest.mark.parametrize(
     ("more", "form", "forms"),
     [
-        (None, "gguf", "Forms of a LoRA of SDXL: kohya, sd-scripts, comfyui, diffusers, peft."),
+        (None, "gguf", "Formats of a LoRA of SDXL: kohya, sd-scripts, comfyui, diffusers, peft."),
         ("lora: {type: oft}", "gguf", worded("commands/forms-of-an-oft-of-sdxl-kohya")),
         ("lora: {train_norms: true}", "diffusers", worded("commands/forms-of-a-lora-of-sdxl-with")),
         ("lora: {type: lokr}", "comfyui", worded("commands/take-kohya-forms-of-a-lokr-of")),
@@ -267,7 +267,7 @@ def test_a_form_that_nothing_reads_is_refused_with_those_that_something_reads(
         recipe.write_text(TEXTS.replace("causal-lm", "sdxl") + (more or ""), encoding="utf-8")
     else:
         text_run(tmp_path / "run", more)
-    why = "it is a form of language models" if "SDXL" in str(forms) and form == "gguf" else ""
+    why = "it is a format for language models" if "SDXL" in str(forms) and form == "gguf" else ""
     with pytest.raises(
         AdapterError, check=saying("commands/is-not-written-in-the-form-form", form=form, why=why)
     ) as caught:

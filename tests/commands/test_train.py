@@ -43,7 +43,7 @@ def test_a_run_leaves_its_files_and_says_where(tmp_path: Path, capsys: pytest.Ca
     assert train.train(RunRequest("my recipe.yaml", ["lora.rank=4"], run_dir=Path("run"))) == 0
     run_dir = RunDir(tmp_path / "run")
     output = capsys.readouterr().out
-    assert "Done." in output and str(run_dir.report) in output and "Talk to it" not in output
+    assert "Done." in output and str(run_dir.report) in output and "Chat with it" not in output
     assert "rank: 4" in run_dir.recipe.read_text(encoding="utf-8")
     saved = json.loads(run_dir.environment.read_bytes())
     assert {row["variable"] for row in saved["variables"]} >= {"PYTHONUTF8", "TOKENIZERS_PARALLELISM"}
@@ -96,7 +96,7 @@ def test_a_run_of_texts_says_what_was_written_and_how_to_talk_to_it(
     (tmp_path / "texts").mkdir()
     recipe = "model: {family: causal-lm, name_or_path: builtin:tiny-llama}\ndata: {path: texts}\n"
     Path("texts.yaml").write_text(recipe + "train: {max_train_steps: 40}\n", encoding="utf-8")
-    run, talk = tmp_path / "run", f"Talk to it:\n  lora-rocm chat {tmp_path / 'run'}\n"
+    run, talk = tmp_path / "run", f"Chat with it:\n  lora-rocm chat {tmp_path / 'run'}\n"
     assert train.train(RunRequest("texts.yaml", run_dir=Path("run"))) == 0
     assert says(capsys.readouterr().out, "commands/done-the-lora-run-talk", run=run, talk=talk)
     (run / "peft" / "model").mkdir(parents=True)

@@ -82,13 +82,13 @@ def test_right_solutions_are_kept_and_wrong_ones_named(tuning: Tuning, capsys: A
     assert tuning(done(0), WRONG, done(2)) == 0
     assert tuning.table == FILE + line(0) + line(2)
     said = capsys.readouterr().out
-    assert "mm 1: left out: wrong" in said and says(said, "commands/2-of-3-products-tuned-0-12")
+    assert "mm 1: skipped: wrong" in said and says(said, "commands/2-of-3-products-tuned-0-12")
 
 
 @pytest.mark.parametrize("outcome", ["hang", "crash"])
 def test_what_was_tuned_before_a_child_hangs_or_crashes_is_kept(tuning: Tuning, outcome: str, capsys: Any) -> None:
     assert tuning(done(0), outcome, done(2)) == 0
-    assert tuning.table == FILE + line(0) + line(2) and "mm 1: left out: " in capsys.readouterr().out
+    assert tuning.table == FILE + line(0) + line(2) and "mm 1: skipped: " in capsys.readouterr().out
 
 
 def test_a_child_that_keeps_dying_is_given_up(tuning: Tuning, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

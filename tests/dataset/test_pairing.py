@@ -171,7 +171,7 @@ def test_a_caption_of_a_whole_name(tmp_path: Path, make: SimpleNamespace) -> Non
     assert captions["dog.png"] == "dog.txt", "the file with its name alone counts"
     assert captions["owl.png.jpg"] == "owl.png.txt" and captions["owl.png"] == "owl", "it is that of the other image"
     notices = "\n".join(found.notices)
-    assert "dog.txt and not dog.png.txt" in notices and "alone.png.txt" in notices and "out.png.txt" not in notices
+    assert "dog.txt, not dog.png.txt" in notices and "alone.png.txt" in notices and "out.png.txt" not in notices
     assert "cat" not in re.sub(r".*\bowl\b.*", "", notices), "the control"
 
 

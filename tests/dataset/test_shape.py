@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -44,7 +45,7 @@ def test_json_is_read_back(drawn: dict[str, int], cost: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "1024", "x768", "1024x768x3", "1024 x 768", "17 Frames"])
 def test_other_words_are_no_shape(text: str) -> None:
-    with pytest.raises(ValueError, match="no shape"):
+    with pytest.raises(ValueError, match=re.escape(f"shape: {text!r}")):
         SampleShape.parse(text)
 
 

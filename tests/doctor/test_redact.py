@@ -302,8 +302,9 @@ def test_a_report_names_remembered_changes_without_the_user_s_paths() -> None:
 def test_only_an_earlier_report_is_written_over(tmp_path: Path) -> None:
     recipe, report = tmp_path / "my.yaml", tmp_path / "report.md"
     recipe.write_text("model: {}\n", encoding="utf-8")
-    with pytest.raises(StorageError, match="no report"):
+    with pytest.raises(StorageError) as caught:
         report_file.write_report(recipe, case(LINUX)[0], live=False)
+    assert (caught.value.code, caught.value.where) == ("report-exists", str(recipe))
     assert recipe.read_text(encoding="utf-8") == "model: {}\n"
     for _ in range(2):
         report_file.write_report(report, case(LINUX)[0], live=False)

@@ -253,7 +253,7 @@ class Adapted:
         for component in self.model.components.values():
             component.train()
         self.family.fuse(self.model, triton=self.pin)
-        self.memory.put(self.family, self.model)
+        self.memory.apply(self.family, self.model)
         self.weights = self.adapter.flatten(torch.float32, torch.float32)
         scale = torch.ones((), device=device)
         self.engine = Engine(self.family, self.model, self.weights, scale, nullcontext)

@@ -35,7 +35,7 @@ def test_the_program_s_families_and_no_reserved_name() -> None:
     assert PRODUCT.names == ("sdxl", "sd15", "sd2", "z-image", "flux", "anima", "causal-lm") and not set(
         PRODUCT.names
     ) & set(RESERVED)
-    with pytest.raises(ValueError, match="once"):
+    with pytest.raises(ValueError, match="distinct"):
         FamilyRegistry([TOY_TEXT, TOY_TEXT])
     with pytest.raises(ValueError, check=saying("families/at-least-one")):
         FamilyRegistry([])

@@ -27,7 +27,7 @@ def test_the_reason_is_the_true_one(text: str | bytes, kind: type[BadJson], reas
     with pytest.raises(BadJson, match=reason) as caught:
         parse_json(text)
     assert type(caught.value) is kind and caught.value.sentence.endswith(".")
-    assert ("no JSON" in str(caught.value)) == (kind is NoJson)
+    assert ("not JSON" in str(caught.value)) == (kind is NoJson)
 
 
 def test_all_other_json_is_read_as_python_reads_it() -> None:

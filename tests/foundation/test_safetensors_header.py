@@ -57,11 +57,11 @@ LIES = {
     "a size below zero": (file_of({"a": tensor(0, 4, [-1, -1])}, bytes(4)), "not readable"),
     "too many dimensions": (file_of({"a": tensor(0, 4, [1] * 9)}, bytes(4)), "not readable"),
     "a format that is no name": (file_of({"a": tensor(0, 4, [1], 3)}, bytes(4)), "not readable"),
-    "another size than the shape's": (file_of({"a": tensor(0, 4, [2])}, bytes(4)), "does not fit its shape"),
+    "another size than the shape's": (file_of({"a": tensor(0, 4, [2])}, bytes(4)), "match its shape"),
     "an overlap": (file_of({"a": tensor(0, 8, [2]), "b": tensor(4, 12, [2])}, bytes(12)), "overlap"),
     "a gap": (file_of({"a": tensor(0, 4, [1]), "b": tensor(8, 12, [1])}, bytes(12)), "overlap or leave a gap"),
-    "more bytes": (file_of({"a": tensor(0, 4, [1])}, bytes(5)), "not what its header says"),
-    "fewer bytes": (file_of({"a": tensor(0, 4, [1])}, bytes(3)), "not what its header says"),
+    "more bytes": (file_of({"a": tensor(0, 4, [1])}, bytes(5)), "match its header"),
+    "fewer bytes": (file_of({"a": tensor(0, 4, [1])}, bytes(3)), "match its header"),
 }
 
 

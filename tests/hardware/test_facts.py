@@ -59,7 +59,7 @@ def test_something_else_than_a_machine(value: object) -> None:
 def test_a_file_that_is_no_json(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "facts.json"
     path.write_bytes(content)
-    with pytest.raises(UserError, match="no JSON"):
+    with pytest.raises(UserError, match="not JSON"):
         load_facts(path)
 
 

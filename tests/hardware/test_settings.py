@@ -44,9 +44,9 @@ def test_only_what_differs_is_written() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "no JSON"),
-        ("[]", "no table"),
-        ("null", "no table"),
+        ("{", "not JSON"),
+        ("[]", "a table"),
+        ("null", "a table"),
         ('{"colour": 1}', "no setting 'colour'"),
         ('{"miopen": "no"}', "miopen cannot be 'no'"),
         ('{"miopen": 0}', "miopen cannot be 0"),

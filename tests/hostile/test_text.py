@@ -284,7 +284,7 @@ def test_a_verdict_of_somebody_else_counts_for_nothing(tmp_path: Path, seconds: 
 
 
 def test_settings_nested_without_end() -> None:
-    with pytest.raises(LoraRocmError, match="no JSON"):
+    with pytest.raises(LoraRocmError, match="not JSON"):
         settings_from({VARIABLE: "[" * 100_000})
     assert settings_from({VARIABLE: "{}"}) == Settings()
 

@@ -243,5 +243,5 @@ def test_lengths_of_captions_are_in_the_table_if_their_batches_may_need_a_mask(u
 def test_a_table_without_a_length_for_each_key_is_refused(usable: Usable) -> None:
     for place in range(3):
         usable.found(place, "image", looked_at(usable, place, in_tiles=False))
-    with pytest.raises(ValueError, match="one length"):
+    with pytest.raises(ValueError, match="lengths differ"):
         check_table(with_lengths(usable, ((32, 8), (64,), (64, 8))), (BOTH[0], MASKED), usable.samples.sources)

@@ -147,7 +147,7 @@ class Machine:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     def probe(self) -> None:
-        self.memory.put(self.family, self.model)  # type: ignore[arg-type]
+        self.memory.apply(self.family, self.model)  # type: ignore[arg-type]
         self.memory.probe(self.family, self.model, self.transfer, self.run)  # type: ignore[arg-type]
 
 

@@ -19,7 +19,7 @@ FILE = Path("some lora.safetensors")
 KEY = "lora_unet_middle_block_1_proj_in"
 EXAMPLES = {  # ending -> words that name it
     "hada_w1_a": "LoHa", "hada_t2": "LoHa", "lokr_w1": "LoKr", "lokr_w2_b": "LoKr", "oft_blocks": "OFT",
-    "lokr_t2": "Tucker-form LoKr",
+    "lokr_t2": "Tucker-decomposed LoKr",
     "oft_R.weight": "OFT", "boft_R": "BOFT", "rescale": "OFT", "lora_mid.weight": "Tucker", "a1.weight": "GLoRA",
     "b2.weight": "GLoRA", "bm.weight": "GLoRA", "on_input": "IA3", "weight": "IA3", "w_norm": "train_norm",
     "b_norm": "train_norm", "diff": "in full", "diff_b": "in full", "set_weight": "replace",

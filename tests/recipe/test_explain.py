@@ -296,7 +296,7 @@ def problems_of(registry: FamilyRegistry = PRODUCT, **changes: Any) -> list[Prob
             {"sample": {"prompts": [{"a cat": "big"}]}},
             "sample.prompts[0]",
             worded("recipe/a-colon"),
-            'in quotes: "a cat: big"',
+            'quote it: "a cat: big"',
         ),
         (
             {"sample": {"prompts": ["a"], "width": 100}},

@@ -49,7 +49,7 @@ REFUSED = [
         "huber_schedule: constant",
     ),
     ("min_timestep: 500; max_timestep: 500", ":10 objective.max_timestep", "no timestep is from", "Lower min_timestep"),
-    ("min_timestep: -1", ":9 objective.min_timestep", "at least 0", "least noise"),
+    ("min_timestep: -1", ":9 objective.min_timestep", "at least 0", "Lowest noise"),
     ("adaptive_noise_scale: 1", ":9 objective.adaptive_noise_scale", "without noise_offset", "set noise_offset"),
     ("multires_noise_discount: 0.5", ":9 objective.multires_noise_discount", "no effect without", "iterations"),
     ("ip_noise_gamma: -0.1", ":9 objective.ip_noise_gamma", "at least 0", "Input perturbation"),

@@ -106,7 +106,7 @@ def test_plain_lines() -> None:
     )
     assert wrote in text and "by D" not in text, "who reads them is said of the first file"
     assert says(text, "report/compiling-the-model") and "Compiling 2/5  1024x768\nCompiling 5/5\n" in text
-    assert "set aside: pics/<bad>.png: broken" in text
+    assert "skipped: pics/<bad>.png: broken" in text
     assert "Training 1/40  loss 0.5  5.00 it/s  0:08 left  1.0 GiB  checks 5, failed 0" in text
     assert re.search(r"^Training 2/40 .* failed 0  80 °C, 200 W$", text, re.MULTILINE)
     assert says(text, "report/warning-the-gpu-is-b-hot-b")

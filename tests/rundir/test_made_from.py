@@ -151,7 +151,7 @@ def test_a_record_that_this_program_did_not_write_says_nothing(run_dir: RunDir, 
     path = put(run_dir, "merged")
     run_dir.exports.write_text(content, encoding="utf-8")
     assert says(stale_exports(run_dir)["merged"].reason, "rundir/step-that-is-not-known")
-    assert path in result_files(run_dir) and "not known" in status_text(status(run_dir))
+    assert path in result_files(run_dir) and "unknown step" in status_text(status(run_dir))
 
 
 @pytest.mark.parametrize("form", ["merged", "gguf"])

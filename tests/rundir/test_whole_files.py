@@ -86,7 +86,7 @@ def test_a_named_file_of_a_run_is_exported_again(run_dir: RunDir, tmp_path: Path
         (weights if path == folder else path).write_bytes(WHOLE[:50])
         with pytest.raises(AdapterError, match="damaged") as caught:
             whole_files.require_whole_named(path)
-        again = f"lora-rocm export {run_dir.path} --format {form} writes it again"
+        again = f"lora-rocm export {run_dir.path} --format {form} recreates it"
         assert caught.value.fix.startswith(again) and caught.value.where == str(path)
     for path in (run_dir.path / "other.safetensors", tmp_path / "alone.safetensors"):  # of no run
         path.write_bytes(WHOLE[:50])

@@ -57,7 +57,7 @@ def test_a_disk_that_is_low_is_said_at_the_start_and_refused_before_a_checkpoint
     with monkeypatch.context() as patch:
         patch.setattr("lora_rocm.rundir.disk_space.shutil.disk_usage", shrinking)
         said = program.train(run_dir.path, *PREVIEWS)
-    said.refused(3, "not enough room on the disk for a checkpoint", "step-00000002", "Free some space")
+    said.refused(3, "enough space", "a checkpoint", "step-00000002", "Free some space")
     assert (
         says(said.out, "train/the-disk-may-be-full-before-the")
         and said.out.count(phrase("train/the-disk-may-be-full")) == 1

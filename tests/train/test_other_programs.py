@@ -198,11 +198,11 @@ def test_the_first_pass_asks_for_its_budget_anew(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(memory, "_peak", lambda *how: memory.plan.peak_bytes)  # type: ignore[union-attr]
     changed: list[Plan] = []
 
-    def put(*how: Any, anew: bool) -> None:
-        assert anew and memory.plan is not None
+    def apply(*how: Any, again: bool) -> None:
+        assert again and memory.plan is not None
         changed.append(memory.plan)
 
-    monkeypatch.setattr(memory, "put", put)
+    monkeypatch.setattr(memory, "apply", apply)
     nothing: Any = None
     memory.probe(nothing, nothing, nothing, nothing)
     assert changed == []  # the control

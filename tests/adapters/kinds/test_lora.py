@@ -343,7 +343,7 @@ def test_ranks_that_are_filled_up_are_said(folder: Path, tmp_path: Path) -> None
 
     assert start(4) == "" and "rank 4" in start(6)
     lower_one_rank(adapter, path)
-    assert "rank 2:" in start(4) and says(start(6), "adapters/rank-2-and-4") and said == []
+    assert "rank 2;" in start(4) and says(start(6), "adapters/rank-2-and-4") and said == []
 
 
 @pytest.mark.parametrize(("source", "target", "words"), [

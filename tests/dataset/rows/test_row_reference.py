@@ -108,7 +108,7 @@ def test_a_file_that_was_changed_since_is_no_other_text(change: str, tmp_path: P
         write(path, changed)
     with pytest.raises(DataError, check=saying("dataset/changed-while-they-were-in-use")) as caught:
         samples[-1 if change != "other" else 0]
-    now = "not there any more" if change == "gone" else f"the file has {path.stat().st_size} bytes, last written 2"
+    now = "no longer exists" if change == "gone" else f"the file has {path.stat().st_size} bytes, last written 2"
     assert now in caught.value.what
     assert "c.jsonl, byte " in caught.value.where
 

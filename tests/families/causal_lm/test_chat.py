@@ -67,7 +67,7 @@ def test_special_tokens_in_a_message_are_text_and_those_of_an_answer_are_tokens(
     assert found.tokenizer.decode(tokens.ids) == f"{START}{role}\na{END}\n{START}assistant\nb{END}\n{START}assistant\n{THINK}c{START}d{END}\n"  # fmt: skip  # noqa: E501
     assert trained(found, spelled) == [f"{THINK}c{START}d{END}"]
     assert of_template(found, spelled).count(end) == 3, "the control: the template makes a token of it"
-    with pytest.raises(UnusableText, match="private use"):
+    with pytest.raises(UnusableText, match="private-use"):
         found.tokens(chat(("user", END + BREAKS), ("assistant", "a")))
 
 

@@ -174,7 +174,7 @@ def test_check_sets_aside_what_training_does_and_names_its_row(
     assert f"{aside.where}: {aside.what} {aside.fix}" in said, "the same as of training"
     checked(recipe, tmp_path, monkeypatch, most=2)
     said = capsys.readouterr().out
-    assert "texts: at most 2 usable, at least 1 set aside" in said and says(
+    assert "texts: at most 2 usable, at least 1 skipped" in said and says(
         said, "families/the-first-2-texts-were-looked-at"
     )
     write_chats(tmp_path / "c.jsonl", CHAT_OF_ONE)
@@ -247,7 +247,7 @@ def test_check_and_a_run_name_what_a_table_says_and_nothing_reads(
     assert says(said, "families/c-jsonl-that-nothing-reads-source-1") and says(
         said, "families/w-jsonl-that-nothing-reads-topic-1"
     )
-    assert "name (1 row)" in said and f"  set aside: {tmp_path / 'c.jsonl'}:2: Its column history" in said
+    assert "name (1 row)" in said and f"  skipped: {tmp_path / 'c.jsonl'}:2: Its column history" in said
     found = prepared(recipe)
     assert (
         len(found.notices) == 2 and "source (1 row)" in found.notices[0] and "name (1 row)" in " ".join(found.notices)

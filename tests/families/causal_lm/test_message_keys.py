@@ -302,7 +302,7 @@ def test_roles_of_other_trainers_for_calls_and_results() -> None:
     older = {"messages": [dict(each) for each in wanted["messages"]], "functions": [WEATHER]}
     older["messages"][1] = {"role": "assistant", "content": None, "function_call": json.loads(call)}
     assert ids(found, llama_factory) == ids(found, swift) == ids(found, older) == ids(found, wanted)
-    with pytest.raises(UnusableText, match="no JSON"):
+    with pytest.raises(UnusableText, match="not JSON"):
         record_of({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "b"}]})
 
 

@@ -179,7 +179,7 @@ def test_answers_that_do_not_fit_are_left_out_and_the_others_keep_their_numbers(
         assert found.num_tokens(resolved(sample.caption, source)) <= 200
     left_out = 7 - len(keys)
     assert any(notice.startswith(f"{left_out} answer") for notice in found.notices)
-    with pytest.raises(UnusableText, match="begins behind"):
+    with pytest.raises(UnusableText, match="begins after"):
         reader(STRIPPING, 10).parts(written(chat(*contents)))
     assert None not in reader(STRIPPING, 4096).parts(written(chat(*contents))), "the control"
 

@@ -272,7 +272,7 @@ HARMLESS = (
 
 @pytest.mark.parametrize(("names", "said"), [
     (HARMLESS, []),
-    ((*HARMLESS, "lost.a", "lost.b"), ["The base holds tensors that are not used (2): lost.a, lost.b."]),
+    ((*HARMLESS, "lost.a", "lost.b"), ["The base has tensors that are not used (2): lost.a, lost.b."]),
 ])  # fmt: skip
 def test_what_comes_along_is_known_or_named_once(
     single: tuple[Path, Path], names: tuple[str, ...], said: list[str]
