@@ -308,7 +308,7 @@ def read_dataset(path: Path) -> None:
     from lora_rocm.dataset.rows import hf_datasets as rows
     from lora_rocm.recipe.schema import DataSection, DataSource
 
-    rows._open.cache_clear()
+    rows.opened.cache_clear()
     rows._images.cache_clear()
     name, _, content = path.read_bytes().partition(b"\n")
     folder = path.parent / "saved"

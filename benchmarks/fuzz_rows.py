@@ -188,10 +188,11 @@ def read_rows(path: Path) -> None:
     """Find the rows as ``check`` and a run do, and encode what is used. The counts have to add up."""
     import shutil
 
+    from lora_rocm.dataset.rows.records import read
     from lora_rocm.dataset.rows.row_reference import resolved
     from lora_rocm.dataset.sources.text_scan import scan_texts
     from lora_rocm.families.causal_lm.chat import ChatTokenizer
-    from lora_rocm.families.causal_lm.family import TokensEncoder, _encoded, _encoded_pair
+    from lora_rocm.families.causal_lm.family import TokensEncoder, _encoded_pair, _filled
     from lora_rocm.recipe.schema import DataSection, DataSource
 
     assert TokensEncoder.entry, "the encoder of these rows"
@@ -203,7 +204,7 @@ def read_rows(path: Path) -> None:
     table, tokenizer = _written(rng, rows, folder), _tokenizer(rng)
     from lora_rocm.dataset.rows import hf_datasets
 
-    hf_datasets._open.cache_clear()
+    hf_datasets.opened.cache_clear()
     pairs = any("chosen" in each for each in rows) and rng.random() < 0.5
     data = DataSection(sources=(DataSource(dataset=str(table)),))
     reader = ChatTokenizer(tokenizer, rng.choice((64, 512)), rng.choice(("answers", "last-turn", "all")), "tiny", pairs)
@@ -219,7 +220,7 @@ def read_rows(path: Path) -> None:
     for sample in found.samples:
         text = resolved(sample.caption, source)
         reader.num_tokens(text)
-        tensors = (_encoded_pair if pairs else _encoded)(reader, {"caption": text})
+        tensors = _encoded_pair(reader, text) if pairs else _filled([reader.tokens(read(text))], 0)
         assert (tensors["labels"] >= 0).any(), "a sample without anything to train on"
         reader.shown(text)
 

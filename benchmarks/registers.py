@@ -211,13 +211,13 @@ def train(family: str, dtype: torch.dtype, batch: int, height: int, width: int) 
         text_BSD = torch.empty(batch, 77, config["cross_attention_dim"], dtype=dtype)
         extra = {"text_embeds": torch.empty(batch, 1280, dtype=dtype), "time_ids": torch.empty(batch, 6)}
         fused_unet.fuse(unet, "triton", channels_last=True)
-        with mock.patch.object(backend, "launches", lambda form, x: form == "triton"):
+        with mock.patch.object(backend, "launches", lambda form, x, kernel: form == "triton"):
             unet(x_BCHW, torch.empty(batch), text_BSD, added_cond_kwargs=extra)[0].sum().backward()
 
 
 def train_blocks(dtype: torch.dtype, is_modulation_trained: bool) -> None:
     """Blocks of Z-Image, FLUX.1 and Anima on the meta device, at 1024 px with 512 tokens of text."""
-    with META, mock.patch.object(backend, "launches", lambda form, x: form == "triton"):
+    with META, mock.patch.object(backend, "launches", lambda form, x, kernel: form == "triton"):
         with_modulation, without = (ZImageTransformerBlock(0, 3840, 30, 30, 1e-5, True, m) for m in (True, False))
         anima = CosmosTransformerBlock(16, 128, 1024)
         blocks = nn.ModuleList((with_modulation, without, anima, *(kind(3072, 24, 128) for kind in FLUX_BLOCKS)))
@@ -246,7 +246,7 @@ def train_language_model(dtype: torch.dtype, batch: int, tokens: int) -> None:
     config = Gemma3TextConfig(
         hidden_size=2560, intermediate_size=10240, num_hidden_layers=1, layer_types=["full_attention"]
     )
-    with META, mock.patch.object(backend, "launches", lambda form, x: form == "triton"):
+    with META, mock.patch.object(backend, "launches", lambda form, x, kernel: form == "triton"):
         blocks = nn.ModuleList([LlamaDecoderLayer(LlamaConfig(**sizes), 0), Gemma3DecoderLayer(config, 0)])
         blocks.requires_grad_(False).to(dtype)
         fused_blocks.fuse(blocks, "triton")

@@ -55,7 +55,7 @@ class Proof:
         digest = hashlib.sha256(repr(self._facts).encode())
         for path in sorted({path for module in modules for path in with_imported(folder, module)}):
             digest.update(path.read_bytes())
-        self._path = own_app_dir() / "kernels" / f"{digest.hexdigest()[:16]}.json" if stack else None
+        self._path = own_app_dir() / f"kernels-{digest.hexdigest()[:16]}.json" if stack else None
 
     @property
     def is_known(self) -> bool:
@@ -64,8 +64,7 @@ class Proof:
     def keep(self) -> None:
         """Write the record. If it cannot be written, the next start compares the kernel again."""
         if self._path is not None:
-            with suppress(StorageError, OSError):
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(StorageError):
                 write_json(self._path, self._facts)
 
 

@@ -227,10 +227,12 @@ def test_the_embeddings_beside_a_lora_are_found_and_missed(tmp_path: Path) -> No
 
 
 def test_a_token_of_the_vocabulary_is_refused(material: Path) -> None:
-    folder = material / "model" / "tokenizer"
+    source = family_for(recipe_of(material)).source
     with pytest.raises(UserError) as caught:
-        clip.load_tokenizer(folder, [NewToken(token="Zibu", init="cat")])
+        clip.tokenizer_of(source, "tokenizer", [NewToken(token="Zibu", init="cat")])
     assert caught.value.code == "token-known" and "<Zibu>" in caught.value.fix
-    tokenizer = clip.load_tokenizer(folder, [NewToken(token="<a>", init="cat"), NewToken(token="<a>b", init="cat")])
+    tokenizer = clip.tokenizer_of(
+        source, "tokenizer", [NewToken(token="<a>", init="cat"), NewToken(token="<a>b", init="cat")]
+    )
     ids = clip.token_ids(tokenizer, "<a>b <A> <a>")
     assert ids[1:4].tolist() == [-2, -1, -1] and ids.argmax() == 4

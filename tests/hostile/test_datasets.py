@@ -155,7 +155,7 @@ def test_arrow_whose_offsets_lie(tmp_path: Path) -> None:
     assert content.count(words) >= 1  # offsets of the captions
     for lie in (2**31 - 1, -1 % 2**32, 10_000_000):
         file.write_bytes(content.replace(words, words[:4] + lie.to_bytes(4, "little")))
-        hf_datasets._open.cache_clear()
+        hf_datasets.opened.cache_clear()
         hf_datasets._images.cache_clear()
         with pytest.raises(DataError) as caught:
             scanned(folder)
@@ -167,7 +167,7 @@ def test_a_saved_dataset_that_names_other_files(tmp_path: Path) -> None:
     state = json.loads((folder / "state.json").read_bytes())
     for name in ("../../etc/passwd", "/etc/passwd", "nothing.arrow", 3, None):
         (folder / "state.json").write_text(json.dumps({**state, "_data_files": [{"filename": name}]}), encoding="utf-8")
-        hf_datasets._open.cache_clear()
+        hf_datasets.opened.cache_clear()
         with pytest.raises(DataError):
             scanned(folder)
 

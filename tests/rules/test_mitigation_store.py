@@ -50,6 +50,7 @@ IN_TRAINING: dict[str, Any] = {
     "model.training_adapter": "other.safetensors",
     "data.resolution": 512,
     "data.control_path": "controls",
+    "data.control_column": ("first", "second"),
     "data.frames": 5,
     "data.packing": True,
     "train.batch_size": 3,
