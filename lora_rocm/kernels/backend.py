@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -58,15 +58,15 @@ def available(device: torch.device) -> bool:
     return refusal(device) is None
 
 
-def launches(form: Form, x: Tensor, kernel: str) -> bool:
+def launches(form: Form, x: Tensor, kernel: Callable[[], str]) -> bool:
     """Whether a function of ``x`` launches its Triton kernels. On the meta device its plain form stands in for them.
 
-    ``kernel``: "module.function: variant", a name for what is compiled. ``kernels_seen`` collects it on the
-    meta device.
+    ``kernel``: makes "module.function: variant", the name of the compiled kernels. It is called on the meta device
+    alone, where ``kernels_seen`` collects the names: a step makes no names.
     """
     if form == "triton" and x.is_meta:
         for names in _collecting:
-            names.add(kernel)
+            names.add(kernel())
     return form == "triton" and not x.is_meta
 
 

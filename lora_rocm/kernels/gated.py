@@ -43,7 +43,7 @@ def gated(activation: Activation, form: Form, a: Tensor, g: Tensor | None = None
     if torch.compiler.is_compiling():  # the compiler fuses it, and refuses writes into halves
         a, g = _halves(a, g)
         output: Tensor = a * ACTIVATIONS[activation][0](g)
-    elif backend.launches(form, a, f"gated.gated: {activation}"):
+    elif backend.launches(form, a, lambda: f"gated.gated: {activation}"):
         from lora_rocm.kernels.gated_triton import TritonGated
 
         output = TritonGated.apply(activation, a, g)
@@ -63,7 +63,6 @@ def activated(activation: Activation, form: Form, g: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         output: Tensor = ACTIVATIONS[activation][0](g)
     elif form == "triton" and g.dtype is torch.bfloat16:
-        backend.launches(form, g, f"gated.activated: {activation}")  # decided below, where the same tensors are kept
         output = _ActivatedWithSlopes.apply(activation, g)
     else:
         output = _Activated.apply(activation, g)
@@ -122,7 +121,7 @@ class _ActivatedWithSlopes(Function):
     def forward(ctx: Any, activation: Activation, g: Tensor) -> Tensor:
         output = g.detach().contiguous()
         slopes = torch.empty_like(output, dtype=torch.uint8)
-        if not g.is_meta:
+        if backend.launches("triton", g, lambda: f"gated.activated: {activation}"):
             from lora_rocm.kernels.gated_triton import launch_activated
 
             launch_activated(output, slopes, activation)

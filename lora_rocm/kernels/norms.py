@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ def group_norm(
     In the Triton form both outputs are in channels_last, and the gradient of the second is added where that of the
     first is computed, so a residual path needs no sum of its own in the backward pass.
     """
-    variant = f"{'one input' if shift_BC is None else 'sum'}, {'SiLU' if silu else 'no SiLU'}"
-    if backend.launches(form, x_BCHW, f"norms.group_norm: {variant}"):
+    inputs, activation = "one input" if shift_BC is None else "sum", "SiLU" if silu else "no SiLU"
+    if backend.launches(form, x_BCHW, lambda: f"norms.group_norm: {inputs}, {activation}"):
         from lora_rocm.kernels.group_norm_triton import TritonGroupNorm
 
         outputs: tuple[Tensor, Tensor] = TritonGroupNorm.apply(
@@ -97,7 +98,7 @@ def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, form: Form) -> tup
         norm: of the sum.
         form: see ``backend``.
     """
-    if backend.launches(form, x, _name("add_norm", x, branch, norm)):
+    if backend.launches(form, x, partial(_name, "add_norm", x, branch, norm)):
         total, y = _triton(x, branch, norm)
         assert y is not None, "there is a norm"
         return total, y
@@ -124,7 +125,7 @@ def normal_again(total: Tensor, norm: RowNorm, form: Form) -> Callable[[], Tenso
 def add_branch(x: Tensor, branch: Branch, form: Form) -> Tensor:
     """``x`` plus the branch; both are [B, ..., D]."""
     if (branch.eps is not None or branch.gate is not None) and backend.launches(
-        form, x, _name("add_branch", x, branch, None)
+        form, x, partial(_name, "add_branch", x, branch, None)
     ):
         return _triton(x, branch, None)[0]
     y = branch.y if branch.eps is None else rms_normal(branch.y, branch.eps)
@@ -221,7 +222,7 @@ def residual(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor | None, form: Form) 
     """``x + y + bias`` with a frozen bias per channel."""
     if bias_C is None:
         return x_BCHW + y_BCHW
-    if backend.launches(form, x_BCHW, "norms.residual: bias"):
+    if backend.launches(form, x_BCHW, lambda: "norms.residual: bias"):
         from lora_rocm.kernels.group_norm_triton import TritonResidual
 
         output: Tensor = TritonResidual.apply(x_BCHW, y_BCHW, bias_C)

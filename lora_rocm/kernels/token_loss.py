@@ -28,7 +28,7 @@ def to_loss_gradient(
         scale: of the logits.
         cap: None: there is none.
     """
-    if backend.launches(form, logits_NV, f"token_loss.to_loss_gradient: {'no cap' if cap is None else 'cap'}"):
+    if backend.launches(form, logits_NV, lambda: f"token_loss.to_loss_gradient: {'no cap' if cap is None else 'cap'}"):
         from lora_rocm.kernels.token_loss_triton import launch
 
         return launch(logits_NV, labels_N, ignored, scale, cap)
