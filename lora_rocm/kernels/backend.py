@@ -64,10 +64,16 @@ def launches(form: Form, x: Tensor, kernel: Callable[[], str]) -> bool:
     ``kernel``: makes "module.function: variant", the name of the compiled kernels. It is called on the meta device
     alone, where ``kernels_seen`` collects the names: a step makes no names.
     """
-    if form == "triton" and x.is_meta:
+    if form == "triton":
+        note_kernel(x, kernel)
+    return form == "triton" and not x.is_meta
+
+
+def note_kernel(x: Tensor, kernel: Callable[[], str]) -> None:
+    """Name kernels that a function of ``x`` launches on a GPU, if ``x`` is on the meta device; see ``launches``."""
+    if x.is_meta:
         for names in _collecting:
             names.add(kernel())
-    return form == "triton" and not x.is_meta
 
 
 _collecting: list[set[str]] = []

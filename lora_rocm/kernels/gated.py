@@ -121,7 +121,8 @@ class _ActivatedWithSlopes(Function):
     def forward(ctx: Any, activation: Activation, g: Tensor) -> Tensor:
         output = g.detach().contiguous()
         slopes = torch.empty_like(output, dtype=torch.uint8)
-        if backend.launches("triton", g, lambda: f"gated.activated: {activation}"):
+        backend.note_kernel(g, lambda: f"gated.activated: {activation}")
+        if not g.is_meta:
             from lora_rocm.kernels.gated_triton import launch_activated
 
             launch_activated(output, slopes, activation)
