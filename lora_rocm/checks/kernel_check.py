@@ -11,7 +11,7 @@ import inspect
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from lora_rocm.checks.selftest_base import Check, WrongAnswerError, poison
 from lora_rocm.checks.selftest_base import first_wrong as first_wrong_of
 from lora_rocm.device.torch_errors import device_fault, out_of_memory
 from lora_rocm.foundation.units import count_text
-from lora_rocm.kernels.backend import Implementation, kernels_seen, refusal, triton_version
+from lora_rocm.kernels.backend import Implementation, refusal, triton_version
 from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew
 from lora_rocm.kernels.fingerprint_weights import TILE
 from lora_rocm.kernels.gated import activated, gated
@@ -56,11 +56,13 @@ Made = TypeVar("Made")
 class Case:
     """One call of a kernel to compare.
 
-    run: (implementation, norm, *inputs) -> outputs. norm: creates the norm layer for each dtype, or None. mean: mean of
-    the inputs' numbers. Images are laid out in channels_last.
+    kernel: the name that its kernels have (``backend.launches``). run: (implementation, norm, *inputs) -> outputs.
+    norm: creates the norm layer for each dtype, or None. mean: mean of the inputs' numbers. Images are laid out in
+    channels_last.
     """
 
     name: str
+    kernel: str
     run: Run
     shapes: tuple[tuple[int, ...], ...]
     norm: Callable[[], nn.Module] | None = None
@@ -219,12 +221,11 @@ def _residual(implementation: Implementation, norm: nn.GroupNorm, x: Tensor, y: 
 
 
 def _packed_product(name: str, implementation: Implementation, norm: None, x: Tensor) -> Tensor:
-    home = torch.device("cpu") if x.is_meta else x.device  # numbers cannot be packed without their values
-    rng = torch.Generator(home).manual_seed(SEED)
-    weight_OI = torch.randn(PACKED_OUTPUTS, x.shape[1], generator=rng, device=home).bfloat16()
+    rng = torch.Generator(x.device).manual_seed(SEED)
+    weight_OI = torch.randn(PACKED_OUTPUTS, x.shape[1], generator=rng, device=x.device).bfloat16()
     layer = nn.Linear(x.shape[1], PACKED_OUTPUTS, bias=False, device="meta")
     layer.weight = nn.Parameter(weight_OI.to(x.dtype), requires_grad=False)
-    packed = quantised(name, "").packed(layer).to(x.device)
+    packed = quantised(name, "").packed(layer)
     packed.implementation = implementation
     found: Tensor = packed(x)
     return found
@@ -260,33 +261,107 @@ def _heads(dim: int) -> Callable[[], nn.Module]:
 
 PACKED = {name: partial(_packed_product, name) for name in ("int8", "fp8", "nf4")}
 SMALL: tuple[Case, ...] = (
-    Case("GEGLU", _gate, ((3, 5, 140),)),
-    Case("LayerNorm", _norm_alone, ((3, 5, 70),), lambda: nn.LayerNorm(70), mean=3),
-    Case("sum and LayerNorm", _sum_and_norm, ((4, 70), (4, 70)), lambda: nn.LayerNorm(70), mean=1.5),
-    Case("GroupNorm", _group_norm, ((2, 72, 9, 8),), _groups(4, 72), mean=5),
-    Case("GroupNorm without SiLU", _group_norm_and_input, ((2, 72, 5, 8),), _groups(4, 72), mean=5),
-    Case("sum and GroupNorm", _shifted_group_norm, ((2, 72, 9, 7), (2, 72)), _groups(4, 72), mean=2.5),
-    Case("residual sum", _residual, ((2, 72, 5, 8), (2, 72, 5, 8)), _groups(4, 72)),
-    Case("SwiGLU", _swiglu, ((3, 5, 140),)),
-    Case("gated sum and modulated LayerNorm", _modulated_norm, (*[(2, 3, 70)] * 2, *[(2, 70)] * 3), mean=1.5),
-    Case("gated sum with an RMSNorm and RMSNorm", _sandwich_norm, (*[(2, 3, 70)] * 2, (2, 70), (70,)), mean=1.5),
-    Case("sum with an RMSNorm", _normed_branch, ((4, 70), (4, 70), (70,))),
-    Case("heads of two streams turned by neighbours", _neighbours, ((2, 3, 3, 12), (2, 3, 3, 12)), _heads(12)),
-    Case("heads turned by halves", _halves, ((2, 3, 6, 12),), _heads(12)),
-    *(Case(f"product of {name}", run, ((5, 136),)) for name, run in PACKED.items()),
-    Case("gated sum", _gated_branch, (*[(2, 3, 70)] * 2, (2, 70))),
-    Case("GEGLU by tanh", _geglu_by_tanh, ((3, 5, 70), (3, 5, 70))),
-    Case("heads turned by halves without a norm", _turned_alone, ((2, 3, 6, 12),)),
-    Case("sum with an RMSNorm and RMSNorm, of 1 + weight", _sandwich_of_one_plus, (*[(4, 70)] * 2, (70,), (70,))),
-    Case("loss of tokens", partial(_token_loss, None), ((3, 4190),)),
-    Case("loss of tokens with a cap", partial(_token_loss, 2.0), ((2, 70),)),
-    Case("GELU", _gelu, ((3, 5, 140),)),
-    Case("GELU by tanh", _gelu_by_tanh, ((3, 5, 70),)),
-    Case("modulated LayerNorm", _norm_by_rows, ((2, 3, 70), *[(2, 70)] * 2), mean=1.5),
-    Case("RMSNorm", _rms_norm, ((4, 70), (70,))),
-    Case("RMSNorm with a weight for each sample", _rms_norm, ((2, 3, 70), (2, 70))),
-    Case("sum and RMSNorm", _sum_and_rms_norm, (*[(4, 70)] * 2, (70,))),
-    Case("sum with an RMSNorm with a gate for each sample", _normed_branch, (*[(2, 3, 70)] * 2, (2, 70))),
+    Case("GEGLU", "gated.gated: gelu", _gate, ((3, 5, 140),)),
+    Case(
+        "LayerNorm",
+        "norms.add_norm: nothing added, LayerNorm",
+        _norm_alone,
+        ((3, 5, 70),),
+        lambda: nn.LayerNorm(70),
+        mean=3,
+    ),
+    Case(
+        "sum and LayerNorm",
+        "norms.add_norm: sum, LayerNorm",
+        _sum_and_norm,
+        ((4, 70), (4, 70)),
+        lambda: nn.LayerNorm(70),
+        mean=1.5,
+    ),
+    Case("GroupNorm", "norms.group_norm: one input, SiLU", _group_norm, ((2, 72, 9, 8),), _groups(4, 72), mean=5),
+    Case(
+        "GroupNorm without SiLU",
+        "norms.group_norm: one input, no SiLU",
+        _group_norm_and_input,
+        ((2, 72, 5, 8),),
+        _groups(4, 72),
+        mean=5,
+    ),
+    Case(
+        "sum and GroupNorm",
+        "norms.group_norm: sum, SiLU",
+        _shifted_group_norm,
+        ((2, 72, 9, 7), (2, 72)),
+        _groups(4, 72),
+        mean=2.5,
+    ),
+    Case("residual sum", "norms.residual: bias", _residual, ((2, 72, 5, 8), (2, 72, 5, 8)), _groups(4, 72)),
+    Case("SwiGLU", "gated.gated: silu", _swiglu, ((3, 5, 140),)),
+    Case(
+        "gated sum and modulated LayerNorm",
+        "norms.add_norm: gated sum, LayerNorm, rows",
+        _modulated_norm,
+        (*[(2, 3, 70)] * 2, *[(2, 70)] * 3),
+        mean=1.5,
+    ),
+    Case(
+        "gated sum with an RMSNorm and RMSNorm",
+        "norms.add_norm: gated sum with an RMSNorm, RMSNorm, rows",
+        _sandwich_norm,
+        (*[(2, 3, 70)] * 2, (2, 70), (70,)),
+        mean=1.5,
+    ),
+    Case(
+        "sum with an RMSNorm",
+        "norms.add_branch: gated sum with an RMSNorm, no norm",
+        _normed_branch,
+        ((4, 70), (4, 70), (70,)),
+    ),
+    Case(
+        "heads of two streams turned by neighbours",
+        "rotary.norm_rotary: neighbours, norm",
+        _neighbours,
+        ((2, 3, 3, 12), (2, 3, 3, 12)),
+        _heads(12),
+    ),
+    Case("heads turned by halves", "rotary.norm_rotary: halves, norm", _halves, ((2, 3, 6, 12),), _heads(12)),
+    *(Case(f"product of {name}", f"quantised.unpack: {name}", run, ((5, 136),)) for name, run in PACKED.items()),
+    Case("gated sum", "norms.add_branch: gated sum, no norm, rows", _gated_branch, (*[(2, 3, 70)] * 2, (2, 70))),
+    Case("GEGLU by tanh", "gated.gated: gelu-tanh", _geglu_by_tanh, ((3, 5, 70), (3, 5, 70))),
+    Case(
+        "heads turned by halves without a norm", "rotary.norm_rotary: halves, no norm", _turned_alone, ((2, 3, 6, 12),)
+    ),
+    Case(
+        "sum with an RMSNorm and RMSNorm, of 1 + weight",
+        "norms.add_norm: gated sum with an RMSNorm, RMSNorm",
+        _sandwich_of_one_plus,
+        (*[(4, 70)] * 2, (70,), (70,)),
+    ),
+    Case("loss of tokens", "token_loss.to_loss_gradient: no cap", partial(_token_loss, None), ((3, 4190),)),
+    Case("loss of tokens with a cap", "token_loss.to_loss_gradient: cap", partial(_token_loss, 2.0), ((2, 70),)),
+    Case("GELU", "gated.activated: gelu", _gelu, ((3, 5, 140),)),
+    Case("GELU by tanh", "gated.activated: gelu-tanh", _gelu_by_tanh, ((3, 5, 70),)),
+    Case(
+        "modulated LayerNorm",
+        "norms.add_norm: nothing added, LayerNorm, rows",
+        _norm_by_rows,
+        ((2, 3, 70), *[(2, 70)] * 2),
+        mean=1.5,
+    ),
+    Case("RMSNorm", "norms.add_norm: nothing added, RMSNorm", _rms_norm, ((4, 70), (70,))),
+    Case(
+        "RMSNorm with a weight for each sample",
+        "norms.add_norm: nothing added, RMSNorm, rows",
+        _rms_norm,
+        ((2, 3, 70), (2, 70)),
+    ),
+    Case("sum and RMSNorm", "norms.add_norm: sum, RMSNorm", _sum_and_rms_norm, (*[(4, 70)] * 2, (70,))),
+    Case(
+        "sum with an RMSNorm with a gate for each sample",
+        "norms.add_branch: gated sum with an RMSNorm, no norm, rows",
+        _normed_branch,
+        (*[(2, 3, 70)] * 2, (2, 70)),
+    ),
 )
 """Odd sizes: no row, width or number of pixels fills its last block."""
 LARGE: tuple[Case, ...] = (
@@ -308,7 +383,7 @@ LARGE: tuple[Case, ...] = (
     replace(SMALL[18], shapes=((1, 61, 64, 128),)),
     replace(SMALL[19], shapes=(*[(127, 2560)] * 2, (2560,), (2560,))),
     replace(SMALL[20], shapes=((7, 32064),)),
-    Case("loss of tokens with a cap", partial(_token_loss, 30.0), ((7, 32064),)),
+    Case("loss of tokens with a cap", "token_loss.to_loss_gradient: cap", partial(_token_loss, 30.0), ((7, 32064),)),
     replace(SMALL[22], shapes=((3, 21, 8192),)),
     replace(SMALL[23], shapes=((1, 61, 12288),)),
     replace(SMALL[24], shapes=((3, 21, 3072), *[(3, 3072)] * 2)),
@@ -316,7 +391,11 @@ LARGE: tuple[Case, ...] = (
     replace(SMALL[26], shapes=((3, 21, 3840), (3, 3840))),
     replace(SMALL[27], shapes=(*[(127, 4096)] * 2, (4096,))),
     replace(SMALL[28], shapes=(*[(3, 21, 3840)] * 2, (3, 3840))),
-    *(Case(f"product of {name}", run, (shape,)) for name, run in PACKED.items() for shape in ((1, 1152), (1024, 320))),
+    *(
+        Case(f"product of {name}", f"quantised.unpack: {name}", run, (shape,))
+        for name, run in PACKED.items()
+        for shape in ((1, 1152), (1024, 320))
+    ),
 )
 """Widths of an SDXL UNet and of transformers, which Triton compiles differently; the largest image uses the larger
 chunks. Only a vocabulary's and a head's width fill their last block, and no number of rows does.
@@ -325,9 +404,26 @@ WORDS = (16, 3 * TILE + 48, TILE, 64 * TILE)
 FINGERPRINTS = ExactCase("fingerprint of trained state", _fingerprints)
 CASES: tuple[Case | ExactCase, ...] = (*SMALL, *LARGE, FINGERPRINTS)
 IN_FP16 = (
-    Case("gated sum in float32 and modulated LayerNorm", _norm_of_stream, LARGE[8].shapes, mean=1.5),
-    Case("gated sum in float32", _gated_branch_of_stream, LARGE[13].shapes),
-    Case("modulated LayerNorm of float32", _norm_by_rows_of_stream, LARGE[21].shapes, mean=1.5),
+    Case(
+        "gated sum in float32 and modulated LayerNorm",
+        "norms.add_norm: gated sum, LayerNorm, rows, float32 stream",
+        _norm_of_stream,
+        LARGE[8].shapes,
+        mean=1.5,
+    ),
+    Case(
+        "gated sum in float32",
+        "norms.add_branch: gated sum, no norm, rows, float32 stream",
+        _gated_branch_of_stream,
+        LARGE[13].shapes,
+    ),
+    Case(
+        "modulated LayerNorm of float32",
+        "norms.add_norm: nothing added, LayerNorm, rows, float32 stream",
+        _norm_by_rows_of_stream,
+        LARGE[21].shapes,
+        mean=1.5,
+    ),
 )
 """Further cases for float16: its residual stream is float32."""
 
@@ -377,26 +473,12 @@ def cases_for(kernels: Collection[str] | None, dtype: torch.dtype) -> tuple[Case
     if kernels is None:
         return (*CASES, *more)
     every = (*LARGE, FINGERPRINTS, *more)
-    covered = {kernel for case in every for kernel in kernels_of(case, dtype)}
-    functions = {kernel.partition(":")[0] for kernel in kernels if kernel not in covered}
+    functions = {kernel.partition(":")[0] for kernel in {*kernels} - {case.kernel for case in every}}
     return tuple(
         case
         for case in every
-        if isinstance(case, ExactCase)
-        or any(kernel in kernels or kernel.partition(":")[0] in functions for kernel in kernels_of(case, dtype))
+        if isinstance(case, ExactCase) or case.kernel in kernels or case.kernel.partition(":")[0] in functions
     )
-
-
-@lru_cache(maxsize=256)
-def kernels_of(case: Case | ExactCase, dtype: torch.dtype) -> frozenset[str]:
-    """Return the names of the kernels that a case launches, found by a pass over tensors without numbers."""
-    if isinstance(case, ExactCase):
-        return frozenset({case.kernel})
-    norm = None if case.norm is None else case.norm().to("meta", dtype)
-    inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape in case.shapes]
-    with kernels_seen() as names, torch.no_grad():
-        case.run("triton", norm, *inputs)
-    return frozenset(names)
 
 
 def proof_of(case: Case | ExactCase, dtype: torch.dtype) -> Proof:
@@ -404,8 +486,7 @@ def proof_of(case: Case | ExactCase, dtype: torch.dtype) -> Proof:
     run = case.run.func if isinstance(case.run, partial) else case.run
     code = [inspect.getsource(part) for part in (run, _near, _exact, _KernelInputs, poison)]
     told = [str(case), *code, repr(TOLERANCE[dtype]), repr(getattr(case, "mean", 0.0))]
-    modules = {kernel.partition(".")[0] for kernel in kernels_of(case, dtype)}
-    return Proof(dtype, "\n".join(told), modules)
+    return Proof(dtype, "\n".join(told), [case.kernel.partition(".")[0]])
 
 
 def first_wrong(

@@ -128,7 +128,7 @@ def _holds(row: Bad, situation: Situation) -> bool:
 
 def _check(row: Bad, situation: Situation, plan: EnvPlan) -> Finding | None:
     of_subject = (other for other in bad_table().bad if other.subject == row.subject)
-    if next((other for other in of_subject if _holds(other, situation)), None) is not row:
+    if next((other for other in of_subject if _holds(other, situation)), None) != row:
         return None
     effect = row.effect
     eased = next((planned for planned in plan.variables if planned.variable == row.eased_by), None)
@@ -149,7 +149,7 @@ def _logged(pattern: LogPattern, situation: Situation, plan: EnvPlan) -> Finding
     """A pattern of this boot's kernel log about the GPU."""
     linux = situation.facts.linux
     lines = linux.kernel_log if linux is not None and situation.gpu is not None else None
-    found = [line for line in lines or () if pattern_of(line) is pattern]
+    found = [line for line in lines or () if pattern_of(line) == pattern]
     if not found:
         return None
     times = "1 line" if len(found) == 1 else f"{len(found)} lines, the last"

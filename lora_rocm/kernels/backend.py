@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -58,16 +58,22 @@ def available(device: torch.device) -> bool:
     return refusal(device) is None
 
 
-def launches(implementation: Implementation, x: Tensor, kernel: str) -> bool:
-    """Whether a function of ``x`` launches its Triton kernels. On the meta device it uses plain PyTorch instead.
+def launches(implementation: Implementation, x: Tensor, kernel: Callable[[], str]) -> bool:
+    """Whether a function of ``x`` launches its Triton kernels. On the meta device plain PyTorch replaces them.
 
-    ``kernel``: "module.function: variant", the name of the compiled kernel. On the meta device, ``kernels_seen``
-    collects it.
+    ``kernel``: makes "module.function: variant", the name of the compiled kernels. It is called on the meta device
+    alone, where ``kernels_seen`` collects the names: a step makes no names.
     """
-    if implementation == "triton" and x.is_meta:
-        for names in _collecting:
-            names.add(kernel)
+    if implementation == "triton":
+        note_kernel(x, kernel)
     return implementation == "triton" and not x.is_meta
+
+
+def note_kernel(x: Tensor, kernel: Callable[[], str]) -> None:
+    """Name kernels that a function of ``x`` launches on a GPU, if ``x`` is on the meta device; see ``launches``."""
+    if x.is_meta:
+        for names in _collecting:
+            names.add(kernel())
 
 
 _collecting: list[set[str]] = []

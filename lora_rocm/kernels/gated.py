@@ -43,7 +43,7 @@ def gated(activation: Activation, implementation: Implementation, a: Tensor, g: 
     if torch.compiler.is_compiling():  # the compiler fuses it, and refuses writes into halves
         a, g = _halves(a, g)
         output: Tensor = a * ACTIVATIONS[activation][0](g)
-    elif backend.launches(implementation, a, f"gated.gated: {activation}"):
+    elif backend.launches(implementation, a, lambda: f"gated.gated: {activation}"):
         from lora_rocm.kernels.gated_triton import TritonGated
 
         output = TritonGated.apply(activation, a, g)
@@ -63,9 +63,6 @@ def activated(activation: Activation, implementation: Implementation, g: Tensor)
     if torch.compiler.is_compiling():
         output: Tensor = ACTIVATIONS[activation][0](g)
     elif implementation == "triton" and g.dtype is torch.bfloat16:
-        backend.launches(
-            implementation, g, f"gated.activated: {activation}"
-        )  # decided below, where the same tensors are kept
         output = _ActivatedWithSlopes.apply(activation, g)
     else:
         output = _Activated.apply(activation, g)
@@ -124,6 +121,7 @@ class _ActivatedWithSlopes(Function):
     def forward(ctx: Any, activation: Activation, g: Tensor) -> Tensor:
         output = g.detach().contiguous()
         slopes = torch.empty_like(output, dtype=torch.uint8)
+        backend.note_kernel(g, lambda: f"gated.activated: {activation}")
         if not g.is_meta:
             from lora_rocm.kernels.gated_triton import launch_activated
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ def group_norm(
     With Triton both outputs are in channels_last. The kernel for the first gradient also adds the second one, so a
     residual path needs no extra sum in the backward pass.
     """
-    variant = f"{'one input' if shift_BC is None else 'sum'}, {'SiLU' if silu else 'no SiLU'}"
-    if backend.launches(implementation, x_BCHW, f"norms.group_norm: {variant}"):
+    inputs, activation = "one input" if shift_BC is None else "sum", "SiLU" if silu else "no SiLU"
+    if backend.launches(implementation, x_BCHW, lambda: f"norms.group_norm: {inputs}, {activation}"):
         from lora_rocm.kernels.group_norm_triton import TritonGroupNorm
 
         outputs: tuple[Tensor, Tensor] = TritonGroupNorm.apply(
@@ -103,7 +104,7 @@ def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, implementation: Im
         norm: of the sum.
         implementation: see ``backend``.
     """
-    if backend.launches(implementation, x, _name("add_norm", x, branch, norm)):
+    if backend.launches(implementation, x, partial(_name, "add_norm", x, branch, norm)):
         total, y = _triton(x, branch, norm)
         assert y is not None, "there is a norm"
         return total, y
@@ -130,7 +131,7 @@ def normal_again(total: Tensor, norm: RowNorm, implementation: Implementation) -
 def add_branch(x: Tensor, branch: Branch, implementation: Implementation) -> Tensor:
     """``x`` plus the branch; both are [B, ..., D]."""
     if (branch.eps is not None or branch.gate is not None) and backend.launches(
-        implementation, x, _name("add_branch", x, branch, None)
+        implementation, x, partial(_name, "add_branch", x, branch, None)
     ):
         return _triton(x, branch, None)[0]
     y = branch.y if branch.eps is None else rms_normal(branch.y, branch.eps)
@@ -227,7 +228,7 @@ def residual(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor | None, implementati
     """``x + y + bias`` with a frozen bias per channel."""
     if bias_C is None:
         return x_BCHW + y_BCHW
-    if backend.launches(implementation, x_BCHW, "norms.residual: bias"):
+    if backend.launches(implementation, x_BCHW, lambda: "norms.residual: bias"):
         from lora_rocm.kernels.group_norm_triton import TritonResidual
 
         output: Tensor = TritonResidual.apply(x_BCHW, y_BCHW, bias_C)

@@ -115,7 +115,7 @@ class ScaledRows(QuantisedLinears):
     def unpack(self, layer: PackedLinear, implementation: Implementation, out_OI: Tensor) -> None:
         scale_O1 = layer.get_buffer("weight_scale")
         if implementation == "triton":
-            if backend.launches(implementation, out_OI, f"quantised.unpack: {self.name}"):
+            if backend.launches(implementation, out_OI, lambda: f"quantised.unpack: {self.name}"):
                 from lora_rocm.kernels.unpack_triton import launch_rows
 
                 codes_OI = layer.weight if self.stored is torch.int8 else layer.weight.view(torch.uint8)
@@ -165,7 +165,7 @@ class Nf4(QuantisedLinears):
     def unpack(self, layer: PackedLinear, implementation: Implementation, out_OI: Tensor) -> None:
         table, pairs = layer.get_buffer("table"), layer.weight.view(torch.uint8)
         if implementation == "triton":
-            if backend.launches(implementation, out_OI, f"quantised.unpack: {self.name}"):
+            if backend.launches(implementation, out_OI, lambda: f"quantised.unpack: {self.name}"):
                 from lora_rocm.kernels.unpack_triton import launch_nf4
 
                 codes_K, code = layer.get_buffer("nested_codes"), layer.get_buffer("code")

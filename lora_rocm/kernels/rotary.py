@@ -58,9 +58,12 @@ def norm_rotary(
     Returns:
         [B, S, H, D], contiguous, in the dtype of the heads; S is the sum over all streams.
     """
-    pairs_of = "neighbours" if rotation.interleaved else "halves"
-    norms = "no norm" if streams[0][1] is None else "norm"
-    if backend.launches(implementation, streams[0][0], f"rotary.norm_rotary: {pairs_of}, {norms}"):
+
+    def name() -> str:
+        pairs_of = "neighbours" if rotation.interleaved else "halves"
+        return f"rotary.norm_rotary: {pairs_of}, {'no norm' if streams[0][1] is None else 'norm'}"
+
+    if backend.launches(implementation, streams[0][0], name):
         from lora_rocm.kernels.rotary_triton import TritonNormRotary
 
         turned: Tensor = TritonNormRotary.apply(

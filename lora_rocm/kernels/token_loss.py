@@ -34,7 +34,7 @@ def to_loss_gradient(
         cap: None: there is none.
     """
     if backend.launches(
-        implementation, logits_NV, f"token_loss.to_loss_gradient: {'no cap' if cap is None else 'cap'}"
+        implementation, logits_NV, lambda: f"token_loss.to_loss_gradient: {'no cap' if cap is None else 'cap'}"
     ):
         from lora_rocm.kernels.token_loss_triton import launch
 

@@ -27,6 +27,7 @@ from lora_rocm.checks.kernel_check import (
     trusted,
 )  # fmt: skip
 from lora_rocm.kernels import backend
+from lora_rocm.kernels.quantised import quantised
 from tests.wording import says, worded
 
 pytest.importorskip("triton")
@@ -191,6 +192,22 @@ def test_kernels_with_a_float32_stream_are_proven_for_float16_alone() -> None:
     for dtype in TOLERANCE:
         names = [str(case) for case in cases_for(None, dtype)]
         assert names == list(map(str, (*CASES, *(IN_FP16 if dtype is torch.float16 else ()))))
+
+
+@pytest.mark.parametrize("case", [*SMALL, *LARGE, *IN_FP16], ids=str)
+def test_a_case_launches_the_kernels_that_it_names(case: Case) -> None:
+    """Found by a pass over tensors without numbers, as the kernels of a step are."""
+    meta, dtype = torch.device("meta"), torch.float16 if case in IN_FP16 else torch.bfloat16
+    norm = None if case.norm is None else case.norm().to(meta, dtype)
+    with backend.kernels_seen() as seen, torch.no_grad():
+        if case.kernel.startswith("quantised."):  # numbers cannot be packed without their values
+            layer = torch.nn.Linear(case.shapes[0][1], 64, bias=False, dtype=dtype)
+            packed = quantised(case.kernel.rpartition(" ")[2], "").packed(layer).to(meta)
+            packed.implementation = "triton"
+            packed(torch.empty(case.shapes[0], dtype=dtype, device=meta))
+        else:
+            case.run("triton", norm, *(torch.empty(shape, dtype=dtype, device=meta) for shape in case.shapes))
+    assert seen == {case.kernel}
 
 
 def test_a_variant_without_a_case_of_its_own_is_compared_by_all_cases_of_its_function() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.doctor.checks import findings
+from lora_rocm.doctor.known_bad import KNOWN_BAD_CHECKS, bad_table
 from lora_rocm.hardware.facts import HostFacts, load_facts
 from lora_rocm.hardware.probe.detection import probe
 from lora_rocm.rules.kernel_log import pattern_of, patterns
@@ -66,6 +67,13 @@ def test_the_probe_keeps_every_line_that_means_something(tmp_path: Path) -> None
     assert {pattern.id for pattern in patterns()} <= found
 
 
+def test_tables_that_are_read_again_find_the_same() -> None:
+    patterns.cache_clear()
+    bad_table.cache_clear()
+    for check in KNOWN_BAD_CHECKS:
+        assert check in {finding.id for finding in findings(*INJECTIONS[check]())}
+
+
 @pytest.mark.parametrize("name", ["log-hang", "log-page-fault"])
 def test_the_iommu_is_named_on_strix_halo_alone(name: str) -> None:
     situation, _ = INJECTIONS[name]()
@@ -83,4 +91,4 @@ def test_the_iommu_is_named_on_strix_halo_alone(name: str) -> None:
 def test_the_injected_lines_are_of_their_pattern(pattern: object) -> None:
     situation, _ = INJECTIONS[pattern.id]()  # type: ignore[attr-defined]
     assert situation.facts.linux is not None and situation.facts.linux.kernel_log is not None
-    assert pattern_of(situation.facts.linux.kernel_log[-1]) is pattern
+    assert pattern_of(situation.facts.linux.kernel_log[-1]) == pattern

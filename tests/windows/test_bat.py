@@ -303,7 +303,11 @@ def test_shells_that_start_in_one_second_have_a_plan_each(wine_environment: dict
         found = list(
             pool.map(lambda each: each.prompt("shell.bat", "py", says={"lora-rocm": f"set X={each.root}"}), stages)
         )
-    planned = [(one, each) for one, each in zip(found, stages, strict=True) if "lora-rocm" in one.programs]
+    planned = [
+        (one, each)
+        for one, each in zip(found, stages, strict=True)
+        if "lora-rocm" in one.programs and "Can't recognize" not in one.said  # a child shell that Wine did not start
+    ]
     assert len(planned) > 1, [one.said for one in found]
     for one, each in planned:
         assert one.calls[-1].environment.get("X") == str(each.root), one.said
