@@ -250,7 +250,7 @@ def test_a_vae_with_more_channels_is_told_by_its_shapes(tmp_path: Path) -> None:
 def test_looking_knows_from_which_tensors_each_is_made(single: tuple[Path, Path], component: str) -> None:
     """Every tensor of the component comes from tensors under its prefix, and each of these is used."""
     source = family(single[0], config=str(single[1])).source
-    found, (_, prefix) = source.look(component), source.weights(component)
+    found, (_, prefix) = source.predict_loading(component), source.weights(component)
     assert found.unread == ()
     used = set().union(*found.made_of.values())
     assert found.made_of.keys() == source.load(component, torch.float32, CPU).state_dict().keys()

@@ -90,7 +90,7 @@ def test_ours_beside_bare_in_turn(child: Any, tmp_path: Path, capsys: Any) -> No
     saved = measured(tmp_path)
     text = capsys.readouterr().out
     lines = [line.split() for line in text.splitlines()]
-    assert ["ms", "a", "step,", "median", "75.0", "305.0"] in lines and ["TFLOP/s", "187", "-"] in lines
+    assert ["ms", "per", "step,", "median", "75.0", "305.0"] in lines and ["TFLOP/s", "187", "-"] in lines
     assert "8192 x 8192 matrices in bfloat16: 789 TFLOP/s" in text
     assert "Beside bare, eager: time x 0.246, GPU busy x 0.987, kernels x 1.000, peak +0 B." in text
     assert "random weights, 128 px, batch 4, bfloat16, rank 16 on 560 layers (23.00 M weights)" in text

@@ -160,7 +160,7 @@ def test_layers_with_fewer_numbers_than_ranks_are_counted(init: str, count: int)
     """Eva reads the inputs of linear layers alone; a convolution has its whole window as inputs."""
     layers = {"few_inputs": nn.Linear(3, 9), "few_outputs": nn.Linear(9, 3), "both": nn.Linear(4, 4)}
     root = nn.ModuleDict({**layers, "convolution": nn.Conv2d(2, 3, 3)})
-    LoraAdapter.put(root, LoraConfig(r=4, target_modules=[*root]))
+    LoraAdapter.insert_layers(root, LoraConfig(r=4, target_modules=[*root]))
     modules = {name: ("root", name, layer) for name, layer in root.items()}
     adapter: Any = SimpleNamespace(modules=modules, trained=LoraAdapter.trained)
     for name in ("narrow", "linear_downs"):
