@@ -68,7 +68,7 @@ def doctor(**options: object) -> int:
 def examined(facts: Path | None, mode: OutputMode, **options: object) -> int:
     """``lora-rocm doctor``, in this process."""
     output = Output(mode)
-    found = command.doctor(facts, **options, notify=output.notify)  # type: ignore[arg-type]
+    found = command.doctor(facts, **options, notify=output.on_stderr)  # type: ignore[arg-type]
     output.show(command.result_of(found), command.render(found))
     return found.exit_code
 
