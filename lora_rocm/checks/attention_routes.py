@@ -40,8 +40,9 @@ plain attention, and loading it would take seconds.
 def checked_attention(
     settings: Settings, device: torch.device, dtypes: Sequence[torch.dtype], context: RunContext
 ) -> Settings:
-    """Test the routes that the settings allow, in each dtype. Disable the wrong ones, and return the settings without
-    them.
+    """Test the routes that the settings allow, in each dtype.
+
+    Disable the wrong ones, and return the settings without them.
 
     Routes are tested only on a GPU. On every device, the canary tests the route that torch chooses.
 

@@ -30,13 +30,11 @@ from lora_rocm.errors import CanaryError, RestartCode, resume_advice
 class CapturedFingerprints:
     """``whole_fingerprints`` as a captured graph: every call after the first is a single launch.
 
-    The fingerprints of SDXL's 1,680 frozen weights need more than a thousand kernel launches. On a fast GPU these
-    take as
-    long as a captured step.
+    The fingerprints of SDXL's 1,680 frozen weights need more than a thousand kernel launches. On a fast GPU these take
+    as long as a captured step.
 
-    The graph reads fixed addresses, so it is captured again if the tensors have moved. Every call uses a new salt,
-    so if a
-    replay did not run, its old result cannot pass as valid.
+    The graph reads fixed addresses, so it is captured again if the tensors have moved. Every call uses a new salt, so
+    if a replay did not run, its old result cannot pass as valid.
 
     Raises:
         WrongAnswerError: the first result of a new graph differs from the eager result.

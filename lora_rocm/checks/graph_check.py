@@ -1,7 +1,7 @@
 """Checks that a captured graph computes correctly when it is replayed with new inputs, and that its memset works.
 
-On some ROCm versions, memset nodes of a graph do nothing or write elsewhere, or replays use old kernel arguments.
-The result is then an earlier replay's result, or the sum of two.
+On some ROCm versions, memset nodes of a graph do nothing or write elsewhere, or replays use old kernel arguments. The
+result is then an earlier replay's result, or the sum of two.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from lora_rocm.checks.selftest_base import judge, whole_numbers
 
 SIZES = (64, 16, 48)
 """Rows, inner dimension and columns of the product. Inputs are at most 2, so sums are small integers that 16-bit
-formats
-represent exactly.
+formats represent exactly.
 """
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]

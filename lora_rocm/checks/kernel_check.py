@@ -201,9 +201,7 @@ def _turned_alone(implementation: Implementation, norm: None, qk: Tensor) -> Ten
 
 
 def _rotation(x: Tensor, interleaved: bool) -> Rotation:
-    """Return angles in the layout that model families use: both numbers of a pair are neighbours, or in separate
-    halves.
-    """
+    """Return rotation angles in the layout that model families use for ``interleaved`` pairs or for halves."""
     tokens, dim = 2 * x.shape[1] if interleaved else x.shape[1], x.shape[3]
     angles = torch.arange(tokens * dim, dtype=torch.float32, device=x.device).view(tokens, dim)
     pairs = slice(None, None, 2) if interleaved else slice(dim // 2)
@@ -240,8 +238,9 @@ def _packed_product(name: str, implementation: Implementation, norm: None, x: Te
 
 
 def _fingerprints(implementation: Implementation, device: torch.device) -> dict[str, Tensor]:
-    """Run all fingerprint kernels and return their results by name: one buffer has changed, and ``renew`` skips all
-    but one.
+    """Run all fingerprint kernels on several buffers, and return their results by name.
+
+    One buffer's expected fingerprint is wrong, and ``renew`` has to update only one buffer.
     """
     rng = torch.Generator().manual_seed(SEED)
     words = [torch.randint(-(2**31), 2**31, (count,), generator=rng).to(device, torch.int32) for count in WORDS]
@@ -443,9 +442,8 @@ def trusted(
 ) -> bool:
     """Return whether the run may use the Triton kernels on this device.
 
-    Cases that have not passed yet for this code, libraries, driver and GPU are compared now (``kernel_proof``).
-    Call this
-    before the device is full, because it briefly needs about 400 MB.
+    Cases that have not passed yet for this code, libraries, driver and GPU are compared now (``kernel_proof``). Call
+    this before the device is full, because it briefly needs about 400 MB.
 
     Args:
         device: the run's device.
@@ -493,9 +491,9 @@ def cases_for(kernels: Collection[str] | None, dtype: torch.dtype) -> tuple[Case
 
 
 def proof_of(case: Case | ExactCase, dtype: torch.dtype) -> Proof:
-    """Return the record for a case. It becomes invalid if the code of the kernel, of its plain implementation or of
-    the check
-    changes.
+    """Return the record for a case.
+
+    It becomes invalid if the code of the kernel, of its plain implementation or of the check changes.
     """
     run = case.run.func if isinstance(case.run, partial) else case.run
     code = [inspect.getsource(part) for part in (run, _near, _exact, _KernelInputs, poison)]
@@ -509,8 +507,7 @@ def first_wrong(
     """Compare the cases; return a text about the first kernel that fails, or None if all are correct.
 
     A kernel fails if it cannot be compiled or run, or if its results differ from its eager implementation.
-    ``cases``: None
-    means all cases for the dtype.
+    ``cases``: None means all cases for the dtype.
 
     Raises:
         RuntimeError: as in ``trusted``.
@@ -568,7 +565,9 @@ def _computed(compute: Callable[[], Made]) -> Made:
 
 
 class _KernelInputs:
-    """Random inputs and output gradients of a case, created on the device. Both implementations get the same numbers.
+    """Random inputs and output gradients of a case, created on the device.
+
+    Both implementations get the same numbers.
     """
 
     def __init__(self, case: Case, device: torch.device, dtype: torch.dtype) -> None:

@@ -1,5 +1,6 @@
-"""Records that a Triton kernel computed correctly on this machine. The record is valid while its conditions are
-unchanged.
+"""Records that a Triton kernel computed correctly on this machine.
+
+The record is valid while its conditions are unchanged.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ KERNELS = Path(kernels.__file__).parent
 
 
 class Proof:
-    """The record that a case passed in a dtype. It applies only to the same code, libraries, driver, GPU and
-    variables.
+    """The record that a case passed in a dtype. It applies only to the same code, libraries, driver, GPU and variables.
 
     Args:
         dtype: the run's dtype.
@@ -72,8 +72,9 @@ class Proof:
 
 
 def _decides(name: str) -> bool:
-    """Whether the environment variable ``name`` may change what kernels compute. This includes variables that select a
-    GPU.
+    """Whether the environment variable ``name`` may change what kernels compute.
+
+    This includes variables that select a GPU.
     """
     return name.startswith("TRITON_") or VARIABLES.fullmatch(name) is not None
 

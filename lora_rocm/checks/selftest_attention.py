@@ -26,20 +26,20 @@ NO_BACKEND = ("No available kernel", "No viable backend")
 """Parts of torch's messages if a backend does not support this device or these shapes (aten sdp_utils)."""
 TOLERANCES = {"fp32": 256.0, "fp16": 16.0, "bf16": 16.0}
 """Maximum error in units of eps, relative to the largest number. Scores and probabilities are rounded to 16 bits,
-mainly
-by the math backend. Each rounding is an error of eps / 2, which the exponential and the sums over keys propagate. In
-float32 some kernels compose their products from TF32 parts.
+mainly by the math backend. Each rounding is an error of eps / 2, which the exponential and the sums over keys
+propagate. In float32 some kernels compose their products from TF32 parts.
 """
 NORM_TOLERANCES = {"fp32": 128.0, "fp16": 4.0, "bf16": 4.0}
 """Maximum norm of the error in units of eps, relative to the norm of the answer. In 16 bits the errors of four
-roundings
-are independent, so their norm is near 0.6 eps (``children.tune.attention.MAX_EPS``).
+roundings are independent, so their norm is near 0.6 eps (``children.tune.attention.MAX_EPS``).
 """
 GRID = 64  # inputs are multiples of 1/64 up to 4: nine bits including the sign
 
 
 def attention_checks(device: torch.device) -> Iterator[Check]:
-    """Yield the attention checks. They use odd lengths: 77-token captions, an image plus one token, and both combined.
+    """Yield the attention checks.
+
+    They use odd lengths: 77-token captions, an image plus one token, and both combined.
     """
     long, heads = (4097, 2) if device.type == "cuda" else (129, 2)
     shapes = ((2, heads, 77, 77, True), (1, heads, long, 77, False), (1, 1, long, long, False))
@@ -79,8 +79,9 @@ def attention(
     *,
     scale: float,
 ) -> None:
-    """Check the results and gradients of a route at each shape. For ``DEFAULT``, torch chooses among the enabled
-    routes.
+    """Check the results and gradients of a route at each shape.
+
+    For ``DEFAULT``, torch chooses among the enabled routes.
     """
     tolerance = TOLERANCES[dtype] * torch.finfo(FLOATS[dtype]).eps
     for batch, heads, queries, keys, causal in shapes:

@@ -27,7 +27,9 @@ class NotHereError(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """A check of the self-test. ``run`` raises ``WrongAnswerError`` or ``NotHereError``, or returns a remark or None.
+    """A check of the self-test.
+
+    ``run`` raises ``WrongAnswerError`` or ``NotHereError``, or returns a remark or None.
     """
 
     name: str
@@ -82,8 +84,7 @@ def judge(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> None:
 
 
 def judge_norm(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> None:
-    """Compare a result with the known answer by the norm of all errors, which includes errors that ``judge``
-    tolerates.
+    """Compare a result with the known answer by the norm of all errors, which includes errors that ``judge`` tolerates.
 
     Args:
         found: the result, on any device.
@@ -102,8 +103,9 @@ def judge_norm(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> No
 
 
 def expect(run: Callable[[], Tensor], wanted: Tensor, what: str, tolerance: float, like: Tensor) -> None:
-    """Run a calculation in memory that contained NaN before, and ``judge`` its result. ``like`` has its device and
-    dtype.
+    """Run a calculation in memory that contained NaN before, and ``judge`` its result.
+
+    ``like`` has its device and dtype.
     """
     poison(like.device, wanted.numel() * like.element_size())
     judge(run(), wanted, what, tolerance)

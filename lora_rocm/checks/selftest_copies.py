@@ -36,8 +36,9 @@ Read = Callable[[Tensor, str], Tensor]
 
 
 def send(tensor: Tensor, device: torch.device, method: str) -> Tensor:
-    """Copy a tensor to the device. For the method "mapped" the tensor is a mapped file, and is sent like pageable
-    memory.
+    """Copy a tensor to the device.
+
+    For the method "mapped" the tensor is a mapped file, and is sent like pageable memory.
     """
     pinned = method.startswith("pinned")
     if pinned and not torch.cuda.is_available():

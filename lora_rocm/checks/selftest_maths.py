@@ -1,7 +1,7 @@
 """Self-test of matrix products and convolutions, compared with the CPU in float64.
 
-Sums of products of small integers are exact in float32, in any order. So a float32 product must match
-bit for bit, and a 16-bit product may differ only by the rounding of its result.
+Sums of products of small integers are exact in float32, in any order. So a float32 product must match bit for bit, and
+a 16-bit product may differ only by the rounding of its result.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ LIMITS = {"fp32": 300, "fp16": 4, "bf16": 4}
 """Largest input. Sums of 4096 products of numbers up to 300 stay below 2**24 by a margin of six standard deviations."""
 ROUNDINGS = 4.0
 """Tolerance of 16-bit formats in units of eps. The result is rounded once; if a kernel splits K, partial sums are
-rounded
-too.
+rounded too.
 """
 CONV_TOLERANCES = {"fp32": 256.0, "fp16": 8.0, "bf16": 8.0}
 """Tolerance in units of eps. Winograd kernels multiply the inputs by fractions, which loses some bits."""
@@ -34,8 +33,7 @@ CONV_TIMEOUT_S = 120.0  # MIOpen compiles kernels
 
 
 def gemm_checks(device: torch.device) -> Iterator[Check]:
-    """Yield checks of matrix products: square, LoRA-shaped, tall, batched and with a bias; and of two products in a
-    row.
+    """Yield checks of matrix products: square, LoRA-shaped, tall, batched, with a bias, and two in a row.
 
     If hipBLASLt is disabled, the first check is that torch does not prefer it.
     """
@@ -94,9 +92,7 @@ def _tolerance(dtype: str) -> float:
 
 
 def _laid_out(matrix: Tensor, letter: str) -> Tensor:
-    """Return the same matrix in another memory layout: for "T" it is stored by columns, so that BLAS has to transpose
-    it.
-    """
+    """Return the same matrix; for "T" it is stored by columns, so that BLAS has to transpose it."""
     return matrix.t().contiguous().t() if letter == "T" else matrix
 
 

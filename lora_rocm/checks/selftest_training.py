@@ -15,8 +15,8 @@ from lora_rocm.device.precision import FLOATS
 STEPS, RANK, LEARNING_RATE = 10, 16, 1e-3
 TOLERANCES = {"bf16": 0.02, "fp16": 0.005}
 """Maximum error relative to the CPU's loss: two or three eps (0.0078, 0.00098), for several roundings in a row.
-Averages
-over a batch reduce the error, and updates by slightly wrong gradients accumulate it (healthy hardware: 0.005, 0.0002).
+Averages over a batch reduce the error, and updates by slightly wrong gradients accumulate it (healthy hardware: 0.005,
+0.0002).
 """
 
 

@@ -76,8 +76,9 @@ def _seconds(call: Call, calls: int, device: torch.device) -> float:
 
 
 def wall_seconds_of(call: Call, devices: Sequence[torch.device]) -> float:
-    """Return the median wall time of one call, until every device is done. Use it for copies, on which the host may
-    wait.
+    """Return the median wall time of one call, until every device is done.
+
+    Use it for copies, on which the host may wait.
 
     Args:
         call: the call to measure.

@@ -1,5 +1,4 @@
-"""torch's memory allocator on a GPU: how much memory it may use, the limit that enforces this, and its current usage.
-"""
+"""torch's memory allocator on a GPU: the memory available to it, the limit that enforces this, and its usage."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ PIECE_BYTES = 512
 """torch's allocator rounds sizes up to a multiple of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
 OWN_SEGMENT_BYTES, SEGMENT_STEP_BYTES, REST_BYTES = 10 * 2**20, 2 * 2**20, 2**20
 """A tensor of at least the first size gets its own segment. The segment's size is a multiple of the second size. An
-unused
-remainder of at most the third size is not used for other tensors (same file: kMinLargeAlloc, kRoundLarge, kSmallSize).
+unused remainder of at most the third size is not used for other tensors (same file: kMinLargeAlloc, kRoundLarge,
+kSmallSize).
 """
 
 
@@ -44,9 +43,7 @@ class Usage:
 
     @property
     def fragmented(self) -> bool:
-        """Whether an out-of-memory error is due to fragmentation: the unused reserved memory is large, but in small
-        pieces.
-        """
+        """Whether an out-of-memory error is due to fragmentation: much reserved memory is unused, but in small pieces."""
         return self.reserved_bytes - self.allocated_bytes > FRAGMENTED_SHARE * self.reserved_bytes
 
     def __str__(self) -> str:
@@ -94,7 +91,7 @@ def device_budget(device: torch.device) -> int:
 
 
 def limit_now(device: torch.device, settings: Settings) -> int | None:
-    """Return the limit in bytes for torch's allocator, from the plan and the GPU memory in use now; None means no
+    """Return the current limit for torch's allocator in bytes, by the plan and the GPU's free memory; None means no
     limit.
 
     Tensors may use the memory that torch has reserved and all free memory, except for two parts: the share that stays
@@ -115,7 +112,7 @@ def limit_now(device: torch.device, settings: Settings) -> int | None:
 
 
 def room_bytes(device: torch.device, settings: Settings, *, steady: bool = False) -> int:
-    """Bytes that tensors may use on a GPU: the current limit or, if there is none, its memory less the libraries'
+    """Bytes that tensors may use on a GPU: the current limit or, without a limit, its memory less the libraries'
     share.
 
     ``steady``: return the same value at each start of a run, unless other programs use more than a desktop usually
@@ -134,9 +131,8 @@ def limit(device: torch.device, limit_bytes: int | None) -> int | None:
 
     Returns:
         The limit in bytes, or None if no limit was set: on the CPU, if ``limit_bytes`` is None, or if
-        ``limit_bytes`` is
-            not below torch's total memory. (An APU may report only its carve-out as the total, so a larger limit is
-            valid.)
+        ``limit_bytes`` is not below torch's total memory. (An APU may report only its carve-out as the total, so a
+            larger limit is valid.)
     """
     if device.type != "cuda" or limit_bytes is None:
         return None
@@ -152,8 +148,7 @@ class LimitFollower:
     """Adjusts the allocator's limit to the memory that other programs use, which may grow while a run trains.
 
     The limit shrinks before the card is full, so torch raises an error from which the run can recover. The limit
-    affects
-    no computed value.
+    affects no computed value.
     """
 
     def __init__(

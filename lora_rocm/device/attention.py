@@ -96,7 +96,7 @@ def context_of(backend: str) -> Context:
 
 
 def training_context(backend: str) -> Context | None:
-    """Return the context for training (see ``context_of``), or None if the process-wide switches already select the
+    """Return the context for training (see ``context_of``), or None if process-wide switches already select the
     backend.
     """
     return None if backend in ("auto", "math") else context_of(backend)
@@ -174,8 +174,8 @@ def grouped(products: torch.dtype | None = None, group_bytes: int = GROUP_BYTES)
     """Return plain attention that computes one group of heads at a time, to limit the memory for scores.
 
     This applies to the forward and the backward pass. ``products``: dtype of the matrix products, or None for the
-    tensors'
-    dtype. The softmax is always computed in float32, because exponentials of 16-bit scores lose too many digits.
+    tensors' dtype. The softmax is always computed in float32, because exponentials of 16-bit scores lose too many
+    digits.
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
@@ -189,7 +189,9 @@ def grouped(products: torch.dtype | None = None, group_bytes: int = GROUP_BYTES)
 
 
 class _Grouped(torch.autograd.Function):
-    """Attention in groups of heads; N counts the heads of all samples. The backward pass recomputes the probabilities.
+    """Attention in groups of heads; N counts the heads of all samples.
+
+    The backward pass recomputes the probabilities.
     """
 
     @staticmethod

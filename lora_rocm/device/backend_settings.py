@@ -36,12 +36,10 @@ def apply(settings: Settings, device: torch.device, *, wakes_later: bool = False
 
 
 def wake(device: torch.device, settings: Settings) -> Thread:
-    """Initialise a GPU in a thread, and return the thread. This takes a second, during which other Python code can
-    run.
+    """Initialise a GPU in a thread, and return the thread. This takes a second, during which other Python code can run.
 
-    The thread also sets the allocator's limit by the memory that is free then. An error is logged, and recurs when
-    the GPU
-    is used next.
+    The thread also sets the allocator's limit by the memory that is free then. An error is logged, and recurs when the
+    GPU is used next.
     """
 
     def begin() -> None:
@@ -56,11 +54,9 @@ def wake(device: torch.device, settings: Settings) -> Thread:
 def plain_attention(device: torch.device) -> AbstractContextManager[None]:
     """Return a context that uses plain attention on an AMD GPU, and changes nothing elsewhere; for VAEs.
 
-    A VAE has one attention head of width 512 in float32, which the self-test does not cover. Fused attention is
-    known to
-    crash on large images (ComfyUI comfy/model_management.py) and to produce black ones (pytorch#132004). Plain
-    attention
-    needs more memory: 2 GiB for an image of 1024x1024.
+    A VAE has one attention head of width 512 in float32, which the self-test does not cover. Fused attention is known
+    to crash on large images (ComfyUI comfy/model_management.py) and to produce black ones (pytorch#132004). Plain
+    attention needs more memory: 2 GiB for an image of 1024x1024.
     """
     if device.type != "cuda" or torch.version.hip is None:
         return nullcontext()

@@ -5,9 +5,8 @@ means hipBLASLt on RDNA 4 (pytorch#174377). So each process also sets torch's pr
 reads it back.
 
 ``torch._int_mm`` and ``torch._scaled_mm`` always use hipBLASLt, regardless of the preference (FlyDSL#1073). So no
-module
-may call them: a product of 8-bit numbers would use hipBLASLt even in the profile "safe". tests/test_architecture.py
-(``OF_BLAS``) checks this.
+module may call them: a product of 8-bit numbers would use hipBLASLt even in the profile "safe".
+tests/test_architecture.py (``OF_BLAS``) checks this.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def hipblaslt_is_off(environ: Mapping[str, str]) -> bool:
 
 
 def obey(environ: Mapping[str, str]) -> None:
-    """Make this process prefer rocBLAS if the variables disable hipBLASLt, even if this torch version ignores a 0 in
+    """Prefer rocBLAS in this process if the variables disable hipBLASLt, even if this torch version ignores a 0 in
     them.
     """
     if hipblaslt_is_off(environ):

@@ -41,7 +41,9 @@ class DeviceMemory:
 
 
 def read_memory(device: torch.device) -> DeviceMemory:
-    """Read a GPU's current memory. This costs one driver call and two small file reads, and does not wait for the GPU.
+    """Read a GPU's current memory.
+
+    This costs one driver call and two small file reads, and does not wait for the GPU.
     """
     free, total = map(int, torch.cuda.mem_get_info(device))
     properties = torch.cuda.get_device_properties(device)

@@ -25,9 +25,8 @@ from torch import Tensor
 from lora_rocm.errors import MachineError
 
 SLOW_S, SLOW_S_PER_MEGAPIXEL = 2.0, 4.0
-"""Encoding counts as slow if it exceeds both limits, in seconds and in seconds per megapixel. In the reported slow
-case it
-took at least 13 s per megapixel, with torch's own convolutions 0.4 s (same source).
+"""Encoding counts as slow if it exceeds both limits, in seconds and in seconds per megapixel. In the reported slow case
+it took at least 13 s per megapixel, with torch's own convolutions 0.4 s (same source).
 """
 GAIN = 2.0  # required speed-up of the other backend
 TOLERANCE = 1e-2  # relative to the largest value; rounding gives 1e-5, a broken kernel about 1
@@ -71,9 +70,9 @@ def watched(encode: Encode, device: torch.device, notify: Notify) -> Encode:
 
 
 class WatchedEncoder:
-    """An encoder that times the first image of each size. If that is slow, it tries without MIOpen and keeps the
-    faster
-    backend for this size.
+    """An encoder that times the first image of each size.
+
+    If that is slow, it tries without MIOpen and keeps the faster backend for this size.
     """
 
     def __init__(

@@ -64,11 +64,9 @@ def compute_dtype(
 ) -> torch.dtype:
     """Return the dtype of the frozen base model and of its computation (by autocast, or in the LoRA layers).
 
-    "auto" uses the planned precision. If none is planned, a GPU gets bf16 if it is known to support it natively,
-    else fp16,
-    which every GPU supports. (``is_bf16_supported`` is always true on HIP: torch/cuda/__init__.py.) A model that
-    overflows
-    in fp16 (``takes_fp16`` is false) gets bf16 even on such a GPU, which emulates it.
+    "auto" uses the planned precision. If none is planned, a GPU gets bf16 if it is known to support it natively, else
+    fp16, which every GPU supports. (``is_bf16_supported`` is always true on HIP: torch/cuda/__init__.py.) A model that
+    overflows in fp16 (``takes_fp16`` is false) gets bf16 even on such a GPU, which emulates it.
     """
     if mixed_precision != "auto":
         return DTYPES[mixed_precision]

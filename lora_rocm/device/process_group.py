@@ -32,8 +32,7 @@ TIMEOUT_S = 1800.0
 POLL_S, LEAVING_S = 0.02, 5.0
 TOLERANCE = 1e-6
 """Allowed error of a sum of gradients, relative to the sum of their magnitudes (float32). Each rank adds up all its
-values
-before and after the exchange.
+values before and after the exchange.
 """
 NAMED = 5  # differences that an error names
 NUM_CHECKS = 5
@@ -107,9 +106,8 @@ class World:
     def sum_(self, flat_N: Tensor, votes_K: Tensor, stamp: int) -> Summed:
         """Sum over all ranks in place. Does not synchronise on a GPU.
 
-        On some boards, direct copies between GPUs are known to arrive as zeros. So each rank adds up its values
-        before and
-        after the exchange, and the two results must agree across ranks. A wrong sum blocks the update.
+        On some boards, direct copies between GPUs are known to arrive as zeros. So each rank adds up its values before
+        and after the exchange, and the two results must agree across ranks. A wrong sum blocks the update.
 
         Args:
             flat_N: gradients, float32, contiguous. Overwritten by the sum over ranks, bit-identical on all of them.
@@ -142,8 +140,7 @@ class World:
     def reduce_step(
         self, flat_N: Tensor, blocked: Tensor, loss: Tensor, losses_B: Tensor, *, stop: bool, save: bool, stamp: int
     ) -> Agreed:
-        """Sum the gradients, and decide together with the other ranks whether to update. Does not synchronise on a
-        GPU.
+        """Sum the gradients, and decide together with the other ranks whether to update. Does not synchronise on a GPU.
 
         Args:
             flat_N: gradients, see ``sum_``.
@@ -168,8 +165,9 @@ class World:
         return Agreed(torch.maximum(anybody, summed.wrong), summed.wrong, *summed.votes_K[1:].unbind())
 
     def _both_flags(self, device: torch.device, one: bool, other: bool) -> Tensor:
-        """Return two flags as float64 [2] on the device. It is a view of a constant table, so it needs no copy per
-        step.
+        """Return two flags as float64 [2] on the device.
+
+        It is a view of a constant table, so it needs no copy per step.
         """
         if self._flags is None:
             rows_FF = torch.tensor([[[0, 0], [0, 1]], [[1, 0], [1, 1]]], dtype=torch.float64, device=device)

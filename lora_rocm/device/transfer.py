@@ -29,8 +29,7 @@ GROUP_BYTES = {False: CHUNK_BYTES, True: CHUNKS_AT_ONCE * CHUNK_BYTES}
 HOST_THREADS = 8  # compute fingerprints on the host
 READS = 3  # attempts to read a tensor back from the device
 METHODS = ("pinned", "unpinned", "clone", "chunked")
-"""The copy methods in order of preference. A failed batch is sent again with the next method. Without pinned memory
-the
+"""The copy methods in order of preference. A failed batch is sent again with the next method. Without pinned memory the
 first method is "unpinned".
 """
 
@@ -69,8 +68,7 @@ def whole_fingerprint(tensor: Tensor) -> Tensor:
 
 
 def whole_fingerprints(tensors: Sequence[Tensor], salt: int | Tensor) -> Tensor:
-    """Return ``whole_fingerprint`` of K tensors, xor-ed with the salt (see ``salted``): int64 [K] on the tensors'
-    device.
+    """Return ``whole_fingerprint`` of K tensors, xor-ed with the salt (see ``salted``): int64 [K] on their device.
 
     Tensors of one shape are computed together, so that a few calls cover up to ``GROUP_BYTES`` of them.
     """
@@ -122,8 +120,9 @@ def _words(tensor_B: Tensor) -> Tensor:
 
 
 def _position_weights(count: int, device: torch.device) -> Tensor:
-    """Return odd int64 weights [count] that hash the position (xor-shift and multiply, as in splitmix64). They are
-    cached.
+    """Return odd int64 weights [count] that hash the position (xor-shift and multiply, as in splitmix64).
+
+    They are cached.
     """
     known = _weights.get(device)
     if known is None or known.numel() < count:
@@ -135,8 +134,9 @@ def _position_weights(count: int, device: torch.device) -> Tensor:
 
 
 def position_table(device: torch.device) -> Tensor:
-    """Return the device's current table of position weights. Owners of a captured graph must keep it, as the graph
-    reads it.
+    """Return the device's current table of position weights.
+
+    Owners of a captured graph must keep it, as the graph reads it.
     """
     return _position_weights(1, device)
 
@@ -174,7 +174,9 @@ class Clock:
     marks: list[torch.cuda.Event | float]
 
     def seconds(self) -> tuple[float, float]:
-        """Return (copy_s, check_s). On a GPU they are times between device events, and include gaps between launches.
+        """Return (copy_s, check_s).
+
+        On a GPU they are times between device events, and include gaps between launches.
         """
         a, b, c = self.marks
         if isinstance(a, float):
@@ -183,8 +185,7 @@ class Clock:
 
 
 class DeviceTransfer:
-    """Sends batches to a device, records on the device whether any arrived changed, and switches methods after
-    failures.
+    """Sends batches to a device, records whether any arrived changed, and switches copy methods after failures.
 
     ``first``: the first copy method. "auto" means "pinned", or "unpinned" if ``pin`` is false.
 
@@ -223,10 +224,9 @@ class DeviceTransfer:
         """Copy a micro-batch to the device, and compare its fingerprints there with the expected ones.
 
         The expected fingerprints are copied the same way, so both could be wrong in the same way. Therefore each
-        fingerprint is
-        xor-ed with a number that differs for every send and position, and that reaches the device as a kernel
-        argument. Data
-        and fingerprints that are both old, both zero, or both swapped with their neighbours then do not match.
+        fingerprint is xor-ed with a number that differs for every send and position, and that reaches the device as a
+        kernel argument. Data and fingerprints that are both old, both zero, or both swapped with their neighbours then
+        do not match.
 
         Args:
             tensors: CPU tensors by name, with B samples in the first dimension.
@@ -280,20 +280,20 @@ class DeviceTransfer:
         return arrived
 
     def send_checked(self, tensor: Tensor, name: str) -> Tensor:
-        """Copy one tensor (a weight or restored state) and wait for its check. If it fails, try the next method at
-        once.
+        """Copy one tensor (a weight or restored state) and wait for its check.
 
-        With ``heap_copy`` the tensor's memory may be a mapped file, so the device reads only a copy of it. One
-        tensor is copied
-        at a time, so that a model is never in memory twice.
+        If it fails, try the next method at once.
+
+        With ``heap_copy`` the tensor's memory may be a mapped file, so the device reads only a copy of it. One tensor
+        is copied at a time, so that a model is never in memory twice.
         """
         return self._sent(tensor, name, int(whole_fingerprint(tensor)), self._checked_methods)
 
     @property
     def _checked_methods(self) -> tuple[str, ...]:
-        """The copy methods for tensors that are checked at once. With ``heap_copy`` those that read the tensor's own
-        memory are
-        excluded.
+        """The copy methods for tensors that are checked at once.
+
+        With ``heap_copy`` those that read the tensor's own memory are excluded.
         """
         return tuple(m for m in self.methods[self._base_rung :] if not (self._heap_copy and m == "unpinned"))
 

@@ -8,9 +8,8 @@ LoKr (``lokr.py``): the update is the Kronecker product of two factors. Each fac
 scale is alpha / rank if any factor is a product, else 1.
 LoHa (``loha.py``): the update is the elementwise product of two products; its scale is alpha / rank.
 OFT (``oft.py``): blocks of rows are rotated. alpha limits the rotation, and 0 means no limit.
-IA3: ComfyUI does not read it. The rule of LyCORIS (``lycoris/modules/ia3.py``) and A1111 is used: ``(1 + weight)
-W`` for
-each output.
+IA3: ComfyUI does not read it. The rule of LyCORIS (``lycoris/modules/ia3.py``) and A1111 is used: ``(1 + weight) W``
+for each output.
 
 DoRA (arXiv 2402.09353, eq. 5) and LyCORIS use the norm of the adapted weight. ComfyUI and Forge use the base weight's
 norm if it is per output row, so their results deviate a little. (ComfyUI pull request 15458 would change that.)
@@ -83,7 +82,7 @@ def apply_comfy(
 def apply_norms(
     tensors: dict[str, Tensor], base_norms: Mapping[str, tuple[Tensor, Tensor | None]]
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """Yield (key, weight, bias) of each trained norm with the file applied, in float32; remove its tensors from
+    """Yield (key, weight, bias) of each trained norm with the file applied, in float32, and remove it from
     ``tensors``.
 
     ``comfy/lora.py``: "<key>.w_norm" is added to the weight, "<key>.b_norm" to the bias.

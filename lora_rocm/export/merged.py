@@ -126,8 +126,9 @@ def _by_file_name(files: OwnFiles, adapter: Adapter) -> dict[str, Entry]:
 
 @dataclass(frozen=True)
 class _Merge:
-    """Computes the content of the merged model's files. entries: adapter entries by the weights' names in the base's
-    files.
+    """Computes the content of the merged model's files.
+
+    entries: adapter entries, keyed by the weights' names in the base's files.
     """
 
     files: OwnFiles

@@ -55,9 +55,8 @@ class TensorFile:
 def kohya_hashes(tensors: Mapping[str, Tensor], ss_metadata: Mapping[str, str]) -> dict[str, str]:
     """Return the two hashes that kohya's tools and A1111 read from a file's metadata.
 
-    The first is the sha256 of all bytes after the header. The second is the first 8 hex digits of the sha256 of 64
-    KiB at
-    offset 1 MiB. Both are computed for a file that has only the ``ss_`` metadata. (Source:
+    The first is the sha256 of all bytes after the header. The second is the first 8 hex digits of the sha256 of 64 KiB
+    at offset 1 MiB. Both are computed for a file that has only the ``ss_`` metadata. (Source:
     ``precalculate_safetensors_hashes`` in kohya's train_util.) For meta tensors the hashes are zeros of the same
     length.
     """

@@ -164,8 +164,9 @@ def _weight(layer: BaseTunerLayer) -> Tensor:
 
 
 class _Weights(Mapping[str, Tensor]):
-    """Mapping of kohya keys to base weights, which are fetched one at a time. If ``real`` is false, the weights are
-    zeros.
+    """Mapping of kohya keys to base weights, which are fetched one at a time.
+
+    If ``real`` is false, the weights are zeros.
     """
 
     def __init__(
@@ -193,7 +194,9 @@ class _Weights(Mapping[str, Tensor]):
 
 @dataclass
 class _Comparison:
-    """Accumulates the differences of all weights. Raises ExportError at the first one that rounding does not explain.
+    """Accumulates the differences of all weights.
+
+    Raises ExportError at the first one that rounding does not explain.
     """
 
     path: Path

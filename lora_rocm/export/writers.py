@@ -239,8 +239,7 @@ def _metadata(
 
 
 def embedding_files(lora: Path, adapter: Adapter, recipe: Recipe) -> Iterator[tuple[Path, TensorFile]]:
-    """Yield path and content of each new token's embedding file, in float32, in the format that A1111 and ComfyUI
-    read.
+    """Yield path and content of each new token's embedding file, in float32, in the format that A1111 and ComfyUI read.
 
     The vectors are not also written to the LoRA file ("bundle_emb."). A1111 and OneTrainer would read them there, but
     diffusers refuses a file with keys that it does not know.

@@ -93,8 +93,8 @@ def add_norm_backward(
 ):  # fmt: skip
     """Write the gradient of the sum, and the gradient of the branch if it differs; one program per row.
 
-    The gradients of gate and weight are sums over rows. The kernel writes the terms, one row each, and the caller
-    adds them.
+    The gradients of gate and weight are sums over rows. The kernel writes the terms, one row each, and the caller adds
+    them.
     """
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -134,8 +134,7 @@ def add_norm_backward(
 
 
 class TritonAddNorm(Function):
-    """Autograd function (x, branch, gate, weight, bias, eps, branch_eps, centred, dtype) -> (sum, normalised sum or
-    None).
+    """Autograd function (x, branch, gate, weight, bias, eps, branch_eps, centred, dtype) -> (sum, normalised or None).
 
     See ``norms.add_norm``. Branch, gate, weight, bias and branch_eps may be None. Without a weight nothing is
     normalised.
@@ -210,9 +209,7 @@ class TritonAddNorm(Function):
 
 
 def _rows_of(x: Tensor, *vectors: Tensor | None) -> tuple[list[Tensor | None], int]:
-    """Return the vectors, expanded to one row or one row per sample, and the number of rows of ``x`` that share each
-    row.
-    """
+    """Return the vectors, expanded to one row or one row per sample; and the number of rows of ``x`` per such row."""
     per_sample = any(vector is not None and vector.ndim == 2 for vector in vectors)
     shape = (len(x), x.shape[-1]) if per_sample else x.shape[-1:]
     rows = x.numel() // x.shape[-1] // (len(x) if per_sample else 1)
@@ -220,8 +217,9 @@ def _rows_of(x: Tensor, *vectors: Tensor | None) -> tuple[list[Tensor | None], i
 
 
 def _summed(products: Tensor | None, vector: Tensor | None) -> Tensor | None:
-    """Sum rows of products over all rows that share a row of ``vector``. Return the gradient in the shape of
-    ``vector``.
+    """Sum rows of products over all rows that share a row of ``vector``.
+
+    Return the gradient in the shape of ``vector``.
     """
     if products is None or vector is None:
         return None

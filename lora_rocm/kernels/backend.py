@@ -59,8 +59,9 @@ def available(device: torch.device) -> bool:
 
 
 def launches(implementation: Implementation, x: Tensor, kernel: Callable[[], str]) -> bool:
-    """Whether to launch the Triton kernels for ``x``. This is false on the meta device, where plain PyTorch replaces
-    them.
+    """Whether to launch the Triton kernels for ``x``.
+
+    This is false on the meta device, where plain PyTorch replaces them.
 
     ``kernel``: returns the name "module.function: variant" of the kernels. It is called only on the meta device, where
     ``kernels_seen`` collects the names, so a training step builds no names.
@@ -92,7 +93,5 @@ def kernels_seen() -> Iterator[set[str]]:
 
 
 def implementation_for(device: torch.device, triton: bool = True) -> Implementation:
-    """Return the implementation for a device: "triton" if it may be able to run it and ``triton`` is true, else
-    "eager".
-    """
+    """Return "triton" if ``triton`` is true and the device may be able to run Triton kernels, else "eager"."""
     return "triton" if triton and available(device) else "eager"

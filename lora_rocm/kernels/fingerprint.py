@@ -20,8 +20,7 @@ from lora_rocm.kernels.fingerprint_weights import BUFFERS_AT_ONCE, PLACE_FACTORS
 
 TILES_AT_ONCE = {"cpu": 16, "cuda": 1024}
 """Device type -> number of tiles that plain PyTorch computes at once. The products take 8 bytes per word, and should
-fit
-into the CPU's cache.
+fit into the CPU's cache.
 """
 
 
@@ -112,9 +111,9 @@ def _fingerprint(words_N: Tensor) -> Tensor:
 
 @cache
 def _place_weights(device: torch.device) -> Tensor:
-    """Return odd int64 weights [TILE] within 32 bits and with distinct magnitudes. They are cached, as captured graphs
-    read
-    them.
+    """Return odd int64 weights [TILE] within 32 bits and with distinct magnitudes.
+
+    They are cached, as captured graphs read them.
     """
     place_T = torch.arange(1, TILE + 1, dtype=torch.int64, device=device)
     place_T = _as_int32(place_T * PLACE_FACTORS[0])

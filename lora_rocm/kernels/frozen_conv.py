@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 
 
 class FrozenConv2d(nn.Conv2d):
-    """A convolution that does not keep its input. PyTorch's convolution runs instead if the weight is trained, or if
-    weight
-    and input have different dtypes.
+    """A convolution that does not keep its input.
+
+    PyTorch's convolution runs instead if the weight is trained, or if weight and input have different dtypes.
     """
 
     @staticmethod

@@ -51,8 +51,7 @@ def lora_projections(
     bias_O: Tensor | None = None,
     dense: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the outputs of several adapted projections of one input, using one base product and one product for all
-    ``A``.
+    """Return the outputs of several adapted projections of one input: one base product, and one product for all ``A``.
 
     Args:
         x: input [..., I].
@@ -155,8 +154,9 @@ def _weight(weight_OI: Tensor | None, dense: Callable[[], Tensor] | None) -> Ten
 
 
 def _scaled_product(left: Tensor, right_factor: Tensor, scale: float) -> Tensor:
-    """Return ``scale * left @ right_factor`` in one operation. (With beta 0, addmm does not read the uninitialised
-    output.)
+    """Return ``scale * left @ right_factor`` in one operation.
+
+    (With beta 0, addmm does not read the uninitialised output.)
     """
     if scale == 1:
         return left @ right_factor

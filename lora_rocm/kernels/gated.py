@@ -37,8 +37,7 @@ def gated(activation: Activation, implementation: Implementation, a: Tensor, g: 
         activation: name of the activation function.
         implementation: see ``backend``.
         a: [..., N]. If ``g`` is None: [..., 2N], with a in the first half and g in the second. The backward pass
-        overwrites
-            it with its gradient, so no other operation may need it after that.
+        overwrites it with its gradient, so no other operation may need it after that.
         g: [..., N], overwritten like ``a``; or None.
     """
     if torch.compiler.is_compiling():  # the compiler fuses it, and refuses writes into halves
@@ -58,9 +57,8 @@ def activated(activation: Activation, implementation: Implementation, g: Tensor)
 
     Plain PyTorch keeps ``g``, and the backward pass overwrites it with its gradient. For bfloat16, the Triton kernels
     overwrite ``g`` with the output, and keep only the slope of each number, as a byte: half of the memory. (arXiv
-    2202.00441 does so with fewer bits.) The slope's rounding error is at most 0.0025, similar to the relative error
-    of a
-    bfloat16 gradient (0.002 to 0.004). In the backward pass they overwrite the output's gradient with the gradient of
+    2202.00441 does so with fewer bits.) The slope's rounding error is at most 0.0025, similar to the relative error of
+    a bfloat16 gradient (0.002 to 0.004). In the backward pass they overwrite the output's gradient with the gradient of
     ``g``.
     """
     if torch.compiler.is_compiling():
@@ -119,8 +117,9 @@ class _Activated(Function):
 
 
 class _ActivatedWithSlopes(Function):
-    """The Triton implementation of ``activated``. On the meta device it allocates the same tensors, but computes
-    nothing.
+    """The Triton implementation of ``activated``.
+
+    On the meta device it allocates the same tensors, but computes nothing.
     """
 
     @staticmethod

@@ -93,8 +93,9 @@ def activated_backward(dy, slopes, count, BLOCK: tl.constexpr):
 
 
 def launch_activated(g: Tensor, slopes: Tensor, activation: str) -> None:
-    """Overwrite g with activation(g), and write its slopes (uint8). Both tensors are contiguous and have the same
-    shape.
+    """Overwrite g with activation(g), and write its slopes (uint8).
+
+    Both tensors are contiguous and have the same shape.
     """
     grid = (triton.cdiv(g.numel(), BLOCK),)
     activated_forward[grid](g, slopes, g.numel(), **_how(activation), BLOCK=BLOCK, **LAUNCH)

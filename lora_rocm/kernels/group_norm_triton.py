@@ -25,9 +25,8 @@ MANY_BLOCKS = 1024  # enough to fill a GPU with large chunks
 JOINED = 2048  # numbers that a combining program holds at once
 WARPS = 8
 """Warps per program. With 4, the gradient of large images spills registers on wave-32 GPUs (Triton 3.6, 3.8 and 3.9),
-and
-gfx942 runs no more waves than with 8. With 16, gfx1100 would run 10 waves instead of 7, each with half as many numbers.
-These numbers were computed by benchmarks/registers.py, not measured.
+and gfx942 runs no more waves than with 8. With 16, gfx1100 would run 10 waves instead of 7, each with half as many
+numbers. These numbers were computed by benchmarks/registers.py, not measured.
 """
 
 
@@ -211,9 +210,7 @@ def add_bias_residual(x, y, bias, out, count, channels, BLOCK: tl.constexpr):
 
 
 class _Shape:
-    """Launch parameters for a batch of feature maps: chunks of pixels, blocks of channels, grids, and shapes of
-    buffers.
-    """
+    """Launch parameters for a batch of feature maps: pixels per chunk, channels per block, grids, and buffer shapes."""
 
     def __init__(self, x_BCHW: Tensor, groups: int) -> None:
         batch, channels, height, width = x_BCHW.shape

@@ -27,9 +27,8 @@ class LoraLinear(Linear):
     def plain(self, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
         """Return (A, B, scale) if ``lora_linear`` can compute the layer for ``x``, else None.
 
-        This requires plain LoRAs and a dense base layer in the dtype of ``x``, or a packed one. Several active
-        adapters with
-        the same scale are returned as one adapter with concatenated ranks.
+        This requires plain LoRAs and a dense base layer in the dtype of ``x``, or a packed one. Several active adapters
+        with the same scale are returned as one adapter with concatenated ranks.
         """
         if self._disable_adapters or self.merged_adapters or _under_autocast(x):
             return None

@@ -17,8 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 Made = tuple[Tensor, Callable[[], Tensor]]
-"""A tensor, and a function that recomputes it bit for bit. The function must not reference the tensor's autograd
-graph.
+"""A tensor, and a function that recomputes it bit for bit. The function must not reference the tensor's autograd graph.
 """
 
 

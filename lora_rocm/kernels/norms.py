@@ -96,8 +96,7 @@ def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, implementation: Im
     """Return ``x`` plus the branch, and the norm of this sum over the last dimension.
 
     If ``branch`` is None, the first result is ``x`` itself. Use it for a residual sum: the backward kernel of the
-    second
-    result also adds the gradient of the first.
+    second result also adds the gradient of the first.
 
     Args:
         x: residual stream [B, ..., D]. The sum has its dtype.
@@ -119,9 +118,7 @@ def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, implementation: Im
 
 
 def residual_stream(x: Tensor) -> Tensor:
-    """Return ``x`` as the start of a residual stream. float16 becomes float32, because the sum of many branches
-    overflows.
-    """
+    """Return ``x`` as the start of a residual stream: float16 becomes float32, because sums of many branches overflow."""
     return x.float() if x.dtype == torch.float16 else x
 
 
@@ -149,8 +146,9 @@ def add_branch(x: Tensor, branch: Branch, implementation: Implementation) -> Ten
 
 
 def rms_normal(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
-    """Return the RMSNorm over the last dimension; the weight, if any, is frozen. Only ``x`` is kept for the backward
-    pass.
+    """Return the RMSNorm over the last dimension; the weight, if any, is frozen.
+
+    Only ``x`` is kept for the backward pass.
     """
     if torch.compiler.is_compiling():
         return F.rms_norm(x, x.shape[-1:], weight, eps)
@@ -193,7 +191,9 @@ def _by_row(vector: Tensor, x: Tensor) -> Tensor:
 
 
 class _RmsNormal(Function):
-    """RMSNorm that is recomputed in the backward pass. PyTorch's own RMSNorm keeps float32 copies, except on the GPU.
+    """RMSNorm that is recomputed in the backward pass.
+
+    PyTorch's own RMSNorm keeps float32 copies, except on the GPU.
     """
 
     @staticmethod
@@ -215,11 +215,9 @@ class _RmsNormal(Function):
 class _GatedSum(Function):
     """``x + gate * y`` with a frozen gate for each sample.
 
-    The gate is not saved as a tensor of the graph, because a block is recomputed up to its last saved tensor. So in
-    a block
-    that ends with this sum, recomputation stops before the product that gives ``y``. A gate shared by all samples
-    is not
-    allowed here: it may be a weight that is in main memory when the gradient arrives.
+    The gate is not saved as a tensor of the graph, because a block is recomputed up to its last saved tensor. So in a
+    block that ends with this sum, recomputation stops before the product that gives ``y``. A gate shared by all samples
+    is not allowed here: it may be a weight that is in main memory when the gradient arrives.
     """
 
     @staticmethod

@@ -132,8 +132,7 @@ class Nf4(QuantisedLinears):
     """bitsandbytes' nf4 with double quantisation: 4.127 bits per value.
 
     Two values share a byte, the first in its upper half. A block's magnitude is ``code[byte] * nested + offset``.
-    ``table``
-    contains the two levels of each possible byte, rounded to the layer's dtype.
+    ``table`` contains the two levels of each possible byte, rounded to the layer's dtype.
     """
 
     @property
@@ -151,8 +150,9 @@ class Nf4(QuantisedLinears):
         return self.of_codes(layer, pairs, nested_codes=nested_codes_K, nested=nested, offset=offset[None], code=code)
 
     def of_codes(self, layer: nn.Linear, pairs: Tensor, **magnitudes: Tensor) -> PackedLinear:
-        """Return a packed layer with these pairs of codes. ``magnitudes``: the buffers that the method ``magnitudes``
-        reads.
+        """Return a packed layer with these pairs of codes.
+
+        ``magnitudes``: the buffers that the method ``magnitudes`` reads.
         """
         levels = torch.tensor(LEVELS, dtype=layer.weight.dtype, device=pairs.device)
         table = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
@@ -188,17 +188,16 @@ class Nf4(QuantisedLinears):
 
 
 def _pieces(count: int, size: int, like: Tensor) -> list[slice]:
-    """Slices of ``count`` rows with ``size`` values each. A slice has about ``PIECE`` values; on the meta device there
-    is one.
+    """Slices of ``count`` rows with ``size`` values each.
+
+    A slice has about ``PIECE`` values; on the meta device there is one.
     """
     step = count if like.is_meta else max(1, PIECE // size)
     return [slice(begin, min(begin + step, count)) for begin in range(0, count, max(step, 1))]
 
 
 def pairs_of(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes of the nearest levels, two per byte (uint8), and the largest magnitude of each block (float32
-    [K]).
-    """
+    """Return the codes of the nearest levels, two per byte (uint8), and each block's largest magnitude (float32 [K])."""
     weight_KB = weight.reshape(-1, BLOCK)
     pairs_KP = torch.empty(len(weight_KB), BLOCK // 2, dtype=torch.uint8, device=weight.device)
     absmax_K = torch.empty(len(weight_KB), dtype=torch.float32, device=weight.device)
@@ -217,10 +216,9 @@ def pairs_of(weight: Tensor) -> tuple[Tensor, Tensor]:
 class NearestLevels:
     """Finds the nearest level of numbers from -1 to 1, in a twentieth of ``torch.bucketize``'s time.
 
-    The range is cut into cells that contain at most one limit between two levels. A table has this limit for each
-    cell, and
-    the number of limits in lower cells. Buffers are reused, because on the CPU allocating memory for each piece takes
-    longer than the arithmetic.
+    The range is cut into cells that contain at most one limit between two levels. A table has this limit for each cell,
+    and the number of limits in lower cells. Buffers are reused, because on the CPU allocating memory for each piece
+    takes longer than the arithmetic.
 
     Args:
         count: maximum number of values per call.
@@ -250,8 +248,9 @@ class NearestLevels:
 
 
 def _cell(scaled_N: Tensor, out_N: Tensor | None = None) -> Tensor:
-    """Return the cell of each number, not yet rounded down. Rounding is monotonic, so the cells keep the order of the
-    numbers.
+    """Return the cell of each number, not yet rounded down.
+
+    Rounding is monotonic, so the cells keep the order of the numbers.
     """
     return torch.mul(scaled_N, CELLS, out=out_N).add_(CELLS)
 
@@ -278,8 +277,7 @@ def _nested(values_K: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def dynamic_map() -> tuple[float, ...]:
-    """Return the 256 values of the signed dynamic map: seven decades, each with twice as many values as the one below.
-    """
+    """The 256 values of the signed dynamic map: seven decades, each with twice as many values as the one below."""
     values = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)

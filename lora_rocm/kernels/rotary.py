@@ -1,5 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864), optionally after an RMSNorm (arXiv 1910.07467) of each query or key
-head.
+"""Rotary position embedding (arXiv 2104.09864), with an optional RMSNorm of heads (arXiv 1910.07467) before it.
 
 Dimensions: B batch, S tokens, H heads, D width of a head.
 """
@@ -21,9 +20,8 @@ from lora_rocm.kernels.norms import rms_normal
 class Rotation:
     """The angle by which each pair of numbers of a head is rotated, for each token; in any float dtype.
 
-    cos, sin: [S, D/2] or [B, S, D/2], the same for all heads. Both must have the same strides, because the kernels
-    use one
-    set of strides.
+    cos, sin: [S, D/2] or [B, S, D/2], the same for all heads. Both must have the same strides, because the kernels use
+    one set of strides.
     interleaved: whether neighbouring numbers are a pair; otherwise number i of the first half and number i of the
     second.
     """

@@ -89,8 +89,9 @@ def norm_rotary_forward(
     TURN_PAIR: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
     NORM: tl.constexpr = True,
 ):  # fmt: skip
-    """Normalise and rotate one stream; one program per token. ``first``: number of tokens of earlier streams in the
-    output.
+    """Normalise and rotate one stream; one program per token.
+
+    ``first``: number of tokens of earlier streams in the output.
     """
     if NORM:
         start, is_head, a, b, _, weight_a, weight_b, c, s = _normal_token(
@@ -133,8 +134,7 @@ def norm_rotary_backward(
 
 
 class TritonNormRotary(Function):
-    """Autograd function (cos, sin, interleaved, eps, x and weight of each stream) -> heads of all streams,
-    concatenated.
+    """Autograd function (cos, sin, interleaved, eps, x and weight of each stream) -> concatenated heads.
 
     See ``rotary.norm_rotary``. Streams without a weight have no norm, and are not saved for the backward pass.
     """

@@ -109,8 +109,7 @@ class PackedLinear(nn.Linear):
         layer: the dense layer; the packed layer uses its bias.
         weight_format: the format, which unpacks ``weight`` and ``buffers``.
         weight: packed tensor; its first dimension is the outputs. Its bytes are kept as int8, because PEFT would
-        cast its
-            adapter, and T5 its activations, to any other dtype.
+        cast its adapter, and T5 its activations, to any other dtype.
         buffers: further packed tensors, by name.
 
     Attributes:
@@ -164,7 +163,9 @@ class _PackedProduct(torch.autograd.Function):
 
 
 def joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype) -> Tensor:
-    """Return the dense weights of packed layers, concatenated by rows. The layers must have the same number of inputs.
+    """Return the dense weights of packed layers, concatenated by rows.
+
+    The layers must have the same number of inputs.
     """
     rows = [layer.out_features for layer in layers]
     weight_OI = layers[0].weight.new_empty(sum(rows), layers[0].in_features, dtype=dtype)

@@ -33,9 +33,8 @@ class Sent:
 class Placement(Protocol):
     """Decides where frozen weights are kept, and checks them.
 
-    ``changed`` checks the weights that stay on the device. Weights that are fetched for use are checked at every
-    fetch, and
-    a difference sets ``transfer.bad``.
+    ``changed`` checks the weights that stay on the device. Weights that are fetched for use are checked at every fetch,
+    and a difference sets ``transfer.bad``.
     """
 
     @property

@@ -1,11 +1,10 @@
-"""A placement that keeps the frozen weights of blocks in main memory, and fetches each block's weights one block
-ahead.
+"""A placement that keeps the frozen weights of blocks in main memory, and fetches each block's weights one block ahead.
 
 Blocks are recomputed in the backward pass (``families.common.recompute``), so each is used twice: forward and backward.
 A block's weights are one piece of pinned memory, copied as a whole on a separate stream into one of two slots on the
-GPU. A slot is overwritten only after the device has finished all work queued before, including the work that
-used it. That is enough: the forward pass of a block is queued before the next block is entered, and so is its backward
-pass, because autograd runs in reverse order of the forward pass.
+GPU. A slot is overwritten only after the device has finished all work queued before, including the work that used it.
+That is enough: the forward pass of a block is queued before the next block is entered, and so is its backward pass,
+because autograd runs in reverse order of the forward pass.
 
 After every fetch, the device compares the weights' fingerprint with the one taken on the host. A difference sets
 ``DeviceTransfer.bad``, which stays set: nothing synchronises, and no update uses the data.
@@ -68,15 +67,13 @@ def copy_into(place: Tensor, source: Tensor) -> None:
 class Offloaded(Resident):
     """Keeps the weights of some blocks in main memory, and all others on the device. Implements ``Placement``.
 
-    Fusing modules may merge weights into new memory, so the weights move to main memory in two steps: ``place``
-    does not
-    send them, and ``hold`` packs them once the modules are fused.
+    Fusing modules may merge weights into new memory, so the weights move to main memory in two steps: ``place`` does
+    not send them, and ``hold`` packs them once the modules are fused.
 
     Args:
         transfer: transfer to the device.
         blocks: returns the blocks in forward order. ``place`` and ``hold`` both call it, because fusing may replace
-        modules
-            and the memory plan may change.
+        modules and the memory plan may change.
         pin, copy: see ``Offload``.
 
     Attributes:
@@ -125,8 +122,7 @@ class Offload:
     """Moves the frozen weights of blocks to main memory and fetches them for use.
 
     The weights may be on the CPU or on the device. Afterwards only these blocks' own forward passes may use them,
-    because
-    elsewhere they are CPU tensors. The blocks must be recomputed in the backward pass.
+    because elsewhere they are CPU tensors. The blocks must be recomputed in the backward pass.
 
     Args:
         blocks: the blocks, in forward order.
@@ -197,8 +193,9 @@ class Offload:
         return sum(place.nbytes for place in self._places)
 
     def fetch(self, block: nn.Module) -> None:
-        """Make a block's weights available on the device, without prefetching any others. Ignores modules that are not
-        offloaded.
+        """Make a block's weights available on the device, without prefetching any others.
+
+        Ignores modules that are not offloaded.
         """
         if id(block) in self._index:
             self._ready(self._index[id(block)])
@@ -218,8 +215,9 @@ class Offload:
             self._fetch(following, spare=place)
 
     def _ready(self, index: int) -> int:
-        """Make a block's weights views of the slot that contains them, and return the slot's index. Fetch them if
-        necessary.
+        """Make a block's weights views of the slot that contains them, and return the slot's index.
+
+        Fetch them if necessary.
         """
         if index not in self._holds:
             self._fetch(index, spare=None)
@@ -229,8 +227,7 @@ class Offload:
         return place
 
     def _left(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Prepare for the backward pass: fetch the block's weights again once the gradient of one of its outputs
-        arrives.
+        """Prepare for the backward pass: fetch the block's weights again when the gradient of an output arrives.
 
         The backward pass of the block's last operation may need only weights, so it may run before recomputation. A
         block may
@@ -308,9 +305,7 @@ def _goes_back_now() -> bool:
 
 
 def _of_same_memory(block: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors that share memory with the weights and belong to helper objects of the modules (merged
-    projections).
-    """
+    """Return tensors of the modules' helper objects (merged projections) that share memory with the weights."""
     memories = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     helpers = [value for module in block.modules() for value in vars(module).values() if hasattr(value, "__dict__")]
     held = [each for helper in helpers if not isinstance(helper, nn.Module | Tensor) for each in vars(helper).values()]
@@ -360,9 +355,9 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _main_memory(sizes: Sequence[int], pin: bool) -> Iterator[Tensor]:
-    """Yield byte buffers of these sizes. They share large allocations, because each pinned allocation is rounded up to
-    a
-    power of two.
+    """Yield byte buffers of these sizes.
+
+    They share large allocations, because each pinned allocation is rounded up to a power of two.
     """
     arena, used = torch.empty(0, dtype=torch.uint8), 0
     for number, size in enumerate(sizes):

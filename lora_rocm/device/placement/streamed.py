@@ -23,8 +23,9 @@ fragmentation.
 
 
 class Streamed(Resident):
-    """Sends an encoder to the GPU as a whole if it fits, otherwise without its repeated layers. Implements
-    ``Placement``.
+    """Sends an encoder to the GPU as a whole if it fits, otherwise without its repeated layers.
+
+    Implements ``Placement``.
 
     These layers stay in main memory. Each is fetched while the layer before it computes (``Offload``), in the same
     precision and with the same bits. Each fetch is checked.
@@ -32,8 +33,7 @@ class Streamed(Resident):
     Args:
         open_transfer: opens a new transfer to the device.
         free: returns the device memory that further tensors may use; called for each encoder. None if memory has
-        already
-            run out: then every encoder is streamed.
+        already run out: then every encoder is streamed.
         pin: whether layers in main memory are kept in pinned memory.
         context: receives a notice for each encoder that is streamed.
     """
@@ -77,9 +77,7 @@ class Streamed(Resident):
             offload.release(block)
 
     def changed(self, ask: Ask = whole_fingerprints) -> list[str]:
-        """Return the names of changed tensors as ``Placement.changed`` does, plus "streamed layers" if any fetch
-        failed its check.
-        """
+        """Return the names of changed tensors, and "streamed layers" if any fetched layer failed its check."""
         return super().changed(ask) + (["streamed layers"] if bool(self.transfer.bad) else [])
 
     def bytes_on_device(self) -> int:
