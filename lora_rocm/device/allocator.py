@@ -43,7 +43,7 @@ class Usage:
 
     @property
     def fragmented(self) -> bool:
-        """Whether an out-of-memory error is due to fragmentation: much reserved memory is unused, but in small pieces."""
+        """Whether an out-of-memory error is due to fragmentation: much memory is unused, but in small pieces."""
         return self.reserved_bytes - self.allocated_bytes > FRAGMENTED_SHARE * self.reserved_bytes
 
     def __str__(self) -> str:
@@ -91,8 +91,7 @@ def device_budget(device: torch.device) -> int:
 
 
 def limit_now(device: torch.device, settings: Settings) -> int | None:
-    """Return the current limit for torch's allocator in bytes, by the plan and the GPU's free memory; None means no
-    limit.
+    """Return the current limit of torch's allocator in bytes, by the plan and the GPU's free memory; None: no limit.
 
     Tensors may use the memory that torch has reserved and all free memory, except for two parts: the share that stays
     free, and the memory that libraries have yet to allocate. So the limit does not depend on how much torch has
@@ -112,8 +111,7 @@ def limit_now(device: torch.device, settings: Settings) -> int | None:
 
 
 def room_bytes(device: torch.device, settings: Settings, *, steady: bool = False) -> int:
-    """Bytes that tensors may use on a GPU: the current limit or, without a limit, its memory less the libraries'
-    share.
+    """Bytes that tensors may use on a GPU: the current limit or, without one, its memory less the libraries' share.
 
     ``steady``: return the same value at each start of a run, unless other programs use more than a desktop usually
     does.

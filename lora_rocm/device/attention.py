@@ -96,9 +96,7 @@ def context_of(backend: str) -> Context:
 
 
 def training_context(backend: str) -> Context | None:
-    """Return the context for training (see ``context_of``), or None if process-wide switches already select the
-    backend.
-    """
+    """Return the context for training (see ``context_of``), or None if process-wide switches suffice."""
     return None if backend in ("auto", "math") else context_of(backend)
 
 

@@ -26,8 +26,9 @@ def hipblaslt_is_off(environ: Mapping[str, str]) -> bool:
 
 
 def obey(environ: Mapping[str, str]) -> None:
-    """Prefer rocBLAS in this process if the variables disable hipBLASLt, even if this torch version ignores a 0 in
-    them.
+    """Prefer rocBLAS in this process if the variables disable hipBLASLt.
+
+    This works even if the torch version ignores a 0 in them.
     """
     if hipblaslt_is_off(environ):
         torch.backends.cuda.preferred_blas_library("cublas")

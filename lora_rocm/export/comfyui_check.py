@@ -82,10 +82,9 @@ def apply_comfy(
 def apply_norms(
     tensors: dict[str, Tensor], base_norms: Mapping[str, tuple[Tensor, Tensor | None]]
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """Yield (key, weight, bias) of each trained norm with the file applied, in float32, and remove it from
-    ``tensors``.
+    """Yield (key, weight, bias) of each trained norm with the file applied, and remove it from ``tensors``.
 
-    ``comfy/lora.py``: "<key>.w_norm" is added to the weight, "<key>.b_norm" to the bias.
+    The results are float32. ``comfy/lora.py``: "<key>.w_norm" is added to the weight, "<key>.b_norm" to the bias.
 
     Raises:
         KeyError: a key of the file matches no norm of the model.

@@ -118,7 +118,7 @@ def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, implementation: Im
 
 
 def residual_stream(x: Tensor) -> Tensor:
-    """Return ``x`` as the start of a residual stream: float16 becomes float32, because sums of many branches overflow."""
+    """Return ``x`` as the start of a residual stream, in float32 if it is float16, where sums of branches overflow."""
     return x.float() if x.dtype == torch.float16 else x
 
 

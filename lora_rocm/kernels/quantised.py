@@ -197,7 +197,7 @@ def _pieces(count: int, size: int, like: Tensor) -> list[slice]:
 
 
 def pairs_of(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes of the nearest levels, two per byte (uint8), and each block's largest magnitude (float32 [K])."""
+    """Return the codes of the nearest levels, two per byte (uint8), and each block's largest magnitude (float32)."""
     weight_KB = weight.reshape(-1, BLOCK)
     pairs_KP = torch.empty(len(weight_KB), BLOCK // 2, dtype=torch.uint8, device=weight.device)
     absmax_K = torch.empty(len(weight_KB), dtype=torch.float32, device=weight.device)
