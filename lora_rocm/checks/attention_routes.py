@@ -69,16 +69,16 @@ def checked_attention(
             context.emit(_held_out(route))
             raise CanaryError(
                 "canary-kernel",
-                f"Attention by the route {route} is wrong, and the GPU stopped working after it.",
+                f"Torch's attention backend {route} gave a wrong result, and then the GPU stopped working.",
                 where=fault,
-                fix="A new start does not use this route. lora-rocm doctor shows known problems of this machine.",
+                fix="Start again, without this backend. lora-rocm doctor shows known problems of this machine.",
             )
     if enabled and not right:
-        raise _none_right("None of torch's attention routes is correct on this device.", wrong)
+        raise _none_right("All of torch's attention backends give wrong results on this device.", wrong)
     # Disable the wrong routes, also for later runs
     for route, fault in wrong.items():
         context.emit(_held_out(route))
-        context.notice(f"Attention by the route {route} is wrong here and is not used ({fault}).")
+        context.notice(f"Torch's attention backend {route} gives wrong results here and is not used ({fault}).")
     settings = hold_out(settings, wrong) if wrong else settings
     if right == ["math"] and settings.attention in FUSED_WAYS and _holds_out(settings):
         settings = replace(settings, attention="math")  # the memory plan has to know that nothing is fused
@@ -86,7 +86,9 @@ def checked_attention(
     # Try torch's own choice among the remaining routes
     fault = _fault(DEFAULT, device, names)
     if fault:
-        raise _none_right("The attention route that torch chooses is wrong on this device.", {**wrong, DEFAULT: fault})
+        raise _none_right(
+            "The attention backend that torch chooses gives wrong results on this device.", {**wrong, DEFAULT: fault}
+        )
     return settings
 
 
@@ -115,7 +117,9 @@ def _fault(route: str, device: torch.device, dtypes: Sequence[str]) -> str | Non
             except WrongAnswerError as error:
                 return str(error)
             except RuntimeError as error:
-                return f"{route} attention, {head_dim} a head, {dtype}: {next(iter(str(error).splitlines()), '')}"
+                return (
+                    f"{route} attention, head dimension {head_dim}, {dtype}: {next(iter(str(error).splitlines()), '')}"
+                )
     return "" if tried else None
 
 

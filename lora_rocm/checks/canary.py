@@ -119,7 +119,7 @@ class Canary:
         with torch.autocast(self.device.type, enabled=False), torch.enable_grad():
             wrong = first_wrong(self._kernels(scale))
             if wrong is not None:
-                return self._failed("canary-kernel", "A calculation with a known answer gave a wrong one", *wrong)
+                return self._failed("canary-kernel", "A calculation with a known answer gave a wrong result", *wrong)
             try:
                 changed = self._changed(scale)
             except (WrongAnswerError, RuntimeError) as error:

@@ -457,7 +457,7 @@ def trusted(
     reason = refusal(device)
     if reason is not None:
         if device.type == "cuda":
-            notify(f"Steps do not use lora-rocm's Triton kernels, and are slower: {reason}.")
+            notify(f"Steps cannot use lora-rocm's Triton kernels, and are slower: {reason}.")
         return False
     proofs = {case: proof_of(case, dtype) for case in cases_for(kernels, dtype)}
     unproven = [case for case, proof in proofs.items() if not proof.is_known]
@@ -466,7 +466,7 @@ def trusted(
     for case in unproven:
         wrong = first_wrong(device, dtype, [case])
         if wrong is not None:
-            notify(f"Steps do not use lora-rocm's Triton kernels, and are slower: {wrong}")
+            notify(f"Steps cannot use lora-rocm's Triton kernels, and are slower: {wrong}")
             return False
         proofs[case].keep()
     return True
@@ -533,15 +533,15 @@ def _near(case: Case, device: torch.device, dtype: torch.dtype) -> None:
         size = other.abs() + other.square().mean().sqrt()
         off = float(((one - other).abs() / size).max())  # waits: a wrong kernel must not be used
         if not off <= TOLERANCE[dtype]:  # NaN fails, too
-            told = f"{what} is off by {off:.2g} of its size, {TOLERANCE[dtype]:g} is allowed"
-            raise WrongAnswerError(f"has wrong numbers ({told})")
+            told = f"{what} is off by {off:.2g} of its size; at most {TOLERANCE[dtype]:g} is allowed"
+            raise WrongAnswerError(f"gives wrong numbers ({told})")
 
 
 def _exact(case: ExactCase, device: torch.device) -> None:
     wanted, found = case.run("eager", device), _computed(lambda: case.run("triton", device))
     wrong = [name for name in wanted if not torch.equal(found[name], wanted[name])]
     if wrong:
-        raise WrongAnswerError(f"has wrong numbers ({', '.join(wrong)})")
+        raise WrongAnswerError(f"gives wrong numbers ({', '.join(wrong)})")
 
 
 def _computed(compute: Callable[[], Made]) -> Made:
@@ -559,9 +559,11 @@ def _computed(compute: Callable[[], Made]) -> Made:
         if device_fault(error) is not None or out_of_memory(error) is not None:
             raise
         if REFUSED in str(error):
-            unknown = f"Triton {triton_version()}; most likely it does not know this GPU (its message is in the log)"
+            unknown = (
+                f"Triton {triton_version()}; most likely it does not know this GPU (Triton's message is in the log)"
+            )
             raise WrongAnswerError(f"cannot be compiled by {unknown}") from error
-        raise WrongAnswerError(f"cannot be computed ({type(error).__name__}: {_last_line(error)})") from error
+        raise WrongAnswerError(f"raises an error ({type(error).__name__}: {_last_line(error)})") from error
 
 
 class _KernelInputs:

@@ -57,7 +57,7 @@ def run_check(check: Check, device: torch.device) -> tuple[Result, bool]:
     except torch.OutOfMemoryError as error:
         return result("skipped", f"not enough memory on the GPU: {_first_line(error)}"), True
     except OSError as error:  # the temporary file that is mapped
-        return result("skipped", f"no temporary file: {_first_line(error)}"), True
+        return result("skipped", f"cannot use a temporary file: {_first_line(error)}"), True
     except RuntimeError as error:
         alive = device_works(device)
         said = f"{type(error).__name__}: {_first_line(error)}"

@@ -99,7 +99,9 @@ def attention(
             result = _by(route, q, k, v, causal)
         dq, dk, dv = torch.autograd.grad(result, (q, k, v), grad)
         synchronize(device)
-        what = f"{'chosen' if route == DEFAULT else route} attention {queries}x{keys}, {head_dim} a head, {dtype}"
+        what = (
+            f"{'chosen' if route == DEFAULT else route} attention {queries}x{keys}, head dimension {head_dim}, {dtype}"
+        )
         of_all = NORM_TOLERANCES[dtype] * torch.finfo(FLOATS[dtype]).eps
         for part, found, answer in (
             ("", result, wanted * scale),
@@ -121,4 +123,8 @@ def _by(route: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
             if not any(words in str(error) for words in NO_BACKEND):
                 raise
     reasons = {str(warning.message).partition(" (Triggered")[0] for warning in said}
-    raise NotHereError(f"torch has no {route} attention for this: {'; '.join(sorted(reasons)) or 'not built'}"[:300])
+    raise NotHereError(
+        f"torch has no {route} attention for this GPU and these shapes: {'; '.join(sorted(reasons)) or 'not built'}"[
+            :300
+        ]
+    )

@@ -65,7 +65,7 @@ def judge(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> None:
     """
     got = found.detach().to("cpu").to(wanted.dtype)
     if got.shape != wanted.shape:
-        raise WrongAnswerError(f"{what}: shape {tuple(got.shape)} where {tuple(wanted.shape)} was expected")
+        raise WrongAnswerError(f"{what}: its shape is {tuple(got.shape)} instead of {tuple(wanted.shape)}")
     allowed = tolerance * float(wanted.abs().max())
     wrong = ~((got - wanted).abs() <= allowed)  # written so that NaN is wrong, too
     count = int(wrong.sum())
@@ -98,7 +98,7 @@ def judge_norm(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> No
     error = float((found.detach().to("cpu").to(wanted.dtype) - wanted).norm() / wanted.norm())
     if not error <= tolerance:
         raise WrongAnswerError(
-            f"{what}: off by {error:.2g} of the norm of the answer, where {tolerance:.2g} is allowed"
+            f"{what}: its error is {error:.2g} of the answer's norm; at most {tolerance:.2g} is allowed"
         )
 
 

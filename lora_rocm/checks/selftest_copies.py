@@ -85,7 +85,7 @@ def _total(device: torch.device) -> str | None:
     card, seen = card_bytes(device), int(torch.cuda.get_device_properties(device).total_memory)
     if card is None or abs(card - seen) <= TOTAL_SHARE * card:
         return None
-    return f"torch finds {size_text(seen)}, and the driver {size_text(card)}"
+    return f"torch finds {size_text(seen)} of memory, but the driver {size_text(card)}"
 
 
 @cache
@@ -123,21 +123,21 @@ def _there_and_back(
     poison(device, tensor.numel() * tensor.element_size())
     arrived = send(tensor, device, method)
     if int(whole_fingerprint(arrived)) != fingerprint:
-        raise WrongAnswerError(f"to the device, {method}, {what}: {_difference(arrived.cpu(), tensor)}")
+        raise WrongAnswerError(f"copy to the device, {method}, {what}: {_difference(arrived.cpu(), tensor)}")
     returned = read(arrived, method)
     if not torch.equal(returned.view(torch.uint8), tensor.view(torch.uint8)):
-        raise WrongAnswerError(f"to the host, {method}, {what}: {_difference(returned, tensor)}")
+        raise WrongAnswerError(f"copy to the host, {method}, {what}: {_difference(returned, tensor)}")
 
 
 def _difference(found: Tensor, wanted: Tensor) -> str:
     """Return a text with the number of bytes that differ, and how many of them are zero."""
     found_N, wanted_N = found.contiguous().view(torch.uint8), wanted.view(torch.uint8)
     if found_N.shape != wanted_N.shape:
-        return f"{found_N.numel()} bytes arrived"
+        return f"{found_N.numel()} bytes arrived instead of {wanted_N.numel()}"
     wrong = found_N != wanted_N
     count, zeros = int(wrong.sum()), int((found_N[wrong] == 0).sum())
     if not count:
-        return "the fingerprints differ, and the bytes that were read back do not"
+        return "the fingerprints differ, but the bytes that were read back are equal"
     return f"{count} of {wanted_N.numel()} bytes differ ({zeros} are zero), the first at {int(wrong.nonzero()[0])}"
 
 
@@ -166,5 +166,5 @@ def _intact(item: tuple[int, Tensor]) -> None:
         if wrong:
             zeros = int((there == 0).sum())
             raise WrongAnswerError(
-                f"{place}, {wrong} of {tensor.numel()} words of a tensor changed while it lived ({zeros} are zero)"
+                f"{place}, {wrong} of {tensor.numel()} words of a tensor changed while it was in use ({zeros} are zero)"
             )

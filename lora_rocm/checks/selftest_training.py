@@ -88,8 +88,10 @@ def _training(device: torch.device, dtype: str, tokens: int, width: int) -> None
     synchronize(device)  # so that a fault is attributed to this check
     for step, (loss, wanted) in enumerate(zip(found, known, strict=True), 1):
         if not abs(loss - wanted) <= TOLERANCES[dtype] * wanted:  # written so that NaN is wrong, too
-            raise WrongAnswerError(f"loss of step {step} in {dtype} is {loss:.6g}; the CPU has {wanted:.6g}")
+            raise WrongAnswerError(
+                f"the loss of step {step} in {dtype} is {loss:.6g} instead of {wanted:.6g} (on the CPU)"
+            )
     for name, parameter in network.named_parameters():
         after = parameter.detach().cpu()
         if parameter.requires_grad and not (after.isfinite().all() and (after != before[name]).any()):
-            raise WrongAnswerError(f"after {STEPS} steps in {dtype} {name} has not moved, or is not finite")
+            raise WrongAnswerError(f"after {STEPS} steps in {dtype}, {name} has not changed or is not finite")

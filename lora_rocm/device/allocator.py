@@ -47,7 +47,7 @@ class Usage:
         return self.reserved_bytes - self.allocated_bytes > FRAGMENTED_SHARE * self.reserved_bytes
 
     def __str__(self) -> str:
-        return f"{self.allocated_bytes / GIB:.2f} GiB in tensors, {self.reserved_bytes / GIB:.2f} GiB held"
+        return f"{self.allocated_bytes / GIB:.2f} GiB in tensors, {self.reserved_bytes / GIB:.2f} GiB reserved"
 
 
 def usage(device: torch.device) -> Usage | None:
@@ -169,8 +169,8 @@ class LimitFollower:
         if seen is not None and now < seen.allocated_bytes and not self._told:
             self._told = True
             self._say(
-                f"Other programs take GPU memory: {size_text(now)} are left for this run, which uses "
-                f"{size_text(seen.allocated_bytes)}. If it needs more, it continues with smaller parts of a batch."
+                f"Other programs use more GPU memory now: {size_text(now)} are left for this run, which already uses "
+                f"{size_text(seen.allocated_bytes)}. If the run needs more, it continues with smaller parts of a batch."
             )
         limit(self._device, now)
         return now

@@ -80,7 +80,8 @@ def use_table(path: str) -> None:
     if not tunable.read_file(path):
         raise MachineError(
             "products-refused",
-            "PyTorch refuses this table of matrix products: it was tuned with other libraries, or is damaged.",
+            "PyTorch refuses this table of tuned matrix products: its libraries have other versions, or it is damaged.",
             where=path,
-            fix="lora-rocm tune makes a new one for new runs. To continue without it: --set runtime.profile=safe",
+            fix="For new runs, create a new table with lora-rocm tune. To continue this run without a table: "
+            "--set runtime.profile=safe",
         )

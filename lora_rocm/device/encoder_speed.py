@@ -105,18 +105,20 @@ class WatchedEncoder:
         library = "MIOpen" if torch.version.hip else "cuDNN"
         seen = f"Images of {size[1]}x{size[0]} are encoded slowly: {seconds:.1f} s each with {library}"
         if torch.are_deterministic_algorithms_enabled():
-            self._say(f"{seen}. runtime.deterministic is on, so nothing else is tried.")
+            self._say(f"{seen}. runtime.deterministic is on, so no other kernels are tried.")
             return tensors
         try:
             others, other_s = self._timed(pixels_CHW, False)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-            self._say(f"{seen}; without it they do not fit into memory, so it is still used.")
+            self._say(f"{seen}; without {library} they do not fit into memory, so it is still used.")
             return tensors
         _require_agreement(tensors, others, library, size)
         faster = other_s * GAIN <= seconds
         self._with_library[size] = not faster
-        self._say(f"{seen}, {other_s:.1f} s without. {'It is no longer used' if faster else 'It is still used'}.")
+        self._say(
+            f"{seen}, {other_s:.1f} s without it. {library} is {'no longer' if faster else 'still'} used for them."
+        )
         return others if faster else tensors
 
     def _timed(self, pixels_CHW: Tensor, with_library: bool) -> tuple[Tensors, float]:
@@ -142,8 +144,8 @@ def _require_agreement(ours: Tensors, others: Tensors, library: str, size: tuple
         if not difference <= allowed:  # also true for NaN
             raise MachineError(
                 "encoder-disagrees",
-                f"With and without {library} this GPU encodes an image to different numbers (by {difference:.3g}, "
-                f"where {allowed:.3g} is allowed): one result is wrong. Neither was kept.",
+                f"This GPU encodes an image to different numbers with and without {library}, so one result is wrong: "
+                f"they differ by {difference:.3g}, and at most {allowed:.3g} is allowed. Neither was kept.",
                 where=f"{name} of an image of {size[1]}x{size[0]}",
-                fix="Run lora-rocm doctor, which tests the convolutions and names a remedy.",
+                fix="Run lora-rocm doctor, which tests the convolutions and suggests a fix.",
             )

@@ -26,14 +26,14 @@ def choose_device(wanted: str, settings: Settings | None = None, index: int = 0)
     if wanted == "auto" and not available and settings is not None and settings.expect_gpu:
         raise RestartError(
             "gpu-not-seen",
-            f"This machine has a GPU, and this PyTorch ({torch.__version__}) is one for it but does not see it.",
+            f"PyTorch ({torch.__version__}) is built for this machine's GPU but does not see it.",
             where="runtime.device: auto",
             fix="lora-rocm doctor explains why. To train on the CPU instead: --set runtime.device=cpu",
         )
     if wanted == "gpu" and not available:
         raise RestartError(
             "no-gpu",
-            f"The recipe asks for a GPU, and this PyTorch ({torch.__version__}) sees none.",
+            f"The recipe requires a GPU, but PyTorch ({torch.__version__}) sees none.",
             where="runtime.device: gpu",
             fix="Install the PyTorch build for your card, or set runtime.device to auto.",
         )
@@ -42,9 +42,10 @@ def choose_device(wanted: str, settings: Settings | None = None, index: int = 0)
     if index >= torch.cuda.device_count():
         raise RestartError(
             "no-gpu",
-            f"This process is to train on GPU {index}, and torch sees {torch.cuda.device_count()}.",
+            f"There is no GPU number {index}, on which this process should train: torch sees only "
+            f"{torch.cuda.device_count()}.",
             where=f"LOCAL_RANK={index}",
-            fix="Start no more processes than there are GPUs; lora-rocm doctor lists them.",
+            fix="Start at most one process per GPU; lora-rocm doctor lists the GPUs.",
         )
     if index:
         torch.cuda.set_device(index)

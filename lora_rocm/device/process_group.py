@@ -194,7 +194,7 @@ class World:
             self._store.set(keys[self.me.rank], text)
             while not self._store.check(keys):
                 if time.monotonic() > deadline:
-                    raise _lost(what, f"nothing was heard for {limit_s:g} s")
+                    raise _lost(what, f"no answer for {limit_s:g} s")
                 self.beat("ranks")
                 time.sleep(POLL_S)
             return [self._store.get(key).decode("utf-8") for key in keys]
@@ -245,8 +245,7 @@ class World:
                 "ranks-differ",
                 f"The {self.size} processes do not train the same model: they differ in {what}.",
                 where="; ".join(differences[:NAMED]) + more,
-                fix="Give every process the same recipe, images, base model, run directory and versions; then start "
-                "all of them again.",
+                fix="Start all processes again, with the same recipe, images, base model, run directory and versions.",
             )
 
     def require_in_step(self, weights: str, updates: int) -> None:
@@ -267,12 +266,12 @@ class World:
             parted = [rank for rank, said in enumerate(found) if said != found[0]]
             raise TransferError(
                 "ranks-parted",
-                "The processes that train together no longer hold the same weights, so nothing was written.",
-                where=f"after {updates} updates: not as rank 0 {'are' if len(parted) > 1 else 'is'} rank "
-                f"{', '.join(map(str, parted))}",
+                "The processes that train together no longer have the same weights, so nothing was written.",
+                where=f"after {updates} updates: rank {', '.join(map(str, parted))} "
+                f"{'differ' if len(parted) > 1 else 'differs'} from rank 0",
                 **resume_advice(
                     "Run the same command with --resume latest, which continues from the last checkpoint. If this "
-                    "happens again, suspect a GPU, the board or the driver; lora-rocm doctor tests what it can."
+                    "happens again, suspect a GPU, the board or the driver, and run lora-rocm doctor."
                 ),
             )
 
@@ -288,7 +287,7 @@ class World:
 
             self.exchange("leave")
             left = [f"left/{rank}" for rank in range(1, self.size)]
-            with _others("their end"):
+            with _others("the end of the processes"):
                 if not self.is_first:
                     self._store.set(f"left/{self.me.rank}", "")
                 deadline = time.monotonic() + LEAVING_S
@@ -331,13 +330,13 @@ def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, tim
             "no-distributed",
             f"This PyTorch ({torch.__version__}) has no torch.distributed, so several GPUs cannot train together.",
             where=f"rank {me.rank} of {me.size}",
-            fix="Omit --gpus. On Linux PyTorch for ROCm has it; the builds for Windows do not.",
+            fix="Omit --gpus, or train on Linux: PyTorch for ROCm lacks torch.distributed on Windows.",
         )
     nccl = device.type == "cuda" and distributed.is_nccl_available()
     library: Any = distributed  # some public names are missing in its __all__
     backend = "nccl" if nccl else "gloo"
     waiting = timedelta(seconds=timeout_s)
-    with _others("their start"):
+    with _others("the start of the processes"):
         opened = library.rendezvous("env://", me.rank, me.size, timeout=waiting)
         store, rank, size = next(opened)
     ours = library.PrefixStore(f"lora_rocm/{me.start}", store)
@@ -345,7 +344,7 @@ def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, tim
     world = World(me, backend, beat, staged=staged, _store=ours, _all_reduce=distributed.all_reduce)
     # ranks with different backends would wait for each other
     world.require_same("the device", {"runtime.device": device.type, "backend": backend})
-    with _others("their start"):
+    with _others("the start of the processes"):
         distributed.init_process_group(
             backend,
             store=library.PrefixStore(f"torch/{me.start}", store),
@@ -371,7 +370,7 @@ def _others(what: str) -> Iterator[None]:
 def _lost(what: str, reported: str) -> RestartError:
     return RestartError(
         "rank-lost",
-        "Another of the processes that train together is gone or does not answer.",
+        "Another process of this training run has ended or does not answer.",
         where=f"{what}: {reported}",
         **resume_advice(
             "Its log (worker.rankN.log) and events (events.rankN.jsonl) are in the run directory. "

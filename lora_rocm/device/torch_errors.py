@@ -61,12 +61,12 @@ def out_of_memory(error: BaseException) -> RestartError | None:
     if not on_gpu and not on_host:
         return None
     smaller = (
-        "If that is on, start a new run with a lower train.batch_size (and more train.gradient_accumulation_steps), "
-        "data.resolution or lora.rank."
+        "If that is already on, start a new run with a lower train.batch_size (and more "
+        "train.gradient_accumulation_steps), data.resolution or lora.rank."
     )
     return RestartError(
         "out-of-memory",
-        f"{'The GPU' if on_gpu else 'The machine'} has not enough memory for this.",
+        f"{'The GPU' if on_gpu else 'The machine'} does not have enough memory for this.",
         where=_first_line(error),
         **resume_advice(
             f"Continue with --set train.gradient_checkpointing=true --resume latest. {smaller}",
@@ -84,11 +84,11 @@ def device_fault(error: BaseException) -> RestartError | None:
         return None
     return RestartError(
         "device-fault",
-        "The GPU, its driver or one of its libraries reported a fault. Nothing of this step was kept.",
+        "The GPU, its driver or one of its libraries reported a fault. This step was discarded.",
         where=_first_line(error),
         **resume_advice(
-            "Run the same command with --resume latest. If this happens again, lora-rocm doctor tests the kernels "
-            "and reads the system's log; a restart of the machine brings back a lost GPU."
+            "Run the same command with --resume latest. If this happens again, run lora-rocm doctor, which tests the "
+            "kernels and reads the system's log. Restart the machine to restore a lost GPU."
         ),
     )
 

@@ -331,7 +331,7 @@ class DeviceTransfer:
                 tensor = tensors[waiting[0]]
                 raise TransferError(
                     "read-failed",
-                    "A tensor did not come back from the device unchanged. The files written before are kept.",
+                    "A tensor that was copied back from the device had changed. Files written before are intact.",
                     where=f"{waiting[0]} {tuple(tensor.shape)} {tensor.dtype}",
                     **resume_advice("Restart the machine and run the same command with --resume latest."),
                 )
@@ -365,11 +365,12 @@ class DeviceTransfer:
     def _gave_up(self, what: str) -> TransferError:
         return TransferError(
             "transfer-failed",
-            f"Data arrived changed on the GPU, with every method ({', '.join(self.methods)}). It was not trained on.",
+            f"Data arrived changed on the GPU with every method ({', '.join(self.methods)}). "
+            "It was not used for training.",
             where=what,
             **resume_advice(
                 "Restart the machine and run the same command with --resume latest; if it happens again, "
-                "suspect driver, kernel or memory."
+                "suspect the driver, the kernel or the memory."
             ),
         )
 

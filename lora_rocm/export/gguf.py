@@ -33,7 +33,7 @@ def require_convertible(adapter: Adapter) -> None:
     if not all(plain):
         raise AdapterError(
             "export-form",
-            "llama.cpp reads plain LoRAs only, and this adapter is of another kind.",
+            "llama.cpp cannot read this kind of adapter: it reads plain LoRAs only.",
             where="--format gguf",
             fix="Export the merged format, and convert its folder with llama.cpp's convert_hf_to_gguf.py.",
         )
@@ -91,13 +91,13 @@ def _require_whole(made: Path, script: Path, done: subprocess.CompletedProcess[b
     except (FileNotFoundError, struct.error) as error:
         raise _failed(script, "it wrote no file") from error
     if magic != b"GGUF" or tensors < 2 * num_modules:
-        raise _failed(script, f"its file has {tensors} tensors of {2 * num_modules}, or is not a GGUF file")
+        raise _failed(script, f"its file has only {tensors} tensors of {2 * num_modules}, or is not a GGUF file")
 
 
 def _failed(script: Path, what: str) -> ExportError:
     return ExportError(
         "gguf-failed",
-        f"llama.cpp's converter made no GGUF file: {what}.",
+        f"llama.cpp's converter did not create a complete GGUF file: {what}.",
         where=str(script),
         fix="Install its requirements.txt in lora-rocm's environment, or use a newer llama.cpp. Or export peft "
         "and run the converter by hand: convert_lora_to_gguf.py --base BASE_FOLDER PEFT_FOLDER.",

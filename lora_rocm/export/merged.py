@@ -95,8 +95,8 @@ def _require_own(path: Path) -> None:
         return
     raise AdapterError(
         "export-link",
-        "A file of the base is a link to a file outside of the base's folder, so it may not belong to the model. The "
-        "merged model would contain a copy of it.",
+        "A file of the base is a link to a file outside the base's folder. That file may not belong to the model, and "
+        "the merged model would contain a copy of it.",
         where=f"{path} -> {target}",
         fix="If it belongs to the model, replace the link by the file; else remove the link.",
     )
@@ -113,10 +113,10 @@ def _by_file_name(files: OwnFiles, adapter: Adapter) -> dict[str, Entry]:
     for module, (_, path, _) in adapter.modules.items():
         name = names.get(f"{path}.weight")
         if name is None or used.count(name) > 1:
-            how = "is computed from several tensors" if name is None else "is the weight of another layer, too"
+            how = "consists of several tensors" if name is None else "is also the weight of another layer"
             raise AdapterError(
                 "export-form",
-                f"The adapter cannot be merged: in the files of the base the weight of {module} {how}.",
+                f"The adapter cannot be merged: in the base's files, the weight of {module} {how}.",
                 where=f"lora.targets: {module}",
                 fix="Export the peft format, or train without this layer (lora.targets).",
             )
@@ -189,7 +189,7 @@ class _Merge:
         if not torch.isfinite(rounded_weight).all():
             raise ExportError(
                 "weights-not-finite",
-                f"The merged weight is larger than any {str(dtype).removeprefix('torch.')} number.",
+                f"A merged weight is larger than any {str(dtype).removeprefix('torch.')} number.",
                 where=name,
                 fix="Export the peft format, and check the loss of the run: this adapter is hardly usable.",
             )
@@ -272,7 +272,7 @@ def _bytes_of(header: TensorFileHeader, name: str) -> Iterator[bytes]:
 def _differs(path: Path, name: str) -> ExportError:
     return ExportError(
         "export-differs",
-        f"The merged weights on the disk differ from the base with the adapter: {name}.",
+        f"The merged weights on the disk are wrong: they differ from the base with the adapter, first in {name}.",
         where=str(path),
         fix="Check the disk and the memory of the machine, then export again.",
     )

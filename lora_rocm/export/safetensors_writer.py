@@ -39,9 +39,9 @@ class TensorFile:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 raise ExportError(
                     "weights-not-finite",
-                    f"The trained weights are larger than any {dtype} number: the file was not written.",
+                    f"The file was not written: a trained weight is NaN, or larger than any {dtype} number.",
                     where=name,
-                    fix="Lower optim.learning_rate: such weights are unusable. Files saved before are kept.",
+                    fix="Lower optim.learning_rate: such weights are unusable. Files saved before are intact.",
                 )
         return header_of(self.tensors, self.metadata) + _body(self.tensors)
 

@@ -216,20 +216,25 @@ class _Comparison:
         try:
             difference = live.difference(loaded)
         except ValueError as error:
-            raise _failed(self.path, f"{name} has factors of other shapes: {error}.") from error
+            raise _failed(self.path, f"The factors of {name} have wrong shapes: {error}.") from error
         self.add(name, difference, live.norm(), live.allowance(self.dtype))
 
     def weights(self, name: str, live: Entry, change: Tensor, weight: Tensor) -> None:
         """Compare the change of a weight as a reader computes it with the live adapter's. ``change`` is overwritten."""
         expected = live.effect(weight)
         if change.shape != expected.shape:
-            raise _failed(self.path, f"{name} has the shape {tuple(change.shape)}, not {tuple(expected.shape)}.")
+            raise _failed(
+                self.path,
+                f"The change of {name} has the shape {tuple(change.shape)} instead of {tuple(expected.shape)}.",
+            )
         self.add(name, change.sub_(expected), norm_of(expected), live.allowance(self.dtype, weight))
 
     def add(self, name: str, difference: Tensor, whole: float, allowed: float) -> None:
         norm = norm_of(difference)
         if not norm <= allowed:  # also true for NaN
-            raise _failed(self.path, f"{name} has another effect: off by {norm:.3g}, rounding explains {allowed:.3g}.")
+            raise _failed(
+                self.path, f"{name} has a wrong effect: it is off by {norm:.3g}, and rounding explains {allowed:.3g}."
+            )
         self.largest = max(self.largest, float(torch.linalg.vector_norm(difference, ord=math.inf)))
         self.squares[0] += norm**2
         self.squares[1] += whole**2
@@ -259,13 +264,13 @@ def _reported(path: Path) -> Iterator[None]:
         yield
     except (AttributeError, KeyError, OSError, RuntimeError, StopIteration, TypeError, ValueError, ModelError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise _failed(path, f"Loading it back failed: {reason}") from error
+        raise _failed(path, f"Loading the file failed: {reason}") from error
 
 
 def _failed(path: Path, what: str) -> ExportError:
     return ExportError(
         "export-differs",
-        f"The exported file has another effect than the trained adapter. {what}",
+        f"The exported file does not have the same effect as the trained adapter. {what}",
         where=str(path),
         fix="The checkpoints are intact: export again from the last one (lora-rocm export), and please report this.",
     )

@@ -38,7 +38,7 @@ def refusal(device: torch.device) -> str | None:
     which must include the kernels' memory.
     """
     if device.type not in ("cuda", "meta"):
-        return "Triton's kernels are for GPUs"
+        return "Triton kernels need a GPU"
     if find_spec("triton") is None:
         return "this PyTorch has no Triton (PyTorch for AMD GPUs on Windows is built without it)"
     gfx, installed = _gfx(device), triton_version()

@@ -32,7 +32,7 @@ def words_of(buffer_N: Tensor) -> Tensor:
     """
     words = buffer_N.detach().view(torch.int32)
     if words.numel() % WORDS_MULTIPLE or words.data_ptr() % 16:
-        raise ValueError(f"{words.numel()} words at {words.data_ptr():#x} are not rows of 16 bytes")
+        raise ValueError(f"{words.numel()} words at {words.data_ptr():#x} cannot be read 16 bytes at a time")
     return words
 
 

@@ -53,11 +53,11 @@ class DenseFormat:
 
     def packed(self, layer: nn.Linear) -> PackedLinear:
         """Raise ValueError, because this format packs no layer."""
-        raise ValueError(f"{layer} stays dense")
+        raise ValueError(f"the dense format cannot pack {layer}")
 
     def unpack(self, layer: PackedLinear, implementation: Implementation, out_OI: Tensor) -> None:
         """Raise ValueError, because no packed layer has this format."""
-        raise ValueError(f"{layer} is not dense")
+        raise ValueError(f"the dense format cannot unpack {layer}")
 
     def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
         """Bytes of all parameters in ``dtype``, except for integers, which keep their own dtype."""

@@ -58,11 +58,11 @@ class Streamed(Resident):
         if fits or not layers:
             self.send(module, component)
             return
-        room = "ran out" if now is None else f"has {size_text(now)} free"
+        room = "the memory ran out" if now is None else f"only {size_text(now)} are free"
         self._context.notice(
-            f"{component} takes {size_text(weight_bytes)}, and the GPU's memory {room}: main memory keeps "
-            f"{count_text(len(layers), 'layer')} ({size_text(frozen_bytes(layers))}), streamed to the GPU for each "
-            "sample. Precision and results are the same."
+            f"{component} does not fit into the GPU's memory: it takes {size_text(weight_bytes)}, and {room}. So "
+            f"{count_text(len(layers), 'layer')} ({size_text(frozen_bytes(layers))}) stay in main memory and are "
+            "copied to the GPU for each sample. Precision and results are the same."
         )
         self._streams = True  # also if memory runs out while it is placed
         self.send(module, component, {id(tensor) for tensor in frozen_tensors(layers)})
