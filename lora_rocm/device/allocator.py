@@ -128,9 +128,9 @@ def limit(device: torch.device, limit_bytes: int | None) -> int | None:
     """Make torch's allocator raise ``torch.OutOfMemoryError`` beyond ``limit_bytes`` in this process.
 
     Returns:
-        The limit in bytes, or None if no limit was set: on the CPU, if ``limit_bytes`` is None, or if
-        ``limit_bytes`` is not below torch's total memory. (An APU may report only its carve-out as the total, so a
-            larger limit is valid.)
+        The limit in bytes, or None if no limit was set: on the CPU, if ``limit_bytes`` is None, or if ``limit_bytes``
+            is not below torch's total memory. (An APU may report only its carve-out as the total, so a larger limit is
+            valid.)
     """
     if device.type != "cuda" or limit_bytes is None:
         return None

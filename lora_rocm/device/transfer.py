@@ -191,8 +191,7 @@ class DeviceTransfer:
 
     Attributes:
         bad: float32 0-d on the device; 1 if anything sent since ``clear`` arrived changed, else 0. It is always the
-        same
-            tensor, so that a captured graph may read it.
+            same tensor, so that a captured graph may read it.
         checks, failures: tensors checked and checks failed since the start.
     """
 

@@ -37,7 +37,7 @@ def gated(activation: Activation, implementation: Implementation, a: Tensor, g: 
         activation: name of the activation function.
         implementation: see ``backend``.
         a: [..., N]. If ``g`` is None: [..., 2N], with a in the first half and g in the second. The backward pass
-        overwrites it with its gradient, so no other operation may need it after that.
+            overwrites it with its gradient, so no other operation may need it after that.
         g: [..., N], overwritten like ``a``; or None.
     """
     if torch.compiler.is_compiling():  # the compiler fuses it, and refuses writes into halves

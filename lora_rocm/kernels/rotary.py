@@ -51,7 +51,7 @@ def norm_rotary(
 
     Args:
         streams: for each stream, its heads [B, S, H, D], and the frozen weight [D] of their RMSNorm or None for no
-        norm.
+            norm.
         eps: epsilon of the norms.
         rotation: rotation of the tokens of all streams.
         implementation: see ``backend``.

@@ -108,8 +108,8 @@ class PackedLinear(nn.Linear):
     Args:
         layer: the dense layer; the packed layer uses its bias.
         weight_format: the format, which unpacks ``weight`` and ``buffers``.
-        weight: packed tensor; its first dimension is the outputs. Its bytes are kept as int8, because PEFT would
-        cast its adapter, and T5 its activations, to any other dtype.
+        weight: packed tensor; its first dimension is the outputs. Its bytes are kept as int8, because PEFT would cast
+            its adapter, and T5 its activations, to any other dtype.
         buffers: further packed tensors, by name.
 
     Attributes:

@@ -73,7 +73,7 @@ class Offloaded(Resident):
     Args:
         transfer: transfer to the device.
         blocks: returns the blocks in forward order. ``place`` and ``hold`` both call it, because fusing may replace
-        modules and the memory plan may change.
+            modules and the memory plan may change.
         pin, copy: see ``Offload``.
 
     Attributes:
@@ -230,8 +230,8 @@ class Offload:
         """Prepare for the backward pass: fetch the block's weights again when the gradient of an output arrives.
 
         The backward pass of the block's last operation may need only weights, so it may run before recomputation. A
-        block may
-        return several tensors, in any structure. An input that it returns unchanged does not count as an output.
+        block may return several tensors, in any structure. An input that it returns unchanged does not count as an
+        output.
         """
         if not torch.is_grad_enabled() or _goes_back_now():
             return

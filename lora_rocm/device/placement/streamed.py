@@ -33,7 +33,7 @@ class Streamed(Resident):
     Args:
         open_transfer: opens a new transfer to the device.
         free: returns the device memory that further tensors may use; called for each encoder. None if memory has
-        already run out: then every encoder is streamed.
+            already run out: then every encoder is streamed.
         pin: whether layers in main memory are kept in pinned memory.
         context: receives a notice for each encoder that is streamed.
     """
