@@ -32,19 +32,18 @@ milliseconds.
 SCALE = 2.0
 FUSED_WAYS = ("auto", "sdpa-flash", "sdpa-ck", "sdpa-efficient", "sdpa-cudnn")
 CUDNN_WAY = "sdpa-cudnn"
-"""The only attention setting for which cuDNN is tested. Otherwise torch never chooses cuDNN, because it ranks it after
-plain attention, and loading it would take seconds.
+"""The only attention setting for which cuDNN is tested. With any other, torch never chooses cuDNN, because plain
+attention has priority; and loading cuDNN takes seconds.
 """
 
 
 def checked_attention(
     settings: Settings, device: torch.device, dtypes: Sequence[torch.dtype], context: RunContext
 ) -> Settings:
-    """Test the routes that the settings allow, in each dtype.
+    """Test the routes that the settings allow, in each dtype, and disable the wrong ones.
 
-    Disable the wrong ones, and return the settings without them.
-
-    Routes are tested only on a GPU. On every device, the canary tests the route that torch chooses.
+    Return the settings without them. Routes are tested only on a GPU. On every device, the canary tests the route that
+    torch chooses.
 
     Raises:
         MachineError: every route is wrong, or torch still chooses a wrong one after the others were disabled.

@@ -95,7 +95,7 @@ class Canary:
         rank: rank of the recipe's LoRA.
         placement: placement of the frozen weights.
         weights: display name of the frozen weights.
-        consequence: sentence for the error message: the consequence of a failure for the run.
+        consequence: sentence of the error message that states how a failure affects the run.
         capture: captures a graph, or None if the run does not use graphs.
     """
 

@@ -1,7 +1,7 @@
 """Checks that a captured graph computes correctly when it is replayed with new inputs, and that its memset works.
 
 On some ROCm versions, memset nodes of a graph do nothing or write elsewhere, or replays use old kernel arguments. The
-result is then an earlier replay's result, or the sum of two.
+graph then returns the result of an earlier replay, or the sum of two results.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def _halves(implementation: Implementation, norm: nn.RMSNorm, qk: Tensor) -> Ten
 def _token_loss(cap: float | None, implementation: Implementation, norm: None, logits: Tensor) -> Outputs:
     """Return the product of the logits and their loss gradient, and the losses.
 
-    The gradient of this product is the logits' gradient, so the comparison covers it.
+    The gradient of this product with respect to the logits is the loss gradient, so the comparison covers it.
     """
     labels = torch.arange(-1, len(logits) - 1, device=logits.device) * 5 % logits.shape[1]
     labels[0] = -100

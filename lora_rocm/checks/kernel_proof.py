@@ -1,6 +1,6 @@
 """Records that a Triton kernel computed correctly on this machine.
 
-The record is valid while its conditions are unchanged.
+A record is valid until the code, the libraries, the driver, the GPU or relevant environment variables change.
 """
 
 from __future__ import annotations

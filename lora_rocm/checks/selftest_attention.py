@@ -21,7 +21,7 @@ from lora_rocm.device.attention import ROUTES
 from lora_rocm.device.precision import FLOATS
 
 DEFAULT = "default"
-"""Name of the test in which torch chooses among the enabled routes."""
+"""Route name for the test in which torch itself chooses among the enabled routes."""
 NO_BACKEND = ("No available kernel", "No viable backend")
 """Parts of torch's messages if a backend does not support this device or these shapes (aten sdp_utils)."""
 TOLERANCES = {"fp32": 256.0, "fp16": 16.0, "bf16": 16.0}

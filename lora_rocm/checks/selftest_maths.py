@@ -72,7 +72,7 @@ def conv_checks(device: torch.device) -> Iterator[Check]:
 
 
 def _library() -> str:
-    """Check that torch prefers rocBLAS. Called if hipBLASLt is disabled; returns a remark."""
+    """Check that torch prefers rocBLAS, and return a remark. It is called only if hipBLASLt is disabled."""
     library = blas.preferred()
     if library != "cublas":
         raise WrongAnswerError(f"hipBLASLt is switched off, but torch still prefers {library}")

@@ -29,8 +29,8 @@ PIECE_BYTES = 512
 """torch's allocator rounds sizes up to a multiple of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
 OWN_SEGMENT_BYTES, SEGMENT_STEP_BYTES, REST_BYTES = 10 * 2**20, 2 * 2**20, 2**20
 """A tensor of at least the first size gets its own segment. The segment's size is a multiple of the second size. An
-unused remainder of at most the third size is not used for other tensors (same file: kMinLargeAlloc, kRoundLarge,
-kSmallSize).
+unused remainder of at most the third size is not used for other tensors. (kMinLargeAlloc, kRoundLarge and kSmallSize in
+c10/cuda/CUDACachingAllocator.cpp)
 """
 
 

@@ -86,7 +86,7 @@ def hold_out(settings: Settings, routes: Iterable[str]) -> Settings:
 
 
 def context_of(backend: str) -> Context:
-    """Return a context manager class or function: passes inside the context compute attention by this backend.
+    """Return a function that creates a context. Inside the context, attention is computed by this backend.
 
     ``backend``: a value of ``hardware.settings.Settings.attention``.
     """

@@ -16,10 +16,10 @@ from lora_rocm.hardware.settings import Settings
 
 
 def apply(settings: Settings, device: torch.device, *, wakes_later: bool = False) -> None:
-    """Enable or disable libraries as planned. All processes that compute with torch call it, tests included.
+    """Enable or disable libraries as planned.
 
-    ``wakes_later``: skip the reading of the GPU's free memory, which takes a second, because the caller will call
-    ``wake``.
+    All processes that compute with torch call it, so the self-test uses the same settings as training.
+    ``wakes_later``: do not read the GPU's free memory, which takes a second, because the caller will call ``wake``.
     """
     cudnn = torch.backends.cudnn
     blas.obey(os.environ)
@@ -52,7 +52,7 @@ def wake(device: torch.device, settings: Settings) -> Thread:
 
 
 def plain_attention(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context that uses plain attention on an AMD GPU, and changes nothing elsewhere; for VAEs.
+    """Return a context for a VAE: on an AMD GPU it uses plain attention, elsewhere it changes nothing.
 
     A VAE has one attention head of width 512 in float32, which the self-test does not cover. Fused attention is known
     to crash on large images (ComfyUI comfy/model_management.py) and to produce black ones (pytorch#132004). Plain

@@ -1,4 +1,4 @@
-"""Free memory of a GPU. No other module asks HIP or CUDA for it.
+"""Reads the free memory of a GPU. No other module asks HIP or CUDA for it.
 
 HIP's number alone would let the run overfill the card (``hardware.card_memory``). If the driver has memory counters for
 the card, the smaller of the two values is used. NVIDIA's number is correct, and so is HIP's inside WSL; there are no

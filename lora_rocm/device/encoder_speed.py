@@ -26,7 +26,7 @@ from lora_rocm.errors import MachineError
 
 SLOW_S, SLOW_S_PER_MEGAPIXEL = 2.0, 4.0
 """Encoding counts as slow if it exceeds both limits, in seconds and in seconds per megapixel. In the reported slow case
-it took at least 13 s per megapixel, with torch's own convolutions 0.4 s (same source).
+it took at least 13 s per megapixel, with torch's own convolutions 0.4 s (musubi-tuner PR#592).
 """
 GAIN = 2.0  # required speed-up of the other backend
 TOLERANCE = 1e-2  # relative to the largest value; rounding gives 1e-5, a broken kernel about 1
@@ -62,7 +62,7 @@ def first_time(
 def watched(encode: Encode, device: torch.device, notify: Notify) -> Encode:
     """Return ``encode`` wrapped in a ``WatchedEncoder``.
 
-    It is returned unchanged on the CPU, or if convolutions use neither MIOpen nor cuDNN.
+    On the CPU, or if convolutions use neither MIOpen nor cuDNN, ``encode`` itself is returned.
     """
     if device.type != "cuda" or not torch.backends.cudnn.enabled:
         return encode

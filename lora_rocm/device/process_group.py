@@ -31,8 +31,8 @@ TIMEOUT_S = 1800.0
 """Seconds without an answer after which another rank counts as lost. A supervisor notices much earlier."""
 POLL_S, LEAVING_S = 0.02, 5.0
 TOLERANCE = 1e-6
-"""Allowed error of a sum of gradients, relative to the sum of their magnitudes (float32). Each rank adds up all its
-values before and after the exchange.
+"""Allowed difference between the total of a sum of gradients and the totals of the ranks' own gradients, relative to
+the total of all magnitudes (float32).
 """
 NAMED = 5  # differences that an error names
 NUM_CHECKS = 5
@@ -214,6 +214,8 @@ class World:
     def in_turn(self, what: str, action: Callable[[], Made]) -> Made:
         """Run ``action`` on rank 0 first, then on all other ranks, which can use its files. Return this rank's result.
 
+        ``what``: name of this exchange, see ``exchange``.
+
         Raises:
             RestartError: "rank-lost".
         """
@@ -251,7 +253,7 @@ class World:
     def require_in_step(self, weights: str, updates: int) -> None:
         """Require, before files are written, that all ranks have made the same updates and have the same weights.
 
-        Returning also means that every rank has passed its state guard.
+        If it returns, every rank has also passed its state guard.
 
         Args:
             weights: digest of this rank's weights.

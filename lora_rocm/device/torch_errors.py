@@ -25,7 +25,7 @@ class Messages:
 
 
 SAID = read_table(Path(__file__).with_name("torch_errors.toml"), Messages)
-"""Read at import, because after an error there may not be enough memory to read it."""
+"""Fragments of torch's messages. They are read at import, because after an error there may not be enough memory."""
 ONEDNN_FULL = "could not create a primitive"
 """oneDNN's whole message if it has no memory for a kernel; seen in a process with a memory limit."""
 

@@ -163,7 +163,7 @@ def copy_to_device(tensor: Tensor, device: torch.device, method: str) -> Tensor:
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor into new main memory, even if it is already on the CPU."""
+    """Return a copy of a tensor in new main memory, even if the tensor is already on the CPU."""
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -279,12 +279,11 @@ class DeviceTransfer:
         return arrived
 
     def send_checked(self, tensor: Tensor, name: str) -> Tensor:
-        """Copy one tensor (a weight or restored state) and wait for its check.
+        """Copy one tensor (a weight or restored state) to the device, and wait for its check.
 
-        If it fails, try the next method at once.
-
-        With ``heap_copy`` the tensor's memory may be a mapped file, so the device reads only a copy of it. One tensor
-        is copied at a time, so that a model is never in memory twice.
+        If the check fails, the next method is tried at once. With ``heap_copy`` the tensor's memory may be a mapped
+        file, so the device reads only a copy of it. One tensor is copied at a time, so that a model is never in memory
+        twice.
         """
         return self._sent(tensor, name, int(whole_fingerprint(tensor)), self._checked_methods)
 

@@ -41,7 +41,7 @@ def add_norm_forward(
     BRANCH: tl.constexpr, GATE: tl.constexpr, BRANCH_NORM: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum and its norm; one program per row.
+    """Write the sum and the normalised sum; one program per row.
 
     ``rows``: number of consecutive rows of x that share one row of gate, weight and bias.
     """

@@ -73,9 +73,8 @@ def activated(activation: Activation, implementation: Implementation, g: Tensor)
 def geglu_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return GEGLU of ``x W^T + b`` with frozen W [2N, I] and b [2N], in plain PyTorch.
 
-    Two products compute a and g as separate tensors, so no strided halves are read or written. Their gradients are
-    never
-    concatenated: in the backward pass the second product is added to the first one's result.
+    Two products compute a and g as separate tensors, so no strided halves are read or written. In the backward pass the
+    second product is added to the result of the first, so the gradients are never concatenated.
     """
     output: Tensor = _ProjectedGeglu.apply(x, weight, bias)
     return output

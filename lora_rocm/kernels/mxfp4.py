@@ -22,9 +22,7 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 WORDS = {2: torch.int32, 4: torch.int64}
 """Size of a dtype in bytes -> integer dtype that is twice as wide."""
 LARGEST_SCALE = 127 + 13
-"""Largest scale that float16 can represent. Values with a larger scale may exceed its largest number, 65,504. Scale 255
-means NaN.
-"""
+"""Largest scale with which all values fit into float16, that is, below 65,504. Scale 255 means NaN."""
 SUBNORMAL = 0x00400000
 """Bits of 2**-127 as float32: the factor that scale 0 stands for."""
 

@@ -93,7 +93,7 @@ def add_layer_norm(
 
 
 def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, implementation: Implementation) -> tuple[Tensor, Tensor]:
-    """Return ``x`` plus the branch, and the norm of this sum over the last dimension.
+    """Return ``x`` plus the branch, and this sum normalised over the last dimension.
 
     If ``branch`` is None, the first result is ``x`` itself. Use it for a residual sum: the backward kernel of the
     second result also adds the gradient of the first.
@@ -118,7 +118,10 @@ def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, implementation: Im
 
 
 def residual_stream(x: Tensor) -> Tensor:
-    """Return ``x`` as the start of a residual stream, in float32 if it is float16, where sums of branches overflow."""
+    """Return ``x`` as the start of a residual stream.
+
+    float16 is converted to float32, because the sum of many branches would overflow in float16.
+    """
     return x.float() if x.dtype == torch.float16 else x
 
 
@@ -146,7 +149,7 @@ def add_branch(x: Tensor, branch: Branch, implementation: Implementation) -> Ten
 
 
 def rms_normal(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
-    """Return the RMSNorm over the last dimension; the weight, if any, is frozen.
+    """Return ``x`` after an RMSNorm over the last dimension; the weight, if any, is frozen.
 
     Only ``x`` is kept for the backward pass.
     """
@@ -215,9 +218,9 @@ class _RmsNormal(Function):
 class _GatedSum(Function):
     """``x + gate * y`` with a frozen gate for each sample.
 
-    The gate is not saved as a tensor of the graph, because a block is recomputed up to its last saved tensor. So in a
-    block that ends with this sum, recomputation stops before the product that gives ``y``. A gate shared by all samples
-    is not allowed here: it may be a weight that is in main memory when the gradient arrives.
+    The gate is not passed to ``save_for_backward``, because recomputation of a block runs up to its last saved tensor.
+    So in a block that ends with this sum, recomputation stops before the product that gives ``y``. A gate shared by all
+    samples is not allowed here: it may be a weight that is in main memory when the gradient arrives.
     """
 
     @staticmethod
@@ -232,7 +235,7 @@ class _GatedSum(Function):
 
 
 def residual(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor | None, implementation: Implementation) -> Tensor:
-    """Return ``x + y + bias`` with a frozen bias per channel, or None."""
+    """Return ``x + y + bias``; the bias is frozen and has one number per channel, or is None."""
     if bias_C is None:
         return x_BCHW + y_BCHW
     if backend.launches(implementation, x_BCHW, lambda: "norms.residual: bias"):

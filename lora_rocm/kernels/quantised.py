@@ -188,9 +188,9 @@ class Nf4(QuantisedLinears):
 
 
 def _pieces(count: int, size: int, like: Tensor) -> list[slice]:
-    """Slices of ``count`` rows with ``size`` values each.
+    """Return slices that split ``count`` rows of ``size`` values.
 
-    A slice has about ``PIECE`` values; on the meta device there is one.
+    Each slice has about ``PIECE`` values; on the meta device there is only one.
     """
     step = count if like.is_meta else max(1, PIECE // size)
     return [slice(begin, min(begin + step, count)) for begin in range(0, count, max(step, 1))]

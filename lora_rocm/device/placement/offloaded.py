@@ -215,9 +215,9 @@ class Offload:
             self._fetch(following, spare=place)
 
     def _ready(self, index: int) -> int:
-        """Make a block's weights views of the slot that contains them, and return the slot's index.
+        """Make a block's weights views of the slot with their copy, and return the slot's index.
 
-        Fetch them if necessary.
+        If no slot has a copy, fetch the weights first.
         """
         if index not in self._holds:
             self._fetch(index, spare=None)

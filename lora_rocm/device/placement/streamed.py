@@ -25,10 +25,8 @@ fragmentation.
 class Streamed(Resident):
     """Sends an encoder to the GPU as a whole if it fits, otherwise without its repeated layers.
 
-    Implements ``Placement``.
-
-    These layers stay in main memory. Each is fetched while the layer before it computes (``Offload``), in the same
-    precision and with the same bits. Each fetch is checked.
+    The repeated layers then stay in main memory. Each is fetched while the layer before it computes (``Offload``), in
+    the same precision and with the same bits. Each fetch is checked. Implements ``Placement``.
 
     Args:
         open_transfer: opens a new transfer to the device.
