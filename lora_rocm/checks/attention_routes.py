@@ -68,16 +68,16 @@ def checked_attention(
             context.emit(_held_out(route))
             raise CanaryError(
                 "canary-kernel",
-                f"Torch's attention backend {route} gave a wrong result, and then the GPU stopped working.",
+                f"Torch's attention route {route} gave a wrong result, and then the GPU stopped working.",
                 where=fault,
-                fix="Start again, without this backend. lora-rocm doctor shows known problems of this machine.",
+                fix="Start again, without this route. lora-rocm doctor shows known problems of this machine.",
             )
     if enabled and not right:
-        raise _none_right("All of torch's attention backends give wrong results on this device.", wrong)
+        raise _none_right("All of torch's attention routes give wrong results on this device.", wrong)
     # Disable the wrong routes, also for later runs
     for route, fault in wrong.items():
         context.emit(_held_out(route))
-        context.notice(f"Torch's attention backend {route} gives wrong results here and is not used ({fault}).")
+        context.notice(f"Torch's attention route {route} gives wrong results here and is not used ({fault}).")
     settings = hold_out(settings, wrong) if wrong else settings
     if right == ["math"] and settings.attention in FUSED_WAYS and _holds_out(settings):
         settings = replace(settings, attention="math")  # the memory plan has to know that nothing is fused
@@ -86,7 +86,7 @@ def checked_attention(
     fault = _fault(DEFAULT, device, names)
     if fault:
         raise _none_right(
-            "The attention backend that torch chooses gives wrong results on this device.", {**wrong, DEFAULT: fault}
+            "The attention route that torch chooses gives wrong results on this device.", {**wrong, DEFAULT: fault}
         )
     return settings
 

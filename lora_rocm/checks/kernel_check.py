@@ -46,7 +46,7 @@ CANNOT = (
 headers, a linker, a driver library, or a writable folder).
 """
 REFUSED = "PassManager::run failed"
-"""Triton's whole error message for an unknown GPU. It writes the reason to standard error, in 70 lines."""
+"""Triton's whole error message for an unknown GPU. Triton writes the reason to standard error, in 70 lines."""
 
 Outputs = tuple[Tensor, ...]
 Run = Callable[..., Tensor | Outputs]

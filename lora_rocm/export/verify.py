@@ -42,7 +42,7 @@ class Verification:
 
     max_difference: largest difference of any number of the weight changes.
     relative_difference: norm of all differences, relative to the norm of all changes.
-    cannot_read: programs that cannot read the file, or not exactly, as text for the user.
+    cannot_read: programs that cannot read the file, or only inexactly, as text for the user.
     can_read: programs that can read the file.
     """
 

@@ -1,4 +1,4 @@
-"""PEFT's linear LoRA layer, which uses ``lora_linear`` where possible.
+"""A subclass of PEFT's linear LoRA layer that uses ``lora_linear`` where possible.
 
 PEFT's registration of custom modules (``LoraConfig._register_custom_module``) installs it. This function is not public,
 so a test checks that it still works. PEFT still defines the layer's names, scaling and disabling.
