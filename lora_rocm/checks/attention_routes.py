@@ -1,9 +1,9 @@
-"""Calls each route of torch's attention once and compares its numbers, before a process computes with a model.
+"""Tests each attention backend ("route") of torch with one call, before a process computes with a model.
 
-An attention library can give zeros without an error, or fail only when it is called (ROCm/aotriton#210, ComfyUI#15647).
-A wrong route is disabled in this process and reported, so that torch takes another one. A change event is emitted, so
-that later runs on this machine do not use it either. The self-test covers more shapes, but runs at most once per
-software stack of a machine.
+An attention library can return zeros without an error, or fail only when it is called (ROCm/aotriton#210,
+ComfyUI#15647). A wrong route is reported and disabled in this process, so that torch chooses another one. A change
+event is also emitted, so that later runs on this machine do not use the route. The self-test covers more shapes, but
+runs at most once per software stack of a machine.
 """
 
 from __future__ import annotations
@@ -26,23 +26,28 @@ from lora_rocm.rundir.run_context import RunContext
 
 TRIED_ON = ("cuda",)
 SHAPES = {64: ((1, 2, 80, 77, False),), 128: ((1, 2, 80, 80, True),)}
-"""Numbers in a head -> (samples, heads, queries, keys, causal): small, so that all routes take a few milliseconds."""
+"""Head dimension -> test shapes (samples, heads, queries, keys, causal), small enough that all routes take a few
+milliseconds.
+"""
 SCALE = 2.0
 FUSED_WAYS = ("auto", "sdpa-flash", "sdpa-ck", "sdpa-efficient", "sdpa-cudnn")
 CUDNN_WAY = "sdpa-cudnn"
-"""Torch ranks cuDNN after plain attention, so it never chooses it by itself; loading it takes seconds."""
+"""The only attention setting for which cuDNN is tested. With any other, torch never chooses cuDNN, because plain
+attention has priority; and loading cuDNN takes seconds.
+"""
 
 
 def checked_attention(
     settings: Settings, device: torch.device, dtypes: Sequence[torch.dtype], context: RunContext
 ) -> Settings:
-    """Try the routes that the settings allow, in each dtype; return the settings without the wrong ones.
+    """Test the routes that the settings allow, in each dtype, and disable the wrong ones.
 
-    Only accelerators are tried: the canary checks torch's own choice on every device.
+    Return the settings without them. Routes are tested only on a GPU. On every device, the canary tests the route that
+    torch chooses.
 
     Raises:
-        MachineError: no route is correct, or torch's own choice among the correct ones is wrong.
-        CanaryError: after a wrong route the device stopped working. The next start does not use the route.
+        MachineError: every route is wrong, or torch still chooses a wrong one after the others were disabled.
+        CanaryError: the device stopped working during the test of a wrong route. The next start will not use it.
     """
     if device.type not in TRIED_ON:
         return settings
@@ -63,16 +68,16 @@ def checked_attention(
             context.emit(_held_out(route))
             raise CanaryError(
                 "canary-kernel",
-                f"Attention by the route {route} is wrong, and the GPU stopped working after it.",
+                f"Torch's attention route {route} gave a wrong result, and then the GPU stopped working.",
                 where=fault,
-                fix="A new start does not use this route. lora-rocm doctor shows known problems of this machine.",
+                fix="Start again, without this route. lora-rocm doctor shows known problems of this machine.",
             )
     if enabled and not right:
-        raise _none_right("None of torch's attention routes is correct on this device.", wrong)
+        raise _none_right("All of torch's attention routes give wrong results on this device.", wrong)
     # Disable the wrong routes, also for later runs
     for route, fault in wrong.items():
         context.emit(_held_out(route))
-        context.notice(f"Attention by the route {route} is wrong here and is not used ({fault}).")
+        context.notice(f"Torch's attention route {route} gives wrong results here and is not used ({fault}).")
     settings = hold_out(settings, wrong) if wrong else settings
     if right == ["math"] and settings.attention in FUSED_WAYS and _holds_out(settings):
         settings = replace(settings, attention="math")  # the memory plan has to know that nothing is fused
@@ -80,7 +85,9 @@ def checked_attention(
     # Try torch's own choice among the remaining routes
     fault = _fault(DEFAULT, device, names)
     if fault:
-        raise _none_right("The attention route that torch chooses is wrong on this device.", {**wrong, DEFAULT: fault})
+        raise _none_right(
+            "The attention route that torch chooses gives wrong results on this device.", {**wrong, DEFAULT: fault}
+        )
     return settings
 
 
@@ -93,7 +100,7 @@ def _holds_out(settings: Settings) -> bool:
 
 
 def _fault(route: str, device: torch.device, dtypes: Sequence[str]) -> str | None:
-    """The first fault of a route; "" if all its results are correct; None if torch has no such route here."""
+    """Test a route; return its first fault, "" if all results are correct, or None if torch has no such route here."""
     tried = False
     for dtype in dtypes:
         for head_dim, shapes in SHAPES.items():
@@ -109,7 +116,9 @@ def _fault(route: str, device: torch.device, dtypes: Sequence[str]) -> str | Non
             except WrongAnswerError as error:
                 return str(error)
             except RuntimeError as error:
-                return f"{route} attention, {head_dim} a head, {dtype}: {next(iter(str(error).splitlines()), '')}"
+                return (
+                    f"{route} attention, head dimension {head_dim}, {dtype}: {next(iter(str(error).splitlines()), '')}"
+                )
     return "" if tried else None
 
 
@@ -126,7 +135,7 @@ def _is_enabled(route: str) -> bool:
 
 @contextmanager
 def _any_algorithm() -> Iterator[None]:
-    """Allow routes that deterministic runs refuse: their numbers are correct, too."""
+    """Allow nondeterministic algorithms, which torch refuses in deterministic runs; their results are correct, too."""
     asked, only_warns = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

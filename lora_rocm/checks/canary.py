@@ -1,9 +1,9 @@
 """The canary: calculations with known answers, repeated during a run.
 
 Consumer AMD cards are known for kernels that silently give wrong answers (ROCm#6461, ROCm#6595, rocm-libraries#9962).
-Correct kernels can also fail later, after a driver recovers from a fault or when memory wears out. The canary repeats
-the checks of the self-test in the run's shapes, dtype and attention backend. It also compares the frozen weights on the
-device with the weights that were sent, and constants (``device.constants``) with their fingerprints.
+Correct kernels can also fail later: after a driver recovers from a fault, or as memory wears out. The canary repeats
+checks of the self-test with the run's shapes, dtype and attention backend. It also compares the fingerprints of the
+frozen weights on the device, and of constants (``device.constants``), with the expected ones.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from lora_rocm.errors import CanaryError, RestartCode, resume_advice
 
 
 class CapturedFingerprints:
-    """``whole_fingerprints`` as a captured graph: one launch per call after the first.
+    """``whole_fingerprints`` as a captured graph: every call after the first is a single launch.
 
-    SDXL has 1,680 frozen weights, which take more than a thousand kernel launches; on a fast GPU these take as long as
-    a captured step.
+    The fingerprints of SDXL's 1,680 frozen weights need more than a thousand kernel launches. On a fast GPU these take
+    as long as a captured step.
 
-    The graph reads the addresses that the tensors had at capture; if tensors have moved, it is captured again. The
-    graph uses a new salt in each call, so a replay that did not run cannot return an answer that seems valid.
+    The graph reads fixed addresses, so it is captured again if the tensors have moved. Every call uses a new salt, so
+    if a replay did not run, its old result cannot pass as valid.
 
     Raises:
-        WrongAnswerError: a new graph's result differs from the eager one.
+        WrongAnswerError: the first result of a new graph differs from the eager result.
     """
 
     def __init__(self, capture: Capture = capture_on_gpu) -> None:
@@ -47,7 +47,7 @@ class CapturedFingerprints:
         self._kept: tuple[Tensor, ...] = ()
 
     def __call__(self, tensors: Sequence[Tensor], salt: int) -> Tensor:
-        """Return int64 [K] on the device."""
+        """Return the fingerprints, int64 [K] on the device."""
         places = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
         if places == self._places:
             salt_, found_K, _ = self._kept
@@ -73,8 +73,8 @@ class CapturedFingerprints:
 
 
 SCALES = (1.0, -0.5, 2.0, -1.0, 0.5, -2.0)
-"""Factors of the problems, used in turn (exact in every format). The previous check's answer is then wrong, even if it
-scales with the square.
+"""Factors that scale the problems, one per check in turn; every format represents them exactly. They make the previous
+check's answer wrong, even if the answer scales with the square.
 """
 SUM_LIMIT = 64  # sums of these whole numbers then stay exact in float32, in any order
 GRAPH, CONSTANTS = "captured graph", "constants"
@@ -88,15 +88,15 @@ ENTRIES_ARE_LOST = "Entries encoded since the last passed check were not kept."
 
 @dataclass
 class Canary:
-    """Checks that kernels and frozen weights are still correct.
+    """Checks that kernels still compute correctly and that frozen weights have not changed.
 
     Attributes:
         dtype: the run's dtype.
         rank: rank of the recipe's LoRA.
-        placement: has the frozen weights.
+        placement: placement of the frozen weights.
         weights: display name of the frozen weights.
-        consequence: a sentence about the consequence of a failure for the run.
-        capture: captures a graph, if the run replays graphs; else None.
+        consequence: sentence of the error message that states how a failure affects the run.
+        capture: captures a graph, or None if the run does not use graphs.
     """
 
     device: torch.device
@@ -110,16 +110,16 @@ class Canary:
     _fingerprints: CapturedFingerprints | None = field(default=None, init=False)
 
     def failure(self) -> CanaryError | None:
-        """Return the first failure, or None.
+        """Run all checks; return an error for the first failure, or None.
 
-        Waits for the device; leaves random generators and global switches unchanged.
+        Waits for the device. Random generators and global switches do not change.
         """
         scale = SCALES[self._looks % len(SCALES)]
         self._looks += 1
         with torch.autocast(self.device.type, enabled=False), torch.enable_grad():
             wrong = first_wrong(self._kernels(scale))
             if wrong is not None:
-                return self._failed("canary-kernel", "A calculation with a known answer gave a wrong one", *wrong)
+                return self._failed("canary-kernel", "A calculation with a known answer gave a wrong result", *wrong)
             try:
                 changed = self._changed(scale)
             except (WrongAnswerError, RuntimeError) as error:
@@ -135,13 +135,13 @@ class Canary:
         return self._failed("canary-weights", "Frozen weights have changed since they were loaded", self.weights, told)
 
     def graph_failure(self, detail: object) -> CanaryError:
-        """Return the error for a graph of this run that computes wrong results."""
+        """Return the error to raise if a graph of this run computes wrong results."""
         return self._failed("canary-graph", "A captured graph computes wrong results", GRAPH, detail)
 
     def _changed(self, scale: float) -> list[str]:
-        """Return names of changed frozen weights.
+        """Return the names of changed frozen weights.
 
-        If the run uses graphs, a graph is tested first and then used here.
+        If the run uses graphs, test a graph first, and then compute the fingerprints by a graph.
         """
         if self.capture is None:
             self._fingerprints = None  # frees its graph's memory
@@ -152,7 +152,7 @@ class Canary:
 
     @property
     def checks(self) -> list[str]:
-        """The names of all checks."""
+        """Names of all checks."""
         graph = [GRAPH] if self.capture else []
         return [*(check.name for check in self._kernels(1.0)), *graph, CONSTANTS, self.weights]
 
@@ -193,7 +193,7 @@ def _problem(rows: int, width: int) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def _sums(device: torch.device, rows: int, width: int, scale: float) -> None:
-    """Check reductions in float32, the dtype of the loss, norms and moments."""
+    """Check float32 sums. The loss, norms and moments are computed by such sums."""
     x_MN, wanted = _problem(rows, width)
     x = (x_MN * scale).to(device)
     poison(device, *(answer.numel() * x.element_size() for answer in wanted))

@@ -1,7 +1,7 @@
-"""Checks that a captured graph computes correctly on replay, with new inputs and a memset in the graph.
+"""Checks that a captured graph computes correctly when it is replayed with new inputs, and that its memset works.
 
-Graphs on some ROCm versions have memset nodes that do nothing or write elsewhere, or replays that keep old kernel
-arguments. Each leaves the result of another replay, or a sum of two.
+On some ROCm versions, memset nodes of a graph do nothing or write elsewhere, or replays use old kernel arguments. The
+graph then returns the result of an earlier replay, or the sum of two results.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from torch import Tensor
 from lora_rocm.checks.selftest_base import judge, whole_numbers
 
 SIZES = (64, 16, 48)
-"""Rows, inner, columns. Products of numbers up to 2 have small whole sums, which 16-bit formats hold exactly."""
+"""Rows, inner dimension and columns of the product. Inputs are at most 2, so sums are small integers that 16-bit
+formats represent exactly.
+"""
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def capture_on_gpu(work: Callable[[], None]) -> Callable[[], None]:
-    """Capture work without running it; return a function that replays it."""
+    """Capture ``work`` in a graph without running it. Return a function that replays the graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         work()
@@ -30,7 +32,7 @@ def capture_on_gpu(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def captured_sums(device: torch.device, dtype: torch.dtype, scale: float, capture: Capture = capture_on_gpu) -> None:
-    """Check column sums of a product in a graph that was captured with other inputs.
+    """Check the column sums of a matrix product, computed by a graph that was captured with other inputs.
 
     Raises:
         WrongAnswerError: a replay gave a wrong result.

@@ -1,8 +1,9 @@
-"""Compares our Triton kernels with their eager implementations, on the run's device and in its dtype.
+"""Compares the project's Triton kernels with the eager implementations, on the run's device and in its dtype.
 
-The kernels run on untested cards and compilers. So before a model is fused for the first time, the kernels of its step
-are compiled and compared here, forward and backward. Integer kernels must match bit for bit. If a kernel fails, the run
-uses the eager implementations and sends a notice. Each case is proven once for its code, libraries, driver and GPU.
+The kernels run on cards and compilers that they were not tested on. So before they are used, the kernels of the run's
+step are compiled and compared here, forward and backward. Integer kernels must match bit for bit. If a kernel fails,
+the run uses the eager implementations and sends a notice. A case that passed is not compared again until its code, the
+libraries, the driver or the GPU change.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from lora_rocm.kernels.rotary import Rotation, norm_rotary
 from lora_rocm.kernels.token_loss import to_loss_gradient
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest deviation of a single number from the eager float32 result, as a share of its magnitude plus the root mean
-square of all numbers. Rounding causes at most half of this; a number that was not written or not masked is off by 0.5.
+"""Maximum error of each number, compared with the eager float32 result, relative to its magnitude plus the root mean
+square of all numbers. Rounding causes at most half of this. A number that was not written or not masked is off by 0.5.
 """
 SEED = 20
 PACKED_OUTPUTS = 64
@@ -41,11 +42,11 @@ CANNOT = (
     RuntimeError, OSError, ImportError, subprocess.SubprocessError, ValueError, TypeError, AttributeError, LookupError,
     AssertionError,
 )  # fmt: skip
-"""Errors of a compiler, in addition to Triton's own, if it does not know the card or if one of its parts is missing (a
-C compiler, headers, a linker, a driver library, a folder to write to).
+"""Errors, in addition to Triton's own, of a compiler that does not know the GPU or lacks a component (a C compiler,
+headers, a linker, a driver library, or a writable folder).
 """
 REFUSED = "PassManager::run failed"
-"""The whole message of Triton's error for an unknown target; the reason goes to standard error, in 70 lines."""
+"""Triton's whole error message for an unknown GPU. Triton writes the reason to standard error, in 70 lines."""
 
 Outputs = tuple[Tensor, ...]
 Run = Callable[..., Tensor | Outputs]
@@ -54,11 +55,12 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a kernel to compare.
+    """One call of a kernel, to compare with its eager implementation.
 
-    kernel: the name that its kernels have (``backend.launches``). run: (implementation, norm, *inputs) -> outputs.
-    norm: creates the norm layer for each dtype, or None. mean: mean of the inputs' numbers. Images are laid out in
-    channels_last.
+    kernel: name of the kernels that it launches (see ``backend.launches``).
+    run: function (implementation, norm, *inputs) -> outputs.
+    norm: creates the norm layer, or None.
+    mean: mean of the random inputs. Inputs with four dimensions are in channels_last.
     """
 
     name: str
@@ -74,9 +76,10 @@ class Case:
 
 @dataclass(frozen=True)
 class ExactCase:
-    """Integer kernels; both implementations must give equal results.
+    """A call of integer kernels, for which both implementations must give identical results.
 
-    run: (implementation, device) -> name -> outputs. kernel: its name in ``backend.launches``.
+    run: function (implementation, device) -> outputs by name.
+    kernel: name of the kernels (see ``backend.launches``).
     """
 
     name: str
@@ -180,7 +183,10 @@ def _halves(implementation: Implementation, norm: nn.RMSNorm, qk: Tensor) -> Ten
 
 
 def _token_loss(cap: float | None, implementation: Implementation, norm: None, logits: Tensor) -> Outputs:
-    """Logits times their gradient, so that its own gradient is the logits' gradient; and losses."""
+    """Return the product of the logits and their loss gradient, and the losses.
+
+    The gradient of this product with respect to the logits is the loss gradient, so the comparison covers it.
+    """
     labels = torch.arange(-1, len(logits) - 1, device=logits.device) * 5 % logits.shape[1]
     labels[0] = -100
     gradient = logits.detach().clone()
@@ -195,7 +201,7 @@ def _turned_alone(implementation: Implementation, norm: None, qk: Tensor) -> Ten
 
 
 def _rotation(x: Tensor, interleaved: bool) -> Rotation:
-    """Angles laid out as a family has them: both numbers of a pair at neighbouring places, or by halves."""
+    """Return rotation angles in the layout that model families use for ``interleaved`` pairs or for halves."""
     tokens, dim = 2 * x.shape[1] if interleaved else x.shape[1], x.shape[3]
     angles = torch.arange(tokens * dim, dtype=torch.float32, device=x.device).view(tokens, dim)
     pairs = slice(None, None, 2) if interleaved else slice(dim // 2)
@@ -232,7 +238,10 @@ def _packed_product(name: str, implementation: Implementation, norm: None, x: Te
 
 
 def _fingerprints(implementation: Implementation, device: torch.device) -> dict[str, Tensor]:
-    """Return sums, the verdicts of a comparison with one mismatch, and the sums kept by an update that skips one."""
+    """Run all fingerprint kernels on several buffers, and return their results by name.
+
+    One buffer's expected fingerprint is wrong, and ``renew`` has to update only one buffer.
+    """
     rng = torch.Generator().manual_seed(SEED)
     words = [torch.randint(-(2**31), 2**31, (count,), generator=rng).to(device, torch.int32) for count in WORDS]
     found_K = torch.zeros(len(WORDS), dtype=torch.int64, device=device)
@@ -363,7 +372,7 @@ SMALL: tuple[Case, ...] = (
         (*[(2, 3, 70)] * 2, (2, 70)),
     ),
 )
-"""Odd sizes: no row, width or number of pixels fills its last block."""
+"""Cases with odd sizes: no row, width or number of pixels is a multiple of the kernel's block."""
 LARGE: tuple[Case, ...] = (
     replace(SMALL[0], shapes=((3, 53, 2560),)),
     replace(SMALL[1], shapes=((3, 53, 640),), norm=lambda: nn.LayerNorm(640)),
@@ -397,8 +406,8 @@ LARGE: tuple[Case, ...] = (
         for shape in ((1, 1152), (1024, 320))
     ),
 )
-"""Widths of an SDXL UNet and of transformers, which Triton compiles differently; the largest image uses the larger
-chunks. Only a vocabulary's and a head's width fill their last block, and no number of rows does.
+"""Cases with the widths of an SDXL UNet and of transformers, for which Triton generates other code. The largest image
+uses the larger chunks. Only the widths of a vocabulary and of a head are multiples of the block.
 """
 WORDS = (16, 3 * TILE + 48, TILE, 64 * TILE)
 FINGERPRINTS = ExactCase("fingerprint of trained state", _fingerprints)
@@ -425,23 +434,22 @@ IN_FP16 = (
         mean=1.5,
     ),
 )
-"""Further cases for float16: its residual stream is float32."""
+"""Further cases for float16 models, which have a residual stream in float32."""
 
 
 def trusted(
     device: torch.device, dtype: torch.dtype, notify: Callable[[str], None], kernels: Collection[str] | None = None
 ) -> bool:
-    """Return whether the Triton kernels may be used on this device; ``notify`` gets a notice if a GPU cannot use them.
+    """Return whether the run may use the Triton kernels on this device.
 
-    Each case is compared once for its code, libraries, driver and GPU (``kernel_proof``).
-
-    Call this before the device is full: it briefly takes some 400 MB.
+    Cases that have not passed yet for this code, libraries, driver and GPU are compared now (``kernel_proof``). Call
+    this before the device is full, because it briefly needs about 400 MB.
 
     Args:
         device: the run's device.
         dtype: the run's dtype.
-        notify: gets a sentence for the user.
-        kernels: names of the kernels that the run uses (``Footprint.kernels``); None: any.
+        notify: receives a notice if kernels are compiled, or if a GPU cannot use them.
+        kernels: names of the kernels that the run uses (``Footprint.kernels``), or None to check all kernels.
 
     Raises:
         RuntimeError: the device is full, or reported a fault, after which this process can no longer use it.
@@ -449,7 +457,7 @@ def trusted(
     reason = refusal(device)
     if reason is not None:
         if device.type == "cuda":
-            notify(f"Steps do not use lora-rocm's Triton kernels, and are slower: {reason}.")
+            notify(f"Steps cannot use lora-rocm's Triton kernels, and are slower: {reason}.")
         return False
     proofs = {case: proof_of(case, dtype) for case in cases_for(kernels, dtype)}
     unproven = [case for case, proof in proofs.items() if not proof.is_known]
@@ -458,16 +466,17 @@ def trusted(
     for case in unproven:
         wrong = first_wrong(device, dtype, [case])
         if wrong is not None:
-            notify(f"Steps do not use lora-rocm's Triton kernels, and are slower: {wrong}")
+            notify(f"Steps cannot use lora-rocm's Triton kernels, and are slower: {wrong}")
             return False
         proofs[case].keep()
     return True
 
 
 def cases_for(kernels: Collection[str] | None, dtype: torch.dtype) -> tuple[Case | ExactCase, ...]:
-    """Return the cases that compare these kernels in a dtype, at the widths of real models. None: all cases.
+    """Return the cases that test these kernels in a dtype, at the widths of real models. None returns all cases.
 
-    A variant without its own case is compared by all cases of its function. The fingerprints are part of each run.
+    A kernel variant without its own case is tested by all cases of its function. The fingerprint case is always
+    included.
     """
     more = IN_FP16 if dtype is torch.float16 else ()
     if kernels is None:
@@ -482,7 +491,10 @@ def cases_for(kernels: Collection[str] | None, dtype: torch.dtype) -> tuple[Case
 
 
 def proof_of(case: Case | ExactCase, dtype: torch.dtype) -> Proof:
-    """Return the record of a case's comparison. It depends on the code of kernel, plain implementation and check."""
+    """Return the record for a case.
+
+    It becomes invalid if the code of the kernel, of its plain implementation or of the check changes.
+    """
     run = case.run.func if isinstance(case.run, partial) else case.run
     code = [inspect.getsource(part) for part in (run, _near, _exact, _KernelInputs, poison)]
     told = [str(case), *code, repr(TOLERANCE[dtype]), repr(getattr(case, "mean", 0.0))]
@@ -492,9 +504,10 @@ def proof_of(case: Case | ExactCase, dtype: torch.dtype) -> Proof:
 def first_wrong(
     device: torch.device, dtype: torch.dtype, cases: Sequence[Case | ExactCase] | None = None
 ) -> str | None:
-    """Return the first kernel that cannot be compiled or run, or that differs from its eager implementation; else None.
+    """Compare the cases; return a text about the first kernel that fails, or None if all are correct.
 
-    ``cases``: None takes all cases of the dtype.
+    A kernel fails if it cannot be compiled or run, or if its results differ from its eager implementation.
+    ``cases``: None means all cases for the dtype.
 
     Raises:
         RuntimeError: as in ``trusted``.
@@ -520,22 +533,22 @@ def _near(case: Case, device: torch.device, dtype: torch.dtype) -> None:
         size = other.abs() + other.square().mean().sqrt()
         off = float(((one - other).abs() / size).max())  # waits: a wrong kernel must not be used
         if not off <= TOLERANCE[dtype]:  # NaN fails, too
-            told = f"{what} is off by {off:.2g} of its size, {TOLERANCE[dtype]:g} is allowed"
-            raise WrongAnswerError(f"has wrong numbers ({told})")
+            told = f"{what} is off by {off:.2g} of its size; at most {TOLERANCE[dtype]:g} is allowed"
+            raise WrongAnswerError(f"gives wrong numbers ({told})")
 
 
 def _exact(case: ExactCase, device: torch.device) -> None:
     wanted, found = case.run("eager", device), _computed(lambda: case.run("triton", device))
     wrong = [name for name in wanted if not torch.equal(found[name], wanted[name])]
     if wrong:
-        raise WrongAnswerError(f"has wrong numbers ({', '.join(wrong)})")
+        raise WrongAnswerError(f"gives wrong numbers ({', '.join(wrong)})")
 
 
 def _computed(compute: Callable[[], Made]) -> Made:
-    """Return the result of a kernel.
+    """Run a kernel and return its result.
 
     Raises:
-        WrongAnswerError: the kernel cannot be compiled or run; its text explains why.
+        WrongAnswerError: the kernel cannot be compiled or run. The text explains why.
         RuntimeError: as in ``trusted``.
     """
     from triton.errors import TritonError
@@ -546,13 +559,18 @@ def _computed(compute: Callable[[], Made]) -> Made:
         if device_fault(error) is not None or out_of_memory(error) is not None:
             raise
         if REFUSED in str(error):
-            unknown = f"Triton {triton_version()}; most likely it does not know this GPU (its message is in the log)"
+            unknown = (
+                f"Triton {triton_version()}; most likely it does not know this GPU (Triton's message is in the log)"
+            )
             raise WrongAnswerError(f"cannot be compiled by {unknown}") from error
-        raise WrongAnswerError(f"cannot be computed ({type(error).__name__}: {_last_line(error)})") from error
+        raise WrongAnswerError(f"raises an error ({type(error).__name__}: {_last_line(error)})") from error
 
 
 class _KernelInputs:
-    """Inputs, and the outputs' gradients, created on the device; the same numbers for both implementations."""
+    """Random inputs and output gradients of a case, created on the device.
+
+    Both implementations get the same numbers.
+    """
 
     def __init__(self, case: Case, device: torch.device, dtype: torch.dtype) -> None:
         self._case, self._device, self._dtype = case, device, dtype
@@ -565,7 +583,7 @@ class _KernelInputs:
         self._inputs = [self._normal(shape, dtype, case.mean) for shape in case.shapes]
 
     def outcome(self, implementation: Implementation, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
-        """Return (name, tensor) of all outputs and of the gradients of the inputs, in float32."""
+        """Run the case; return all outputs and the inputs' gradients as (name, float32 tensor)."""
         leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in self._inputs]
         norm = None if self._norm is None else self._norm.to(dtype)
         outputs = self._case.run(implementation, norm, *leaves)

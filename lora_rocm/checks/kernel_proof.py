@@ -1,4 +1,7 @@
-"""Remembers that a Triton kernel gave correct numbers here, until something changes that this depends on."""
+"""Records that a Triton kernel computed correctly on this machine.
+
+A record is valid until the code, the libraries, the driver, the GPU or relevant environment variables change.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,15 @@ KERNELS = Path(kernels.__file__).parent
 
 
 class Proof:
-    """The record that one case passed in a dtype, for its code, these libraries, this driver, GPU and variables.
+    """The record that a case passed in a dtype. It applies only to the same code, libraries, driver, GPU and variables.
 
     Args:
         dtype: the run's dtype.
-        case: the compared case: its name, shapes and the code of its check.
-        modules: names of the modules in ``folder`` with the kernel and its plain implementation. Their code counts, and
-            the code of the modules of this folder that they import; other kernels may change.
-        environ: the environment of this process. Without the parent's key of driver and GPU nothing is remembered.
-        folder: with the code of the kernels.
+        case: the case as text: its name, its shapes and the code of its check.
+        modules: names of the modules in ``folder`` with the kernel and its plain implementation. The record depends on
+            their code and on the modules in the folder that they import, but not on other kernels.
+        environ: the environment of this process. Nothing is recorded if it lacks the parent's key of driver and GPU.
+        folder: folder with the kernels' modules.
     """
 
     def __init__(
@@ -62,20 +65,26 @@ class Proof:
         return self._path is not None and self._path.is_file()
 
     def keep(self) -> None:
-        """Write the record. If it cannot be written, the next start compares the kernel again."""
+        """Write the record. If this fails, the next start compares the kernel again."""
         if self._path is not None:
             with suppress(StorageError):
                 write_json(self._path, self._facts)
 
 
 def _decides(name: str) -> bool:
-    """Whether a variable may change what kernels compute; the choice of a GPU is among them."""
+    """Whether the environment variable ``name`` may change what kernels compute.
+
+    This includes variables that select a GPU.
+    """
     return name.startswith("TRITON_") or VARIABLES.fullmatch(name) is not None
 
 
 @lru_cache(maxsize=256)
 def with_imported(folder: Path, module: str) -> frozenset[Path]:
-    """The file of a module and of all modules in its folder that it imports, directly or not, even in a function."""
+    """Return the paths of a module and of all modules in its folder that it imports, directly or indirectly.
+
+    Imports inside functions are included.
+    """
     found, waiting = set[Path](), [folder / f"{module}.py"]
     while waiting:
         path = waiting.pop()

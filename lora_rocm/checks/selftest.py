@@ -1,8 +1,8 @@
-"""The self-test of a GPU (``jobs.SelfTestJob``).
+"""The self-test of a GPU, run in a subprocess (``jobs.SelfTestJob``).
 
-Writes one JSON event per line to standard output: ``checks`` (the names), then ``check`` before and ``result`` after
-each check, so that a fault, hang or crash can be attributed to a check. ``supervisor.selftest_runner`` drives it. On
-the CPU the same checks run at smaller sizes.
+It writes one JSON event per line to standard output: first ``checks`` with all names, then ``check`` before and
+``result`` after each check. So a fault, hang or crash can be attributed to a check. The parent's code is in
+``supervisor.selftest_runner``. On the CPU the same checks run at smaller sizes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from lora_rocm.rundir.event_types import CheckEvent, ChecksEvent, ErrorEvent, Re
 from lora_rocm.rundir.events import emit
 
 DEVICE_LOST = 70
-"""Exit code: a check left the device unusable. The next child process gets a fresh one."""
+"""Exit code if a check left the device unusable. The parent then starts a new process for the remaining checks."""
 MESSAGE_LETTERS = 300
 Table = Callable[[torch.device], Iterable[Check]]
 
 
 def checks(device: torch.device) -> Iterator[Check]:
-    """Yield all checks, the most basic ones first."""
+    """Yield all checks, beginning with the most basic ones."""
     for group in (copy_checks, memory_checks, gemm_checks, conv_checks, attention_checks, training_checks):
         yield from group(device)
 
@@ -57,7 +57,7 @@ def run_check(check: Check, device: torch.device) -> tuple[Result, bool]:
     except torch.OutOfMemoryError as error:
         return result("skipped", f"not enough memory on the GPU: {_first_line(error)}"), True
     except OSError as error:  # the temporary file that is mapped
-        return result("skipped", f"no temporary file: {_first_line(error)}"), True
+        return result("skipped", f"cannot use a temporary file: {_first_line(error)}"), True
     except RuntimeError as error:
         alive = device_works(device)
         said = f"{type(error).__name__}: {_first_line(error)}"
@@ -70,7 +70,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def main(table: Table = checks) -> int:
-    """Run the selected checks. Failed checks do not change the exit code; a lost device does (``DEVICE_LOST``)."""
+    """Run the selected checks and return the exit code.
+
+    It is 0 even if checks fail, ``DEVICE_LOST`` if the device stopped working, or the code of an error before the
+    checks.
+    """
     try:
         job = job_of(SelfTestJob)
         device = choose_device("cpu" if job.on_cpu else "gpu")

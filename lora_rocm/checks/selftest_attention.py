@@ -1,6 +1,7 @@
-"""Self-test: attention by every route that torch can take, forward and backward, against the formula on the CPU.
+"""Self-test of attention: each backend ("route") of torch, forward and backward, compared with the formula on the CPU.
 
-A route is tested by a call: torch's ``can_use_...`` functions return true for wheels without kernels (ComfyUI#15647).
+A route is tested by a call: torch's ``can_use_...`` functions return true even if the wheel lacks the kernels
+(ComfyUI#15647).
 """
 
 from __future__ import annotations
@@ -20,23 +21,26 @@ from lora_rocm.device.attention import ROUTES
 from lora_rocm.device.precision import FLOATS
 
 DEFAULT = "default"
-"""Torch's own choice among the routes that are enabled."""
+"""Route name for the test in which torch itself chooses among the enabled routes."""
 NO_BACKEND = ("No available kernel", "No viable backend")
-"""Torch's messages if a backend does not support this device or these shapes (aten sdp_utils)."""
+"""Parts of torch's messages if a backend does not support this device or these shapes (aten sdp_utils)."""
 TOLERANCES = {"fp32": 256.0, "fp16": 16.0, "bf16": 16.0}
-"""In units of eps, relative to the largest number. Intermediate scores and probabilities are rounded to 16 bits (above
-all by the math backend); each is an error of eps / 2 that the exponential and the sums over keys propagate. In float32
-some kernels compose their products from TF32 parts.
+"""Maximum error in units of eps, relative to the largest number. Scores and probabilities are rounded to 16 bits,
+mainly by the math backend. Each rounding is an error of eps / 2, which the exponential and the sums over keys
+propagate. In float32 some kernels compose their products from TF32 parts.
 """
 NORM_TOLERANCES = {"fp32": 128.0, "fp16": 4.0, "bf16": 4.0}
-"""In units of eps: the error's norm relative to the answer's norm. In 16 bits the errors of four roundings are
-independent, so their norm is near 0.6 eps (``children.tune.attention.MAX_EPS``).
+"""Maximum norm of the error in units of eps, relative to the norm of the answer. In 16 bits the errors of four
+roundings are independent, so their norm is near 0.6 eps (``children.tune.attention.MAX_EPS``).
 """
 GRID = 64  # inputs are multiples of 1/64 up to 4: nine bits including the sign
 
 
 def attention_checks(device: torch.device) -> Iterator[Check]:
-    """Yield checks at odd lengths: 77-token captions, an image plus one token, and an image attending to a caption."""
+    """Yield the attention checks.
+
+    They use odd lengths: 77-token captions, an image plus one token, and both combined.
+    """
     long, heads = (4097, 2) if device.type == "cuda" else (129, 2)
     shapes = ((2, heads, 77, 77, True), (1, heads, long, 77, False), (1, 1, long, long, False))
     for route in (*ROUTES, DEFAULT):
@@ -47,9 +51,9 @@ def attention_checks(device: torch.device) -> Iterator[Check]:
 
 @cache
 def _problem(batch: int, heads: int, queries: int, keys: int, causal: bool, head_dim: int) -> tuple[Tensor, ...]:
-    """Return q, k, v, gradient of the result, all [B, H, L, D].
+    """Return q, k, v and the gradient of the result, then the result and the gradients of q, k and v by the formula.
 
-    Then the result and the three gradients, by the formula.
+    All are float64 [B, H, L, D].
     """
     generator = torch.Generator().manual_seed(head_dim)
 
@@ -75,7 +79,10 @@ def attention(
     *,
     scale: float,
 ) -> None:
-    """Check forward and backward at each shape. ``DEFAULT``: torch chooses by its present switches."""
+    """Check the results and gradients of a route at each shape.
+
+    For ``DEFAULT``, torch chooses among the enabled routes.
+    """
     tolerance = TOLERANCES[dtype] * torch.finfo(FLOATS[dtype]).eps
     for batch, heads, queries, keys, causal in shapes:
         *inputs, wanted, wanted_dq, wanted_dk, wanted_dv = _problem(batch, heads, queries, keys, causal, head_dim)
@@ -92,7 +99,9 @@ def attention(
             result = _by(route, q, k, v, causal)
         dq, dk, dv = torch.autograd.grad(result, (q, k, v), grad)
         synchronize(device)
-        what = f"{'chosen' if route == DEFAULT else route} attention {queries}x{keys}, {head_dim} a head, {dtype}"
+        what = (
+            f"{'chosen' if route == DEFAULT else route} attention {queries}x{keys}, head dimension {head_dim}, {dtype}"
+        )
         of_all = NORM_TOLERANCES[dtype] * torch.finfo(FLOATS[dtype]).eps
         for part, found, answer in (
             ("", result, wanted * scale),
@@ -114,4 +123,8 @@ def _by(route: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
             if not any(words in str(error) for words in NO_BACKEND):
                 raise
     reasons = {str(warning.message).partition(" (Triggered")[0] for warning in said}
-    raise NotHereError(f"torch has no {route} attention for this: {'; '.join(sorted(reasons)) or 'not built'}"[:300])
+    raise NotHereError(
+        f"torch has no {route} attention for this GPU and these shapes: {'; '.join(sorted(reasons)) or 'not built'}"[
+            :300
+        ]
+    )

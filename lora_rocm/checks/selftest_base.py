@@ -1,9 +1,9 @@
-"""Shared by all checks: the class of a check, known answers, and the comparison with a GPU's result.
+"""Base of all checks: the class of a check, problems with known answers, and the comparison with a GPU's result.
 
-Inputs are whole numbers (or multiples of 1/64) that float16 and bfloat16 represent exactly, so the CPU's float64 answer
-solves the same problem. Before a kernel runs, memory of its result's size is filled with NaN and freed. A result that
-was not written, in whole or at its tail, is then read as NaN instead of an earlier correct result. Each variant of a
-problem is scaled by another power of two (which is exact), so that the previous variant's answer is wrong for this one.
+Inputs are integers (or multiples of 1/64) that float16 and bfloat16 represent exactly, so the CPU solves the same
+problem in float64. Before a kernel runs, memory of the size of its result is filled with NaN and freed. If the kernel
+does not write its whole result, NaN is read instead of an earlier correct result. Each variant of a problem is scaled
+by another power of two, which is exact, so that the previous variant's answer is wrong for it.
 """
 
 from __future__ import annotations
@@ -18,26 +18,31 @@ NAN_BYTE = 0xFF  # two or four such bytes are a NaN in every float format
 
 
 class WrongAnswerError(Exception):
-    """The device's answer differs from the CPU's; the text names the position and the difference."""
+    """The device's answer differs from the CPU's. The text gives the position and the difference."""
 
 
 class NotHereError(Exception):
-    """This check does not apply to this device; the text gives the reason."""
+    """The check does not apply to this device. The text gives the reason."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table. ``run`` raises ``WrongAnswerError`` or ``NotHereError``, and may return a remark."""
+    """A check of the self-test.
+
+    ``run`` raises ``WrongAnswerError`` or ``NotHereError``, or returns a remark or None.
+    """
 
     name: str
-    """"group.detail"."""
+    """Name in the format "group.detail"."""
     run: Callable[[], str | None]
     timeout_s: float = 60.0
-    """The first check of a group, which may compile kernels, gets more (see ``supervisor.selftest_runner``)."""
+    """Maximum duration in seconds. The first check of a group gets more, as it may compile kernels (see
+    ``supervisor.selftest_runner``).
+    """
 
 
 def first_wrong(checks: Iterable[Check]) -> tuple[str, WrongAnswerError] | None:
-    """Return name and error of the first check with a wrong answer; None if all are correct."""
+    """Run checks up to the first with a wrong answer; return its name and error, or None if all are correct."""
     for check in checks:
         try:
             check.run()
@@ -47,20 +52,20 @@ def first_wrong(checks: Iterable[Check]) -> tuple[str, WrongAnswerError] | None:
 
 
 def judge(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> None:
-    """Compare an answer with the known one, element by element, on the CPU.
+    """Compare a result with the known answer, element by element, on the CPU.
 
     Args:
-        found: the answer, on any device.
+        found: the result, on any device.
         wanted: the known answer on the CPU, float32 or float64.
-        what: name of the answer, for the message.
-        tolerance: allowed error, relative to the largest wanted number.
+        what: name of the result, for the message.
+        tolerance: maximum error of a number, relative to the largest number of the known answer.
 
     Raises:
-        WrongAnswerError: a number is off by more, or is not finite.
+        WrongAnswerError: a number has a larger error or is not finite, or the shape is wrong.
     """
     got = found.detach().to("cpu").to(wanted.dtype)
     if got.shape != wanted.shape:
-        raise WrongAnswerError(f"{what}: shape {tuple(got.shape)} where {tuple(wanted.shape)} was expected")
+        raise WrongAnswerError(f"{what}: its shape is {tuple(got.shape)} instead of {tuple(wanted.shape)}")
     allowed = tolerance * float(wanted.abs().max())
     wrong = ~((got - wanted).abs() <= allowed)  # written so that NaN is wrong, too
     count = int(wrong.sum())
@@ -79,13 +84,13 @@ def judge(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> None:
 
 
 def judge_norm(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> None:
-    """Compare an answer with the known one as a whole: errors that are small next to the largest number count, too.
+    """Compare a result with the known answer by the norm of all errors, which includes errors that ``judge`` tolerates.
 
     Args:
-        found: the answer, on any device.
+        found: the result, on any device.
         wanted: the known answer on the CPU, float32 or float64.
-        what: name of the answer, for the message.
-        tolerance: allowed norm of the error, relative to the norm of the answer.
+        what: name of the result, for the message.
+        tolerance: maximum norm of the error, relative to the norm of the known answer.
 
     Raises:
         WrongAnswerError: the error is larger, or not finite.
@@ -93,24 +98,27 @@ def judge_norm(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> No
     error = float((found.detach().to("cpu").to(wanted.dtype) - wanted).norm() / wanted.norm())
     if not error <= tolerance:
         raise WrongAnswerError(
-            f"{what}: off by {error:.2g} of the norm of the answer, where {tolerance:.2g} is allowed"
+            f"{what}: its error is {error:.2g} of the answer's norm; at most {tolerance:.2g} is allowed"
         )
 
 
 def expect(run: Callable[[], Tensor], wanted: Tensor, what: str, tolerance: float, like: Tensor) -> None:
-    """``judge`` an answer computed in memory that held NaN before; ``like`` has its device and dtype."""
+    """Run a calculation in memory that contained NaN before, and ``judge`` its result.
+
+    ``like`` has its device and dtype.
+    """
     poison(like.device, wanted.numel() * like.element_size())
     judge(run(), wanted, what, tolerance)
 
 
 def poison(device: torch.device, *sizes_bytes: int) -> None:
-    """Leave NaN in memory that the allocator will reuse for tensors of these sizes."""
+    """Fill memory with NaN and free it. The allocator will reuse it for tensors of these sizes."""
     spoilt = [torch.full((size,), NAN_BYTE, dtype=torch.uint8, device=device) for size in sizes_bytes]
     del spoilt
 
 
 def whole_numbers(shape: tuple[int, ...], limit: int, seed: int) -> Tensor:
-    """Return random whole numbers from -limit to limit, without zero, in float64."""
+    """Return random integers from -limit to limit, excluding zero, as float64."""
     generator = torch.Generator().manual_seed(seed)
     magnitude = torch.randint(1, limit + 1, shape, generator=generator)
     return torch.where(torch.rand(shape, generator=generator) < 0.5, magnitude, -magnitude).double()
@@ -123,7 +131,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def device_works(device: torch.device) -> bool:
-    """Whether the device still computes after an error."""
+    """Whether the device can still compute after an error."""
     try:
         return (torch.zeros(1, device=device) + 1).cpu().item() == 1.0  # waits: an error shows only then
     except RuntimeError:  # after an illegal access every call fails until the process ends

@@ -1,7 +1,7 @@
-"""Self-test: bit-exact copies between host and device, and memory that must keep its contents.
+"""Self-test of copies between host and device, which must be bit-exact, and of memory, which must keep its contents.
 
-The payload is random bytes. Each case uses another window of the payload, so that the previous case's bytes are wrong
-for this one. The device computes the fingerprint of the received bytes, which shows whether the copy to the device was
+The copied data is random bytes. Each case uses another window of these bytes, so that the previous case's bytes are
+wrong for it. The device computes the fingerprint of the received bytes, which shows whether the copy to the device was
 at fault. Then the bytes are read back and compared one by one.
 """
 
@@ -26,17 +26,20 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int64": torch.int64}
 METHODS = ("pageable", "pinned", "pinned-async", "mapped")
 WINDOW_BYTES = 4096
 LIVE, ROUNDS = 48, 400
-"""Number of tensors that are live at the same time, and number of tensors in total."""
+"""Number of tensors in memory at the same time, and number of tensors in total."""
 
 TOTAL_SHARE = 0.1
-"""A larger difference between torch's total and the driver's is reported."""
+"""If torch's and the driver's total memory differ by more than this share, the difference is reported."""
 
 Send = Callable[[Tensor, torch.device, str], Tensor]
 Read = Callable[[Tensor, str], Tensor]
 
 
 def send(tensor: Tensor, device: torch.device, method: str) -> Tensor:
-    """Copy to the device. With ``mapped``, ``tensor`` is a mapped file and is sent like pageable memory."""
+    """Copy a tensor to the device.
+
+    For the method "mapped" the tensor is a mapped file, and is sent like pageable memory.
+    """
     pinned = method.startswith("pinned")
     if pinned and not torch.cuda.is_available():
         raise NotHereError("pinned memory needs a GPU")
@@ -46,7 +49,7 @@ def send(tensor: Tensor, device: torch.device, method: str) -> Tensor:
 
 
 def read(tensor: Tensor, method: str) -> Tensor:
-    """Copy to the host, into memory that held something else."""
+    """Copy a tensor to the host, into memory that contained other bytes before."""
     received = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=method.startswith("pinned"))
     received.view(torch.uint8).fill_(0xFF)
     received.copy_(tensor, non_blocking=method == "pinned-async")
@@ -55,7 +58,7 @@ def read(tensor: Tensor, method: str) -> Tensor:
 
 
 def copy_checks(device: torch.device, send: Send = send, read: Read = read) -> Iterator[Check]:
-    """Yield one check per copy method and size."""
+    """Yield one check for each copy method and size."""
     large = {"64MiB": 64 * MIB, "256MiB": 256 * MIB} if device.type == "cuda" else {}
     sizes = {"4KiB": 4 * KIB, "1MiB": MIB, **large}
     for method in METHODS:
@@ -64,7 +67,7 @@ def copy_checks(device: torch.device, send: Send = send, read: Read = read) -> I
 
 
 def memory_checks(device: torch.device) -> Iterator[Check]:
-    """Yield checks that torch finds all of a card's memory, and that tensors survive while others come and go.
+    """Yield two checks: torch detects all of a card's memory, and tensors keep their values while others come and go.
 
     Sources: pytorch#184880; ROCm#6603.
     """
@@ -75,11 +78,14 @@ def memory_checks(device: torch.device) -> Iterator[Check]:
 
 
 def _total(device: torch.device) -> str | None:
-    """Compare the memory that torch finds with the driver's counter; only a remark, because training may be correct."""
+    """Compare the total memory that torch reports with the driver's counter. Return a remark if they differ.
+
+    A difference is not an error, because training may still be correct.
+    """
     card, seen = card_bytes(device), int(torch.cuda.get_device_properties(device).total_memory)
     if card is None or abs(card - seen) <= TOTAL_SHARE * card:
         return None
-    return f"torch finds {size_text(seen)}, and the driver {size_text(card)}"
+    return f"torch finds {size_text(seen)} of memory, but the driver {size_text(card)}"
 
 
 @cache
@@ -105,7 +111,7 @@ def _copies(device: torch.device, method: str, size_bytes: int, send: Send, read
 
 @cache
 def _window(size_bytes: int, dtype: str) -> tuple[Tensor, int]:
-    """Return bytes and their fingerprint; the windows of two dtypes overlap, and differ at every position."""
+    """Return random bytes and their fingerprint. The bytes for different dtypes differ at every position."""
     start = list(DTYPES).index(dtype) * WINDOW_BYTES
     window = _random_bytes(size_bytes + len(DTYPES) * WINDOW_BYTES)[start : start + size_bytes]
     return window, int(whole_fingerprint(window.view(DTYPES[dtype])))
@@ -117,21 +123,21 @@ def _there_and_back(
     poison(device, tensor.numel() * tensor.element_size())
     arrived = send(tensor, device, method)
     if int(whole_fingerprint(arrived)) != fingerprint:
-        raise WrongAnswerError(f"to the device, {method}, {what}: {_difference(arrived.cpu(), tensor)}")
+        raise WrongAnswerError(f"copy to the device, {method}, {what}: {_difference(arrived.cpu(), tensor)}")
     returned = read(arrived, method)
     if not torch.equal(returned.view(torch.uint8), tensor.view(torch.uint8)):
-        raise WrongAnswerError(f"to the host, {method}, {what}: {_difference(returned, tensor)}")
+        raise WrongAnswerError(f"copy to the host, {method}, {what}: {_difference(returned, tensor)}")
 
 
 def _difference(found: Tensor, wanted: Tensor) -> str:
-    """Return how many bytes differ, and how many of these are zero."""
+    """Return a text with the number of bytes that differ, and how many of them are zero."""
     found_N, wanted_N = found.contiguous().view(torch.uint8), wanted.view(torch.uint8)
     if found_N.shape != wanted_N.shape:
-        return f"{found_N.numel()} bytes arrived"
+        return f"{found_N.numel()} bytes arrived instead of {wanted_N.numel()}"
     wrong = found_N != wanted_N
     count, zeros = int(wrong.sum()), int((found_N[wrong] == 0).sum())
     if not count:
-        return "the fingerprints differ, and the bytes that were read back do not"
+        return "the fingerprints differ, but the bytes that were read back are equal"
     return f"{count} of {wanted_N.numel()} bytes differ ({zeros} are zero), the first at {int(wrong.nonzero()[0])}"
 
 
@@ -160,5 +166,5 @@ def _intact(item: tuple[int, Tensor]) -> None:
         if wrong:
             zeros = int((there == 0).sum())
             raise WrongAnswerError(
-                f"{place}, {wrong} of {tensor.numel()} words of a tensor changed while it lived ({zeros} are zero)"
+                f"{place}, {wrong} of {tensor.numel()} words of a tensor changed while it was in use ({zeros} are zero)"
             )

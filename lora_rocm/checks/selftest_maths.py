@@ -1,7 +1,7 @@
-"""Self-test: matrix products and convolutions, against the CPU in float64.
+"""Self-test of matrix products and convolutions, compared with the CPU in float64.
 
-Sums of products of small whole numbers are exact in float32, in any order. So a float32 product must match
-bit for bit, and a 16-bit product may differ only by rounding of its result.
+Sums of products of small integers are exact in float32, in any order. So a float32 product must match bit for bit, and
+a 16-bit product may differ only by the rounding of its result.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from lora_rocm.device.precision import FLOATS
 Sizes = tuple[int, int, int]
 LAYOUTS = ("NN", "NT", "TN", "TT")
 LIMITS = {"fp32": 300, "fp16": 4, "bf16": 4}
-"""Largest input. 4096 products of numbers up to 300 sum to less than 2**24 by six standard deviations."""
+"""Largest input. Sums of 4096 products of numbers up to 300 stay below 2**24 by a margin of six standard deviations."""
 ROUNDINGS = 4.0
-"""Tolerance of 16-bit formats in units of eps: the result is rounded once, and so are partial sums if a kernel splits
-K.
+"""Tolerance of 16-bit formats in units of eps. The result is rounded once; if a kernel splits K, partial sums are
+rounded too.
 """
 CONV_TOLERANCES = {"fp32": 256.0, "fp16": 8.0, "bf16": 8.0}
-"""In units of eps: Winograd kernels transform the inputs by fractions, which loses some bits."""
+"""Tolerance in units of eps. Winograd kernels multiply the inputs by fractions, which loses some bits."""
 CONV_TIMEOUT_S = 120.0  # MIOpen compiles kernels
 
 
 def gemm_checks(device: torch.device) -> Iterator[Check]:
-    """Yield checks of the library, and of square, LoRA-shaped, tall, batched and chained products."""
+    """Yield checks of matrix products: square, LoRA-shaped, tall, batched, with a bias, and two in a row.
+
+    If hipBLASLt is disabled, the first check is that torch does not prefer it.
+    """
     if blas.hipblaslt_is_off(os.environ):
         yield Check("gemm.hipblaslt-off", _library)
     large = device.type == "cuda"
@@ -59,7 +62,7 @@ def gemm_checks(device: torch.device) -> Iterator[Check]:
 
 
 def conv_checks(device: torch.device) -> Iterator[Check]:
-    """Yield checks of forward and both gradients, through MIOpen (cuDNN) and through torch's own kernels."""
+    """Yield checks of convolutions and both gradients, by MIOpen (cuDNN) and by torch's own kernels."""
     channels, height, width = (128, 64, 72) if device.type == "cuda" else (8, 16, 24)
     for number, (library, dtype) in enumerate(product(("miopen", "native"), FLOATS)):
         for side in (3, 1):
@@ -69,7 +72,7 @@ def conv_checks(device: torch.device) -> Iterator[Check]:
 
 
 def _library() -> str:
-    """Check that products do not use hipBLASLt if it is switched off."""
+    """Check that torch prefers rocBLAS, and return a remark. It is called only if hipBLASLt is disabled."""
     library = blas.preferred()
     if library != "cublas":
         raise WrongAnswerError(f"hipBLASLt is switched off, but torch still prefers {library}")
@@ -78,7 +81,7 @@ def _library() -> str:
 
 @cache
 def _problem(sizes: Sizes, limit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return operands [M, K] and [K, N] in float64, and their product, which is exact in float32."""
+    """Return float64 operands [M, K] and [K, N] and their product, which is exact in float32."""
     rows, inner, columns = sizes
     a_MK, b_KN = whole_numbers((rows, inner), limit, seed=1), whole_numbers((inner, columns), limit, seed=2)
     return a_MK, b_KN, (a_MK @ b_KN).float()
@@ -89,12 +92,12 @@ def _tolerance(dtype: str) -> float:
 
 
 def _laid_out(matrix: Tensor, letter: str) -> Tensor:
-    """Return the same matrix; for "T" it is stored column by column, so that BLAS has to transpose."""
+    """Return the same matrix; for "T" it is stored by columns, so that BLAS has to transpose it."""
     return matrix.t().contiguous().t() if letter == "T" else matrix
 
 
 def products(device: torch.device, dtype: str, layout: str, shapes: tuple[Sizes, ...], *, scale: float) -> None:
-    """Check a product for each [M, K, N], with operands laid out by ``layout``."""
+    """Check a matrix product for each size (M, K, N). ``layout`` has a letter for each operand, see ``_laid_out``."""
     for sizes in shapes:
         a_MK, b_KN, wanted_MN = _problem(sizes, LIMITS[dtype])
         a = _laid_out((a_MK * scale).to(FLOATS[dtype]).to(device), layout[0])
@@ -132,7 +135,7 @@ def _bias(device: torch.device, dtype: str, rows: int, width: int) -> None:
 
 @cache
 def _convolved(channels: int, height: int, width: int, side: int) -> tuple[Tensor, ...]:
-    """Return image, weight, gradient of the result; then the result and both gradients."""
+    """Return image, weight and gradient of the result, then the result and the gradients of image and weight."""
     x_BCHW = whole_numbers((1, channels, height, width), 4, seed=7).requires_grad_()
     weight = whole_numbers((channels, channels, side, side), 4, seed=8).requires_grad_()
     grad_BCHW = whole_numbers((1, channels, height, width), 4, seed=9)
@@ -144,7 +147,7 @@ def _convolved(channels: int, height: int, width: int, side: int) -> tuple[Tenso
 def convolution(
     device: torch.device, dtype: str, through_library: bool, sizes: tuple[int, int, int, int], *, scale: float
 ) -> None:
-    """Check a convolution (channels, height, width, side of the kernel) and both gradients."""
+    """Check a convolution and both gradients. ``sizes``: channels, height, width, side of the kernel."""
     x_BCHW, weight, grad_BCHW, wanted_y, wanted_dx, wanted_dw = _convolved(*sizes)
     tolerance = CONV_TOLERANCES[dtype] * torch.finfo(FLOATS[dtype]).eps
     x = (x_BCHW * scale).to(FLOATS[dtype]).to(device).requires_grad_()

@@ -1,4 +1,4 @@
-"""Self-test: ten LoRA steps of a small network, against the same steps on the CPU in float64."""
+"""Self-test of training: ten LoRA steps of a small network, compared with the same steps on the CPU in float64."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from lora_rocm.device.precision import FLOATS
 
 STEPS, RANK, LEARNING_RATE = 10, 16, 1e-3
 TOLERANCES = {"bf16": 0.02, "fp16": 0.005}
-"""Relative to the CPU's loss: two or three eps (0.0078, 0.00098), for a few roundings in a row. Averages over a batch
-reduce them, and updates by slightly different gradients accumulate them (healthy hardware: 0.005, 0.0002).
+"""Maximum error relative to the CPU's loss: two or three eps (0.0078, 0.00098), for several roundings in a row.
+Averages over a batch reduce the error, and updates by slightly wrong gradients accumulate it (healthy hardware: 0.005,
+0.0002).
 """
 
 
 class Lora(nn.Module):
-    """A frozen linear layer in the base's dtype with a float32 adapter."""
+    """A frozen linear layer in the base's dtype, with a LoRA in float32."""
 
     def __init__(self, ins: int, outs: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -33,14 +34,14 @@ class Lora(nn.Module):
 
 
 def training_checks(device: torch.device) -> Iterator[Check]:
-    """Yield one check per 16-bit format."""
+    """Yield one check for each 16-bit format."""
     tokens, width = (1024, 320) if device.type == "cuda" else (64, 32)
     for dtype in TOLERANCES:
         yield Check(f"training.lora-{dtype}", partial(_training, device, dtype, tokens, width))
 
 
 def _network(tokens: int, width: int) -> tuple[nn.Sequential, Tensor, Tensor]:
-    """Return the network, inputs and targets; a LoRA can reach the targets."""
+    """Return the network, its inputs, and targets that a LoRA can reach."""
     generator = torch.Generator().manual_seed(11)
     network = nn.Sequential(Lora(width, 4 * width, generator), nn.GELU(), Lora(4 * width, width, generator))
     x_TC = torch.randn(tokens, width, generator=generator)
@@ -87,8 +88,10 @@ def _training(device: torch.device, dtype: str, tokens: int, width: int) -> None
     synchronize(device)  # so that a fault is attributed to this check
     for step, (loss, wanted) in enumerate(zip(found, known, strict=True), 1):
         if not abs(loss - wanted) <= TOLERANCES[dtype] * wanted:  # written so that NaN is wrong, too
-            raise WrongAnswerError(f"loss of step {step} in {dtype} is {loss:.6g}; the CPU has {wanted:.6g}")
+            raise WrongAnswerError(
+                f"the loss of step {step} in {dtype} is {loss:.6g} instead of {wanted:.6g} (on the CPU)"
+            )
     for name, parameter in network.named_parameters():
         after = parameter.detach().cpu()
         if parameter.requires_grad and not (after.isfinite().all() and (after != before[name]).any()):
-            raise WrongAnswerError(f"after {STEPS} steps in {dtype} {name} has not moved, or is not finite")
+            raise WrongAnswerError(f"after {STEPS} steps in {dtype}, {name} has not changed or is not finite")

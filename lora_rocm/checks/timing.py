@@ -1,4 +1,4 @@
-"""Times the rows of a benchmark one by one, so that a failure, hang or crash affects only its own row."""
+"""Times the rows of a benchmark one by one. A failure, hang or crash affects only its own row."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ from lora_rocm.rundir.events import emit
 
 REPEATS = {"cuda": 5, "cpu": 3}
 MEASURE_S = {"cuda": 0.01, "cpu": 0.004}
-"""Minimum duration of a repetition, for sufficient timer precision."""
+"""Minimum duration of one repetition in seconds; shorter ones would be too imprecise."""
 MAX_CALLS = 1000
 LIMIT_S = 120.0
-"""A row that takes longer counts as hung. The slowest known row is a first convolution while its kernel is built."""
+"""Seconds after which a row counts as hung. The slowest known row is a first convolution, during which its kernel is
+built.
+"""
 
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """One row to measure.
+    """One row of a benchmark, to be measured.
 
-    fields: description of the row, for table and file. amount: floating point operations, bytes or samples of one call.
-    prepare: allocates, and returns the call to time. found: additional results, reported with the row.
+    fields: columns that describe the row, for the table and the file.
+    amount: floating-point operations, bytes or samples per call.
+    prepare: allocates the inputs and returns the callable to time.
+    found: additional results, reported with the row.
     """
 
     fields: dict[str, Any]
@@ -40,13 +44,16 @@ class MeasuredRow:
 
 
 def seconds_of(call: Call, device: torch.device) -> float:
-    """Return the median time of one call after warm-up; on a GPU by device events, which exclude hidden launch time."""
+    """Return the median time of one call in seconds, after one warm-up call.
+
+    On a GPU it is measured by device events, which exclude launch times that overlap with computation.
+    """
     call()
     return _median(lambda calls: _seconds(call, calls, device), device.type)
 
 
 def _median(timed: Callable[[int], float], kind: str) -> float:
-    """Return the median time of one call; ``timed`` takes the number of calls to make."""
+    """Return the median time of one call. ``timed`` measures a number of calls; ``kind`` is the device type."""
     calls = min(MAX_CALLS, max(1, round(MEASURE_S[kind] / max(timed(1), 1e-7))))
     return statistics.median(timed(calls) / calls for _ in range(REPEATS[kind]))
 
@@ -69,11 +76,13 @@ def _seconds(call: Call, calls: int, device: torch.device) -> float:
 
 
 def wall_seconds_of(call: Call, devices: Sequence[torch.device]) -> float:
-    """Return the median wall time of one call until every device is done. For copies, which the host may wait for.
+    """Return the median wall time of one call, until every device is done.
+
+    Use it for copies, on which the host may wait.
 
     Args:
         call: the call to measure.
-        devices: GPUs that take part.
+        devices: all GPUs that the call uses.
     """
 
     def timed(calls: int) -> float:
@@ -91,10 +100,10 @@ def wall_seconds_of(call: Call, devices: Sequence[torch.device]) -> float:
 def measure(
     works: Sequence[MeasuredRow], start: int, seconds: Callable[[Call], float], limit_s: float = LIMIT_S
 ) -> None:
-    """Measure the rows from ``start`` on and emit them as events.
+    """Measure all rows from number ``start`` on, and emit the results as events.
 
-    A failing row reports its reason. A hang, or a row that leaves the GPU unusable, ends the process; the parent
-    continues after that row in a new process.
+    A row that fails is emitted with the reason. If a row hangs for ``limit_s`` or leaves the GPU unusable, this process
+    ends, and the parent continues with the next row in a new process.
     """
     for number, work in enumerate(works[start:], start):
         emit(BeginEvent(number=number, limit_s=limit_s, fields=work.fields))
@@ -114,7 +123,7 @@ def _measured(work: MeasuredRow, seconds: Callable[[Call], float]) -> dict[str, 
 
 
 def _clean_up() -> None:
-    """Free the row's memory; exit if the GPU no longer answers, because every later row would fail too."""
+    """Free the row's memory. Exit if the GPU no longer works, because every later row would fail too."""
     if not torch.cuda.is_initialized():
         return
     try:

@@ -1,1 +1,1 @@
-"""Data transfer between host and device, its checks, and the device's settings."""
+"""Data transfer between host and device, the checks of that data, and the device's settings."""

@@ -1,4 +1,4 @@
-"""The allocator of the device: its budget, its limit, and its usage."""
+"""torch's memory allocator on a GPU: the memory available to it, the limit that enforces this, and its usage."""
 
 from __future__ import annotations
 
@@ -19,45 +19,46 @@ from lora_rocm.hardware.settings import Settings
 from lora_rocm.planning.step_plan import CONTEXT_BYTES
 
 ASK_EVERY_S = 5.0
-"""Least time between two readings of the driver's counters."""
+"""Minimum number of seconds between two readings of the driver's memory counters."""
 
 FRAGMENTED_SHARE = 0.2
-"""Estimated share of the memory held by torch. If more is unused when memory runs out, the pool is fragmented: whole
-unused segments were returned before the error (c10/cuda/CUDACachingAllocator.cpp).
+"""Estimated share of torch's reserved memory. If more than this is unused when memory runs out, the memory is
+fragmented: torch returns whole unused segments before it raises the error (c10/cuda/CUDACachingAllocator.cpp).
 """
 PIECE_BYTES = 512
-"""Allocators round sizes up to a multiple of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+"""torch's allocator rounds sizes up to a multiple of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
 OWN_SEGMENT_BYTES, SEGMENT_STEP_BYTES, REST_BYTES = 10 * 2**20, 2 * 2**20, 2**20
-"""A tensor of at least the first size gets its own segment, a multiple of the second size. A remainder up to the third
-is not used for other tensors (same file: kMinLargeAlloc, kRoundLarge, kSmallSize).
+"""A tensor of at least the first size gets its own segment. The segment's size is a multiple of the second size. An
+unused remainder of at most the third size is not used for other tensors. (kMinLargeAlloc, kRoundLarge and kSmallSize in
+c10/cuda/CUDACachingAllocator.cpp)
 """
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes that torch's allocator holds on a GPU: for tensors, and in total."""
+    """Memory of torch's allocator on a GPU: bytes in tensors, and bytes reserved in total."""
 
     allocated_bytes: int
     reserved_bytes: int
 
     @property
     def fragmented(self) -> bool:
-        """After an out-of-memory error: whether enough memory is held, but in pieces."""
+        """Whether an out-of-memory error is due to fragmentation: much memory is unused, but in small pieces."""
         return self.reserved_bytes - self.allocated_bytes > FRAGMENTED_SHARE * self.reserved_bytes
 
     def __str__(self) -> str:
-        return f"{self.allocated_bytes / GIB:.2f} GiB in tensors, {self.reserved_bytes / GIB:.2f} GiB held"
+        return f"{self.allocated_bytes / GIB:.2f} GiB in tensors, {self.reserved_bytes / GIB:.2f} GiB reserved"
 
 
 def usage(device: torch.device) -> Usage | None:
-    """The current usage of a device; None for the CPU, because torch does not pool its memory."""
+    """Return the current usage of a device, or None for the CPU, where torch does not pool memory."""
     if device.type != "cuda":
         return None
     return Usage(int(torch.cuda.memory_allocated(device)), int(torch.cuda.memory_reserved(device)))
 
 
 def taken_bytes(num_bytes: int) -> int:
-    """Bytes that an allocator counts for a tensor allocated in empty memory."""
+    """Bytes that torch's allocator counts for a tensor of ``num_bytes`` if no freed memory is reused."""
     if num_bytes < OWN_SEGMENT_BYTES:
         return num_bytes
     segment_bytes = -(-num_bytes // SEGMENT_STEP_BYTES) * SEGMENT_STEP_BYTES
@@ -65,9 +66,9 @@ def taken_bytes(num_bytes: int) -> int:
 
 
 def empty_pools() -> None:
-    """Return torch's unused memory to the device, which also joins free neighbouring pieces, and its pinned memory.
+    """Return torch's unused GPU memory to the device, and its unused pinned memory to the system.
 
-    Call it between phases, because their tensors differ in size.
+    Call it between phases: their tensors differ in size, and large tensors do not fit into small free pieces.
     """
     gc.collect()
     if torch.cuda.is_initialized():
@@ -78,9 +79,9 @@ def empty_pools() -> None:
 
 
 def device_budget(device: torch.device) -> int:
-    """Bytes that tensors may take on a GPU without a planned limit, from the current reports of torch and the system.
+    """Bytes of a GPU's memory that tensors may use if the plan sets no limit.
 
-    For an APU on Linux it is at most what it can take from the system.
+    On Linux, an APU gets at most the main memory that is available now, less the system's reserve.
     """
     limits = [total_bytes(device)]
     if sys.platform == "linux" and getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
@@ -90,10 +91,11 @@ def device_budget(device: torch.device) -> int:
 
 
 def limit_now(device: torch.device, settings: Settings) -> int | None:
-    """The limit for torch's allocator, from the plan and from other programs' current GPU memory; None: no limit.
+    """Return the current limit of torch's allocator in bytes, by the plan and the GPU's free memory; None: no limit.
 
-    Tensors may use torch's memory and all free memory, except for the part that stays free and the part that libraries
-    will still take. The sum does not depend on how much memory torch has.
+    Tensors may use the memory that torch has reserved and all free memory, except for two parts: the share that stays
+    free, and the memory that libraries have yet to allocate. So the limit does not depend on how much torch has
+    reserved.
     """
     planned = settings.memory_limit_bytes
     if device.type != "cuda" or planned is None:
@@ -109,9 +111,10 @@ def limit_now(device: torch.device, settings: Settings) -> int | None:
 
 
 def room_bytes(device: torch.device, settings: Settings, *, steady: bool = False) -> int:
-    """Bytes that a GPU has for tensors: the current limit, otherwise its memory without the libraries' share.
+    """Bytes that tensors may use on a GPU: the current limit or, without one, its memory less the libraries' share.
 
-    ``steady``: the same at each start of a run, as long as other programs take no more than a desktop usually does.
+    ``steady``: return the same value at each start of a run, unless other programs use more than a desktop usually
+    does.
     """
     limit = limit_now(device, settings)
     if limit is None or settings.memory_limit_bytes is None:
@@ -125,8 +128,9 @@ def limit(device: torch.device, limit_bytes: int | None) -> int | None:
     """Make torch's allocator raise ``torch.OutOfMemoryError`` beyond ``limit_bytes`` in this process.
 
     Returns:
-        The limit in bytes. None if there is none: on the CPU, if none was requested, or if it is not below the total
-            that torch counts (never set a fraction below the limit: an APU may report only its carve-out).
+        The limit in bytes, or None if no limit was set: on the CPU, if ``limit_bytes`` is None, or if ``limit_bytes``
+            is not below torch's total memory. (An APU may report only its carve-out as the total, so a larger limit is
+            valid.)
     """
     if device.type != "cuda" or limit_bytes is None:
         return None
@@ -139,10 +143,10 @@ def limit(device: torch.device, limit_bytes: int | None) -> int | None:
 
 
 class LimitFollower:
-    """Keeps the allocator's limit in step with what other programs hold: they may take more while a run trains.
+    """Adjusts the allocator's limit to the memory that other programs use, which may grow while a run trains.
 
-    Memory that they take shrinks the limit before the card is full; then torch raises an error that the run recovers
-    from. No computed value depends on it.
+    The limit shrinks before the card is full, so torch raises an error from which the run can recover. The limit
+    affects no computed value.
     """
 
     def __init__(
@@ -153,9 +157,9 @@ class LimitFollower:
         self._told = False
 
     def renew(self) -> int | None:
-        """Set the limit from the memory that is free now. Call it between steps and before large allocations.
+        """Set the limit from the memory that is free now, and return it; None means no limit.
 
-        Returns None if there is no limit.
+        Call it between steps and before large allocations.
         """
         self._asked_at = time.monotonic()
         now = limit_now(self._device, self._settings)
@@ -165,27 +169,28 @@ class LimitFollower:
         if seen is not None and now < seen.allocated_bytes and not self._told:
             self._told = True
             self._say(
-                f"Other programs take GPU memory: {size_text(now)} are left for this run, which uses "
-                f"{size_text(seen.allocated_bytes)}. If it needs more, it continues with smaller parts of a batch."
+                f"Other programs use more GPU memory now: {size_text(now)} are left for this run, which already uses "
+                f"{size_text(seen.allocated_bytes)}. If the run needs more, it continues with smaller parts of a batch."
             )
         limit(self._device, now)
         return now
 
     def renew_if_due(self) -> None:
-        """As ``renew``, at most every few seconds."""
+        """Call ``renew``, but at most once every ``ASK_EVERY_S`` seconds."""
         if time.monotonic() - self._asked_at >= ASK_EVERY_S:
             self.renew()
 
 
 NO_LIMIT = LimitFollower(torch.device("cpu"), Settings())
-"""For a device without a memory limit to follow."""
+"""A ``LimitFollower`` that does nothing, for a device without a memory limit."""
 
 
 @contextmanager
 def afterwards(act: Callable[[], None]) -> Iterator[None]:
-    """Run ``act`` at the end of a ``with`` block, however the block ends.
+    """Run ``act`` at the end of a ``with`` block, even if the block raises an error.
 
-    If the block failed, errors of ``act`` are suppressed: on a lost GPU every call fails, and the first error counts.
+    In that case RuntimeErrors of ``act`` are suppressed: on a lost GPU every call fails, and the first error is the
+    useful one.
     """
     failed = True
     try:

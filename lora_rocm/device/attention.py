@@ -1,9 +1,11 @@
-"""Attention backends, and the context in which one of them computes all attention of a model.
+"""Attention backends, and contexts in which one backend computes all attention of a model.
 
-Rules choose the backend by setting ``setting:attention`` (self-test, measured choices, mitigations; the last one wins).
+Rules choose the backend with ``setting:attention``. The sources are the self-test, measured choices and mitigations;
+the last one takes precedence.
 
-Families call ``scaled_dot_product_attention`` and know no backend. For torch's own backends the order of preference is
-set. Other backends replace torch's function by a ``TorchFunctionMode``, so they work in eager and captured passes.
+Families call ``scaled_dot_product_attention`` and need not know the backend. For torch's own backends, the context sets
+their order of preference. For other backends, a ``TorchFunctionMode`` replaces torch's function, so they work both in
+eager passes and in captured graphs.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from lora_rocm.hardware.settings import Settings
 
 Attend = Callable[..., Tensor]
-"""(query_BHSD, key_BHSD, value_BHSD, is_causal, scale) -> output_BHSD."""
+"""Attention function: (query_BHSD, key_BHSD, value_BHSD, is_causal, scale) -> output_BHSD."""
 Context = Callable[[], AbstractContextManager[Any]]
 FLASH, EFFICIENT, CUDNN, MATH = (
     SDPBackend.FLASH_ATTENTION,
@@ -38,19 +40,21 @@ ORDERS = {
     "sdpa-cudnn": (CUDNN, FLASH, EFFICIENT, MATH),
     "math": (MATH,),
 }
-"""Setting -> torch's backends; each computes the shapes that the earlier ones do not support."""
+"""Setting -> torch's backends in order of preference. Each handles the shapes that the earlier ones do not support."""
 ROUTES = {"math": MATH, "efficient": EFFICIENT, "flash": FLASH, "cudnn": CUDNN}
-"""Route that ``scaled_dot_product_attention`` can take -> torch's backend. The plainest comes first."""
+"""Name of a backend of ``scaled_dot_product_attention`` -> torch's constant. The plainest backend comes first."""
 _held_out: set[str] = set()
-"""Routes that gave wrong numbers in this process, or in one before (``enable``, ``hold_out``)."""
+"""Routes (keys of ``ROUTES``) that are disabled, because they gave wrong numbers in this process or in an earlier one.
+``enable`` and ``hold_out`` set it.
+"""
 GROUP_BYTES = 2**28
-"""Memory for the scores of one group of heads (``grouped``). The memory plan reserves this much."""
+"""Memory for the attention scores of one group of heads (``grouped``). The memory plan reserves this much."""
 COPIES = 4
-"""Tensors of the size of the scores that exist at once in the backward pass of a group."""
+"""Number of tensors as large as the scores that exist at once in the backward pass of a group."""
 
 
 def enable(settings: Settings) -> None:
-    """Let torch take the routes that the settings allow, in the whole process."""
+    """Enable the attention routes that the settings allow, and disable the others, in the whole process."""
     fused = settings.attention != "math"
     allowed = {
         "math": settings.plain_attention,
@@ -68,7 +72,7 @@ def enable(settings: Settings) -> None:
 
 
 def hold_out(settings: Settings, routes: Iterable[str]) -> Settings:
-    """Return the settings without these routes, and apply them to this process."""
+    """Disable these attention routes in this process, and return the settings without them."""
     out = set(routes)
     changed = replace(
         settings,
@@ -82,14 +86,17 @@ def hold_out(settings: Settings, routes: Iterable[str]) -> Settings:
 
 
 def context_of(backend: str) -> Context:
-    """Context for passes that compute attention by this backend (``hardware.settings.Settings.attention``)."""
+    """Return a function that creates a context. Inside the context, attention is computed by this backend.
+
+    ``backend``: a value of ``hardware.settings.Settings.attention``.
+    """
     if backend in ORDERS:
         return lambda: _ordered(backend)
     return (lambda: _Instead(OTHERS[backend]())) if backend in OTHERS else nullcontext
 
 
 def training_context(backend: str) -> Context | None:
-    """The same for training. None if process-wide switches are enough (``device.backend_settings``)."""
+    """Return the context for training (see ``context_of``), or None if process-wide switches suffice."""
     return None if backend in ("auto", "math") else context_of(backend)
 
 
@@ -110,7 +117,7 @@ def _ordered(backend: str) -> Iterator[None]:
 
 
 class _Instead(TorchFunctionMode):
-    """Computes attention without mask and dropout by ``attend``; torch computes the rest."""
+    """A context that computes attention without mask and dropout by ``attend``; torch computes all other calls."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
@@ -139,15 +146,15 @@ class Call(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is no mask and no dropout, and there are as many heads of keys as of queries."""
+        """Whether the call has neither mask nor dropout, and as many key heads as query heads."""
         return self.attn_mask is None and not self.dropout_p and not self.enable_gqa and self.query.ndim == 4
 
 
 def _library(module: str) -> Attend:
-    """Attention of a package with flash-attention's function; its tensors are [B, S, H, D].
+    """Return the attention function of a package with flash-attention's API, which expects tensors [B, S, H, D].
 
     Raises:
-        ImportError: the package is not installed, or does not load.
+        ImportError: the package is not installed, or cannot be loaded.
     """
     function = import_module(module).flash_attn_func
 
@@ -162,10 +169,11 @@ def _library(module: str) -> Attend:
 
 
 def grouped(products: torch.dtype | None = None, group_bytes: int = GROUP_BYTES) -> Attend:
-    """Plain attention, one group of heads after the other, forward and backward, so few scores exist at once.
+    """Return plain attention that computes one group of heads at a time, to limit the memory for scores.
 
-    ``products``: dtype of the matrix products; None: the tensors' dtype. The softmax is always float32: exponentials
-    of 16-bit scores lose too many digits.
+    This applies to the forward and the backward pass. ``products``: dtype of the matrix products, or None for the
+    tensors' dtype. The softmax is always computed in float32, because exponentials of 16-bit scores lose too many
+    digits.
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
@@ -179,7 +187,10 @@ def grouped(products: torch.dtype | None = None, group_bytes: int = GROUP_BYTES)
 
 
 class _Grouped(torch.autograd.Function):
-    """Attention of N heads of all samples in groups. The backward pass recomputes the probabilities."""
+    """Attention in groups of heads; N counts the heads of all samples.
+
+    The backward pass recomputes the probabilities.
+    """
 
     @staticmethod
     def forward(
@@ -220,7 +231,7 @@ def _split(how: tuple[bool, float, torch.dtype, int], *tensors: Tensor) -> Itera
 
 
 def _probabilities(q: Tensor, k: Tensor, how: tuple[bool, float, torch.dtype, int]) -> Tensor:
-    """Probabilities of some heads, float32 [G, S, T]."""
+    """Attention probabilities of one group of heads, float32 [G, S, T]."""
     is_causal, scale, products, _ = how
     scores_GST = ((q.to(products) * scale) @ k.to(products).mT).float()
     if is_causal:
@@ -234,4 +245,4 @@ OTHERS: dict[str, Callable[[], Attend]] = {
     "math-groups": grouped,
     "math-groups-float32": lambda: grouped(torch.float32),
 }
-"""Setting -> maker of the function that replaces torch's."""
+"""Setting -> factory of the function that replaces torch's attention."""

@@ -1,4 +1,4 @@
-"""Applies the planned settings to torch, once at the start of a heavy process."""
+"""Applies the planned settings to torch, once at the start of a process that computes with torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from lora_rocm.hardware.settings import Settings
 
 
 def apply(settings: Settings, device: torch.device, *, wakes_later: bool = False) -> None:
-    """Enable or disable libraries as planned. All heavy processes use it, so a test covers what training uses.
+    """Enable or disable libraries as planned.
 
-    ``wakes_later``: the caller calls ``wake``, which asks the driver for the free memory, because that takes a second.
+    All processes that compute with torch call it, so the self-test uses the same settings as training.
+    ``wakes_later``: do not read the GPU's free memory, which takes a second, because the caller will call ``wake``.
     """
     cudnn = torch.backends.cudnn
     blas.obey(os.environ)
@@ -35,10 +36,10 @@ def apply(settings: Settings, device: torch.device, *, wakes_later: bool = False
 
 
 def wake(device: torch.device, settings: Settings) -> Thread:
-    """Initialise a GPU in a thread: it takes a second, and the driver releases the interpreter's lock meanwhile.
+    """Initialise a GPU in a thread, and return the thread. This takes a second, during which other Python code can run.
 
-    The allocator's limit then follows other programs' memory. An error is logged, and is raised again when the GPU is
-    used next.
+    The thread also sets the allocator's limit by the memory that is free then. An error is logged, and recurs when the
+    GPU is used next.
     """
 
     def begin() -> None:
@@ -51,10 +52,11 @@ def wake(device: torch.device, settings: Settings) -> Thread:
 
 
 def plain_attention(device: torch.device) -> AbstractContextManager[None]:
-    """Plain attention for a VAE on an AMD GPU: one head of 512 in float32, which the self-test does not cover.
+    """Return a context for a VAE: on an AMD GPU it uses plain attention, elsewhere it changes nothing.
 
-    Fused attention is known to crash there on large images (ComfyUI comfy/model_management.py) and to give black ones
-    (pytorch#132004). Plain attention takes more memory: 2 GiB for an image of 1024x1024.
+    A VAE has one attention head of width 512 in float32, which the self-test does not cover. Fused attention is known
+    to crash on large images (ComfyUI comfy/model_management.py) and to produce black ones (pytorch#132004). Plain
+    attention needs more memory: 2 GiB for an image of 1024x1024.
     """
     if device.type != "cuda" or torch.version.hip is None:
         return nullcontext()
@@ -63,10 +65,10 @@ def plain_attention(device: torch.device) -> AbstractContextManager[None]:
 
 
 def use_table(path: str) -> None:
-    """Use the tuned matrix products of a table (PyTorch's TunableOp) from now on; other products do not change.
+    """Use the tuned matrix products in a table (PyTorch's TunableOp) from now on; other products do not change.
 
     Raises:
-        MachineError: torch refuses the table: it was tuned with other libraries, or cannot be read.
+        MachineError: torch rejects the table: it was tuned with other library versions, or cannot be read.
     """
     tunable.set_filename(path)  # else torch also looks for a file in the current folder
     tunable.tuning_enable(False)
@@ -78,7 +80,8 @@ def use_table(path: str) -> None:
     if not tunable.read_file(path):
         raise MachineError(
             "products-refused",
-            "PyTorch refuses this table of matrix products: it was tuned with other libraries, or is damaged.",
+            "PyTorch refuses this table of tuned matrix products: its libraries have other versions, or it is damaged.",
             where=path,
-            fix="lora-rocm tune makes a new one for new runs. To continue without it: --set runtime.profile=safe",
+            fix="For new runs, create a new table with lora-rocm tune. To continue this run without a table: "
+            "--set runtime.profile=safe",
         )

@@ -1,7 +1,8 @@
-"""Constants that results depend on and that stay in memory for a run: tables, schedules, normalisations.
+"""Registry of constants that affect results and stay in memory for a run: tables, schedules, normalisations.
 
-They are neither weights nor state, so neither the transfer nor the state guard knows them. Code that keeps a constant
-registers it here, and the canary compares it with its fingerprint. A freed constant is forgotten.
+They are neither weights nor state, so neither the transfer nor the state guard checks them. Code that keeps a constant
+registers it here, and the canary compares its bytes with its fingerprint. A constant that is freed is no longer
+checked.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _lock = threading.Lock()
 
 
 def constant(tensor: Tensor, name: str) -> Tensor:
-    """Register a tensor that never changes from now on, in main memory or on a device, and return it.
+    """Register a tensor that will not change from now on, in main memory or on a device, and return it.
 
-    A tensor without data is not registered. Neither is a tensor created while a graph is captured or compiled, because
-    its bytes cannot be read then. ``name``: shown to the user if its bytes change.
+    A tensor without data is not registered. Neither is a tensor created during graph capture or compilation, because
+    its bytes cannot be read at that time. ``name``: reported to the user if the tensor's bytes change.
     """
     capturing = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
     if tensor.is_meta or capturing or torch.compiler.is_compiling():
@@ -35,13 +36,13 @@ def constant(tensor: Tensor, name: str) -> Tensor:
 
 
 def is_constant(tensor: Tensor) -> bool:
-    """Whether a tensor is registered."""
+    """Whether this tensor object is registered as a constant."""
     with _lock:
         return any(held() is tensor for held, _, _ in _held)
 
 
 def changed_constants() -> list[str]:
-    """Return the names of the constants with changed bytes. Waits for their devices."""
+    """Return the names of the registered constants with changed bytes. Waits for their devices."""
     with _lock:
         alive = [(tensor, name, wanted) for held, name, wanted in _held if (tensor := held()) is not None]
     return [name for tensor, name, wanted in alive if int(whole_fingerprint(tensor)) != wanted]

@@ -1,8 +1,9 @@
-"""Free memory of the device: the only module that asks HIP or CUDA for it.
+"""Reads the free memory of a GPU. No other module asks HIP or CUDA for it.
 
-HIP's answer alone would fill the card too far (``hardware.card_memory``). If the driver has counters for the card, the
-smaller value is used. NVIDIA's answer, and HIP's inside WSL, are correct, and there are no counters there. On Windows
-HIP's answer is too high. Windows' counters are used here like the Linux ones, as a ``CardMemory``.
+HIP's number alone would let the run overfill the card (``hardware.card_memory``). If the driver has memory counters for
+the card, the smaller of the two values is used. NVIDIA's number is correct, and so is HIP's inside WSL; there are no
+counters in these two cases. On Windows HIP's number is too high, so Windows' counters are used like the Linux ones, as
+a ``CardMemory``.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class DeviceMemory:
     """A reading of a GPU's memory.
 
     Attributes:
-        total_bytes: the runtime's total.
-        free_bytes: bytes for further allocations, whichever program uses the rest.
-        computing_bytes: bytes in use by this process and other computing ones, according to the runtime.
-        is_integrated: the GPU has no dedicated memory.
-        is_counted: the driver's counters were read.
+        total_bytes: the total that HIP or CUDA reports.
+        free_bytes: bytes that can still be allocated. Memory in use by other programs is already subtracted.
+        computing_bytes: bytes in use by this and other computing processes, as HIP or CUDA reports them.
+        is_integrated: whether the GPU lacks dedicated memory (an APU).
+        is_counted: whether the driver's counters could be read.
     """
 
     total_bytes: int
@@ -40,7 +41,10 @@ class DeviceMemory:
 
 
 def read_memory(device: torch.device) -> DeviceMemory:
-    """Read a GPU's current memory. It costs a driver call and two small files, and does not wait for the GPU."""
+    """Read a GPU's current memory.
+
+    This costs one driver call and two small file reads, and does not wait for the GPU.
+    """
     free, total = map(int, torch.cuda.mem_get_info(device))
     properties = torch.cuda.get_device_properties(device)
     integrated = bool(getattr(properties, "is_integrated", False))
@@ -55,17 +59,20 @@ def read_memory(device: torch.device) -> DeviceMemory:
 
 
 def card_bytes(device: torch.device) -> int | None:
-    """The size of a card's memory by the driver's counter; None without a counter or without dedicated memory."""
+    """Return a card's memory size by the driver's counter, or None if it has no counter or no dedicated memory."""
     properties = torch.cuda.get_device_properties(device)
     card = read_card_memory(address_of(properties), DEVICES)
     return None if card is None or getattr(properties, "is_integrated", False) else card.vram.total_bytes
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that are free on a GPU now."""
+    """Return the bytes that are free on a GPU now."""
     return read_memory(device).free_bytes
 
 
 def total_bytes(device: torch.device) -> int:
-    """The smaller of a GPU's two totals. On a ROCm APU they may differ: its carve-out, or all memory it may map."""
+    """Return the smaller of the two totals that torch reports for a GPU.
+
+    On a ROCm APU they may differ: one may be the carve-out, the other all memory that the GPU may map.
+    """
     return min(int(torch.cuda.get_device_properties(device).total_memory), int(torch.cuda.mem_get_info(device)[1]))

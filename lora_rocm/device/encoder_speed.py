@@ -1,14 +1,15 @@
-"""Detects an image encoder with slow kernels and switches it to others.
+"""Detects an image encoder with slow convolution kernels, and switches it to another backend.
 
-With MIOpen, latents of 1280x1280 took 21.9 s per image and of 1536x1536 60 s; torch's own convolutions took 0.65 s and
-1.15 s. At 1024x1024 the factor was only 1.5 (musubi-tuner PR#592). It depends on GPU and shape, so it is measured.
+With MIOpen, encoding took 21.9 s per image of 1280x1280 and 60 s per image of 1536x1536; torch's own convolutions took
+0.65 s and 1.15 s. At 1024x1024 the factor was only 1.5 (musubi-tuner PR#592). It depends on GPU and shape, so it is
+measured.
 
-MIOPEN_FIND_MODE cannot help one phase only: it holds for a whole process, which encodes, trains and samples. It is 2
-(fast) for all phases (``rules/amd_rules.py``), because the default mode times out the driver on large images
-(ROCm#4729). A phase can choose only whether its convolutions use MIOpen; caching does so here.
+MIOPEN_FIND_MODE applies to a whole process, which encodes, trains and samples; it cannot be set for encoding alone. It
+is always 2 (fast) (``rules/amd_rules.py``), because the default mode causes driver timeouts on large images
+(ROCm#4729). A single phase can only choose whether its convolutions use MIOpen; caching makes that choice here.
 
-Both backends compute in float32 and agree up to rounding. The cache key is the same, as for any choice of kernels.
-With ``runtime.deterministic`` nothing is chosen by timing.
+Both backends compute in float32 and agree up to rounding. The choice does not change the cache key. With
+``runtime.deterministic`` nothing is chosen by timing.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from torch import Tensor
 from lora_rocm.errors import MachineError
 
 SLOW_S, SLOW_S_PER_MEGAPIXEL = 2.0, 4.0
-"""Encoding is examined if it exceeds both: the slow case took at least 13 s per megapixel, the other 0.4 s (same
-source).
+"""Encoding counts as slow if it exceeds both limits, in seconds and in seconds per megapixel. In the reported slow case
+it took at least 13 s per megapixel, with torch's own convolutions 0.4 s (musubi-tuner PR#592).
 """
 GAIN = 2.0  # required speed-up of the other backend
 TOLERANCE = 1e-2  # relative to the largest value; rounding gives 1e-5, a broken kernel about 1
 QUIET_S = 5.0
-"""Longer silence is explained to the user."""
+"""Seconds after which a wait is explained to the user."""
 
 Tensors = dict[str, Tensor]
 Encode = Callable[[Tensor | str], Tensors]
@@ -41,10 +42,10 @@ Notify = Callable[[str], None]
 def first_time(
     device: torch.device, what: str, notify: Notify, after_s: float = QUIET_S
 ) -> Iterator[Callable[[], None]]:
-    """Explain a long silence while kernels are built: ``notify`` is called in another thread.
+    """Call ``notify`` from another thread if the block takes longer than ``after_s`` on a GPU, to explain the wait.
 
     Yields:
-        A function that ends the wait before the block does.
+        A function that cancels this, for use before the block ends.
     """
     maker = "MIOpen builds" if torch.version.hip else "the GPU's libraries prepare"
     text = f"{what} takes a while: most likely {maker} kernels for new shapes, which happens only once."
@@ -59,14 +60,20 @@ def first_time(
 
 
 def watched(encode: Encode, device: torch.device, notify: Notify) -> Encode:
-    """``encode`` with timing on a GPU; unchanged on the CPU, or if convolutions use neither MIOpen nor cuDNN."""
+    """Return ``encode`` wrapped in a ``WatchedEncoder``.
+
+    On the CPU, or if convolutions use neither MIOpen nor cuDNN, ``encode`` itself is returned.
+    """
     if device.type != "cuda" or not torch.backends.cudnn.enabled:
         return encode
     return WatchedEncoder(encode, device, notify)
 
 
 class WatchedEncoder:
-    """Times the first image of each size. If it is slow, it also tries without MIOpen, and keeps the faster choice."""
+    """An encoder that times the first image of each size.
+
+    If that is slow, it tries without MIOpen and keeps the faster backend for this size.
+    """
 
     def __init__(
         self, encode: Encode, device: torch.device, notify: Notify, clock: Callable[[], float] = time.perf_counter
@@ -75,7 +82,7 @@ class WatchedEncoder:
         self._with_library: dict[tuple[int, ...], bool] = {}
 
     def __call__(self, pixels_CHW: Tensor | str) -> Tensors:
-        """Encode one image.
+        """Encode one image, and return its tensors by name.
 
         Raises:
             MachineError: the results with and without MIOpen differ, so one of them is wrong.
@@ -94,26 +101,28 @@ class WatchedEncoder:
         return tensors
 
     def _try_without(self, pixels_CHW: Tensor, size: tuple[int, ...], tensors: Tensors, seconds: float) -> Tensors:
-        """Measure the other backend; return the tensors of the chosen one."""
+        """Time the encoding without MIOpen (or cuDNN), choose the backend for this size, and return its tensors."""
         library = "MIOpen" if torch.version.hip else "cuDNN"
         seen = f"Images of {size[1]}x{size[0]} are encoded slowly: {seconds:.1f} s each with {library}"
         if torch.are_deterministic_algorithms_enabled():
-            self._say(f"{seen}. runtime.deterministic is on, so nothing else is tried.")
+            self._say(f"{seen}. runtime.deterministic is on, so no other kernels are tried.")
             return tensors
         try:
             others, other_s = self._timed(pixels_CHW, False)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-            self._say(f"{seen}; without it they do not fit into memory, so it is still used.")
+            self._say(f"{seen}; without {library} they do not fit into memory, so it is still used.")
             return tensors
         _require_agreement(tensors, others, library, size)
         faster = other_s * GAIN <= seconds
         self._with_library[size] = not faster
-        self._say(f"{seen}, {other_s:.1f} s without. {'It is no longer used' if faster else 'It is still used'}.")
+        self._say(
+            f"{seen}, {other_s:.1f} s without it. {library} is {'no longer' if faster else 'still'} used for them."
+        )
         return others if faster else tensors
 
     def _timed(self, pixels_CHW: Tensor, with_library: bool) -> tuple[Tensors, float]:
-        """(tensors on the CPU, seconds). The encoding is complete, because the tensors have been received."""
+        """Encode an image; return its tensors on the CPU and the seconds taken, which include all of the GPU's work."""
         before = torch.backends.cudnn.enabled
         torch.backends.cudnn.enabled = with_library
         try:
@@ -135,8 +144,8 @@ def _require_agreement(ours: Tensors, others: Tensors, library: str, size: tuple
         if not difference <= allowed:  # also true for NaN
             raise MachineError(
                 "encoder-disagrees",
-                f"With and without {library} this GPU encodes an image to different numbers (by {difference:.3g}, "
-                f"where {allowed:.3g} is allowed): one result is wrong. Neither was kept.",
+                f"This GPU encodes an image to different numbers with and without {library}, so one result is wrong: "
+                f"they differ by {difference:.3g}, and at most {allowed:.3g} is allowed. Neither was kept.",
                 where=f"{name} of an image of {size[1]}x{size[0]}",
-                fix="Run lora-rocm doctor, which tests the convolutions and names a remedy.",
+                fix="Run lora-rocm doctor, which tests the convolutions and suggests a fix.",
             )

@@ -1,4 +1,4 @@
-"""Threads that each do tensor operations on one CPU core."""
+"""A pool of threads that each run tensor operations on one CPU core."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 @contextmanager
 def threads_of_one_core(most: int) -> Iterator[ThreadPoolExecutor]:
-    """Thread pool of at most min(most, cores) single-threaded workers. Queued work is cancelled at the end.
+    """Yield a thread pool of at most min(most, cores) single-threaded workers. Queued work is cancelled at the end.
 
-    By default each worker would start a team of threads per operation, and the teams would wait for cores.
+    By default each worker would start one thread per core for every operation, and these would compete for the cores.
     """
     before = torch.get_num_threads()
     pool = ThreadPoolExecutor(min(most, os.cpu_count() or 1), initializer=torch.set_num_threads, initargs=(1,))

@@ -9,29 +9,31 @@ from lora_rocm.hardware.archs import arch_of
 from lora_rocm.hardware.settings import Settings
 
 FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""The short names of dtypes, in recipes and in the names of checks."""
+"""Short names of dtypes, used in recipes and in the names of checks."""
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Values of ``train.mixed_precision``."""
+"""Values of ``train.mixed_precision``, except for "auto", and their dtypes."""
 
 
 def choose_device(wanted: str, settings: Settings | None = None, index: int = 0) -> torch.device:
-    """The training device. ``auto`` takes GPU number ``index`` if torch sees one, and makes it the current one.
+    """Return the training device. "auto" selects GPU ``index`` if torch detects a GPU, else the CPU.
+
+    A GPU other than the first also becomes torch's current device.
 
     Raises:
-        RestartError: a GPU was requested, or is expected by the plan, and torch sees none or too few.
+        RestartError: a GPU was requested, or the plan expects one, but torch detects none or too few.
     """
     available = torch.cuda.is_available()
     if wanted == "auto" and not available and settings is not None and settings.expect_gpu:
         raise RestartError(
             "gpu-not-seen",
-            f"This machine has a GPU, and this PyTorch ({torch.__version__}) is one for it but does not see it.",
+            f"PyTorch ({torch.__version__}) is built for this machine's GPU but does not see it.",
             where="runtime.device: auto",
             fix="lora-rocm doctor explains why. To train on the CPU instead: --set runtime.device=cpu",
         )
     if wanted == "gpu" and not available:
         raise RestartError(
             "no-gpu",
-            f"The recipe asks for a GPU, and this PyTorch ({torch.__version__}) sees none.",
+            f"The recipe requires a GPU, but PyTorch ({torch.__version__}) sees none.",
             where="runtime.device: gpu",
             fix="Install the PyTorch build for your card, or set runtime.device to auto.",
         )
@@ -40,9 +42,10 @@ def choose_device(wanted: str, settings: Settings | None = None, index: int = 0)
     if index >= torch.cuda.device_count():
         raise RestartError(
             "no-gpu",
-            f"This process is to train on GPU {index}, and torch sees {torch.cuda.device_count()}.",
+            f"There is no GPU number {index}, on which this process should train: torch sees only "
+            f"{torch.cuda.device_count()}.",
             where=f"LOCAL_RANK={index}",
-            fix="Start no more processes than there are GPUs; lora-rocm doctor lists them.",
+            fix="Start at most one process per GPU; lora-rocm doctor lists the GPUs.",
         )
     if index:
         torch.cuda.set_device(index)
@@ -50,7 +53,7 @@ def choose_device(wanted: str, settings: Settings | None = None, index: int = 0)
 
 
 def describe(device: torch.device) -> str:
-    """The device's name, for events and the report."""
+    """Return the device's name for events and the report."""
     if device.type != "cuda":
         return "CPU"
     properties = torch.cuda.get_device_properties(device)
@@ -60,11 +63,11 @@ def describe(device: torch.device) -> str:
 def compute_dtype(
     mixed_precision: str, device: torch.device, settings: Settings, takes_fp16: bool = True
 ) -> torch.dtype:
-    """The dtype of the frozen base and of computation with it (autocast, or the LoRA layers' own copies).
+    """Return the dtype of the frozen base model and of its computation (by autocast, or in the LoRA layers).
 
-    ``auto`` follows the plan. Without a planned precision, a GPU gets bf16 if it is known to compute it natively, else
-    fp16, which every GPU computes. (``is_bf16_supported`` is always true on HIP: torch/cuda/__init__.py.) A model
-    with products that overflow fp16 (not ``takes_fp16``) gets bf16 there, which such a GPU emulates.
+    "auto" uses the planned precision. If none is planned, a GPU gets bf16 if it is known to support it natively, else
+    fp16, which every GPU supports. (``is_bf16_supported`` is always true on HIP: torch/cuda/__init__.py.) A model that
+    overflows in fp16 (``takes_fp16`` is false) gets bf16 even on such a GPU, which emulates it.
     """
     if mixed_precision != "auto":
         return DTYPES[mixed_precision]

@@ -1,7 +1,7 @@
-"""The process group of distributed training: one process per device; they sum gradients and decide together.
+"""The process group of distributed training. Each device has one process (rank); all ranks decide together.
 
-Only gradients are exchanged: one sum over all ranks per update (RCCL or NCCL between GPUs, gloo elsewhere), followed by
-a few numbers from which all ranks decide the same. Texts go through the store that ``torchrun`` or rank 0 opens, which
+Per update, the ranks sum their gradients (by RCCL or NCCL between GPUs, by gloo elsewhere), and then a few numbers from
+which all of them make the same decision. They exchange texts through the store that ``torchrun`` or rank 0 opens, which
 needs no GPU.
 """
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its __all__
 
 TIMEOUT_S = 1800.0
-"""After this much silence, other ranks count as lost. A supervisor notices much earlier."""
+"""Seconds without an answer after which another rank counts as lost. A supervisor notices much earlier."""
 POLL_S, LEAVING_S = 0.02, 5.0
 TOLERANCE = 1e-6
-"""Allowed deviation of the sum over ranks from the sum of the ranks' own sums, relative to the sum of magnitudes
-(float32).
+"""Allowed difference between the total of a sum of gradients and the totals of the ranks' own gradients, relative to
+the total of all magnitudes (float32).
 """
 NAMED = 5  # differences that an error names
 NUM_CHECKS = 5
@@ -43,10 +43,10 @@ Made = TypeVar("Made")
 
 @dataclass
 class Summed:
-    """The result of one sum: tensors on the device, equal on all ranks.
+    """The result of one sum over all ranks: tensors on the device, with the same values on all ranks.
 
-    wrong: float32 0-d, 1 if the received values are not the sum of the sent ones, or ranks are at different iterations.
-    votes_K: float64, the sum of the ranks' votes.
+    wrong: float32 0-d; 1 if the sum is wrong, or if ranks are at different iterations; else 0.
+    votes_K: float64, the sums of the ranks' votes.
     """
 
     wrong: Tensor
@@ -55,15 +55,15 @@ class Summed:
 
 @dataclass
 class Agreed:
-    """The common decision about an update: 0-d tensors on the device, equal on all ranks.
+    """The ranks' common decision about an update: 0-d tensors on the device, with the same values on all ranks.
 
     Attributes:
-        blocked: float32, 0 or 1: the gradients of some rank, or their sum, must not be used.
-        wrong: 0 or 1: the sum is wrong.
-        loss: summed over ranks.
-        guilty: number of samples over all ranks with a non-finite loss.
+        blocked: float32, 1 if the gradients must not be used, because any rank's gradients or their sum is bad; else 0.
+        wrong: 1 if the sum over ranks is wrong, else 0.
+        loss: loss, summed over ranks.
+        guilty: number of samples with a non-finite loss, over all ranks.
         stops: number of ranks that were asked to stop.
-        saves: 0 or 1: the first rank's clock asks for a checkpoint.
+        saves: 1 if the first rank's clock requests a checkpoint, else 0.
     """
 
     blocked: Tensor
@@ -76,13 +76,13 @@ class Agreed:
 
 @dataclass
 class World:
-    """The process group, seen from one rank. A single process sums nothing and never waits.
+    """The process group, as one rank uses it. With a single process, nothing is exchanged and nothing waits.
 
     Attributes:
         me: this rank.
         backend: "nccl" (RCCL on AMD), "gloo", or "" for a single process.
-        beat: called while waiting for other ranks.
-        staged: the sum goes through main memory, because the backend cannot sum on the device.
+        beat: called repeatedly while waiting for other ranks.
+        staged: whether sums go through main memory, because the backend cannot sum on the device.
     """
 
     me: Rank = field(default_factory=Rank)
@@ -106,16 +106,16 @@ class World:
     def sum_(self, flat_N: Tensor, votes_K: Tensor, stamp: int) -> Summed:
         """Sum over all ranks in place. Does not synchronise on a GPU.
 
-        Direct copies between GPUs are known to arrive as zeros on some boards. So each rank adds up its values before
-        and after the sum, and these numbers have to agree. A wrong sum blocks the update.
+        On some boards, direct copies between GPUs are known to arrive as zeros. So each rank adds up its values before
+        and after the exchange, and the two results must agree across ranks. A wrong sum blocks the update.
 
         Args:
-            flat_N: float32, contiguous: gradients. Afterwards the sum over ranks, bit-identical on all ranks.
+            flat_N: gradients, float32, contiguous. Overwritten by the sum over ranks, bit-identical on all of them.
             votes_K: this rank's votes, on the same device.
-            stamp: this rank's iteration; it has to be equal on all ranks.
+            stamp: this rank's iteration, which must be equal on all ranks.
 
         Raises:
-            RestartError: "rank-lost", another rank is gone.
+            RestartError: "rank-lost": another rank has ended or does not answer.
         """
         votes_K = votes_K.to(torch.float64)
         if self.size == 1:
@@ -140,16 +140,16 @@ class World:
     def reduce_step(
         self, flat_N: Tensor, blocked: Tensor, loss: Tensor, losses_B: Tensor, *, stop: bool, save: bool, stamp: int
     ) -> Agreed:
-        """Sum the gradients and decide together about the update. Does not synchronise on a GPU.
+        """Sum the gradients, and decide together with the other ranks whether to update. Does not synchronise on a GPU.
 
         Args:
-            flat_N: see ``sum_``.
-            blocked: float32 0-d, 0 or 1: this rank's gradients must not be used.
+            flat_N: gradients, see ``sum_``.
+            blocked: float32 0-d, 1 if this rank's gradients must not be used, else 0.
             loss: this rank's weighted loss.
             losses_B: losses of this rank's samples.
-            stop: this rank was asked to stop.
-            save: this rank's clock asks for a checkpoint; only the first rank's clock counts.
-            stamp: see ``sum_``.
+            stop: whether this rank was asked to stop.
+            save: whether this rank's clock requests a checkpoint; ignored on all ranks but the first.
+            stamp: this rank's iteration, see ``sum_``.
 
         Raises:
             RestartError: "rank-lost".
@@ -165,19 +165,22 @@ class World:
         return Agreed(torch.maximum(anybody, summed.wrong), summed.wrong, *summed.votes_K[1:].unbind())
 
     def _both_flags(self, device: torch.device, one: bool, other: bool) -> Tensor:
-        """Two flags on the device as float64 [2]: a view of a table, so that a step copies and computes nothing."""
+        """Return two flags as float64 [2] on the device.
+
+        It is a view of a constant table, so it needs no copy per step.
+        """
         if self._flags is None:
             rows_FF = torch.tensor([[[0, 0], [0, 1]], [[1, 0], [1, 1]]], dtype=torch.float64, device=device)
             self._flags = constant(rows_FF, "flags of a step")
         return self._flags[int(one), int(other)]
 
     def exchange(self, what: str, text: str = "", limit_s: float | None = TIMEOUT_S) -> list[str]:
-        """Exchange texts: return all ranks' texts in rank order, after every rank has sent its own.
+        """Send this rank's text, wait for the texts of all ranks, and return them in rank order.
 
         Args:
-            what: the subject; all ranks have to exchange the same subjects in the same order.
+            what: name of this exchange. All ranks must make the same exchanges in the same order.
             text: this rank's text.
-            limit_s: how long to wait for the others; None: as long as they live.
+            limit_s: seconds to wait for the other ranks; None: as long as their processes run.
 
         Raises:
             RestartError: "rank-lost".
@@ -191,13 +194,15 @@ class World:
             self._store.set(keys[self.me.rank], text)
             while not self._store.check(keys):
                 if time.monotonic() > deadline:
-                    raise _lost(what, f"nothing was heard for {limit_s:g} s")
+                    raise _lost(what, f"no answer for {limit_s:g} s")
                 self.beat("ranks")
                 time.sleep(POLL_S)
             return [self._store.get(key).decode("utf-8") for key in keys]
 
     def first(self, what: str, action: Callable[[], None]) -> None:
-        """Run ``action`` on rank 0; the others wait for it.
+        """Run ``action`` on rank 0 only. The other ranks wait until it is done.
+
+        ``what``: name of this exchange, see ``exchange``.
 
         Raises:
             RestartError: "rank-lost".
@@ -207,7 +212,9 @@ class World:
         self.exchange(what, limit_s=None)
 
     def in_turn(self, what: str, action: Callable[[], Made]) -> Made:
-        """Run ``action`` on rank 0, then on the other ranks, which find its results; return this rank's result.
+        """Run ``action`` on rank 0 first, then on all other ranks, which can use its files. Return this rank's result.
+
+        ``what``: name of this exchange, see ``exchange``.
 
         Raises:
             RestartError: "rank-lost".
@@ -217,14 +224,14 @@ class World:
         return made[0] if made else action()
 
     def require_same(self, what: str, facts: Mapping[str, str]) -> None:
-        """Refuse to train if ranks differ.
+        """Require that all ranks have the same facts.
 
         Args:
-            what: "recipe", "data", ... for the error.
-            facts: name -> value; differing values are shown.
+            what: the subject in the error message: "recipe", "data", ...
+            facts: name -> value. The error shows differing values.
 
         Raises:
-            UserError: "ranks-differ", on every rank.
+            UserError: "ranks-differ", on every rank, if they differ.
         """
         found = [json.loads(text) for text in self.exchange(f"same {what}", json.dumps(dict(facts)))]
         differences = [
@@ -240,19 +247,20 @@ class World:
                 "ranks-differ",
                 f"The {self.size} processes do not train the same model: they differ in {what}.",
                 where="; ".join(differences[:NAMED]) + more,
-                fix="Give every process the same recipe, images, base model, run directory and versions; then start "
-                "all of them again.",
+                fix="Start all processes again, with the same recipe, images, base model, run directory and versions.",
             )
 
     def require_in_step(self, weights: str, updates: int) -> None:
-        """Check before writing that every rank's guard has passed and all ranks hold the same weights.
+        """Require, before files are written, that all ranks have made the same updates and have the same weights.
+
+        If it returns, every rank has also passed its state guard.
 
         Args:
-            weights: a digest of this rank's weights.
+            weights: digest of this rank's weights.
             updates: number of updates of this rank.
 
         Raises:
-            TransferError: "ranks-parted", on every rank.
+            TransferError: "ranks-parted", on every rank, if they differ.
         """
         found = self.exchange("weights", f"{updates} {weights}")
         if len(set(found)) > 1:
@@ -260,28 +268,28 @@ class World:
             parted = [rank for rank, said in enumerate(found) if said != found[0]]
             raise TransferError(
                 "ranks-parted",
-                "The processes that train together no longer hold the same weights, so nothing was written.",
-                where=f"after {updates} updates: not as rank 0 {'are' if len(parted) > 1 else 'is'} rank "
-                f"{', '.join(map(str, parted))}",
+                "The processes that train together no longer have the same weights, so nothing was written.",
+                where=f"after {updates} updates: rank {', '.join(map(str, parted))} "
+                f"{'differ' if len(parted) > 1 else 'differs'} from rank 0",
                 **resume_advice(
                     "Run the same command with --resume latest, which continues from the last checkpoint. If this "
-                    "happens again, suspect a GPU, the board or the driver; lora-rocm doctor tests what it can."
+                    "happens again, suspect a GPU, the board or the driver, and run lora-rocm doctor."
                 ),
             )
 
     def _wait_for_readers(self, what: str) -> None:
-        """Wait until every rank has read the last exchange: the store may end with the first rank that ends."""
+        """Wait until every rank has read the last exchange, because the store may close when the first rank exits."""
         with suppress(RestartError):  # one that has read and ended already
             self.exchange(f"{what} read", limit_s=LEAVING_S)
 
     def close(self) -> None:
-        """Leave the group together; rank 0 leaves last, because the store ends with it."""
+        """Leave the group together with the other ranks. Rank 0 leaves last, because the store closes when it exits."""
         if self._store is not None:
             from torch import distributed
 
             self.exchange("leave")
             left = [f"left/{rank}" for rank in range(1, self.size)]
-            with _others("their end"):
+            with _others("the end of the processes"):
                 if not self.is_first:
                     self._store.set(f"left/{self.me.rank}", "")
                 deadline = time.monotonic() + LEAVING_S
@@ -302,17 +310,18 @@ class World:
 
 
 def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, timeout_s: float = TIMEOUT_S) -> World:
-    """Join the process group. A single process does not touch ``torch.distributed``.
+    """Join the process group and return it. A single process does not use ``torch.distributed``.
 
     Args:
         me: this rank.
-        device: the training device; already the current one.
+        device: the training device, which must already be torch's current one.
         beat: see ``World``.
-        timeout_s: how long to wait for the others, also in a sum.
+        timeout_s: seconds to wait for the other ranks, both now and in each sum.
 
     Raises:
-        MachineError: this PyTorch lacks torch.distributed, or the others do not come.
-        UserError: some ranks train on a GPU and some on the CPU.
+        MachineError: this PyTorch lacks torch.distributed.
+        RestartError: "rank-lost": the other ranks do not answer.
+        UserError: some ranks train on a GPU and others on the CPU.
     """
     if me.size == 1:
         return World()
@@ -323,13 +332,13 @@ def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, tim
             "no-distributed",
             f"This PyTorch ({torch.__version__}) has no torch.distributed, so several GPUs cannot train together.",
             where=f"rank {me.rank} of {me.size}",
-            fix="Omit --gpus. On Linux PyTorch for ROCm has it; the builds for Windows do not.",
+            fix="Omit --gpus, or train on Linux: PyTorch for ROCm lacks torch.distributed on Windows.",
         )
     nccl = device.type == "cuda" and distributed.is_nccl_available()
     library: Any = distributed  # some public names are missing in its __all__
     backend = "nccl" if nccl else "gloo"
     waiting = timedelta(seconds=timeout_s)
-    with _others("their start"):
+    with _others("the start of the processes"):
         opened = library.rendezvous("env://", me.rank, me.size, timeout=waiting)
         store, rank, size = next(opened)
     ours = library.PrefixStore(f"lora_rocm/{me.start}", store)
@@ -337,7 +346,7 @@ def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, tim
     world = World(me, backend, beat, staged=staged, _store=ours, _all_reduce=distributed.all_reduce)
     # ranks with different backends would wait for each other
     world.require_same("the device", {"runtime.device": device.type, "backend": backend})
-    with _others("their start"):
+    with _others("the start of the processes"):
         distributed.init_process_group(
             backend,
             store=library.PrefixStore(f"torch/{me.start}", store),
@@ -351,7 +360,7 @@ def join(me: Rank, device: torch.device, beat: Beat = lambda activity: None, tim
 
 @contextmanager
 def _others(what: str) -> Iterator[None]:
-    """Translate torch.distributed's RuntimeErrors, which mean that another rank is gone."""
+    """Raise "rank-lost" in place of torch.distributed's RuntimeErrors, which mean that another rank has ended."""
     try:
         yield
     except RuntimeError as error:
@@ -363,7 +372,7 @@ def _others(what: str) -> Iterator[None]:
 def _lost(what: str, reported: str) -> RestartError:
     return RestartError(
         "rank-lost",
-        "Another of the processes that train together is gone or does not answer.",
+        "Another process of this training run has ended or does not answer.",
         where=f"{what}: {reported}",
         **resume_advice(
             "Its log (worker.rankN.log) and events (events.rankN.jsonl) are in the run directory. "

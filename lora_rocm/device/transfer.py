@@ -1,11 +1,11 @@
-"""The only path between host and device, and the check of all data on it.
+"""Copies data between host and device, and checks it. No other module copies data between them.
 
 A fingerprint is one int64 per sample: the wrap-around sum of the sample's integer words, each times an odd weight that
 depends on its position. An odd weight times a changed power of two is never 0 mod 2**64, so one flipped bit is always
 detected. The weights are hashes of the position, not linear, so moved tiles and shifted rows are detected too. Bytes
-are compared: NaN, -0 and an all-zero tensor need no special case.
+are compared, so NaN, -0 and all-zero tensors need no special case.
 
-Silent zeros, stale and garbled copies occur on ROCm: TheRock#8379, legacy-rocm-build#6123, ROCm#6603.
+ROCm is known for copies that silently give zeros, old or garbled data: TheRock#8379, legacy-rocm-build#6123, ROCm#6603.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ CHUNK_BYTES = 4 * 2**20
 CACHED_WORDS = 1 << 17  # multiplied at once on the CPU: their products stay in its cache
 CHUNKS_AT_ONCE = 4  # of a weight being compared: 32 MiB of products
 GROUP_BYTES = {False: CHUNK_BYTES, True: CHUNKS_AT_ONCE * CHUNK_BYTES}
-"""Most bytes of tensors of one shape that are compared together; True: on a GPU."""
+"""Whether the tensors are on a GPU -> maximum bytes of tensors of one shape that are compared together."""
 HOST_THREADS = 8  # compute fingerprints on the host
 READS = 3  # attempts to read a tensor back from the device
 METHODS = ("pinned", "unpinned", "clone", "chunked")
-"""The methods in order: a failed batch is sent again with the next one. A host without pinning starts at "unpinned"."""
+"""The copy methods in order of preference. A failed batch is sent again with the next method. Without pinned memory the
+first method is "unpinned".
+"""
 
 _weights: dict[torch.device, Tensor] = {}
 
 
 def fingerprint(tensor_B: Tensor) -> Tensor:
-    """The fingerprint of each sample, computed on the tensor's device.
+    """Return the fingerprint of each sample, computed on the tensor's device.
 
     Args:
-        tensor_B: any dtype, first dimension B.
+        tensor_B: tensor of any dtype with B samples in the first dimension.
 
     Returns:
-        int64 [B]; equal bytes give equal fingerprints on every device.
+        int64 [B]. Equal bytes give equal fingerprints on every device.
     """
     words_BN = _words(tensor_B)
     weights_N = _position_weights(words_BN.shape[1], words_BN.device)
@@ -52,7 +54,7 @@ def fingerprint(tensor_B: Tensor) -> Tensor:
 
 
 def whole_fingerprint(tensor: Tensor) -> Tensor:
-    """The fingerprint of one tensor of any shape as a 0-d int64, in chunks (a weight matrix has millions of words)."""
+    """Return the fingerprint of one tensor of any shape as int64 0-d. It is computed in chunks, to limit memory."""
     row_1N = tensor.reshape(1, -1)
     if row_1N.nbytes <= CHUNK_BYTES:
         return fingerprint(row_1N)[0]
@@ -66,9 +68,9 @@ def whole_fingerprint(tensor: Tensor) -> Tensor:
 
 
 def whole_fingerprints(tensors: Sequence[Tensor], salt: int | Tensor) -> Tensor:
-    """``whole_fingerprint`` of each tensor, xor-ed with the salt (see ``salted``): int64 [K] on the tensors' device.
+    """Return ``whole_fingerprint`` of K tensors, xor-ed with the salt (see ``salted``): int64 [K] on their device.
 
-    Tensors of one shape are copied side by side, so that a few calls serve up to ``GROUP_BYTES`` of them.
+    Tensors of one shape are computed together, so that a few calls cover up to ``GROUP_BYTES`` of them.
     """
     found = dict[int, Tensor]()
     for group in groups_alike(tensors, GROUP_BYTES[tensors[0].is_cuda]):
@@ -77,9 +79,9 @@ def whole_fingerprints(tensors: Sequence[Tensor], salt: int | Tensor) -> Tensor:
 
 
 def groups_alike(tensors: Sequence[Tensor], most_bytes: int) -> Iterator[list[int]]:
-    """Yield the indices of all tensors, in groups of one shape and dtype that have at most ``most_bytes``.
+    """Yield lists of indices into ``tensors``. The tensors of each list have the same shape and dtype.
 
-    A tensor of more than ``CHUNK_BYTES`` is a separate group.
+    A group has at most ``most_bytes``. A tensor of more than ``CHUNK_BYTES`` is always a separate group.
     """
     waiting = dict[tuple[torch.Size, torch.dtype], list[int]]()
     for index, tensor in enumerate(tensors):
@@ -92,25 +94,25 @@ def groups_alike(tensors: Sequence[Tensor], most_bytes: int) -> Iterator[list[in
 
 
 def _alike_fingerprints(tensors: Sequence[Tensor]) -> Tensor:
-    """``whole_fingerprint`` of each tensor of a group: int64 [K]."""
+    """Return ``whole_fingerprint`` of each of K tensors of one shape and dtype: int64 [K]."""
     if len(tensors) == 1:
         return whole_fingerprint(tensors[0])[None]
     return fingerprint(torch.stack([tensor.detach() for tensor in tensors]))
 
 
 def salted(fingerprints_KB: Tensor, salt: int | Tensor) -> Tensor:
-    """Fingerprints, each xor-ed with a number that depends on the salt and its position.
+    """Return each fingerprint xor-ed with a number that depends on the salt and on the fingerprint's position.
 
     Args:
-        fingerprints_KB: int64.
-        salt: odd; an int, or int64 of shape [] on the same device.
+        fingerprints_KB: int64 fingerprints of K tensors with B samples each.
+        salt: odd number; an int, or an int64 0-d tensor on the same device.
     """
     numbers_N = _position_weights(fingerprints_KB.numel(), fingerprints_KB.device) * salt
     return fingerprints_KB ^ numbers_N.view_as(fingerprints_KB)
 
 
 def _words(tensor_B: Tensor) -> Tensor:
-    """The bytes of each sample as integer words of at most 4 bytes, the widest that divide the sample's size."""
+    """View the bytes of each sample as integer words: as wide as the sample's size allows, at most 4 bytes."""
     flat_BN = tensor_B.detach().contiguous().reshape(tensor_B.shape[0], -1)
     sample_bytes = flat_BN.shape[1] * flat_BN.element_size()
     word_bytes = next(size for size in WORD_DTYPES if sample_bytes % size == 0)
@@ -118,7 +120,10 @@ def _words(tensor_B: Tensor) -> Tensor:
 
 
 def _position_weights(count: int, device: torch.device) -> Tensor:
-    """Odd int64 weights [count] that hash the position (xor-shift and multiply, as in splitmix64); cached."""
+    """Return odd int64 weights [count] that hash the position (xor-shift and multiply, as in splitmix64).
+
+    They are cached.
+    """
     known = _weights.get(device)
     if known is None or known.numel() < count:
         mixed_N = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
@@ -129,12 +134,15 @@ def _position_weights(count: int, device: torch.device) -> Tensor:
 
 
 def position_table(device: torch.device) -> Tensor:
-    """The device's current weight table. A captured graph reads it, so its owner has to keep it alive."""
+    """Return the device's current table of position weights.
+
+    Owners of a captured graph must keep it, as the graph reads it.
+    """
     return _position_weights(1, device)
 
 
 def copy_to_device(tensor: Tensor, device: torch.device, method: str) -> Tensor:
-    """Copy a CPU tensor to the device with one method."""
+    """Copy a CPU tensor to the device by one of ``METHODS``."""
     if method == "pinned":
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
         return pinned.to(device, non_blocking=True)  # the host allocator keeps the buffer until the copy is done
@@ -155,18 +163,21 @@ def copy_to_device(tensor: Tensor, device: torch.device, method: str) -> Tensor:
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """A copy in its own memory, also of a tensor that is already on the CPU."""
+    """Return a copy of a tensor in new main memory, even if the tensor is already on the CPU."""
     return tensor.detach().to("cpu", copy=True)
 
 
 @dataclass
 class Clock:
-    """The durations of one ``send``: copies and check. Read it later, when the device has finished them."""
+    """The durations of copy and check in one ``send``. Read them only after the device has finished both."""
 
     marks: list[torch.cuda.Event | float]
 
     def seconds(self) -> tuple[float, float]:
-        """(copy_s, check_s). On a GPU it is device time between events, including gaps between launches."""
+        """Return (copy_s, check_s).
+
+        On a GPU they are times between device events, and include gaps between launches.
+        """
         a, b, c = self.marks
         if isinstance(a, float):
             return b - a, c - b  # type: ignore[operator]
@@ -174,14 +185,14 @@ class Clock:
 
 
 class DeviceTransfer:
-    """Sends batches, keeps the verdict on the device, and changes the method after failures.
+    """Sends batches to a device, records whether any arrived changed, and switches copy methods after failures.
 
-    ``first`` is the first method; auto: "pinned", or "unpinned" if ``pin`` is false.
+    ``first``: the first copy method. "auto" means "pinned", or "unpinned" if ``pin`` is false.
 
     Attributes:
-        bad: float32 0-d on the device; 1 once anything sent since ``clear`` arrived changed. Always the same tensor, so
-            that a captured graph may read it.
-        checks, failures: tensors checked and updates refused since the start.
+        bad: float32 0-d on the device; 1 if anything sent since ``clear`` arrived changed, else 0. It is always the
+            same tensor, so that a captured graph may read it.
+        checks, failures: tensors checked and checks failed since the start.
     """
 
     def __init__(
@@ -209,15 +220,19 @@ class DeviceTransfer:
     def send(
         self, tensors: Mapping[str, Tensor], fingerprints: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], Clock]:
-        """Copy a micro-batch to the device and compare it there with its fingerprints.
+        """Copy a micro-batch to the device, and compare its fingerprints there with the expected ones.
 
-        The expected fingerprints are copied the same way. So each is xor-ed with a number that changes with every send
-        and with its position, and that reaches the device as a kernel argument: data and fingerprints that are both
-        stale, both zeroed, or both exchanged with their neighbours do not match.
+        The expected fingerprints are copied the same way, so both could be wrong in the same way. Therefore each
+        fingerprint is xor-ed with a number that differs for every send and position, and that reaches the device as a
+        kernel argument. Data and fingerprints that are both old, both zero, or both swapped with their neighbours then
+        do not match.
 
         Args:
-            tensors: CPU tensors, first dimension B.
-            fingerprints: for each of them int64 [B], computed when the sample was cached (not from this tensor).
+            tensors: CPU tensors by name, with B samples in the first dimension.
+            fingerprints: int64 [B] for each tensor, computed when the sample was cached, not from this tensor.
+
+        Returns:
+            The tensors on the device, and the times of copy and check.
         """
         salt = self.next_salt()
         names = list(tensors)
@@ -231,25 +246,25 @@ class DeviceTransfer:
         return arrived, Clock([start, copied, self._mark()])
 
     def compare(self, arrived: Iterable[Tensor], expected_KB: Tensor, salt: int | Tensor) -> None:
-        """Set ``bad`` if the tensors do not match. It does not synchronise, so a graph can capture it.
+        """Set ``bad`` if the tensors do not match. Does not synchronise, so a graph can capture it.
 
         Args:
-            arrived: K tensors on the device, first dimension B.
-            expected_KB: ``salted`` fingerprints, on the device.
-            salt: the salt of this send; for a graph a tensor, refilled (``fill_``) before each replay.
+            arrived: K tensors on the device, with B samples in the first dimension.
+            expected_KB: fingerprints as ``salted`` returns them, on the device.
+            salt: the salt of this send. For a graph it is a tensor that is refilled (``fill_``) before each replay.
         """
         found_KB = salted(torch.stack([fingerprint(tensor) for tensor in arrived]), salt)
         torch.maximum(self.bad, (found_KB != expected_KB).any().to(torch.float32), out=self.bad)
 
     def send_alike(self, tensors: Mapping[str, Tensor], expected: Mapping[str, int]) -> dict[str, Tensor]:
-        """Copy tensors of one shape, and compare them together; changed ones are sent again, one by one.
+        """Copy tensors of one shape to the device, and check them together. Changed ones are sent again, one by one.
 
         Args:
-            tensors: by name, on the host.
-            expected: their fingerprints on the host.
+            tensors: tensors on the host, by name.
+            expected: their fingerprints, computed on the host.
 
         Raises:
-            TransferError: a tensor did not arrive by any method.
+            TransferError: every copy method delivered a tensor with changed bytes.
         """
         if not tensors:
             return {}
@@ -264,16 +279,20 @@ class DeviceTransfer:
         return arrived
 
     def send_checked(self, tensor: Tensor, name: str) -> Tensor:
-        """Copy one tensor and wait for its verdict, trying all methods at once (weights, restored state).
+        """Copy one tensor (a weight or restored state) to the device, and wait for its check.
 
-        With ``heap_copy`` the device never reads the tensor's own memory, which may be a mapped file, but a copy of it.
-        Only one tensor at a time is copied, so a model is never in memory twice.
+        If the check fails, the next method is tried at once. With ``heap_copy`` the tensor's memory may be a mapped
+        file, so the device reads only a copy of it. One tensor is copied at a time, so that a model is never in memory
+        twice.
         """
         return self._sent(tensor, name, int(whole_fingerprint(tensor)), self._checked_methods)
 
     @property
     def _checked_methods(self) -> tuple[str, ...]:
-        """The methods for tensors that are waited for; with ``heap_copy`` without the one that reads them in place."""
+        """The copy methods for tensors that are checked at once.
+
+        With ``heap_copy`` those that read the tensor's own memory are excluded.
+        """
         return tuple(m for m in self.methods[self._base_rung :] if not (self._heap_copy and m == "unpinned"))
 
     def _sent(self, tensor: Tensor, name: str, wanted: int, methods: Sequence[str]) -> Tensor:
@@ -286,10 +305,10 @@ class DeviceTransfer:
         raise self._gave_up(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
 
     def receive(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies on the host of tensors on the device, each compared with its original; a bad copy is repeated.
+        """Copy tensors from the device to the host, check each copy against its original, and repeat a bad copy.
 
         Raises:
-            TransferError: a tensor did not come back unchanged.
+            TransferError: no copy of a tensor arrived unchanged.
         """
         names, salt = list(tensors), self.next_salt()
         # The only wait for fingerprints on the device; the copies below wait for themselves
@@ -310,23 +329,23 @@ class DeviceTransfer:
                 tensor = tensors[waiting[0]]
                 raise TransferError(
                     "read-failed",
-                    "A tensor did not come back from the device unchanged. The files written before are kept.",
+                    "A tensor that was copied back from the device had changed. Files written before are intact.",
                     where=f"{waiting[0]} {tuple(tensor.shape)} {tensor.dtype}",
                     **resume_advice("Restart the machine and run the same command with --resume latest."),
                 )
         return {name: received[name] for name in names}
 
     def clear(self) -> None:
-        """Reset the verdict; the next update starts clean."""
+        """Reset ``bad``, so that the next update starts clean."""
         self.bad.zero_()
 
     def succeeded(self) -> None:
         self._rung = self._base_rung
 
     def failed(self, what: str) -> None:
-        """Handle a batch that arrived changed: clear the verdict and take the next method.
+        """Handle a batch that arrived changed: reset ``bad`` and switch to the next method.
 
-        After three failures of the first method the next one becomes the first.
+        After three failures of the first method, batches no longer start with it.
 
         Raises:
             TransferError: no method is left.
@@ -344,16 +363,17 @@ class DeviceTransfer:
     def _gave_up(self, what: str) -> TransferError:
         return TransferError(
             "transfer-failed",
-            f"Data arrived changed on the GPU, with every method ({', '.join(self.methods)}). It was not trained on.",
+            f"Data arrived changed on the GPU with every method ({', '.join(self.methods)}). "
+            "It was not used for training.",
             where=what,
             **resume_advice(
                 "Restart the machine and run the same command with --resume latest; if it happens again, "
-                "suspect driver, kernel or memory."
+                "suspect the driver, the kernel or the memory."
             ),
         )
 
     def next_salt(self) -> int:
-        """An unused odd number below 2**63."""
+        """Return an odd number below 2**63 that was not used as a salt before."""
         self._sends += 1
         return ((2 * self._sends + 1) * 0x9E3779B97F4A7C15) % 2**63
 

@@ -1,1 +1,1 @@
-"""Writes LoRA files in each format, and verifies them with the readers of their users."""
+"""Writes LoRA files in all formats, and verifies them with the libraries that will read them."""

@@ -1,16 +1,18 @@
 """Applies a LoRA file in kohya's format by ComfyUI's rules: an independent reader that verifies exports.
 
-Written from the rules in ComfyUI's ``comfy/lora.py`` and ``comfy/weight_adapter``: the scale is alpha / rank, or 1
-without an alpha; the update is the product of the flattened matrices; DoRA multiplies the adapted weight by
-``dora_scale / norm``, with the norm taken per output row if the first sizes of dora_scale and weight agree. The update
-of a LoKr (``comfy/weight_adapter/lokr.py``) is the Kronecker product of the factors, each a matrix or itself a product;
-its scale is alpha / rank if a factor is a product, else 1. The update of a LoHa (``comfy/weight_adapter/loha.py``) is
-the elementwise product of two products; its scale is alpha / rank. An OFT (``comfy/weight_adapter/oft.py``) rotates
-blocks of rows; its alpha limits the rotation, and 0 means no limit. ComfyUI does not read IA3: here the rule of LyCORIS
-(``lycoris/modules/ia3.py``) and A1111 applies, ``(1 + weight) W`` for each output.
+The rules are from ComfyUI's ``comfy/lora.py`` and ``comfy/weight_adapter``:
+LoRA: the update is the product of the flattened matrices; its scale is alpha / rank, or 1 without an alpha.
+DoRA: the adapted weight is multiplied by ``dora_scale / norm``. The norm is per output row if dora_scale and weight
+have the same first size.
+LoKr (``lokr.py``): the update is the Kronecker product of two factors. Each factor is a matrix or itself a product; the
+scale is alpha / rank if any factor is a product, else 1.
+LoHa (``loha.py``): the update is the elementwise product of two products; its scale is alpha / rank.
+OFT (``oft.py``): blocks of rows are rotated. alpha limits the rotation, and 0 means no limit.
+IA3: ComfyUI does not read it. The rule of LyCORIS (``lycoris/modules/ia3.py``) and A1111 is used: ``(1 + weight) W``
+for each output.
 
-DoRA (arXiv 2402.09353, eq. 5) and LyCORIS use the norm of the adapted weight. ComfyUI and Forge use the base
-weight's norm on the output axis (ComfyUI pull request 15458 would change that), so their results deviate a little.
+DoRA (arXiv 2402.09353, eq. 5) and LyCORIS use the norm of the adapted weight. ComfyUI and Forge use the base weight's
+norm if it is per output row, so their results deviate a little. (ComfyUI pull request 15458 would change that.)
 """
 
 from __future__ import annotations
@@ -29,18 +31,18 @@ SUFFIXES = (*FACTORS[0], *FACTORS[1], *LOKR, *LOHA, "oft_blocks", "weight", "on_
 def apply_comfy(
     tensors: Mapping[str, Tensor], base_weights: Mapping[str, Tensor], *, norm_of_base: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the patched weights one by one, in float32.
+    """Yield each weight that the file changes, with the file applied, in float32.
 
     Args:
-        tensors: a file in kohya's format.
+        tensors: tensors of a file in kohya's format.
         base_weights: LoRA key ("lora_unet_input_blocks_4_1_proj_in") -> base weight; looked up one at a time.
-        norm_of_base: apply DoRA by ComfyUI's present rule instead of the definition.
+        norm_of_base: apply DoRA by ComfyUI's current rule instead of DoRA's definition.
 
     Yields:
         (LoRA key, weight with the file applied at strength 1).
 
     Raises:
-        KeyError: a key of the file belongs to no weight of the model. ComfyUI would only log it.
+        KeyError: a key of the file matches no weight of the model. ComfyUI would only log it.
     """
     # Refuse keys of unknown modules
     known = {f"{key}.{suffix}" for key in base_weights for suffix in SUFFIXES}
@@ -80,12 +82,12 @@ def apply_comfy(
 def apply_norms(
     tensors: dict[str, Tensor], base_norms: Mapping[str, tuple[Tensor, Tensor | None]]
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """Remove the trained norms from a file's tensors and yield (key, weight, bias) with them applied, in float32.
+    """Yield (key, weight, bias) of each trained norm with the file applied, and remove it from ``tensors``.
 
-    ``comfy/lora.py``: "<key>.w_norm" is added to the weight, "<key>.b_norm" to the bias.
+    The results are float32. ``comfy/lora.py``: "<key>.w_norm" is added to the weight, "<key>.b_norm" to the bias.
 
     Raises:
-        KeyError: a key of the file belongs to no norm of the model.
+        KeyError: a key of the file matches no norm of the model.
     """
     found = [name for name in tensors if name.endswith((".w_norm", ".b_norm"))]
     if strays := sorted(name for name in found if name.rpartition(".")[0] not in base_norms):

@@ -1,4 +1,4 @@
-"""Makes a GGUF adapter with llama.cpp's own ``convert_lora_to_gguf.py``, which the user has installed."""
+"""Creates a GGUF adapter with llama.cpp's ``convert_lora_to_gguf.py``, which the user must have installed."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from lora_rocm.foundation.terminal_text import printable
 
 OUT_TYPES = {"fp16": "f16", "bf16": "bf16", "fp32": "f32"}
 START = struct.Struct("<4sIQQ")
-"""Start of a GGUF file: magic, version, number of tensors, number of fields."""
+"""First bytes of a GGUF file: magic, version, number of tensors, number of fields."""
 MAX_TOLD = 500
 TIMEOUT_S = 3600.0
 
 
 def require_convertible(adapter: Adapter) -> None:
-    """Refuse a kind of adapter that llama.cpp does not support.
+    """Require an adapter that llama.cpp supports: a LoRA without DoRA.
 
     Raises:
-        AdapterError: ``export-form``.
+        AdapterError: ``export-form``: another kind of adapter.
     """
     plain = [isinstance(entry, LoraEntry) and entry.magnitude is None for entry in adapter.entries().values()]
     if not all(plain):
         raise AdapterError(
             "export-form",
-            "llama.cpp reads plain LoRAs only, and this adapter is of another kind.",
+            "llama.cpp cannot read this kind of adapter: it reads plain LoRAs only.",
             where="--format gguf",
             fix="Export the merged format, and convert its folder with llama.cpp's convert_hf_to_gguf.py.",
         )
 
 
 def write_gguf(path: Path, peft_folder: Path, base_folder: Path, script: Path, dtype: str, num_modules: int) -> None:
-    """Run the converter on a PEFT folder, and move its file to ``path`` if it is complete.
+    """Run the converter on a PEFT folder, and move the GGUF file to ``path`` if it is complete.
 
     Args:
-        path: the file; an existing one is replaced.
-        peft_folder: holds adapter_config.json and adapter_model.safetensors.
-        base_folder: holds config.json and the tokenizer of the base.
-        script: ``convert_lora_to_gguf.py``, in a folder with the rest of llama.cpp's scripts.
-        dtype: as ``output.dtype``.
-        num_modules: adapted layers; the file has at least two tensors for each.
+        path: path of the GGUF file; an existing file is replaced.
+        peft_folder: folder with adapter_config.json and adapter_model.safetensors.
+        base_folder: folder with config.json and the tokenizer of the base.
+        script: path of ``convert_lora_to_gguf.py``, in a folder with the other scripts of llama.cpp.
+        dtype: dtype of the file, a value of ``output.dtype``.
+        num_modules: number of adapted layers; the file must have at least two tensors for each.
 
     Raises:
         ExportError: gguf-failed, with the converter's output.
@@ -76,7 +76,7 @@ def write_gguf(path: Path, peft_folder: Path, base_folder: Path, script: Path, d
 
 
 def _environment(environ: Mapping[str, str], scripts: Path) -> dict[str, str]:
-    """An environment in which Python finds the modules in the script's folder, and none in the current folder."""
+    """Return an environment in which Python imports from the script's folder, but not from the current folder."""
     kept = without_current_folder(environ)
     return {**kept, PATH: os.pathsep.join(filter(None, [str(scripts), kept.get(PATH, "")]))}
 
@@ -91,13 +91,13 @@ def _require_whole(made: Path, script: Path, done: subprocess.CompletedProcess[b
     except (FileNotFoundError, struct.error) as error:
         raise _failed(script, "it wrote no file") from error
     if magic != b"GGUF" or tensors < 2 * num_modules:
-        raise _failed(script, f"its file has {tensors} tensors of {2 * num_modules}, or is not a GGUF file")
+        raise _failed(script, f"its file has only {tensors} tensors of {2 * num_modules}, or is not a GGUF file")
 
 
 def _failed(script: Path, what: str) -> ExportError:
     return ExportError(
         "gguf-failed",
-        f"llama.cpp's converter made no GGUF file: {what}.",
+        f"llama.cpp's converter did not create a complete GGUF file: {what}.",
         where=str(script),
         fix="Install its requirements.txt in lora-rocm's environment, or use a newer llama.cpp. Or export peft "
         "and run the converter by hand: convert_lora_to_gguf.py --base BASE_FOLDER PEFT_FOLDER.",

@@ -1,9 +1,9 @@
-"""Writes a base with an adapter merged into its weights, as a folder that the model's library loads.
+"""Merges an adapter into the weights of a base model, and writes them as a folder that the model's library can load.
 
 The folder has the same file names, shards and tensors as the base; only the adapted tensors differ. One tensor is in
 memory at a time. An adapted weight is computed in float32 and rounded once, to the base's dtype.
 
-If adapted weights are stored in few bits with scales, all weights of the base are written dense, without the
+If adapted weights are quantised with scales, all weights of the base are written dense, and the config loses its
 ``quantization_config``. Otherwise quantised weights are copied unchanged.
 """
 
@@ -33,14 +33,15 @@ from lora_rocm.rundir.disk_space import require
 
 INDEX = "model.safetensors.index.json"
 DENSE_DTYPES = {"float16": torch.float16, "float32": torch.float32}
-"""Values of ``dtype`` in a config; with any other value, quantised weights become bfloat16."""
+"""Values of ``dtype`` in a model's config. With any other value, quantised weights are written as bfloat16."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """The difference between the written weights and the exact ones.
+    """The error that rounding causes in the merged weights.
 
-    largest: of any weight. lost: its norm as a share of the norm of the adapter's changes.
+    largest: largest error of any number.
+    lost: norm of all errors, relative to the norm of the adapter's changes.
     """
 
     largest: float
@@ -49,19 +50,19 @@ class Rounding:
 
 @torch.no_grad()
 def write_merged(folder: Path, files: OwnFiles, adapter: Adapter, root: Path | None = None) -> Rounding:
-    """Write the folder, completely or not at all, and read it back.
+    """Write the merged model, completely or not at all; read it back, and return the rounding error.
 
     Args:
-        folder: new or empty.
-        files: the base.
-        adapter: its current weights are merged.
-        root: the run directory if the folder belongs to one (``foundation.files.make_folder``).
+        folder: folder to create; it may exist if it is empty.
+        files: files of the base model.
+        adapter: adapter to merge, with its current weights.
+        root: the run directory if the folder is inside one (``foundation.files.make_folder``), else None.
 
     Raises:
-        AdapterError: ``export-form``: the base's files do not store an adapted weight as one tensor. ``export-link``: a
-            file of the base is a link to a file outside of the base.
-        ExportError: "weights-not-finite", or "export-differs": the folder reads back differently.
-        StorageError: disk full, no permission, or something is in ``folder``.
+        AdapterError: ``export-form``: the base's files do not store an adapted weight as one separate tensor.
+            ``export-link``: a file of the base is a link to a file outside the base's folder.
+        ExportError: "weights-not-finite"; or "export-differs": the files on disk differ from the merged weights.
+        StorageError: the disk is full, permission is missing, or ``folder`` is not empty.
     """
     for path in files.beside:
         _require_own(path)
@@ -81,9 +82,9 @@ def write_merged(folder: Path, files: OwnFiles, adapter: Adapter, root: Path | N
 
 
 def _require_own(path: Path) -> None:
-    """Refuse to copy a file from outside the base: the base may be untrusted, and the new folder published.
+    """Refuse a file that is a link to outside the base: an untrusted base could make the user publish a private file.
 
-    The hub's cache has links from ``snapshots/REVISION`` to ``blobs``.
+    Links in the hub's cache from ``snapshots/REVISION`` to ``blobs`` are allowed.
 
     Raises:
         AdapterError: export-link.
@@ -94,24 +95,28 @@ def _require_own(path: Path) -> None:
         return
     raise AdapterError(
         "export-link",
-        "A file of the base is a link to a file outside of the base's folder, so it may not belong to the model. The "
-        "merged model would contain a copy of it.",
+        "A file of the base is a link to a file outside the base's folder. That file may not belong to the model, and "
+        "the merged model would contain a copy of it.",
         where=f"{path} -> {target}",
         fix="If it belongs to the model, replace the link by the file; else remove the link.",
     )
 
 
 def _by_file_name(files: OwnFiles, adapter: Adapter) -> dict[str, Entry]:
-    """The adapter's entries by the names of their weights in the base's files."""
+    """Return the adapter's entries, keyed by the names that their weights have in the base's files.
+
+    Raises:
+        AdapterError: ``export-form``: a weight is not one separate tensor in the files.
+    """
     names, entries = files.source.stored_names(files.component), adapter.entries()
     used, found = list(names.values()), dict[str, Entry]()
     for module, (_, path, _) in adapter.modules.items():
         name = names.get(f"{path}.weight")
         if name is None or used.count(name) > 1:
-            how = "is computed from several tensors" if name is None else "is the weight of another layer, too"
+            how = "consists of several tensors" if name is None else "is also the weight of another layer"
             raise AdapterError(
                 "export-form",
-                f"The adapter cannot be merged: in the files of the base the weight of {module} {how}.",
+                f"The adapter cannot be merged: in the base's files, the weight of {module} {how}.",
                 where=f"lora.targets: {module}",
                 fix="Export the peft format, or train without this layer (lora.targets).",
             )
@@ -121,7 +126,10 @@ def _by_file_name(files: OwnFiles, adapter: Adapter) -> dict[str, Entry]:
 
 @dataclass(frozen=True)
 class _Merge:
-    """The content of the new files. entries: by the names of weights in the base's files."""
+    """Computes the content of the merged model's files.
+
+    entries: adapter entries, keyed by the weights' names in the base's files.
+    """
 
     files: OwnFiles
     entries: Mapping[str, Entry]
@@ -145,7 +153,7 @@ class _Merge:
         return DENSE_DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))), torch.bfloat16)
 
     def meta_tensors(self, header: TensorFileHeader) -> dict[str, Tensor]:
-        """The tensors of a new file, without data."""
+        """Return the tensors of the new file that replaces a base file, as meta tensors by name."""
         found = {}
         for name, entry in header.tensors.items():
             dtype, shape = DTYPES[entry.dtype], entry.shape
@@ -162,7 +170,7 @@ class _Merge:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.meta_tensors(header).values())
 
     def pieces(self, header: TensorFileHeader) -> Iterator[bytes | memoryview]:
-        """The content of a new file."""
+        """Yield the bytes of the new file that replaces a base file."""
         meta_tensors = self.meta_tensors(header)
         yield header_of(meta_tensors, {**header.metadata, "format": "pt"})
         for name, wanted in ordered(meta_tensors):
@@ -172,7 +180,7 @@ class _Merge:
                 yield from _bytes_of(header, name)
 
     def _new(self, header: TensorFileHeader, name: str, dtype: torch.dtype) -> memoryview:
-        """The bytes of a tensor that differs from the base's file."""
+        """Return the bytes of a tensor that differs from the base's file."""
         weight = self.base(header, name)
         if name in self.entries:
             # Add in float32, then round once
@@ -181,14 +189,14 @@ class _Merge:
         if not torch.isfinite(rounded_weight).all():
             raise ExportError(
                 "weights-not-finite",
-                f"The merged weight is larger than any {str(dtype).removeprefix('torch.')} number.",
+                f"A merged weight is larger than any {str(dtype).removeprefix('torch.')} number.",
                 where=name,
                 fix="Export the peft format, and check the loss of the run: this adapter is hardly usable.",
             )
         return memoryview(rounded_weight.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def base(self, header: TensorFileHeader, name: str) -> Tensor:
-        """A weight of the base, float32."""
+        """Return a weight of the base as a dense float32 tensor."""
         stored = self.tensors.stored.get(name)
         if stored is None:
             return read_tensors(header, {name}.__contains__)[name].float()
@@ -196,19 +204,19 @@ class _Merge:
         return stored.weight({role: read[at] for role, at in stored.parts.items()}).dense(torch.float32)
 
     def config(self, config: Mapping[str, object]) -> dict[str, object]:
-        """The config of the new model."""
+        """Return the config of the merged model, derived from the base's config."""
         return {key: value for key, value in config.items() if not (self._all_dense and key in QUANTISED_KEYS)}
 
     def index(self) -> dict[str, object]:
-        """The index of the shards, as transformers writes it."""
+        """Return the index of the shards, in transformers' format."""
         names = {name: header.path.name for header in self.headers for name in self.meta_tensors(header)}
         return {"metadata": {"total_size": sum(map(self.num_bytes, self.headers))}, "weight_map": names}
 
     def compare(self, folder: Path) -> Rounding:
-        """Read the new files back and compare every tensor.
+        """Read the new files back, compare every tensor, and return the rounding error.
 
         Raises:
-            ExportError: one differs by more than rounding explains.
+            ExportError: a tensor differs by more than rounding explains.
         """
         found = []
         for header in self.headers:
@@ -225,7 +233,10 @@ class _Merge:
     def _difference(
         self, header: TensorFileHeader, written: TensorFileHeader, name: str, dtype: torch.dtype
     ) -> tuple[float, float, float]:
-        """For a merged weight: the largest difference from the exact one, its norm, and the norm of the change."""
+        """Compare a merged weight on disk with the exact one.
+
+        Return the largest error, the norm of the error, and the norm of the adapter's change.
+        """
         found = read_tensors(written, {name}.__contains__)[name]
         weight = self.base(header, name)
         change = self.entries[name].effect(weight)
@@ -246,7 +257,7 @@ class _Merge:
 
 
 def _bytes_of(header: TensorFileHeader, name: str) -> Iterator[bytes]:
-    """The bytes of a tensor in a file, piece by piece."""
+    """Yield the bytes of a tensor in a file, piece by piece."""
     entry = header.tensors[name]
     with header.path.open("rb") as file:
         file.seek(entry.begin)
@@ -261,7 +272,7 @@ def _bytes_of(header: TensorFileHeader, name: str) -> Iterator[bytes]:
 def _differs(path: Path, name: str) -> ExportError:
     return ExportError(
         "export-differs",
-        f"The merged weights on the disk differ from the base with the adapter: {name}.",
+        f"The merged weights on the disk are wrong: they differ from the base with the adapter, first in {name}.",
         where=str(path),
         fix="Check the disk and the memory of the machine, then export again.",
     )

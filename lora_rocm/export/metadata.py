@@ -23,12 +23,14 @@ SPEC_VERSION = "1.0.1"
 class RunFacts:
     """Facts about a run that its recipe does not contain.
 
-    steps: updates made; epochs: passes over the data, rounded down.
-    num_images: images of an epoch, repeats included.
-    tag_frequency: folder -> tag -> count; buckets: "WxH" -> number of images.
-    dataset_dirs: folder -> {n_repeats, img_count}; num_reg, the number in an epoch, if these are regularisation images.
-    base_name: of the base model.
-    finished_at_s: seconds since the epoch, only where SOURCE_DATE_EPOCH fixes it: result files carry no time of day.
+    steps: number of updates made.
+    epochs: number of passes over the data, rounded down.
+    num_images: images per epoch, including repeats.
+    tag_frequency: folder -> tag -> count.
+    buckets: "WxH" -> number of images.
+    dataset_dirs: folder -> {n_repeats, img_count}; for regularisation images also num_reg, their number per epoch.
+    base_name: name of the base model.
+    finished_at_s: Unix time if SOURCE_DATE_EPOCH sets it, else None, because result files contain no time of day.
     """
 
     steps: int
@@ -43,9 +45,9 @@ class RunFacts:
 
 
 def ss_fields(recipe: Recipe, family: ModelFamily, facts: RunFacts, network: Mapping[str, str]) -> dict[str, str]:
-    """The ``ss_`` metadata.
+    """Return the ``ss_`` metadata.
 
-    ``network``: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of the adapter.
+    ``network``: the adapter's ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args.
     """
     optim, train, names = recipe.optim, recipe.train, recipe.spec.metadata
     # Regularisation images are counted apart from the others
@@ -103,7 +105,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: RunFacts, network: Map
 
 
 def modelspec(recipe: Recipe, family: ModelFamily, facts: RunFacts, model_hash: str) -> dict[str, str]:
-    """The ``modelspec.`` metadata; fields without a value are omitted."""
+    """Return the ``modelspec.`` metadata. Fields without a value are omitted."""
     side, prediction = _side(recipe), family.base_facts()["prediction_type"]
     values = {
         "sai_model_spec": SPEC_VERSION,
@@ -123,7 +125,7 @@ def modelspec(recipe: Recipe, family: ModelFamily, facts: RunFacts, model_hash: 
 
 
 def _side(recipe: Recipe) -> int | None:
-    """Pixels; None if the family has no resolution."""
+    """Largest training resolution in pixels, or None if the family has no resolution."""
     return recipe.data.largest_resolution if recipe.spec.reads("data.resolution") else None
 
 

@@ -1,7 +1,7 @@
-"""Writes safetensors files with bytes that depend on the content alone.
+"""Writes safetensors files with bytes that depend only on the content.
 
-The library's own writer orders ``__metadata__`` randomly, so the header is written here: sorted metadata, tensors
-sorted by element size and name (as in the library), no time of day.
+The library's own writer orders ``__metadata__`` randomly, so this module writes the header: metadata is sorted by name,
+tensors by element size and name (as in the library). The file contains no time of day.
 """
 
 from __future__ import annotations
@@ -23,41 +23,42 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorFile:
-    """The content of a safetensors file. Of tensors on the meta device only the size is known."""
+    """The content of a safetensors file. With tensors on the meta device only its size can be computed."""
 
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """The whole file.
+        """Return the bytes of the file.
 
         Raises:
-            ExportError: a value is not finite in its dtype, so no program could use the file.
+            ExportError: a number is not finite in its dtype, so the file would be unusable.
         """
         for name, tensor in self.tensors.items():
             if not torch.isfinite(tensor).all():
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 raise ExportError(
                     "weights-not-finite",
-                    f"The trained weights are larger than any {dtype} number: the file was not written.",
+                    f"The file was not written: a trained weight is NaN, or larger than any {dtype} number.",
                     where=name,
-                    fix="Lower optim.learning_rate: such weights are unusable. Files saved before are kept.",
+                    fix="Lower optim.learning_rate: such weights are unusable. Files saved before are intact.",
                 )
         return header_of(self.tensors, self.metadata) + _body(self.tensors)
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file."""
+        """Size of the file in bytes."""
         body_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
         return len(header_of(self.tensors, self.metadata)) + body_bytes
 
 
 def kohya_hashes(tensors: Mapping[str, Tensor], ss_metadata: Mapping[str, str]) -> dict[str, str]:
-    """The two hashes that kohya's tools and A1111 read from a file's metadata.
+    """Return the two hashes that kohya's tools and A1111 read from a file's metadata.
 
-    Source: ``precalculate_safetensors_hashes`` in kohya's train_util: sha256 of all bytes after the header, and the
-    first 8 hex digits of sha256 over 64 KiB at 1 MiB; both for a file with the ``ss_`` metadata alone. On the meta
-    device they are zeros of the same length.
+    The first is the sha256 of all bytes after the header. The second is the first 8 hex digits of the sha256 of 64 KiB
+    at offset 1 MiB. Both are computed for a file that has only the ``ss_`` metadata. (Source:
+    ``precalculate_safetensors_hashes`` in kohya's train_util.) For meta tensors the hashes are zeros of the same
+    length.
     """
     if any(tensor.is_meta for tensor in tensors.values()):
         return {"sshs_model_hash": "0" * 64, "sshs_legacy_hash": "0" * 8}
@@ -67,12 +68,12 @@ def kohya_hashes(tensors: Mapping[str, Tensor], ss_metadata: Mapping[str, str]) 
 
 
 def ordered(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Tensors in the order of a file, by name; they may be on the meta device."""
+    """Return (name, tensor) pairs in the order of a safetensors file. The tensors may be on the meta device."""
     return sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
 
 
 def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a file before its tensors, which may be on the meta device."""
+    """Return the bytes of a file before its tensor data. The tensors may be on the meta device."""
     return header_bytes(((name, NAMES[each.dtype], tuple(each.shape)) for name, each in ordered(tensors)), metadata)
 
 

@@ -1,9 +1,9 @@
-"""Loads every exported file back with independent code and compares its effect with the live adapter's.
+"""Loads every exported file with independent code, and compares its effect with the live adapter's.
 
-The change of each weight is compared element by element, so no second copy of the base is needed. kohya and diffusers
-files are read by diffusers, PEFT folders by PEFT, and kohya files also by a small reader with ComfyUI's rules
-(diffusers drops DoRA's magnitudes and tolerates a missing alpha). It runs on the CPU, so that a faulty GPU cannot
-mislead it.
+Each weight's change is compared element by element, so no second copy of the base is needed. Files in kohya's and
+diffusers' format are loaded by diffusers, and PEFT folders by PEFT. A small reader with ComfyUI's rules also loads
+kohya files, because diffusers drops DoRA's magnitudes and tolerates a missing alpha. All of this runs on the CPU,
+because a faulty GPU could hide an error.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from lora_rocm.model_files.readers import readers_of_file
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of loading a file back.
+    """The result of verifying an exported file.
 
-    max_difference: largest difference of any weight's change.
-    relative_difference: norm of all differences relative to the norm of all changes.
-    cannot_read: programs that cannot read this file, or not exactly, as text.
-    can_read: programs that read it.
+    max_difference: largest difference of any number of the weight changes.
+    relative_difference: norm of all differences, relative to the norm of all changes.
+    cannot_read: programs that cannot read the file, or only inexactly, as text for the user.
+    can_read: programs that can read the file.
     """
 
     max_difference: float
@@ -54,17 +54,17 @@ class Verification:
 
 @torch.no_grad()
 def verify(file_format: Form, path: Path, family: ModelFamily, model: LoadedModel, adapter: Adapter) -> Verification:
-    """Load an exported file as its users do and compare its effect with the adapter's.
+    """Load an exported file as its readers do, and compare its effect with the adapter's.
 
     Args:
         file_format: a value of ``output.formats``.
-        path: the file, or the folder of PEFT folders.
-        family: reads the file with diffusers.
-        model: holds the base weights of the adapter.
+        path: the file, or the folder that contains the PEFT folders.
+        family: family of the base model; it loads the file with diffusers.
+        model: the model with the base weights.
         adapter: the live adapter.
 
     Raises:
-        ExportError: the file cannot be read, lacks a module, has an extra one, or has another effect.
+        ExportError: the file cannot be read, has missing or extra modules, or changes the model differently.
     """
     live, readers = adapter.entries(), ("comfyui",) if adapter.norms else adapter.readers[file_format]
     header = _header(file_format, path)
@@ -89,7 +89,7 @@ def verify(file_format: Form, path: Path, family: ModelFamily, model: LoadedMode
 
 
 def _load_back(file_format: Form, path: Path, family: ModelFamily, adapter: Adapter) -> dict[str, Entry]:
-    """Module name -> entry as the file's usual reader loads it."""
+    """Load the file with the library that usually reads it. Return its adapter entries by module name."""
     if file_format == "peft":
         loaded: dict[str, nn.Module] = {}
         for component in adapter.components:
@@ -112,9 +112,10 @@ def _load_back(file_format: Form, path: Path, family: ModelFamily, adapter: Adap
 def _compare_in_comfy(
     comparison: _Comparison, file_format: Form, adapter: Adapter, live: Mapping[str, Entry], of_weights: bool
 ) -> float:
-    """Compare by ComfyUI's rules; return the deviation of its DoRA rule as a share of the whole change.
+    """Compare the file with the adapter by ComfyUI's rules.
 
-    A DoRA in the comfyui format is compared by that rule, in any other format by the definition.
+    A DoRA in the comfyui format is compared by ComfyUI's DoRA rule, in other formats by DoRA's definition. Return the
+    difference between these two rules, relative to the whole change; 0 without DoRA.
     """
     table = adapter.key_table(file_format)
     expected = table.of_keys(live)
@@ -136,9 +137,9 @@ def _compare_in_comfy(
 
 
 def _compare_norms(comparison: _Comparison, adapter: Adapter, tensors: dict[str, Tensor]) -> None:
-    """Compare the trained norms by ComfyUI's rules, and remove them from the file's tensors.
+    """Compare the trained norms by ComfyUI's rules, and remove them from ``tensors``.
 
-    Their dtype may differ from the factors' dtype, which is float32 for an IA3.
+    Their dtype in the file may differ from the dtype of the other tensors: an IA3 is stored in float32.
     """
     live, dtypes = adapter.norm_tensors(), {name: tensor.dtype for name, tensor in tensors.items()}
     zeros = {name: torch.zeros_like(tensor) for name, tensor in live.items()}
@@ -156,14 +157,17 @@ def _compare_norms(comparison: _Comparison, adapter: Adapter, tensors: dict[str,
 
 
 def _weight(layer: BaseTunerLayer) -> Tensor:
-    """A layer's base weight, float32 on the CPU."""
+    """Return a layer's base weight as float32 on the CPU."""
     # On the CPU, so that a faulty GPU cannot hide an error; this waits for the GPU
     weight = dense_weight(layer.get_base_layer())
     return weight.detach().float().cpu()
 
 
 class _Weights(Mapping[str, Tensor]):
-    """Base weights by kohya key, fetched one at a time; expanded zeros if only the change matters."""
+    """Mapping of kohya keys to base weights, which are fetched one at a time.
+
+    If ``real`` is false, the weights are zeros.
+    """
 
     def __init__(
         self, table: KeyTable, modules: Mapping[str, tuple[str, str, Any]], keys: Iterable[str], *, real: bool
@@ -190,7 +194,10 @@ class _Weights(Mapping[str, Tensor]):
 
 @dataclass
 class _Comparison:
-    """Accumulates differences, and raises at the first one that rounding does not explain."""
+    """Accumulates the differences of all weights.
+
+    Raises ExportError at the first one that rounding does not explain.
+    """
 
     path: Path
     dtype: torch.dtype
@@ -205,24 +212,29 @@ class _Comparison:
             )
 
     def updates(self, name: str, live: Entry, loaded: Entry) -> None:
-        """Compare two updates by their factors."""
+        """Compare two updates of one layer by their factors."""
         try:
             difference = live.difference(loaded)
         except ValueError as error:
-            raise _failed(self.path, f"{name} has factors of other shapes: {error}.") from error
+            raise _failed(self.path, f"The factors of {name} have wrong shapes: {error}.") from error
         self.add(name, difference, live.norm(), live.allowance(self.dtype))
 
     def weights(self, name: str, live: Entry, change: Tensor, weight: Tensor) -> None:
-        """Compare a reader's change of one weight (overwritten) with the live one."""
+        """Compare the change of a weight as a reader computes it with the live adapter's. ``change`` is overwritten."""
         expected = live.effect(weight)
         if change.shape != expected.shape:
-            raise _failed(self.path, f"{name} has the shape {tuple(change.shape)}, not {tuple(expected.shape)}.")
+            raise _failed(
+                self.path,
+                f"The change of {name} has the shape {tuple(change.shape)} instead of {tuple(expected.shape)}.",
+            )
         self.add(name, change.sub_(expected), norm_of(expected), live.allowance(self.dtype, weight))
 
     def add(self, name: str, difference: Tensor, whole: float, allowed: float) -> None:
         norm = norm_of(difference)
         if not norm <= allowed:  # also true for NaN
-            raise _failed(self.path, f"{name} has another effect: off by {norm:.3g}, rounding explains {allowed:.3g}.")
+            raise _failed(
+                self.path, f"{name} has a wrong effect: it is off by {norm:.3g}, and rounding explains {allowed:.3g}."
+            )
         self.largest = max(self.largest, float(torch.linalg.vector_norm(difference, ord=math.inf)))
         self.squares[0] += norm**2
         self.squares[1] += whole**2
@@ -233,13 +245,13 @@ class _Comparison:
 
 
 def _header(file_format: Form, path: Path) -> TensorFileHeader:
-    """The header of the file; of several PEFT folders, the first one's."""
+    """Read the header of a file. For a folder of PEFT folders, read the header of the first one."""
     with _reported(path):
         return read_header(next(iter(sorted(path.glob("*/*.safetensors"))), path) if file_format == "peft" else path)
 
 
 def _written_dtype(header: TensorFileHeader, files: FileKind) -> torch.dtype:
-    """The dtype of the factors in the file."""
+    """Return the dtype of the adapter's factors in the file."""
     with _reported(header.path):
         known = ((files.parts.role_of(name), entry) for name, entry in header.tensors.items())
         return next(DTYPES[entry.dtype] for found, entry in known if found and found[1] in files.parts.factors)
@@ -247,18 +259,18 @@ def _written_dtype(header: TensorFileHeader, files: FileKind) -> torch.dtype:
 
 @contextmanager
 def _reported(path: Path) -> Iterator[None]:
-    """Translate exceptions of a foreign reader into an ExportError."""
+    """Convert exceptions of another library's reader into an ExportError."""
     try:
         yield
     except (AttributeError, KeyError, OSError, RuntimeError, StopIteration, TypeError, ValueError, ModelError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise _failed(path, f"Loading it back failed: {reason}") from error
+        raise _failed(path, f"Loading the file failed: {reason}") from error
 
 
 def _failed(path: Path, what: str) -> ExportError:
     return ExportError(
         "export-differs",
-        f"The exported file has another effect than the trained adapter. {what}",
+        f"The exported file does not have the same effect as the trained adapter. {what}",
         where=str(path),
         fix="The checkpoints are intact: export again from the last one (lora-rocm export), and please report this.",
     )

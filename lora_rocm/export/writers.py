@@ -1,8 +1,8 @@
-"""Writes an adapter in the formats of other programs: kohya's file for all, others for one program, PEFT folders.
+"""Writes an adapter in the formats of other programs: kohya's file for many, files for a single program, PEFT folders.
 
 Sources of the formats: kohya-ss/sd-scripts ``networks/lora.py``, diffusers ``loaders/lora_base.py``, PEFT's adapter
-folders. Magnitudes and alphas stay float32, whatever the dtype of the weights. They are few, and a DoRA magnitude
-rounded to 8 bits would change the whole base weight.
+folders. Magnitudes and alphas are always float32. They are few, and a DoRA magnitude rounded to 8 bits would change the
+whole base weight.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from lora_rocm.rundir.results import FileDigest
 __all__ = ["LoadedModel", "Verification", "verify", "write"]
 
 CAUSAL_LM = "CAUSAL_LM"
-"""PEFT's name for models that write the next token of a text. The components of image models have no such name."""
+"""PEFT's task type for models that predict the next token of a text. The components of image models have no task type.
+"""
 Content = TensorFile | bytes
 
 
@@ -52,23 +53,25 @@ def write(
     facts: RunFacts,
     root: Path | None = None,
 ) -> tuple[FileDigest, ...]:
-    """Write one format and its embedding files, completely or not at all. The same adapter gives the same bytes.
+    """Write one format and its embedding files; each file is written completely or not at all.
+
+    The same adapter always gives the same bytes.
 
     Args:
         file_format: a value of ``output.formats``.
-        path: the file, or for peft the folder that gets a sub-folder per component.
-        family: provides the kohya names.
-        adapter: its current weights are written (inside ``adapter.using`` the average).
-        recipe: gives the dtype and most of the metadata.
-        facts: about the run.
-        root: the run directory if the files belong to one (``foundation.files.make_folder``).
+        path: the file, or for "peft" the folder that will contain a folder for each component.
+        family: family of the base model; it defines the kohya names.
+        adapter: adapter to write, with its current weights (inside ``adapter.using`` the averaged ones).
+        recipe: recipe of the run; it defines the dtype and most of the metadata.
+        facts: further facts about the run, for the metadata.
+        root: the run directory if the files are inside one (``foundation.files.make_folder``), else None.
 
     Returns:
-        The digest of each file's intended content, by its path below ``root``.
+        The digest of each file's intended content, with its path relative to ``root`` or the parent folder of ``path``.
 
     Raises:
-        AdapterError: ``export-form``: the adapter, or some of its modules, cannot be written in this format.
-        StorageError: disk full, no permission, or the file reads back differently.
+        AdapterError: ``export-form``: the format does not support this adapter, or some of its modules.
+        StorageError: the disk is full, permission is missing, or the file reads back differently.
     """
     written = []
     for file, content in _contents(file_format, path, family, adapter, recipe, facts):
@@ -79,13 +82,13 @@ def write(
 
 
 def size_bytes(file_format: str, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: RunFacts) -> int:
-    """Size of what ``write`` writes, embedding files included, from names and shapes alone.
+    """Return the size in bytes of all files that ``write`` would write, computed from names and shapes alone.
 
-    For factors that a file stores in parts, all ranks are counted, although ranks without effect on a part are not
-    written.
+    Embedding files are included. For factors that a file stores in parts, all ranks are counted, although ranks without
+    effect on a part are not written.
 
     Raises:
-        AdapterError: as ``write``.
+        AdapterError: as in ``write``.
     """
     with adapter.shapes_only():
         contents = [content for _, content in _contents(file_format, Path(file_format), family, adapter, recipe, facts)]
@@ -95,7 +98,7 @@ def size_bytes(file_format: str, family: ModelFamily, adapter: Adapter, recipe: 
 def _contents(
     file_format: str, path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: RunFacts
 ) -> Iterator[tuple[Path, Content]]:
-    """Yield path and content of each file of a format, and of its embedding files."""
+    """Yield path and content of each file of a format, including its embedding files."""
     if file_format not in adapter.readers or (adapter.norms and file_format not in FORMS_WITH_NORMS):
         raise AdapterError(
             "export-form",
@@ -117,10 +120,10 @@ def _contents(
 def kohya_tensors(
     family: ModelFamily, adapter: Adapter, dtype: torch.dtype, file_format: Form = "kohya"
 ) -> dict[str, Tensor]:
-    """The tensors of a kohya file, or of one for sd-scripts or ComfyUI.
+    """Return the tensors of a file in kohya's format, or in its variants for sd-scripts and ComfyUI.
 
     Raises:
-        AdapterError: ``export-form``: modules that are one weight in the file cannot be merged.
+        AdapterError: ``export-form``: several modules are one weight in the file and cannot be merged.
     """
     try:
         entries = adapter.key_table(file_format).of_keys(adapter.entries_in(file_format))
@@ -192,7 +195,10 @@ def _peft(
 
 
 def _without_patterns(config: dict[str, Any], entries: dict[str, Entry]) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """The same LoRA with one rank, equal to alpha, without rsLoRA: readers without the fields get a wrong strength."""
+    """Return config and entries of an equivalent LoRA with a single rank, an alpha equal to it, and without rsLoRA.
+
+    Readers that ignore the fields for these options would otherwise apply the LoRA at a wrong strength.
+    """
     patterns = config["rank_pattern"] or config["alpha_pattern"] or config.get("use_rslora")
     found = {name: entry for name, entry in entries.items() if isinstance(entry, LoraEntry)}
     if not patterns or len(found) < len(entries):
@@ -203,7 +209,7 @@ def _without_patterns(config: dict[str, Any], entries: dict[str, Entry]) -> tupl
 
 
 def _text_level(adapter: Adapter, component: str) -> str:
-    """The level above a component's layers in this version of transformers. PEFT needs the actual names."""
+    """Return the prefix that this version of transformers adds to a component's module names, because PEFT needs it."""
     name, path = next((name, path) for name, (owner, path, _) in adapter.modules.items() if owner == component)
     return path.removesuffix(name.removeprefix(component + "."))
 
@@ -211,9 +217,9 @@ def _text_level(adapter: Adapter, component: str) -> str:
 def _diffusers_tensors(
     adapter: Adapter, component: str, dtype: torch.dtype, endings: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """The tensors of one component in PEFT's spelling, with version-independent module names.
+    """Return the tensors of one component with PEFT's tensor names and version-independent module names.
 
-    ``endings``: replacements for endings of tensor names.
+    ``endings``: replacements for the endings of tensor names.
     """
     folds = adapter.family.files.form == "folded"
     return {
@@ -233,15 +239,15 @@ def _metadata(
 
 
 def embedding_files(lora: Path, adapter: Adapter, recipe: Recipe) -> Iterator[tuple[Path, TensorFile]]:
-    """Yield path and content of each new token's embedding file, in float32, as A1111 and ComfyUI read it.
+    """Yield path and content of each new token's embedding file, in float32, in the format that A1111 and ComfyUI read.
 
-    The vectors are not written to the LoRA file ("bundle_emb."): A1111 and OneTrainer would read them there, but
+    The vectors are not also written to the LoRA file ("bundle_emb."). A1111 and OneTrainer would read them there, but
     diffusers refuses a file with keys that it does not know.
 
     Args:
-        lora: the LoRA file, or folder of PEFT folders; the embedding files are next to it.
-        adapter: holds the vectors.
-        recipe: names the tokens.
+        lora: path of the LoRA file, or folder of PEFT folders; determines where the embedding files are written.
+        adapter: adapter with the vectors.
+        recipe: recipe with the names of the tokens.
     """
     tokens = recipe.lora.new_tokens
     if not tokens:

@@ -1,5 +1,6 @@
-"""Fused parts of a training step for frozen bases, with less memory traffic and fewer launches than plain modules.
+"""Fused operations for training with a frozen base, with less memory traffic and fewer launches than plain modules.
 
-Every part has two backends with one signature: plain PyTorch (``eager``), and Triton where that pays. Results agree to
-rounding. ``backend`` chooses. A kernel that fails raises an error; the backend never changes silently.
+Every operation has a plain PyTorch implementation ("eager"), and a Triton implementation where that is faster. Both
+have the same signature, and their results agree to rounding. ``backend`` chooses between them. A kernel that fails
+raises an error; the implementation never changes silently.
 """

@@ -1,7 +1,7 @@
-"""Rank and module dropout of adapters, with factors that are drawn before a pass and stay the same during it.
+"""Rank and module dropout of adapters. The factors are drawn before a pass and stay the same during it.
 
-So a captured graph reads them at fixed addresses, and a recomputed block gets the same factors. Neither could draw
-again.
+So a captured graph reads them at fixed addresses, and a recomputed block gets the same factors again. Random numbers
+drawn during the pass would allow neither.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from lora_rocm.device.constants import constant
 
 
 class AdapterDropout(nn.Module):
-    """Multiplies ``size`` numbers of a layer, or all of it if ``size`` is 1, by the factors of ``DropoutDraws``.
+    """Multiplies the input by dropout factors from ``DropoutDraws``: one per index of ``axis``, or a single one.
 
     Args:
-        p: probability that a number is dropped, at least 0 and less than 1.
-        size: length of ``axis``, or 1.
-        axis: of the numbers.
-        per_sample: each sample has its own draws, and kept numbers are multiplied by 1 / (1 - p), as in kohya's
-            rank_dropout. Otherwise a batch has one draw without that factor, as in LyCORIS.
+        p: probability that a factor is 0; at least 0 and less than 1.
+        size: length of ``axis``, or 1 to drop the input as a whole.
+        axis: dimension of the input that the factors belong to.
+        per_sample: each sample has its own factors, and kept values are multiplied by 1 / (1 - p), as in kohya's
+            rank_dropout. Otherwise all samples share the factors, and kept values are unchanged, as in LyCORIS.
     """
 
     draws: DropoutDraws | None = None
@@ -41,12 +41,12 @@ class AdapterDropout(nn.Module):
 
 
 class DropoutDraws:
-    """The factors of all dropouts of a model: per number of rows, one tensor at a fixed address.
+    """The dropout factors of all layers of a model. For each number of rows they are one tensor at a fixed address.
 
     They depend only on the pass's seed, the number of rows and the layer's position in the model. The tensor for a new
-    number of rows is allocated when a layer first asks for it. That must not happen during graph capture.
+    number of rows is allocated when a layer first requests it, which must not happen during graph capture.
 
-    True if the modules have any dropout, also PyTorch's.
+    The object is true if any module has dropout, including PyTorch's dropout modules.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -63,14 +63,14 @@ class DropoutDraws:
         return self._any
 
     def draw(self, seed: int) -> None:
-        """Draw for the next pass, and seed the generator that PyTorch's dropout uses."""
+        """Draw the factors for the next pass, and seed PyTorch's global generator, which its own dropout uses."""
         torch.manual_seed(seed)
         self._seed = seed
         for factors in self._of_rows.values():
             factors.draw(seed)
 
     def factors(self, layer: AdapterDropout, rows: int, device: torch.device) -> Tensor:
-        """Float32 [rows * size] of a layer."""
+        """Return the factors of a layer for this pass, float32 [rows * size]."""
         found = self._of_rows.get(rows)
         if found is None:
             found = self._of_rows[rows] = _Factors(self._layers, rows, device)

@@ -1,6 +1,7 @@
-"""A gated residual sum and the following LayerNorm or RMSNorm, one kernel forward and one backward. See ``norms``.
+"""A gated residual sum with the LayerNorm or RMSNorm that follows: one kernel forward and one backward. See ``norms``.
 
-A row fits into registers, so the backward kernel recomputes means and deviations, and only sum and branch are kept.
+A row fits into registers, so the backward kernel recomputes its mean and deviation. Only the sum and the branch are
+kept.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def add_norm_forward(
     BRANCH: tl.constexpr, GATE: tl.constexpr, BRANCH_NORM: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum and norm; one program per row. ``rows`` neighbouring rows share one row of gate, weight and bias."""
+    """Write the sum and the normalised sum; one program per row.
+
+    ``rows``: number of consecutive rows of x that share one row of gate, weight and bias.
+    """
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -87,9 +91,10 @@ def add_norm_backward(
     RESIDUAL: tl.constexpr, GATE: tl.constexpr, BRANCH_NORM: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr,
     GATE_GRADIENT: tl.constexpr, WEIGHT_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the sum, and of the branch if it differs; one program per row.
+    """Write the gradient of the sum, and the gradient of the branch if it differs; one program per row.
 
-    For gate and weight, it writes one row of products per row; the caller sums them.
+    The gradients of gate and weight are sums over rows. The kernel writes the terms, one row each, and the caller adds
+    them.
     """
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -129,10 +134,10 @@ def add_norm_backward(
 
 
 class TritonAddNorm(Function):
-    """(x, branch, gate, weight, bias, eps, branch_eps, centred, dtype) -> (sum, normalised or None).
+    """Autograd function (x, branch, gate, weight, bias, eps, branch_eps, centred, dtype) -> (sum, normalised or None).
 
-    See ``norms.add_norm``. Branch, gate, weight, bias and branch_eps are None if absent. Without a weight there is no
-    norm.
+    See ``norms.add_norm``. Branch, gate, weight, bias and branch_eps may be None. Without a weight nothing is
+    normalised.
     """
 
     @staticmethod
@@ -204,7 +209,7 @@ class TritonAddNorm(Function):
 
 
 def _rows_of(x: Tensor, *vectors: Tensor | None) -> tuple[list[Tensor | None], int]:
-    """(the vectors, expanded to an equal number of rows; number of rows of ``x`` that share one)."""
+    """Return the vectors, expanded to one row or one row per sample; and the number of rows of ``x`` per such row."""
     per_sample = any(vector is not None and vector.ndim == 2 for vector in vectors)
     shape = (len(x), x.shape[-1]) if per_sample else x.shape[-1:]
     rows = x.numel() // x.shape[-1] // (len(x) if per_sample else 1)
@@ -212,7 +217,10 @@ def _rows_of(x: Tensor, *vectors: Tensor | None) -> tuple[list[Tensor | None], i
 
 
 def _summed(products: Tensor | None, vector: Tensor | None) -> Tensor | None:
-    """Sums of rows of products, in the shape of the vector that was multiplied."""
+    """Sum rows of products over all rows that share a row of ``vector``.
+
+    Return the gradient in the shape of ``vector``.
+    """
     if products is None or vector is None:
         return None
     samples = len(vector) if vector.ndim == 2 else 1

@@ -1,4 +1,4 @@
-"""Chooses the backend of the kernels: Triton or plain PyTorch."""
+"""Chooses between the Triton and the plain PyTorch implementation of the kernels."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lora_rocm.hardware.archs import TRITON_PACKAGES, triton_refusal
 Implementation = Literal["eager", "triton"]
 
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": True}
-"""Options of every launch. They fuse multiply and add. That is the default up to Triton 3.9 but not from 3.10 on, so
-without them results and speed would depend on the version.
+"""Options for launching a kernel. enable_fp_fusion fuses multiply and add. Triton does so by default up to 3.9, but no
+longer from 3.10 on; without the option, results and speed would depend on the version.
 """
 
 
@@ -32,13 +32,13 @@ def triton_version() -> str | None:
 
 
 def refusal(device: torch.device) -> str | None:
-    """The reason why Triton kernels cannot run on a device, as half a sentence, or None if they can be tried.
+    """Return the reason why a device cannot run Triton kernels, as a clause, or None if it may be able to run them.
 
-    The meta device represents the GPU of this process, or any GPU if there is none: its tensors only count memory, and
-    the count has to include the kernels' memory.
+    The meta device represents this process's GPU, or any GPU if there is none. Its tensors serve only to count memory,
+    which must include the kernels' memory.
     """
     if device.type not in ("cuda", "meta"):
-        return "Triton's kernels are for GPUs"
+        return "Triton kernels need a GPU"
     if find_spec("triton") is None:
         return "this PyTorch has no Triton (PyTorch for AMD GPUs on Windows is built without it)"
     gfx, installed = _gfx(device), triton_version()
@@ -46,7 +46,7 @@ def refusal(device: torch.device) -> str | None:
 
 
 def _gfx(device: torch.device) -> str | None:
-    """The architecture of an AMD GPU ("gfx1100"), or None."""
+    """Return the architecture of an AMD GPU ("gfx1100"), or None for other devices or if no GPU is in use yet."""
     if not torch.version.hip or (device.type == "meta" and not torch.cuda.is_initialized()):
         return None
     name: str = torch.cuda.get_device_properties(device if device.type == "cuda" else None).gcnArchName
@@ -54,15 +54,17 @@ def _gfx(device: torch.device) -> str | None:
 
 
 def available(device: torch.device) -> bool:
-    """Whether Triton kernels can be tried on a device."""
+    """Whether a device may be able to run Triton kernels."""
     return refusal(device) is None
 
 
 def launches(implementation: Implementation, x: Tensor, kernel: Callable[[], str]) -> bool:
-    """Whether a function of ``x`` launches its Triton kernels. On the meta device plain PyTorch replaces them.
+    """Whether to launch the Triton kernels for ``x``.
 
-    ``kernel``: makes "module.function: variant", the name of the compiled kernels. It is called on the meta device
-    alone, where ``kernels_seen`` collects the names: a step makes no names.
+    This is false on the meta device, where plain PyTorch replaces them.
+
+    ``kernel``: returns the name "module.function: variant" of the kernels. It is called only on the meta device, where
+    ``kernels_seen`` collects the names, so a training step builds no names.
     """
     if implementation == "triton":
         note_kernel(x, kernel)
@@ -70,7 +72,7 @@ def launches(implementation: Implementation, x: Tensor, kernel: Callable[[], str
 
 
 def note_kernel(x: Tensor, kernel: Callable[[], str]) -> None:
-    """Name kernels that a function of ``x`` launches on a GPU, if ``x`` is on the meta device; see ``launches``."""
+    """Record the name of the kernels that a GPU would launch, if ``x`` is on the meta device; see ``launches``."""
     if x.is_meta:
         for names in _collecting:
             names.add(kernel())
@@ -81,7 +83,7 @@ _collecting: list[set[str]] = []
 
 @contextmanager
 def kernels_seen() -> Iterator[set[str]]:
-    """Collect the names of the kernels that a pass over meta tensors would launch on a GPU."""
+    """Collect the names of the kernels that a pass over meta tensors would launch on a GPU. Yields the growing set."""
     names = set[str]()
     _collecting.append(names)
     try:
@@ -91,5 +93,5 @@ def kernels_seen() -> Iterator[set[str]]:
 
 
 def implementation_for(device: torch.device, triton: bool = True) -> Implementation:
-    """The backend to use on a device. ``triton=False`` selects plain PyTorch."""
+    """Return "triton" if ``triton`` is true and the device may be able to run Triton kernels, else "eager"."""
     return "triton" if triton and available(device) else "eager"

@@ -1,7 +1,7 @@
-"""Fingerprints of several buffers in one launch that reads each byte once. See ``fingerprint``.
+"""Triton kernels for fingerprints of several buffers. One launch reads each byte once. See ``fingerprint``.
 
-Weights are computed in registers, because reading a table would cost as much as reading the data. Words have 32 bits,
-because RDNA GPUs multiply 64-bit numbers in parts; only the sums have 64 bits.
+Weights are computed in registers, because reading them from a table would cost as much as reading the data. Words have
+32 bits, because RDNA GPUs multiply 64-bit numbers in several steps; only the sums have 64 bits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _tile_weight(tile):
 def add_fingerprints(
     words_0, words_1, words_2, words_3, words_4, words_5, count_0, count_1, count_2, count_3, count_4, count_5, found
 ):
-    """One program per tile and buffer."""
+    """Add the fingerprints of up to six buffers to ``found``; one program per tile and buffer."""
     tile, buffer = tl.program_id(0), tl.program_id(1)
     address, count = words_0.to(tl.int64), count_0.to(tl.int64)  # large counts arrive as int64, and all need one type
     if buffer == 1:
@@ -62,7 +62,7 @@ def add_fingerprints(
 
 @triton.jit
 def compare(found, known, changed_K, changed, buffers, WIDTH: tl.constexpr):
-    """Same as in plain PyTorch, for all buffers in one program."""
+    """Compute ``fingerprint.compare`` for all buffers in one program."""
     buffer = tl.arange(0, WIDTH)
     inside = buffer < buffers
     now = tl.load(found + buffer, mask=inside, other=0)
@@ -76,7 +76,7 @@ def compare(found, known, changed_K, changed, buffers, WIDTH: tl.constexpr):
 
 @triton.jit
 def renew(found, known, held, stays, buffers, WIDTH: tl.constexpr):
-    """Same as in plain PyTorch, for all buffers in one program."""
+    """Compute ``fingerprint.renew`` for all buffers in one program."""
     buffer = tl.arange(0, WIDTH)
     inside = buffer < buffers
     now = tl.load(found + buffer, mask=inside, other=0)
@@ -87,7 +87,7 @@ def renew(found, known, held, stays, buffers, WIDTH: tl.constexpr):
 
 
 def launch_fingerprints(words: Sequence[Tensor], found_K: Tensor) -> None:
-    """``add_fingerprints`` for at most BUFFERS_AT_ONCE buffers."""
+    """Compute ``fingerprint.add_fingerprints`` in one launch, for at most BUFFERS_AT_ONCE buffers."""
     counts = [words_N.numel() for words_N in words]
     unused = BUFFERS_AT_ONCE - len(words)
     places, sizes = [*words, *[words[0]] * unused], [*counts, *[0] * unused]
@@ -96,10 +96,10 @@ def launch_fingerprints(words: Sequence[Tensor], found_K: Tensor) -> None:
 
 
 def launch_compare(found_K: Tensor, known_K: Tensor, changed_K: Tensor, changed: Tensor) -> None:
-    """``fingerprint.compare`` in one launch."""
+    """Compute ``fingerprint.compare`` in one launch."""
     compare[(1,)](found_K, known_K, changed_K, changed, len(found_K), WIDTH=WIDTH, num_warps=1, **LAUNCH)
 
 
 def launch_renew(found_K: Tensor, known_K: Tensor, held: Tensor, stays_K: Tensor) -> None:
-    """``fingerprint.renew`` in one launch."""
+    """Compute ``fingerprint.renew`` in one launch."""
     renew[(1,)](found_K, known_K, held, stays_K, len(found_K), WIDTH=WIDTH, num_warps=1, **LAUNCH)

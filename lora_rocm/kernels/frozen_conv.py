@@ -1,7 +1,7 @@
 """A frozen convolution that does not keep its input for the backward pass.
 
-The input's gradient needs only the weight. PyTorch's convolution keeps its input for the weight's gradient even if the
-weight gets none: in SDXL at 1024 px that is a quarter GiB per sample.
+The input's gradient depends only on the weight. PyTorch's convolution keeps its input for the weight's gradient, even
+if the weight is frozen: in SDXL at 1024 px this takes a quarter GiB per sample.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from torch.autograd.function import once_differentiable
 
 
 class FrozenConv2d(nn.Conv2d):
-    """A convolution that does not keep its input. If it is not frozen or dtypes differ, PyTorch's is used."""
+    """A convolution that does not keep its input.
+
+    PyTorch's convolution runs instead if the weight is trained, or if weight and input have different dtypes.
+    """
 
     @staticmethod
     def fits(module: Any) -> bool:
-        """Whether a convolution can be replaced by this class."""
+        """Whether this class supports the padding of a convolution, so that it can replace it."""
         return bool(module.padding_mode == "zeros" and not isinstance(module.padding, str))
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -33,10 +36,11 @@ class FrozenConv2d(nn.Conv2d):
 
 
 class _FrozenConvolution(Function):
-    """A convolution with a transposed convolution as its backward pass.
+    """A convolution that computes its backward pass as a transposed convolution.
 
-    PyTorch computes both with the same function, which does not need the input: ``cudnn_convolution_backward_input``
-    and ``miopen_convolution_backward_input`` (aten/src/ATen/native/cudnn/ConvShared.cpp, miopen/Conv_miopen.cpp).
+    PyTorch computes the input's gradient by the same functions, which do not need the input:
+    ``cudnn_convolution_backward_input`` and ``miopen_convolution_backward_input``
+    (aten/src/ATen/native/cudnn/ConvShared.cpp, miopen/Conv_miopen.cpp).
     """
 
     @staticmethod

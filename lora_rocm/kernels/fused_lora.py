@@ -1,7 +1,7 @@
 """A frozen linear layer with its LoRA as one autograd function: y = x W^T + b + s (x A^T) B^T (arXiv 2106.09685).
 
-The matrix product itself accumulates the LoRA update onto the base product, forward and backward: no scaled copy and no
-sum of two large tensors is written. Only ``x`` and the small ``h = s x A^T`` are kept.
+The matrix product adds the LoRA update to the base output directly, forward and backward. So neither a scaled copy nor
+a sum of two large tensors is written. Only ``x`` and the small ``h = s x A^T`` are kept.
 
 Dimensions: M rows (all leading dimensions), I inputs, O outputs, R rank.
 """
@@ -27,16 +27,16 @@ def lora_linear(
     scale: float,
     dense: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """The layer's output, in the dtype of ``x``.
+    """Return the output of a linear layer with LoRA, in the dtype of ``x``.
 
     Args:
-        x: [..., I]; weight, bias, a and b have its dtype (float64, float32, bfloat16 or float16).
-        weight_OI: frozen, gets no gradient; None if ``dense`` makes it.
-        bias_O: frozen.
-        a_RI: leaf; its gradient has its own dtype.
-        b_OR: as ``a_RI``.
+        x: input [..., I], in float64, float32, bfloat16 or float16. Weight, bias, a and b have the same dtype.
+        weight_OI: frozen base weight, or None if ``dense`` returns it.
+        bias_O: frozen bias, or None.
+        a_RI: LoRA's A, a leaf; its gradient has its dtype.
+        b_OR: LoRA's B, as ``a_RI``.
         scale: alpha / rank.
-        dense: makes the weight. It is called in each pass, so no dense weight is kept between them.
+        dense: returns the base weight. It is called in each pass, so that no dense weight is kept between passes.
     """
     output: Tensor = _LoraLinear.apply(x, weight_OI, bias_O, a_RI, b_OR, scale, dense)
     return output
@@ -51,19 +51,19 @@ def lora_projections(
     bias_O: Tensor | None = None,
     dense: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Several adapted projections of one input: one base product, one product for all ``A``.
+    """Return the outputs of several adapted projections of one input: one base product, and one product for all ``A``.
 
     Args:
-        x: [..., I].
-        weight_OI: the frozen weights of all projections, concatenated by rows; None if ``dense`` makes them.
-        a_RI: one per projection, in the order of the weights.
-        b_OR: one per projection, in the order of the weights.
-        scale: alpha / rank, of all projections.
-        bias_O: frozen, as ``weight_OI``.
+        x: input [..., I].
+        weight_OI: frozen weights of all projections, concatenated by rows, or None if ``dense`` returns them.
+        a_RI: LoRA's A of each projection, in the order of the weights.
+        b_OR: LoRA's B of each projection, in the order of the weights.
+        scale: alpha / rank, the same for all projections.
+        bias_O: frozen biases, concatenated as the weights, or None.
         dense: see ``lora_linear``.
 
     Returns:
-        One view per projection into the same memory; the row stride is the total width of all outputs.
+        One output per projection. They are views of one tensor, so their row stride is the sum of all output widths.
     """
     outputs: tuple[Tensor, ...] = _LoraProjections.apply(x, weight_OI, bias_O, scale, dense, *a_RI, *b_OR)
     return outputs
@@ -154,7 +154,10 @@ def _weight(weight_OI: Tensor | None, dense: Callable[[], Tensor] | None) -> Ten
 
 
 def _scaled_product(left: Tensor, right_factor: Tensor, scale: float) -> Tensor:
-    """``scale * left @ right`` as one product (with beta 0 the uninitialised output is not read)."""
+    """Return ``scale * left @ right_factor`` in one operation.
+
+    (With beta 0, addmm does not read the uninitialised output.)
+    """
     if scale == 1:
         return left @ right_factor
     return left.new_empty(left.shape[0], right_factor.shape[1]).addmm_(left, right_factor, beta=0, alpha=scale)

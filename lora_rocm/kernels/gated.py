@@ -1,4 +1,4 @@
-"""Gated activations (arXiv 2002.05202): GEGLU, a * gelu(g), exact or with tanh, and SwiGLU, a * silu(g).
+"""Gated activations (arXiv 2002.05202): GEGLU, a * gelu(g), with gelu exact or by tanh; and SwiGLU, a * silu(g).
 
 Dimensions: M rows (all leading dimensions), I inputs, N width of a and of g.
 """
@@ -34,11 +34,11 @@ def gated(activation: Activation, implementation: Implementation, a: Tensor, g: 
     """Return ``a * activation(g)`` in the dtype of ``a``. Only ``a`` and ``g`` are saved for the backward pass.
 
     Args:
-        activation: of ``g``.
+        activation: name of the activation function.
         implementation: see ``backend``.
-        a: [..., N], or without ``g`` [..., 2N]: a is then the first half, g the second. The backward pass overwrites it
-            with its gradient, so nothing else may use it then.
-        g: as ``a``.
+        a: [..., N]. If ``g`` is None: [..., 2N], with a in the first half and g in the second. The backward pass
+            overwrites it with its gradient, so no other operation may need it after that.
+        g: [..., N], overwritten like ``a``; or None.
     """
     if torch.compiler.is_compiling():  # the compiler fuses it, and refuses writes into halves
         a, g = _halves(a, g)
@@ -53,12 +53,13 @@ def gated(activation: Activation, implementation: Implementation, a: Tensor, g: 
 
 
 def activated(activation: Activation, implementation: Implementation, g: Tensor) -> Tensor:
-    """``activation(g)`` for a ``g`` that is used nowhere else.
+    """Return ``activation(g)``. No other operation may use ``g``.
 
-    Plain PyTorch keeps ``g``, and the backward pass overwrites it with its gradient. The kernels keep the slope of a
-    bfloat16 number in a byte instead (as arXiv 2202.00441 does with fewer bits): half of the memory. The slope's
-    rounding error is at most 0.0025. A bfloat16 gradient has a similar one, at most 0.002 to 0.004 of its size. The
-    kernels overwrite ``g`` with the output, and the output's gradient with the gradient of ``g``.
+    Plain PyTorch keeps ``g``, and the backward pass overwrites it with its gradient. For bfloat16, the Triton kernels
+    overwrite ``g`` with the output, and keep only the slope of each number, as a byte: half of the memory. (arXiv
+    2202.00441 does so with fewer bits.) The slope's rounding error is at most 0.0025, similar to the relative error of
+    a bfloat16 gradient (0.002 to 0.004). In the backward pass they overwrite the output's gradient with the gradient of
+    ``g``.
     """
     if torch.compiler.is_compiling():
         output: Tensor = ACTIVATIONS[activation][0](g)
@@ -70,10 +71,10 @@ def activated(activation: Activation, implementation: Implementation, g: Tensor)
 
 
 def geglu_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """GEGLU of ``x W^T + b`` with frozen W [2N, I] and b [2N], in plain PyTorch.
+    """Return GEGLU of ``x W^T + b`` with frozen W [2N, I] and b [2N], in plain PyTorch.
 
-    Two products make a and g as separate tensors, so no strided halves are read or written. Their gradients are never
-    concatenated: the second product of the backward pass accumulates onto the first.
+    Two products compute a and g as separate tensors, so no strided halves are read or written. In the backward pass the
+    second product is added to the result of the first, so the gradients are never concatenated.
     """
     output: Tensor = _ProjectedGeglu.apply(x, weight, bias)
     return output
@@ -115,7 +116,10 @@ class _Activated(Function):
 
 
 class _ActivatedWithSlopes(Function):
-    """On the meta device it allocates and keeps the same tensors, and computes nothing."""
+    """The Triton implementation of ``activated``.
+
+    On the meta device it allocates the same tensors, but computes nothing.
+    """
 
     @staticmethod
     def forward(ctx: Any, activation: Activation, g: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Activations, gated or not, with one kernel forward and one backward; each number is read and written once.
+"""Triton kernels for activations, with and without a gate: one forward and one backward, each reading its data once.
 
 See ``gated``.
 """
@@ -30,14 +30,14 @@ def _block_of_row(stride, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tanh_share(gate):
-    """(sigmoid(2u), slope of 2u); gate * sigmoid(2u) is the gelu with tanh(u)."""
+    """Return sigmoid(2u) and the derivative of 2u. The gelu with tanh(u) is gate * sigmoid(2u)."""
     share = tl.sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate))
     return share, 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
 
 
 @triton.jit
 def _share_and_slope(gate, GELU: tl.constexpr, TANH: tl.constexpr):
-    """activation(gate) / gate, and the activation's derivative."""
+    """Return activation(gate) / gate, and the derivative of the activation."""
     if TANH:
         share, inner = _tanh_share(gate)
         slope = share + gate * share * (1.0 - share) * inner
@@ -52,7 +52,7 @@ def _share_and_slope(gate, GELU: tl.constexpr, TANH: tl.constexpr):
 
 @triton.jit
 def gated_forward(a, g, out, stride, width, GELU: tl.constexpr, BLOCK: tl.constexpr, TANH: tl.constexpr = False):
-    """The output; one program per block of a row. ``stride``: of the rows of a and of g."""
+    """Write a * activation(g); one program per block of a row. ``stride``: row stride of a and g."""
     at, to, inside = _block_of_row(stride, width, BLOCK)
     value = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
@@ -62,7 +62,7 @@ def gated_forward(a, g, out, stride, width, GELU: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def gated_backward(dy, a, g, stride, width, GELU: tl.constexpr, BLOCK: tl.constexpr, TANH: tl.constexpr = False):
-    """Overwrite a and g with their gradients; one program per block of a row."""
+    """Overwrite a and g with their gradients; one program per block of a row. ``stride``: row stride of a and g."""
     at, source, inside = _block_of_row(stride, width, BLOCK)
     value = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
@@ -74,7 +74,7 @@ def gated_backward(dy, a, g, stride, width, GELU: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def activated_forward(g, slopes, count, GELU: tl.constexpr, BLOCK: tl.constexpr, TANH: tl.constexpr = False):
-    """Overwrite g with the output, and write the slopes as bytes."""
+    """Overwrite g with activation(g), and write the slopes as bytes."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(g + at, mask=at < count, other=0.0).to(tl.float32)
     share, slope = _share_and_slope(gate, GELU, TANH)
@@ -85,7 +85,7 @@ def activated_forward(g, slopes, count, GELU: tl.constexpr, BLOCK: tl.constexpr,
 
 @triton.jit
 def activated_backward(dy, slopes, count, BLOCK: tl.constexpr):
-    """Overwrite dy with the gradient of the input."""
+    """Overwrite dy, the gradient of the output, with the gradient of the input."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slope = (tl.load(slopes + at, mask=at < count, other=0).to(tl.float32) - SLOPE_ZERO) / SLOPE_STEPS
     gradient = tl.load(dy + at, mask=at < count, other=0.0).to(tl.float32)
@@ -93,18 +93,21 @@ def activated_backward(dy, slopes, count, BLOCK: tl.constexpr):
 
 
 def launch_activated(g: Tensor, slopes: Tensor, activation: str) -> None:
-    """Activate g in place and write its slopes (uint8); both contiguous and of one shape."""
+    """Overwrite g with activation(g), and write its slopes (uint8).
+
+    Both tensors are contiguous and have the same shape.
+    """
     grid = (triton.cdiv(g.numel(), BLOCK),)
     activated_forward[grid](g, slopes, g.numel(), **_how(activation), BLOCK=BLOCK, **LAUNCH)
 
 
 def launch_slopes(dy: Tensor, slopes: Tensor) -> None:
-    """Multiply dy by the slopes, in place; both contiguous and of one shape."""
+    """Multiply dy by the slopes, in place. Both tensors are contiguous and have the same shape."""
     activated_backward[(triton.cdiv(dy.numel(), BLOCK),)](dy, slopes, dy.numel(), BLOCK=BLOCK, **LAUNCH)
 
 
 class TritonGated(Function):
-    """(activation, a, g or None) -> output. Same as ``gated`` in plain PyTorch."""
+    """Autograd function (activation, a, g or None) -> output: the Triton implementation of ``gated.gated``."""
 
     @staticmethod
     def forward(ctx: Any, activation: str, *given: Tensor | None) -> Tensor:

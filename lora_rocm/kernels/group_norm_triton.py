@@ -1,9 +1,9 @@
 """GroupNorm with SiLU in channels_last: three kernels forward, three backward. See ``norms``.
 
-Each pass cuts a feature map into chunks of pixels and blocks of channels. In the forward pass every block computes the
-mean and the sum of squared deviations of each channel, a small kernel combines them per group (Chan et al. 1979: no
-difference of large sums), and a second pass normalises. The backward pass does the same with the two sums that the
-gradient needs. Only ``x`` and each group's mean and reciprocal standard deviation are kept.
+A feature map is cut into chunks of pixels and blocks of channels. The first forward kernel computes the mean and the
+sum of squared deviations of each channel per chunk. A small kernel combines them per group (Chan et al. 1979, which
+avoids differences of large sums), and the third kernel normalises. The backward pass does the same with the two sums
+that the gradient needs. Only ``x`` and each group's mean and reciprocal standard deviation are kept.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ SMALL_PIXELS, LARGE_PIXELS = 32, 128
 MANY_BLOCKS = 1024  # enough to fill a GPU with large chunks
 JOINED = 2048  # numbers that a combining program holds at once
 WARPS = 8
-"""With 4, the gradient of large images spills registers on wave-32 GPUs (Triton 3.6, 3.8 and 3.9), and gfx942 runs no
-more waves than with 8. With 16, gfx1100 would run 10 waves instead of 7, each with half as many numbers. Counted by
-benchmarks/registers.py, not measured.
+"""Warps per program. With 4, the gradient of large images spills registers on wave-32 GPUs (Triton 3.6, 3.8 and 3.9),
+and gfx942 runs no more waves than with 8. With 16, gfx1100 would run 10 waves instead of 7, each with half as many
+numbers. These numbers were computed by benchmarks/registers.py, not measured.
 """
 
 
@@ -45,7 +45,7 @@ def _tile(pixels, channels, chunks, PIXELS: tl.constexpr, BLOCK: tl.constexpr):
 def moments(
     x, shift, means, spreads, pixels, channels, chunks, SHIFT: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Mean and sum of squared deviations of each channel over a chunk of pixels."""
+    """Write the mean and the sum of squared deviations of each channel over a chunk of pixels."""
     part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
     value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
     count = tl.minimum(PIXELS, pixels - (part % chunks) * PIXELS).to(tl.float32)
@@ -63,7 +63,7 @@ def join_moments(
     means, spreads, mean_out, rstd_out, pixels, channels, chunks, groups, eps,
     PIXELS: tl.constexpr, ROUNDS: tl.constexpr, JOINED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Mean and reciprocal standard deviation of each group, combined from its channels' chunks."""
+    """Write the mean and reciprocal standard deviation of each group, combined from the chunks of its channels."""
     program = tl.program_id(0)
     width = channels // groups
     column = tl.arange(0, WIDTH)
@@ -116,7 +116,7 @@ def normalise(
     x, shift, weight, bias, mean, rstd, y, pixels, channels, chunks, groups,
     SHIFT: tl.constexpr, SILU: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The normalised output, after SiLU if asked."""
+    """Write the normalised output, after SiLU if SILU is set."""
     part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
     normal, z, w, scale, group = _normalised(
         x, shift, weight, bias, mean, rstd, batch, channel, inside, offset, channels, groups, SHIFT
@@ -140,7 +140,10 @@ def gradient_sums(
     dy, x, shift, weight, bias, mean, rstd, plain_sums, normal_sums, pixels, channels, chunks, groups,
     SHIFT: tl.constexpr, SILU: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums per channel and chunk: of the normalised input's gradient, and of that times the normalised input."""
+    """Write two sums per channel and chunk, over the gradient of the normalised input.
+
+    ``plain_sums`` are sums of this gradient, and ``normal_sums`` are sums of its product with the normalised input.
+    """
     part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
     normal, z, w, scale, group = _normalised(
         x, shift, weight, bias, mean, rstd, batch, channel, inside, offset, channels, groups, SHIFT
@@ -156,7 +159,7 @@ def join_sums(
     plain_sums, normal_sums, plain_out, normal_out, pixels, channels, chunks, groups,
     ROUNDS: tl.constexpr, JOINED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Means of those sums per group."""
+    """Write the mean per group of each of the two sums of ``gradient_sums``."""
     program = tl.program_id(0)
     width = channels // groups
     column = tl.arange(0, WIDTH)
@@ -180,7 +183,7 @@ def input_gradient(
     dy, residual, x, shift, weight, bias, mean, rstd, plain_mean, normal_mean, dx, pixels, channels, chunks, groups,
     SHIFT: tl.constexpr, SILU: tl.constexpr, RESIDUAL: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x, plus the gradient of a residual path."""
+    """Write the gradient of x, plus the gradient of a residual path if RESIDUAL is set."""
     part, batch, channel, inside, offset = _tile(pixels, channels, chunks, PIXELS, BLOCK)
     normal, z, w, scale, group = _normalised(
         x, shift, weight, bias, mean, rstd, batch, channel, inside, offset, channels, groups, SHIFT
@@ -197,7 +200,7 @@ def input_gradient(
 
 @triton.jit
 def add_bias_residual(x, y, bias, out, count, channels, BLOCK: tl.constexpr):
-    """The sum of x, y and the bias of each channel."""
+    """Write x + y + the bias of each channel."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     b = tl.load(bias + at % channels, mask=inside, other=0.0).to(tl.float32)
@@ -207,7 +210,7 @@ def add_bias_residual(x, y, bias, out, count, channels, BLOCK: tl.constexpr):
 
 
 class _Shape:
-    """Launch sizes for a batch of feature maps: chunks of pixels, blocks of channels, grids and buffers."""
+    """Launch parameters for a batch of feature maps: pixels per chunk, channels per block, grids, and buffer shapes."""
 
     def __init__(self, x_BCHW: Tensor, groups: int) -> None:
         batch, channels, height, width = x_BCHW.shape
@@ -231,7 +234,7 @@ class _Shape:
 
 
 class TritonGroupNorm(Function):
-    """(x, shift_BC, weight, bias, groups, eps, silu) -> (normalised, x). See ``norms.group_norm``."""
+    """Autograd function (x, shift_BC, weight, bias, groups, eps, silu) -> (normalised, x). See ``norms.group_norm``."""
 
     @staticmethod
     def forward(
@@ -289,7 +292,7 @@ class TritonGroupNorm(Function):
 
 
 class TritonResidual(Function):
-    """(x, y, bias_C) -> x + y + bias, in channels_last."""
+    """Autograd function (x, y, bias_C) -> x + y + bias, in channels_last."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, bias: Tensor) -> Tensor:

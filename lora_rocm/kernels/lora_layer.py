@@ -1,7 +1,7 @@
-"""PEFT's linear LoRA layer, with ``lora_linear`` for the plain case.
+"""A subclass of PEFT's linear LoRA layer that uses ``lora_linear`` where possible.
 
-It is installed with PEFT's registration of custom modules (``LoraConfig._register_custom_module``), which is not
-public; a test pins it. PEFT still defines the layer's names, scaling and disabling.
+PEFT's registration of custom modules (``LoraConfig._register_custom_module``) installs it. This function is not public,
+so a test checks that it still works. PEFT still defines the layer's names, scaling and disabling.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from lora_rocm.kernels.weight_format import PackedLinear, is_packed
 
 
 class LoraLinear(Linear):
-    """A linear layer with LoRA. If ``plain`` returns None, PEFT's forward runs."""
+    """A linear layer with LoRA. It computes with ``lora_linear``, or with PEFT's forward if ``plain`` returns None."""
 
     def plain(self, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
-        """(A, B, scale) if the active adapters are plain LoRAs on a plain base layer in the dtype of ``x``, else None.
+        """Return (A, B, scale) if ``lora_linear`` can compute the layer for ``x``, else None.
 
-        Several adapters of one scale act as one adapter with the joined ranks. A packed base layer may have any dtype.
+        This requires plain LoRAs and a dense base layer in the dtype of ``x``, or a packed one. Several active adapters
+        with the same scale are returned as one adapter with concatenated ranks.
         """
         if self._disable_adapters or self.merged_adapters or _under_autocast(x):
             return None
@@ -77,7 +78,7 @@ class LoraLinear(Linear):
 def drop_ranks(layer: LoraLayer, name: str, rank_dropout: float, module_dropout: float) -> None:
     """Apply rank and module dropout to the output of ``A`` of the adapter ``name``.
 
-    They are registered in PEFT's ``lora_dropout``, where ``LoraLinear.plain`` finds them.
+    The dropout modules are also registered in PEFT's ``lora_dropout``, where ``LoraLinear.plain`` finds them.
     """
     down = layer.lora_A[name]
     axis = 1 if isinstance(down, nn.Conv2d) else -1
@@ -94,13 +95,13 @@ def _dropped(drop: AdapterDropout, down: nn.Module, args: tuple[Any, ...], h: Te
 
 
 def base_of(layer: nn.Module) -> nn.Module:
-    """The base layer of an adapted layer; any other layer itself."""
+    """Return the base layer of an adapted layer. Any other layer is returned unchanged."""
     base: nn.Module = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
     return base
 
 
 def plain_lora(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
-    """(A, B, scale) of a layer that can join a product of several layers, else None."""
+    """Return (A, B, scale) of a layer that one product can compute together with others, or None if it cannot."""
     return layer.plain(x) if isinstance(layer, LoraLinear) else None
 
 
@@ -109,6 +110,6 @@ def _under_autocast(x: Tensor) -> bool:
 
 
 def with_lean_layers(config: LoraConfig) -> LoraConfig:
-    """Make PEFT use ``LoraLinear`` for linear layers. Call it before the config is used."""
+    """Make PEFT use ``LoraLinear`` for linear layers, and return the config. Call it before PEFT uses the config."""
     config._register_custom_module({nn.Linear: LoraLinear})
     return config

@@ -1,7 +1,7 @@
-"""Tensors that the backward pass recomputes instead of keeping them.
+"""Makes the backward pass recompute certain tensors instead of keeping them.
 
-Used where a tensor costs one cheap kernel and its inputs are kept anyway. In recomputed blocks, the hooks of
-``torch.utils.checkpoint`` decide which tensors are kept, and these hooks do nothing.
+It is used for a tensor that costs one cheap kernel and has inputs that are kept anyway. In recomputed blocks it has no
+effect: there the hooks of ``torch.utils.checkpoint`` decide which tensors are kept.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 Made = tuple[Tensor, Callable[[], Tensor]]
-"""A tensor, and a function that recomputes it bit for bit. The function must not hold the tensor's autograd graph."""
+"""A tensor, and a function that recomputes it bit for bit. The function must not reference the tensor's autograd graph.
+"""
 
 
 def made(make: Callable[[Sequence[Tensor]], Tensor], inputs: Sequence[Tensor]) -> Made:
-    """Return ``make(inputs)`` and a closure that recomputes it in the backward pass."""
+    """Return ``make(inputs)``, and a function that recomputes it in the backward pass."""
     return make(inputs), partial(make, [tensor.detach() for tensor in inputs])
 
 
@@ -33,7 +34,7 @@ class _Recipe(NamedTuple):
 
 
 class _Hooks:
-    """Nested hooks: tensors of ``recipes`` are saved as recipes, all others go to the outer hooks."""
+    """Saves the tensors in ``recipes`` as functions that recompute them. All other tensors go to the outer hooks."""
 
     def __init__(
         self,
@@ -57,7 +58,10 @@ class _Hooks:
 
 
 def made_again(*tensors: Made) -> AbstractContextManager[Any]:
-    """A context in which operations save neither these tensors nor their views. The tensors have to outlive it."""
+    """Return a context in which operations save neither these tensors nor their views for the backward pass.
+
+    The tensors must exist until the context ends.
+    """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return nullcontext()
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_same, _same)

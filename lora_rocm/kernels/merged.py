@@ -1,4 +1,4 @@
-"""One product for several frozen linear layers with the same input, including their LoRA."""
+"""One matrix product for several frozen linear layers with the same input, including their LoRA."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from lora_rocm.kernels.weight_format import PackedLinear, is_packed, joined_weig
 
 
 class MergedLinears:
-    """Computes layers with the same input by one product.
+    """Computes several layers with the same input by one matrix product.
 
-    The layers' weights become views of one tensor, as do their biases. Weights that are packed, or that offloading
-    has moved since, are joined in each pass. If a layer is not a plain LoRA, the layers are called one by one.
+    The layers' weights become views of one tensor, and so do their biases. Packed weights, and weights that offloading
+    has moved since, are concatenated in each pass instead. If any layer is not a plain LoRA layer, the layers are
+    called one by one.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -31,13 +32,16 @@ class MergedLinears:
 
     @classmethod
     def of(cls, *layers: nn.Module) -> MergedLinears | None:
-        """The merged layers, or None unless all are adapted and alike in bias and storage."""
+        """Return the merged layers, or None if they cannot be merged.
+
+        All layers must be adapted, all dense or all packed, and all with or all without bias.
+        """
         bases = [base_of(layer) for layer in layers if isinstance(layer, LoraLinear)]
         alike = len(bases) == len(layers) and {type(base) for base in bases} in ({nn.Linear}, {PackedLinear})
         return cls(layers) if alike and len({base.bias is None for base in bases}) == 1 else None
 
     def __call__(self, layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of the layers, which must be the constructor's layers."""
+        """Return the outputs of the layers. ``layers`` must be the layers that were passed to the constructor."""
         found = [plain_lora(layer, x) for layer in layers]
         if None in found or len({plain[2] for plain in found if plain}) != 1:
             return tuple(layer(x) for layer in layers)
@@ -56,7 +60,7 @@ class MergedLinears:
 
 
 def _stacked(bases: Sequence[nn.Module], dtype: torch.dtype) -> Tensor:
-    """The weights of the layers, one below the other, in a new tensor."""
+    """Return the weights of the layers, concatenated by rows in a new tensor."""
     packed = [base for base in bases if isinstance(base, PackedLinear)]
     return joined_weights(packed, dtype) if packed else torch.cat([base.get_parameter("weight") for base in bases])
 

@@ -1,6 +1,6 @@
-"""MXFP4 weights: 32 values share a power of two, each is one of 16 numbers, and a byte holds two of them.
+"""MXFP4 weights: each value is one of 16 numbers, times a power of two that 32 values share. A byte holds two values.
 
-Source: OCP Microscaling Formats 1.0 (E2M1 numbers, E8M0 scales). The layout is gpt-oss's: the first value of a pair
+Source: OCP Microscaling Formats 1.0 (E2M1 numbers, E8M0 scales). The layout follows gpt-oss: the first value of a pair
 is in the lower half of its byte. Dimensions: G groups of 32 values.
 """
 
@@ -20,23 +20,20 @@ GROUP = 32
 BYTES = GROUP // 2
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 WORDS = {2: torch.int32, 4: torch.int64}
-"""Bytes of a number -> integers as wide as two such numbers."""
+"""Size of a dtype in bytes -> integer dtype that is twice as wide."""
 LARGEST_SCALE = 127 + 13
-"""Values with a larger scale exceed 65,504, the largest number of float16. Scale 255 means NaN."""
+"""Largest scale with which all values fit into float16, that is, below 65,504. Scale 255 means NaN."""
 SUBNORMAL = 0x00400000
-"""The bits of 2**-127 as float32, the meaning of scale 0."""
+"""Bits of 2**-127 as float32: the factor that scale 0 stands for."""
 
 
 def unpacked(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of packed tensors; exact in float32 and bfloat16.
+    """Return the values of packed tensors: [..., 32 G]. They are exact in float32 and bfloat16.
 
     Args:
-        blocks: uint8 [..., G, 16].
-        scales: uint8 [..., G]: exponents of two, plus 127.
-        dtype: of the result.
-
-    Returns:
-        A tensor [..., 32 G].
+        blocks: packed values, uint8 [..., G, 16].
+        scales: exponents of two, plus 127, uint8 [..., G].
+        dtype: dtype of the result.
     """
     values = _pairs(dtype, blocks.device).index_select(0, blocks.flatten().int()).view(dtype)
     exponents = scales.int()
@@ -46,19 +43,22 @@ def unpacked(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The two values of each byte as one integer [256]: an index of single numbers is faster than of rows of two."""
+    """Return a table [256] with the two values of each byte, stored as one integer.
+
+    Indexing single integers is faster than indexing rows of two values.
+    """
     values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=dtype)
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)
     return constant(pairs.view(WORDS[dtype.itemsize]).flatten().to(device), "table of MXFP4")
 
 
 def product(x: Tensor, dense: Callable[[torch.dtype], Tensor], bias_O: Tensor) -> Tensor:
-    """``linear`` with a frozen weight that exists only while it is used.
+    """Return ``linear`` of ``x`` with a frozen weight that exists only while it is used.
 
     Args:
-        x: [..., I].
-        dense: makes the weight [O, I] in a dtype, for the forward pass and again for the backward pass.
-        bias_O: in any dtype.
+        x: input [..., I].
+        dense: returns the weight [O, I] in a dtype. It is called in the forward pass and again in the backward pass.
+        bias_O: bias in any dtype.
     """
     output: Tensor = _Product.apply(x, dense, bias_O)
     return output

@@ -1,8 +1,8 @@
 """Normalisation fused with neighbouring operations.
 
-GroupNorm (arXiv 1803.08494) with the preceding sum and the following SiLU; its weights get no gradient. LayerNorm
-(arXiv 1607.06450) and RMSNorm (arXiv 1910.07467) with the preceding residual sum, and modulated by a row for each
-sample. Dimensions: B batch, C channels, H W height and width, D width.
+GroupNorm (arXiv 1803.08494) is fused with the sum before it and the SiLU after it; its weights are frozen. LayerNorm
+(arXiv 1607.06450) and RMSNorm (arXiv 1910.07467) are fused with the residual sum before them; each sample may have its
+own scale and shift. Dimensions: B batch, C channels, H W height and width, D width.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def group_norm(
     shift_BC: Tensor | None = None,
     silu: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(normalised ``x + shift``, after SiLU if ``silu``; ``x`` itself, for a residual sum).
+    """Return the normalised ``x + shift``, after SiLU if ``silu``; and ``x`` itself, to use in a residual sum.
 
-    With Triton both outputs are in channels_last. The kernel for the first gradient also adds the second one, so a
-    residual path needs no extra sum in the backward pass.
+    With Triton both outputs are in channels_last. The backward kernel of the first output also adds the gradient of the
+    second, so a residual path needs no extra sum.
     """
     inputs, activation = "one input" if shift_BC is None else "sum", "SiLU" if silu else "no SiLU"
     if backend.launches(implementation, x_BCHW, lambda: f"norms.group_norm: {inputs}, {activation}"):
@@ -54,10 +54,10 @@ def group_norm(
 class RowNorm:
     """A norm over the last dimension: ``normalised * weight + bias``.
 
-    weight: [D], or [B, D] with a row for each sample. It may get a gradient, as may ``bias``.
-    bias: as ``weight``, or None.
-    centred: LayerNorm; otherwise RMSNorm.
-    dtype: of the result; None: the weight's.
+    weight: [D], or [B, D] with a row for each sample. It may require a gradient, and so may ``bias``.
+    bias: shape as ``weight``, or None.
+    centred: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
+    dtype: dtype of the result; None means the weight's dtype.
     """
 
     weight: Tensor
@@ -75,8 +75,8 @@ class RowNorm:
 class Branch:
     """The branch ``gate * y`` that is added to a residual stream.
 
-    gate: [D], or [B, D] with a row for each sample; None: 1. It may get a gradient.
-    eps: RMS-normalise ``y`` first; None: do not.
+    gate: [D], or [B, D] with a row for each sample; None means 1. It may require a gradient.
+    eps: epsilon of an RMSNorm that is applied to ``y`` first, or None for no norm.
     """
 
     y: Tensor
@@ -87,21 +87,22 @@ class Branch:
 def add_layer_norm(
     x: Tensor, delta: Tensor | None, norm: nn.LayerNorm, implementation: Implementation
 ) -> tuple[Tensor, Tensor]:
-    """``add_norm`` for a LayerNorm module; ``delta`` is the branch."""
+    """Call ``add_norm`` with a LayerNorm module; ``delta`` is the branch, or None."""
     branch = None if delta is None else Branch(delta)
     return add_norm(x, branch, RowNorm(norm.weight, norm.bias, norm.eps, centred=True), implementation)
 
 
 def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, implementation: Implementation) -> tuple[Tensor, Tensor]:
-    """(``x`` plus the branch, its normalisation over the last dimension).
+    """Return ``x`` plus the branch, and this sum normalised over the last dimension.
 
-    If ``branch`` is None, the first is ``x`` itself, for a residual sum: the Triton kernel for the second gradient also
-    adds the first one.
+    If ``branch`` is None, the first result is ``x`` itself. Use it for a residual sum: the backward kernel of the
+    second result also adds the gradient of the first.
 
     Args:
-        x: [B, ..., D]. The sum has its dtype.
-        branch: its ``y`` as ``x``. With a float32 ``x`` it may have fewer bits (see ``residual_stream``).
-        norm: of the sum.
+        x: residual stream [B, ..., D]. The sum has its dtype.
+        branch: branch to add, with ``y`` in the shape of ``x``. If ``x`` is float32, ``y`` may have fewer bits (see
+            ``residual_stream``).
+        norm: norm to apply to the sum.
         implementation: see ``backend``.
     """
     if backend.launches(implementation, x, partial(_name, "add_norm", x, branch, norm)):
@@ -117,19 +118,22 @@ def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, implementation: Im
 
 
 def residual_stream(x: Tensor) -> Tensor:
-    """``x`` as the start of a residual stream: float16 becomes float32, because sums of many branches overflow."""
+    """Return ``x`` as the start of a residual stream.
+
+    float16 is converted to float32, because the sum of many branches would overflow in float16.
+    """
     return x.float() if x.dtype == torch.float16 else x
 
 
 def normal_again(total: Tensor, norm: RowNorm, implementation: Implementation) -> Callable[[], Tensor]:
-    """A function that recomputes the second output of ``add_norm`` from the first."""
+    """Return a function that recomputes the second result of ``add_norm`` from the first."""
     weight, bias = norm.weight.detach(), None if norm.bias is None else norm.bias.detach()
     frozen = replace(norm, weight=weight, bias=bias)
     return lambda: add_norm(total.detach(), None, frozen, implementation)[1]
 
 
 def add_branch(x: Tensor, branch: Branch, implementation: Implementation) -> Tensor:
-    """``x`` plus the branch; both are [B, ..., D]."""
+    """Return ``x`` plus the branch, [B, ..., D]."""
     if (branch.eps is not None or branch.gate is not None) and backend.launches(
         implementation, x, partial(_name, "add_branch", x, branch, None)
     ):
@@ -145,7 +149,10 @@ def add_branch(x: Tensor, branch: Branch, implementation: Implementation) -> Ten
 
 
 def rms_normal(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
-    """RMSNorm over the last dimension with a frozen weight or none. Only ``x`` is kept for the backward pass."""
+    """Return ``x`` after an RMSNorm over the last dimension; the weight, if any, is frozen.
+
+    Only ``x`` is kept for the backward pass.
+    """
     if torch.compiler.is_compiling():
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     output: Tensor = _RmsNormal.apply(x, eps, weight)
@@ -153,7 +160,7 @@ def rms_normal(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
 
 
 def _name(function: str, x: Tensor, branch: Branch | None, norm: RowNorm | None) -> str:
-    """Name of the kernels of ``_triton`` with such inputs, see ``backend.launches``."""
+    """Return the name of the kernels that ``_triton`` launches for such inputs; see ``backend.launches``."""
     if branch is None:
         added = "nothing added"
     else:
@@ -182,12 +189,15 @@ def _triton(x: Tensor, branch: Branch | None, norm: RowNorm | None) -> tuple[Ten
 
 
 def _by_row(vector: Tensor, x: Tensor) -> Tensor:
-    """[D], or [B, D] with dimensions inserted so that it multiplies ``x`` [B, ..., D]."""
+    """Reshape a vector [B, D] so that it broadcasts over ``x`` [B, ..., D]. A vector [D] is returned unchanged."""
     return vector if vector.ndim == 1 else vector.view(len(x), *[1] * (x.ndim - 2), x.shape[-1])
 
 
 class _RmsNormal(Function):
-    """Recomputed in the backward pass, because PyTorch's RMSNorm keeps float32 copies except on the GPU."""
+    """RMSNorm that is recomputed in the backward pass.
+
+    PyTorch's own RMSNorm keeps float32 copies, except on the GPU.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, weight: Tensor | None) -> Tensor:
@@ -206,11 +216,11 @@ class _RmsNormal(Function):
 
 
 class _GatedSum(Function):
-    """``x + gate * y`` with a gate for each sample that gets no gradient.
+    """``x + gate * y`` with a frozen gate for each sample.
 
-    The gate is not a saved tensor, because recomputation runs up to the last saved tensor. In a block that ends with
-    this sum, it therefore stops before the product that gives ``y``. A gate for all samples is not allowed here: it may
-    be a weight that is in main memory when the gradient arrives.
+    The gate is not passed to ``save_for_backward``, because recomputation of a block runs up to its last saved tensor.
+    So in a block that ends with this sum, recomputation stops before the product that gives ``y``. A gate shared by all
+    samples is not allowed here: it may be a weight that is in main memory when the gradient arrives.
     """
 
     @staticmethod
@@ -225,7 +235,7 @@ class _GatedSum(Function):
 
 
 def residual(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor | None, implementation: Implementation) -> Tensor:
-    """``x + y + bias`` with a frozen bias per channel."""
+    """Return ``x + y + bias``; the bias is frozen and has one number per channel, or is None."""
     if bias_C is None:
         return x_BCHW + y_BCHW
     if backend.launches(implementation, x_BCHW, lambda: "norms.residual: bias"):
@@ -237,7 +247,10 @@ def residual(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor | None, implementati
 
 
 class MetaGroupNorm(Function):
-    """(x, shift_BC, groups) -> (normalised, x). Keeps ``x`` and two numbers per group, as ``TritonGroupNorm`` does."""
+    """Autograd function (x, shift_BC, groups) -> (normalised, x) for the meta device.
+
+    It keeps ``x`` and two numbers per group, as ``TritonGroupNorm`` does.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_BCHW: Tensor, shift_BC: Tensor | None, groups: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""Quantised storage of frozen linear layers in plain PyTorch: int8 and fp8 with a scale per row, and nf4.
+"""Quantised storage of frozen linear layers in plain PyTorch: nf4, and int8 and fp8 with a scale per row.
 
-nf4 is the format of bitsandbytes (QLoRA, arXiv 2305.14314): blocks of 64 values share the largest magnitude, each value
-is one of 16 levels, and the magnitudes are quantised again in blocks of 256 by the dynamic map of arXiv 2110.02861.
+nf4 is the format of bitsandbytes (QLoRA, arXiv 2305.14314). Each value is one of 16 levels, times the largest magnitude
+of its block of 64 values. The magnitudes are quantised again, in blocks of 256, by the dynamic map of arXiv 2110.02861.
 
 A plain cast to fp8 loses small weights (values of 0.001 keep half of their bits), so fp8 has a scale per row too.
 
@@ -40,9 +40,9 @@ LEVELS = (
 
 @dataclass(frozen=True)
 class QuantisedLinears(ABC):
-    """Stores the linear layers with paths that match ``layers`` in fewer bits; other layers stay dense.
+    """A format that stores linear layers with fewer bits if their path matches ``layers``. Other layers stay dense.
 
-    layers: a regular expression, searched in the path of a layer in its component.
+    layers: regular expression, searched for in the layer's path within its component.
     """
 
     layers: str
@@ -56,13 +56,13 @@ class QuantisedLinears(ABC):
 
     @abstractmethod
     def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
-        """Bytes of the tensors of ``packed``, made from a layer of this dtype, without the bias."""
+        """Bytes that ``packed`` stores for a layer of this dtype, without the bias."""
 
     @abstractmethod
     def unpack(self, layer: PackedLinear, implementation: Implementation, out_OI: Tensor) -> None: ...
 
     def takes(self, layer: nn.Linear) -> bool:
-        """Whether a layer of this size can be stored."""
+        """Whether the format supports a layer of this size."""
         return True
 
     def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
@@ -77,7 +77,7 @@ class QuantisedLinears(ABC):
 
 @dataclass(frozen=True)
 class ScaledRows(QuantisedLinears):
-    """A float32 scale per row, which maps its largest magnitude to the largest stored number.
+    """int8 or fp8 with a float32 scale per row, which maps the row's largest magnitude to the largest storable number.
 
     stored: torch.int8 or torch.float8_e4m3fn.
     """
@@ -106,7 +106,7 @@ class ScaledRows(QuantisedLinears):
         return self.of_codes(layer, stored_OI, scale_O1)
 
     def of_codes(self, layer: nn.Linear, stored_OI: Tensor, scale_O1: Tensor) -> PackedLinear:
-        """A layer from numbers in the dtype ``stored`` and float32 scales."""
+        """Return a packed layer with these stored numbers (of dtype ``stored``) and float32 scales."""
         return PackedLinear(layer, self, stored_OI, weight_scale=scale_O1)
 
     def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
@@ -131,8 +131,8 @@ class ScaledRows(QuantisedLinears):
 class Nf4(QuantisedLinears):
     """bitsandbytes' nf4 with double quantisation: 4.127 bits per value.
 
-    Two values share a byte, the first in its upper half. A block's magnitude is ``code[byte] * nested + offset``. The
-    table has the pair of levels of each byte, rounded to the layer's dtype.
+    Two values share a byte, the first in its upper half. A block's magnitude is ``code[byte] * nested + offset``.
+    ``table`` contains the two levels of each possible byte, rounded to the layer's dtype.
     """
 
     @property
@@ -150,7 +150,10 @@ class Nf4(QuantisedLinears):
         return self.of_codes(layer, pairs, nested_codes=nested_codes_K, nested=nested, offset=offset[None], code=code)
 
     def of_codes(self, layer: nn.Linear, pairs: Tensor, **magnitudes: Tensor) -> PackedLinear:
-        """A layer from pairs of codes and the tensors that ``magnitudes`` reads."""
+        """Return a packed layer with these pairs of codes.
+
+        ``magnitudes``: the buffers that the method ``magnitudes`` reads.
+        """
         levels = torch.tensor(LEVELS, dtype=layer.weight.dtype, device=pairs.device)
         table = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
         packed = pairs.view(layer.out_features, -1)
@@ -178,20 +181,23 @@ class Nf4(QuantisedLinears):
         torch.mul(found_N.view(-1, BLOCK), magnitude_K1, out=out_OI.view(-1, BLOCK))
 
     def magnitudes(self, layer: nn.Module) -> Tensor:
-        """absmax_K: the largest magnitude of each block, float32; K is filled up to whole nested blocks."""
+        """Return the largest magnitude of each block, float32 [K]. K is padded to a multiple of ``NESTED_BLOCK``."""
         found_K = layer.get_buffer("code").index_select(0, layer.get_buffer("nested_codes").int())
         found_K.view(-1, NESTED_BLOCK).mul_(layer.get_buffer("nested")[:, None])
         return found_K.add_(layer.get_buffer("offset"))
 
 
 def _pieces(count: int, size: int, like: Tensor) -> list[slice]:
-    """Slices of ``count`` rows of ``size`` values, each of about ``PIECE`` values; one slice on the meta device."""
+    """Return slices that split ``count`` rows of ``size`` values.
+
+    Each slice has about ``PIECE`` values; on the meta device there is only one.
+    """
     step = count if like.is_meta else max(1, PIECE // size)
     return [slice(begin, min(begin + step, count)) for begin in range(0, count, max(step, 1))]
 
 
 def pairs_of(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The indices of the nearest levels, two per byte (uint8), and the largest magnitude of each block (float32)."""
+    """Return the codes of the nearest levels, two per byte (uint8), and each block's largest magnitude (float32)."""
     weight_KB = weight.reshape(-1, BLOCK)
     pairs_KP = torch.empty(len(weight_KB), BLOCK // 2, dtype=torch.uint8, device=weight.device)
     absmax_K = torch.empty(len(weight_KB), dtype=torch.float32, device=weight.device)
@@ -210,11 +216,12 @@ def pairs_of(weight: Tensor) -> tuple[Tensor, Tensor]:
 class NearestLevels:
     """Finds the nearest level of numbers from -1 to 1, in a twentieth of ``torch.bucketize``'s time.
 
-    A table has two entries per cell: the number of limits between levels in lower cells, and the cell's own limit, if
-    any. Buffers are reused, because on the CPU new memory for each piece takes more time than the arithmetic.
+    The range is cut into cells that contain at most one limit between two levels. A table has this limit for each cell,
+    and the number of limits in lower cells. Buffers are reused, because on the CPU allocating memory for each piece
+    takes longer than the arithmetic.
 
     Args:
-        count: of numbers in a call, at most.
+        count: maximum number of values per call.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -229,7 +236,7 @@ class NearestLevels:
         )
 
     def __call__(self, scaled_N: Tensor) -> Tensor:
-        """Return the indices of the levels, uint8 [N], valid until the next call."""
+        """Return the index of the nearest level for each number: uint8 [N], valid until the next call."""
         found_N, cells_N, codes_N, above_N = (
             buffer[: len(scaled_N)] for buffer in (self._found_N, self._cells_N, self._codes_N, self._above_N)
         )
@@ -241,18 +248,24 @@ class NearestLevels:
 
 
 def _cell(scaled_N: Tensor, out_N: Tensor | None = None) -> Tensor:
-    """The cell of each number, before rounding down. Rounding keeps the order of numbers, so cells keep it too."""
+    """Return the cell of each number, not yet rounded down.
+
+    Rounding is monotonic, so the cells keep the order of the numbers.
+    """
     return torch.mul(scaled_N, CELLS, out=out_N).add_(CELLS)
 
 
 def _mean(values_K: Tensor) -> Tensor:
-    """The mean of numbers >= 0, summed as integers: the same bits for any number of threads."""
+    """Return the mean of numbers >= 0. It is summed in integers, so its bits do not depend on the number of threads."""
     whole = 2.0**40 / values_K.max().clamp(min=TINY).double()
     return ((values_K.double() * whole).round().long().sum() / (whole * len(values_K))).float()
 
 
 def _nested(values_K: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of the dynamic map (uint8, filled up to whole blocks), and the largest magnitude of each block of 256."""
+    """Quantise values by the dynamic map, in blocks of 256.
+
+    Return the codes (uint8, padded to whole blocks) and the largest magnitude of each block.
+    """
     short = -len(values_K) % NESTED_BLOCK
     blocks_MB = torch.nn.functional.pad(values_K, (0, short)).view(-1, NESTED_BLOCK)
     absmax_M = blocks_MB.abs().amax(dim=1)
@@ -264,7 +277,7 @@ def _nested(values_K: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def dynamic_map() -> tuple[float, ...]:
-    """The 256 values of the signed dynamic map: seven decades, each with twice as many values as the one below it."""
+    """The 256 values of the signed dynamic map: seven decades, each with twice as many values as the one below."""
     values = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
@@ -274,7 +287,7 @@ def dynamic_map() -> tuple[float, ...]:
 
 
 def quantised(name: str, layers: str) -> WeightFormat:
-    """The format of ``model.quantization``."""
+    """Return the weight format for a value of ``model.quantization``. ``layers``: see ``QuantisedLinears``."""
     formats: dict[str, Any] = {
         "none": lambda: DENSE,
         "int8": lambda: ScaledRows(layers),

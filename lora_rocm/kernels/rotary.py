@@ -1,6 +1,4 @@
-"""Optional RMSNorm of each head of queries or keys (arXiv 1910.07467), and rotary position embedding.
-
-The rotation follows arXiv 2104.09864.
+"""Rotary position embedding (arXiv 2104.09864), with an optional RMSNorm of heads (arXiv 1910.07467) before it.
 
 Dimensions: B batch, S tokens, H heads, D width of a head.
 """
@@ -20,10 +18,12 @@ from lora_rocm.kernels.norms import rms_normal
 
 @dataclass(frozen=True)
 class Rotation:
-    """An angle for each token and each pair of numbers of a head, in any float dtype.
+    """The angle by which each pair of numbers of a head is rotated, for each token; in any float dtype.
 
-    cos, sin: [S, D/2] or [B, S, D/2], the same for all heads; both have the same strides, by which the kernels read.
-    interleaved: a pair is neighbouring numbers; otherwise number i of the first half with number i of the second.
+    cos, sin: [S, D/2] or [B, S, D/2], the same for all heads. Both must have the same strides, because the kernels use
+    one set of strides.
+    interleaved: whether neighbouring numbers are a pair; otherwise number i of the first half and number i of the
+    second.
     """
 
     cos: Tensor
@@ -36,7 +36,7 @@ class Rotation:
 
     @classmethod
     def none(cls, heads: Tensor) -> Rotation:
-        """The rotation that leaves heads [B, S, H, D] unchanged."""
+        """Return a rotation by angle 0, which leaves ``heads`` [B, S, H, D] unchanged."""
         size = (heads.shape[1], heads.shape[3] // 2)
         cos, sin = (heads.new_full(size, number, dtype=torch.float32) for number in (1, 0))
         return cls(cos, sin, interleaved=False)
@@ -45,18 +45,19 @@ class Rotation:
 def norm_rotary(
     streams: Sequence[tuple[Tensor, Tensor | None]], eps: float, rotation: Rotation, implementation: Implementation
 ) -> Tensor:
-    """Normalise and rotate the heads of consecutive streams of tokens.
+    """Concatenate streams of tokens, normalise their heads, and rotate them.
 
     Only the rotation and the inputs of heads with a norm are kept for the backward pass.
 
     Args:
-        streams: (heads [B, S, H, D], frozen weight [D] of their RMSNorm or None without one) of each.
-        eps: of the norms.
-        rotation: of the tokens of all streams.
+        streams: for each stream, its heads [B, S, H, D], and the frozen weight [D] of their RMSNorm or None for no
+            norm.
+        eps: epsilon of the norms.
+        rotation: rotation of the tokens of all streams.
         implementation: see ``backend``.
 
     Returns:
-        [B, S, H, D], contiguous, in the dtype of the heads; S is the sum over all streams.
+        [B, S, H, D], contiguous, in the dtype of the heads; S is the number of tokens in all streams.
     """
 
     def name() -> str:

@@ -1,4 +1,7 @@
-"""Optional RMSNorm of heads and rotary position embedding: one kernel forward, one backward. See ``rotary``."""
+"""Triton kernels for an optional RMSNorm of heads with rotary position embedding: one forward, one backward.
+
+See ``rotary``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from lora_rocm.kernels.backend import LAUNCH
 
 @triton.jit
 def _load_pairs(x, start, is_row, pairs, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The first and the second numbers of all pairs of rows that begin at ``start`` [rows, 1]."""
+    """Load rows that begin at ``start`` [rows, 1]. Return the first numbers of all pairs, and the second numbers."""
     if INTERLEAVED:
         number = tl.arange(0, 2 * PAIRS)[None, :]
         both = tl.load(x + start + number, mask=is_row & (number < 2 * pairs), other=0.0)
@@ -43,7 +46,7 @@ def _store_pairs(x, start, is_row, pairs, a, b, PAIRS: tl.constexpr, INTERLEAVED
 
 @triton.jit
 def _turn(cos, sin, turn_batch, turn_row, first, pairs, TURN_PAIR: tl.constexpr, PAIRS: tl.constexpr):
-    """Cosine and sine of each pair of a token, [1, pairs]."""
+    """Load cosine and sine for each pair of a token, [1, pairs]."""
     pair = tl.arange(0, PAIRS)[None, :]
     turn = tl.program_id(1).to(tl.int64) * turn_batch + (first + tl.program_id(0)) * turn_row + pair * TURN_PAIR
     c = tl.load(cos + turn, mask=pair < pairs, other=0.0).to(tl.float32)
@@ -55,7 +58,7 @@ def _turn(cos, sin, turn_batch, turn_row, first, pairs, TURN_PAIR: tl.constexpr,
 def _load_token(
     x, x_batch, x_row, heads, pairs, HEADS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
-    """Offsets of a token's heads, the mask of real heads, and their pairs."""
+    """Load a token. Return the offsets of its heads, the mask of heads that exist, and the two numbers of each pair."""
     token, batch, head = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, HEADS)[:, None]
     start, is_head = head * (2 * pairs), head < heads
     a, b = _load_pairs(x + batch * x_batch + token * x_row, start, is_head, pairs, PAIRS, INTERLEAVED)
@@ -67,7 +70,11 @@ def _normal_token(
     x, weight, cos, sin, x_batch, x_row, turn_batch, turn_row, first, heads, pairs, eps,
     TURN_PAIR: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Offsets of a token's heads, mask of real heads, normalised pairs, their deviation, weights, cosine and sine."""
+    """Load and normalise a token.
+
+    Return the offsets of its heads, the mask of heads that exist, the normalised pairs, the reciprocal deviation, the
+    weights, cosine and sine.
+    """
     start, is_head, a, b = _load_token(x, x_batch, x_row, heads, pairs, HEADS, PAIRS, INTERLEAVED)
     rstd = (1.0 / tl.sqrt(tl.sum(a * a + b * b, axis=1) / (2 * pairs) + eps))[:, None]
     one = tl.arange(0, 1)[:, None]
@@ -82,7 +89,10 @@ def norm_rotary_forward(
     TURN_PAIR: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
     NORM: tl.constexpr = True,
 ):  # fmt: skip
-    """One stream, after ``first`` other tokens in the output; one program per token."""
+    """Normalise and rotate one stream; one program per token.
+
+    ``first``: number of tokens of earlier streams in the output.
+    """
     if NORM:
         start, is_head, a, b, _, weight_a, weight_b, c, s = _normal_token(
             x, weight, cos, sin, x_batch, x_row, turn_batch, turn_row, first, heads, pairs, eps, TURN_PAIR, INTERLEAVED,
@@ -102,7 +112,7 @@ def norm_rotary_backward(
     TURN_PAIR: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
     NORM: tl.constexpr = True,
 ):  # fmt: skip
-    """The gradient of one stream; one program per token. Without the norm ``x`` is not read."""
+    """Write the gradient of one stream; one program per token. Without a norm, ``x`` is not read."""
     if NORM:
         start, is_head, a, b, rstd, weight_a, weight_b, c, s = _normal_token(
             x, weight, cos, sin, x_batch, x_row, turn_batch, turn_row, first, heads, pairs, eps, TURN_PAIR, INTERLEAVED,
@@ -124,9 +134,9 @@ def norm_rotary_backward(
 
 
 class TritonNormRotary(Function):
-    """(cos, sin, interleaved, eps, x and weight of each stream) -> joined heads. See ``rotary.norm_rotary``.
+    """Autograd function (cos, sin, interleaved, eps, x and weight of each stream) -> concatenated heads.
 
-    Streams without a weight have no norm, and are not saved for the backward pass.
+    See ``rotary.norm_rotary``. Streams without a weight have no norm, and are not saved for the backward pass.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""The cross-entropy of tokens, and its gradient in the memory of their logits.
+"""Cross-entropy of tokens. Its gradient overwrites the logits, to save memory.
 
-Dimensions: N tokens, V vocabulary.
+Dimensions: N tokens, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ def to_loss_gradient(
     scale: float = 1.0,
     cap: float | None = None,
 ) -> Tensor:
-    """Overwrite logits with the gradient of each token's cross-entropy, and return the cross-entropies, float32 [N].
+    """Return the cross-entropy of each token, float32 [N], and overwrite the logits with their gradient.
 
-    With a cap it is the softmax of ``cap * tanh(scale * logits / cap)``. Everything is computed in float32.
+    The softmax is taken of ``scale * logits``, or with a cap of ``cap * tanh(scale * logits / cap)``. Everything is
+    computed in float32.
 
     Args:
-        logits_NV: contiguous.
-        labels_N: int64, the target token of each row, or ``ignored``, where loss and gradient are 0.
-        ignored: negative.
+        logits_NV: logits, contiguous.
+        labels_N: int64, the target token of each row. Loss and gradient are 0 where it is ``ignored``.
+        ignored: a negative number.
         implementation: see ``backend``.
-        scale: of the logits.
-        cap: None: there is none.
+        scale: factor of the logits.
+        cap: limit on the magnitude of the logits, or None.
     """
     if backend.launches(
         implementation, logits_NV, lambda: f"token_loss.to_loss_gradient: {'no cap' if cap is None else 'cap'}"

@@ -1,4 +1,4 @@
-"""The cross-entropy of tokens and its gradient in one kernel, which reads logits twice and writes once.
+"""Triton kernel for the cross-entropy of tokens and its gradient. It reads the logits twice and writes them once.
 
 See ``token_loss``.
 """
@@ -14,12 +14,12 @@ from lora_rocm.kernels.backend import LAUNCH
 
 BLOCK, WARPS = 4096, 8
 LOWEST = tl.constexpr(-1e30)
-"""Used as minus infinity, because infinity minus itself is not a number."""
+"""Replaces minus infinity, because infinity minus infinity is NaN."""
 
 
 @triton.jit
 def _bent(value, factor, cap, CAP: tl.constexpr):
-    """Logits times a factor and capped, and their slope."""
+    """Return logits times ``factor`` and, if CAP is set, capped; and their derivative."""
     value = value * factor
     slope = factor
     if CAP:
@@ -31,7 +31,7 @@ def _bent(value, factor, cap, CAP: tl.constexpr):
 
 @triton.jit
 def token_loss(logits, labels, losses, width, ignored, factor, cap, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """Loss of a row, and its gradient in the row's memory; one program per row."""
+    """Write the loss of a row, and overwrite the row with its gradient; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row).to(tl.int32)
     counts = label != ignored
@@ -62,7 +62,7 @@ def token_loss(logits, labels, losses, width, ignored, factor, cap, CAP: tl.cons
 
 
 def launch(logits_NV: Tensor, labels_N: Tensor, ignored: int, scale: float, cap: float | None) -> Tensor:
-    """``token_loss.to_loss_gradient`` in one launch."""
+    """Compute ``token_loss.to_loss_gradient`` in one launch, and return the losses."""
     losses_N = torch.empty(len(logits_NV), dtype=torch.float32, device=logits_NV.device)
     token_loss[(len(logits_NV),)](
         logits_NV, labels_N, losses_N, logits_NV.shape[1], ignored, scale, cap or 1.0,

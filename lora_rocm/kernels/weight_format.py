@@ -1,7 +1,7 @@
-"""Storage formats of frozen weights, and their conversion to the dense weight that a product needs.
+"""Storage formats of frozen weights, and the conversion to the dense weight that a matrix product needs.
 
-A format keeps its tensors in parameters and buffers of the layer. Transfer, fingerprints, offloading and the footprint
-work on these tensors in any dtype, so they need not know the format.
+A format stores its tensors as parameters and buffers of the layer. Transfer, fingerprints, offloading and the memory
+estimate work on these tensors in any dtype, so they need not know the format.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from lora_rocm.kernels.backend import Implementation
 class WeightFormat(Protocol):
     """A storage format of frozen weights.
 
-    name: for people, for example "int8".
+    name: display name, for example "int8".
     """
 
     @property
     def name(self) -> str: ...
 
     def chosen(self, component: nn.Module) -> Mapping[str, nn.Linear]:
-        """The layers that this format stores, by their paths in a dense component."""
+        """Return the layers of a dense component that this format stores, by their paths."""
 
     def packed(self, layer: nn.Linear) -> PackedLinear:
-        """A chosen layer with its weight in this format. The bytes depend on the dense values only."""
+        """Return a layer with the weight of ``layer`` in this format. Its bytes depend only on the dense values."""
 
     def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
         """Bytes of a component's parameters after packing.
 
         Args:
-            component: dense, not packed; it may have no memory.
-            dtype: dtype of everything that the format leaves dense.
+            component: a component that is not packed yet; it may be on the meta device.
+            dtype: dtype of all weights that stay dense.
         """
 
     def unpack(self, layer: PackedLinear, implementation: Implementation, out_OI: Tensor) -> None:
-        """Write the weight of a packed layer, rounded to the dtype of ``out_OI``, which is contiguous."""
+        """Write the dense weight of a packed layer to ``out_OI``, which is contiguous, rounded to its dtype."""
 
 
 class DenseFormat:
@@ -48,19 +48,19 @@ class DenseFormat:
     name = "dense"
 
     def chosen(self, component: nn.Module) -> Mapping[str, nn.Linear]:
-        """No layer."""
+        """Return no layers."""
         return {}
 
     def packed(self, layer: nn.Linear) -> PackedLinear:
-        """Refuse: no layer is chosen."""
-        raise ValueError(f"{layer} stays dense")
+        """Raise ValueError, because this format packs no layer."""
+        raise ValueError(f"the dense format cannot pack {layer}")
 
     def unpack(self, layer: PackedLinear, implementation: Implementation, out_OI: Tensor) -> None:
-        """Refuse: no packed layer has this format."""
-        raise ValueError(f"{layer} is not dense")
+        """Raise ValueError, because no packed layer has this format."""
+        raise ValueError(f"the dense format cannot unpack {layer}")
 
     def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
-        """Bytes of all parameters in ``dtype``; whole numbers keep theirs."""
+        """Bytes of all parameters in ``dtype``, except for integers, which keep their own dtype."""
         return sum(
             parameter.numel() * (dtype if parameter.is_floating_point() else parameter.dtype).itemsize
             for parameter in component.parameters()
@@ -71,7 +71,7 @@ DENSE = DenseFormat()
 
 
 def dense_weight(layer: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A layer's dense weight, whatever its storage format; not copied if it is stored dense in this dtype."""
+    """Return a layer's weight as a dense tensor, for any storage format. A dense weight of this dtype is not copied."""
     if isinstance(layer, PackedLinear):
         return layer.dense(dtype, "eager")
     weight: Any = layer.weight
@@ -80,7 +80,7 @@ def dense_weight(layer: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def dense_shape(layer: nn.Module) -> tuple[int, ...]:
-    """The shape of a layer's dense weight, whatever its storage format."""
+    """Return the shape of a layer's dense weight, for any storage format."""
     if isinstance(layer, PackedLinear):
         return layer.out_features, layer.in_features
     weight: Any = layer.weight
@@ -88,9 +88,9 @@ def dense_shape(layer: nn.Module) -> tuple[int, ...]:
 
 
 def pack(component: nn.Module, weight_format: WeightFormat) -> None:
-    """Store the chosen frozen layers of a component in a format, in place, also on the meta device.
+    """Replace the frozen layers that a format supports by packed ones, in place; also on the meta device.
 
-    Paths of modules stay; the tensors of a packed layer may differ. Trained layers are unchanged.
+    The paths of modules do not change, but a packed layer may have other tensors. Trained layers are unchanged.
     """
     for path, layer in weight_format.chosen(component).items():
         if not layer.weight.requires_grad:
@@ -98,7 +98,7 @@ def pack(component: nn.Module, weight_format: WeightFormat) -> None:
 
 
 def is_packed(layer: nn.Module) -> bool:
-    """Whether a layer's weight is stored in another format than the dense one."""
+    """Whether a layer's weight is stored in a packed format."""
     return isinstance(layer, PackedLinear)
 
 
@@ -106,14 +106,14 @@ class PackedLinear(nn.Linear):
     """A frozen linear layer with a packed weight. Between passes no dense weight exists.
 
     Args:
-        layer: the dense layer; its bias is taken over.
-        weight_format: its ``unpack`` reads ``weight`` and ``buffers``.
-        weight: the packed tensor; its first dimension is the outputs. Its bytes are kept as int8, because
-            PEFT would cast its adapter, and T5 its activations, to any other dtype.
+        layer: the dense layer; the packed layer uses its bias.
+        weight_format: the format, which unpacks ``weight`` and ``buffers``.
+        weight: packed tensor; its first dimension is the outputs. Its bytes are kept as int8, because PEFT would cast
+            its adapter, and T5 its activations, to any other dtype.
         buffers: further packed tensors, by name.
 
     Attributes:
-        implementation: backend of the kernel that computes the dense weight for a product.
+        implementation: implementation of the kernel that computes the dense weight.
     """
 
     weight_format: WeightFormat
@@ -132,20 +132,23 @@ class PackedLinear(nn.Linear):
     def dense(
         self, dtype: torch.dtype, implementation: Implementation | None = None, out_OI: Tensor | None = None
     ) -> Tensor:
-        """The dense weight [O, I], in a new tensor or in ``out_OI``; ``implementation`` replaces the layer's own."""
+        """Return the dense weight [O, I], in a new tensor or in ``out_OI``.
+
+        ``implementation``: overrides the layer's own if it is not None.
+        """
         if out_OI is None:
             out_OI = self.weight.new_empty(dense_shape(self), dtype=dtype)
         self.weight_format.unpack(self, implementation or self.implementation, out_OI)
         return out_OI
 
     def forward(self, input: Tensor) -> Tensor:
-        """The dense layer's output, in the dtype of ``input``."""
+        """Return the output that the dense layer would give, in the dtype of ``input``."""
         output: Tensor = _PackedProduct.apply(input, self)
         return output
 
 
 class _PackedProduct(torch.autograd.Function):
-    """A product that keeps neither its input nor a dense weight for the backward pass."""
+    """A matrix product that keeps neither its input nor a dense weight for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: PackedLinear) -> Tensor:
@@ -160,7 +163,10 @@ class _PackedProduct(torch.autograd.Function):
 
 
 def joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype) -> Tensor:
-    """The dense weights of packed layers with equally many inputs, concatenated by rows: [sum of O, I]."""
+    """Return the dense weights of packed layers, concatenated by rows.
+
+    The layers must have the same number of inputs.
+    """
     rows = [layer.out_features for layer in layers]
     weight_OI = layers[0].weight.new_empty(sum(rows), layers[0].in_features, dtype=dtype)
     for layer, part_OI in zip(layers, weight_OI.split(rows), strict=True):
@@ -169,7 +175,7 @@ def joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype) -> Tensor
 
 
 def use_implementation(component: nn.Module, implementation: Implementation) -> None:
-    """Set the backend with which the packed layers of a component compute their dense weights."""
+    """Set the implementation with which the packed layers of a component compute their dense weights."""
     for layer in component.modules():
         if isinstance(layer, PackedLinear):
             layer.implementation = implementation

@@ -1,1 +1,1 @@
-"""Placements of frozen weights: one protocol, and a class per kind of placement."""
+"""Placements: where frozen weights are kept. One protocol, and a class per kind of placement."""

@@ -1,8 +1,8 @@
-"""The protocol of a placement, and the plainest one: all weights stay on the device.
+"""The protocol of a placement, and the simplest placement, which keeps all weights on the device.
 
-A placement owns frozen weights from the moment they are sent. It alone knows where their bytes are, how they come back
-for use, what they were on the host, and how much of the device they take. Packed weights (``kernels.weight_format``)
-are parameters and buffers like any others, so every placement takes them as they are.
+A placement manages frozen weights from the moment they are sent. It alone knows where their bytes are, how they are
+fetched for use, which bytes they had on the host, and how much device memory they take. Packed weights
+(``kernels.weight_format``) are ordinary parameters and buffers, so every placement supports them.
 """
 
 from __future__ import annotations
@@ -19,61 +19,67 @@ from lora_rocm.device.host_threads import threads_of_one_core
 from lora_rocm.device.transfer import GROUP_BYTES, HOST_THREADS, DeviceTransfer, groups_alike, whole_fingerprints
 
 Ask = Callable[[Sequence[Tensor], int], Tensor]
-"""Computes fingerprints of tensors on the device, like ``whole_fingerprints``."""
+"""Function that computes fingerprints of tensors on the device, with the signature of ``whole_fingerprints``."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Dtype and fingerprint that a tensor had on the host when it was sent."""
+    """Dtype and fingerprint of a frozen tensor on the host, taken when it was sent."""
 
     dtype: torch.dtype
     fingerprint: int
 
 
 class Placement(Protocol):
-    """The location of frozen weights.
+    """Decides where frozen weights are kept, and checks them.
 
-    ``changed`` compares the weights that stay on the device. Weights fetched for use are compared at every fetch; a
-    difference sets ``transfer.bad``.
+    ``changed`` checks the weights that stay on the device. Weights that are fetched for use are checked at every fetch,
+    and a difference sets ``transfer.bad``.
     """
 
     @property
     def transfer(self) -> DeviceTransfer:
-        """Copies to the device, and has the verdict on fetched weights."""
+        """The transfer that copies to the device. Its ``bad`` shows whether a fetched weight was wrong."""
 
     def place(self, module: nn.Module, component: str) -> None:
-        """Send a module's weights; each is compared with its bytes on the host before use.
+        """Send a module's weights to the device, or keep them in main memory; each is checked before use.
 
-        Trained weights go to the device in any case.
+        Trained weights always go to the device. ``component``: prefix of the weights' names.
 
         Raises:
-            TransferError: a tensor did not arrive by any method.
+            TransferError: every transfer method delivered a tensor with changed bytes.
         """
 
     def fetch(self, block: nn.Module) -> None:
-        """Prepare the frozen weights of a block for use on the device. It does not synchronise."""
+        """Make a block's frozen weights available on the device. Does not synchronise."""
 
     def release(self, block: nn.Module) -> None:
-        """The weights of a block are not used until they are fetched again."""
+        """Declare that a block's weights will not be used until they are fetched again."""
 
     def fingerprints(self) -> Mapping[str, Sent]:
-        """Every frozen tensor as it was on the host, by name ("unet.conv_in.weight"), wherever it is now."""
+        """Return dtype and fingerprint of every frozen tensor on the host, by name ("unet.conv_in.weight")."""
 
     def on_device(self) -> Mapping[str, Tensor]:
-        """The frozen tensors that stay on the device, by name."""
+        """Return the frozen tensors that stay on the device, by name."""
 
     def changed(self, ask: Ask = whole_fingerprints) -> list[str]:
-        """Names of frozen tensors on the device with changed bytes; synchronises once."""
+        """Return the names of the frozen tensors on the device with changed bytes. Synchronises once.
+
+        ``ask``: computes the fingerprints.
+        """
 
     def bytes_on_device(self) -> int:
-        """Bytes of frozen weights that the device holds, memory for fetched ones included."""
+        """Return the device memory for frozen weights in bytes, including the memory reserved for fetched ones."""
 
     def streaming(self) -> Placement | None:
-        """A placement for the same modules that takes less of the device's memory; None: there is none."""
+        """Return a placement for the same modules that needs less device memory, or None if there is none."""
 
 
 class Resident:
-    """Keeps all weights on the device. Implements ``Placement``; others do so for the weights that they leave there."""
+    """Keeps all weights on the device. Implements ``Placement``.
+
+    Other placements inherit from it, to manage the part of the weights that they keep on the device.
+    """
 
     def __init__(self, transfer: DeviceTransfer) -> None:
         self.transfer = transfer
@@ -84,7 +90,10 @@ class Resident:
         self.send(module, component)
 
     def send(self, module: nn.Module, component: str, staying: Collection[int] = ()) -> None:
-        """As ``Placement.place``. Tensors with an ``id`` in ``staying`` are fingerprinted, but not moved."""
+        """Send a module's weights as ``Placement.place`` does.
+
+        ``staying``: ids of tensors that are fingerprinted but not moved.
+        """
         named = {f"{component}.{path}": t for path, t in (*module.named_parameters(), *module.named_buffers())}
         names, tensors = list(named), list(named.values())
         alike = groups_alike(tensors, GROUP_BYTES[self.transfer.device.type == "cuda"])
@@ -108,14 +117,14 @@ class Resident:
                 del moving  # frees the host's copies before the next group is waited for
 
     def give_up(self, ids: Collection[int]) -> None:
-        """Forget the tensors with these ``id``s, because they leave the device."""
+        """Stop tracking the tensors with these ids, because they leave the device."""
         self._here = {name: tensor for name, tensor in self._here.items() if id(tensor) not in ids}
 
     def fetch(self, block: nn.Module) -> None:
-        """Nothing to do: the weights are there."""
+        """Do nothing: the weights are already on the device."""
 
     def release(self, block: nn.Module) -> None:
-        """Nothing to do: the weights stay."""
+        """Do nothing: the weights stay on the device."""
 
     def fingerprints(self) -> Mapping[str, Sent]:
         return self._sent
@@ -141,11 +150,11 @@ class Resident:
 
 
 def frozen_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """The frozen weights and buffers of modules, each once."""
+    """Return the frozen parameters and buffers of modules, each only once."""
     tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
     return list({id(tensor): tensor for tensor in tensors if not tensor.requires_grad}.values())
 
 
 def frozen_bytes(modules: Iterable[nn.Module]) -> int:
-    """Bytes that an allocator will count for the frozen weights of modules; they may be on the meta device."""
+    """Bytes that torch's allocator will count for the frozen weights of modules, which may be on the meta device."""
     return sum(taken_bytes(tensor.numel() * tensor.element_size()) for tensor in frozen_tensors(modules))

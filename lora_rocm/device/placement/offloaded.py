@@ -1,13 +1,13 @@
-"""A placement that keeps the frozen weights of blocks in main memory, and fetches them one block ahead of their use.
+"""A placement that keeps the frozen weights of blocks in main memory, and fetches each block's weights one block ahead.
 
-The blocks are recomputed in the backward pass (``families.common.recompute``): each is used twice per pass, forward and
-backward. A block's weights are one piece of pinned memory, copied at once on a separate stream into one of two slots
-on the GPU. A slot is overwritten only after the device has finished all work queued before, including the work that
-used it. That is enough: the forward pass of a block is queued before the next block is entered, and so is its backward
-pass, because autograd runs in reverse order of the forward pass.
+Blocks are recomputed in the backward pass (``families.common.recompute``), so each is used twice: forward and backward.
+A block's weights are one piece of pinned memory, copied as a whole on a separate stream into one of two slots on the
+GPU. A slot is overwritten only after the device has finished all work queued before, including the work that used it.
+That is enough: the forward pass of a block is queued before the next block is entered, and so is its backward pass,
+because autograd runs in reverse order of the forward pass.
 
-Every fetch is compared on the device with the fingerprint taken on the host. A difference sets the transfer's sticky
-verdict (``DeviceTransfer.bad``): nothing synchronises, and no update uses the data.
+After every fetch, the device compares the weights' fingerprint with the one taken on the host. A difference sets
+``DeviceTransfer.bad``, which stays set: nothing synchronises, and no update uses the data.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from lora_rocm.planning.step_plan import SLOTS
 
 ARENA_BYTES = 2**30
 ALIGNMENT_BYTES = 256
-"""Alignment of each tensor, required by matrix products."""
+"""Alignment of each tensor in bytes, required by matrix products."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor of a block as a view of the block's bytes."""
+    """The position and layout of one tensor in the memory of its block."""
 
     owner: Tensor
     offset_bytes: int
@@ -48,7 +48,7 @@ class _Piece:
 
 @dataclass
 class _Waiting:
-    """A block with weights in main memory. wanted: their fingerprint."""
+    """A block with weights in main memory. wanted: the fingerprint of these weights."""
 
     host: Tensor  # uint8
     pieces: list[_Piece]
@@ -60,24 +60,24 @@ class _Waiting:
 
 
 def copy_into(place: Tensor, source: Tensor) -> None:
-    """Copy bytes from main memory; from pinned memory the copy is asynchronous."""
+    """Copy bytes from main memory into ``place``. The copy is asynchronous if ``source`` is in pinned memory."""
     place.copy_(source, non_blocking=True)
 
 
 class Offloaded(Resident):
-    """Keeps all weights on the device except for some blocks' weights. Implements ``Placement``.
+    """Keeps the weights of some blocks in main memory, and all others on the device. Implements ``Placement``.
 
-    Fusing may merge weights into new memory. So they move to main memory in two steps: ``place`` does not send them,
-    and ``hold`` packs them once the modules are fused.
+    Fusing modules may merge weights into new memory, so the weights move to main memory in two steps: ``place`` does
+    not send them, and ``hold`` packs them once the modules are fused.
 
     Args:
-        transfer: gives the device.
-        blocks: gives the blocks in forward order. Called by ``place`` and by ``hold``: fusing may replace modules, and
-            a memory plan may change.
+        transfer: transfer to the device.
+        blocks: returns the blocks in forward order. ``place`` and ``hold`` both call it, because fusing may replace
+            modules and the memory plan may change.
         pin, copy: see ``Offload``.
 
     Attributes:
-        offload: fetches the blocks in main memory; None: no block is there.
+        offload: fetches the blocks in main memory, or None if no block is there.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class Offloaded(Resident):
         self.send(module, component, {id(tensor) for tensor in frozen_tensors(self._blocks())})
 
     def hold(self) -> None:
-        """Move the blocks' weights to main memory; those that are on the device are received from it."""
+        """Move the weights of the blocks to main memory. Weights that are on the device are copied back from it."""
         self.close()  # its slots must be free before new ones are allocated on a full device
         if blocks := self._blocks():
             self.offload = Offload(blocks, self, self._pin, self._copy)
 
     def close(self) -> None:
-        """Leave the weights in main memory, and stop fetching them."""
+        """Stop fetching weights; they stay in main memory."""
         if self.offload is not None:
             self.offload.close()
             self.offload = None
@@ -121,15 +121,14 @@ class Offloaded(Resident):
 class Offload:
     """Moves the frozen weights of blocks to main memory and fetches them for use.
 
-    The weights may be on the CPU, or on the device, from which they are received. Afterwards they may be used only in
-    these blocks' own forward passes (elsewhere they are CPU tensors), and the blocks have to be recomputed in the
-    backward pass.
+    The weights may be on the CPU or on the device. Afterwards only these blocks' own forward passes may use them,
+    because elsewhere they are CPU tensors. The blocks must be recomputed in the backward pass.
 
     Args:
-        blocks: in forward order.
-        rest: gives up the weights that are on the device; its transfer holds the verdict.
-        pin: keep the weights in pinned memory; without it, copies do not overlap with computation.
-        copy: copies bytes into a slot.
+        blocks: the blocks, in forward order.
+        rest: placement of all other weights. It stops tracking those that move; its transfer records failed checks.
+        pin: keep the weights in pinned memory; otherwise, copies do not overlap with computation.
+        copy: copies bytes from main memory into a slot.
 
     Attributes:
         host_bytes: bytes of main memory used.
@@ -182,7 +181,7 @@ class Offload:
         ]
 
     def close(self) -> None:
-        """Remove the hooks; the weights are on the CPU afterwards."""
+        """Remove the hooks. The weights are CPU tensors afterwards."""
         for handle in self._handles:
             handle.remove()
         for index in range(len(self._waiting)):
@@ -190,21 +189,24 @@ class Offload:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the device that fetched weights take."""
+        """Device memory for fetched weights, in bytes."""
         return sum(place.nbytes for place in self._places)
 
     def fetch(self, block: nn.Module) -> None:
-        """Make a block's weights ready for use, without any prefetch; other modules have theirs."""
+        """Make a block's weights available on the device, without prefetching any others.
+
+        Ignores modules that are not offloaded.
+        """
         if id(block) in self._index:
             self._ready(self._index[id(block)])
 
     def release(self, block: nn.Module) -> None:
-        """Point a block's weights to main memory."""
+        """Replace a block's weights by their copies in main memory."""
         if id(block) in self._index:
             self._leave(self._index[id(block)])
 
     def _enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before a block computes: make its weights available, and prefetch the next block's."""
+        """Make a block's weights available before it computes, and prefetch the weights of the block that follows."""
         back = self._goes_back(index, tree_leaves((args, kwargs)))
         place = self._ready(index)
         following = index - 1 if back else index + 1
@@ -213,7 +215,10 @@ class Offload:
             self._fetch(following, spare=place)
 
     def _ready(self, index: int) -> int:
-        """Point a block's weights to the slot that has them, fetched if none has; return the slot."""
+        """Make a block's weights views of the slot with their copy, and return the slot's index.
+
+        If no slot has a copy, fetch the weights first.
+        """
         if index not in self._holds:
             self._fetch(index, spare=None)
         place = self._holds.index(index)
@@ -222,10 +227,11 @@ class Offload:
         return place
 
     def _left(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """After a block's forward pass: fetch its weights again when the gradient of an output arrives.
+        """Prepare for the backward pass: fetch the block's weights again when the gradient of an output arrives.
 
-        The backward pass of the block's last operation may need weights only, so it may come before recomputation.
-        A block may return several tensors, in any structure. An input that it returns unchanged is not its own output.
+        The backward pass of the block's last operation may need only weights, so it may run before recomputation. A
+        block may return several tensors, in any structure. An input that it returns unchanged does not count as an
+        output.
         """
         if not torch.is_grad_enabled() or _goes_back_now():
             return
@@ -235,7 +241,7 @@ class Offload:
                 leaf.register_hook(lambda gradient: self._enter(index, module, (), {}))
 
     def _goes_back(self, index: int, inputs: Sequence[Any]) -> bool:
-        """Whether the backward pass enters a block, to recompute it."""
+        """Whether a block is entered in the backward pass, to recompute it. Also records the state of the pass."""
         before, self._now = self._now, index
         was_back, self._back = self._back, _goes_back_now()
         if self._back:
@@ -258,7 +264,7 @@ class Offload:
         self._waiting[index].point_to(self._waiting[index].host)
 
     def _fetch(self, index: int, spare: int | None) -> None:
-        """Queue the copy of a block's weights into a slot other than ``spare``, after all work queued so far."""
+        """Queue the copy of a block's weights into a slot other than ``spare``, to run after all work queued so far."""
         place = next(number for number in range(SLOTS) if number != spare)
         held = self._holds[place]
         if held is not None:
@@ -280,7 +286,7 @@ class Offload:
         self.fetched_bytes += waiting.host.numel()
 
     def _check(self, index: int, place: int) -> None:
-        """Queue the wait for the copy and the comparison, once per fetch."""
+        """Queue the wait for the copy of a block's weights and the check of their fingerprint, once per fetch."""
         arrived, self._arrived[place] = self._arrived[place], None
         if arrived is not None:
             torch.cuda.current_stream(self._transfer.device).wait_event(arrived)  # on the device: use after the copy
@@ -294,12 +300,12 @@ class Offload:
 
 
 def _goes_back_now() -> bool:
-    """Whether a backward pass is running; tested as in torch.utils.checkpoint."""
+    """Whether a backward pass is running, by the same test as in torch.utils.checkpoint."""
     return torch._C._current_graph_task_id() >= 0
 
 
 def _of_same_memory(block: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors held by helper objects of the modules (merged projections) that share memory with the weights."""
+    """Return tensors of the modules' helper objects (merged projections) that share memory with the weights."""
     memories = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     helpers = [value for module in block.modules() for value in vars(module).values() if hasattr(value, "__dict__")]
     held = [each for helper in helpers if not isinstance(helper, nn.Module | Tensor) for each in vars(helper).values()]
@@ -309,7 +315,7 @@ def _of_same_memory(block: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]
 
 @dataclass
 class _Part:
-    """The part of a storage that a block's tensors use, and its position in the block's memory; in bytes."""
+    """The part of a storage that a block's tensors use, and its offset in the block's memory; all in bytes."""
 
     begin: int
     end: int
@@ -318,7 +324,7 @@ class _Part:
 
 @dataclass
 class _Layout:
-    """The layout of a block's frozen tensors. Tensors that share memory keep sharing it."""
+    """The layout of a block's frozen tensors in main memory. Tensors that shared memory still share it there."""
 
     tensors: list[Tensor]
     parts: dict[int, _Part]  # by the storage's address
@@ -342,14 +348,17 @@ def _layout(block: nn.Module) -> _Layout:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """(begin, end) of a tensor in its storage, in bytes."""
+    """Return the first byte of a tensor in its storage, and the byte after its last."""
     last = int(sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True)))
     begin = int(tensor.storage_offset())
     return begin * tensor.element_size(), (begin + last + 1) * tensor.element_size()
 
 
 def _main_memory(sizes: Sequence[int], pin: bool) -> Iterator[Tensor]:
-    """Byte buffers of these sizes. Pinned allocations are rounded up to powers of two, so buffers share arenas."""
+    """Yield byte buffers of these sizes.
+
+    They share large allocations, because each pinned allocation is rounded up to a power of two.
+    """
     arena, used = torch.empty(0, dtype=torch.uint8), 0
     for number, size in enumerate(sizes):
         if used + size > arena.numel():
@@ -361,7 +370,7 @@ def _main_memory(sizes: Sequence[int], pin: bool) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _pack(layout: _Layout, host: Tensor, transfer: DeviceTransfer) -> _Waiting:
-    """Copy a block's frozen tensors into main memory and turn them into views of that memory."""
+    """Copy a block's frozen tensors into ``host`` (main memory) and turn them into views of that memory."""
     done: set[int] = set()
     pieces = []
     for tensor in layout.tensors:
@@ -379,7 +388,7 @@ def _pack(layout: _Layout, host: Tensor, transfer: DeviceTransfer) -> _Waiting:
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device, transfer: DeviceTransfer, part: _Part) -> Tensor:
-    """The bytes of a part of a storage, on the CPU."""
+    """Return the bytes of a part of a storage as a CPU tensor."""
     whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     there: Tensor = whole[part.begin : part.end]
     return there if device.type == "cpu" else transfer.receive({"offloaded weights": there})["offloaded weights"]

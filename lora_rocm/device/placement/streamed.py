@@ -1,4 +1,4 @@
-"""A placement of encoders that do not fit into the GPU's memory: main memory keeps their repeated layers."""
+"""A placement for encoders that exceed the GPU's memory: their repeated layers stay in main memory."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from lora_rocm.hardware.settings import Settings
 from lora_rocm.rundir.run_context import RunContext
 
 ENCODING_BYTES = 768 * 2**20
-"""Memory in addition to the weights: activations of one caption of 512 tokens, libraries' workspaces, fragmentation."""
+"""Memory needed in addition to the weights: activations for a caption of 512 tokens, workspaces of libraries, and
+fragmentation.
+"""
 
 
 class Streamed(Resident):
-    """Sends encoders whole if they fit, else all of them but their repeated layers. Implements ``Placement``.
+    """Sends an encoder to the GPU as a whole if it fits, otherwise without its repeated layers.
 
-    These layers stay in main memory and are fetched one ahead of the computation (``Offload``), in the same precision
-    and with the same bits. Each fetch is checked.
+    The repeated layers then stay in main memory. Each is fetched while the layer before it computes (``Offload``), in
+    the same precision and with the same bits. Each fetch is checked. Implements ``Placement``.
 
     Args:
         open_transfer: opens a new transfer to the device.
-        free: called for each encoder; returns the device memory that further tensors may take. None: memory ran out
-            before, so there is too little.
-        pin: keep the layers that stay in pinned memory.
-        context: receives a sentence for each encoder that is streamed.
+        free: returns the device memory that further tensors may use; called for each encoder. None if memory has
+            already run out: then every encoder is streamed.
+        pin: whether layers in main memory are kept in pinned memory.
+        context: receives a notice for each encoder that is streamed.
     """
 
     def __init__(
@@ -47,18 +49,18 @@ class Streamed(Resident):
         self._streams = False
 
     def place(self, module: nn.Module, component: str) -> None:
-        """As ``Placement.place``; see the class for the weights that stay."""
+        """Send an encoder as ``Placement.place`` does. If it does not fit, its repeated layers stay in main memory."""
         layers, weight_bytes = repeated_layers(module), frozen_bytes([module])
         now = self._free() if self._free is not None else None
         fits = now is not None and weight_bytes + ENCODING_BYTES <= now
         if fits or not layers:
             self.send(module, component)
             return
-        room = "ran out" if now is None else f"has {size_text(now)} free"
+        room = "the memory ran out" if now is None else f"only {size_text(now)} are free"
         self._context.notice(
-            f"{component} takes {size_text(weight_bytes)}, and the GPU's memory {room}: main memory keeps "
-            f"{count_text(len(layers), 'layer')} ({size_text(frozen_bytes(layers))}), streamed to the GPU for each "
-            "sample. Precision and results are the same."
+            f"{component} does not fit into the GPU's memory: it takes {size_text(weight_bytes)}, and {room}. So "
+            f"{count_text(len(layers), 'layer')} ({size_text(frozen_bytes(layers))}) stay in main memory and are "
+            "copied to the GPU for each sample. Precision and results are the same."
         )
         self._streams = True  # also if memory runs out while it is placed
         self.send(module, component, {id(tensor) for tensor in frozen_tensors(layers)})
@@ -73,19 +75,19 @@ class Streamed(Resident):
             offload.release(block)
 
     def changed(self, ask: Ask = whole_fingerprints) -> list[str]:
-        """As ``Placement.changed``, and a name for streamed layers of which any fetch arrived changed."""
+        """Return the names of changed tensors, and "streamed layers" if any fetched layer failed its check."""
         return super().changed(ask) + (["streamed layers"] if bool(self.transfer.bad) else [])
 
     def bytes_on_device(self) -> int:
         return super().bytes_on_device() + sum(offload.slot_bytes for offload in self._offloads)
 
     def streaming(self) -> Streamed | None:
-        """A placement that streams; None: this one has done so already."""
+        """Return a placement that always streams, or None if this one has already streamed an encoder."""
         return None if self._streams else Streamed(self._open_transfer, None, self._pin, self._context)
 
 
 def repeated_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers of the outermost ``nn.ModuleList`` with most weights; empty if there is none."""
+    """Return the layers of the outermost ``nn.ModuleList`` with the most weight bytes; empty if there is none."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for each in module.modules():
@@ -96,7 +98,7 @@ def repeated_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def free_for_encoder(device: torch.device, settings: Settings) -> int:
-    """Bytes of a GPU that further tensors may take: within the current limit, and left by other programs."""
+    """Bytes of GPU memory that further tensors may use, within the current limit and after other programs' usage."""
     empty_pools()
     LimitFollower(device, settings).renew()
     return max(0, min(free_bytes(device), room_bytes(device, settings) - torch.cuda.memory_allocated(device)))
