@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: the same text as transformers' ``apply_chat_template``, but within limits."""
+"""Renders a tokenizer's chat template: the same text as by ``apply_chat_template``, but with resource limits."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FIX = "Change its messages, or give a tokenizer with another chat template (mode
 
 
 class ChatTemplate:
-    """Writes conversations.
+    """Renders conversations with a tokenizer's chat template.
 
     Args:
-        tokenizer: of transformers.
-        name: of the model, for messages.
+        tokenizer: a transformers tokenizer.
+        name: name of the model, for messages.
     """
 
     def __init__(self, tokenizer: Any, name: str) -> None:
@@ -36,7 +36,7 @@ class ChatTemplate:
         return self._tokenizer.chat_template is not None
 
     def require_readable(self, where: str) -> None:
-        """Refuse a template that cannot be compiled. ``where``: its file.
+        """Refuse a template that cannot be compiled. ``where``: the template's file, for the error.
 
         Raises:
             ModelError: chat-template-fails.
@@ -53,12 +53,12 @@ class ChatTemplate:
     def text(
         self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool = False, num_letters: int | None = None
     ) -> str:
-        """Messages as text; with ``prompt``, up to the point where the model answers.
+        """Render messages as text. With ``prompt``, the text ends with the generation prompt.
 
-        ``num_letters``: of the row, which sets the limits; None: of the messages and tools.
+        ``num_letters``: length of the row in characters, which sets the limits, or None to count messages and tools.
 
         Raises:
-            UnusableText: there is no template, or it fails.
+            UnusableText: the tokenizer has no template, or the template fails.
         """
         if not self.is_there:
             raise SharedCause(
@@ -99,7 +99,7 @@ class ChatTemplate:
 
     @cached_property
     def _tokens(self) -> Mapping[str, Any]:
-        """The special tokens by name, as variables for templates."""
+        """The tokenizer's special tokens by name, for use as template variables."""
         return dict(self._tokenizer.special_tokens_map)
 
     @property
@@ -113,7 +113,7 @@ class ChatTemplate:
         )
 
     def unfit(self, begin: str) -> SharedCause:
-        """The error for a row with an answer that does not begin with the template's generation prompt."""
+        """Return the error for a row with an answer that does not begin with the template's generation prompt."""
         error = DataError(
             "chat-template-unfit",
             "The chat template's generation prompt is not the beginning of its answers, so the text that the model "

@@ -1,4 +1,4 @@
-"""The specification of language models for the light half: recipe sections and names."""
+"""Specification of language models, importable without torch: recipe sections and names."""
 
 from __future__ import annotations
 
