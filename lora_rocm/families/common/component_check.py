@@ -1,4 +1,4 @@
-"""Checks from a config and headers alone that the weights of one component can be trained on."""
+"""Checks whether the weights of one component can be trained on, using only its config and the files' headers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def check_component(source: BaseSource, name: str, fix: str) -> str:
 
     Args:
         source: the base.
-        name: of the component.
-        fix: advice for a base of another kind.
+        name: name of the component.
+        fix: advice for a base with tensors that its config does not describe.
 
     Raises:
-        ModelError: weights-unfit, weights-unknown, weights-quantised, config-absurd, or an error of reading.
+        ModelError: weights-unfit, weights-unknown, weights-quantised or config-absurd, or a config or header cannot be
+            read.
     """
     headers, _ = source.weights(name)
     storage_formats.refuse_quantised_config(source.config_path(name), source.config(name).values)

@@ -1,4 +1,4 @@
-"""The specification of FLUX.1 for the light half: recipe section, names and marks."""
+"""The specification of FLUX.1, importable without torch: recipe section, names and recognition marks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks from configs and headers alone that a base belongs to a family and can be trained on."""
+"""Checks whether a base belongs to a UNet family and can be trained on, using only configs and headers."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ NO_TEXT = "a UNet alone, without text encoders and VAE"
 
 @dataclass(frozen=True)
 class Expected:
-    """Marks by which the models of a family are recognised.
+    """Properties by which a family's models are recognised.
 
-    title: name for people.
-    with_article: the name with its article.
+    title: name of the family in messages.
+    with_article: the title with its article.
     family: value of ``model.family``.
-    has_sizes: the UNet is conditioned on sizes and pooled text (SDXL).
-    width: width of the text that the UNet's attention reads.
+    has_sizes: whether the UNet is conditioned on sizes and pooled text (SDXL).
+    width: width of the text states that the UNet's attention reads.
     """
 
     title: str
@@ -59,11 +59,11 @@ class Expected:
 
 
 def check(source: BaseSource, expected: Expected, registry: FamilyRegistry) -> tuple[str, ...]:
-    """Refuse a model of another family or one that cannot be trained on; return notices about an accepted one.
+    """Refuse a model of another family or one that cannot be trained on. Returns notices about an accepted model.
 
     Raises:
-        ModelError: wrong-family, not-a-model, incomplete-model, weights-unfit, weights-unknown, weights-quantised,
-            config-absurd, or an error of reading a config or header.
+        ModelError: wrong-family, not-a-model, incomplete-model, weights-unfit, weights-unknown, weights-quantised or
+            config-absurd, or a config or header cannot be read.
     """
     if source.single_header is not None:
         _check_single(source, expected, registry, source.single_header)
@@ -79,7 +79,7 @@ def check(source: BaseSource, expected: Expected, registry: FamilyRegistry) -> t
 
 
 def _unused_notice(source: BaseSource, header: TensorFileHeader) -> str:
-    """A notice about tensors of a checkpoint that no component uses, or an empty string."""
+    """Return a notice about tensors of a checkpoint that no component uses, or an empty string."""
     others = unused_tensors(header, [part.prefix for part in source.layout.parts.values()])
     named = ", ".join(printable(key)[:100] for key in others[:MAX_NAMED])
     return f"The base has tensors that are not used ({len(others)}): {named}." if others else ""
@@ -90,8 +90,8 @@ def check_scheduler(source: BaseSource, config: Mapping[str, Any], samplers: Col
 
     Args:
         source: the base.
-        config: its scheduler config with the recipe's choices applied.
-        samplers: of previews; their schedulers are built from the config.
+        config: the base's scheduler config, with the recipe's choices applied.
+        samplers: samplers of the previews, with schedulers that are built from ``config``.
 
     Raises:
         ModelError: prediction-unknown, scheduler-unreadable.
@@ -171,7 +171,7 @@ def _check_folder(source: BaseSource, expected: Expected, registry: FamilyRegist
 
 
 def _is_listed(index: Mapping[str, Any], name: str) -> bool:
-    """Whether a pipeline has a component: the index lists [library, class], or [null, null] for none."""
+    """Whether a pipeline's index lists a component: as [library, class], and not as [null, null]."""
     entry = index.get(name)
     return isinstance(entry, list) and bool(entry) and entry[0] is not None
 
