@@ -35,12 +35,12 @@ class CheckpointSection(LatentSection):
         None, description="Folder with the diffusers configs and tokenizers for a single-file checkpoint."
     )
     prediction_type: Literal["auto", "epsilon", "v_prediction"] = Field(
-        "auto", description="The kind of prediction; auto reads the model's own scheduler config."
+        "auto", description="The predicted quantity; auto reads it from the model's own scheduler config."
     )
     max_token_length: Literal[75, 150, 225] = Field(
         225,
-        description="Maximum number of tokens that the text encoders read of a caption or prompt, in chunks of 75 "
-        "as in ComfyUI. Further tokens are cut off.",
+        description="Maximum number of tokens of a caption or prompt that the text encoders read, in chunks "
+        "of 75 as in ComfyUI. Further tokens are cut off.",
     )
 
     @property
@@ -64,8 +64,8 @@ class TransformerSection(LatentSection):
     tokenizer: InputFolder | None = Field(None, description="Folder of another tokenizer.")
     text_encoder_quantization: Quantization = Field(
         "none",
-        description="As quantization, for the layers of the largest text encoder while captions are encoded. "
-        "It changes the cached values.",
+        description="Like quantization, but for the largest text encoder's layers while captions are "
+        "encoded. It changes the cached values.",
     )
 
 

@@ -34,8 +34,9 @@ BLOCK = r"transformer_blocks\.\d+\."
 ATTENTION, MLP = r"attn[12]\.(to_[qkv]|to_out\.0)", r"ff\.net\.(0\.proj|2)"
 MODULATION = r"norm[123]\.linear_[12]"
 NOTICES = {
-    "turbo": "According to its name, this base is distilled to few steps (Anima Turbo), and a LoRA trained on it "
-    "undoes that. Train on the base, and use the LoRA together with the Turbo LoRA.",
+    "turbo": "According to its name, this base is distilled to few steps (Anima Turbo). Training a "
+    "LoRA on it undoes the distillation. Train on Anima itself, and use the LoRA together "
+    "with the Turbo LoRA.",
     "preview": "According to its name, this base is a preview of Anima. A LoRA for it is not expected to work with "
     "version 1.0.",
 }

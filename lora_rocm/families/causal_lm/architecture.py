@@ -90,7 +90,7 @@ def layout_of(folder: Path) -> ModelLayout:
     path = folder / "config.json"
     found = read_config(path)
     kind = given(found, "model_type", str, path) or ""
-    shown = printable(kind)[:80] or "(not named in its config)"
+    shown = printable(kind)[:80] or "(missing in its config)"
     if found.get("auto_map"):
         raise ModelError(
             "custom-code",
@@ -117,7 +117,10 @@ def layout_of(folder: Path) -> ModelLayout:
     if kind == GPT_OSS:
         stored = given(found, "quantization_config", dict, path, or_null=True) or {}
         if stored.get("quant_method") != "mxfp4":
-            raise _unknown(path, "gpt-oss can only be trained with experts in MXFP4, which this edition does not have")
+            raise _unknown(
+                path,
+                "gpt-oss can only be trained with experts in MXFP4, but the experts of this model are not in MXFP4",
+            )
         from lora_rocm.families.causal_lm.gpt_oss import PackedGptOss as cls  # noqa: N813
     # The layout: one component, without the parts that are not the text model.
     finish = None if text is None else only_text
@@ -211,7 +214,7 @@ def prepared(model: nn.Module) -> nn.Module:
     whole.config._attn_implementation = inside.config._attn_implementation = NAME
     layers = getattr(inside, "layers", None)
     if not isinstance(layers, nn.ModuleList):
-        what = f"Its {type(inside).__name__} has no list of blocks"
+        what = f"The model's decoder, {type(inside).__name__}, has no list of blocks"
         raise _unknown(Path(whole.config.name_or_path or "config.json"), what)
     inside.layers = Blocks(layers)
     if whole.config.get_text_config().tie_word_embeddings:
@@ -267,7 +270,7 @@ def require_same(model: nn.Module, where: str) -> None:
     if not float((ours - theirs).norm()) <= CLOSE * float(theirs.norm()):
         raise ModelError(
             "architecture-differs",
-            f"A model of the type {config.model_type} gives different results here than in transformers.",
+            f"A model of the type {config.model_type} computes different results in this program than in transformers.",
             where=where,
             fix=f"Use another model, and please report this. {DOWNLOAD_AGAIN}",
         )
@@ -295,7 +298,7 @@ def require_apart(model: nn.Module, where: str) -> None:
     if not equal:
         raise ModelError(
             "packing-unequal",
-            f"In a model of the type {whole.config.model_type}, samples in one row see each other.",
+            f"Samples packed into one row affect each other in models of the type {whole.config.model_type}.",
             where=where,
             fix="Remove data.packing.",
         )
@@ -357,7 +360,8 @@ def takes_grouped(device: torch.device, dtype: torch.dtype) -> bool:
     except RuntimeError as error:
         if device.type != "meta":
             LOG.warning(
-                "The experts are computed one after another: PyTorch's grouped product does not support %s on %s (%s)",
+                "PyTorch's grouped matrix product does not support %s on %s (%s), so experts are "
+                "computed one after another",
                 dtype,
                 device,
                 str(error).splitlines()[0],

@@ -115,7 +115,7 @@ class ChatTokenizer:
         found = list[str]()
         if self._num_cut:
             are = "1 text is" if self._num_cut == 1 else f"{self._num_cut} texts are"
-            found.append(f"{are} longer than data.max_length ({self.max_length} tokens): the end is not trained on.")
+            found.append(f"{are} longer than data.max_length ({self.max_length} tokens), so the end is not trained on.")
         if self._num_behind:
             are = "1 answer begins" if self._num_behind == 1 else f"{self._num_behind} answers begin"
             found.append(
@@ -124,13 +124,13 @@ class ChatTokenizer:
             )
         if self._num_whole:
             have = "1 text begins or ends" if self._num_whole == 1 else f"{self._num_whole} texts begin or end"
-            found.append(f"{have} with the tokenizer's begin or end token already, so it is not added again.")
+            found.append(f"{have} with the tokenizer's begin or end token, which is therefore not added again.")
         if self._num_joined:
             have = "1 row has" if self._num_joined == 1 else f"{self._num_joined} rows have"
             columns = "prompt, chosen and rejected" if self._pairs else "messages, or prompt and completion,"
             found.append(
-                f"{have} prompt and answer as plain texts: the tokenizer's chat template is not used for them. To "
-                f"train on answers in a chat, give {columns} as lists of messages."
+                f"{have} prompt and answer as plain texts, so the tokenizer's chat template is not used "
+                f"for them. To train on answers in a chat, write {columns} as lists of messages."
             )
         return (*found, *self._keys.notices)
 
@@ -218,8 +218,8 @@ class ChatTokenizer:
         for at, message in enumerate(record.messages):
             if message.get(TRAINED):
                 raise UnusableText(
-                    f"A key such as train or weight asks to train on message {at + 1} ({message['role']}), and "
-                    f"objective.train_on: {self.train_on} excludes it.",
+                    f"Message {at + 1} ({message['role']}) is marked for training by a key such as train or "
+                    f"weight, but objective.train_on: {self.train_on} excludes it.",
                     "Set objective.train_on: all, or remove the key from messages that are not answers.",
                 )
 
@@ -245,9 +245,9 @@ class ChatTokenizer:
                 is_written = True
             if not is_written:
                 raise UnusableText(
-                    f"Message {at + 1} ({message['role']}) calls a tool, but the chat template does not write calls: "
-                    "the model would learn to omit it.",
-                    "Set model.tokenizer to one with a chat template for tools, or remove the row.",
+                    f"Message {at + 1} ({message['role']}) calls a tool, but the chat template omits tool "
+                    "calls, so the model would learn not to call tools.",
+                    "Set model.tokenizer to a tokenizer with a chat template for tools, or remove the row.",
                 )
 
     def _used(self, record: Record, *found: Tokens) -> str:
@@ -270,13 +270,14 @@ class ChatTokenizer:
     def _too_long(self, whole: int) -> UnusableText:
         return UnusableText(
             f"Its answer begins after the {self.max_length} tokens that are trained on.",
-            f"Raise data.max_length (it has {whole}), or shorten the prompt.",
+            f"Raise data.max_length (the text has {whole} tokens), or shorten the prompt.",
         )
 
     def _pair(self, record: Record) -> Sequence[str]:
         if not isinstance(record, Pair):
             raise UnusableText(
-                "It is not a pair of answers.", "objective.loss: dpo needs tables with the columns chosen and rejected."
+                "The row is not a pair of answers.",
+                "For objective.loss: dpo, use tables with the columns chosen and rejected.",
             )
         chosen, rejected = (self.tokens(answer) for answer in (record.chosen, record.rejected))
         if chosen.ids == rejected.ids and any(chosen.trained):
@@ -396,9 +397,9 @@ class ChatTokenizer:
         largest = max(ids, default=0)
         if self._num_table_rows is not None and largest >= self._num_table_rows:
             token = printable(repr(self.tokenizer.convert_ids_to_tokens(largest)))[:80]
-            rows = f"the model's table has {self._num_table_rows} rows"
+            rows = f"the model's embedding table has only {self._num_table_rows} rows"
             raise UnusableText(
-                f"It has the token {token} with the id {largest}, but {rows}.", "Remove it from the text."
+                f"The text has the token {token} with the id {largest}, but {rows}.", "Remove the token from the text."
             )
         return [*ids]
 
@@ -458,13 +459,13 @@ class ChatTokenizer:
         return tokenizer
 
     def _tokenizing(self) -> AbstractContextManager[None]:
-        fix = "Repair the text, or give another tokenizer (model.tokenizer)."
-        return row_edge("The tokenizer cannot encode it", fix, fails_for_all("tokenizer", self._name))
+        fix = "Correct the text, or set another tokenizer (model.tokenizer)."
+        return row_edge("The tokenizer cannot encode the text", fix, fails_for_all("tokenizer", self._name))
 
     def _require_bounded(self, text: str) -> None:
         """Refuse a text that may become too long for the memory when the tokenizer normalises it."""
         if self._growth > MAX_USUAL_GROWTH and len(text) * self._growth > MAX_NORMALISED_LETTERS:
-            raise ValueError(f"its normalizer may write {self._growth:.3g} letters per letter")
+            raise ValueError(f"its normalizer may write {self._growth:.3g} characters per character")
 
     @cached_property
     def _growth(self) -> float:

@@ -16,7 +16,7 @@ from lora_rocm.families.causal_lm.special_tokens import leaves
 from lora_rocm.families.causal_lm.template_limits import BoundedSandbox, Meter, metered, sandbox
 
 Message = Mapping[str, Any]
-FIX = "Change its messages, or give a tokenizer with another chat template (model.tokenizer)."
+FIX = "Change the row's messages, or set model.tokenizer to a tokenizer with another chat template."
 
 
 class ChatTemplate:
@@ -47,7 +47,7 @@ class ChatTemplate:
                 with row_edge("The chat template cannot be compiled", FIX, fails_for_all("chat template", self._name)):
                     self._sandbox.from_string(source)
             except UnusableText as error:
-                fix = "Download the tokenizer's files again, or give another tokenizer (model.tokenizer)."
+                fix = "Download the tokenizer's files again, or set another tokenizer (model.tokenizer)."
                 raise ModelError("chat-template-fails", error.what, where=where, fix=fix) from error
 
     def text(
@@ -62,11 +62,11 @@ class ChatTemplate:
         """
         if not self.is_there:
             raise SharedCause(
-                "It is a conversation, but the tokenizer has no chat template.",
-                "Use the instruction-tuned edition, or give rows of prompt and completion.",
+                "The row is a conversation, but the tokenizer has no chat template.",
+                "Use the model's instruction-tuned version, or rows with prompt and completion.",
                 self._missing,
             )
-        with row_edge("The chat template refuses its messages", FIX, fails_for_all("chat template", self._name)):
+        with row_edge("The chat template refuses the row's messages", FIX, fails_for_all("chat template", self._name)):
             if tools and not all(isinstance(tool, dict) for tool in tools):
                 raise TypeError("a tool is not a mapping")
             chat = _alias_reasoning_fields(
@@ -108,18 +108,19 @@ class ChatTemplate:
             "chat-template-missing",
             "The tokenizer has no chat template, but conversations need one.",
             where=f"model.name_or_path: {self._name}",
-            fix="Use the instruction-tuned edition, name its tokenizer (model.tokenizer), or give rows of prompt "
-            "and completion.",
+            fix="Use the model's instruction-tuned version, or set model.tokenizer to that version's "
+            "tokenizer, or use rows with prompt and completion.",
         )
 
     def unfit(self, begin: str) -> SharedCause:
         """Return the error for a row with an answer that does not begin with the template's generation prompt."""
         error = DataError(
             "chat-template-unfit",
-            "The chat template's generation prompt is not the beginning of its answers, so the text that the model "
-            "should write cannot be identified.",
+            "Answers rendered by the chat template do not begin with its generation prompt, so the "
+            "text to train on cannot be located.",
             where=f"chat template of {self._name}: {begin[-80:]!r}",
-            fix="Give a tokenizer with another chat template (model.tokenizer), or rows of prompt and completion.",
+            fix="Set model.tokenizer to a tokenizer with another chat template, or use rows with prompt "
+            "and completion.",
         )
         what = f"An answer does not begin with the chat template's generation prompt ({begin[-80:]!a})."
         return SharedCause(what, FIX, error)

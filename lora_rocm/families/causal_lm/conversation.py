@@ -100,7 +100,9 @@ class Chat:
             UnusableText: the template fails, or the answers cannot be located.
         """
         if not self._turns:
-            raise UnusableText("Its last answer is excluded by a key such as weight.", "Remove the row.")
+            raise UnusableText(
+                "The row's last answer is excluded from training by a key such as weight.", "Remove the row."
+            )
         until = self._turns[-1] + 1 if self.record.last_only else len(self._marked.messages)
         self._whole = text = self._whole_text(until)
         found = list[_Place]()
@@ -133,8 +135,8 @@ class Chat:
                 found.append((len(begin) if at else -1, len(end)))
             elif len(begin) < len(text):
                 raise UnusableText(
-                    f"A key such as weight excludes message {at + 1}, but the chat template rewrites it later, so it "
-                    "cannot be located.",
+                    f"Message {at + 1}, which a key such as weight excludes from training, cannot be located, "
+                    "because the chat template rewrites it when messages follow.",
                     "Set objective.train_on: answers, or remove the row.",
                 )
         return found
@@ -228,7 +230,9 @@ class Chat:
             messages = self.record.messages[:until]
             plain = self._template.text(messages, self.record.tools, prompt, self._num_letters)
             if found.replace(self.letter, "") != plain:
-                raise UnusableText("It spells out special tokens where the chat template changes them.", FIX)
+                raise UnusableText(
+                    "The row contains special tokens as plain text where the chat template changes them.", FIX
+                )
         return found
 
 
@@ -238,9 +242,9 @@ def rewritten(place: int) -> UnusableText:
     The message is not the assistant's.
     """
     return UnusableText(
-        f"Message {place + 1} is part of the completion, but the chat template rewrites it or an answer later, so it "
-        "cannot be located.",
-        "Give weight: 0 to the messages of the completion that are not the assistant's, or remove the row.",
+        f"Message {place + 1} of the completion cannot be located, because the chat template "
+        "rewrites it or an answer when messages follow.",
+        "Set weight: 0 for the completion's messages that are not the assistant's, or remove the row.",
     )
 
 
@@ -263,5 +267,8 @@ def _unused_letter(texts: Iterable[str]) -> str:
     for text in texts:
         left -= {letter for letter in left if letter in text}
     if not left:
-        raise UnusableText("It contains private-use characters.", f"Remove {BREAKS!a} from it.")
+        raise UnusableText(
+            "The row contains special tokens as plain text, and also the private-use characters that would mark them.",
+            f"Remove one of the characters {BREAKS!a} from the row.",
+        )
     return min(left)

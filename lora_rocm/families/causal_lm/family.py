@@ -65,7 +65,7 @@ from lora_rocm.model_files.header import read_header
 from lora_rocm.model_files.models import index_of
 from lora_rocm.recipe.schema import Recipe
 
-FIX = "Use a language model as transformers saves it: a folder or a hub id."
+FIX = "Use a language model in the format of transformers: a folder or a hub id."
 ENCODING_VERSION = 1  # increase it if the same tokenizer would give other tensors
 IDS, LABELS, POSITIONS, START = "input_ids", "labels", "positions", "start_log_probs"
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
@@ -142,7 +142,8 @@ class CausalLM:
                 "model-missing",
                 "There is no such folder, and this is not a Hugging Face model id.",
                 where=f"model.name_or_path: {name}",
-                fix="Give a folder with config.json, tokenizer and .safetensors files, or a hub id (Qwen/Qwen3-4B).",
+                fix="Set it to a folder with config.json, tokenizer and .safetensors files, or to a hub id "
+                "(Qwen/Qwen3-4B).",
             )
         # A model on the hub.
         patterns = ["config.json", "generation_config.json", *WEIGHTS, *OF_TOKENIZER]
@@ -163,8 +164,8 @@ class CausalLM:
         found = [check_component(self.source, COMPONENT, FIX)]
         if not self.texts.takes_conversations:
             found.append(
-                "The tokenizer has no chat template: plain texts and rows of prompt and completion can be trained on, "
-                "but not conversations."
+                "The tokenizer has no chat template, so conversations cannot be trained on, only plain "
+                "texts and rows with prompt and completion."
             )
         return tuple(filter(None, found))
 
@@ -212,9 +213,9 @@ class CausalLM:
         if isinstance(source, RandomSource):
             raise ModelError(
                 "base-random",
-                "The weights of this base are random and not in a file, so there are no files to export from.",
+                "The base has random weights, so it has no files to export from.",
                 where=f"model.name_or_path: {source.name}",
-                fix="Export the peft format.",
+                fix="Export in the peft format.",
             )
         config = source.config_path(COMPONENT)
         found = {path for pattern in BESIDE for path in config.parent.glob(pattern)}
@@ -327,7 +328,7 @@ class CausalLM:
         places = places_of(component)
         if places is not None and len(ids) >= places:
             what = f"The conversation has {len(ids)} tokens, but the model can read only {places}."
-            raise UnusableText(what, "Begin a new one.")
+            raise UnusableText(what, "Begin a new conversation.")
         return (yield from pieces_of(next_tokens(component, ids, sampling, self._ends), self.texts.tokenizer))
 
     @property

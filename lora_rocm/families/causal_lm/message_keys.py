@@ -39,9 +39,7 @@ class MessageKeys:
         found = self._silent.notices("Keys of messages that the chat template does not write")
         if self._num_silent_tools:
             rows = count_text(self._num_silent_tools, "row")
-            found.append(
-                f"The chat template does not write the descriptions of functions (tools, functions) of {rows}."
-            )
+            found.append(f"The chat template omits the descriptions of functions (tools, functions) of {rows}.")
         return found
 
     @staticmethod
@@ -85,9 +83,10 @@ class MessageKeys:
         for key in THOUGHTS:
             if has_content(sample.messages[turn].get(key)) and not self._writes(sample, key, [turn]):
                 raise UnusableText(
-                    f"Message {turn + 1} has {key}, but the chat template does not write it: the model would learn to "
-                    "answer without these thoughts.",
-                    "Set model.tokenizer to one with a chat template for the key, or remove the key from the row.",
+                    f"Message {turn + 1} has {key}, but the chat template omits it, so the model would learn "
+                    "to answer without these thoughts.",
+                    "Set model.tokenizer to a tokenizer with a chat template for this key, or remove the key "
+                    "from the row.",
                 )
 
     def _writes(self, sample: Conversation, key: str, places: Iterable[int]) -> bool:
@@ -145,7 +144,7 @@ def require_whole_calls(sample: Conversation) -> None:
             if not isinstance(name, str) or not name.strip():
                 raise UnusableText(
                     f"Message {at + 1} calls a tool without a name: {call!r:.100}.",
-                    "Give each call a function with name and arguments, or remove the row.",
+                    "Give each call a function with a name and arguments, or remove the row.",
                 )
             # Arguments under their own key.
             more = [
@@ -153,8 +152,9 @@ def require_whole_calls(sample: Conversation) -> None:
             ]
             if "arguments" not in inner and (inner is not call) and more:
                 raise UnusableText(
-                    f"Message {at + 1} calls {name:.60} with {more[0]:.60}, but only the key arguments is read.",
-                    "Give each call a function with name and arguments, or remove the row.",
+                    f"Message {at + 1} calls {name:.60} with {more[0]:.60}, but arguments are only read from "
+                    "the key arguments.",
+                    "Give each call a function with a name and arguments, or remove the row.",
                 )
             # Arguments as a mapping or a JSON object.
             given = _arguments(call)

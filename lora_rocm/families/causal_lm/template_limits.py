@@ -61,10 +61,10 @@ class Meter:
         """
         self._left -= units
         if self._left < 0:
-            raise OverLimit("it takes too much time or memory for this row")
+            raise OverLimit("rendering takes too much time or memory for this row")
         self._num_spent += 1
         if not self._num_spent % CHECK_TIME_EVERY and time.monotonic() > self._until_s:
-            raise OverLimit(f"it takes more than {MAX_RENDER_S:.0f} s for this row")
+            raise OverLimit(f"rendering takes more than {MAX_RENDER_S:.0f} s for this row")
 
     def weight(self, value: Any) -> int:
         """Return the size of a value in units, as if it were written out.
@@ -98,7 +98,7 @@ class Meter:
     def _inner(self, value: Any) -> int:
         """Return the weight of a value inside another value. Raises OverLimit for a namespace."""
         if isinstance(value, Namespace):
-            raise OverLimit("it stores a namespace in a value")
+            raise OverLimit("the template stores a namespace inside another value")
         return self.weight(value)
 
 

@@ -59,7 +59,7 @@ def load_tokenizer(folder: Path) -> CLIPTokenizer:
     with Explained(folder):
         tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
     if tokenizer.model_max_length > MAX_TOKENS:
-        raise unreadable(folder / "tokenizer_config.json", "It has no model_max_length.")
+        raise unreadable(folder / "tokenizer_config.json", "The file has no model_max_length.")
     with Explained(folder):
         token_ids(tokenizer, "a")
     return tokenizer
@@ -78,7 +78,7 @@ def _add(tokenizer: CLIPTokenizer, new_tokens: Sequence[NewToken]) -> None:
                 "token-known",
                 f"The vocabulary of the text encoder already has the token {new.token}.",
                 where="lora.new_tokens",
-                fix=f"Choose a word that it lacks, such as <{new.file_stem}>.",
+                fix=f"Choose a word that is not in the vocabulary, such as <{new.file_stem}>.",
             )
         marks[new.pattern] = "".join(chr(FIRST_MARK + count + vector) for vector in range(new.vectors))
         count += new.vectors

@@ -34,10 +34,10 @@ def check_component(source: BaseSource, name: str, fix: str) -> str:
         count = "1 tensor" if len(found.unread) == 1 else f"{len(found.unread)} tensors"
         raise ModelError(
             "weights-unknown",
-            f"The {name} has {count} that its config does not know: {named}. Without them, another "
-            "model would be trained.",
+            f"The {name} has {count} that its config does not describe: {named}. Training without "
+            "them would train a different model.",
             where=source.place(name) if given else str(where),
-            fix=f"Give the {name} that belongs to this model." if given else fix,
+            fix=f"Use the {name} that belongs to this model." if given else fix,
         )
     tensors, read = source.tensors(name), set().union(*found.made_of.values())
     storage_formats.refuse_whole_numbers(where, tensors.entries, read - found.codes)

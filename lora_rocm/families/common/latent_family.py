@@ -186,7 +186,7 @@ class LatentFamily(ABC):
             missing = "latents_mean" if means is None else "latents_std"
             raise ModelError(
                 "config-unreadable",
-                f"The config of the VAE lacks {missing}: its latents cannot be normalised.",
+                f"The VAE's config lacks {missing}, which is needed to normalise latents.",
                 where=f"{config.path}: {missing}",
                 fix=DOWNLOAD_AGAIN,
             )

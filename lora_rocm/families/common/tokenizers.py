@@ -69,9 +69,9 @@ def _explained(folder: Path) -> ModelError:
         except OSError as error:
             return unreadable(path, f"One of its files cannot be read: {error.strerror}.")
     if whole.exists():
-        return unreadable(whole, "The file is damaged, or of a kind that the tokenizers library cannot read.")
+        return unreadable(whole, "The file is damaged, or has a format that the tokenizers library cannot read.")
     return unreadable(
-        folder, "There is no tokenizer.json, and the other files here are not sufficient for a tokenizer."
+        folder, "There is no tokenizer.json, and the other files in this folder are not sufficient for a tokenizer."
     )
 
 
@@ -109,13 +109,14 @@ def require_rows(tokenizer: Any, source: BaseSource, name: str, spare_unwritten:
     if not beyond:
         return
     token, largest = max(beyond.items(), key=lambda item: item[1])
-    more = f", and {len(beyond) - 1} more like it" if len(beyond) > 1 else ""
+    more = f", and {len(beyond) - 1} more tokens with too large ids" if len(beyond) > 1 else ""
     raise ModelError(
         "tokenizer-unfit",
-        f"The tokenizer has the token {printable(repr(token))[:80]} with the id {largest}{more}, but the embedding "
-        f"table of the {source.layout.tokenizers[name].component} has {rows} rows: the ids 0 to {rows - 1}.",
+        f"The tokenizer has the token {printable(repr(token))[:80]} with the id {largest}{more}, "
+        f"but the embedding table of the {source.layout.tokenizers[name].component} has only "
+        f"{rows} rows (ids 0 to {rows - 1}).",
         where=str(source.tokenizer_path(name)),
-        fix="Use the tokenizer that belongs to this model, or the edition of the model with the larger table.",
+        fix="Use the tokenizer that belongs to this model, or the version of the model with a larger embedding table.",
     )
 
 
@@ -138,9 +139,9 @@ def _require_end(tokenizer: Any, source: BaseSource, name: str, rows: int) -> No
         raise ModelError(
             "tokenizer-unfit",
             f"The {of.component} expects the id {end} at the end of a text, but its tokenizer writes "
-            f"{tokenizer.eos_token_id}: the pooled embedding would be taken from another position.",
+            f"{tokenizer.eos_token_id}. So the pooled embedding would come from the wrong position.",
             where=f"{config.path}: eos_token_id",
-            fix=f"Set eos_token_id to {tokenizer.eos_token_id} there, or download the model again.",
+            fix=f"Set eos_token_id to {tokenizer.eos_token_id} in this file, or download the model again.",
         )
 
 

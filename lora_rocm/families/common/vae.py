@@ -150,7 +150,7 @@ def read_image(path: Path, noun: str, decoded: Callable[[bytes], Image.Image]) -
     try:
         return decoded(read_plain(path, MAX_IMAGE_BYTES))
     except (OSError, UnreadableImage) as error:
-        what = f"A {noun} cannot be read: {error}."
+        what = f"The {noun} of a preview cannot be read: {error}."
         raise DataError(CONTROL_UNUSABLE, what, where=str(path), fix=READ_FIX) from error
 
 

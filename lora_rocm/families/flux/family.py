@@ -145,15 +145,17 @@ class Flux(TransformerFamily):
         )
         if self._is_schnell in (dynamic, guided):
             notices += (
-                f"model.variant is {variant}, but the configs of the base belong to another variant (guidance: "
-                f"{guided}, dynamic shift: {dynamic}). Training follows the configs, but the text length the variant.",
+                f"model.variant is {variant}, but the configs of the base belong to another variant "
+                f"(guidance: {guided}, dynamic shift: {dynamic}). Training uses the configs, except for "
+                "the maximum text length, which depends on the variant.",
             )
         known = ("schnell", "kontext", "dev")  # Kontext's name ends with dev
         notices += called_otherwise(source, self.recipe.spec, variant, known)
         if self._is_schnell and self._model.training_adapter is None:
             notices += (
-                "FLUX.1 schnell is distilled to few steps, and a LoRA trained on it undoes that. Train on dev (its "
-                "LoRA works with schnell), or set schnell's training adapter: model.training_adapter.",
+                "FLUX.1 schnell is distilled to few steps, and training a LoRA on it undoes the "
+                "distillation. Train on dev (its LoRA works with schnell), or set schnell's training "
+                "adapter: model.training_adapter.",
             )
         return notices
 

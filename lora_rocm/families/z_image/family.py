@@ -100,14 +100,14 @@ class ZImage(TransformerFamily):
         other = next((each for each, its in SHIFTS.items() if its == shift), variant)
         if source.folder != LAYOUT.configs and other != variant:
             notices += (
-                f"model.variant is {variant}, but the shift of the base's scheduler is {shift}, as in {other}. "
-                "Training follows the scheduler.",
+                f"model.variant is {variant}, but the shift of the base's scheduler is {shift}, as in "
+                f"{other}. Training uses the scheduler's shift.",
             )
         if variant == "turbo" and self.recipe.model.training_adapter is None:
             notices += (
-                "Z-Image Turbo is distilled to few steps, and a LoRA trained on it undoes that: images become blurred. "
-                "Train on the base model (its LoRA works with Turbo), or set Turbo's training adapter: "
-                "model.training_adapter.",
+                "Z-Image Turbo is distilled to few steps, and training a LoRA on it undoes the "
+                "distillation, so images become blurred. Train on the base model (its LoRA works with "
+                "Turbo), or set Turbo's training adapter: model.training_adapter.",
             )
         return notices
 

@@ -110,5 +110,5 @@ def _check_own(source: BaseSource, name: str, spec: FamilySpec) -> None:
             "wrong-family",
             f"This is not a {name} of {spec.title}: its {key} is {own.get(key)}, not {base.get(key)}.",
             where=source.place(name),
-            fix=f"Give a {name} of {spec.title}, or remove model.{name} if name_or_path is a folder.",
+            fix=f"Use a {name} of {spec.title}, or remove model.{name} if model.name_or_path is a folder.",
         )

@@ -110,7 +110,7 @@ def _class_notice(source: BaseSource, counts: str) -> tuple[str, ...]:
     """Return a notice if the scheduler config does not name its class."""
     if source.config("scheduler").values.get("_class_name") is not None:
         return ()
-    return (f"The scheduler config of the base does not name its class (_class_name): it counts as {counts}.",)
+    return (f"The scheduler config of the base does not name its class (_class_name), so it is read as {counts}.",)
 
 
 def require_known_keys(source: BaseSource, kind: SchedulerKind, config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -124,8 +124,9 @@ def require_known_keys(source: BaseSource, kind: SchedulerKind, config: Mapping[
         if not row.allows(config.get(row.key)):
             raise ModelError(
                 "scheduler-unsupported",
-                f"The scheduler config of the base has {row.key} = {printable(str(config[row.key]))[:40]}, which means "
-                f"other noise than {kind.title} as it is trained here.",
+                f"The scheduler config of the base has {row.key} = "
+                f"{printable(str(config[row.key]))[:40]}, which describes different noise than "
+                f"{kind.title} in this program.",
                 where=f"{path}: {row.key}",
                 fix="Use another base.",
             )
@@ -166,13 +167,15 @@ def ddpm_notices(source: BaseSource, published: Mapping[str, Any], chosen_predic
     if betas := [key for key in BETA_KEYS if full.get(key) != published.get(key)]:
         values = ", ".join(f"{key}: {full[key]}" for key in betas)
         notices += (
-            f"The scheduler config of the base does not specify the noise of a timestep, so diffusers' defaults are "
-            f"used ({values}). Training damages a base that was trained with other noise.",
+            "The scheduler config of the base does not specify the betas (noise per timestep), so "
+            f"diffusers' defaults are used ({values}). If the base was trained with different noise, "
+            "training damages it.",
         )
     if "prediction_type" not in published and not chosen_prediction:
         notices += (
-            "The scheduler config of the base has no prediction_type: as in diffusers it counts as epsilon (the noise "
-            "is predicted). For a base that predicts the velocity, set model.prediction_type: v_prediction.",
+            "The scheduler config of the base has no prediction_type, so epsilon (prediction of the "
+            "noise) is assumed, as in diffusers. For a base that predicts the velocity, set "
+            "model.prediction_type: v_prediction.",
         )
     return notices
 
@@ -194,7 +197,7 @@ def check_flow(source: BaseSource) -> tuple[str, ...]:
             fix=DOWNLOAD_AGAIN,
         )
     if config.get("shift") is None and not config.get("use_dynamic_shifting"):
-        notices += ("The scheduler config of the base has no shift: as in diffusers it counts as 1.",)
+        notices += ("The scheduler config of the base has no shift, so 1 is used, as in diffusers.",)
     return notices
 
 
@@ -207,11 +210,11 @@ def _flow_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         value = config.get(key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 < value <= most):
-            yield key, f"{key} is {printable(str(value))[:40]}"
+            yield key, f"{key} is {printable(str(value))[:40]}, but has to be a number above 0 and at most {most}"
             return
     try:
         shifts = [shift_of_resolution(config, tokens) for tokens in TOKENS]
     except ArithmeticError:  # two equal lengths, or two so near that the line through them is too steep
         shifts = [0.0]
     if not all(0 < shift < math.inf for shift in shifts):
-        yield "max_image_seq_len", "there is no line through its two lengths and their shifts"
+        yield "max_image_seq_len", "no line passes through its two lengths and their shifts"

@@ -52,7 +52,8 @@ def require_masks_read(channels: int, sample: SampleSection) -> None:
     masked = [sample.key_of("mask", *each[:2]) for each in sample.numbered() if each[2].mask]
     if masked and channels != CHANNELS:
         what = (
-            f"This base reads no masks: its UNet has {channels} input channels, but an inpainting UNet has {CHANNELS}."
+            f"This base cannot read masks: its UNet has {channels} input channels, but an inpainting "
+            f"UNet has {CHANNELS}."
         )
         fix = "Remove the masks and their control images, or train an inpainting base."
         raise ModelError("masks-unused", what, where=dotted(masked[0]), fix=fix)
