@@ -82,7 +82,7 @@ def _unused_notice(source: BaseSource, header: TensorFileHeader) -> str:
     """Return a notice about tensors of a checkpoint that no component uses, or an empty string."""
     others = unused_tensors(header, [part.prefix for part in source.layout.parts.values()])
     named = ", ".join(printable(key)[:100] for key in others[:MAX_NAMED])
-    return f"The base has unused tensors ({len(others)}): {named}." if others else ""
+    return f"The base has tensors that are not used ({len(others)}): {named}." if others else ""
 
 
 def check_scheduler(source: BaseSource, config: Mapping[str, Any], samplers: Collection[str]) -> None:
