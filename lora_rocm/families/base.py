@@ -271,9 +271,9 @@ class EncodesSamples(Protocol):
     """The interface for data preparation, caches and the loader: encodes samples as tensors.
 
     embedding_keys: as in ``FamilySpec``, in the order of ``token_limits``.
-    encoder_dtypes: dtype of the dense weights, by component, for encoders that are not loaded in float32. inpaints:
-    whether the model's inputs include ``objectives.base.HIDDEN_MASK`` and ``SEEN_LATENTS``. texts: reader of texts that
-    are samples, or None if each plain text is one sample.
+    encoder_dtypes: dtype of the dense weights, by component, for encoders that are not loaded in float32.
+    inpaints: whether the model's inputs include ``objectives.base.HIDDEN_MASK`` and ``SEEN_LATENTS``.
+    texts: reader of texts that are samples, or None if each plain text is one sample.
     """
 
     embedding_keys: Mapping[str, str]
@@ -358,7 +358,7 @@ class LoadsModels(Protocol):
     def structure(self) -> str: ...
 
     def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-        """Load the components that training needs, frozen and checked against the family."""
+        """Return the components that training needs, with frozen weights, after checking that they fit the family."""
 
     def skeleton(self, component: str) -> nn.Module:
         """Return a component built from its config, on the meta device: real shapes, but no memory for weights."""

@@ -141,7 +141,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a family's samples, with the valid lengths and the number of tokens."""
+    """The axes of a family's samples, with their valid lengths and the resulting number of tokens."""
 
     axes: tuple[Axis, ...]
 

@@ -3,8 +3,8 @@
 An answer is located by two renderings: the messages before it with the generation prompt, and these messages with the
 answer. The time for this grows with the square of the number of messages. So in a long conversation, most later answers
 are located by rendering only a few messages around them. Such a position is used only if the rendered answer matches
-the full text exactly. The last answer, and ever fewer of the earlier ones, are located by rendering everything before
-them.
+the full text exactly. As an extra check, answers 16, 32, 64, ... and the last answer are located by rendering
+everything before them.
 """
 
 from __future__ import annotations

@@ -250,8 +250,8 @@ GROWTH: Mapping[str, Callable[..., int]] = {
     "sum": _sum_of_lists,
     "urlize": lambda value, *args, **kwargs: len(str(value)) * sum(map(_meter().weight, (*args, *kwargs.values()))),
 }
-"""Functions that return the maximum size that a filter may add to its input's weight, by filter name. Filters that are
-not listed do not repeat anything.
+"""Functions that return how much a filter may enlarge its input, in units, by filter name. Filters that are not listed
+do not repeat anything.
 """
 
 

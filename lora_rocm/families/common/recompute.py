@@ -102,7 +102,10 @@ def _in_turn(blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
 
 @contextmanager
 def evaluating(modules: Any) -> Iterator[None]:
-    """A context in eval mode (no dropout, no recomputation). It restores the mode of every submodule afterwards."""
+    """Set modules to eval mode within a context (no dropout, no recomputation).
+
+    Afterwards, the mode of every submodule is restored.
+    """
     before = [(module, module.training) for root in modules for module in root.modules()]
     for module, _ in before:
         module.training = False

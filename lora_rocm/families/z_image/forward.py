@@ -1,8 +1,8 @@
 """The forward pass of ``ZImageTransformer2DModel`` for batches of fixed shape.
 
-diffusers' own forward takes a list of captions without padding, so the host has to know their lengths. In this module
-the lengths are masks on the device, so a pass does not synchronise and can be captured as a graph. The result is the
-same.
+diffusers' own forward takes a list of captions without padding, so the host has to know their lengths. In this module,
+masks on the device represent the lengths, so a pass does not synchronise and can be captured as a graph. The result is
+the same.
 
 Dimensions: B batch, C channels, H W latent height and width, I image tokens, S caption tokens, D width.
 """

@@ -53,10 +53,10 @@ class Prediction:
     """The model's prediction for a micro-batch, with its target.
 
     prediction: [B, ...], in the model's dtype.
-    target: second argument of ``distance``. For ``squared`` it has the prediction's shape, in float32. weight: [B], or
-    as many dimensions as the result of ``distance`` and broadcastable to it (one weight per token). distance: function
-    of the distance at each position. Its result begins with dimension B, and may have fewer dimensions than the
-    prediction (one value per token).
+    target: second argument of ``distance``. For ``squared`` it has the prediction's shape, in float32.
+    weight: [B], or as many dimensions as the result of ``distance`` and broadcastable to it (one weight per token).
+    distance: function of the distance at each position. Its result begins with dimension B, and may have fewer
+        dimensions than the prediction (one value per token).
     measures: additional values per sample that are logged with the losses, float32 [B] without gradient.
     """
 

@@ -31,8 +31,8 @@ from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
 from lora_rocm.kernels.weight_format import PackedLinear
 
 SEGMENT_LENGTH = 3
-"""Number of transformer blocks that are recomputed as one segment. By counting, SDXL takes more memory with two or
-four.
+"""Number of transformer blocks that are recomputed as one segment. Counting memory shows that SDXL needs more with two
+or four.
 """
 
 
