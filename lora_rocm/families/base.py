@@ -101,7 +101,7 @@ class EncodesWithComponents(Protocol):
 
 
 class TextReader(Protocol):
-    """Reads texts that are samples themselves, in the format of ``dataset.rows.records``."""
+    """Reads texts that are training samples (and not captions), in the format of ``dataset.rows.records``."""
 
     @property
     def notices(self) -> Sequence[str]:

@@ -16,8 +16,7 @@ merged into one weight have the same name with different first rows.
 """
 RowsOf = Callable[[str, str, int], Rows]
 """Maps (component, module, number of the module's rows) to the position in a file, or to () if the file has no name
-for
-the module.
+for the module.
 """
 
 

@@ -60,7 +60,7 @@ class FamilyRegistry:
     def detect(self, seen: Evidence, where: str) -> FamilySpec:
         """Return the family of a base model and a LoRA.
 
-        The base decides. If the base may belong to no family or to several, the LoRA decides.
+        The LoRA is used only if the base is not recognised or may belong to several families.
 
         Args:
             seen: evidence from base and LoRA.

@@ -27,7 +27,10 @@ class ImageVae(AutoencoderKLQwenImage):
 
 
 def vae_of_original(state: State, module: nn.Module) -> State:
-    """Convert tensor names of Wan's release, which ComfyUI uses too. Tensors with diffusers' names are kept."""
+    """Convert tensor names of Wan's release to diffusers' names. ComfyUI uses the names of Wan's release, too.
+
+    Tensors with diffusers' names are kept.
+    """
     if not any(OF_ORIGINAL in name for name in state):
         return own_names(state, module)
     return dict(convert_wan_vae_to_diffusers(state))

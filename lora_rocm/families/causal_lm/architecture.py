@@ -34,8 +34,7 @@ from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, Config, given, rea
 COMPONENT, TOKENIZER = "model", "tokenizer"
 COMPARED = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3", "smollm3", "gpt_oss"})
 """Model types with logits that the project's tests compare with transformers. All other types are compared when a
-model
-is loaded.
+model is loaded.
 """
 UNREAD_KEYS = ("attn_logit_softcapping", "attention_chunk_size", "use_bidirectional_attention")
 """Config keys that require a different attention than ``attention.causal``."""

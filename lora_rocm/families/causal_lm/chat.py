@@ -40,17 +40,14 @@ from lora_rocm.foundation.terminal_text import printable
 
 BEGIN, END = "⟦", "⟧"
 MAX_TRIED = 32
-"""Number of consecutive answers beyond the maximum length after which all later answers of the conversation are
-skipped.
-"""
+"""After this many consecutive answers beyond the maximum length, all later answers of the conversation are skipped."""
 MAX_OVER_LIMIT = 8
-"""Number of rows that exceed the chat template's limits after which the template is refused, if most rows exceed them.
-"""
+"""After this many rows that exceed the chat template's limits, the template is refused, if most rows exceed them."""
 MAX_LENGTHS = 50_000
 """Maximum number of samples with a stored length. The length of any other sample is found by encoding it again."""
 MAX_USUAL_GROWTH, MAX_NORMALISED_LETTERS = 100, 1 << 22
-"""Usual maximum number of characters that a normalizer writes per character, and the maximum length of a normalised
-text if a normalizer may write more.
+"""Usual maximum growth of a text in a normalizer (characters written per character), and the maximum length of a
+normalised text where the growth may be larger.
 """
 
 
@@ -393,7 +390,11 @@ class ChatTokenizer:
         return self._marked_off(ids, ends, sorted([*layout.spans, *others]), is_text=False, excluded=excluded)
 
     def _in_table(self, ids: Sequence[int]) -> list[int]:
-        """Return the ids. Raises UnusableText if one of them has no row in the model's embedding table."""
+        """Return the ids, after checking that the model's embedding table has a row for each.
+
+        Raises:
+            UnusableText: it lacks a row.
+        """
         largest = max(ids, default=0)
         if self._num_table_rows is not None and largest >= self._num_table_rows:
             token = printable(repr(self.tokenizer.convert_ids_to_tokens(largest)))[:80]
@@ -432,7 +433,7 @@ class ChatTokenizer:
 
     @cached_property
     def end_ids(self) -> set[int]:
-        """Ids of the special token that ends an answer in the chat template. Empty if there is none."""
+        """A set with the id of the special token that ends an answer in the chat template. Empty if there is none."""
         asked: list[Mapping[str, Any]] = [{"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"}]
         if not self._template.is_there:
             return set()
@@ -492,7 +493,11 @@ class ChatTokenizer:
         return ids, ends
 
     def _pieces(self, text: str, letter: str) -> list[tuple[str, bool]]:
-        """Split a text into pieces that can be encoded separately, with whether each has a broken special token."""
+        """Split a text into pieces that can be encoded separately.
+
+        Returns:
+            (piece, whether the piece contains a broken special token) for each piece.
+        """
         cuts, at = list[str](), 0
         for start, end in self._special.spans(text, letter):
             cuts += [text[at:start], text[start:end]]

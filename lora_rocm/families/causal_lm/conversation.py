@@ -94,7 +94,7 @@ class Chat:
         return self._whole_text(len(self.record.messages), prompt=True)
 
     def layout(self) -> ConversationLayout | None:
-        """Return the text and the spans of its answers, or None if the template rewrites answers later.
+        """Return the text and its answers' spans, or None if the template rewrites answers when messages follow.
 
         Raises:
             UnusableText: the template fails, or the answers cannot be located.
@@ -125,7 +125,7 @@ class Chat:
         text: the text of ``layout``.
 
         Raises:
-            UnusableText: the template rewrites such a message later, so it cannot be located.
+            UnusableText: the template rewrites such a message when messages follow, so it cannot be located.
         """
         found, messages = list[Span](), self._marked.messages
         for at in (at for at in self.record.masked if at < len(messages)):
@@ -147,7 +147,7 @@ class Chat:
         text: the text of ``layout``.
 
         Raises:
-            UnusableText: the template rewrites such a message later, so it cannot be located.
+            UnusableText: the template rewrites such a message when messages follow, so it cannot be located.
         """
         found, messages, places = list[Span](), self._marked.messages, self.record.others
         firsts = [at for at in places if at - 1 not in places]
@@ -237,7 +237,7 @@ class Chat:
 
 
 def rewritten(place: int) -> UnusableText:
-    """Return the error for a completion with a message that the chat template rewrites later.
+    """Return the error for a completion with a message that the chat template rewrites when messages follow.
 
     The message is not the assistant's.
     """
@@ -249,7 +249,7 @@ def rewritten(place: int) -> UnusableText:
 
 
 def nearby(messages: Sequence[Mapping[str, Any]], start: int, until: int) -> list[Mapping[str, Any]]:
-    """Return the messages from answer ``start`` up to ``until``, after all messages up to the first user message."""
+    """Return the messages up to the first user message, followed by the messages from ``start`` up to ``until``."""
     first = next((at for at, message in enumerate(messages[:start]) if message["role"] == ASKS), -1)
     return [*messages[: first + 1], *messages[start:until]]
 

@@ -13,7 +13,7 @@ from lora_rocm.families.base import Sampling
 from lora_rocm.families.causal_lm.architecture import decoder, head_of
 
 UNFINISHED = "\ufffd"
-"""The character that the tokenizer decodes an incomplete character's bytes to."""
+"""The character to which the tokenizer decodes the bytes of an incomplete character."""
 
 
 @torch.no_grad()
@@ -70,7 +70,11 @@ def places_of(model: nn.Module) -> int | None:
 
 
 def pieces_of(tokens: Generator[int, None, str], tokenizer: Any) -> Generator[str, None, str]:
-    """Yield the text of each token, or "" while a character is incomplete. Return the result of ``tokens``."""
+    """Yield the text of each token, or "" while a character is incomplete.
+
+    Returns:
+        The result of the generator ``tokens``, which is the reason for the end.
+    """
     written, said = list[int](), ""
     while True:
         try:

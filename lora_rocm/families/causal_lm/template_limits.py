@@ -111,7 +111,7 @@ def _meter() -> Meter:
 
 
 class metered:  # noqa: N801
-    """A context manager within which templates are compiled and rendered, with costs charged to ``meter``."""
+    """A context in which templates are compiled and rendered. Their costs are charged to ``meter``."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter

@@ -90,7 +90,7 @@ def filled(states_SD: Tensor, multiple: int) -> Tensors:
 
 
 def zeros(rows: int, tokens: int, width: int) -> Tensors:
-    """Return the text tensors of a batch of zeros. With several rows, they are as if one row were padded."""
+    """Return the text tensors of a batch of zeros. With several rows they include the mask that padding needs."""
     masks = {REAL: torch.ones(rows, tokens, dtype=torch.bool), OWN: torch.ones(rows, tokens, dtype=torch.bool)}
     if rows == 1:
         del masks[OWN]

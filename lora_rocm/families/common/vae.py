@@ -115,7 +115,7 @@ class VaeEncoder:
 def load_vae(source: BaseSource, device: torch.device, small_tiles: bool = False) -> Any:
     """Load the VAE in float32, because some VAEs overflow in half precision.
 
-    ``small_tiles`` sets small tiles, which are used whenever tiling is enabled.
+    With ``small_tiles``, tiles are small whenever tiling is enabled.
     """
     vae: Any = source.load("vae", torch.float32, device)
     if small_tiles:

@@ -24,8 +24,7 @@ over the masked area.
 
 LOSS_WEIGHTS = "loss_weights"
 """Name in the batch of optional weights, like ``LOSS_MASK``, but the mean is taken over all positions. So a sample
-with
-a small mask has a small loss.
+with a small mask has a small loss.
 """
 
 

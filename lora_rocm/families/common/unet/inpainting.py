@@ -84,11 +84,11 @@ def seen_and_hidden(request: PreviewRequest) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def given(unet: nn.Module, seen_BCHW: Tensor, hidden_BCHW: Tensor) -> Iterator[None]:
-    """A context in which the UNet takes only noisy latents, and gets mask and visible part automatically.
+    """A context in which the UNet takes only noisy latents. The mask and the visible part are added in each call.
 
-    The batch size has to be B or a multiple of B. ``seen_BCHW``: normalised latents of the visible part.
-    ``hidden_BCHW``:
-    the mask, 1.0 where the model draws.
+    The batch size has to be B or a multiple of B.
+
+    seen_BCHW: normalised latents of the visible part. hidden_BCHW: the mask, 1.0 where the model draws.
     """
 
     def join(
