@@ -393,7 +393,7 @@ class ChatTokenizer:
         """Return the ids, after checking that the model's embedding table has a row for each.
 
         Raises:
-            UnusableText: it lacks a row.
+            UnusableText: an id has no row.
         """
         largest = max(ids, default=0)
         if self._num_table_rows is not None and largest >= self._num_table_rows:
