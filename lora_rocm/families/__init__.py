@@ -1,1 +1,1 @@
-"""Model families: one package each, and their shared code."""
+"""Model families: one package per family, and code that they share."""

@@ -1,4 +1,4 @@
-"""The protocol of a model family. No family subclasses the trainer, and the loop never names a family.
+"""The protocol of a model family. No family subclasses the trainer, and the training loop never names a family.
 
 Tensor names carry their dimensions: B batch, C channels, H W height and width (of latents unless noted otherwise), S
 tokens, D width.
@@ -31,13 +31,12 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, Tensor]
 Drawn: TypeAlias = "Image.Image | tuple[Image.Image, ...] | str"
-"""A preview: an image, the frames of a video, or a text."""
+"""A preview: an image, a video as a tuple of frames, or a text."""
 
 
 Inputs = Mapping[str, Tensor | str]
-"""The inputs of one sample that an encoder reads, by name (``EntrySpec.inputs``). "image" is pixels_CHW, float32 in
-[-1,
-1].
+"""The inputs of one sample that an encoder reads, by their names in ``EntrySpec.inputs``. "image" has shape [C, H, W]
+in pixels and is float32 in [-1, 1].
 """
 Encode = Callable[[Inputs], Tensors]
 
@@ -50,78 +49,85 @@ class Encoder(Protocol):
 
     @property
     def entry(self) -> EntrySpec:
-        """The inputs and outputs of ``encode``."""
+        """Specification of the cache entry: the inputs and outputs of ``encode``."""
 
     @property
     def fingerprint(self) -> str:
-        """Identity of weights and settings. It is part of every cache key, and does not require loading the weights."""
+        """Identity of the weights and settings, as part of every cache key. Computing it does not load the weights."""
 
     def load(self, placement: Placement) -> Encode:
         """Load the weights and return ``encode``, which maps one sample's inputs to CPU tensors.
 
-        Dropping ``encode``, the encoder and ``placement`` frees the memory. Weights are placed with ``placement``; its
-        transfer sends the inputs and receives the outputs. The encoder chooses the dtype of its weights.
+        The weights are placed with ``placement``, and inputs and outputs are copied with its transfer. The memory is
+        freed when ``encode``, the encoder and ``placement`` are dropped. The encoder chooses the dtype of its weights.
         A caption encoder may be loaded on the CPU if the GPU is full.
         """
 
     def in_tiles(self) -> Encoder | None:
-        """The same encoder with tiled encoding, or None if it has no tiled mode.
+        """Return the same encoder with tiled encoding, or None if it has no tiled mode.
 
-        Tiling takes less memory and rounds differently, so the fingerprint differs.
+        Tiling takes less memory but rounds differently, so the tiled encoder has a different fingerprint.
         """
 
 
 @runtime_checkable
 class ComparesWithStart(Protocol):
-    """A family with objectives that may compare the model with its state before the first step."""
+    """A family with an objective that may compare the model with its state before the first step."""
 
     @property
     def start_entry(self) -> EntrySpec | None:
-        """The entry that ``at_start`` fills. None: the recipe's objective does not compare."""
+        """The cache entry that ``at_start`` fills, or None if the recipe's objective does not compare."""
 
     def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, placement: Placement) -> Tensors:
-        """The model's results for one sample before the first step: the tensors of ``start_entry``, on the CPU.
+        """Compute one sample's tensors of ``start_entry`` before the first step, and return them on the CPU.
 
-        ``model`` returns the model on the placement's device, and loads it at the first call.
+        Args:
+            model: returns the model on the placement's device; its first call loads the model.
+            inputs: the sample's inputs.
+            placement: where the model is placed.
         """
 
 
 @runtime_checkable
 class EncodesWithComponents(Protocol):
-    """A family with components other than the trained ones in its base, which encode and decode."""
+    """A family with a base that also has components for encoding and decoding, which are not trained."""
 
     @property
     def encoders_identity(self) -> str:
-        """Identity of these components that covers every byte. Before they are loaded, it has to read their files."""
+        """Identity of the encoding components, computed from every byte of their weights.
+
+        Unless the components are loaded, computing it reads their files.
+        """
 
 
 class TextReader(Protocol):
-    """Reads texts that are samples, as records (``dataset.rows.records``)."""
+    """Reads texts that are training samples (and not captions), in the format of ``dataset.rows.records``."""
 
     @property
     def notices(self) -> Sequence[str]:
-        """Messages about all texts passed to ``parts`` so far."""
+        """Messages about the texts passed to ``parts`` so far."""
 
     def parts(self, text: str) -> Sequence[str | None]:
-        """The samples that a text is cut into; None: a skipped sample, which is counted in the notices.
+        """Split a text into samples. A None stands for a skipped sample, which is counted in the notices.
 
         Raises:
-            UnusableText: the text cannot be trained on.
+            UnusableText: this text cannot be trained on.
             DataError: no text of this kind can be trained on.
         """
 
     def num_tokens(self, text: str) -> int:
-        """The length of a sample after it is cut to the longest allowed length."""
+        """Number of tokens of a sample, after truncation to the maximum length."""
 
     def shown(self, text: str) -> str:
-        """A sample as the model reads it, with marks around the trained parts."""
+        """Return a sample as the model reads it, with marks around the parts that are trained on."""
 
 
 @dataclass
 class LoadedModel:
-    """The frozen base: components by diffusers name ("unet", "text_encoder", ...), in ``dtype`` on ``device``.
+    """The frozen base model: components by their diffusers names ("unet", "text_encoder", ...).
 
-    placement: knows where the weights are, and their values when they were sent; None: they are as loaded.
+    dtype, device: dtype and device of the components.
+    placement: records where the weights are and what values were sent, or None if the weights are as loaded.
     """
 
     components: dict[str, nn.Module]
@@ -133,7 +139,7 @@ class LoadedModel:
         """Send all components to the devices that the placement assigns.
 
         Raises:
-            TransferError: a weight did not arrive by any method.
+            TransferError: no transfer method sent a weight intact.
         """
         for name, component in self.components.items():
             placement.place(component, name)
@@ -142,7 +148,10 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class PreviewRequest:
-    """One preview to make. Texts ignore the sides, and their ``steps`` is the maximum number of new tokens."""
+    """Parameters of one preview.
+
+    For a text preview, width and height are ignored, and ``steps`` is the maximum number of new tokens.
+    """
 
     prompt: str
     negative_prompt: str  # "" is encoded as an empty caption, as in ComfyUI and A1111
@@ -158,7 +167,7 @@ class PreviewRequest:
 
     @classmethod
     def of(cls, recipe: Recipe, preview: PreviewPrompt, seed: int) -> PreviewRequest:
-        """The request for a prompt of a recipe. Missing values are taken from ``sample``."""
+        """Return the request for one of the recipe's prompts. Missing values are taken from section ``sample``."""
         sample, (width, height) = recipe.sample, recipe.preview_size
         return cls(
             prompt=preview.prompt,
@@ -175,7 +184,10 @@ class PreviewRequest:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """JSON for run directories and names of class images; two inputs are present even if none is given."""
+        """Return the fields as JSON, for run directories and for names of class images.
+
+        The keys "control" and "mask" are always present; they are empty if no such file is set.
+        """
         files = {name: str(path) for name, path in self.inputs.items()}
         fields: dict[str, Any] = {}
         for name, value in vars(self).items():
@@ -187,13 +199,13 @@ class PreviewRequest:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings for choosing the tokens of an answer.
+    """Settings for sampling the tokens of an answer.
 
     Attributes:
-        temperature: divisor of the logits; 0: always the likeliest token.
-        top_p: tokens are drawn from the likeliest ones with this total probability (arXiv 1904.09751).
+        temperature: divisor of the logits; at 0 the most likely token is always chosen.
+        top_p: total probability of the most likely tokens that are sampled from (arXiv 1904.09751).
         max_tokens: maximum number of tokens in an answer.
-        seed: of the draws.
+        seed: random seed of the sampling.
     """
 
     temperature: float
@@ -204,10 +216,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class OwnFiles:
-    """A base as its library saved it.
+    """The files of a base model in its library's original format.
 
-    source: finds its files. component: the component in them. ``beside``: the config, first, and the other small files
-    that belong to the model.
+    Attributes:
+        source: locates the files.
+        component: name of the component stored in them.
+        ``beside``: the config, followed by the other small files of the model.
     """
 
     source: BaseSource
@@ -217,21 +231,21 @@ class OwnFiles:
 
 @runtime_checkable
 class WritesWholeModels(Protocol):
-    """A family that derives its ``FamilySpec.conversions`` from the base's own files."""
+    """A family that builds the formats in ``FamilySpec.conversions`` from the base's own files."""
 
     def own_files(self) -> OwnFiles:
-        """The files of the base.
+        """Return the files of the base.
 
         Raises:
-            ModelError: there are none, for example because the weights are random.
+            ModelError: the base has no files, for example because its weights are random.
         """
 
 
 class HasBase(Protocol):
-    """The interface for commands and checks: existence and identity of the base.
+    """The interface for commands and checks: whether the base exists, and its identity.
 
-    all_components: names of all components that a run loads at any time.
-    notices: messages about the base that the user has to see, but that do not prevent training.
+    all_components: names of all components that a run may load.
+    notices: messages about the base for the user that do not prevent training.
     """
 
     all_components: tuple[str, ...]
@@ -240,26 +254,26 @@ class HasBase(Protocol):
     def notices(self) -> Sequence[str]: ...
 
     def examine(self) -> Sequence[Path]:
-        """Check the base without loading it, and return all its files.
+        """Check the base without loading it, and return the paths of all its files.
 
         Raises:
-            ModelError: it cannot be trained on.
+            ModelError: the base cannot be trained on.
         """
 
     def base_facts(self) -> Mapping[str, str]:
-        """Facts of the base: "hash" (short, of a one-file checkpoint), "prediction_type" and "identity".
+        """Return facts of the base: "hash" (short hash of a one-file checkpoint), "prediction_type" and "identity".
 
-        The identity covers every byte of the trained components. Before they are loaded, it has to read their files.
+        The identity covers every byte of the trained components. Their files are read if they are not loaded yet.
         """
 
 
 class EncodesSamples(Protocol):
-    """The interface for data preparation, caches and loader: encoding samples as tensors.
+    """The interface for data preparation, caches and the loader: encodes samples as tensors.
 
     embedding_keys: as in ``FamilySpec``, in the order of ``token_limits``.
-    encoder_dtypes: component -> dtype of the dense weights of an encoder that is not loaded in float32.
+    encoder_dtypes: dtype of the dense weights, by component, for encoders that are not loaded in float32.
     inpaints: whether the model's inputs include ``objectives.base.HIDDEN_MASK`` and ``SEEN_LATENTS``.
-    texts: reads texts that are samples; None: a plain text is one sample.
+    texts: reader of texts that are samples, or None if each plain text is one sample.
     """
 
     embedding_keys: Mapping[str, str]
@@ -272,10 +286,10 @@ class EncodesSamples(Protocol):
     def texts(self) -> TextReader | None: ...
 
     def encoders(self) -> Sequence[Encoder]:
-        """The encoders, one per cache entry. Captions are only tokenised if text encoders run in each step."""
+        """Return one encoder per cache entry. If text encoders run in each step, captions are only tokenised."""
 
     def token_limits(self) -> Sequence[TokenLimit]:
-        """The tokenizer and the token limit of each text encoder.
+        """Return the tokenizer and the token limit of each text encoder.
 
         Raises:
             ModelError: a tokenizer is missing or cannot be read.
@@ -284,7 +298,7 @@ class EncodesSamples(Protocol):
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
     ) -> Tensors:
-        """Conditioning tensors computed from the geometry of one sample. All arguments are in pixels."""
+        """Return the conditioning tensors computed from one sample's geometry. All arguments are in pixels."""
 
 
 class ComputesLosses(Protocol):
@@ -292,10 +306,10 @@ class ComputesLosses(Protocol):
 
     @property
     def objective(self) -> Objective:
-        """Draws noise and timesteps for a batch, and defines the target."""
+        """The objective, which draws noise and timesteps for a batch and defines the target."""
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
-        """The model's prediction for one micro-batch on the device.
+        """Return the model's prediction for one micro-batch on the device.
 
         It draws no random numbers, does not synchronise, and copies nothing between host and device.
 
@@ -307,28 +321,34 @@ class ComputesLosses(Protocol):
 
 
 class PlansMemory(ComputesLosses, Protocol):
-    """The interface for the memory plan, first on a model without weights, then on the real one."""
+    """The interface for the memory planner, which uses a model without weights first and the real model later."""
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
-        """The repeated blocks in forward order, never nested, for recomputation, compilation and offloading."""
+        """Return the repeated blocks in forward order, for recomputation, compilation and offloading.
+
+        No block contains another.
+        """
 
     def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
         """Recompute activations in the backward pass instead of keeping them (arXiv 1604.06174).
 
-        ``run(block, *args, **kwargs)`` calls one of ``blocks`` and decides whether to recompute it; None: all are
-        recomputed. The block is called as a module, because its hooks fetch offloaded weights.
+        Args:
+            model: the loaded model.
+            run: function that is called as ``run(block, *args, **kwargs)`` for each of ``blocks`` and decides whether
+                to recompute it, or None to recompute all blocks. It has to call the block as a module, because the
+                block's hooks fetch offloaded weights.
         """
 
     def example(self, shape: SampleShape, rows: int) -> Tensors:
-        """A batch of zeros on the CPU with the shapes and dtypes of a cached batch of ``shape``."""
+        """Return a batch of zeros on the CPU, with the shapes and dtypes of a cached batch of ``shape``."""
 
 
 class LoadsModels(Protocol):
-    """The interface for the start of a run: modules to adapt, and the model itself.
+    """The interface for starting a run: loads the model and selects the modules to adapt.
 
-    lora_targets: preset name -> component name -> regular expression (fullmatch) of the module names to adapt.
+    lora_targets: regular expressions that fully match the names of the modules to adapt, by preset and component name.
     text_components: names of the components that ``lora.train_text_encoder`` adapts.
-    structure: identifies the shapes of the trained components, computed from configs alone.
+    structure: identity of the shapes of the trained components, computed from configs alone.
     """
 
     lora_targets: Mapping[str, Mapping[str, str]]
@@ -338,23 +358,24 @@ class LoadsModels(Protocol):
     def structure(self) -> str: ...
 
     def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-        """Load the components that training needs, frozen and checked against the family."""
+        """Return the components that training needs, with frozen weights, after checking that they fit the family."""
 
     def skeleton(self, component: str) -> nn.Module:
-        """A component built from its config: zero weights with the shapes of the real ones, without memory."""
+        """Return a component built from its config, on the meta device: real shapes, but no memory for weights."""
 
     def weight_format(self, component: str) -> WeightFormat:
-        """The storage format of a component's frozen layers."""
+        """Return the storage format of a component's frozen layers."""
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
-        """Replace modules by fused ones with less memory traffic. Names and parameters stay; results agree to rounding.
+        """Replace modules by fused ones that need less memory traffic.
 
-        Call it after LoRA is injected and the weights are on the device. ``triton=False`` uses plain PyTorch only.
+        Names and parameters stay the same, and results agree up to rounding. Call it after LoRA is injected and the
+        weights are on the device. ``triton=False`` uses plain PyTorch only.
         """
 
 
 class Previewer(Protocol):
-    """The interface for previews, ``sample`` and ``compare``."""
+    """The interface for previews and for the commands ``sample`` and ``compare``."""
 
     def preview(
         self,
@@ -363,23 +384,24 @@ class Previewer(Protocol):
         text: Callable[[str], Tensors],
         in_tiles: bool = False,
     ) -> Sequence[Drawn]:
-        """Make previews with the current model (including its adapter), which is left unchanged.
-
-        They are images, videos or texts, see ``FamilySpec.preview``.
+        """Generate previews with the current model and its adapter, without changing them.
 
         Args:
             model: the live model.
-            requests: the images to sample.
+            requests: the previews to generate.
             text: maps a prompt to its cached tensors (no batch dimension, CPU); text encoders may already be freed.
             in_tiles: decode images of any size in tiles, which takes less memory.
+
+        Returns:
+            One image, video or text per request; ``FamilySpec.preview`` specifies which.
         """
 
 
 class ModelFamily(HasBase, EncodesSamples, LoadsModels, PlansMemory, Previewer, Protocol):
-    """The interface of a model family: one part per kind of caller.
+    """The interface of a model family, composed of one interface per kind of caller.
 
-    name: the recipe's ``model.family``.
-    files: the names of its modules in files of other programs.
+    name: the value of ``model.family`` in the recipe.
+    files: names of the family's modules in files of other programs.
     """
 
     name: str
@@ -392,27 +414,28 @@ class ModelFamily(HasBase, EncodesSamples, LoadsModels, PlansMemory, Previewer, 
 
 @runtime_checkable
 class Answering(Protocol):
-    """A family with models that answer in a conversation."""
+    """A family of models that can answer in a conversation."""
 
     def answer(
         self, model: LoadedModel, messages: Sequence[Mapping[str, Any]], sampling: Sampling
     ) -> Generator[str, None, str]:
-        """Yield the current model's answer to a conversation in pieces; "" while a character is incomplete.
-
-        The generator returns the reason for the end: "end", or "limit" of tokens.
+        """Yield the current model's answer to a conversation in pieces. A piece is "" while a character is incomplete.
 
         Args:
-            model: in eval mode.
-            messages: role and content of each.
-            sampling: settings for choosing tokens.
+            model: the model, in eval mode.
+            messages: the conversation; each message has a role and content.
+            sampling: settings for sampling tokens.
+
+        Returns:
+            The reason for the end: "end", or "limit" if ``sampling.max_tokens`` is reached.
 
         Raises:
-            UnusableText: at the first piece: the conversation cannot be answered.
+            UnusableText: the conversation cannot be answered. Raised at the first piece.
         """
 
 
 def family_for(recipe: Recipe) -> ModelFamily:
-    """The family object of a recipe. Its module is imported on demand."""
+    """Return the family object of a recipe. The family's module is imported on demand."""
     import importlib
 
     module, _, attribute = recipe.spec.implementation.partition(":")

@@ -1,4 +1,4 @@
-"""The names of a family's modules in files of other programs, as one value per family."""
+"""Names of a family's modules in files of other programs, collected in one object per family."""
 
 from __future__ import annotations
 
@@ -9,32 +9,35 @@ from pathlib import Path
 from torch import nn
 
 Rows = Sequence[tuple[str, int, int]]
-"""The position of a module's output rows in a file, in the order of the rows: (name, first row, number of rows) each.
+"""The position of a module's output rows in a file: a list of (tensor name, first row, number of rows), in row order.
 
-A module that keeps its own weight gives one entry, a module split into several weights gives several, and modules
-merged into one weight give the same name with different first rows.
+A module with its own weight has one item, and a module that is split into several weights has several. Modules that are
+merged into one weight have the same name with different first rows.
 """
 RowsOf = Callable[[str, str, int], Rows]
-"""(component, module, its number of rows) -> its position in a file; empty: the file has no name for it."""
+"""Maps (component, module, number of the module's rows) to the position in a file, or to () if the file has no name
+for the module.
+"""
 
 
 def not_known(component: str, module: str, rows: int) -> Rows:
-    """No name: a ``RowsOf``."""
+    """Return no position. Used as ``RowsOf`` for files without known names."""
     return ()
 
 
 @dataclass(frozen=True)
 class FileNames:
-    """Names of a family's modules in LoRA files, and diffusers' loader of these files.
+    """Names of a family's modules in LoRA files, and diffusers' loader for these files.
 
-    prefixes: component -> prefix of its modules' names in the one file that other programs read ("lora_unet_").
+    prefixes: prefix of modules' names ("lora_unet_") by component, in the one file that other programs read.
     ``form``: the format of that file (``adapters.entry.Form``): "kohya", or "folded" if readers ignore alpha.
-    key: (component, module) -> name of a module in that file, without ``.lora_down.weight``. It begins with the
+    key: maps (component, module) to the module's name in that file, without ``.lora_down.weight``. It begins with the
         component's prefix: "lora_unet_input_blocks_4_1_...", "diffusion_model.layers.0...".
-    load_in_diffusers: loads a file with diffusers' own loader into skeletons of components, as its users do.
-    original: in files with the names of the original release ("double_blocks.0.img_attn.qkv"). They are read, never
-        written. Empty if these names equal the names of ``key`` or are not known.
-    scripts: in files for kohya's scripts (sd-scripts, musubi-tuner), if they differ from ``scripts_rows``' default.
+    load_in_diffusers: loads a file into weightless components with diffusers' own loader, as its users do.
+    original: positions in files with the original release's names ("double_blocks.0.img_attn.qkv"). Such files are only
+        read. Positions are empty if the names equal those from ``key`` or are unknown.
+    scripts: positions in files for kohya's scripts (sd-scripts, musubi-tuner), or None for the default of
+        ``scripts_rows``.
     """
 
     prefixes: Mapping[str, str]
@@ -45,11 +48,14 @@ class FileNames:
     scripts: RowsOf | None = None
 
     def rows(self, component: str, module: str, rows: int) -> Rows:
-        """The position in the one file that other programs read: each module keeps its own weight there."""
+        """Return a module's position in the one file that other programs read. Each module has its own weight there."""
         return ((self.key(component, module), 0, rows),)
 
     def scripts_rows(self, component: str, module: str, rows: int) -> Rows:
-        """The position in files for kohya's scripts: the original release's names, or else the names of ``key``."""
+        """Return a module's position in files for kohya's scripts.
+
+        Its name is derived from the original release's name, or is the name from ``key`` if there is none.
+        """
         if self.scripts is not None:
             return self.scripts(component, module, rows)
         original = self.original(component, module, rows)

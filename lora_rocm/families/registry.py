@@ -1,4 +1,4 @@
-"""The registry of model families. ``PRODUCT`` is the program's; tests may build their own."""
+"""The registry of model families. The program uses ``PRODUCT``; tests may build their own registry."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ RESERVED = (
 
 
 class FamilyRegistry:
-    """Model families by name. A recipe without ``model.family`` gets the first.
+    """Model families by name. The first family is the default of ``model.family``.
 
     Args:
-        specs: at least one, with distinct names.
+        specs: the families, at least one, with distinct names.
     """
 
     def __init__(self, specs: Sequence[FamilySpec]) -> None:
@@ -46,7 +46,7 @@ class FamilyRegistry:
         return tuple(self._specs)
 
     def refusal(self, name: str) -> tuple[str, str]:
-        """(problem, fix) for an unknown family name."""
+        """Return (problem, fix) for an unknown family name."""
         known = f"Families that can be trained: {', '.join(self.names)}."
         plain = name.strip().lower()
         coming = [reserved for reserved in RESERVED if reserved not in self]
@@ -58,12 +58,12 @@ class FamilyRegistry:
         return "there is no such model family", f"Did you mean {near[0]}?" if near else known
 
     def detect(self, seen: Evidence, where: str) -> FamilySpec:
-        """The family of a base model and a LoRA for it.
+        """Return the family of a base model and a LoRA.
 
-        Evidence from the base takes precedence; the LoRA decides if several families remain.
+        The LoRA is used only if the base is not recognised or may belong to several families.
 
         Args:
-            seen: evidence of both.
+            seen: evidence from base and LoRA.
             where: the base model, for the error.
 
         Raises:

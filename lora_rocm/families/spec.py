@@ -1,4 +1,4 @@
-"""The specification of a model family for the light half. Each family's ``spec.py`` makes one."""
+"""The specification of a model family, importable without torch. Each family's ``spec.py`` defines one."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class CheckpointSection(LatentSection):
         None, description="Folder with the diffusers configs and tokenizers for a single-file checkpoint."
     )
     prediction_type: Literal["auto", "epsilon", "v_prediction"] = Field(
-        "auto", description="The kind of prediction; auto reads the model's own scheduler config."
+        "auto", description="The predicted quantity; auto reads it from the model's own scheduler config."
     )
     max_token_length: Literal[75, 150, 225] = Field(
         225,
-        description="Maximum number of tokens that the text encoders read of a caption or prompt, in chunks of 75 "
-        "as in ComfyUI. Further tokens are cut off.",
+        description="Maximum number of tokens of a caption or prompt that the text encoders read, in chunks "
+        "of 75 as in ComfyUI. Further tokens are cut off.",
     )
 
     @property
@@ -64,8 +64,8 @@ class TransformerSection(LatentSection):
     tokenizer: InputFolder | None = Field(None, description="Folder of another tokenizer.")
     text_encoder_quantization: Quantization = Field(
         "none",
-        description="As quantization, for the layers of the largest text encoder while captions are encoded. "
-        "It changes the cached values.",
+        description="Like quantization, but for the largest text encoder's layers while captions are "
+        "encoded. It changes the cached values.",
     )
 
 
@@ -86,27 +86,29 @@ OF_IMAGES = frozenset(
         )
     ]
 )
-"""Keys of shared sections about images: a family that trains on texts reads none of them."""
+"""Keys of shared sections that only concern images. Families that train on texts do not read them."""
 OF_TEXTS = frozenset({"data.max_length", "data.packing"})
-"""Keys that are read only by families that train on texts."""
+"""Keys of shared sections that only concern texts. Other families do not read them."""
 SampleKind = Literal["image", "text", "video"]
 Fp16 = Literal["whole", "products", "never"]
-"""The part that fits fp16: all activations, only the products (the residual stream is float32), or nothing."""
+"""The part of a model that can run in fp16: everything ("whole"), only matrix products with a float32 residual stream
+("products"), or nothing ("never").
+"""
 PreviewMedium = Literal["image", "text", "video"]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a sample's shape. Lengths are given in ``unit``.
+    """One axis of a sample's shape. Lengths are measured in ``unit``.
 
     Attributes:
-        name: as in ``dataset.shape.Shape``.
+        name: name of the axis in ``dataset.shape.Shape``.
         unit: "px", "frames" or "tokens".
-        multiple: valid lengths are ``first`` plus a multiple of this.
-        first: 0, or 1 where the first frame is encoded alone.
+        multiple: valid lengths are ``first`` plus a multiple of this number.
+        first: 1 if the first frame is encoded alone, else 0.
         per_latent: units per position of the latents.
         per_token: units per position of the model's sequence.
-        longest: maximum length of a sample; 0: the recipe sets it.
+        longest: maximum length of a sample, or 0 if the recipe sets it.
     """
 
     name: str
@@ -126,7 +128,7 @@ class Axis:
         return length >= max(self.first, 1) and (length - self.first) % self.multiple == 0
 
     def nearest(self, length: int) -> tuple[int, ...]:
-        """The valid lengths around an invalid one: the next smaller (if there is one) and the next larger."""
+        """Return the nearest valid lengths for an invalid one: the next smaller, if it exists, and the next larger."""
         steps = (length - self.first) // self.multiple
         return tuple(found for n in (steps, steps + 1) if self.fits(found := self.first + n * self.multiple))
 
@@ -139,7 +141,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes that a family's samples have, the lengths that it accepts, and their cost in tokens."""
+    """The axes of a family's samples, with their valid lengths and the resulting number of tokens."""
 
     axes: tuple[Axis, ...]
 
@@ -154,29 +156,29 @@ class Axes:
 
     @property
     def multiple_px(self) -> int:
-        """The number of pixels that every side of an image is a multiple of; 1 if the family reads no images."""
+        """The number of pixels that every side of an image is a multiple of, or 1 if the family reads no images."""
         return math.lcm(*(axis.multiple for axis in self.axes if axis.unit == "px"))
 
     def tokens(self, lengths: Sequence[int]) -> int:
-        """The length of the model's sequence for a sample with these lengths, one per axis. It measures the cost."""
+        """Return the sequence length for a sample with these lengths, one per axis. It measures the computing cost."""
         return math.prod(axis.tokens(length) for axis, length in zip(self.axes, lengths, strict=True))
 
 
 def image_axes(multiple: int, per_token: int) -> Axes:
-    """The axes of images with sides that are multiples of ``multiple``, for a VAE with eight pixels per latent."""
+    """Return the axes of images with sides that are multiples of ``multiple``, for a VAE with 8 pixels per latent."""
     return Axes(tuple(Axis(name, multiple=multiple, per_latent=8, per_token=per_token) for name in "hw"))
 
 
 @dataclass(frozen=True)
 class FileMetadata:
-    """A family's entries in the metadata of a LoRA file. A field with an empty string is omitted.
+    """A family's entries in the metadata of a LoRA file. Empty entries are omitted.
 
     Attributes:
-        base_version: kohya's ``ss_base_model_version``.
-        architecture: ``modelspec.architecture`` of Stability's modelspec.
-        implementation: ``modelspec.implementation``, a URL.
-        extra: further ``ss_`` fields.
-        rate, text_rate: fields for the learning rates of the main component and of the text encoders.
+        base_version: value of kohya's ``ss_base_model_version``.
+        architecture: value of ``modelspec.architecture`` (Stability's modelspec).
+        implementation: value of ``modelspec.implementation``, a URL.
+        extra: additional ``ss_`` entries.
+        rate, text_rate: names of the entries for the learning rates of the main component and of the text encoders.
     """
 
     base_version: str = ""
@@ -189,11 +191,13 @@ class FileMetadata:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence of a family in a base model and a LoRA, read before anything is loaded: values of ``model.family``.
+    """Possible families of a base model and a LoRA, as values of ``model.family``.
+
+    They are read from headers and configs, before anything is loaded.
 
     Attributes:
-        base: the possible families of the base; empty if it is not recognised.
-        lora: likewise of the LoRA.
+        base: possible families of the base, empty if it is not recognised.
+        lora: possible families of the LoRA, empty if it is not recognised.
     """
 
     base: Collection[str] = ()
@@ -202,30 +206,33 @@ class Evidence:
 
 @dataclass(frozen=True, eq=False)
 class FamilySpec:
-    """A model family as the light half sees it. Specs are compared by identity.
+    """A model family without its torch code. Specs are compared by identity.
 
     Attributes:
         name: the value of ``model.family``.
-        title: name for people.
+        title: name of the family in messages.
         model_section: the class of the recipe's ``model`` section.
         objective_section: the class of the recipe's ``objective`` section.
-        implementation: "module:Class" of its ``families.base.ModelFamily``, imported on demand.
+        implementation: the class that implements ``families.base.ModelFamily``, as "module:Class". It is imported on
+            demand.
         component: name of the component that is always trained.
-        axes: the axes of its samples.
-        text_components: components that ``lora.train_text_encoder`` also trains; (): the key is refused.
-        embedding_keys: text component -> name of its tensor in embedding files; empty: ``lora.new_tokens`` is refused.
-        samples: the kinds of samples that it trains on.
+        axes: the axes of the family's samples.
+        text_components: components that ``lora.train_text_encoder`` also trains. If there are none, the key is refused.
+        embedding_keys: name of the tensor in embedding files by text component. If empty, ``lora.new_tokens`` is
+            refused.
+        samples: the kinds of samples that the family trains on.
         preview: the medium of previews.
         guidance: usual guidance scale of previews.
-        samplers: the values of ``sample.sampler`` that previews can be drawn with.
-        unread: dotted keys of shared sections that it does not read, including keys for other kinds of samples. A
-            recipe that sets one is refused.
-        formats: the values of ``output.formats`` in which its results can be written, the default first.
-        conversions: further formats, which only ``lora-rocm export`` writes.
-        fp16: whether its activations fit fp16, see ``Fp16``.
-        trains_norms: whether ``lora.train_norms`` is supported; other programs then read the norms from the LoRA file.
-        metadata: entries of its LoRA files' metadata.
-        rules: rules over several keys that apply to this family only.
+        samplers: values of ``sample.sampler`` that are supported.
+        unread: dotted keys of shared sections that the family does not read, including keys for other kinds of samples.
+            A recipe that sets one of them is refused.
+        formats: supported values of ``output.formats``, the default first.
+        conversions: additional formats, which only ``lora-rocm export`` writes.
+        fp16: the part of the model that can run in fp16, see ``Fp16``.
+        trains_norms: whether ``lora.train_norms`` is supported. Other programs can then read the norms from the LoRA
+            file.
+        metadata: metadata entries of the family's LoRA files.
+        rules: rules over several keys that apply only to this family.
     """
 
     name: str
@@ -258,12 +265,12 @@ class FamilySpec:
 
     @property
     def takes_fp16(self) -> bool:
-        """Whether it can be trained in fp16."""
+        """Whether the family can be trained in fp16."""
         return self.fp16 != "never"
 
     @property
     def trains_on_texts(self) -> bool:
-        """Whether samples are texts instead of images or videos with captions."""
+        """Whether samples are texts, and not images or videos with captions."""
         return self.samples[0] == "text"
 
     def reads(self, key: str) -> bool:

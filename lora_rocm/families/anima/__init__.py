@@ -1,1 +1,1 @@
-"""Anima."""
+"""The Anima model family."""

@@ -1,8 +1,8 @@
-"""Anima's caption entry: the output of its text conditioner for the states of Qwen3 and the token ids of T5.
+"""Encodes captions for Anima: text conditioner output, computed from Qwen3 hidden states and T5 token ids.
 
-The conditioner is frozen, so its output is cached. The transformer has no text mask: it also reads the zeros after a
-caption, and their number changes its output. So each entry is padded to the 512 tokens of the published model, and
-batches have one shape.
+The conditioner is frozen, so its output is cached. The transformer has no text mask: it also attends to the zeros after
+a caption, so their number changes its output. Therefore each entry is padded to 512 tokens, as in the published model,
+and all batches have the same shape.
 
 Dimensions: B batch, S tokens, D width.
 """
@@ -32,11 +32,11 @@ TOKENIZERS = ("tokenizer", "t5_tokenizer")
 
 
 class TextEncoder(CaptionEncoder):
-    """Encodes captions as ``AnimaTextEncoderStep`` and ``AnimaTextConditioningStep`` do, one at a time.
+    """Encodes captions one at a time, like diffusers' ``AnimaTextEncoderStep`` and ``AnimaTextConditioningStep``.
 
     Args:
-        source: the base.
-        weights: storage format of the layers of Qwen3.
+        source: the base model.
+        weights: storage format of Qwen3's layers.
     """
 
     entry = EntrySpec("text", (CAPTION,), {STATES: TensorSpec("bfloat16", "SD")})
@@ -72,15 +72,15 @@ class TextEncoder(CaptionEncoder):
 
 
 def load_tokenizers(source: BaseSource) -> list[Any]:
-    """Load the tokenizers of Qwen3 and T5.
+    """Return the tokenizers of Qwen3 and T5, in this order.
 
     Raises:
-        ModelError: one is missing or cannot be read.
+        ModelError: a tokenizer is missing or cannot be read.
     """
     return [tokenizer_of(source, name) for name in TOKENIZERS]
 
 
 def _ids(tokenizer: Any, caption: str) -> Tensor:
-    """Token ids, int64 [1, S]; [1, 0] from Qwen3 for an empty caption."""
+    """Token ids of a caption, int64 [1, S]. Qwen3's tokenizer returns shape [1, 0] for an empty caption."""
     ids: list[int] = tokenizer(caption, truncation=True, max_length=MAX_TOKENS).input_ids
     return torch.tensor([ids], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Anima: the transformer of Cosmos-Predict2 with a conditioner that reads the states of Qwen3-0.6B.
+"""The Anima family: Cosmos-Predict2's transformer and a conditioner that reads hidden states of Qwen3-0.6B.
 
 Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
 """
@@ -34,12 +34,13 @@ BLOCK = r"transformer_blocks\.\d+\."
 ATTENTION, MLP = r"attn[12]\.(to_[qkv]|to_out\.0)", r"ff\.net\.(0\.proj|2)"
 MODULATION = r"norm[123]\.linear_[12]"
 NOTICES = {
-    "turbo": "According to its name, this base is distilled to few steps (Anima Turbo), and a LoRA trained on it "
-    "undoes that. Train on the base, and use the LoRA together with the Turbo LoRA.",
+    "turbo": "According to its name, this base is distilled to few steps (Anima Turbo). Training a "
+    "LoRA on it undoes the distillation. Train on Anima itself, and use the LoRA together "
+    "with the Turbo LoRA.",
     "preview": "According to its name, this base is a preview of Anima. A LoRA for it is not expected to work with "
     "version 1.0.",
 }
-"""Word in the name of a base -> notice. The tensors do not identify the variant."""
+"""Notices by a word that the base's name contains, because the tensors do not identify the variant."""
 LAYOUT = ModelLayout(
     parts={
         "transformer": ComponentLayout(
@@ -102,7 +103,10 @@ class Anima(TransformerFamily):
 
     @cached_property
     def files(self) -> FileNames:
-        """As ``TransformerFamily.files``, with the original names, because ComfyUI does not read diffusers' names."""
+        """As ``TransformerFamily.files``, but with the original release's names.
+
+        ComfyUI cannot read diffusers' names.
+        """
         return replace(
             super().files,
             key=lambda component, module: self.prefixes[component] + names.original(module),
@@ -115,7 +119,7 @@ class Anima(TransformerFamily):
         return (*super().check(source), *told)
 
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
-        """As ``TransformerFamily.velocity``. The model's time is sigma itself, in float32."""
+        """As ``TransformerFamily.velocity``. The model's timestep input is sigma itself, in float32."""
         output_BCFHW = model.components["transformer"](  # the last channel marks padding: none
             hidden_states=torch.nn.functional.pad(latents_BCHW, (0, 0, 0, 0, 0, 1)).to(model.dtype)[:, :, None],
             timestep=sigma_B,

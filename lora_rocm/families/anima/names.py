@@ -1,4 +1,4 @@
-"""Names of Anima's transformer in files of the original release, which ComfyUI and kohya's scripts use too."""
+"""Names of Anima's transformer in the original release's files, which ComfyUI and kohya's scripts use too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from lora_rocm.model_files.config_file import Config
 PREFIXES = ("net.", "model.diffusion_model.", "diffusion_model.")
 CONDITIONER = "llm_adapter."
 IGNORED = (CONDITIONER, "pos_embedder.", "accum_")
-"""Parts of names in the transformer's file: the conditioner, computed positions, counters of training."""
+"""Name parts of tensors in the file that the transformer does not read: conditioner, computed positions, and training
+counters.
+"""
 MAX_SIZE = [1, 1 << 14, 1 << 14]  # in frames, and in latents
 PARTS = {
     "transformer_blocks.": "blocks.",
@@ -37,11 +39,11 @@ PARTS = {
     "time_embed.t_embedder": "t_embedder.1",
     "time_embed.norm": "t_embedding_norm",
 }
-"""Part of a name in diffusers -> in the original."""
+"""Maps parts of diffusers' names to parts of the original names."""
 
 
 def original(name: str) -> str:
-    """The original name of a module or tensor of diffusers' transformer."""
+    """Return the original name of a module or tensor of diffusers' transformer."""
     for ours, theirs in PARTS.items():
         name = name.replace(ours, theirs)
     return name
@@ -50,9 +52,9 @@ def original(name: str) -> str:
 def config_changes(config: Config, tensors: Collection[str]) -> dict[str, Any]:
     """As ``Layout.changed``.
 
-    The mask channel is an input like the others, because the model would resize a mask with torchvision, which may not
-    be installed. The positions have no limit. The number of blocks is counted from the names: larger fine-tunes have
-    more.
+    The padding mask becomes an ordinary input channel. Otherwise the model would resize the mask with torchvision,
+    which may not be installed. ``max_size`` is raised so that it does not limit positions. The number of blocks is
+    counted from the tensor names, because larger fine-tunes have more blocks.
     """
     blocks = {found[1] for name in tensors if (found := re.search(r"(?<!adapter\.)blocks\.(\d+)\.", name))}
     channels = config.whole("in_channels", 16) + config.flag("concat_padding_mask", default=True)
@@ -61,6 +63,6 @@ def config_changes(config: Config, tensors: Collection[str]) -> dict[str, Any]:
 
 
 def transformer_of_original(state: State, module: nn.Module) -> State:
-    """Convert from the original names; diffusers' own names are kept."""
+    """Convert original tensor names to diffusers' names. Tensors with diffusers' names are kept."""
     ours = {original(name): name for name in module.state_dict()}
     return {ours.get(name, name): tensor for name, tensor in state.items()}

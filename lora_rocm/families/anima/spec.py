@@ -1,4 +1,4 @@
-"""The specification of Anima for the light half: recipe section and names."""
+"""Anima's specification, importable without torch: recipe section and names."""
 
 from __future__ import annotations
 

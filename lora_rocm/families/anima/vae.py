@@ -1,4 +1,4 @@
-"""The video VAE of Qwen-Image and Wan 2.1, used for images as videos of one frame.
+"""The video VAE of Qwen-Image and Wan 2.1, used for images by encoding each one as a video of one frame.
 
 Dimensions: B batch, C channels, H W height and width in pixels or latents.
 """
@@ -16,7 +16,7 @@ OF_ORIGINAL = "encoder.conv1."  # in the names of Wan's release
 
 
 class ImageVae(AutoencoderKLQwenImage):
-    """Takes and returns tensors without the frame axis. Its tiles have 256 pixels."""
+    """The video VAE with inputs and outputs that have no frame axis. Its tiles are 256 pixels wide and high."""
 
     def _encode(self, x: Tensor) -> Tensor:
         moments_BCHW: Tensor = super()._encode(x[:, :, None])[:, :, 0]
@@ -27,7 +27,10 @@ class ImageVae(AutoencoderKLQwenImage):
 
 
 def vae_of_original(state: State, module: nn.Module) -> State:
-    """Convert from the names of Wan's release, which ComfyUI uses too; diffusers' own names are kept."""
+    """Convert tensor names of Wan's release to diffusers' names. ComfyUI uses the names of Wan's release, too.
+
+    Tensors with diffusers' names are kept.
+    """
     if not any(OF_ORIGINAL in name for name in state):
         return own_names(state, module)
     return dict(convert_wan_vae_to_diffusers(state))

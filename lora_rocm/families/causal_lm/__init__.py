@@ -1,1 +1,1 @@
-"""Language models that write the next token, of any architecture that transformers knows."""
+"""Language models that predict the next token, with any architecture supported by transformers."""

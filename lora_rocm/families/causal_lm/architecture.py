@@ -1,4 +1,4 @@
-"""The differences between architectures of language models: class, config, blocks, and scaling of the logits."""
+"""Differences between architectures of language models: class, config, blocks, and scaling of the logits."""
 
 from __future__ import annotations
 
@@ -33,20 +33,26 @@ from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, Config, given, rea
 
 COMPONENT, TOKENIZER = "model", "tokenizer"
 COMPARED = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3", "smollm3", "gpt_oss"})
-"""Model types with logits that tests compare with transformers. Any other type is compared when it is loaded."""
+"""Model types with logits that the project's tests compare with transformers. All other types are compared when a
+model is loaded.
+"""
 UNREAD_KEYS = ("attn_logit_softcapping", "attention_chunk_size", "use_bidirectional_attention")
-"""Keys of a config that require another attention than ``attention.causal``."""
+"""Config keys that require a different attention than ``attention.causal``."""
 WINDOWS = {"full_attention", "sliding_attention"}
 DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "embedding_dropout")
 OF_IMAGES_ONLY = (("use_bidirectional_attention", "vision"),)
-"""Values of these keys that matter only for image tokens."""
+"""Pairs of key and value that are accepted although the key is in ``UNREAD_KEYS``: they affect only image tokens."""
 GPT_OSS = "gpt_oss"
 PROBE_TOKENS = 8
 CLOSE = 0.05  # of the logits' spread: more than errors of bfloat16, less than a wrong mask or scale
 
 
 class Blocks(nn.ModuleList):
-    """The blocks of a decoder. When its forward iterates over them, ``run`` calls each."""
+    """The decoder's list of blocks, in which each block is called through ``run``.
+
+    If ``run`` is set and gradients are enabled, accessing a block returns a wrapper, which calls the block through
+    ``run``.
+    """
 
     run: Callable[..., Any] | None = None
 
@@ -62,7 +68,7 @@ class Blocks(nn.ModuleList):
 
 
 class _Called:
-    """Wraps a block in a forward pass; attributes are forwarded to the block."""
+    """Wraps a block so that it is called through ``run``. Attributes are read from the block."""
 
     def __init__(self, run: Callable[..., Any], block: nn.Module) -> None:
         self._run, self._block = run, block
@@ -75,7 +81,7 @@ class _Called:
 
 
 def layout_of(folder: Path) -> ModelLayout:
-    """The layout of a model in a folder of transformers.
+    """Return the layout of a model in a transformers folder.
 
     Raises:
         ModelError: config-missing, config-unreadable, custom-code, not-a-language-model, architecture-unknown.
@@ -83,7 +89,7 @@ def layout_of(folder: Path) -> ModelLayout:
     path = folder / "config.json"
     found = read_config(path)
     kind = given(found, "model_type", str, path) or ""
-    shown = printable(kind)[:80] or "(not named in its config)"
+    shown = printable(kind)[:80] or "(missing in its config)"
     if found.get("auto_map"):
         raise ModelError(
             "custom-code",
@@ -110,7 +116,10 @@ def layout_of(folder: Path) -> ModelLayout:
     if kind == GPT_OSS:
         stored = given(found, "quantization_config", dict, path, or_null=True) or {}
         if stored.get("quant_method") != "mxfp4":
-            raise _unknown(path, "gpt-oss can only be trained with experts in MXFP4, which this edition does not have")
+            raise _unknown(
+                path,
+                "gpt-oss can only be trained with experts in MXFP4, but the experts of this model are not in MXFP4",
+            )
         from lora_rocm.families.causal_lm.gpt_oss import PackedGptOss as cls  # noqa: N813
     # The layout: one component, without the parts that are not the text model.
     finish = None if text is None else only_text
@@ -120,9 +129,9 @@ def layout_of(folder: Path) -> ModelLayout:
 
 
 def _class_of(kind: str, text_kind: str | None) -> Any:
-    """The class of transformers that loads a model type, or None if the model does not predict the next token.
+    """Return the transformers class that loads a model type, or None if such models do not predict the next token.
 
-    text_kind: type of the text model, if the text model is a part that can also be trained alone.
+    text_kind: type of the text model inside the model, or None if the config has no separate text model.
     """
     config = CONFIG_MAPPING[kind]
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(config, None)
@@ -138,7 +147,7 @@ def _class_of(kind: str, text_kind: str | None) -> Any:
 
 
 def require_ends(source: BaseSource, tokenizer: str) -> None:
-    """Refuse configs with an end token that the model does not have.
+    """Refuse a config with an end-of-text token id outside the model's embedding table.
 
     Raises:
         ModelError: config-unreadable.
@@ -155,7 +164,7 @@ def require_ends(source: BaseSource, tokenizer: str) -> None:
 
 
 def only_text(model: Any) -> None:
-    """Remove everything from a model except its decoder and its head. Modules keep their names in the whole model."""
+    """Remove all modules except the decoder and the output head. The remaining modules keep their names."""
     kept = {*decoder(model).modules(), *model.get_output_embeddings().modules()}
     for owner in [each for each in model.modules() if each not in kept]:
         for name, child in owner.named_children():
@@ -164,7 +173,10 @@ def only_text(model: Any) -> None:
 
 
 def _unread(module: nn.Module) -> list[str]:
-    """Name patterns of tensors that the model does not read: listed by transformers, or of removed modules."""
+    """Return name patterns of tensors that the model does not read.
+
+    These are the tensors that transformers lists, and all tensors in removed modules.
+    """
     model: Any = module
     gone = {name for each in module.modules() for name, child in each._modules.items() if child is None}
     return [
@@ -179,7 +191,7 @@ def _unknown(path: Path, what: str) -> ModelError:
 
 
 def _without_dropout(of_file: Config, tensors: object) -> dict[str, Any]:
-    """Config values that change for training: no dropout and no cache of keys and values."""
+    """Return config values to change for training: no dropout and no KV cache."""
     config = of_file.values
     changed = {key: 0.0 for key in DROPOUTS if key in config}
     if "text_config" in config:
@@ -190,10 +202,10 @@ def _without_dropout(of_file: Config, tensors: object) -> dict[str, Any]:
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    """Prepare a model for training: attention without a mask, tied weights as one, and blocks that can be recomputed.
+    """Prepare a model for training: set maskless attention, tie weights, and make blocks recomputable.
 
     Raises:
-        ModelError: its blocks are not found.
+        ModelError: the model has no list of blocks.
     """
     use_working_product()
     whole: Any = model
@@ -201,7 +213,7 @@ def prepared(model: nn.Module) -> nn.Module:
     whole.config._attn_implementation = inside.config._attn_implementation = NAME
     layers = getattr(inside, "layers", None)
     if not isinstance(layers, nn.ModuleList):
-        what = f"Its {type(inside).__name__} has no list of blocks"
+        what = f"The model's decoder, {type(inside).__name__}, has no list of blocks"
         raise _unknown(Path(whole.config.name_or_path or "config.json"), what)
     inside.layers = Blocks(layers)
     if whole.config.get_text_config().tie_word_embeddings:
@@ -210,15 +222,16 @@ def prepared(model: nn.Module) -> nn.Module:
 
 
 def decoder(model: nn.Module) -> Any:
-    """The part of a model that computes the last hidden states."""
+    """Return the part of a model that computes the last hidden states."""
     whole: Any = model
     return whole.get_decoder()
 
 
 def states_of(model: nn.Module, ids_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-    """The last hidden states of tokens [B, S, D].
+    """Return the last hidden states of tokens, shape [B, S, D].
 
-    positions_BS: the position of each token in its sample, if a row has several samples; they do not see each other.
+    positions_BS: each token's position within its sample, or None if a row has only one sample. Several samples in a
+    row do not attend to each other.
     """
     inside, more = decoder(model), dict[str, Tensor]()
     if positions_BS is not None:
@@ -229,7 +242,7 @@ def states_of(model: nn.Module, ids_BS: Tensor, positions_BS: Tensor | None = No
 
 
 def head_of(model: nn.Module) -> Head:
-    """The head of a model, with the model's scale and soft cap."""
+    """Return the output head of a model, with the model's scale and soft cap."""
     whole: Any = model
     config = whole.config.get_text_config()
     cap, divisor = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_scaling"))
@@ -238,7 +251,7 @@ def head_of(model: nn.Module) -> Head:
 
 @torch.no_grad()
 def require_same(model: nn.Module, where: str) -> None:
-    """Compare the logits of an untested architecture with transformers' own, computed with its own attention.
+    """Check that a model with an untested architecture has the same logits as with transformers' own attention.
 
     Raises:
         ModelError: architecture-differs.
@@ -256,7 +269,7 @@ def require_same(model: nn.Module, where: str) -> None:
     if not float((ours - theirs).norm()) <= CLOSE * float(theirs.norm()):
         raise ModelError(
             "architecture-differs",
-            f"A model of the type {config.model_type} gives different results here than in transformers.",
+            f"A model of the type {config.model_type} computes different results in this program than in transformers.",
             where=where,
             fix=f"Use another model, and please report this. {DOWNLOAD_AGAIN}",
         )
@@ -264,7 +277,9 @@ def require_same(model: nn.Module, where: str) -> None:
 
 @torch.no_grad()
 def require_apart(model: nn.Module, where: str) -> None:
-    """Compare the states of two samples in one row with each sample alone, for an untested architecture.
+    """Check, for an untested architecture, that samples packed into one row do not affect each other.
+
+    The hidden states of two packed samples are compared with each sample's own.
 
     Raises:
         ModelError: packing-unequal.
@@ -282,19 +297,20 @@ def require_apart(model: nn.Module, where: str) -> None:
     if not equal:
         raise ModelError(
             "packing-unequal",
-            f"In a model of the type {whole.config.model_type}, samples in one row see each other.",
+            f"Samples packed into one row affect each other in models of the type {whole.config.model_type}.",
             where=where,
             fix="Remove data.packing.",
         )
 
 
 def published(state: State, module: nn.Module) -> State:
-    """Convert published tensors, which may have no data yet, by transformers' rules, in the order of its loader.
+    """Convert published tensors to the module's names with transformers' conversion rules, in the order of its loader.
 
-    Transformers has one table of differences between published files and its modules (names, experts that are one
-    tensor each, fused projections). Its loader and PEFT apply it. Older names are converted after that.
+    Transformers has one table of differences between published files and its modules (names, experts stored as separate
+    tensors, fused projections). Its loader and PEFT apply this table. Older names are converted afterwards. The tensors
+    may be without data.
 
-    If two tensors have one target, the first in natural order is used, and the other one counts as unread.
+    If two tensors have the same target, the first one in natural order is used. The other one counts as unread.
     """
     model: Any = module
     expected = module.state_dict(keep_vars=True)
@@ -327,7 +343,10 @@ LOG = logging.getLogger(__name__)
 
 @cache
 def takes_grouped(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's grouped product supports this dtype on this device, forward and backward. Tried once."""
+    """Whether PyTorch's grouped matrix product works for this dtype and device, forward and backward.
+
+    It is tried only once.
+    """
     product: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     try:
         with torch.enable_grad():
@@ -340,7 +359,8 @@ def takes_grouped(device: torch.device, dtype: torch.dtype) -> bool:
     except RuntimeError as error:
         if device.type != "meta":
             LOG.warning(
-                "The experts are computed one after another: PyTorch's grouped product does not support %s on %s (%s)",
+                "PyTorch's grouped matrix product does not support %s on %s (%s), so experts are "
+                "computed one after another",
                 dtype,
                 device,
                 str(error).splitlines()[0],
@@ -350,10 +370,10 @@ def takes_grouped(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def use_working_product() -> None:
-    """Make transformers ask ``takes_grouped`` before it uses the grouped product. A second call does nothing.
+    """Make transformers call ``takes_grouped`` before it uses PyTorch's grouped product. A second call does nothing.
 
-    Otherwise it uses PyTorch's grouped product for any dtype, but on a GPU that supports only bfloat16 up to torch
-    2.11. If the product fails, transformers' own loop over the experts is used.
+    Without this, transformers uses the grouped product for any dtype, but up to torch 2.11 GPUs support only bfloat16.
+    If ``takes_grouped`` returns False, transformers loops over the experts.
     """
     known = moe._can_use_grouped_mm
     if getattr(known, "asks_dtype", False):

@@ -1,9 +1,9 @@
-"""Causal attention without a mask for padding, registered with transformers as a separate implementation.
+"""Causal attention without a padding mask, registered with transformers as a separate implementation.
 
-Samples are padded at the end, and no token sees later tokens, so the padding does not change trained tokens.
-Transformers builds no mask for an implementation without a registered mask function. So a pass does not synchronise to
-inspect a mask. Masks are still needed for a sliding window that is shorter than the sequence, and for several samples
-in one row.
+Samples are padded at the end, and no token attends to later tokens, so the padding does not change trained tokens.
+Transformers builds no mask for an implementation without a registered mask function, so the forward pass does not
+synchronise to inspect a mask. Masks are still used in two cases: a sliding window that is shorter than the sequence,
+and several samples in one row.
 
 Dimensions: B batch, H heads, Q queries, K keys, D width of a head.
 """
@@ -35,11 +35,14 @@ def causal(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of each query to the keys up to its position, or to the last ``sliding_window`` of these.
+    """Compute attention of each query to the keys up to its position, or to the last ``sliding_window`` keys.
 
-    ``apart_B1SS`` is added to the scores (``samples_apart``). With a cache there is one query, and the cache holds the
-    keys that it sees. ``s_aux``: a logit per head that takes part in the softmax but adds nothing to the output
-    (gpt-oss).
+    ``apart_B1SS`` is the bias from ``samples_apart``, which is added to the scores. With a KV cache there is one query,
+    and the cache holds exactly the keys that it attends to. ``s_aux`` has one logit per head that is part of the
+    softmax but adds nothing to the output (gpt-oss).
+
+    Returns:
+        The output [B, Q, H, D], and None in place of the attention weights.
     """
     queries, keys = query_BHQD.shape[2], key_BHKD.shape[2]
     mask = apart_B1SS
@@ -55,13 +58,14 @@ def causal(
 
 
 def samples_apart(positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias on the scores of rows with several samples [B, 1, S, S]: 0 up to the token in its sample, else -inf.
+    """Return the attention bias for rows with several samples, shape [B, 1, S, S].
 
-    It is computed once for all layers. A boolean mask would be converted to a bias, and kept, by each layer.
+    It is 0 for keys of the query's sample up to the query, else -inf. It is computed once for all layers. With a
+    boolean mask, each layer would convert the mask to a bias and keep it.
 
     Args:
-        positions_BS: the position of each token in its sample; 0 begins a sample.
-        dtype: of the queries.
+        positions_BS: position of each token in its sample; a 0 begins a sample.
+        dtype: dtype of the queries.
     """
     sample_BS = (positions_BS == 0).cumsum(1)
     seen_BSS = (sample_BS[:, :, None] == sample_BS[:, None, :]).tril()
@@ -78,10 +82,11 @@ def _with_sinks(
     mask: Tensor | None,
     sinks_H: Tensor,
 ) -> tuple[Tensor, None]:
-    """As ``causal``, with an extra first key that every query sees: its logit is the head's sink, its value zero.
+    """As ``causal``, with an extra first key that all queries attend to.
 
-    The logit comes from one more dimension: 1 in that key and 0 in the others, the sink in the queries. An unused first
-    query keeps the positions aligned, so no mask is needed.
+    The extra key's logit is the head's sink, and its value is zero. Queries and keys get one more dimension for this.
+    In this dimension the extra key is 1, the other keys are 0, and the queries have the sink. An unused first query
+    keeps the positions aligned, so no mask is needed.
     """
     batch, heads, queries, width = query_BHQD.shape
     scale = scaling or width**-0.5
@@ -101,7 +106,7 @@ def _with_sinks(
 
 
 def _window(queries: int, keys: int, size: int, like: Tensor) -> Tensor:
-    """True for the keys that each query sees: bool [Q, K]."""
+    """Return a bool mask [Q, K]: True for the keys that each query attends to."""
     behind_QK = _places(queries, like)[:, None] - _places(keys, like)
     return (behind_QK >= 0) & (behind_QK < size)
 

@@ -1,7 +1,7 @@
-"""Texts and conversations as tokens, with the positions that are trained on. It uses the tokenizer's chat template.
+"""Encodes texts and conversations as tokens, with marks on trained tokens. It uses the tokenizer's chat template.
 
-The content of messages from users, tools and the system is plain text, even where it looks like a special token of the
-template. Everything else has the same tokens as with transformers' ``apply_chat_template``.
+The content of messages from users, tools and the system is treated as plain text, even where it looks like a special
+token of the template. Everything else gets the same tokens as with transformers' ``apply_chat_template``.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ from lora_rocm.foundation.terminal_text import printable
 
 BEGIN, END = "⟦", "⟧"
 MAX_TRIED = 32
-"""After this many consecutive answers that do not fit, the rest of a conversation is assumed not to fit either."""
+"""After this many consecutive answers beyond the maximum length, all later answers of the conversation are skipped."""
 MAX_OVER_LIMIT = 8
-"""After this many rows with a too slow chat template, the template is refused, if they are most of the rows."""
+"""After this many rows that exceed the chat template's limits, the template is refused, if most rows exceed them."""
 MAX_LENGTHS = 50_000
-"""Number of samples with a remembered length, so that they are not encoded again to find it."""
+"""Maximum number of samples with a stored length. The length of any other sample is found by encoding it again."""
 MAX_USUAL_GROWTH, MAX_NORMALISED_LETTERS = 100, 1 << 22
-"""Usual maximum growth per letter in a tokenizer's normalizer; above it, the maximum letters of a normalised text."""
+"""Usual maximum growth of a text in a normalizer (characters written per character), and the maximum length of a
+normalised text where the growth may be larger.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,10 @@ class Tokens:
     """A sample as tokens.
 
     Attributes:
-        ids: S token ids.
-        trained: for each, whether the model learns to predict it.
-        whole: the number of tokens before the sample was cut to the longest length.
-        brings_ends: a plain text already contains the tokens that begin and end a text.
+        ids: token ids.
+        trained: for each token, whether the model learns to predict it.
+        whole: number of tokens before the sample was cut to the maximum length.
+        brings_ends: whether a plain text already contained the tokenizer's begin or end token.
     """
 
     ids: tuple[int, ...]
@@ -70,12 +72,13 @@ class ChatTokenizer:
     """Encodes records as tokens.
 
     Args:
-        tokenizer: of transformers, with a fast backend.
-        max_length: maximum tokens per sample; the rest is cut off.
-        train_on: as ``objective.train_on``.
-        name: of the model, for messages.
-        pairs: each record has to be a pair of answers.
-        num_rows: of the model's embedding table; a text with a token beyond it is refused. None: not known.
+        tokenizer: a transformers tokenizer with a fast backend.
+        max_length: maximum number of tokens per sample; the rest is cut off.
+        train_on: value of ``objective.train_on``.
+        name: name of the model, for messages.
+        pairs: whether each record has to be a pair of answers.
+        num_rows: number of rows in the model's embedding table, or None if unknown. Texts with ids beyond it are
+            refused.
     """
 
     def __init__(
@@ -97,11 +100,11 @@ class ChatTokenizer:
 
     @property
     def takes_conversations(self) -> bool:
-        """Whether there is a chat template."""
+        """Whether the tokenizer has a chat template."""
         return self._template.is_there
 
     def require_template(self, where: str) -> None:
-        """As ``ChatTemplate.require_readable``."""
+        """Refuse a chat template that cannot be compiled, as ``ChatTemplate.require_readable``."""
         self._template.require_readable(where)
 
     @property
@@ -109,7 +112,7 @@ class ChatTokenizer:
         found = list[str]()
         if self._num_cut:
             are = "1 text is" if self._num_cut == 1 else f"{self._num_cut} texts are"
-            found.append(f"{are} longer than data.max_length ({self.max_length} tokens): the end is not trained on.")
+            found.append(f"{are} longer than data.max_length ({self.max_length} tokens), so the end is not trained on.")
         if self._num_behind:
             are = "1 answer begins" if self._num_behind == 1 else f"{self._num_behind} answers begin"
             found.append(
@@ -118,18 +121,21 @@ class ChatTokenizer:
             )
         if self._num_whole:
             have = "1 text begins or ends" if self._num_whole == 1 else f"{self._num_whole} texts begin or end"
-            found.append(f"{have} with the tokenizer's begin or end token already, so it is not added again.")
+            found.append(f"{have} with the tokenizer's begin or end token, which is therefore not added again.")
         if self._num_joined:
             have = "1 row has" if self._num_joined == 1 else f"{self._num_joined} rows have"
             columns = "prompt, chosen and rejected" if self._pairs else "messages, or prompt and completion,"
             found.append(
-                f"{have} prompt and answer as plain texts: the tokenizer's chat template is not used for them. To "
-                f"train on answers in a chat, give {columns} as lists of messages."
+                f"{have} prompt and answer as plain texts, so the tokenizer's chat template is not used "
+                f"for them. To train on answers in a chat, write {columns} as lists of messages."
             )
         return (*found, *self._keys.notices)
 
     def parts(self, text: str) -> Sequence[str | None]:
-        """As ``TextReader.parts``. A conversation is cut at each answer if the template rewrites answers later."""
+        """As ``TextReader.parts``.
+
+        A conversation is split into one sample per answer if the template rewrites answers when messages follow.
+        """
         self._num_rows += 1
         try:
             return self._parts(read(text))
@@ -150,7 +156,10 @@ class ChatTokenizer:
         return cut
 
     def _count_over_limit(self, error: UnusableText) -> None:
-        """Stop if the chat template takes too long for most rows, because trying each of them would take hours."""
+        """Count a row that exceeds the chat template's limits, and raise if most rows do.
+
+        Trying each of them would take hours.
+        """
         if not isinstance(error, SharedCause) or not isinstance(error.__cause__, OverLimit):
             return
         self._num_over_limit += 1
@@ -171,7 +180,7 @@ class ChatTokenizer:
         return [self._used(record, tokens)]
 
     def _cut_at_turns(self, record: Conversation) -> Sequence[str | None]:
-        """A sample for each answer; None: it begins after the maximum length."""
+        """Return one sample per answer, or None for an answer that begins after the maximum length."""
         found, not_fitting, whole = list[str | None](), 0, 0
         for number in range(len(record.turns)):
             one = part(record, number)
@@ -191,7 +200,7 @@ class ChatTokenizer:
         return record.last_only or self.train_on == "last-turn"
 
     def num_tokens(self, text: str) -> int:
-        """As ``TextReader.num_tokens``. For a pair it is the longer answer, to which the other is padded."""
+        """As ``TextReader.num_tokens``. For a pair, the length of the longer answer, to which the other is padded."""
         known = self._lengths.get(_digest(text))
         if known is not None:
             return known
@@ -200,19 +209,19 @@ class ChatTokenizer:
         return max(len(self.tokens(answer).ids) for answer in answers)
 
     def _require_trained(self, record: Record) -> None:
-        """Raise UnusableText if the row asks to train on a message that ``objective.train_on`` excludes."""
+        """Raise UnusableText if the row requests training on a message that ``objective.train_on`` excludes."""
         if not isinstance(record, Conversation) or self.train_on == "all":
             return
         for at, message in enumerate(record.messages):
             if message.get(TRAINED):
                 raise UnusableText(
-                    f"A key such as train or weight asks to train on message {at + 1} ({message['role']}), and "
-                    f"objective.train_on: {self.train_on} excludes it.",
+                    f"Message {at + 1} ({message['role']}) is marked for training by a key such as train or "
+                    f"weight, but objective.train_on: {self.train_on} excludes it.",
                     "Set objective.train_on: all, or remove the key from messages that are not answers.",
                 )
 
     def _require_calls(self, record: Record) -> None:
-        """Raise UnusableText if the chat template omits a call of a tool."""
+        """Raise UnusableText if the chat template omits a tool call."""
         if not isinstance(record, Conversation):
             return
         require_whole_calls(record)
@@ -233,16 +242,16 @@ class ChatTokenizer:
                 is_written = True
             if not is_written:
                 raise UnusableText(
-                    f"Message {at + 1} ({message['role']}) calls a tool, but the chat template does not write calls: "
-                    "the model would learn to omit it.",
-                    "Set model.tokenizer to one with a chat template for tools, or remove the row.",
+                    f"Message {at + 1} ({message['role']}) calls a tool, but the chat template omits tool "
+                    "calls, so the model would learn not to call tools.",
+                    "Set model.tokenizer to a tokenizer with a chat template for tools, or remove the row.",
                 )
 
     def _used(self, record: Record, *found: Tokens) -> str:
-        """A sample as one string; its number of tokens is remembered.
+        """Return a sample as one string, and store its number of tokens. ``found`` are the sample's encoded texts.
 
         Raises:
-            UnusableText: a text has no tokens to train on.
+            UnusableText: one of the texts has no tokens to train on.
         """
         for tokens in found:
             if not any(tokens.trained):
@@ -258,13 +267,14 @@ class ChatTokenizer:
     def _too_long(self, whole: int) -> UnusableText:
         return UnusableText(
             f"Its answer begins after the {self.max_length} tokens that are trained on.",
-            f"Raise data.max_length (it has {whole}), or shorten the prompt.",
+            f"Raise data.max_length (the text has {whole} tokens), or shorten the prompt.",
         )
 
     def _pair(self, record: Record) -> Sequence[str]:
         if not isinstance(record, Pair):
             raise UnusableText(
-                "It is not a pair of answers.", "objective.loss: dpo needs tables with the columns chosen and rejected."
+                "The row is not a pair of answers.",
+                "For objective.loss: dpo, use tables with the columns chosen and rejected.",
             )
         chosen, rejected = (self.tokens(answer) for answer in (record.chosen, record.rejected))
         if chosen.ids == rejected.ids and any(chosen.trained):
@@ -292,7 +302,9 @@ class ChatTokenizer:
         return "".join(pieces)
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens of a conversation that the model should continue, or of a plain text without a template.
+        """Return the tokens of a conversation for the model to continue.
+
+        Without a chat template, the messages' contents are joined as plain text.
 
         Raises:
             UnusableText: the template or the tokenizer fails.
@@ -306,10 +318,10 @@ class ChatTokenizer:
         return self._in_table(self._encoded(text, chat.letter)[0])
 
     def tokens(self, record: Record) -> Tokens:
-        """The tokens of a record.
+        """Encode a record that is not a pair.
 
         Raises:
-            UnusableText: the template refuses the messages, or the tokenizer the text.
+            UnusableText: the template refuses the messages, or the tokenizer refuses the text.
         """
         assert not isinstance(record, Pair), "a pair is two texts"
         if isinstance(record, Conversation):
@@ -325,9 +337,11 @@ class ChatTokenizer:
         return replace(found, brings_ends=brings_ends)
 
     def _with_ends(self, text: str, eos: bool = True) -> tuple[list[int], list[int], bool]:
-        """(tokens of a plain text with the tokenizer's begin and end tokens, end of each in the text, third value).
+        """Encode a plain text and add the tokenizer's begin and end tokens.
 
-        The third value: whether the text already contains one of these, which is then not added again.
+        Returns:
+            (token ids, end position of each token in the text, whether the text already contained the begin or end
+                token). A token that the text already contains is not added again.
         """
         self._require_bounded(text)
         encoded = self._backend.encode(text, add_special_tokens=True)
@@ -352,7 +366,7 @@ class ChatTokenizer:
         return ids, ends, brings
 
     def _is_ended(self, text: str) -> bool:
-        """Whether a text ends, apart from white space, with a token that ends texts or turns."""
+        """Whether the text, without trailing white space, ends with a token that ends a text or a turn."""
         last = self._special.at_end(text.rstrip()) or self._special.at_end(text)
         return last is not None and self.tokenizer.convert_tokens_to_ids(last) in self._ends
 
@@ -376,13 +390,17 @@ class ChatTokenizer:
         return self._marked_off(ids, ends, sorted([*layout.spans, *others]), is_text=False, excluded=excluded)
 
     def _in_table(self, ids: Sequence[int]) -> list[int]:
-        """The ids, if the model's embedding table has a row for each."""
+        """Return the ids, after checking that the model's embedding table has a row for each.
+
+        Raises:
+            UnusableText: an id has no row.
+        """
         largest = max(ids, default=0)
         if self._num_table_rows is not None and largest >= self._num_table_rows:
             token = printable(repr(self.tokenizer.convert_ids_to_tokens(largest)))[:80]
-            rows = f"the model's table has {self._num_table_rows} rows"
+            rows = f"the model's embedding table has only {self._num_table_rows} rows"
             raise UnusableText(
-                f"It has the token {token} with the id {largest}, but {rows}.", "Remove it from the text."
+                f"The text has the token {token} with the id {largest}, but {rows}.", "Remove the token from the text."
             )
         return [*ids]
 
@@ -394,9 +412,9 @@ class ChatTokenizer:
         is_text: bool,
         excluded: Sequence[Span] = (),
     ) -> Tokens:
-        """Tokens with marks on the trained ones, cut to the maximum length.
+        """Mark the trained tokens, and cut the sample to the maximum length.
 
-        spans: trained parts of the text, in order. excluded: never trained on.
+        spans: trained parts of the text, in order. excluded: parts that are never trained on.
         """
         self._in_table(ids)
         starts = [start for start, _ in spans]
@@ -415,7 +433,7 @@ class ChatTokenizer:
 
     @cached_property
     def end_ids(self) -> set[int]:
-        """Special tokens that end an answer in the chat template; empty if it refuses a single question."""
+        """A set with the id of the special token that ends an answer in the chat template. Empty if there is none."""
         asked: list[Mapping[str, Any]] = [{"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"}]
         if not self._template.is_there:
             return set()
@@ -428,38 +446,38 @@ class ChatTokenizer:
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """A tokenizer that treats special tokens as text."""
+        """The tokenizer, set to treat special tokens as text."""
         tokenizer = Tokenizer.from_str(self._backend.to_str())
         tokenizer.encode_special_tokens = True
         return tokenizer
 
     @cached_property
     def _backend(self) -> Tokenizer:
-        """The tokenizer without transformers, without truncation and padding."""
+        """The fast tokenizer inside transformers' tokenizer, with truncation and padding disabled."""
         tokenizer: Tokenizer = self.tokenizer.backend_tokenizer
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
 
     def _tokenizing(self) -> AbstractContextManager[None]:
-        fix = "Repair the text, or give another tokenizer (model.tokenizer)."
-        return row_edge("The tokenizer cannot encode it", fix, fails_for_all("tokenizer", self._name))
+        fix = "Correct the text, or set another tokenizer (model.tokenizer)."
+        return row_edge("The tokenizer cannot encode the text", fix, fails_for_all("tokenizer", self._name))
 
     def _require_bounded(self, text: str) -> None:
-        """Refuse a text that the tokenizer's replacement rules may make too long for the memory."""
+        """Refuse a text that may become too long for the memory when the tokenizer normalises it."""
         if self._growth > MAX_USUAL_GROWTH and len(text) * self._growth > MAX_NORMALISED_LETTERS:
-            raise ValueError(f"its normalizer may write {self._growth:.3g} letters per letter")
+            raise ValueError(f"its normalizer may write {self._growth:.3g} characters per character")
 
     @cached_property
     def _growth(self) -> float:
-        """Maximum letters per letter that the tokenizer's normalizer and decoder write."""
+        """Maximum number of characters that the tokenizer's normalizer or decoder writes per input character."""
         parts = (self._backend.normalizer, self._backend.decoder)
         return max(1.0, *(growth_of(json.loads(each.__getstate__())) for each in parts if each is not None))
 
     def _encoded(self, text: str, letter: str) -> tuple[list[int], list[int]]:
-        """The tokens of a rendered conversation, and the end of each in its text.
+        """Return the tokens of a rendered conversation, and the end position of each token in the text.
 
-        ``letter``: breaks special tokens that are plain text; "": there are none.
+        ``letter``: character that breaks special tokens in data, so that they become plain text; "" if there are none.
         """
         ids, ends, at = list[int](), list[int](), 0
         with self._tokenizing():
@@ -475,7 +493,11 @@ class ChatTokenizer:
         return ids, ends
 
     def _pieces(self, text: str, letter: str) -> list[tuple[str, bool]]:
-        """(piece, whether it contained a broken special token): pieces that can be encoded separately."""
+        """Split a text into pieces that can be encoded separately.
+
+        Returns:
+            (piece, whether the piece contains a broken special token) for each piece.
+        """
         cuts, at = list[str](), 0
         for start, end in self._special.spans(text, letter):
             cuts += [text[at:start], text[start:end]]
@@ -495,11 +517,16 @@ def _digest(text: str) -> bytes:
 
 
 GROWTH = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Precompiled": 18, "Lowercase": 3, "BertNormalizer": 12}
-"""Type of a rule -> maximum letters per letter. Precompiled tables count as Unicode normalisation."""
+"""Maximum number of characters that a rule writes per input character, by rule type. Precompiled tables count as
+Unicode normalisation.
+"""
 
 
 def growth_of(rule: Any) -> float:
-    """Maximum letters per letter of a rule of ``tokenizer.json`` for normalising or decoding."""
+    """Return the maximum number of characters that a rule of ``tokenizer.json`` writes per character.
+
+    The rule belongs to a normalizer or a decoder.
+    """
     if not isinstance(rule, dict):
         return 1.0
     inside = next((rule[key] for key in ("normalizers", "decoders") if key in rule), None)

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: the same text as transformers' ``apply_chat_template``, but within limits."""
+"""Renders a tokenizer's chat template: the same text as by ``apply_chat_template``, but with resource limits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lora_rocm.families.causal_lm.special_tokens import leaves
 from lora_rocm.families.causal_lm.template_limits import BoundedSandbox, Meter, metered, sandbox
 
 Message = Mapping[str, Any]
-FIX = "Change its messages, or give a tokenizer with another chat template (model.tokenizer)."
+FIX = "Change the row's messages, or set model.tokenizer to a tokenizer with another chat template."
 
 
 class ChatTemplate:
-    """Writes conversations.
+    """Renders conversations with a tokenizer's chat template.
 
     Args:
-        tokenizer: of transformers.
-        name: of the model, for messages.
+        tokenizer: a transformers tokenizer.
+        name: name of the model, for messages.
     """
 
     def __init__(self, tokenizer: Any, name: str) -> None:
@@ -36,7 +36,7 @@ class ChatTemplate:
         return self._tokenizer.chat_template is not None
 
     def require_readable(self, where: str) -> None:
-        """Refuse a template that cannot be compiled. ``where``: its file.
+        """Refuse a template that cannot be compiled. ``where``: the template's file, for the error.
 
         Raises:
             ModelError: chat-template-fails.
@@ -47,26 +47,26 @@ class ChatTemplate:
                 with row_edge("The chat template cannot be compiled", FIX, fails_for_all("chat template", self._name)):
                     self._sandbox.from_string(source)
             except UnusableText as error:
-                fix = "Download the tokenizer's files again, or give another tokenizer (model.tokenizer)."
+                fix = "Download the tokenizer's files again, or set another tokenizer (model.tokenizer)."
                 raise ModelError("chat-template-fails", error.what, where=where, fix=fix) from error
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool = False, num_letters: int | None = None
     ) -> str:
-        """Messages as text; with ``prompt``, up to the point where the model answers.
+        """Render messages as text. With ``prompt``, the text ends with the generation prompt.
 
-        ``num_letters``: of the row, which sets the limits; None: of the messages and tools.
+        ``num_letters``: length of the row in characters, which sets the limits, or None to count messages and tools.
 
         Raises:
-            UnusableText: there is no template, or it fails.
+            UnusableText: the tokenizer has no template, or the template fails.
         """
         if not self.is_there:
             raise SharedCause(
-                "It is a conversation, but the tokenizer has no chat template.",
-                "Use the instruction-tuned edition, or give rows of prompt and completion.",
+                "The row is a conversation, but the tokenizer has no chat template.",
+                "Use the model's instruction-tuned version, or rows with prompt and completion.",
                 self._missing,
             )
-        with row_edge("The chat template refuses its messages", FIX, fails_for_all("chat template", self._name)):
+        with row_edge("The chat template refuses the row's messages", FIX, fails_for_all("chat template", self._name)):
             if tools and not all(isinstance(tool, dict) for tool in tools):
                 raise TypeError("a tool is not a mapping")
             chat = _alias_reasoning_fields(
@@ -99,7 +99,7 @@ class ChatTemplate:
 
     @cached_property
     def _tokens(self) -> Mapping[str, Any]:
-        """The special tokens by name, as variables for templates."""
+        """The tokenizer's special tokens by name, for use as template variables."""
         return dict(self._tokenizer.special_tokens_map)
 
     @property
@@ -108,18 +108,19 @@ class ChatTemplate:
             "chat-template-missing",
             "The tokenizer has no chat template, but conversations need one.",
             where=f"model.name_or_path: {self._name}",
-            fix="Use the instruction-tuned edition, name its tokenizer (model.tokenizer), or give rows of prompt "
-            "and completion.",
+            fix="Use the model's instruction-tuned version, or set model.tokenizer to that version's "
+            "tokenizer, or use rows with prompt and completion.",
         )
 
     def unfit(self, begin: str) -> SharedCause:
-        """The error for a row with an answer that does not begin with the template's generation prompt."""
+        """Return the error for a row with an answer that does not begin with the template's generation prompt."""
         error = DataError(
             "chat-template-unfit",
-            "The chat template's generation prompt is not the beginning of its answers, so the text that the model "
-            "should write cannot be identified.",
+            "Answers rendered by the chat template do not begin with its generation prompt, so the "
+            "text to train on cannot be located.",
             where=f"chat template of {self._name}: {begin[-80:]!r}",
-            fix="Give a tokenizer with another chat template (model.tokenizer), or rows of prompt and completion.",
+            fix="Set model.tokenizer to a tokenizer with another chat template, or use rows with prompt "
+            "and completion.",
         )
         what = f"An answer does not begin with the chat template's generation prompt ({begin[-80:]!a})."
         return SharedCause(what, FIX, error)

@@ -1,9 +1,10 @@
-"""One conversation as its chat template writes it, and the positions of the answers in that text.
+"""Renders one conversation with its chat template, and locates the answers in the text.
 
-An answer is located by two renderings: of the messages before it with the generation prompt, and with the answer. The
-time for this grows with the square of the number of messages. So in a long conversation the later answers are located
-by renderings of a few messages around each. These positions count only if the parts joined equal the whole text, letter
-by letter. The last answer, and ever fewer earlier ones, are also compared with renderings of everything before them.
+An answer is located by two renderings: the messages before it with the generation prompt, and these messages with the
+answer. The time for this grows with the square of the number of messages. So in a long conversation, most later answers
+are located by rendering only a few messages around them. Such a position is used only if the rendered answer matches
+the full text exactly. As an extra check, answers 16, 32, 64, ... and the last answer are located by rendering
+everything before them.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from lora_rocm.families.causal_lm.chat_template import FIX, ChatTemplate
 from lora_rocm.families.causal_lm.special_tokens import BREAKS, Span, SpecialTokens, changed_inside, leaves
 
 OWN_WORDS = ("content", "reasoning_content", "thinking", "reasoning")
-"""Fields of an answer in which special tokens stay special, because the model should write them."""
+"""Fields of an answer in which special tokens stay special, because the model should learn to write them."""
 NUM_WHOLE = 16
-"""Number of answers in a conversation that are located by renderings of everything before them."""
+"""Number of answers at the start of a conversation that are located by rendering everything before them."""
 
 
 @dataclass(frozen=True)
 class ConversationLayout:
-    """A conversation as text, and the spans to train on."""
+    """A rendered conversation, and the spans to train on."""
 
     text: str
     spans: Sequence[Span]
@@ -32,7 +33,7 @@ class ConversationLayout:
 
 @dataclass(frozen=True)
 class _Place:
-    """The beginning of an answer in the text, the end of its turn, and the end of its trained part."""
+    """Offsets of an answer in the text: its beginning, the end of its turn, and the end of its trained part."""
 
     begin: int
     end: int
@@ -40,13 +41,13 @@ class _Place:
 
 
 class Chat:
-    """Locates the answers of a conversation.
+    """Renders a conversation and locates its answers.
 
     Attributes:
-        letter: one of ``BREAKS``, inserted into each special token that the data spell out; "" if there is none.
+        letter: one of ``BREAKS``, inserted into each special token that the data contain as text; "" if there are none.
 
     Raises:
-        UnusableText: it spells out special tokens but uses all of these letters itself.
+        UnusableText: the data contain special tokens as text, and also all of the ``BREAKS`` characters.
     """
 
     def __init__(self, record: Conversation, template: ChatTemplate, special: SpecialTokens) -> None:
@@ -61,7 +62,10 @@ class Chat:
             self._mark(ends=False)
 
     def _mark(self, ends: bool) -> None:
-        """Break the special tokens that data spell out; with ``ends``, also texts that end in the middle of one."""
+        """Break special tokens that the data contain as text.
+
+        With ``ends``, the break is also appended to texts that end in the middle of a special token.
+        """
         self.letter = letter = _unused_letter(leaves([*self.record.messages, *self.record.tools]))
 
         def of_data(text: str) -> str:
@@ -86,17 +90,19 @@ class Chat:
         self._marked = replace(self.record, messages=tuple(map(changed, self.record.messages)), tools=tuple(tools))
 
     def prompt(self) -> str:
-        """The text that the model is asked to continue."""
+        """Return the rendered conversation up to the point where the model answers."""
         return self._whole_text(len(self.record.messages), prompt=True)
 
     def layout(self) -> ConversationLayout | None:
-        """The text with the spans of its answers; None: the template rewrites answers once further messages follow.
+        """Return the text and its answers' spans, or None if the template rewrites answers when messages follow.
 
         Raises:
             UnusableText: the template fails, or the answers cannot be located.
         """
         if not self._turns:
-            raise UnusableText("Its last answer is excluded by a key such as weight.", "Remove the row.")
+            raise UnusableText(
+                "The row's last answer is excluded from training by a key such as weight.", "Remove the row."
+            )
         until = self._turns[-1] + 1 if self.record.last_only else len(self._marked.messages)
         self._whole = text = self._whole_text(until)
         found = list[_Place]()
@@ -114,10 +120,12 @@ class Chat:
         return ConversationLayout(text, [(place.begin, place.trained_end) for place in found])
 
     def excluded(self, text: str) -> list[Span]:
-        """Spans of the messages that the row excludes from training, in the text of ``layout``, with their headers.
+        """Return spans of the messages that the row excludes from training, including their headers.
+
+        text: the text of ``layout``.
 
         Raises:
-            UnusableText: the template rewrites one later, so its place is not known.
+            UnusableText: the template rewrites such a message when messages follow, so it cannot be located.
         """
         found, messages = list[Span](), self._marked.messages
         for at in (at for at in self.record.masked if at < len(messages)):
@@ -127,17 +135,19 @@ class Chat:
                 found.append((len(begin) if at else -1, len(end)))
             elif len(begin) < len(text):
                 raise UnusableText(
-                    f"A key such as weight excludes message {at + 1}, but the chat template rewrites it later, so it "
-                    "cannot be located.",
+                    f"Message {at + 1}, which a key such as weight excludes from training, cannot be located, "
+                    "because the chat template rewrites it when messages follow.",
                     "Set objective.train_on: answers, or remove the row.",
                 )
         return found
 
     def others(self, text: str) -> list[Span]:
-        """Spans of the messages in ``Conversation.others``, in the text of ``layout``, with their headers.
+        """Return spans of the messages in ``Conversation.others``, including their headers.
+
+        text: the text of ``layout``.
 
         Raises:
-            UnusableText: the template rewrites one later, so its place is not known.
+            UnusableText: the template rewrites such a message when messages follow, so it cannot be located.
         """
         found, messages, places = list[Span](), self._marked.messages, self.record.others
         firsts = [at for at in places if at - 1 not in places]
@@ -150,7 +160,7 @@ class Chat:
         return found
 
     def _turn(self, turn: int, until: int) -> tuple[str, str]:
-        """(the text before an answer with the generation prompt, the text with that answer)."""
+        """Return the text before an answer (with the generation prompt) and the text up to the answer's end."""
         messages = self._marked.messages
         end = self._whole if turn + 1 == until else self._text(messages[: turn + 1])
         nobody_asked = all(message["role"] != ASKS for message in messages[:turn])
@@ -167,7 +177,7 @@ class Chat:
         return begin, end
 
     def _after_request(self, end: str) -> str:
-        """The beginning of a text up to its answer, located by the template's generation prompt within the text."""
+        """Return the part of a text before its answer, located by searching for the template's generation prompt."""
         asked = [{"role": ASKS, "content": "a"}]
         without, request = self._text(asked), self._text(asked, prompt=True)
         words = request.removeprefix(without)
@@ -176,13 +186,13 @@ class Chat:
         return end[: end.index(words) + len(words)]
 
     def _place(self, begin: str, end: str, at: int) -> _Place:
-        """The position of an answer. ``at``: offset of both texts in the whole."""
+        """Return an answer's position from its two renderings. ``at``: offset of both renderings in the full text."""
         stripped = end.rstrip()
         ends = self._special.at_end(stripped) is not None and len(stripped) > len(begin)
         return _Place(at + len(begin), at + len(end), at + len(stripped if ends else end))
 
     def _place_nearby(self, number: int, last_end: int) -> _Place | None:
-        """The position of an answer from a few messages around it; None: they do not determine it."""
+        """Return an answer's position, found by rendering a few messages around it, or None if that is not possible."""
         turn, last = self._turns[number], self._turns[number - 1]
         try:
             before, begin, end = (
@@ -202,10 +212,10 @@ class Chat:
         return found.replace(escape, self.letter) if escape else found
 
     def _whole_text(self, until: int, prompt: bool = False) -> str:
-        """The text of the first messages.
+        """Render the first ``until`` messages.
 
         Raises:
-            UnusableText: also if the template handles a broken special token differently.
+            UnusableText: the template fails, or it handles a broken special token differently.
         """
         found = self._text(self._marked.messages[:until], prompt)
         if self._has_begun:
@@ -220,27 +230,32 @@ class Chat:
             messages = self.record.messages[:until]
             plain = self._template.text(messages, self.record.tools, prompt, self._num_letters)
             if found.replace(self.letter, "") != plain:
-                raise UnusableText("It spells out special tokens where the chat template changes them.", FIX)
+                raise UnusableText(
+                    "The row contains special tokens as plain text where the chat template changes them.", FIX
+                )
         return found
 
 
 def rewritten(place: int) -> UnusableText:
-    """The error for a completion with a message, not the assistant's, that the chat template rewrites later."""
+    """Return the error for a completion with a message that the chat template rewrites when messages follow.
+
+    The message is not the assistant's.
+    """
     return UnusableText(
-        f"Message {place + 1} is part of the completion, but the chat template rewrites it or an answer later, so it "
-        "cannot be located.",
-        "Give weight: 0 to the messages of the completion that are not the assistant's, or remove the row.",
+        f"Message {place + 1} of the completion cannot be located, because the chat template "
+        "rewrites it or an answer when messages follow.",
+        "Set weight: 0 for the completion's messages that are not the assistant's, or remove the row.",
     )
 
 
 def nearby(messages: Sequence[Mapping[str, Any]], start: int, until: int) -> list[Mapping[str, Any]]:
-    """Messages before ``until``. Of the messages before the answer ``start``, only those up to the first user's."""
+    """Return the messages up to the first user message, followed by the messages from ``start`` up to ``until``."""
     first = next((at for at, message in enumerate(messages[:start]) if message["role"] == ASKS), -1)
     return [*messages[: first + 1], *messages[start:until]]
 
 
 def _of_data(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a message that are data, in which special tokens are plain text."""
+    """Return the fields of a message in which special tokens are plain text."""
     own = OWN_WORDS if message["role"] == ANSWERS else ()
     return {
         key: each for key, each in message.items() if key != "role" and (key not in own or not isinstance(each, str))
@@ -252,5 +267,8 @@ def _unused_letter(texts: Iterable[str]) -> str:
     for text in texts:
         left -= {letter for letter in left if letter in text}
     if not left:
-        raise UnusableText("It contains private-use characters.", f"Remove {BREAKS!a} from it.")
+        raise UnusableText(
+            "The row contains special tokens as plain text, and also the private-use characters that would mark them.",
+            f"Remove one of the characters {BREAKS!a} from the row.",
+        )
     return min(left)

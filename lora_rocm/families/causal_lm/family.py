@@ -1,7 +1,8 @@
-"""Language models that predict the next token.
+"""The family of language models that predict the next token.
 
-Samples are padded at the end to a multiple of tokens. Dimensions: B batch, S tokens, D width, P the two
-answers of a pair (the chosen one first).
+Samples are padded at the end to a multiple of tokens.
+
+Dimensions: B batch, S tokens, D width, P the two answers of a pair (the chosen answer first).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ from lora_rocm.model_files.header import read_header
 from lora_rocm.model_files.models import index_of
 from lora_rocm.recipe.schema import Recipe
 
-FIX = "Use a language model as transformers saves it: a folder or a hub id."
+FIX = "Use a language model in the format of transformers: a folder or a hub id."
 ENCODING_VERSION = 1  # increase it if the same tokenizer would give other tensors
 IDS, LABELS, POSITIONS, START = "input_ids", "labels", "positions", "start_log_probs"
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
@@ -83,7 +84,7 @@ BLOCK = r"(.*\.)?layers\.\d+\."
 
 
 class CausalLM:
-    """Implements ``ModelFamily``."""
+    """Implements ``ModelFamily`` for language models."""
 
     name = "causal-lm"
     text_components: tuple[str, ...] = ()
@@ -104,10 +105,10 @@ class CausalLM:
 
     @cached_property
     def source(self) -> BaseSource:
-        """The recipe's base model, found and checked but not loaded.
+        """The recipe's base model, located and checked but not loaded.
 
         Raises:
-            ModelError: it is missing, damaged, of no known architecture, or cannot be trained on.
+            ModelError: the base is missing, damaged or of an unknown architecture, or cannot be trained on.
         """
         model = self.recipe.model
         name = model.name_or_path
@@ -119,7 +120,7 @@ class CausalLM:
         return BaseSource(name, layout, folder, folder, None, own, memory)
 
     def take(self, source: BaseSource) -> None:
-        """Use a base that was found and checked before."""
+        """Use a base that was located and checked before."""
         self.source = source
 
     def _folder(self, name: str) -> Path:
@@ -141,7 +142,8 @@ class CausalLM:
                 "model-missing",
                 "There is no such folder, and this is not a Hugging Face model id.",
                 where=f"model.name_or_path: {name}",
-                fix="Give a folder with config.json, tokenizer and .safetensors files, or a hub id (Qwen/Qwen3-4B).",
+                fix="Set it to a folder with config.json, tokenizer and .safetensors files, or to a hub id "
+                "(Qwen/Qwen3-4B).",
             )
         # A model on the hub.
         patterns = ["config.json", "generation_config.json", *WEIGHTS, *OF_TOKENIZER]
@@ -162,8 +164,8 @@ class CausalLM:
         found = [check_component(self.source, COMPONENT, FIX)]
         if not self.texts.takes_conversations:
             found.append(
-                "The tokenizer has no chat template: plain texts and rows of prompt and completion can be trained on, "
-                "but not conversations."
+                "The tokenizer has no chat template, so conversations cannot be trained on, only plain "
+                "texts and rows with prompt and completion."
             )
         return tuple(filter(None, found))
 
@@ -190,7 +192,7 @@ class CausalLM:
 
     @property
     def start_entry(self) -> EntrySpec | None:
-        """As ``ComparesWithStart.start_entry``."""
+        """As ``ComparesWithStart.start_entry``: the log-probabilities of a pair's answers, needed for DPO."""
         if not self._asked.compares_pairs:
             return None
         return EntrySpec("start", (CAPTION,), {START: TensorSpec("float32", "P")})
@@ -211,9 +213,9 @@ class CausalLM:
         if isinstance(source, RandomSource):
             raise ModelError(
                 "base-random",
-                "The weights of this base are random and not in a file, so there are no files to export from.",
+                "The base has random weights, so it has no files to export from.",
                 where=f"model.name_or_path: {source.name}",
-                fix="Export the peft format.",
+                fix="Export in the peft format.",
             )
         config = source.config_path(COMPONENT)
         found = {path for pattern in BESIDE for path in config.parent.glob(pattern)}
@@ -275,7 +277,7 @@ class CausalLM:
         return Prediction(states_BSD, batch[LABELS], weight_B, lambda x, y: token_distance(head, x.to(dtype), y))
 
     def _compared(self, model: LoadedModel, batch: Tensors) -> Prediction:
-        """The log-probabilities of both answers, and their comparison with the values at the start."""
+        """Return the log-probabilities of both answers, with the DPO loss as their distance."""
         objective = Preference(self._asked.beta, self._asked.label_smoothing)
         log_probs_BP = _log_probs(model, batch[IDS], batch[LABELS])
         weight_B = log_probs_BP.new_ones(len(log_probs_BP))
@@ -285,7 +287,7 @@ class CausalLM:
 
     @torch.no_grad()
     def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, placement: Placement) -> Tensors:
-        """As ``ComparesWithStart.at_start``; zeros for a text that is not a pair, such as a preview's prompt."""
+        """As ``ComparesWithStart.at_start``, but zeros for a text that is not a pair, such as a preview's prompt."""
         text = str(inputs[CAPTION])
         if not isinstance(read(text), Pair):
             return {START: torch.zeros(2)}
@@ -301,7 +303,7 @@ class CausalLM:
         text: Callable[[str], Tensors],
         in_tiles: bool = False,
     ) -> list[str]:
-        """The likeliest answer to each prompt. With a chat template, the prompt is a user's message."""
+        """Return the most likely answer to each prompt. With a chat template, the prompt is a user message."""
         with evaluating(model.components.values()):
             return [self._answer(model, request.prompt, request.steps) for request in requests]
 
@@ -326,7 +328,7 @@ class CausalLM:
         places = places_of(component)
         if places is not None and len(ids) >= places:
             what = f"The conversation has {len(ids)} tokens, but the model can read only {places}."
-            raise UnusableText(what, "Begin a new one.")
+            raise UnusableText(what, "Begin a new conversation.")
         return (yield from pieces_of(next_tokens(component, ids, sampling, self._ends), self.texts.tokenizer))
 
     @property
@@ -338,7 +340,7 @@ class CausalLM:
 
 
 class TokensEncoder(CaptionEncoder):
-    """Encodes a sample: ids, the next token at each position, and the positions that count in the loss."""
+    """Encodes a sample as token ids, the next token at each position, and the mask of positions in the loss."""
 
     entry = EntrySpec(
         "tokens",
@@ -371,7 +373,7 @@ class TokensEncoder(CaptionEncoder):
 
 
 class RowEncoder(TokensEncoder):
-    """Encodes a row of samples (``row_reference.joined``), and the position of each token in its sample."""
+    """Encodes a row of packed samples (``row_reference.joined``), with each token's position in its sample."""
 
     entry = EntrySpec(
         "rows",
@@ -386,7 +388,7 @@ class RowEncoder(TokensEncoder):
 
 
 class PairsEncoder(TokensEncoder):
-    """Encodes the two answers of a sample, each after their prompt: ids, and the next tokens that count."""
+    """Encodes a pair: the ids of each answer after its prompt, and as labels the next tokens that count in the loss."""
 
     entry = EntrySpec(
         "pairs",
@@ -407,7 +409,10 @@ def _encoded_row(reader: ChatTokenizer, row: str) -> Tensors:
 
 
 def _encoded_pair(reader: ChatTokenizer, text: str) -> Tensors:
-    """Both answers, padded to one length. A text that is not a pair, such as a preview's prompt, is used for both."""
+    """Encode both answers, padded to the same length.
+
+    A text that is not a pair, such as a preview's prompt, takes the place of both answers.
+    """
     record = read(text)
     answers = (record.chosen, record.rejected) if isinstance(record, Pair) else (record, record)
     found = [reader.tokens(answer) for answer in answers]
@@ -416,7 +421,7 @@ def _encoded_pair(reader: ChatTokenizer, text: str) -> Tensors:
 
 
 def _filled(samples: Sequence[Tokens], length: int) -> Tensors:
-    """The tensors of concatenated texts, padded to a length and to the next multiple."""
+    """Return the tensors of concatenated texts, padded to at least ``length`` tokens and to the next multiple."""
     ids = [token for sample in samples for token in sample.ids]
     trained = [counts for sample in samples for counts in (*sample.trained[1:], False)]  # the last one has no next
     fill = max(length - len(ids), 0)
@@ -431,7 +436,7 @@ def _filled(samples: Sequence[Tokens], length: int) -> Tensors:
 
 
 def _log_probs(model: LoadedModel, ids_BPS: Tensor, labels_BPS: Tensor) -> Tensor:
-    """The log-probability of each answer, summed over its tokens: float32 [B, P]."""
+    """Return the log-probability of each answer, summed over its tokens: float32 [B, P]."""
     component = model.components[COMPONENT]
     states_NSD = states_of(component, ids_BPS.flatten(0, 1))
     each_NS = token_distance(head_of(component), states_NSD, labels_BPS.flatten(0, 1))

@@ -1,6 +1,6 @@
-"""The blocks of Llama-like decoders: RMSNorms, rotary embedding, causal attention and a gated MLP.
+"""Fused blocks of Llama-like decoders: RMSNorms, rotary embedding, causal attention and a gated MLP.
 
-A block is fused if its class and all of its parts are known (``_parts``). Any other keeps the forward of transformers.
+A block is fused if its class and all of its parts are known (``_parts``). All other blocks keep transformers' forward.
 
 Dimensions: B batch, S tokens, H heads, D width, N width of the MLP.
 """
@@ -26,9 +26,9 @@ from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, norma
 from lora_rocm.kernels.rotary import Rotation, norm_rotary
 
 ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Gemma3")
-"""Prefixes of the names of their classes."""
+"""Name prefixes of the transformers classes that can be fused."""
 WINDOW_OF_CONFIG = ("Mistral", "Phi3")
-"""Attention classes that read ``sliding_window`` from the config instead of an attribute."""
+"""Architectures with an attention class that reads ``sliding_window`` from the config instead of an attribute."""
 LLAMA_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
 GEMMA_NORMS = (
     "input_layernorm",
@@ -36,7 +36,7 @@ GEMMA_NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
-"""The norms before and after attention, and before and after the MLP."""
+"""Names of the norms before and after attention, and before and after the MLP."""
 SEPARATE_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 JOINT_ATTENTION = ("qkv_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -50,11 +50,11 @@ class Parts:
     """The structure of a block.
 
     Attributes:
-        norms: names of the norms before and after attention, and before and after the MLP; None: there is none.
-        plus_one: a norm multiplies by 1 + weight, in float32.
-        activation: of the gate.
-        window: number of latest tokens that a token sees, including itself; None: all.
-        turns: queries and keys have a rotary embedding.
+        norms: names of the norms before and after attention, and before and after the MLP; None for a missing norm.
+        plus_one: whether norms multiply by 1 + weight, in float32.
+        activation: activation function of the gate.
+        window: number of latest tokens that a token attends to, including itself, or None for all.
+        turns: whether queries and keys have a rotary embedding.
     """
 
     norms: tuple[str | None, ...]
@@ -65,7 +65,7 @@ class Parts:
 
 
 def fuse(layers: nn.Module, implementation: Implementation) -> None:
-    """Fuse the known blocks in a list. A second call changes the kernel backend.
+    """Fuse all known blocks in a list. A second call changes the kernel backend.
 
     Call it after LoRA is injected and the weights are on their device.
     """
@@ -84,7 +84,7 @@ def fuse(layers: nn.Module, implementation: Implementation) -> None:
 
 
 class FusedDecoderLayer(nn.Module):
-    """Overrides the block's forward; with a KV cache it calls the original."""
+    """A fused block. With a KV cache it calls the original forward."""
 
     implementation: Implementation
     parts: Parts
@@ -143,7 +143,10 @@ class FusedDecoderLayer(nn.Module):
     def _projected(
         module: Any, x: Tensor, merged: MergedLinears | None, names: Sequence[str], shares: Sequence[int]
     ) -> Sequence[Tensor]:
-        """The outputs of layers with the same input, or of one joint layer, with widths in these proportions."""
+        """Return the outputs of the named layers for the same input ``x``.
+
+        If the module has one joint layer instead, its output is split in the proportions ``shares``.
+        """
         layers = [getattr(module, name) for name in names if hasattr(module, name)]
         if layers:
             return [layer(x) for layer in layers] if merged is None else merged(layers, x)
@@ -153,7 +156,7 @@ class FusedDecoderLayer(nn.Module):
         return parts
 
     def _turned(self, heads: Tensor, norm_name: str, rotation: Rotation | None) -> Made:
-        """Queries or keys [B, S, H, D], normalised and rotated."""
+        """Return queries or keys [B, S, H, D] after normalisation and rotation."""
         norm = getattr(self.self_attn, norm_name, None)
         if norm is None and rotation is None:
             return made(itemgetter(0), [heads])
@@ -185,11 +188,11 @@ class FusedDecoderLayer(nn.Module):
 
 
 FUSED: dict[type[nn.Module], type[FusedDecoderLayer]] = {}
-"""By class of transformers."""
+"""Fused classes by the transformers class that they replace."""
 
 
 def _rotation(cos: Tensor, sin: Tensor) -> Rotation:
-    """A rotation from transformers' tables [1 or B, S, D], in which each half has all angles."""
+    """Return the rotation for transformers' tables [1 or B, S, D], in which both halves contain all angles."""
     pairs = cos.shape[-1] // 2
     cos, sin = (table[0] if len(table) == 1 else table for table in (cos, sin))
     return Rotation(cos[..., :pairs], sin[..., :pairs], interleaved=False)
@@ -201,14 +204,14 @@ def _merged(module: nn.Module, names: Sequence[str]) -> MergedLinears | None:
 
 
 def _fused(cls: type[nn.Module]) -> type[FusedDecoderLayer]:
-    """The fused class of a class of blocks, cached."""
+    """Return the fused subclass of a block's class. It is created once."""
     if cls not in FUSED:
         FUSED[cls] = type(f"Fused{cls.__name__}", (FusedDecoderLayer, cls), {})
     return FUSED[cls]
 
 
 def _parts(block: nn.Module) -> Parts | None:
-    """The structure of a block, or None if the fused forward does not fit it."""
+    """Return the structure of a block, or None if the fused forward does not support it."""
     known = next((name for name in ARCHITECTURES if _is(block, name, "DecoderLayer")), None)
     if known is None or list(block.parameters(recurse=False)):
         return None
@@ -251,6 +254,6 @@ def _activation(module: Any) -> Activation | None:
 
 
 def _is(module: nn.Module, architecture: str, kind: str) -> bool:
-    """Whether it is of this class of transformers, without importing that class."""
+    """Whether a module is of a class of transformers. The class is not imported."""
     cls, name = type(module), architecture.lower()
     return (cls.__module__, cls.__name__) == (f"transformers.models.{name}.modeling_{name}", architecture + kind)

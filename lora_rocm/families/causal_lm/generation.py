@@ -1,4 +1,4 @@
-"""Writes answers token by token. Dimensions: V vocabulary."""
+"""Generates answers token by token. Dimensions: V vocabulary."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from lora_rocm.families.base import Sampling
 from lora_rocm.families.causal_lm.architecture import decoder, head_of
 
 UNFINISHED = "\ufffd"
-"""The tokenizer's output for bytes of an incomplete character."""
+"""The character to which the tokenizer decodes the bytes of an incomplete character."""
 
 
 @torch.no_grad()
 def next_tokens(
     model: nn.Module, ids: Sequence[int], sampling: Sampling, ends: Collection[int]
 ) -> Generator[int, None, str]:
-    """Yield the tokens that a model writes after others, without the end token.
-
-    The generator returns the reason for its end: "end" or "limit".
+    """Yield the tokens that a model generates after ``ids``, without the end token.
 
     Args:
-        model: in eval mode.
-        ids: the tokens before.
-        sampling: settings for choosing tokens; ``max_tokens`` may exceed the model's positions.
+        model: the model, in eval mode.
+        ids: tokens of the prompt.
+        sampling: settings for sampling tokens; ``max_tokens`` may exceed the model's positions.
         ends: ids of the tokens that end an answer.
+
+    Returns:
+        The reason for the end: "end", or "limit" if the maximum number of tokens is reached.
     """
     inside, head = decoder(model), head_of(model)
     device = inside.get_input_embeddings().weight.device
@@ -48,7 +49,10 @@ def next_tokens(
 
 
 def chosen(logits_V: Tensor, sampling: Sampling, rng: torch.Generator) -> int:
-    """The next token: the likeliest at temperature 0, else drawn on the CPU from the likeliest ``top_p`` of all."""
+    """Return the next token, sampled on the CPU from the most likely tokens with a total probability of ``top_p``.
+
+    At temperature 0, the most likely token is returned.
+    """
     if sampling.temperature == 0:
         return int(logits_V.argmax())
     # on the CPU, so that a seed gives the same draws on every device
@@ -59,14 +63,18 @@ def chosen(logits_V: Tensor, sampling: Sampling, rng: torch.Generator) -> int:
 
 
 def places_of(model: nn.Module) -> int | None:
-    """The maximum number of tokens that a model reads; None: not in its config."""
+    """Return the maximum number of tokens that a model can read, or None if its config does not specify it."""
     whole: Any = model
     places: int | None = getattr(whole.config.get_text_config(), "max_position_embeddings", None)
     return places
 
 
 def pieces_of(tokens: Generator[int, None, str], tokenizer: Any) -> Generator[str, None, str]:
-    """Yield the text of each token; "" while a character is incomplete. Returns the value of ``tokens``."""
+    """Yield the text of each token, or "" while a character is incomplete.
+
+    Returns:
+        The result of the generator ``tokens``, which is the reason for the end.
+    """
     written, said = list[int](), ""
     while True:
         try:

@@ -1,6 +1,6 @@
-"""gpt-oss with experts that stay in MXFP4, as published. Imported only for such a model.
+"""gpt-oss with experts that stay in MXFP4, as published. Imported only for gpt-oss models.
 
-Dense weights exist for one expert at a time, in the forward and in the backward pass.
+Dense weights exist for only one expert at a time, in the forward and in the backward pass.
 
 Dimensions: N tokens, D width, I width of an expert, E experts, K experts of a token, G groups of values, R rows.
 """
@@ -18,10 +18,11 @@ from lora_rocm.kernels.mxfp4 import BYTES, GROUP, LARGEST_SCALE, product, unpack
 
 
 class PackedExperts(nn.Module):
-    """The experts of a block. Its tensors have the names and shapes of the published files; all are frozen.
+    """The experts of a block. Tensors have the names and shapes of the published files, and all are frozen.
 
     Args:
-        dense: the experts of transformers that these replace.
+        config: the model's config.
+        dense: the transformers module that is replaced.
     """
 
     def __init__(self, config: Any, dense: Any) -> None:
@@ -45,12 +46,15 @@ class PackedExperts(nn.Module):
         return [name for name in scales if int(self.get_parameter(name).max()) > LARGEST_SCALE]
 
     def dense(self, name: str, expert: int, dtype: torch.dtype) -> Tensor:
-        """The weight [O, I] of one expert; ``name`` is gate_up_proj or down_proj."""
+        """Return the weight [O, I] of one expert; ``name`` is gate_up_proj or down_proj."""
         blocks, scales = self.get_parameter(f"{name}_blocks"), self.get_parameter(f"{name}_scales")
         return unpacked(blocks[expert], scales[expert], dtype)
 
     def forward(self, states_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        """The weighted sum of the outputs of each token's experts. Synchronises to count their tokens."""
+        """Return the weighted sum of the outputs of each token's experts.
+
+        It synchronises with the device, because the host has to know the number of tokens per expert.
+        """
         each_token = experts_NK.shape[1]
         output_ND, flat_weights = torch.zeros_like(states_ND), weights_NK.flatten()
         rows_of = experts_NK.flatten().argsort(stable=True).split(self._counts(experts_NK))
@@ -62,7 +66,7 @@ class PackedExperts(nn.Module):
         return output_ND
 
     def _counts(self, experts_NK: Tensor) -> list[int]:
-        """The number of rows of each expert; on the meta device, an even distribution."""
+        """Return the number of rows of each expert; on the meta device, an even distribution."""
         if experts_NK.is_meta:
             each, more = divmod(experts_NK.numel(), self.num_experts)
             return [each + (expert < more) for expert in range(self.num_experts)]
@@ -81,7 +85,7 @@ class PackedExperts(nn.Module):
 
 
 class PackedGptOss(GptOssForCausalLM):  # type: ignore[misc]  # of transformers, untyped
-    """The model with packed experts."""
+    """gpt-oss with packed experts."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

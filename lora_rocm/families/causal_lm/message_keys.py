@@ -1,7 +1,7 @@
-"""Keys of messages other than role and content: whether the chat template writes them, and how.
+"""Finds out which message keys, other than role and content, the chat template writes, and how.
 
-A chat template reads only the keys that it knows. Rendering a conversation with and without a key reveals whether it
-reads that key.
+A chat template reads only the keys that it knows. Rendering a conversation with and without a key reveals whether the
+template reads that key.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from lora_rocm.foundation.units import count_text
 
 OWN = ("role", "content", "tool_calls", TRAINED)  # ChatTokenizer refuses calls that are not written
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts", "thought")
-"""Keys with the thoughts that precede an answer, in the formats of several models."""
+"""Keys for the thoughts that precede an answer, in the formats of several models."""
 PROBE = {"lora_rocm": "a"}
 Render = Callable[[Conversation], str]
 
 
 class MessageKeys:
-    """Counts the keys of messages, and the descriptions of tools, that the chat template does not write.
+    """Counts message keys and tool descriptions that the chat template does not write.
 
     Args:
-        render: writes a conversation by the chat template; raises UnusableText if the template refuses it.
+        render: renders a conversation with the chat template; raises UnusableText if the template refuses it.
     """
 
     def __init__(self, render: Render) -> None:
@@ -39,20 +39,18 @@ class MessageKeys:
         found = self._silent.notices("Keys of messages that the chat template does not write")
         if self._num_silent_tools:
             rows = count_text(self._num_silent_tools, "row")
-            found.append(
-                f"The chat template does not write the descriptions of functions (tools, functions) of {rows}."
-            )
+            found.append(f"The chat template omits the descriptions of functions (tools, functions) of {rows}.")
         return found
 
     @staticmethod
     def of(record: Record) -> bool:
-        """Whether a record has tools, or keys of messages, to account for."""
+        """Whether a record has tools or message keys that have to be counted."""
         sides = (record.chosen, record.rejected) if isinstance(record, Pair) else (record,)
         chats = [side for side in sides if isinstance(side, Conversation)]
         return any(chat.tools or any(key not in OWN for each in chat.messages for key in each) for chat in chats)
 
     def account(self, samples: Sequence[Conversation]) -> None:
-        """Count the keys of a row, which is cut into these samples.
+        """Count the keys and tools of one row that the template does not write. ``samples`` are the row's parts.
 
         Raises:
             UnusableText: the template does not write the thoughts of an answer that is trained on.
@@ -85,13 +83,14 @@ class MessageKeys:
         for key in THOUGHTS:
             if has_content(sample.messages[turn].get(key)) and not self._writes(sample, key, [turn]):
                 raise UnusableText(
-                    f"Message {turn + 1} has {key}, but the chat template does not write it: the model would learn to "
-                    "answer without these thoughts.",
-                    "Set model.tokenizer to one with a chat template for the key, or remove the key from the row.",
+                    f"Message {turn + 1} has {key}, but the chat template omits it, so the model would learn "
+                    "to answer without these thoughts.",
+                    "Set model.tokenizer to a tokenizer with a chat template for this key, or remove the key "
+                    "from the row.",
                 )
 
     def _writes(self, sample: Conversation, key: str, places: Iterable[int]) -> bool:
-        """Whether the text of a sample changes without a key in the messages at some positions."""
+        """Whether a sample's text changes if the key is removed from the messages at these positions."""
         messages = list(sample.messages)
         for at in places:
             messages[at] = {name: value for name, value in messages[at].items() if name != key}
@@ -106,10 +105,10 @@ class MessageKeys:
 
 
 def with_arguments(sample: Conversation, render: Render) -> Conversation:
-    """A conversation with the arguments of calls as the chat template expects them: as mappings, or as JSON texts.
+    """Return a conversation with tool call arguments as the chat template expects them: mappings or JSON texts.
 
-    OpenAI's format has JSON texts. Most templates write mappings as JSON, and would add quotes around a text. Templates
-    that write texts unchanged get the text.
+    In OpenAI's format the arguments are JSON texts. Most templates convert mappings to JSON, and would add quotes
+    around a text. A template that writes texts unchanged gets texts.
     """
     found = [_arguments(call) for message in sample.messages for call in _calls(message)]
     has_texts, has_mappings = any(_decoded(each) is not None for each in found), any(map(_is_mapping, found))
@@ -130,10 +129,12 @@ def with_arguments(sample: Conversation, render: Render) -> Conversation:
 
 
 def require_whole_calls(sample: Conversation) -> None:
-    """Refuse a conversation with a call that has no name, or arguments that are neither a mapping nor a JSON object.
+    """Refuse a conversation with a tool call without a name, or with arguments that are not a JSON object.
+
+    A template would write an empty name, or would write null, a number or a quoted text as the arguments.
 
     Raises:
-        UnusableText: a template would write an empty name, or null, a number or a quoted text as the arguments.
+        UnusableText: such a call exists.
     """
     for at, message in enumerate(sample.messages):
         for call in _calls(message):
@@ -143,7 +144,7 @@ def require_whole_calls(sample: Conversation) -> None:
             if not isinstance(name, str) or not name.strip():
                 raise UnusableText(
                     f"Message {at + 1} calls a tool without a name: {call!r:.100}.",
-                    "Give each call a function with name and arguments, or remove the row.",
+                    "Give each call a function with a name and arguments, or remove the row.",
                 )
             # Arguments under their own key.
             more = [
@@ -151,8 +152,9 @@ def require_whole_calls(sample: Conversation) -> None:
             ]
             if "arguments" not in inner and (inner is not call) and more:
                 raise UnusableText(
-                    f"Message {at + 1} calls {name:.60} with {more[0]:.60}, but only the key arguments is read.",
-                    "Give each call a function with name and arguments, or remove the row.",
+                    f"Message {at + 1} calls {name:.60} with {more[0]:.60}, but arguments are only read from "
+                    "the key arguments.",
+                    "Give each call a function with a name and arguments, or remove the row.",
                 )
             # Arguments as a mapping or a JSON object.
             given = _arguments(call)
@@ -172,7 +174,7 @@ def require_whole_calls(sample: Conversation) -> None:
 
 
 def _replaced(sample: Conversation, change: Callable[[Any], Any]) -> Conversation:
-    """A conversation with changed arguments in calls with a mapping or its JSON."""
+    """Apply ``change`` to the arguments of all tool calls that have a mapping or a JSON object."""
 
     def call_of(call: Any) -> Any:
         given = _arguments(call)
@@ -204,7 +206,7 @@ def _is_mapping(given: object) -> bool:
 
 
 def _decoded(given: object) -> dict[str, Any] | None:
-    """The mapping in a JSON text; None: it is not such a text."""
+    """Return the mapping in a JSON text, or None if the value is not such a text."""
     try:
         found = parse_json(given) if isinstance(given, str) else None
     except BadJson:

@@ -1,8 +1,9 @@
-"""The cross-entropy of the next token, without the logits of a whole batch, and the loss of pairs of answers.
+"""Cross-entropy of the next token, without keeping a whole batch's logits, and the DPO loss of pairs.
 
-Logits are computed for some tokens at a time. With a frozen head they are overwritten with their gradient at once
-(``FusedHead``), as in Liger (arXiv 2410.10989). The backward pass then only scales the gradient of the states, and the
-head is multiplied only twice. With any other head, logits are recomputed in the backward pass (arXiv 1604.06174).
+Logits are computed for a limited number of tokens at a time. With a frozen head, the forward pass overwrites them with
+their gradient (``FusedHead``), as in Liger (arXiv 2410.10989). So the backward pass only scales the gradient of the
+states, and the head is multiplied only twice. With any other head, the backward pass recomputes the logits (arXiv
+1604.06174).
 
 Dimensions: B batch, S tokens, D width, N tokens of a batch, V vocabulary, P the two answers of a pair (the chosen one
 first).
@@ -31,7 +32,7 @@ AT_ONCE = 1024
 
 
 class NextToken:
-    """Implements ``Objective``: nothing is drawn."""
+    """Implements ``Objective`` for next-token prediction, which draws no random numbers."""
 
     def draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int]) -> Draws:
         return Draws({})
@@ -43,10 +44,11 @@ class NextToken:
 def token_distance(
     head: Callable[[Tensor], Tensor], states_BSD: Tensor, labels_BS: Tensor, at_once: int = AT_ONCE
 ) -> Tensor:
-    """The cross-entropy of each token: float32 [B, S]; 0 if the label is ``IGNORED``.
+    """Return the cross-entropy of each token: float32 [B, S], and 0 where the label is ``IGNORED``.
 
     Args:
-        head: maps last hidden states [N, D] to logits [N, V] in float32; ``Head`` for a ``FusedHead``.
+        head: maps last hidden states [N, D] to logits [N, V] in float32. It is a ``Head`` if the layer is a
+            ``FusedHead``.
         states_BSD: last hidden states, in the dtype of the head.
         labels_BS: the next token of each position.
         at_once: number of tokens with logits in memory at the same time.
@@ -65,13 +67,13 @@ def _each(head: Callable[[Tensor], Tensor], states_ND: Tensor, labels_N: Tensor)
 
 
 class FusedHead(nn.Linear):
-    """A frozen head; the forward pass overwrites its logits with their gradient."""
+    """A frozen output head. Its logits are overwritten with their gradient in the forward pass."""
 
     implementation: Implementation
 
 
 def fuse_head(model: nn.Module, implementation: Implementation) -> None:
-    """Replace the head of a model if it is a plain frozen layer. A second call changes the kernel backend."""
+    """Replace the output head of a model if it is a plain frozen layer. A second call changes the kernel backend."""
     whole: Any = model
     head = whole.get_output_embeddings()
     if type(head) is nn.Linear and not any(parameter.requires_grad for parameter in head.parameters()):
@@ -85,7 +87,7 @@ def fuse_head(model: nn.Module, implementation: Implementation) -> None:
 class Head:
     """Maps last hidden states [N, D] to logits [N, V] in float32: ``cap * tanh(scale * layer(states) / cap)``.
 
-    cap: None: there is none.
+    layer: output layer of the model. scale: factor of the logits. cap: soft cap of the logits, or None for no cap.
     """
 
     layer: nn.Module
@@ -100,7 +102,10 @@ class Head:
 
 
 class _WithGradient(Function):
-    """(head, backend, states [N, D], labels [N]) -> distances [N]. A token's distance depends only on its states."""
+    """Maps (head, backend, states [N, D], labels [N]) to the cross-entropy of each token [N], with its gradient.
+
+    The cross-entropy of a token depends only on its own state.
+    """
 
     @staticmethod
     def forward(ctx: Any, head: Head, implementation: Implementation, states_ND: Tensor, labels_N: Tensor) -> Tensor:
@@ -118,7 +123,7 @@ class _WithGradient(Function):
 
 @dataclass(frozen=True)
 class Preference:
-    """Direct preference optimisation: the chosen answer should become likelier relative to the rejected one.
+    """Direct preference optimisation (DPO): makes the chosen answer more likely relative to the rejected one.
 
     Source: arXiv 2305.18290, equation 7; with label smoothing ericmitchell.ai/cdpo.pdf, equation 3.
     """
@@ -127,16 +132,16 @@ class Preference:
     label_smoothing: float
 
     def margin(self, log_probs_BP: Tensor, start_BP: Tensor) -> Tensor:
-        """The difference of rewards, chosen answer minus rejected answer: float32 [B].
+        """Return the reward of the chosen answer minus the reward of the rejected answer: float32 [B].
 
         Args:
             log_probs_BP: log-probability of each answer, summed over its tokens.
-            start_BP: the same for the model at the start of training.
+            start_BP: the same log-probabilities, computed by the model before training.
         """
         gained_BP = log_probs_BP - start_BP
         return self.beta * (gained_BP[:, 0] - gained_BP[:, 1])
 
     def distance(self, log_probs_BP: Tensor, start_BP: Tensor) -> Tensor:
-        """The loss of each pair: float32 [B, 1]. For arguments see ``margin``."""
+        """Return the loss of each pair: float32 [B, 1]. For the arguments see ``margin``."""
         margin_B, wrong = self.margin(log_probs_BP, start_BP), self.label_smoothing
         return -((1 - wrong) * logsigmoid(margin_B) + wrong * logsigmoid(-margin_B))[:, None]

@@ -1,4 +1,4 @@
-"""The specification of language models for the light half: recipe sections and names."""
+"""Specification of language models, importable without torch: recipe sections and names."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ class LanguageSection(ObjectiveSection):
 
     loss: Literal["cross-entropy", "dpo"] = Field(
         "cross-entropy",
-        description="cross-entropy: of the next token. dpo: direct preference optimisation (arXiv 2305.18290), from "
-        "tables with the columns chosen and rejected; it compares with the model at the start of training.",
+        description="cross-entropy: cross-entropy of the next token. dpo: direct preference optimisation "
+        "(arXiv 2305.18290) relative to the model at the start of training, from tables with the "
+        "columns chosen and rejected.",
     )
     train_on: Literal["answers", "last-turn", "all"] = Field(
         "answers",
@@ -41,7 +42,9 @@ class LanguageSection(ObjectiveSection):
         "trains on answers.",
     )
     beta: Annotated[float, Field(gt=0.0, le=1000.0)] = Field(
-        0.1, description="For dpo: how strongly the model is kept near its start; smaller values allow larger changes."
+        0.1,
+        description="For dpo: how strongly training keeps the model near its initial state; smaller values "
+        "allow larger changes.",
     )
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = Field(
         0.0,
@@ -80,7 +83,7 @@ RULES: tuple[RecipeRule, ...] = (
         "pairs-are-not-packed",
         ("data.packing", LOSS),
         lambda packing, loss: packing and loss == "dpo",
-        "pairs of answers are not packed into rows with others",
+        "pairs of answers cannot be packed into rows",
         "Remove it.",
         at="data.packing",
     ),

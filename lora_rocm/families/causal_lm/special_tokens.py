@@ -1,4 +1,4 @@
-"""Special tokens in texts: finding them, and breaking them where data spell them out as plain text."""
+"""Finds special tokens in texts, and breaks those that data contain as plain text."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 BREAKS = "\ue0f1\ue0f2\ue0f3\ue0f4"
-"""Private-use characters. One of them is inserted into special tokens that data spell out, to break them."""
+"""Private-use characters. One of them is inserted into each special token that data contain as text, so that the
+tokenizer does not recognise the token.
+"""
 MANY_LETTERS = 16
 Span = tuple[int, int]
 
 
 class SpecialTokens:
-    """The texts of a tokenizer's special tokens. There may be hundreds of thousands, so they are found by lookup.
+    """Searches texts for a tokenizer's special tokens.
+
+    There may be hundreds of thousands of special tokens, so they are looked up in a set.
 
     Args:
-        texts: of the special tokens.
+        texts: the texts of the special tokens.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -29,9 +33,10 @@ class SpecialTokens:
         self._all_lengths = tuple(sorted({len(text) for text in self._texts}, reverse=True))
 
     def spans(self, text: str, letter: str = "") -> Iterator[Span]:
-        """Spans of special tokens, from left to right; the longest if several begin at one position.
+        """Yield the spans of special tokens from left to right. If several begin at one position, the longest counts.
 
-        ``letter``: breaks tokens (``broken``); a one-letter token before it does not count.
+        ``letter``: the character that breaks tokens (see ``broken``). A one-character token followed by it does not
+        count.
         """
         at = 0
         for place in self._places(text):
@@ -46,7 +51,7 @@ class SpecialTokens:
                     break
 
     def _places(self, text: str) -> list[int]:
-        """Positions at which a special token may begin."""
+        """Return the positions at which a special token may begin."""
         if len(self._lengths) > MANY_LETTERS:
             return [place for place, letter in enumerate(text) if letter in self._lengths]
         found = []
@@ -61,7 +66,7 @@ class SpecialTokens:
         return sum(1 for _ in self.spans(text, letter))
 
     def is_begun(self, text: str) -> bool:
-        """Whether a text ends in the middle of a special token, which the next text may complete."""
+        """Whether a text ends in the middle of a special token, so that the next text may complete it."""
         end = text[1 - max(self._all_lengths, default=1) :] if self._all_lengths[:1] > (1,) else ""
         for place in self._places(end):
             at = bisect_right(self._sorted, end[place:])
@@ -73,7 +78,7 @@ class SpecialTokens:
         return next(self.spans(text), None) is not None
 
     def broken(self, text: str, letter: str) -> str:
-        """A text with ``letter`` inserted after the first letter of each special token."""
+        """Return a text with ``letter`` inserted after the first character of each special token."""
         pieces, at = [], 0
         for start, end in self.spans(text):
             pieces += [text[at : start + 1], letter, text[start + 1 : end]]
@@ -81,12 +86,12 @@ class SpecialTokens:
         return "".join([*pieces, text[at:]])
 
     def at_end(self, text: str) -> str | None:
-        """The longest special token at the end of a text."""
+        """Return the longest special token at the end of a text, or None if it does not end with one."""
         return next((text[-n:] for n in self._all_lengths if text[-n:] in self._texts), None)
 
 
 def leaves(value: Any) -> Iterator[str]:
-    """Every text inside a value: keys and values at every depth."""
+    """Yield every text inside a nested value, including the keys of mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -99,7 +104,7 @@ def leaves(value: Any) -> Iterator[str]:
 
 
 def changed_inside(value: Any, change: Callable[[str], str]) -> Any:
-    """A value with every text inside it changed."""
+    """Return a copy of a nested value in which ``change`` has been applied to every text."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

@@ -1,11 +1,11 @@
-"""The sandbox for chat templates, with limits of time and memory. Templates come with models, from anybody.
+"""A sandbox that renders chat templates within limits of time and memory.
 
-It is the sandbox of transformers, and renders the same text. In addition every operation that creates a value or
-repeats something pays for its size before it runs: loops, calls, filters, operators, lists, slices, output. The budget
-of a rendering depends only on the row, so a row is judged alike in ``check`` and in a run, on every machine and system.
-A time limit catches operations that take longer than their size suggests.
+A template comes with a model, so its author is not trusted. The sandbox is based on transformers' and renders the same
+text. In addition, operations that create values or repeat something are charged to a budget before they run: loops,
+calls, filters, operators, lists, slices, output. The budget depends only on the row, so ``check`` and a run accept the
+same rows on every machine and system. A time limit stops operations that take longer than their size suggests.
 
-Not bounded: a single comparison or search of two values that are within the limits.
+Not limited: a single comparison or search of two values that are within the limits.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ from jinja2.visitor import NodeTransformer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 UNITS, UNITS_PER_LETTER, UNITS_PER_CALL = 2_000_000, 50, 20
-"""Budget of a rendering (a unit is a letter, a number, or one loop iteration), and the cost of a call without sizes."""
+"""The fixed part of a rendering's budget in units (a character, a number, or a loop iteration), the units added per
+character of the row, and the cost of a call in addition to its values.
+"""
 MAX_RENDER_S = 20.0
 CHECK_TIME_EVERY = 64
 
 
 class OverLimit(Exception):
-    """A rendering has spent its budget."""
+    """A rendering has exceeded its budget or its time limit."""
 
 
 class Meter:
     """The remaining budget of one rendering.
 
     Args:
-        num_letters: of the row.
-        num_messages: of the row. Templates that build a conversation letter by letter need this factor.
+        num_letters: number of characters in the row.
+        num_messages: number of messages in the row. The budget grows with it, because some templates build a
+            conversation character by character.
     """
 
     def __init__(self, num_letters: int, num_messages: int) -> None:
@@ -51,20 +54,23 @@ class Meter:
         self._weights: dict[int, tuple[object, int]] = {}  # with the object, so that its id is not reused
 
     def spend(self, units: int) -> None:
-        """Pay for an operation before it runs, or for its result.
+        """Subtract the cost of an operation or of its result from the budget.
 
         Raises:
-            OverLimit: it costs more than the remaining budget, or the time is up.
+            OverLimit: the cost exceeds the remaining budget, or the time limit has passed.
         """
         self._left -= units
         if self._left < 0:
-            raise OverLimit("it takes too much time or memory for this row")
+            raise OverLimit("rendering takes too much time or memory for this row")
         self._num_spent += 1
         if not self._num_spent % CHECK_TIME_EVERY and time.monotonic() > self._until_s:
-            raise OverLimit(f"it takes more than {MAX_RENDER_S:.0f} s for this row")
+            raise OverLimit(f"rendering takes more than {MAX_RENDER_S:.0f} s for this row")
 
     def weight(self, value: Any) -> int:
-        """The size of a value in units, as if written out: an item that a list contains twice counts twice."""
+        """Return the size of a value in units, as if it were written out.
+
+        An item that a list contains twice counts twice.
+        """
         kind = type(value)
         if kind is str:
             return len(value) + 1
@@ -90,9 +96,9 @@ class Meter:
         return 1
 
     def _inner(self, value: Any) -> int:
-        """The weight of a value inside another."""
+        """Return the weight of a value inside another value. Raises OverLimit for a namespace."""
         if isinstance(value, Namespace):
-            raise OverLimit("it stores a namespace in a value")
+            raise OverLimit("the template stores a namespace inside another value")
         return self.weight(value)
 
 
@@ -105,7 +111,7 @@ def _meter() -> Meter:
 
 
 class metered:  # noqa: N801
-    """A context in which templates are compiled and rendered, with costs charged to a meter."""
+    """A context in which templates are compiled and rendered. Their costs are charged to ``meter``."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -118,7 +124,7 @@ class metered:  # noqa: N801
 
 
 def sandbox() -> BoundedSandbox:
-    """The sandbox, with the filters, globals and tags of transformers."""
+    """Return a sandbox with the filters, globals and tags of transformers."""
     theirs: Any = _compile_jinja_template("").environment
     extensions = [type(each) for each in theirs.extensions.values()]
     found = BoundedSandbox(
@@ -136,7 +142,7 @@ def sandbox() -> BoundedSandbox:
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """A sandbox in which templates pay for their operations."""
+    """A Jinja sandbox that charges a template's operations to the current meter."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -185,14 +191,14 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
 
 def _own_size(meter: Meter, value: Any) -> int:
-    """The size of a value without the values that it refers to."""
+    """Return the size of a value without the values that it refers to."""
     if type(value) is str:
         return len(value) + 1
     return 1 + len(value) if isinstance(value, list | tuple | dict) else meter.weight(value)
 
 
 def _growth_of_method(meter: Meter, owner: str | bytes | int, name: str, args: Any, kwargs: Any) -> int:
-    """The maximum that a method of a text or number adds to the weights of the object and its arguments."""
+    """Return the maximum size that a method of a text or number may add to the weights of the object and arguments."""
     given = (*args, *kwargs.values())
     letters = meter.weight(owner)
     if name == "replace" and len(args) > 1:
@@ -205,12 +211,15 @@ def _growth_of_method(meter: Meter, owner: str | bytes | int, name: str, args: A
 
 
 def _replaced(text: Any, old: Any, new: Any, *_: Any, **__: Any) -> int:
-    """The maximum number of letters after replacements."""
+    """Return the maximum number of characters that replacements may add."""
     return (len(str(text)) // max(len(str(old)), 1) + 1) * len(str(new))
 
 
 def _widths(pattern: str, given: Any) -> int:
-    """The maximum number of letters that widths in a format add: widths in the pattern, and widths as arguments."""
+    """Return the maximum number of characters that a format's widths may add.
+
+    Widths may be in the pattern or among the arguments.
+    """
     numbers = [int(digits[:12]) for digits in re.findall(r"\d+", pattern)]
     values = [each for value in (given if isinstance(given, tuple) else (given,)) for each in _inside(value)]
     open_ended = "*" in pattern or re.search(r"\{[^{}]*\{", pattern)
@@ -241,7 +250,9 @@ GROWTH: Mapping[str, Callable[..., int]] = {
     "sum": _sum_of_lists,
     "urlize": lambda value, *args, **kwargs: len(str(value)) * sum(map(_meter().weight, (*args, *kwargs.values()))),
 }
-"""The maximum that a filter adds to the weight of its input. Filters that are not listed do not repeat anything."""
+"""Functions that return how much a filter may enlarge its input, in units, by filter name. Filters that are not listed
+do not repeat anything.
+"""
 
 
 REFERRING = frozenset(
@@ -250,11 +261,11 @@ REFERRING = frozenset(
     for name in ("len", "default", "first", "last", "list", "reverse", "random", "items", "attr", "slice", "batch")
     + ("map", "select", "reject", "selectattr", "rejectattr")
 )
-"""Functions of filters that return their input or a reference to it, without reading its contents."""
+"""Names of functions of filters that return their input or a reference to it, without reading its contents."""
 
 
 def _paying(made: Callable[..., Any], growth: Callable[..., int] | None) -> Callable[..., Any]:
-    """A filter or function that pays for its arguments, for its possible growth, and for its result."""
+    """Wrap a filter or function so that its arguments, its maximum growth and its result are charged to the meter."""
     first = 1 if hasattr(made, "jinja_pass_arg") else 0  # of jinja itself
 
     @wraps(made)
@@ -275,7 +286,7 @@ def _paying(made: Callable[..., Any], growth: Callable[..., int] | None) -> Call
 
 
 def _as_json(tojson: Callable[..., str]) -> Callable[..., str]:
-    """The filter tojson, which pays for its indents while it writes them."""
+    """Wrap the filter tojson so that its output, including indents, is charged while it is written."""
 
     @wraps(tojson)
     def paying(x: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, sort_keys: Any = False) -> str:  # fmt: skip  # noqa: E501
@@ -296,14 +307,14 @@ def _as_json(tojson: Callable[..., str]) -> Callable[..., str]:
 
 
 def _written_out(value: Any) -> Any:
-    """Pay for a value that is written into the text, a list or a slice."""
+    """Charge a value that is written into the text, a list or a slice, and return it."""
     meter = _meter()
     meter.spend(meter.weight(value))
     return value
 
 
 def _rounds(values: Iterable[Any], letters: int = 0) -> Iterator[Any]:
-    """Yield values, and pay for a loop iteration with each. ``letters``: that the template writes per iteration."""
+    """Yield values, and charge a loop iteration with ``letters`` characters of the template's own text for each."""
     meter = _meter()
     for value in values:
         meter.spend(1 + letters)
@@ -311,14 +322,14 @@ def _rounds(values: Iterable[Any], letters: int = 0) -> Iterator[Any]:
 
 
 def _joined(values: Iterable[Any]) -> str:
-    """The operator ``~``."""
+    """Implement the operator ``~``: charge the values and return them joined as a text."""
     meter = _meter()
     meter.spend(1 + sum(map(meter.weight, values)))
     return "".join(map(str, values))
 
 
 def _entered(letters: int) -> str:
-    """Pay for the text that a macro writes."""
+    """Charge ``letters`` characters of a macro's text. Returns "" so that a template can call it in its output."""
     _meter().spend(letters)
     return ""
 
@@ -329,11 +340,11 @@ OWN_FILTERS: Mapping[str, Callable[..., Any]] = {
     "pays for a text": _joined,
     "pays for a macro": _entered,
 }
-"""Names that cannot occur in a template."""
+"""Filters that charge costs, by names that cannot occur in a template."""
 
 
 class _Paying(NodeTransformer):
-    """Adds filters that pay to operations of a template that are not calls."""
+    """Inserts filters that charge costs into operations of a template that are not calls."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
         self.generic_visit(node)
@@ -382,5 +393,5 @@ def _paid(letters: int, node: nodes.Node) -> nodes.Output:
 
 
 def _letters_in(body: Iterable[nodes.Node]) -> int:
-    """The number of letters that a template's own text has in a part of the template."""
+    """Return the number of characters of literal text in a part of a template."""
     return sum(len(data.data) for node in body for data in node.find_all(nodes.TemplateData))

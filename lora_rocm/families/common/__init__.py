@@ -1,1 +1,1 @@
-"""Shared code of families: base classes, encoders, tokenizers, recompute, and code for UNets and transformers."""
+"""Code that families share: base classes, encoders, tokenizers, recomputation, UNets and transformers."""

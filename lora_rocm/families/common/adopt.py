@@ -1,6 +1,6 @@
-"""Replaces modules of a model by subclass instances that share (not copy) their contents.
+"""Replaces modules of a model by instances of subclasses that share the modules' contents without a copy.
 
-Parameters, their names and references to them stay.
+Parameters, their names and references to them stay the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def adopt(cls: type[M], module: nn.Module) -> M:
-    """A module of another class that shares the contents of ``module``."""
+    """Return an instance of ``cls`` that shares the contents of ``module``."""
     adopted = cls.__new__(cls)
     adopted.__dict__.update(module.__dict__)
     return adopted

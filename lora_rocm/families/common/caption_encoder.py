@@ -1,4 +1,4 @@
-"""Shared code of caption encoders: they encode one caption at a time, and have no tiles."""
+"""The base class of caption encoders, which encode one caption at a time and have no tiled mode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ class CaptionEncoder(ABC):
 
     @abstractmethod
     def opened(self, placement: Placement) -> EncodeCaption:
-        """As ``Encoder.load``, for captions. It is called without autograd."""
+        """Load the weights and return ``encode`` for captions, as ``Encoder.load``.
+
+        ``encode`` is called without autograd.
+        """
 
     def in_tiles(self) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Captions encoded by a language model, one at a time and without padding: S tokens, D width."""
+"""Encodes captions with a language model, one at a time and without padding. Suffixes: S tokens, D width."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ STATES, REAL, OWN = "prompt_embeds", "prompt_real", "prompt_mask"
 
 
 class LanguageModelEncoder(CaptionEncoder):
-    """Encodes captions to raw hidden states of a language model, in bf16.
+    """Encodes captions as hidden states of a language model before its final norm, in bf16.
 
-    A caption is padded with zeros to a multiple of ``multiple`` tokens, so that batches have few lengths.
+    A caption's states are padded with zeros to a multiple of ``multiple`` tokens, so that batches have few different
+    lengths.
 
     Args:
         source: the base, with the components "text_encoder" and "tokenizer".
-        template: the prompt, with {} for the caption.
-        max_tokens: the tokens after this many are cut off.
-        skipped: number of layers at the end that are not computed; the final norm is not computed either.
-        multiple: see above.
+        template: the prompt, with {} in place of the caption.
+        max_tokens: number of tokens after which a caption is cut off.
+        skipped: number of layers at the end that are not computed.
+        multiple: number of tokens that lengths are a multiple of.
         weights: storage format of the encoder's layers.
     """
 
@@ -77,7 +78,10 @@ class LanguageModelEncoder(CaptionEncoder):
 
 
 def filled(states_SD: Tensor, multiple: int) -> Tensors:
-    """The tensors of an entry: states padded with zeros, the mask of real tokens, and the mask of the sample's own."""
+    """Return an entry's tensors: states padded with zeros, the mask of real tokens, and a mask of all its tokens.
+
+    When entries are padded to a batch's length, the last mask marks the tokens of the sample's own entry.
+    """
     real = len(states_SD)
     count = -(-real // multiple) * multiple
     states = states_SD.new_zeros(count, states_SD.shape[1])
@@ -86,7 +90,7 @@ def filled(states_SD: Tensor, multiple: int) -> Tensors:
 
 
 def zeros(rows: int, tokens: int, width: int) -> Tensors:
-    """The text tensors of a batch of zeros; with several rows, as if one were padded."""
+    """Return the text tensors of a batch of zeros. With several rows they include the mask that padding needs."""
     masks = {REAL: torch.ones(rows, tokens, dtype=torch.bool), OWN: torch.ones(rows, tokens, dtype=torch.bool)}
     if rows == 1:
         del masks[OWN]

@@ -1,7 +1,7 @@
 """CLIP text encoding as in the diffusers pipelines, one caption at a time. Suffixes: S tokens, D width, B batch.
 
-A caption that is longer than CLIP's sequence is cut into chunks of 75 tokens, each with its own begin and end token.
-Their states are concatenated, and the pooled embedding is the first chunk's, as in ComfyUI and A1111.
+A caption that is longer than CLIP's sequence is split into chunks of 75 tokens, each with its own begin and end token.
+The chunks' states are concatenated, and the pooled embedding comes from the first chunk, as in ComfyUI and A1111.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from lora_rocm.recipe.adapter_sections import NewToken, normalised
 CLIP_TOKENS = 77  # sequence length of every CLIP text encoder (arXiv 2103.00020)
 CHUNK_TOKENS = CLIP_TOKENS - 2  # tokens of a caption between begin and end
 PAD = Pad("S", repeats=True)
-"""Captions with fewer chunks are repeated in a batch. Attention over all of them gives the same result."""
+"""Padding in a batch: a caption with fewer chunks is repeated, because attention over repetitions gives the same
+result.
+"""
 MAX_TOKENS = 1000  # transformers reports 1e30 if the config has no limit; CLIP's is 77
 FIRST_MARK = 0x100000  # private use: no caption has it
 
@@ -57,16 +59,17 @@ def load_tokenizer(folder: Path) -> CLIPTokenizer:
     with Explained(folder):
         tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
     if tokenizer.model_max_length > MAX_TOKENS:
-        raise unreadable(folder / "tokenizer_config.json", "It has no model_max_length.")
+        raise unreadable(folder / "tokenizer_config.json", "The file has no model_max_length.")
     with Explained(folder):
         token_ids(tokenizer, "a")
     return tokenizer
 
 
 def _add(tokenizer: CLIPTokenizer, new_tokens: Sequence[NewToken]) -> None:
-    """Let a tokenizer read each new token as one added token per vector.
+    """Make a tokenizer encode each new token as several added tokens, one per embedding vector.
 
-    The added tokens are characters that no text has. The normaliser replaces the new token with them.
+    The added tokens are private-use characters, which no caption contains. The normaliser replaces a new token with
+    them.
     """
     backend, marks, count = tokenizer.backend_tokenizer, dict[str, str](), 0
     for new in new_tokens:
@@ -75,7 +78,7 @@ def _add(tokenizer: CLIPTokenizer, new_tokens: Sequence[NewToken]) -> None:
                 "token-known",
                 f"The vocabulary of the text encoder already has the token {new.token}.",
                 where="lora.new_tokens",
-                fix=f"Choose a word that it lacks, such as <{new.file_stem}>.",
+                fix=f"Choose a word that is not in the vocabulary, such as <{new.file_stem}>.",
             )
         marks[new.pattern] = "".join(chr(FIRST_MARK + count + vector) for vector in range(new.vectors))
         count += new.vectors
@@ -86,12 +89,12 @@ def _add(tokenizer: CLIPTokenizer, new_tokens: Sequence[NewToken]) -> None:
 
 
 class TokenEncoder(CaptionEncoder):
-    """Encodes captions to token ids, used if the text encoders run in every step.
+    """Encodes captions as token ids. Used if the text encoders run in every step.
 
     Args:
         source: the base.
-        outputs: names of the tensors, one for each tokenizer of the base.
-        max_tokens: tokens that are read, as in ``chunk_ids``.
+        outputs: names of the entry's tensors, one for each tokenizer of the base.
+        max_tokens: maximum number of tokens that are read, as in ``chunk_ids``.
         new_tokens: see ``tokenizer_of``.
     """
 
@@ -103,7 +106,7 @@ class TokenEncoder(CaptionEncoder):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Covers everything that determines the token ids: all tokenizers, and the new tokens."""
+        """Identity of everything that determines the token ids: all tokenizers, and the new tokens."""
         added = [f"{new.vectors} {normalised(new.token)}" for new in self._new_tokens]
         identity = digest([tokenizer_identity(self._source, tuple(self._source.layout.tokenizers)), *added])
         return f"tokens{ENCODING_VERSION}-{self._max_tokens}-{identity}"
@@ -119,7 +122,10 @@ class TokenEncoder(CaptionEncoder):
 
 
 def token_ids(tokenizer: CLIPTokenizer, caption: str) -> Tensor:
-    """Token ids of a caption, int64 [S], padded or truncated to the tokenizer's length; see ``_with_negative``."""
+    """Return a caption's token ids, int64 [S], padded or truncated to the tokenizer's length.
+
+    Vectors of new tokens have negative ids (see ``_with_negative``).
+    """
     encoded = tokenizer(
         caption, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
     )
@@ -128,21 +134,21 @@ def token_ids(tokenizer: CLIPTokenizer, caption: str) -> Tensor:
 
 
 def _with_negative(tokenizer: CLIPTokenizer, ids: Tensor) -> Tensor:
-    """Token ids of any shape, with -1, -2, ... for the vectors of new tokens.
+    """Replace the ids of new tokens' vectors with -1, -2, ...
 
-    So the largest id is still the end token, where CLIP pools.
+    So the end token, at which CLIP pools, still has the largest id. ``ids`` may have any shape.
     """
     first = tokenizer.get_added_vocab().get(chr(FIRST_MARK), len(tokenizer))
     return torch.where(ids < first, ids, first - 1 - ids)
 
 
 def chunk_ids(tokenizer: CLIPTokenizer, caption: str, max_tokens: int) -> Tensor:
-    """Token ids of a caption in chunks, int64 [S]; S is a multiple of CLIP_TOKENS.
+    """Return a caption's token ids in chunks, int64 [S], where S is a multiple of CLIP_TOKENS.
 
     Args:
         tokenizer: the tokenizer.
         caption: the caption.
-        max_tokens: tokens that are read, a multiple of CHUNK_TOKENS.
+        max_tokens: maximum number of tokens that are read, a multiple of CHUNK_TOKENS.
     """
     encoded = tokenizer(
         caption,
@@ -157,26 +163,27 @@ def chunk_ids(tokenizer: CLIPTokenizer, caption: str, max_tokens: int) -> Tensor
 
 
 def token_limit(tokenizer: CLIPTokenizer, max_tokens: int) -> TokenLimit:
-    """The tokenizer and the limit, with begin and end, without needing torch or transformers."""
+    """Return the tokenizer and the limit including begin and end token, usable without torch or transformers."""
     return TokenLimit(tokenizer.backend_tokenizer.to_str(), max_tokens)
 
 
 def embed(encoders: Sequence[nn.Module], ids_BS: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Prompt embeddings of several CLIP encoders, as ``StableDiffusionXLPipeline.encode_prompt`` computes them.
+    """Compute prompt embeddings with several CLIP encoders, like ``StableDiffusionXLPipeline.encode_prompt``.
 
     Args:
         encoders: the encoders.
         ids_BS: token ids for each encoder.
 
     Returns:
-        (prompt_BSD: the penultimate hidden states, concatenated in width; pooled_BD: of the last encoder).
+        (penultimate hidden states of all encoders, concatenated in width [B, S, D]; the last encoder's pooled embedding
+            [B, D]).
     """
     outputs = [states(encoder, ids) for encoder, ids in zip(encoders, ids_BS, strict=True)]
     return torch.cat([hidden for hidden, _ in outputs], dim=-1), outputs[-1][1]
 
 
 def states(encoder: nn.Module, ids_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """(penultimate hidden states [B, S, D], pooled embedding of the first chunk [B, D]) of one CLIP encoder."""
+    """Return one CLIP encoder's penultimate hidden states [B, S, D] and pooled embedding of the first chunk [B, D]."""
     ids_NS = _chunks(ids_BS)
     output = encoder(ids_NS, attention_mask=_causal(ids_NS), output_hidden_states=True)
     pooled_ND = output.text_embeds if hasattr(output, "text_embeds") else output.pooler_output
@@ -184,26 +191,29 @@ def states(encoder: nn.Module, ids_BS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def last_states(encoder: nn.Module, ids_BS: Tensor) -> Tensor:
-    """Last hidden states [B, S, D] of one CLIP after its final norm, as ``StableDiffusionPipeline.encode_prompt``."""
+    """Return one CLIP encoder's last hidden states [B, S, D] after its final norm.
+
+    They are the same as in ``StableDiffusionPipeline.encode_prompt``.
+    """
     ids_NS = _chunks(ids_BS)
     return _joined(encoder(ids_NS, attention_mask=_causal(ids_NS)).last_hidden_state, ids_BS)
 
 
 def _chunks(ids_BS: Tensor) -> Tensor:
-    """The chunks of several captions as separate rows."""
+    """Return the chunks of several captions as separate rows."""
     return ids_BS.reshape(-1, min(ids_BS.shape[1], CLIP_TOKENS))
 
 
 def _joined(states_NSD: Tensor, ids_BS: Tensor) -> Tensor:
-    """The states of each caption's chunks, concatenated."""
+    """Return each caption's states [B, S, D], concatenated from its chunks' states."""
     return states_NSD.reshape(*ids_BS.shape, -1)
 
 
 def _causal(ids_BS: Tensor) -> Tensor:
-    """CLIP's causal mask, bool [1, 1, S, S], passed explicitly although CLIP would build it itself.
+    """Return CLIP's causal mask, bool [1, 1, S, S].
 
-    During graph capture some versions of transformers (5.17) build a mask that they otherwise omit. Attention then uses
-    another kernel with different rounding.
+    CLIP would build it, but some versions of transformers (5.17) omit this mask except during graph capture. Attention
+    with a mask uses another kernel with different rounding. So the mask is always passed explicitly.
     """
     length = ids_BS.shape[-1]
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=ids_BS.device).tril()

@@ -1,4 +1,4 @@
-"""Checks from a config and headers alone that the weights of one component can be trained on."""
+"""Checks whether the weights of one component can be trained on, using only its config and the files' headers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def check_component(source: BaseSource, name: str, fix: str) -> str:
 
     Args:
         source: the base.
-        name: of the component.
-        fix: advice for a base of another kind.
+        name: name of the component.
+        fix: advice for a base with tensors that its config does not describe.
 
     Raises:
-        ModelError: weights-unfit, weights-unknown, weights-quantised, config-absurd, or an error of reading.
+        ModelError: weights-unfit, weights-unknown, weights-quantised or config-absurd, or a config or header cannot be
+            read.
     """
     headers, _ = source.weights(name)
     storage_formats.refuse_quantised_config(source.config_path(name), source.config(name).values)
@@ -33,10 +34,10 @@ def check_component(source: BaseSource, name: str, fix: str) -> str:
         count = "1 tensor" if len(found.unread) == 1 else f"{len(found.unread)} tensors"
         raise ModelError(
             "weights-unknown",
-            f"The {name} has {count} that its config does not know: {named}. Without them, another "
-            "model would be trained.",
+            f"The {name} has {count} that its config does not describe: {named}. Training without "
+            "them would train a different model.",
             where=source.place(name) if given else str(where),
-            fix=f"Give the {name} that belongs to this model." if given else fix,
+            fix=f"Use the {name} that belongs to this model." if given else fix,
         )
     tensors, read = source.tensors(name), set().union(*found.made_of.values())
     storage_formats.refuse_whole_numbers(where, tensors.entries, read - found.codes)

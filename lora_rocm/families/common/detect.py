@@ -1,4 +1,4 @@
-"""Reads evidence of the model family from the configs and headers of a base model and a LoRA file."""
+"""Determines possible model families of a base model and a LoRA file from configs and headers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lora_rocm.model_files.models import INDEXES, PARTS, index_of, model_of, pip
 
 
 def evidence(base: str, lora: Path) -> Evidence:
-    """Collect evidence of the family without reading weights. For a hub id, the index is downloaded.
+    """Return evidence of the family without reading weights. For a hub id, the model index is downloaded.
 
     Args:
         base: a folder, a .safetensors file, a hub id, or a built-in model.
         lora: a .safetensors file. A PEFT folder gives no evidence.
 
     Raises:
-        UserError: a file is damaged, or the hub refuses.
+        UserError: a file is damaged, or the download fails.
     """
     of_lora: tuple[str, ...] = ()
     if lora.suffix == ".safetensors" and lora.is_file():

@@ -1,4 +1,4 @@
-"""The shared part of families that denoise the latents of a VAE, with components of diffusers' classes.
+"""Base class of families that denoise a VAE's latents, with components of diffusers' classes.
 
 Dimensions: B batch, C channels, H W latent height and width.
 """
@@ -41,9 +41,9 @@ class LatentFamily(ABC):
     """Implements the shared part of ``ModelFamily``. A family sets the attributes and defines the abstract methods.
 
     Attributes:
-        layout: the components of its models.
-        component: the component that is always trained.
-        packed_layers: the component's layers that ``model.quantization`` packs, as in ``quantised``.
+        layout: the components of the family's models.
+        component: name of the component that is always trained.
+        packed_layers: regular expression of layers that ``model.quantization`` quantises, as in ``quantised``.
     """
 
     name: str
@@ -53,7 +53,7 @@ class LatentFamily(ABC):
     text_components: tuple[str, ...] = ()
     texts = None
     partly = False
-    """A single file is examined even if it lacks components that a run needs."""
+    """Whether a single file may lack components that a run needs. Set for checks that do not start a run."""
 
     @property
     def inpaints(self) -> bool:
@@ -71,11 +71,13 @@ class LatentFamily(ABC):
         """Check a base from its configs and headers alone, and return notices about it.
 
         Raises:
-            ModelError: it is of another family, or cannot be trained on.
+            ModelError: the base is of another family, or cannot be trained on.
         """
 
     def check_file(self, header: TensorFileHeader) -> None:  # noqa: B027 (a family whose files are whole needs none)
-        """Refuse a file of ``model.name_or_path`` of another family, before searching for its other components.
+        """Refuse the file in ``model.name_or_path`` if it is of another family.
+
+        Called before other components are searched for.
 
         Raises:
             ModelError: wrong-family.
@@ -83,7 +85,10 @@ class LatentFamily(ABC):
 
     @abstractmethod
     def text_example(self, rows: int) -> Tensors:
-        """The text tensors of ``example``: zeros for ``rows`` samples; for CLIP as short as usual captions."""
+        """Return the text tensors of ``example``: zeros for ``rows`` samples.
+
+        CLIP tokens are as few as for usual captions.
+        """
 
     @property
     @abstractmethod
@@ -91,7 +96,7 @@ class LatentFamily(ABC):
 
     @property
     def prediction_type(self) -> str:
-        """The ``prediction_type`` of the metadata; empty: omitted."""
+        """Value of ``prediction_type`` in the metadata, or an empty string to omit it."""
         return ""
 
     @property
@@ -108,10 +113,10 @@ class LatentFamily(ABC):
 
     @property
     def source(self) -> BaseSource:
-        """The recipe's base model, found and checked but not loaded.
+        """The recipe's base model, located and checked but not loaded.
 
         Raises:
-            ModelError: it is missing, damaged, of another family, or cannot be trained on.
+            ModelError: the base is missing, damaged or of another family, or cannot be trained on.
         """
         return self._recognised[0]
 
@@ -120,7 +125,7 @@ class LatentFamily(ABC):
         return self._recognised[1]
 
     def take(self, source: BaseSource) -> None:
-        """Use a base that was found and checked before."""
+        """Use a base that was located and checked before."""
         self._recognised = source, ()
 
     @cached_property
@@ -153,7 +158,7 @@ class LatentFamily(ABC):
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
     ) -> Tensors:
-        """Empty, unless the model is conditioned on sizes."""
+        """Return an empty mapping. Families that are conditioned on sizes override this."""
         return {}
 
     def example(self, shape: SampleShape, rows: int) -> Tensors:
@@ -169,7 +174,7 @@ class LatentFamily(ABC):
 
     @cached_property
     def latents(self) -> LatentSpace:
-        """The normalisation ``(latents - shift) * scale``, as diffusers' pipelines decode."""
+        """The normalisation ``(latents - shift) * scale``, the inverse of the decoding in diffusers' pipelines."""
         config = self.source.config("vae")
         is_wan = "z_dim" in config.values  # the VAE of Wan and Qwen-Image
         factor = config.number("scaling_factor", 1.0 if is_wan else 0.18215, above=0)
@@ -181,7 +186,7 @@ class LatentFamily(ABC):
             missing = "latents_mean" if means is None else "latents_std"
             raise ModelError(
                 "config-unreadable",
-                f"The config of the VAE lacks {missing}: its latents cannot be normalised.",
+                f"The VAE's config lacks {missing}, which is needed to normalise latents.",
                 where=f"{config.path}: {missing}",
                 fix=DOWNLOAD_AGAIN,
             )
@@ -204,7 +209,7 @@ class LatentFamily(ABC):
 
     @cached_property
     def _identity(self) -> str:
-        """Identity of the trained components and the noise schedule. Cache keys have the encoders' identities."""
+        """Identity of the trained components and the noise schedule. Cache keys contain the encoders' identities."""
         parts = [*(self.source.fingerprint(name) for name in self._trained), self.source.settings("scheduler")]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

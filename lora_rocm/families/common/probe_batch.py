@@ -1,4 +1,4 @@
-"""A batch of zeros on the device, for passes in which only shapes matter."""
+"""Builds a batch of zeros on the device, for passes in which only shapes matter."""
 
 from __future__ import annotations
 

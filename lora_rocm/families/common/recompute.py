@@ -18,17 +18,17 @@ from torch.utils.checkpoint import checkpoint
 from lora_rocm.families.base import LoadedModel
 
 Run = Callable[..., Any]
-"""Calls its first argument, a block, with the other arguments."""
+"""A function that calls its first argument, a block, with the remaining arguments."""
 
 
 class Recomputing:
     """Calls blocks so that their activations are recomputed in the backward pass.
 
     Args:
-        model: searched for dropout, which needs the generators' state restored.
-        chosen: recompute only these blocks; None: all.
-        together: neighbouring blocks may be recomputed as one segment, which keeps only its input. All its weights
-            have to be on the device at the same time.
+        model: the model; if it has dropout, the generators' state is saved and restored.
+        chosen: blocks to recompute, or None for all.
+        together: whether neighbouring blocks may be recomputed as one segment, which keeps only its input. All weights
+            of a segment have to be on the device at the same time.
         again: returns a context in which blocks are recomputed.
     """
 
@@ -51,13 +51,14 @@ class Recomputing:
         )
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The block's output for these arguments."""
+        """Call a block, and return its output."""
         return self.whole(block, *args, **kwargs) if self._wants(block) else block(*args, **kwargs)
 
     def chain(self, length: int, blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
-        """Run blocks in sequence: each one's first argument is the previous output; the others are the same for all.
+        """Run blocks in sequence and return the last output. They are recomputed in segments of ``length`` blocks.
 
-        They are recomputed in segments of ``length`` blocks.
+        The first argument of each block is the previous block's output. The other arguments are the same for all
+        blocks.
         """
         for several in self.segments(repeat(length), blocks):
             if len(several) > 1:
@@ -67,10 +68,11 @@ class Recomputing:
         return x
 
     def segments(self, lengths: Iterable[int], blocks: Sequence[nn.Module]) -> Iterator[Sequence[nn.Module]]:
-        """Divide neighbours into segments of these lengths; a block that remains or is not chosen is alone.
+        """Yield neighbouring blocks in segments of these lengths. Remaining blocks are yielded alone.
 
-        A longer segment keeps fewer inputs, but the backward pass holds all activations of one segment. So the first
-        blocks form the longest segments: when the backward pass reaches them, few inputs are left.
+        Blocks are also yielded alone without ``together``, and in a segment with a block that is not to be recomputed.
+        A longer segment keeps fewer inputs, but the backward pass holds all activations of one segment. So the longest
+        segments should come first: when the backward pass reaches them, few inputs are left.
         """
         first = 0
         for length in lengths:
@@ -85,7 +87,7 @@ class Recomputing:
         yield from ([block] for block in blocks[first:])
 
     def whole(self, run: Run, *args: Any, **kwargs: Any) -> Any:
-        """The output of a function that is recomputed as a whole."""
+        """Return the output of a function, which is recomputed as a whole in the backward pass."""
         return checkpoint(partial(run, **kwargs) if kwargs else run, *args, **self._how)
 
     def _wants(self, block: nn.Module) -> bool:
@@ -100,7 +102,10 @@ def _in_turn(blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
 
 @contextmanager
 def evaluating(modules: Any) -> Iterator[None]:
-    """Eval mode (no dropout, no recomputation); restores the mode of every submodule afterwards."""
+    """Set modules to eval mode within a context (no dropout, no recomputation).
+
+    Afterwards, the mode of every submodule is restored.
+    """
     before = [(module, module.training) for root in modules for module in root.modules()]
     for module, _ in before:
         module.training = False

@@ -1,4 +1,4 @@
-"""Tokenizers as files: errors while reading them, and their identity."""
+"""Reads tokenizer files, explains errors in them, and computes their identity."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.config_file import NAMES, json_fault, read_config
 
 CLIP_LARGEST_ID = 2
-"""The ``eos_token_id`` with which CLIP pools at the largest id of a text."""
+"""The value of ``eos_token_id`` with which CLIP pools at the position of the largest id."""
 READING_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, StrictDataclassError)
-"""The last one is for a config.json next to the tokenizer, which transformers also reads."""
+"""Errors while reading a tokenizer. transformers also reads config.json in the tokenizer's folder, which may raise the
+last one.
+"""
 READ_AS_JSON = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     "config.json",
 )
-"""Files that libraries read for a tokenizer. Each holds an object."""
+"""Files that libraries read to load a tokenizer. Each contains a JSON object."""
 
 
 class Explained:
-    """Translate exceptions from reading a tokenizer into a ``ModelError``.
+    """A context that translates exceptions from reading a tokenizer into a ``ModelError``.
 
-    The tokenizers library raises plain ``Exception`` for a file that it does not understand, and PanicException for
+    The tokenizers library raises a plain ``Exception`` for a file that it does not understand, and PanicException for
     unexpected content.
     """
 
@@ -51,7 +53,7 @@ class Explained:
 
 
 def _explained(folder: Path) -> ModelError:
-    """The error for a folder with an unreadable tokenizer; it names the damaged file if one is found."""
+    """Return the error for an unreadable tokenizer. It names the damaged file if one is found."""
     for path in (folder / name for name in READ_AS_JSON):
         if path.exists() and (fault := json_fault(path, path.stat().st_size)):
             return unreadable(path, f"In one of its files, {fault}.")
@@ -67,14 +69,14 @@ def _explained(folder: Path) -> ModelError:
         except OSError as error:
             return unreadable(path, f"One of its files cannot be read: {error.strerror}.")
     if whole.exists():
-        return unreadable(whole, "The file is damaged, or of a kind that the tokenizers library cannot read.")
+        return unreadable(whole, "The file is damaged, or has a format that the tokenizers library cannot read.")
     return unreadable(
-        folder, "There is no tokenizer.json, and the other files here are not sufficient for a tokenizer."
+        folder, "There is no tokenizer.json, and the other files in this folder are not sufficient for a tokenizer."
     )
 
 
 def unreadable(where: Path, what: str) -> ModelError:
-    """The error for a tokenizer that cannot be read. where: one of its files, or its folder."""
+    """Return the error for an unreadable tokenizer. ``where``: one of its files, or its folder."""
     return ModelError(
         "tokenizer-unreadable",
         f"The tokenizer cannot be read. {what}",
@@ -89,11 +91,11 @@ def require_rows(tokenizer: Any, source: BaseSource, name: str, spare_unwritten:
     On a GPU, such an id would end the process.
 
     Args:
-        tokenizer: all its ids count: vocabulary, added tokens, and the tokens that it writes around a text.
+        tokenizer: the tokenizer. Its vocabulary, added tokens, and tokens that it adds around a text are checked.
         source: the base.
-        name: of the tokenizer in the base.
-        spare_unwritten: a special token may lack a row if neither chat template nor model writes it, because published
-            models have such placeholders (Gemma 3 1B). The caller refuses texts that contain it.
+        name: name of the tokenizer in the base.
+        spare_unwritten: whether special tokens may lack a row if neither the chat template nor the model writes them.
+            Published models have such placeholders (Gemma 3 1B). The caller has to refuse texts that contain them.
 
     Raises:
         ModelError: tokenizer-unfit.
@@ -107,21 +109,23 @@ def require_rows(tokenizer: Any, source: BaseSource, name: str, spare_unwritten:
     if not beyond:
         return
     token, largest = max(beyond.items(), key=lambda item: item[1])
-    more = f", and {len(beyond) - 1} more like it" if len(beyond) > 1 else ""
+    more = f", and {len(beyond) - 1} more tokens with too large ids" if len(beyond) > 1 else ""
     raise ModelError(
         "tokenizer-unfit",
-        f"The tokenizer has the token {printable(repr(token))[:80]} with the id {largest}{more}, but the embedding "
-        f"table of the {source.layout.tokenizers[name].component} has {rows} rows: the ids 0 to {rows - 1}.",
+        f"The tokenizer has the token {printable(repr(token))[:80]} with the id {largest}{more}, "
+        f"but the embedding table of the {source.layout.tokenizers[name].component} has only "
+        f"{rows} rows (ids 0 to {rows - 1}).",
         where=str(source.tokenizer_path(name)),
-        fix="Use the tokenizer that belongs to this model, or the edition of the model with the larger table.",
+        fix="Use the tokenizer that belongs to this model, or the version of the model with a larger embedding table.",
     )
 
 
 def _require_end(tokenizer: Any, source: BaseSource, name: str, rows: int) -> None:
-    """Refuse a CLIP that searches for another end token than its tokenizer writes.
+    """Refuse a CLIP text encoder that expects a different end token than its tokenizer writes.
 
-    CLIPTextModel pools at the first ``eos_token_id``, and at the largest id of all if that is 2, as in many published
-    configs (transformers' modeling_clip.py). It pools at the beginning of the text if the id does not occur.
+    CLIPTextModel pools at the first ``eos_token_id``. If ``eos_token_id`` is 2, as in many published configs, it pools
+    at the largest id (transformers' modeling_clip.py). If the text does not contain the id, it pools at the first
+    position.
 
     Raises:
         ModelError: config-unreadable, tokenizer-unfit.
@@ -135,14 +139,14 @@ def _require_end(tokenizer: Any, source: BaseSource, name: str, rows: int) -> No
         raise ModelError(
             "tokenizer-unfit",
             f"The {of.component} expects the id {end} at the end of a text, but its tokenizer writes "
-            f"{tokenizer.eos_token_id}: the pooled embedding would be taken from another position.",
+            f"{tokenizer.eos_token_id}. So the pooled embedding would come from the wrong position.",
             where=f"{config.path}: eos_token_id",
-            fix=f"Set eos_token_id to {tokenizer.eos_token_id} there, or download the model again.",
+            fix=f"Set eos_token_id to {tokenizer.eos_token_id} in this file, or download the model again.",
         )
 
 
 def ids_beyond(tokenizer: Any, rows: int) -> dict[str, int]:
-    """Return the tokens, with their ids, that have no row in a table of ``rows`` rows."""
+    """Return the tokens with ids that have no row in a table of ``rows`` rows, and these ids."""
     given: dict[str, int] = dict(tokenizer.get_vocab())
     given |= {str(added): int(number) for number, added in tokenizer.added_tokens_decoder.items()}
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -152,7 +156,7 @@ def ids_beyond(tokenizer: Any, rows: int) -> dict[str, int]:
 
 
 def _written_around(post_processor: Any) -> Iterator[int]:
-    """Yield the ids that a post-processor writes around a text, as its JSON has them."""
+    """Yield the ids that a post-processor adds around a text, read from its JSON."""
     parts: list[Any] = [json.loads(post_processor.__getstate__())]
     while parts:
         part = parts.pop()
@@ -164,7 +168,10 @@ def _written_around(post_processor: Any) -> Iterator[int]:
 
 
 def _unwritten(tokenizer: Any) -> set[str]:
-    """Return the special tokens that only a text can contain: no template names them, and no role writes them."""
+    """Return the special tokens that only a text can contain.
+
+    No chat template contains them, and the tokenizer does not use them as begin, end or similar tokens.
+    """
     templates = tokenizer.chat_template
     named = "".join(templates.values()) if isinstance(templates, dict) else str(templates or "")
     roles = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token, tokenizer.cls_token, tokenizer.sep_token}
@@ -173,14 +180,14 @@ def _unwritten(tokenizer: Any) -> set[str]:
 
 
 def tokenizer_identity(source: BaseSource, names: Sequence[str]) -> str:
-    """SHA-256 over the files of the named tokenizers."""
+    """Return a SHA-256 digest of the files of the named tokenizers."""
     folders = [source.tokenizer_path(name) for name in names]
     files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
     return digest([f"{path.parent.name}/{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files])
 
 
 def digest(parts: Sequence[str]) -> str:
-    """SHA-256 of several texts."""
+    """Return a SHA-256 digest of several texts."""
     return hashlib.sha256("\n".join(parts).encode("utf-8")).hexdigest()
 
 
@@ -188,7 +195,7 @@ def load_tokenizer(folder: Path) -> Any:
     """Load a tokenizer from a local folder.
 
     Raises:
-        ModelError: tokenizer-unreadable; custom-code, if transformers has no class for it.
+        ModelError: tokenizer-unreadable, or custom-code if transformers has no class for the tokenizer.
     """
     try:
         with Explained(folder):
@@ -208,12 +215,12 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def token_ids(tokenizer: Any, text: str) -> Tensor:
-    """Token ids of a text, int64 [S], neither padded nor cut."""
+    """Return the token ids of a text, int64 [S], neither padded nor truncated."""
     ids_S: Tensor = tokenizer(text, return_tensors="pt").input_ids[0]
     return ids_S
 
 
 def token_limit(tokenizer: Any, template: str, max_tokens: int) -> TokenLimit:
-    """The tokenizer, and the number of caption tokens that fit after the beginning of the template."""
+    """Return the tokenizer and the number of caption tokens that fit after the beginning of the template."""
     begin = len(token_ids(tokenizer, template.partition("{}")[0]))
     return TokenLimit(tokenizer.backend_tokenizer.to_str(), max_tokens - begin)

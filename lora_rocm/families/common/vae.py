@@ -1,4 +1,4 @@
-"""The VAE of a latent diffusion model: the cached posterior of an image, and previews from latents."""
+"""The VAE of a latent diffusion model: encodes images for the cache, and decodes latents for previews."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from lora_rocm.families.common.objectives.base import MEAN, STD, LatentSpace
 from lora_rocm.foundation.bounded_read import read_plain
 
 OLD_ATTENTION = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".proj_attn.": ".to_out.0."}
-"""Names in a VAE saved by diffusers 0.18 or older -> present names."""
+"""Maps tensor names in a VAE saved by diffusers 0.18 or older to current names."""
 OF_ORIGINAL = ".mid.block_1."  # in the original release's names; diffusers has mid_block
 OF_TRAINING = ("loss.", "discriminator.", "model_ema.")
-"""Parts of names of tensors that the training of a VAE leaves in its file."""
+"""Name parts of tensors that are left in a VAE's file by its training."""
 
 
 def _present_names(state: State, module: nn.Module) -> State:
-    """Convert from diffusers' names in all its versions."""
+    """Convert from any diffusers version's names to the current names."""
     expected, renamed = module.state_dict(keep_vars=True).keys(), {}
     for name, tensor in state.items():
         renewed = reduce(lambda text, old: text.replace(old, OLD_ATTENTION[old]), OLD_ATTENTION, name)
@@ -45,7 +45,7 @@ def _present_names(state: State, module: nn.Module) -> State:
 
 
 def _of_original(state: State, module: nn.Module) -> State:
-    """Convert from the names of the original release, or from diffusers' own."""
+    """Convert from the original release's names, or from any diffusers version's names."""
     if not any(OF_ORIGINAL in name for name in state):
         return _present_names(state, module)
     config: Any = module.config
@@ -69,11 +69,11 @@ SMALL_TILE_PX = 512  # tile side if memory is short; the VAE's default of 1024 s
 
 
 class VaeEncoder:
-    """Encodes images to the unscaled mean and standard deviation of the VAE's posterior, in float32.
+    """Encodes images as the unnormalised mean and standard deviation of the VAE's posterior, in float32.
 
     Args:
         source: the base model.
-        whole: the untiled encoder of the same weights, for an encoder with small tiles.
+        whole: the untiled encoder with the same weights, to create an encoder with small tiles; otherwise None.
     """
 
     entry = EntrySpec(
@@ -115,7 +115,7 @@ class VaeEncoder:
 def load_vae(source: BaseSource, device: torch.device, small_tiles: bool = False) -> Any:
     """Load the VAE in float32, because some VAEs overflow in half precision.
 
-    ``small_tiles`` sets the tile size for the case that tiling is enabled.
+    With ``small_tiles``, tiles are small whenever tiling is enabled.
     """
     vae: Any = source.load("vae", torch.float32, device)
     if small_tiles:
@@ -128,9 +128,10 @@ def load_vae(source: BaseSource, device: torch.device, small_tiles: bool = False
 def encode_control(
     source: BaseSource, device: torch.device, path: Path, size_hw: Size, space: LatentSpace, in_tiles: bool
 ) -> Tensor:
-    """Normalised latents [1, C, H, W] of a preview's control image, cropped to a size like control images in training.
+    """Return normalised latents [1, C, H, W] of a preview's control image.
 
-    The float32 VAE is freed at the end. ``in_tiles``: as in ``decode``.
+    The image is cropped to ``size_hw``, in the same way as control images in training. The float32 VAE is freed at the
+    end. ``in_tiles``: as in ``decode``.
 
     Raises:
         DataError: the file cannot be read.
@@ -141,7 +142,7 @@ def encode_control(
 
 
 def read_image(path: Path, noun: str, decoded: Callable[[bytes], Image.Image]) -> Image.Image:
-    """Read an image that is an input of a preview. ``noun``: its kind, for the error.
+    """Read an image that is an input of a preview. ``noun``: the kind of image, for the error.
 
     Raises:
         DataError: the file cannot be read.
@@ -149,15 +150,15 @@ def read_image(path: Path, noun: str, decoded: Callable[[bytes], Image.Image]) -
     try:
         return decoded(read_plain(path, MAX_IMAGE_BYTES))
     except (OSError, UnreadableImage) as error:
-        what = f"A {noun} cannot be read: {error}."
+        what = f"The {noun} of a preview cannot be read: {error}."
         raise DataError(CONTROL_UNUSABLE, what, where=str(path), fix=READ_FIX) from error
 
 
 @torch.no_grad()
 def encode(source: BaseSource, device: torch.device, pixels_BCHW: Tensor, space: LatentSpace, in_tiles: bool) -> Tensor:
-    """Normalised latents [B, C, H, W] of pixels in [-1, 1], with the float32 VAE, which is freed at the end.
+    """Encode pixels in [-1, 1] as normalised latents [B, C, H, W]. The float32 VAE is freed at the end.
 
-    ``in_tiles``: as in ``decode``.
+    ``in_tiles``: encode images of any size in small tiles.
     """
     vae = load_vae(source, device, in_tiles)
     vae.use_tiling = in_tiles or pixels_BCHW.shape[2] * pixels_BCHW.shape[3] > TILING_PIXELS
@@ -175,9 +176,9 @@ def decode(
     space: LatentSpace,
     in_tiles: bool,
 ) -> list[Image.Image]:
-    """Images of normalised latents [C, H, W], with the float32 VAE, which is freed at the end.
+    """Decode normalised latents [C, H, W] to images. The float32 VAE is freed at the end.
 
-    ``in_tiles``: decode in small tiles, whatever the size.
+    ``in_tiles``: decode images of any size in small tiles.
     """
     vae = load_vae(source, device, in_tiles)
     processor = VaeImageProcessor(vae_scale_factor=1)
@@ -193,7 +194,7 @@ def decode(
 
 
 def pixels_per_latent(source: BaseSource) -> int:
-    """Pixels per latent along a side (8 in SDXL and in Stable Diffusion 1.x and 2.x)."""
+    """Return the number of pixels per latent along a side (8 in SDXL and in Stable Diffusion 1.x and 2.x)."""
     config = source.config("vae")
     levels = "dim_mult" if config.values.keys() & {"dim_mult", "z_dim"} else "block_out_channels"
     return int(2 ** (config.length(levels) - 1))

@@ -1,4 +1,4 @@
-"""Recognises files and folders that may be a base, and the error for a base of another family than the recipe's."""
+"""Recognises the family of a file or folder, and creates the error for a base of an unexpected family."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from lora_rocm.model_files.models import index_of, model_of, pipeline_of
 
 @dataclass(frozen=True)
 class Recognised:
-    """title: name with its article. families: values of ``model.family``; empty: none, or not known."""
+    """A recognised model, or another kind of file.
+
+    title: name with its article. families: possible values of ``model.family``, empty if unknown or not a base model.
+    """
 
     title: str
     families: tuple[str, ...] = ()
 
 
 def recognised_file(header: TensorFileHeader) -> Recognised:
-    """Recognise a file of weights."""
+    """Recognise a file of weights by its header."""
     model, adapter = model_of(header.shapes), kind_of(header.tensors)
     if adapter:
         return Recognised(f"a {adapter} file")
@@ -33,7 +36,7 @@ def recognised_file(header: TensorFileHeader) -> Recognised:
 
 
 def recognised_folder(folder: Path) -> Recognised | None:
-    """Recognise a folder of diffusers or transformers; None: it is neither.
+    """Recognise a folder of diffusers or transformers. Returns None if it is neither.
 
     Raises:
         ModelError: an index or a header cannot be read.
@@ -55,15 +58,15 @@ def recognised_folder(folder: Path) -> Recognised | None:
 def wrong_family(
     name: str, what: str, wanted: str, families: Sequence[str], fix: str, registry: FamilyRegistry
 ) -> ModelError:
-    """The error "wrong-family".
+    """Return the error "wrong-family".
 
     Args:
-        name: of the base, as the recipe has it.
-        what: recognised kind, with its article.
+        name: the base, as written in the recipe.
+        what: the recognised kind of model, with its article.
         wanted: title of the recipe's family.
-        families: values of ``model.family`` that it may belong to.
-        fix: advice for a base of another kind.
-        registry: the available families, the only ones that are named.
+        families: values of ``model.family`` that the base may belong to.
+        fix: advice if the base cannot be trained with any available family.
+        registry: the available families. The error names no others.
     """
     names = " or ".join(f"model.family: {name}" for name in families if name in registry)
     return ModelError(

@@ -1,4 +1,4 @@
-"""FLUX.1's caption entries: the pooled embedding of CLIP-L, and the states of T5-XXL including its padding.
+"""Caption entries of FLUX.1: the pooled embedding of CLIP-L, and the states of T5-XXL including its padding.
 
 Dimensions: B batch, S tokens, D width.
 """
@@ -30,14 +30,14 @@ POOLED, STATES = "pooled_embeds", "prompt_embeds"
 
 @dataclass(frozen=True)
 class TextPart:
-    """One text encoder.
+    """One text encoder and its output.
 
     Attributes:
-        component, tokenizer: names in the base.
-        output, dims: name and dimensions of its tensor.
-        dtype: of its weights and of its tensor.
-        tokens: captions are padded or cut to this many.
-        embed: (encoder, ids_BS) -> the tensor with a batch dimension.
+        component, tokenizer: names of text encoder and tokenizer in the base.
+        output, dims: name and dimensions of the output tensor.
+        dtype: dtype of the weights and of the output.
+        tokens: number of tokens that captions are padded or truncated to.
+        embed: maps (encoder, ids_BS) to the output with a batch dimension.
     """
 
     component: str
@@ -50,7 +50,7 @@ class TextPart:
 
 
 def _t5_states(encoder: nn.Module, ids_BS: Tensor) -> Tensor:
-    """T5's states without a mask, because the model was trained with the states of the padding."""
+    """Return T5's states without an attention mask, because FLUX.1 was trained with the states of the padding."""
     states_BSD: Tensor = encoder(ids_BS).last_hidden_state
     return states_BSD
 
@@ -58,8 +58,9 @@ def _t5_states(encoder: nn.Module, ids_BS: Tensor) -> Tensor:
 def require_distances(config: Config) -> None:
     """Refuse a T5 config in which some distance between tokens has no row in the table of distances.
 
-    Half of the rows of a direction are for one distance each. The others share the remaining distances up to the
-    maximum, which therefore has to be larger. T5 looks rows up by number, which the meta device cannot check.
+    For each direction, half of the rows are for one distance each. The other rows share all larger distances up to the
+    maximum. So the maximum has to be larger than the number of rows for one distance each. T5 looks rows up by number,
+    which cannot be checked on the meta device.
 
     Raises:
         ModelError: config-unreadable.
@@ -69,23 +70,23 @@ def require_distances(config: Config) -> None:
 
 
 def clip_part() -> TextPart:
-    """CLIP-L; only its pooled embedding is used."""
+    """Return the description of CLIP-L. Only its pooled embedding is used."""
     embed: Callable[[nn.Module, Tensor], Tensor] = lambda encoder, ids_BS: clip.states(encoder, ids_BS)[1]  # noqa: E731
     return TextPart("text_encoder", "tokenizer", POOLED, "D", torch.float32, clip.CLIP_TOKENS, embed)
 
 
 def t5_part(tokens: int) -> TextPart:
-    """T5-XXL with captions of ``tokens`` tokens."""
+    """Return the description of T5-XXL for captions of ``tokens`` tokens."""
     return TextPart("text_encoder_2", "tokenizer_2", STATES, "SD", caption_lm.DTYPE, tokens, _t5_states)
 
 
 class TextEncoder(CaptionEncoder):
-    """Encodes captions with one text encoder, its part of ``FluxPipeline.encode_prompt``.
+    """Encodes captions with one text encoder, like ``FluxPipeline.encode_prompt``.
 
     Args:
         source: the base.
-        part: the text encoder.
-        weights: storage format of its layers.
+        part: the text encoder and its output.
+        weights: storage format of the text encoder's layers.
     """
 
     def __init__(self, source: BaseSource, part: TextPart, weights: WeightFormat) -> None:
@@ -100,10 +101,10 @@ class TextEncoder(CaptionEncoder):
         return f"flux-text{ENCODING_VERSION}-{digest(parts)}"
 
     def tokenizer(self) -> Any:
-        """The tokenizer, set to the part's number of tokens.
+        """Return the tokenizer, set to the text encoder's number of tokens.
 
         Raises:
-            ModelError: it is missing or cannot be read.
+            ModelError: the tokenizer is missing or cannot be read.
         """
         tokenizer = caption_lm.tokenizer_of(self._source, self._part.tokenizer)
         tokenizer.model_max_length = self._part.tokens

@@ -1,4 +1,4 @@
-"""FLUX.1: text and image tokens in two streams, then in one; CLIP-L and T5-XXL encode the text.
+"""The FLUX.1 family: text and image tokens in two streams, then in one. CLIP-L and T5-XXL encode the text.
 
 Dimensions: B batch, C channels, H W latent height and width, I image tokens, S text tokens.
 """
@@ -107,7 +107,10 @@ class Flux(TransformerFamily):
         return TextEncoder(self.source, part, self.weight_format(part.component))
 
     def token_limits(self) -> Sequence[TokenLimit]:
-        """T5's limit: CLIP reads only the start of a long caption, but T5's states cover the rest. Both are loaded."""
+        """Return T5's tokenizer and limit. CLIP reads only the start of a long caption, but T5 reads the rest.
+
+        Both tokenizers are loaded.
+        """
         _, t5 = [self._text_encoder(part).tokenizer() for part in (clip_part(), t5_part(self._tokens))]
         return [clip.token_limit(t5, self._tokens)]
 
@@ -121,7 +124,7 @@ class Flux(TransformerFamily):
         return replace(super().files, original=names.original_rows)
 
     def check(self, source: BaseSource) -> tuple[str, ...]:
-        """As ``TransformerFamily.check``; the variant in the base's configs is compared with the recipe."""
+        """As ``TransformerFamily.check``. The variant in the base's configs is also compared with the recipe's."""
         # A single file: its tensors show whether it reads guidance.
         header, variant = source.single_header, self._model.variant
         if header is not None and names.reads_guidance(header.tensors) is self._is_schnell:
@@ -142,22 +145,24 @@ class Flux(TransformerFamily):
         )
         if self._is_schnell in (dynamic, guided):
             notices += (
-                f"model.variant is {variant}, but the configs of the base belong to another variant (guidance: "
-                f"{guided}, dynamic shift: {dynamic}). Training follows the configs, but the text length the variant.",
+                f"model.variant is {variant}, but the configs of the base belong to another variant "
+                f"(guidance: {guided}, dynamic shift: {dynamic}). Training uses the configs, except for "
+                "the maximum text length, which depends on the variant.",
             )
         known = ("schnell", "kontext", "dev")  # Kontext's name ends with dev
         notices += called_otherwise(source, self.recipe.spec, variant, known)
         if self._is_schnell and self._model.training_adapter is None:
             notices += (
-                "FLUX.1 schnell is distilled to few steps, and a LoRA trained on it undoes that. Train on dev (its "
-                "LoRA works with schnell), or set schnell's training adapter: model.training_adapter.",
+                "FLUX.1 schnell is distilled to few steps, and training a LoRA on it undoes the "
+                "distillation. Train on dev (its LoRA works with schnell), or set schnell's training "
+                "adapter: model.training_adapter.",
             )
         return notices
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
-        """As ``TransformerFamily.predict``.
+        """As ``TransformerFamily.predict``, with rounded noise levels.
 
-        The model computes 1000 * sigma in its own dtype. So sigma is rounded in the same way before the image is mixed.
+        The model computes 1000 * sigma in its own dtype. So sigma is rounded in the same way before noise is added.
         """
         seen_B = (draws["sigma"].to(model.dtype) * 1000).float() / 1000
         noisy_BCHW, target_BCHW = self.objective.noised(batch, {**draws, "sigma": seen_B})
@@ -167,9 +172,9 @@ class Flux(TransformerFamily):
         return self.objective.prediction(predicted_BCHW, target_BCHW, draws)
 
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
-        """As ``TransformerFamily.velocity``. ``batch`` may have the guidance [B] as a model input.
+        """As ``TransformerFamily.velocity``. ``batch`` may also have the guidance scale [B], which is a model input.
 
-        It may also have the normalised latents of control images; their tokens follow the images' tokens.
+        It may also have normalised latents of control images. Their tokens are appended to the image's tokens.
         """
         high, wide = latents_BCHW.shape[-2] // self.patch, latents_BCHW.shape[-1] // self.patch
         tokens_BID, image_I3 = packed(latents_BCHW.to(model.dtype)), places(high, wide, latents_BCHW.device)

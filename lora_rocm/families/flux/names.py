@@ -1,4 +1,4 @@
-"""Names of FLUX.1's transformer in files of the original release, which kohya's scripts and ComfyUI use too."""
+"""Names of FLUX.1's transformer in the original release's files, which kohya's scripts and ComfyUI use too."""
 
 from __future__ import annotations
 
@@ -41,14 +41,16 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "final_layer.adaLN_modulation.1": ("norm_out.linear",),
     "final_layer.linear": ("proj_out",),
 }
-"""The original's module -> diffusers' modules, in the order of its rows. # is the number of the block."""
+"""Maps an original module to the diffusers modules that share its rows, in the order of the rows. # replaces the
+block's number.
+"""
 ORIGINALS = {module: (old, place) for old, modules in MODULES.items() for place, module in enumerate(modules)}
 TURNED = "norm_out.linear"  # the original has the shift first, diffusers the scale
 BLOCK_NUMBER = re.compile(r"(?<=blocks\.)\d+(?=\.)")
 
 
 def reads_guidance(tensors: Collection[str]) -> bool | None:
-    """Whether a transformer with tensors of these names has an input for guidance; None: it is not a FLUX.1."""
+    """Whether a transformer has an input for guidance, by its tensor names. None if it is not a FLUX.1 transformer."""
     text = " ".join(tensors)
     if "vector_in." not in text and "text_embedder." not in text:
         return None
@@ -56,7 +58,10 @@ def reads_guidance(tensors: Collection[str]) -> bool | None:
 
 
 def original_rows(component: str, module: str, rows: int) -> Rows:
-    """``FileNames.original``. Query, key and value have equally many rows, the MLP four times as many."""
+    """Return original names and rows, as ``FileNames.original``.
+
+    Query, key and value have the same number of rows, and the MLP has four times that number.
+    """
     number = BLOCK_NUMBER.search(module)
     original, place = ORIGINALS[BLOCK_NUMBER.sub("#", module)]
     name = original.replace("#", number[0]) if number else original
@@ -66,7 +71,10 @@ def original_rows(component: str, module: str, rows: int) -> Rows:
 
 
 def transformer_of_original(state: State, module: nn.Module) -> State:
-    """Convert from the original names, which fuse query, key, value and MLP; diffusers' own names are kept."""
+    """Convert original names to diffusers' names, and split fused tensors into query, key, value and MLP.
+
+    Tensors with diffusers' names are kept.
+    """
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     converted: State = {}
     for name, tensor in state.items():
@@ -82,7 +90,7 @@ def transformer_of_original(state: State, module: nn.Module) -> State:
 
 
 def _parts(tensor: Tensor, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> State:
-    """The tensor's rows, split into tensors with these names."""
+    """Split the rows of a tensor into tensors with these names."""
     if names[0].startswith(TURNED):
         return {names[0]: tensor.roll(len(tensor) // 2, 0)}
     if len(names) == 1:

@@ -1,4 +1,4 @@
-"""The specification of FLUX.1 for the light half: recipe section, names and marks."""
+"""The specification of FLUX.1, importable without torch: recipe section, names and recognition marks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ class FluxSection(TransformerSection):
     )
     variant: Literal["dev", "schnell", "kontext"] = Field(
         "dev",
-        description="The FLUX.1 variant, which files do not always name. schnell is distilled: better train on dev.",
+        description="The FLUX.1 variant. Files do not always identify it. schnell is distilled, so training "
+        "on dev is better.",
     )
     guidance: float = Field(
         1.0,
         ge=0.0,
         le=MAX_GUIDANCE,
-        description="The guidance input of the model in training (schnell has none). 1 is usual, also for a LoRA that "
-        "is used at 3.5; the scripts of diffusers use 3.5.",
+        description="The guidance scale that the model gets as input in training (schnell has no such "
+        "input). 1 is usual, even if the LoRA is used at 3.5; diffusers' scripts use 3.5.",
     )
-    text_encoder_2: PathOrHubId | None = Field(None, description="Another T5-XXL, as text_encoder, which is CLIP-L.")
-    tokenizer_2: InputFolder | None = Field(None, description="Folder of another tokenizer of T5.")
+    text_encoder_2: PathOrHubId | None = Field(
+        None, description="Another T5-XXL, in the same formats as text_encoder, which is CLIP-L."
+    )
+    tokenizer_2: InputFolder | None = Field(None, description="Folder of another T5 tokenizer.")
 
 
 SPEC = FamilySpec(

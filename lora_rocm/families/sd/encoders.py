@@ -1,4 +1,4 @@
-"""The caption entry of Stable Diffusion 1.x and 2.x: the text encoder's last states."""
+"""Caption entry of Stable Diffusion 1.x and 2.x: the text encoder's last states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lora_rocm.families.common.vae import CPU, ENCODING_VERSION
 
 
 class TextEncoder(CaptionEncoder):
-    """Encodes captions to the embeddings of ``StableDiffusionPipeline.encode_prompt``, in float32."""
+    """Encodes captions as in ``StableDiffusionPipeline.encode_prompt``, in float32."""
 
     entry = EntrySpec("text", (CAPTION,), {"prompt_embeds": TensorSpec("float32", "SD", clip.PAD)})
 

@@ -1,4 +1,4 @@
-"""Stable Diffusion 1.x and 2.x (arXiv 2112.10752) and their fine-tunes: one UNet, one VAE, one text encoder.
+"""The families Stable Diffusion 1.x and 2.x (arXiv 2112.10752) with one UNet, one VAE and one text encoder.
 
 Dimensions: B batch, S tokens, D width.
 """
@@ -43,10 +43,10 @@ V_PREDICTION_DEVIATION = 0.09
 
 
 def predicts_velocity(source: BaseSource) -> bool:
-    """Whether a one-file Stable Diffusion 2.x checkpoint predicts the velocity; its header does not record it.
+    """Whether a one-file Stable Diffusion 2.x checkpoint predicts the velocity, which its header does not record.
 
-    The published 768-pixel models predict the velocity and have a larger spread in one bias of the last block (model
-    detection of ComfyUI, ``supported_models.SD20``).
+    The published 768-pixel models predict the velocity. One bias of their last block has a larger spread than in the
+    other models (as in ComfyUI's model detection, ``supported_models.SD20``).
     """
     header = source.single_header
     if header is None or TELLING_BIAS not in header.tensors:
@@ -84,7 +84,7 @@ LAYOUT_SD2 = ModelLayout(
 
 
 class StableDiffusion(LdmFamily):
-    """The shared part of both versions."""
+    """Implements the part of ``ModelFamily`` that both versions share."""
 
     pipeline = StableDiffusionPipeline
     text_components = ("text_encoder",)
@@ -124,14 +124,14 @@ class StableDiffusion(LdmFamily):
         )
 
     def kohya_key(self, component: str, module: str) -> str:
-        """The kohya name: diffusers names for UNet modules, names with ``text_model`` for the text encoder."""
+        """Return kohya's name: based on diffusers' names for the UNet, and with ``text_model`` for the text encoder."""
         if component == "unet":
             return f"lora_unet_{module.replace('.', '_')}"
         return f"lora_te_text_model_{module.removeprefix('text_model.').replace('.', '_')}"
 
 
 class Sd15(StableDiffusion):
-    """Implements ``ModelFamily`` for Stable Diffusion 1.x: CLIP ViT-L/14."""
+    """Implements ``ModelFamily`` for Stable Diffusion 1.x, with CLIP ViT-L/14 as text encoder."""
 
     name = "sd15"
     layout = LAYOUT_SD15
@@ -139,14 +139,14 @@ class Sd15(StableDiffusion):
 
 
 class Sd2(StableDiffusion):
-    """Implements ``ModelFamily`` for Stable Diffusion 2.x: the penultimate layer of OpenCLIP ViT-H."""
+    """Implements ``ModelFamily`` for Stable Diffusion 2.x, with the penultimate layer of OpenCLIP ViT-H."""
 
     name = "sd2"
     layout = LAYOUT_SD2
     expected = EXPECTED_SD2
 
     def published_scheduler(self, source: BaseSource) -> dict[str, Any]:
-        """The scheduler config; for a one-file checkpoint the prediction type is read from the weights.
+        """Return the scheduler config. For a one-file checkpoint, the weights determine the prediction type.
 
         The packaged config belongs to the 768-pixel model.
         """

@@ -1,4 +1,4 @@
-"""The specifications of Stable Diffusion 1.x and 2.x for the light half: recipe sections and names."""
+"""Specifications of Stable Diffusion 1.x and 2.x, importable without torch: recipe sections and names."""
 
 from __future__ import annotations
 

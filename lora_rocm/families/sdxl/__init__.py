@@ -1,1 +1,1 @@
-"""The SDXL family; ``spec`` is its light half."""
+"""The SDXL family. Its module ``spec`` can be imported without torch."""

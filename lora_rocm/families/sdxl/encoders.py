@@ -1,4 +1,4 @@
-"""SDXL's caption entries: the states of both text encoders."""
+"""Caption entries of SDXL: the states of both text encoders."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TEXT_COMPONENTS = ("text_encoder", "text_encoder_2")
 
 
 class TextEncoder(CaptionEncoder):
-    """Encodes captions with one CLIP, its part of ``StableDiffusionXLPipeline.encode_prompt``, in float32.
+    """Encodes captions with one of the two CLIP text encoders, in float32, as ``StableDiffusionXLPipeline`` does.
 
-    The pipeline concatenates the states of both encoders in width; the pooled embedding comes from the second one.
+    The pipeline concatenates the states of both encoders in width. The pooled embedding comes from the second encoder.
     """
 
     def __init__(self, source: BaseSource, number: int, max_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""The SDXL family (arXiv 2307.01952) and its fine-tunes.
+"""The SDXL family (arXiv 2307.01952).
 
 Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
 """
@@ -67,7 +67,10 @@ class Sdxl(LdmFamily):
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
     ) -> Tensors:
-        """SDXL's size and crop conditioning (section 2.2), int64 [6], in diffusers' order (``_get_add_time_ids``)."""
+        """Return SDXL's size and crop conditioning, int64 [6], in the order of diffusers' ``_get_add_time_ids``.
+
+        Source: arXiv 2307.01952, section 2.2.
+        """
         return {"time_ids": torch.tensor([*original_hw, *crop_top_left, *target_hw], dtype=torch.int64)}
 
     def text_example(self, rows: int) -> Tensors:

@@ -1,4 +1,4 @@
-"""The specification of SDXL for the light half: recipe section and names."""
+"""The specification of SDXL, importable without torch: recipe section and names."""
 
 from __future__ import annotations
 

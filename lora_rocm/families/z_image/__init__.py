@@ -1,1 +1,1 @@
-"""Z-Image."""
+"""The Z-Image model family."""

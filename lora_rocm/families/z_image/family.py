@@ -1,4 +1,4 @@
-"""Z-Image (arXiv 2511.22699): one stream of image and text tokens; a language model's states encode the text.
+"""The Z-Image family (arXiv 2511.22699): image and text tokens in one stream. A language model encodes the text.
 
 Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
 """
@@ -82,7 +82,10 @@ class ZImage(TransformerFamily):
 
     @cached_property
     def files(self) -> FileNames:
-        """File names for musubi-tuner, which names modules as diffusers does, without fusing any."""
+        """As ``TransformerFamily.files``, with names for musubi-tuner.
+
+        These names are based on diffusers' module names, with no modules fused.
+        """
 
         def scripts(component: str, module: str, rows: int) -> Rows:
             return ((f"lora_unet_{module.replace('.', '_')}", 0, rows),)
@@ -90,21 +93,21 @@ class ZImage(TransformerFamily):
         return replace(super().files, original=names.original_rows, scripts=scripts)
 
     def check(self, source: BaseSource) -> tuple[str, ...]:
-        """As ``TransformerFamily.check``; name and scheduler of the base are compared with the recipe's variant."""
+        """As ``TransformerFamily.check``. The base's name and scheduler are also compared with the recipe's variant."""
         notices = super().check(source)
         variant, shift = self._variant, source.config("scheduler").number("shift", 1.0, or_null=True)
         notices += called_otherwise(source, self.recipe.spec, variant, ("turbo",))
         other = next((each for each, its in SHIFTS.items() if its == shift), variant)
         if source.folder != LAYOUT.configs and other != variant:
             notices += (
-                f"model.variant is {variant}, but the shift of the base's scheduler is {shift}, as in {other}. "
-                "Training follows the scheduler.",
+                f"model.variant is {variant}, but the shift of the base's scheduler is {shift}, as in "
+                f"{other}. Training uses the scheduler's shift.",
             )
         if variant == "turbo" and self.recipe.model.training_adapter is None:
             notices += (
-                "Z-Image Turbo is distilled to few steps, and a LoRA trained on it undoes that: images become blurred. "
-                "Train on the base model (its LoRA works with Turbo), or set Turbo's training adapter: "
-                "model.training_adapter.",
+                "Z-Image Turbo is distilled to few steps, and training a LoRA on it undoes the "
+                "distillation, so images become blurred. Train on the base model (its LoRA works with "
+                "Turbo), or set Turbo's training adapter: model.training_adapter.",
             )
         return notices
 
@@ -121,6 +124,9 @@ class ZImage(TransformerFamily):
         return model.variant
 
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
-        """As ``TransformerFamily.velocity``. The model's time is ``1 - sigma``, and its output points to the image."""
+        """As ``TransformerFamily.velocity``.
+
+        The model's time is ``1 - sigma``, and it predicts the negative velocity.
+        """
         transformer, latents_BCHW = model.components["transformer"], latents_BCHW.to(model.dtype)
         return -predicted(transformer, latents_BCHW, 1 - sigma_B, batch)

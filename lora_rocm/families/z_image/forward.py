@@ -1,7 +1,8 @@
-"""The forward pass of ``ZImageTransformer2DModel`` on batches of fixed shape.
+"""The forward pass of ``ZImageTransformer2DModel`` for batches of fixed shape.
 
-diffusers' own forward takes lists of captions with their real lengths, so the host has to know the lengths. Here the
-lengths are masks on the device, so a pass does not synchronise and can be captured as a graph. The result is the same.
+diffusers' own forward takes a list of captions without padding, so the host has to know their lengths. In this module,
+masks on the device represent the lengths, so a pass does not synchronise and can be captured as a graph. The result is
+the same.
 
 Dimensions: B batch, C channels, H W latent height and width, I image tokens, S caption tokens, D width.
 """
@@ -22,7 +23,7 @@ SIZES = f"{PATCH}-1"  # key of the layers for this patch and one frame
 
 
 def predicted(transformer: Any, latents_BCHW: Tensor, time_B: Tensor, batch: Tensors) -> Tensor:
-    """The model's output [B, C, H, W].
+    """Return the model's output [B, C, H, W].
 
     Args:
         transformer: a ``ZImageTransformer2DModel``.
@@ -63,7 +64,10 @@ def predicted(transformer: Any, latents_BCHW: Tensor, time_B: Tensor, batch: Ten
 def _places(
     transformer: Any, real_BS: Tensor, own_BS: Tensor | None, high: int, wide: int, fill: int
 ) -> tuple[Tensor, Tensor]:
-    """The rotations of image and caption tokens, complex64 [B, I, D/2] and [B, S, D/2]; padding is at 0."""
+    """Return rotations of image and caption tokens, complex64 [B, I, D/2] and [B, S, D/2].
+
+    Padding of the image has position 0.
+    """
     rows, length = real_BS.shape
     device = real_BS.device
     count_B = torch.full((rows,), length, device=device) if own_BS is None else own_BS.sum(dim=1)
@@ -79,7 +83,10 @@ def _places(
 
 
 def _rotations(transformer: Any, places: Tensor) -> Tensor:
-    """The rotary embedding of integer positions [..., 3], complex64 [..., D/2], without the model's table."""
+    """Return the rotary embedding of integer positions [..., 3], complex64 [..., D/2].
+
+    It is computed directly, without the model's table.
+    """
     parts = []
     for axis, width in enumerate(transformer.axes_dims):
         steps = torch.arange(0, width, 2, dtype=torch.float64, device=places.device) / width
@@ -89,7 +96,7 @@ def _rotations(transformer: Any, places: Tensor) -> Tensor:
 
 
 def _run(transformer: Any, block: nn.Module, *args: Tensor | None) -> Tensor:
-    """A block's output, recomputed in the backward pass if the transformer is configured for it."""
+    """Return a block's output. It is recomputed in the backward pass if gradient checkpointing is enabled."""
     recomputed = torch.is_grad_enabled() and transformer.gradient_checkpointing
     output: Tensor = transformer._gradient_checkpointing_func(block, *args) if recomputed else block(*args)
     return output

@@ -17,7 +17,7 @@ FUSED = ".attention.qkv."
 
 
 def original_rows(component: str, module: str, rows: int) -> Rows:
-    """``FileNames.original``. Query, key and value have the same number of rows."""
+    """Return original names and rows, as ``FileNames.original``. Query, key and value have the same number of rows."""
     path = f"{module}."
     for old, new in (STARTS | PARTS).items():
         path = path.replace(new, old)
@@ -26,7 +26,10 @@ def original_rows(component: str, module: str, rows: int) -> Rows:
 
 
 def transformer_of_original(state: State, module: nn.Module) -> State:
-    """Convert from the original names, which fuse query, key and value; diffusers' own names are kept."""
+    """Convert original names to diffusers' names, and split fused tensors into query, key and value.
+
+    Tensors with diffusers' names are kept.
+    """
     converted: State = {}
     for found, tensor in state.items():
         name = found

@@ -1,4 +1,4 @@
-"""The specification of Z-Image for the light half: recipe section and names."""
+"""The specification of Z-Image, importable without torch: recipe section and names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class ZImageSection(TransformerSection):
     )
     variant: Literal["base", "turbo"] = Field(
         "base",
-        description="The Z-Image variant, which files do not name. Turbo is distilled: better train on the base.",
+        description="The Z-Image variant. Files do not identify it. Turbo is distilled, so training on the "
+        "base is better.",
     )
 
 

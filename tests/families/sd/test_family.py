@@ -181,7 +181,7 @@ def test_other_families_are_recognised_by_name(
         ("sdxl", files["sd2"][0], "a Stable Diffusion 2.x model"),
         ("sdxl", folders["sd15"], "a Stable Diffusion 1.x or 2.x model"),
         ("sd15", wide, "a Stable Diffusion 2.x UNet"),
-        ("sd15", paint, "a UNet that takes 8 channels"),
+        ("sd15", paint, "8 input channels"),
     ]
     for version, path, what in cases:
         with pytest.raises(ModelError) as caught:

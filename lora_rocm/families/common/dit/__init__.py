@@ -1,1 +1,1 @@
-"""Shared code of families with a diffusion transformer: flow matching, text of any length, previews."""
+"""Code that families with a diffusion transformer share: flow matching, text of any length, previews."""

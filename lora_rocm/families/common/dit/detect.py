@@ -1,4 +1,4 @@
-"""Checks from configs and headers alone that a base belongs to a family with a transformer and can be trained on."""
+"""Checks whether a base belongs to a transformer family and can be trained on, using only configs and headers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lora_rocm.model_files.models import index_of
 
 VAE_KEYS = ("latent_channels", "scaling_factor", "shift_factor", "z_dim", "latents_mean", "latents_std")
 TEXT_KEYS = ("hidden_size", "d_model", "num_hidden_layers", "num_layers")
-"""Keys of a text encoder's config that determine the transformer's inputs. Not every writer saves all of them."""
+"""Keys of a text encoder's config that determine the transformer's inputs. A config may lack some of them."""
 
 
 def check(source: BaseSource, spec: FamilySpec, registry: FamilyRegistry) -> tuple[str, ...]:
-    """Refuse a model of another family or one that cannot be trained on; return notices about an accepted one.
+    """Refuse a model of another family or one that cannot be trained on. Returns notices about an accepted model.
 
     Raises:
-        ModelError: wrong-family, not-a-model, incomplete-model, or as ``check_component``.
+        ModelError: wrong-family, not-a-model, incomplete-model, or as in ``check_component``.
     """
     header = source.single_header
     if header is None:
@@ -45,7 +45,7 @@ def check(source: BaseSource, spec: FamilySpec, registry: FamilyRegistry) -> tup
 
 
 def check_file(header: TensorFileHeader, name: str, spec: FamilySpec, registry: FamilyRegistry) -> None:
-    """Refuse a file of another family, before its missing components are asked for.
+    """Refuse a file of another family. Called before the user is asked for components that the file lacks.
 
     Raises:
         ModelError: wrong-family.
@@ -60,14 +60,14 @@ def _fix(spec: FamilySpec) -> str:
 
 
 def names_of(name: str, title: str) -> list[str]:
-    """Names of a base in lower case: the last part of its path or hub id, then folders above it.
+    """Return names of a base in lower case: the last part of its path or hub id, then names of the folders above.
 
-    The two folders above count only if they also name the model ("FLUX.1-schnell", not "dev"). Folders in the path of
-    the user's home do not count.
+    Of the two folders above, those are returned that also name the model ("FLUX.1-schnell", but not "dev"). Folders
+    above the user's home directory are ignored.
 
     Args:
         name: path or hub id of the base.
-        title: of the model.
+        title: name of the model family.
     """
     path, home = Path(os.path.expanduser(name)), Path(os.path.expanduser("~"))
     last, *above = reversed((path.relative_to(home) if path.is_relative_to(home) else path).parts or (path.name,))
@@ -80,14 +80,14 @@ def _letters(name: str) -> str:
 
 
 def called_otherwise(source: BaseSource, spec: FamilySpec, variant: str, names: Sequence[str]) -> tuple[str, ...]:
-    """A notice if the base has the name of another variant than ``model.variant``.
+    """Return a notice if the base's name contains a different variant than ``model.variant``.
 
     Args:
         source: the base.
-        spec: of its family.
+        spec: the base's family.
         variant: value of ``model.variant``.
-        names: names of variants. The first name found in the nearest part of the path counts, unless a letter follows
-            it.
+        names: names of the variants. The first one found in the last part of the path counts, or else in a folder
+            above. A name that is followed by a letter does not count.
     """
     called = names_of(source.name, spec.title)
     found = (each for part in called for each in names if re.search(rf"{each}(?![a-z])", part))
@@ -98,7 +98,10 @@ def called_otherwise(source: BaseSource, spec: FamilySpec, variant: str, names: 
 
 
 def _check_own(source: BaseSource, name: str, spec: FamilySpec) -> None:
-    """Refuse a component of another family by its config: its output would have other sizes or another scale."""
+    """Refuse a user-supplied component that does not fit the family, judged by its config.
+
+    The output of such a component would have other sizes or another scale.
+    """
     folder = source.folder if (source.folder / name / "config.json").is_file() else source.layout.configs
     own, base = read_config(source.config_path(name)), read_config(folder / name / "config.json")
     keys = (*VAE_KEYS, *(key for key in TEXT_KEYS if key in own and key in base))
@@ -107,5 +110,5 @@ def _check_own(source: BaseSource, name: str, spec: FamilySpec) -> None:
             "wrong-family",
             f"This is not a {name} of {spec.title}: its {key} is {own.get(key)}, not {base.get(key)}.",
             where=source.place(name),
-            fix=f"Give a {name} of {spec.title}, or remove model.{name} if name_or_path is a folder.",
+            fix=f"Use a {name} of {spec.title}, or remove model.{name} if model.name_or_path is a folder.",
         )

@@ -1,4 +1,4 @@
-"""The shared implementation of families with a diffusion transformer that is trained by flow matching.
+"""Base class of families with a diffusion transformer that is trained by flow matching.
 
 Dimensions: B batch, C channels, H W latent height and width.
 """
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 
 
 class TransformerFamily(LatentFamily):
-    """Implements the part of ``ModelFamily`` that these families share.
+    """Implements the part of ``ModelFamily`` that families with a diffusion transformer share.
 
     Attributes:
-        pipeline: diffusers' class that loads LoRA files.
+        pipeline: diffusers class that loads LoRA files.
         prefixes: see ``FileNames``.
-        reader_options: further arguments of its ``load_lora_into_transformer``.
-        block_lists: path of a list of blocks in the transformer, in forward order -> lengths of its first segments
-            when all blocks are recomputed (found by counting memory); see ``Recomputing.segments``.
+        reader_options: additional arguments of the pipeline's ``load_lora_into_transformer``.
+        block_lists: lengths of the first recomputed segments (found by counting memory) by the path of a block list in
+            the transformer, in forward order. They apply if all blocks are recomputed; see ``Recomputing.segments``.
         num_streams: see ``Segments``.
-        targets: preset -> regular expression of module names, as ``ModelFamily.lora_targets``.
+        targets: regular expressions of module names by preset, as in ``ModelFamily.lora_targets``.
         patch: side of the square of latents that is one token.
-        fuse_blocks: replaces the blocks by fused ones (see ``families.common.dit.blocks``).
-        language_model: the text encoder that ``model.text_encoder_quantization`` packs.
-        language_layers: the text encoder's layers that are packed, as in ``quantised``.
-        told_guidance: whether a preview's guidance is an input of ``velocity``; then it needs no negative prompt.
+        fuse_blocks: function that replaces blocks by fused ones (see ``families.common.dit.blocks``).
+        language_model: name of the text encoder that ``model.text_encoder_quantization`` quantises.
+        language_layers: regular expression of the text encoder's quantised layers, as in ``quantised``.
+        told_guidance: whether the guidance scale is an input of ``velocity``, so that previews need no negative prompt.
     """
 
     component = "transformer"
@@ -70,7 +70,7 @@ class TransformerFamily(LatentFamily):
 
     @abstractmethod
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
-        """The velocity ``noise - image`` that the model predicts for noisy latents, in any dtype: [B, C, H, W].
+        """Return the velocity ``noise - image`` that the model predicts for noisy latents: [B, C, H, W] in any dtype.
 
         Args:
             model: the loaded model.
@@ -95,7 +95,7 @@ class TransformerFamily(LatentFamily):
 
     @cached_property
     def files(self) -> FileNames:
-        """Files with a prefix and the module's name in diffusers."""
+        """Names in LoRA files: a prefix followed by the module's name in diffusers."""
         return FileNames(self.prefixes, "folded", lambda part, name: self.prefixes[part] + name, self.load_in_diffusers)
 
     def check_file(self, header: TensorFileHeader) -> None:
@@ -156,13 +156,13 @@ Output = Tensor | tuple[Tensor, ...]
 
 
 class Segments:
-    """Calls the blocks for diffusers' loop, which passes each block the output of the previous one.
+    """Runs blocks in segments, called from diffusers' loop, which passes each block the output of the previous one.
 
-    The first block's call runs the whole segment; the other blocks' calls are pass-through.
+    The call of a segment's first block runs the whole segment. The calls of its other blocks return their input.
 
     Args:
-        run: how blocks are recomputed.
-        loops: for each loop its blocks in forward order, and the lengths of its first segments.
+        run: recomputes blocks.
+        loops: for each of diffusers' loops, the blocks in forward order and the lengths of its first segments.
         num_streams: number of a block's arguments that are outputs of the previous block, in reverse order (FLUX.1's
             blocks take image and text, and return text and image).
     """
@@ -177,10 +177,12 @@ class Segments:
             self._segments |= {several[0]: several for several in run.segments(lengths, blocks)}
 
     def __call__(self, block: nn.Module, *args: Any) -> Output:
-        """The streams [B, S, D] after the segment that begins with the block; unchanged if no segment does.
+        """Return the streams [B, S, D] after the segment that begins with ``block``.
+
+        If no segment begins with the block, the streams are returned unchanged.
 
         Raises:
-            KeyError: the model's blocks were replaced since.
+            KeyError: the model's blocks were replaced after this object was created.
         """
         several = self._segments[block]
         if len(several) > 1:

@@ -1,4 +1,4 @@
-"""Preview images from the live model: Euler's method along the flow, with classifier-free guidance."""
+"""Samples preview images from the live model with Euler's method along the flow and classifier-free guidance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GUIDANCE = "guidance"  # name in the batch of the guidance [B], float32, that a 
 
 
 class Flow(Protocol):
-    """The members of a ``TransformerFamily`` that sampling needs."""
+    """The members of ``TransformerFamily`` that sampling needs."""
 
     patch: int
     told_guidance: bool
@@ -43,17 +43,17 @@ def sample_images(
     text: Callable[[str], Tensors],
     in_tiles: bool = False,
 ) -> list[Image.Image]:
-    """Sample an image for every request, in order.
+    """Sample an image for every request, in the order of the requests.
 
     The initial noise comes from a CPU generator seeded per request, so an image is the same on every device up to
     rounding. The VAE is loaded after denoising and freed at the end.
 
     Args:
         family: predicts the velocity.
-        model: the live model; it is left unchanged.
+        model: the live model, which is left unchanged.
         requests: the images to sample.
         text: maps a prompt to its cached tensors (no batch dimension, CPU).
-        in_tiles: decode in small tiles, whatever the size.
+        in_tiles: decode images of any size in small tiles.
     """
     ratio, channels = pixels_per_latent(family.source), len(family.latents.shift_C)
     drawn: list[Tensor] = []
@@ -80,9 +80,9 @@ def denoised(
     first_sigma: float = 1.0,
     more: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Tensor:
-    """Normalised latents float32 [C, H, W], from noisy ones at ``first_sigma`` on the model's device.
+    """Return normalised latents, float32 [C, H, W], denoised from ``noisy_CHW`` on the model's device.
 
-    ``more``: further tensors of the batch, with a batch dimension.
+    ``first_sigma``: noise level of ``noisy_CHW``. ``more``: additional tensors of the batch, with a batch dimension.
     """
     sides = [side // family.patch for side in noisy_CHW.shape[-2:]]
     even = torch.linspace(1.0, 0.0, request.steps + 1)

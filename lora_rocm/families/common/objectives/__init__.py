@@ -1,1 +1,1 @@
-"""Training objectives: the random draws of a step, the target of the prediction, and the loss."""
+"""Training objectives: random draws of a step, target of the prediction, and loss."""

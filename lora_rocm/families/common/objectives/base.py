@@ -1,7 +1,8 @@
-"""The protocol of an objective: it draws noise and timesteps for a step, and defines the target.
+"""The protocol of an objective, which draws noise and timesteps for a step and defines the target.
 
-An objective knows no model. The family names the cached tensors that hold the latents, defines their normalisation, and
-calls the model in ``predict``. The loss is reduced in ``loss``, the same for all families.
+An objective does not depend on a model. The family names the cached tensors that contain the latents, defines their
+normalisation, and calls the model in ``predict``. The module ``loss`` reduces the loss in the same way for all
+families.
 """
 
 from __future__ import annotations
@@ -18,40 +19,45 @@ from lora_rocm.device.constants import constant
 
 @dataclass(frozen=True)
 class Draws:
-    """The random tensors of one micro-batch and the values looked up for them: a pure function of the seeds.
+    """The random tensors of one micro-batch, and values looked up for them.
 
-    CPU tensors with a batch dimension. Timesteps are integers or floats, one per sample or one per token.
+    They depend only on the seeds and the batch. All are CPU tensors with a batch dimension. Timesteps are integers or
+    floats, one per sample or one per token.
     """
 
     tensors: dict[str, Tensor]
 
 
 MEAN, STD = "latent_mean", "latent_std"
-"""Names in the batch of the mean and standard deviation of an image's posterior, [B, C, ...]."""
+"""Names in the batch of the mean and standard deviation of an image's posterior, shape [B, C, ...]."""
 CONTROL_LATENTS = "control_latents"
-"""Name in the batch of the latents of control images, [B, C, ...], if the images have any. The mean is cached."""
+"""Name in the batch of the latents of control images, shape [B, C, ...], if the samples have any. The cache contains
+the posterior's mean.
+"""
 HIDDEN_MASK, SEEN_LATENTS = "hidden_mask", "seen_latents"
-"""Names in the batch of an inpainting base's inputs: [B, 1, ...], 1 where the image is hidden and 0 where it is seen,
-and the latents [B, C, ...] of the seen part. The mean is cached."""
+"""Names in the batch of an inpainting model's inputs: the mask [B, 1, ...], 1 where the image is hidden and 0 where it
+is visible, and the latents [B, C, ...] of the visible part. The cache contains the posterior's mean.
+"""
 
 Distance = Callable[[Tensor, Tensor], Tensor]
-"""(prediction in float32, target) -> the distance at each position, in float32."""
+"""Maps (prediction in float32, target) to the distance at each position, in float32."""
 
 
 def squared(prediction: Tensor, target: Tensor) -> Tensor:
-    """The squared error at each position."""
+    """Return the squared error at each position."""
     return (prediction - target).square()
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The model's prediction for a micro-batch, and its target.
+    """The model's prediction for a micro-batch, with its target.
 
-    prediction: [B, ...], in the model's number format.
-    target: the second argument of ``distance``; for ``squared`` of the same shape, float32.
-    weight: [B], or broadcastable to the result of ``distance`` with equally many dimensions (one weight per token).
-    distance: at each position; it may have fewer dimensions than the prediction (one value per token), B first.
-    measures: other values of each sample, float32 [B] without gradient, that are logged with the losses.
+    prediction: [B, ...], in the model's dtype.
+    target: second argument of ``distance``. For ``squared`` it has the prediction's shape, in float32.
+    weight: [B], or as many dimensions as the result of ``distance`` and broadcastable to it (one weight per token).
+    distance: function of the distance at each position. Its result begins with dimension B, and may have fewer
+        dimensions than the prediction (one value per token).
+    measures: additional values per sample that are logged with the losses, float32 [B] without gradient.
     """
 
     prediction: Tensor
@@ -63,7 +69,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class LatentSpace:
-    """The cached tensors that hold the latents, and their normalisation ``(latents - shift) * scale``.
+    """The latents' tensors in the cache, and the normalisation ``(latents - shift) * scale``.
 
     shift_C, scale_C: float32, one value per channel.
     """
@@ -76,7 +82,10 @@ class LatentSpace:
         constant(self.scale_C, "scale of the latents")
 
     def draws(self, rngs: Sequence[torch.Generator], shape: Sequence[int]) -> dict[str, Tensor]:
-        """The draws that ``sample`` needs, for latents of ``shape`` (without B): float32, one row per generator."""
+        """Return the random numbers that ``sample`` needs: float32, one row per generator.
+
+        ``shape`` is the shape of the latents without B.
+        """
         return {
             "posterior": normal(rngs, shape),
             "latent_shift": self.shift_C.expand(len(rngs), -1).contiguous(),
@@ -84,43 +93,50 @@ class LatentSpace:
         }
 
     def sample(self, batch: Mapping[str, Tensor], draws: Mapping[str, Tensor]) -> Tensor:
-        """Normalised latents, float32 [B, C, ...], sampled from the VAE's diagonal Gaussian posterior.
+        """Return normalised latents, float32 [B, C, ...], sampled from the VAE's diagonal Gaussian posterior.
 
         Source: arXiv 1312.6114, section 2.4.
         """
         return self.normalised(batch[MEAN] + batch[STD] * draws["posterior"], draws)
 
     def normalised(self, latents: Tensor, draws: Mapping[str, Tensor]) -> Tensor:
-        """Normalised latents [B, C, ...]. ``draws``: the result of ``draws``, on the device of the latents."""
+        """Return normalised latents [B, C, ...]. ``draws``: the result of ``draws``, on the device of the latents."""
         shift, scale = (over(draws[name], latents) for name in ("latent_shift", "latent_scale"))
         return (latents - shift) * scale
 
 
 class Objective(Protocol):
-    """The protocol that the training loop uses to draw noise and timesteps."""
+    """The protocol by which the training loop draws noise and timesteps."""
 
     def draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int]) -> Draws:
         """Draw noise, timesteps and posterior samples for one micro-batch of CPU tensors.
 
         Args:
-            batch: only its shapes are used, and for an adaptive noise offset the values of the latents.
-            seeds: one per sample; a sample's draws depend only on its seed and its latents.
+            batch: cached tensors. Only their shapes are used, except that an adaptive noise offset depends on the
+                latents.
+            seeds: one seed per sample; a sample's draws depend only on its seed and its latents.
         """
 
     def fixed_draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int], position: float) -> Draws:
-        """As ``draw``, but at a fixed position of the noise schedule (0 clean .. 1 noise), for the validation loss."""
+        """Draw like ``draw``, but at a fixed position of the noise schedule (0 clean .. 1 noise).
+
+        Used for the validation loss.
+        """
 
 
 def generators(seeds: Sequence[int]) -> list[torch.Generator]:
-    """One CPU generator per sample. Its numbers depend only on its seed, not on the batch or the device."""
+    """Return one CPU generator per sample. Its numbers depend only on its seed, not on the batch or the device."""
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
 def normal(rngs: Sequence[torch.Generator], shape: Sequence[int]) -> Tensor:
-    """Standard normal noise of ``shape`` for each sample: float32 [B, *shape]."""
+    """Return standard normal noise of ``shape`` for each sample: float32 [B, *shape]."""
     return torch.stack([torch.randn(tuple(shape), generator=rng) for rng in rngs])
 
 
 def over(values: Tensor, like: Tensor) -> Tensor:
-    """Append dimensions of length 1 to ``values`` so that they broadcast over ``like`` (one value per sample: [B])."""
+    """Append dimensions of length 1 to ``values`` so that it broadcasts over ``like``.
+
+    ``values`` has, for example, one value per sample: [B].
+    """
     return values.reshape(*values.shape, *(1,) * (like.ndim - values.ndim))

@@ -1,8 +1,9 @@
 """The objective of discrete-time diffusion, and its equations as functions on tensors.
 
 A noisy latent is ``x_t = signal * x_0 + noise_level * eps`` with ``signal = sqrt(alpha_bar)`` and ``noise_level =
-sqrt(1 - alpha_bar)`` (DDPM, arXiv 2006.11239, eq. 4). The noise schedule itself comes from diffusers. Suffixes: T
-timesteps, B batch, C channels, H W latent height and width.
+sqrt(1 - alpha_bar)`` (DDPM, arXiv 2006.11239, eq. 4). The noise schedule itself comes from diffusers.
+
+Suffixes: T timesteps, B batch, C channels, H W latent height and width.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SCHEDULE_KEYS = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule
 class DdpmSettings:
     """The recipe's settings of the noise schedule.
 
-    prediction_type: "epsilon", "v_prediction", or "auto" for the type that the base declares.
+    prediction_type: "epsilon", "v_prediction", or "auto" for the type declared by the base.
     """
 
     prediction_type: str
@@ -41,22 +42,22 @@ class DdpmSettings:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> DdpmSettings:
-        """Read the recipe's keys. Only this function does."""
+        """Return the settings of a recipe. No other code reads these keys."""
         section, model = recipe.objective, recipe.model
         assert isinstance(section, DdpmSection) and isinstance(model, CheckpointSection), "by the family's spec"
         return cls(model.prediction_type, section)
 
     def decides(self, marks: Collection[str]) -> bool:
-        """Whether the recipe or a mark of a one-file checkpoint sets the prediction type; ``marks`` as below."""
+        """Whether the recipe or a one-file checkpoint determines the prediction type. ``marks``: see ``decided``."""
         return self.prediction_type != "auto" or "v_pred" in marks
 
     def decided(self, published: Mapping[str, Any], marks: Collection[str] = ()) -> dict[str, Any]:
-        """The base's scheduler config with ``prediction_type`` and ``rescale_betas_zero_snr`` resolved.
+        """Return the base's scheduler config with ``prediction_type`` and ``rescale_betas_zero_snr`` resolved.
 
         Args:
             published: the model's scheduler_config.json.
             marks: tensor names of a one-file checkpoint. By ComfyUI's convention a v-prediction checkpoint has a tensor
-                ``v_pred``, and ``ztsnr`` if its schedule ends in pure noise.
+                ``v_pred``, and also ``ztsnr`` if its schedule ends in pure noise.
         """
         prediction = self.prediction_type
         if prediction == "auto":
@@ -67,10 +68,10 @@ class DdpmSettings:
 
 
 def check_weighting(section: DdpmSection, config: Mapping[str, Any]) -> None:
-    """Refuse a weighting of the loss that does not fit the base's prediction type.
+    """Refuse a loss weighting that does not fit the base's prediction type.
 
     Args:
-        section: the recipe's keys.
+        section: the recipe's section.
         config: the result of ``DdpmSettings.decided``.
 
     Raises:
@@ -91,14 +92,14 @@ def check_weighting(section: DdpmSection, config: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class DdpmObjective(DenoisingObjective[DdpmSection]):
-    """Implements ``Objective``: predict the noise or the velocity of latents noised by a DDPM schedule.
+    """Implements ``Objective``: predicts noise or velocity of latents that are noised by a DDPM schedule.
 
     scheduler_config: the result of ``DdpmSettings.decided``.
     """
 
     @cached_property
     def schedule(self) -> NoiseSchedule:
-        """The noise schedule of training."""
+        """The noise schedule for training."""
         config = self.scheduler_config
         return noise_schedule(config, config["prediction_type"], bool(config["rescale_betas_zero_snr"]))
 
@@ -113,7 +114,7 @@ class DdpmObjective(DenoisingObjective[DdpmSection]):
         return self._draws(batch, generators(seeds), torch.full((len(seeds),), timestep, dtype=torch.int64))
 
     def _timesteps(self, rngs: Sequence[torch.Generator]) -> Tensor:
-        """One timestep per sample, in the recipe's range and distribution: int64 [B]."""
+        """Return one timestep per sample, in the recipe's range and distribution: int64 [B]."""
         settings, count = self.settings, len(self.schedule)
         first, end = (at * count // NUM_TIMESTEPS for at in (settings.min_timestep, settings.max_timestep))
         if settings.timestep_sampling == "uniform":
@@ -122,7 +123,7 @@ class DdpmObjective(DenoisingObjective[DdpmSection]):
         return (position_B * count).long().clamp(first, max(end - 1, first))
 
     def _draws(self, batch: Mapping[str, Tensor], rngs: list[torch.Generator], timesteps_B: Tensor) -> Draws:
-        """All tensors that the loss needs in addition to the batch, including values looked up on the host."""
+        """Return all tensors that the loss needs in addition to the batch, including values looked up on the host."""
         shape = batch[MEAN].shape[1:]
         sampling = self.latents.draws(rngs, shape)
         noise = self.noise_draws(batch, sampling, rngs)
@@ -142,7 +143,7 @@ class DdpmObjective(DenoisingObjective[DdpmSection]):
         )
 
     def noised(self, batch: Mapping[str, Tensor], draws: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(model input, target), float32 [B, C, ...], on the device of the batch."""
+        """Return the model's input and the target, float32 [B, C, ...], on the device of the batch."""
         latents = self.latents.sample(batch, draws)
         levels = (draws["signal"], draws["noise_level"])
         noisy = add_noise(latents, draws.get("input_noise", draws["noise"]), *levels)
@@ -153,7 +154,7 @@ class DdpmObjective(DenoisingObjective[DdpmSection]):
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """The noise schedule of a scheduler config.
+    """The noise schedule that a scheduler config describes.
 
     alphas_cumprod_T: float32, falling from nearly 1 (clean) to nearly 0 (noise); exactly 0 with zero terminal SNR.
     prediction_type: "epsilon" or "v_prediction".
@@ -169,18 +170,19 @@ class NoiseSchedule:
         return int(self.alphas_cumprod_T.shape[0])
 
     def levels(self, timesteps_B: Tensor) -> tuple[Tensor, Tensor]:
-        """(signal_B, noise_level_B), float32: the factors of the clean latents and of the noise."""
+        """Return (signal_B, noise_level_B), float32: the factors of the clean latents and of the noise."""
         alphas_B = self.alphas_cumprod_T[timesteps_B]
         return alphas_B.sqrt(), (1.0 - alphas_B).sqrt()
 
 
 def noise_schedule(config: Mapping[str, Any], prediction_type: str, zero_terminal_snr: bool) -> NoiseSchedule:
-    """Build the schedule of a diffusers scheduler config with diffusers' DDPMScheduler.
+    """Build the noise schedule of a scheduler config with diffusers' DDPMScheduler.
 
     Args:
         config: the model's scheduler_config.json.
         prediction_type: "epsilon" or "v_prediction".
-        zero_terminal_snr: rescale the betas so that the last step is pure noise (arXiv 2305.08891, algorithm 1).
+        zero_terminal_snr: whether to rescale the betas so that the last step is pure noise (arXiv 2305.08891, algorithm
+            1).
     """
     settings = {key: config[key] for key in SCHEDULE_KEYS if config.get(key) is not None}
     scheduler = DDPMScheduler(**settings, rescale_betas_zero_snr=zero_terminal_snr)
@@ -188,28 +190,31 @@ def noise_schedule(config: Mapping[str, Any], prediction_type: str, zero_termina
 
 
 def add_noise(latents: Tensor, noise: Tensor, signal: Tensor, noise_level: Tensor) -> Tensor:
-    """Noisy latents at the given levels (DDPM, eq. 4), for latents of any number of dimensions.
+    """Return latents noised to the given levels (DDPM, eq. 4). Latents may have any number of dimensions.
 
     Args:
-        latents: [B, C, ...]: images (BCHW), videos (BCTHW), ...
-        noise: the shape of ``latents``.
-        signal: [B], any number of leading dimensions of ``latents``, or as many dimensions as ``latents``.
-        noise_level: as ``signal``.
+        latents: [B, C, ...], such as images (BCHW) or videos (BCTHW).
+        noise: noise with the shape of ``latents``.
+        signal: factor of the latents: [B], any number of leading dimensions of ``latents``, or all of its dimensions.
+        noise_level: factor of the noise, with a shape as for ``signal``.
     """
     return over(signal, latents) * latents + over(noise_level, latents) * noise
 
 
 def velocity(latents: Tensor, noise: Tensor, signal: Tensor, noise_level: Tensor) -> Tensor:
-    """The v target (progressive distillation, arXiv 2202.00512, section 4). Arguments as in ``add_noise``."""
+    """Return the target of v-prediction (progressive distillation, arXiv 2202.00512, section 4).
+
+    The arguments are the same as in ``add_noise``.
+    """
     return over(signal, latents) * noise - over(noise_level, latents) * latents
 
 
 def min_snr_weight(signal_B: Tensor, noise_level_B: Tensor, gamma: float, prediction_type: str) -> Tensor:
-    """Min-SNR-gamma weight of each sample (arXiv 2303.09556, eq. 10 and section 3.4), float32 [B]; 1 if gamma is 0.
+    """Return the Min-SNR-gamma weight of each sample (arXiv 2303.09556, eq. 10, section 3.4): float32 [B].
 
-    With ``snr = signal**2 / noise_level**2`` the weight is ``min(snr, gamma) / snr`` for an epsilon loss, and
-    ``min(snr, gamma) / (snr + 1)`` for a v loss. The formulas use the levels instead of the SNR, so pure noise (SNR 0)
-    needs no special case: the epsilon weight is 1 there, the v weight 0.
+    It is 1 if gamma is 0. With ``snr = signal**2 / noise_level**2`` the weight is ``min(snr, gamma) / snr`` for an
+    epsilon loss, and ``min(snr, gamma) / (snr + 1)`` for a v loss. The formulas use the levels and not the SNR. So pure
+    noise (SNR 0) is not a special case: the epsilon weight is 1 there, and the v weight is 0.
     """
     if gamma == 0:
         return torch.ones_like(signal_B)
@@ -220,10 +225,10 @@ def min_snr_weight(signal_B: Tensor, noise_level_B: Tensor, gamma: float, predic
 
 
 def level_weight(signal_B: Tensor, noise_level_B: Tensor, section: DdpmSection, prediction_type: str) -> Tensor:
-    """The weight of each sample's noise level in the loss, float32 [B]: the product of the recipe's weightings.
+    """Return the loss weight of each sample's noise level, float32 [B]: the product of the recipe's weightings.
 
-    Sources: min-SNR as below; soft min-SNR arXiv 2401.11605, section 4.3; the others as in kohya's sd-scripts, which
-    limits the SNR to MAX_SNR.
+    Sources: min-SNR see ``min_snr_weight``; soft min-SNR arXiv 2401.11605, section 4.3; the others as in kohya's
+    sd-scripts, which limits the SNR to MAX_SNR.
     """
     predicts_velocity = prediction_type == "v_prediction"
     weight_B = min_snr_weight(signal_B, noise_level_B, section.min_snr_gamma, prediction_type)
@@ -242,16 +247,16 @@ def level_weight(signal_B: Tensor, noise_level_B: Tensor, section: DdpmSection, 
 
 
 def _limited_snr(signal_B: Tensor, noise_level_B: Tensor) -> Tensor:
-    """The signal-to-noise ratio, at most MAX_SNR."""
+    """Return the signal-to-noise ratio, limited to MAX_SNR."""
     return (signal_B / noise_level_B).square().clamp(max=MAX_SNR)
 
 
 def _share(signal_B: Tensor, noise_level_B: Tensor) -> Tensor:
-    """SNR / (SNR + 1)."""
+    """Return SNR / (SNR + 1), computed from the levels."""
     snr_B = _limited_snr(signal_B, noise_level_B)
     return snr_B / (snr_B + 1)
 
 
 def uniform_timesteps(rngs: Sequence[torch.Generator], first: int, end: int) -> Tensor:
-    """One timestep per sample, uniform over first .. end - 1: int64 [B]."""
+    """Return one timestep per sample, uniform over first .. end - 1: int64 [B]."""
     return torch.cat([torch.randint(first, end, (1,), generator=rng) for rng in rngs])

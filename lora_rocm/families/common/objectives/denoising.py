@@ -1,6 +1,6 @@
-"""Shared code of objectives that remove noise: their draws, and the distance of prediction and target.
+"""Code that denoising objectives share: their draws, and the distance between prediction and target.
 
-A noise level is a pair of factors, for the image (signal) and for the noise. Suffixes: B batch.
+A noise level is a pair of factors, one for the image (signal) and one for the noise. Suffixes: B batch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Levels:
 
 @dataclass(frozen=True)
 class DenoisingObjective(Generic[Settings]):
-    """Base class of objectives that remove noise.
+    """Base class of denoising objectives.
 
-    scheduler_config: of the base, with the recipe's choices applied.
-    latents: the space in which noise is added.
-    settings: the recipe's keys.
+    scheduler_config: the base's scheduler config, with the recipe's choices applied.
+    latents: the latent space in which noise is added.
+    settings: the recipe's section.
     """
 
     scheduler_config: Mapping[str, Any]
@@ -48,12 +48,12 @@ class DenoisingObjective(Generic[Settings]):
     def noise_draws(
         self, batch: Mapping[str, Tensor], sampling: Mapping[str, Tensor], rngs: Sequence[torch.Generator]
     ) -> dict[str, Tensor]:
-        """The noise of the target, and of the model's input if it differs: float32, the shape of the latents.
+        """Return the target's noise, and the noise of the model's input if it differs: float32, in the latents' shape.
 
         Args:
-            batch: on the CPU. The strength of an adaptive offset depends on its latents, everything else on shapes.
+            batch: CPU tensors. Only their shapes are used, except that an adaptive noise offset depends on the latents.
             sampling: the result of ``LatentSpace.draws``.
-            rngs: one per sample.
+            rngs: one generator per sample.
         """
         settings, shape = self.settings, batch[MEAN].shape[1:]
         strength: float | Tensor = settings.noise_offset
@@ -67,18 +67,18 @@ class DenoisingObjective(Generic[Settings]):
         return {"noise": noise, "input_noise": noise + settings.ip_noise_gamma * normal(rngs, shape)}
 
     def loss_draws(self, levels: Levels) -> dict[str, Tensor]:
-        """The values that the loss needs in addition to prediction and target, looked up on the host: float32 [B]."""
+        """Return values that the loss needs in addition to prediction and target, computed on the host: float32 [B]."""
         if self.settings.loss_type in ("l2", "l1"):
             return {}
         return {"huber_threshold": huber_threshold(self.settings, levels)}
 
     def prediction(self, predicted: Tensor, target: Tensor, draws: Mapping[str, Tensor]) -> Prediction:
-        """A prediction with its distance from the target and the weight of its noise level, if it has one.
+        """Return the prediction with its distance from the target and the weight of its noise level, if any.
 
         Args:
-            predicted: [B, ...], in the model's number format.
-            target: of the same shape, float32.
-            draws: on the device of the prediction.
+            predicted: the model's output [B, ...], in the model's dtype.
+            target: float32, in the shape of ``predicted``.
+            draws: the batch's draws, on the device of the prediction.
         """
         weight_B = draws["snr_weight"] if "snr_weight" in draws else target.new_ones(len(target))
         return Prediction(predicted, target, weight_B, self._distance(draws))
@@ -94,23 +94,24 @@ class DenoisingObjective(Generic[Settings]):
 
 
 def absolute(prediction: Tensor, target: Tensor) -> Tensor:
-    """The absolute error at each position."""
+    """Return the absolute error at each position."""
     return (prediction - target).abs()
 
 
 def pseudo_huber(prediction: Tensor, target: Tensor, threshold_B: Tensor) -> Tensor:
-    """``2 c (sqrt(error**2 + c**2) - c)`` at each position: the squared error where it is far below the threshold c.
+    """Return ``2 c (sqrt(error**2 + c**2) - c)`` at each position, with the threshold c.
 
-    It is computed as a quotient, because the difference loses digits of small errors.
+    For errors far below c, this is the squared error. It is computed as a quotient, because the difference loses digits
+    of small errors.
     """
     error2, threshold = squared(prediction, target), over(threshold_B, target)
     return 2 * threshold * error2 / ((error2 + threshold.square()).sqrt() + threshold)
 
 
 def huber_threshold(settings: DenoisingSection, levels: Levels) -> Tensor:
-    """The threshold of the pseudo-Huber distance at each noise level: float32 [B].
+    """Return the threshold of the pseudo-Huber distance at each noise level: float32 [B].
 
-    The schedule snr depends only on the ratio of noise and signal, so it also works for flows.
+    The schedule "snr" depends only on the ratio of noise and signal, so it also works for flow matching.
     """
     least = settings.huber_c
     if settings.huber_schedule == "constant":
@@ -121,12 +122,12 @@ def huber_threshold(settings: DenoisingSection, levels: Levels) -> Tensor:
 
 
 def logit_normal(rngs: Sequence[torch.Generator], mean: float, std: float) -> Tensor:
-    """One position per sample, the sigmoid of a normal number: float32 [B] in (0, 1)."""
+    """Return one position per sample, the sigmoid of a normally distributed number: float32 [B] in (0, 1)."""
     return torch.sigmoid(mean + std * normal(rngs, ()))
 
 
 def in_range(settings: DenoisingSection, positions_B: Tensor) -> Tensor:
-    """Positions in [0, 1] scaled to the recipe's range of timesteps. With the whole range, no bit changes."""
+    """Scale positions in [0, 1] to the recipe's range of timesteps. For the whole range they are returned unchanged."""
     low, high = settings.min_timestep, settings.max_timestep
     if (low, high) == (0, NUM_TIMESTEPS):
         return positions_B
@@ -136,7 +137,7 @@ def in_range(settings: DenoisingSection, positions_B: Tensor) -> Tensor:
 def offset_noise(noise: Tensor, rngs: Sequence[torch.Generator], strength: float | Tensor) -> Tensor:
     """Add a random offset per channel to noise [B, C, ...], so that a model can learn very dark and bright images.
 
-    Source: N. Guttenberg, "Diffusion with offset noise", 2023. Draws nothing if ``strength`` is 0.
+    If ``strength`` is 0, no random numbers are drawn. Source: N. Guttenberg, "Diffusion with offset noise", 2023.
     """
     if isinstance(strength, float) and strength == 0:
         return noise
@@ -144,21 +145,22 @@ def offset_noise(noise: Tensor, rngs: Sequence[torch.Generator], strength: float
 
 
 def adaptive_strength(latents: Tensor, strength: float, scale: float) -> Tensor:
-    """The strength of the offset, changed by ``scale`` times the size of each channel's mean: [B, C, 1, ...]."""
+    """Return the offset's strength plus ``scale`` times the absolute mean of each channel: [B, C, 1, ...]."""
     means = latents.mean(dim=tuple(range(2, latents.ndim)), keepdim=True)
     return (strength + scale * means.abs()).clamp(min=0.0)
 
 
 def pyramid_noise(noise: Tensor, rngs: Sequence[torch.Generator], iterations: int, discount: float) -> Tensor:
-    """Add enlarged noise of ever lower resolutions to noise [B, C, ...], and scale each sample to variance 1.
+    """Add enlarged noise of lower and lower resolution to noise [B, C, ...], and scale each sample to variance 1.
 
-    Source: J. Whitaker, "Multi-resolution noise for diffusion model training", 2023. There a batch has one variance.
+    Source: J. Whitaker, "Multi-resolution noise for diffusion model training", 2023. In that article, the variance is
+    scaled per batch.
 
     Args:
         noise: the finest level.
         rngs: one generator per sample.
         iterations: maximum number of levels; the first level with a height or width of one pixel is the last.
-        discount: the strength of level n is this to the power of n.
+        discount: base of the strength: level n has the strength ``discount**n``.
     """
     return torch.stack([_pyramid(row, rng, iterations, discount) for row, rng in zip(noise, rngs, strict=True)])
 

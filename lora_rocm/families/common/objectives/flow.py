@@ -1,7 +1,9 @@
 """The objective of flow matching along straight lines (rectified flow, arXiv 2209.03003; SD3, arXiv 2403.03206).
 
-A noisy latent is ``x_sigma = (1 - sigma) * x_0 + sigma * eps``, and its velocity ``eps - x_0`` is the target: sigma 0
-is clean, sigma 1 is noise. Suffixes: B batch.
+A noisy latent is ``x_sigma = (1 - sigma) * x_0 + sigma * eps``, so sigma 0 is clean and sigma 1 is noise. The target is
+the velocity ``eps - x_0``.
+
+Suffixes: B batch.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from lora_rocm.recipe.sections import NUM_TIMESTEPS, FlowSection
 
 @dataclass(frozen=True)
 class FlowObjective(DenoisingObjective[FlowSection]):
-    """Implements ``Objective``: predict the velocity of latents mixed with noise.
+    """Implements ``Objective``: predicts the velocity of latents mixed with noise.
 
-    Sigma is drawn in float32 and is not rounded: the image is mixed with the exact value that the model gets. If a
+    Sigma is drawn in float32 and is not rounded: the image is mixed with the same value that the model gets. If a
     family's model rounds its time to another dtype, the family rounds ``draws["sigma"]`` before it calls ``noised``.
 
     scheduler_config: the base's scheduler_config.json.
@@ -53,13 +55,13 @@ class FlowObjective(DenoisingObjective[FlowSection]):
         return Draws({"sigma": sigma_B, **loss, **sampling, **self.noise_draws(batch, sampling, rngs)})
 
     def noised(self, batch: Mapping[str, Tensor], draws: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(model input, target), float32 [B, C, ...], on the device of the batch."""
+        """Return the model's input and the target, float32 [B, C, ...], on the device of the batch."""
         latents, noise = self.latents.sample(batch, draws), draws["noise"]
         sigma = over(draws["sigma"], latents)
         return (1 - sigma) * latents + sigma * draws.get("input_noise", noise), noise - latents
 
     def shift(self, tokens: int) -> float:
-        """The shift of sigma in training, for an image with this many tokens."""
+        """Return the shift of sigma in training, for an image with this many tokens."""
         wanted, config = self.settings.shift, self.scheduler_config
         if wanted == "auto":
             return published_shift(config, tokens)
@@ -68,8 +70,8 @@ class FlowObjective(DenoisingObjective[FlowSection]):
     def kohya_fields(self) -> dict[str, object]:
         """Return the distribution of sigma as ``ss_`` fields of kohya's flux_train_network.py.
 
-        sigmoid, shift and flux_shift are logit-normal; sigma is uniform, with a shift. Distributions that kohya's
-        scripts cannot draw have no ss_timestep_sampling.
+        For kohya, sigmoid, shift and flux_shift are logit-normal, and sigma is uniform with a shift. For distributions
+        that kohya's scripts cannot draw, ss_timestep_sampling is None.
         """
         settings, config = self.settings, self.scheduler_config
         grows = settings.shift == "resolution" or (settings.shift == "auto" and config.get("use_dynamic_shifting"))
@@ -87,27 +89,31 @@ class FlowObjective(DenoisingObjective[FlowSection]):
 
 
 def shifted(sigma: Tensor, shift: float) -> Tensor:
-    """Sigmas moved towards noise (shift above 1) or towards the image (below 1); 0 and 1 stay (arXiv 2403.03206)."""
+    """Move sigmas towards noise (shift above 1) or towards the image (below 1); 0 and 1 do not change.
+
+    Source: arXiv 2403.03206.
+    """
     return shift * sigma / (1 + (shift - 1) * sigma)
 
 
 def published_shift(config: Mapping[str, Any], tokens: int) -> float:
-    """The shift that a scheduler config uses to sample an image with this many tokens."""
+    """Return the shift that a scheduler config specifies for sampling an image with this many tokens."""
     if config.get("use_dynamic_shifting"):
         return shift_of_resolution(config, tokens)
     return fixed_shift(config)
 
 
 def fixed_shift(config: Mapping[str, Any]) -> float:
-    """The shift of a scheduler config for all resolutions; 1 if it is missing or null, as in diffusers."""
+    """Return a scheduler config's shift for all resolutions, or 1 if it is missing or null, as in diffusers."""
     return 1.0 if config.get("shift") is None else float(config["shift"])
 
 
 def shift_of_resolution(config: Mapping[str, Any], tokens: int) -> float:
-    """The shift that grows with the resolution: exp(mu), with mu on a line through two lengths in tokens.
+    """Return a shift that grows with the resolution: exp(mu), with mu interpolated linearly between two lengths.
 
     Args:
-        config: a scheduler config with the two lengths and their mu; FLUX.1's where it has none, as in diffusers.
+        config: a scheduler config with the two lengths in tokens and a mu for each. Missing values are FLUX.1's, as in
+            diffusers.
         tokens: length of the image in the model's tokens.
     """
     short, long = int(config.get("base_image_seq_len") or 256), int(config.get("max_image_seq_len") or 4096)

@@ -1,6 +1,6 @@
-"""Reduces a prediction to one loss per sample, for all families.
+"""Reduces a prediction to one loss per sample, in the same way for all families.
 
-Dimensions: B batch; the mean is taken over all others.
+Dimensions: B batch. The mean is taken over all other dimensions.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ if TYPE_CHECKING:
     from lora_rocm.families.base import ComputesLosses, LoadedModel
 
 LOSS_MASK = "loss_mask"
-"""Name in the batch of an optional mask: [B, ...], as many dimensions as the distance, broadcastable to it (one
-channel for all). 0 excludes a position, and values between 0 and 1 count as that share of its area."""
+"""Name in the batch of an optional mask of the loss. It has as many dimensions as the distance, [B, ...], and is
+broadcastable to it (one channel for all). A position counts with its mask value, and 0 excludes it. The mean is taken
+over the masked area.
+"""
 
 LOSS_WEIGHTS = "loss_weights"
-"""Like ``LOSS_MASK``, but the mean is taken over all positions: a sample with a small mask has a small loss."""
+"""Name in the batch of optional weights, like ``LOSS_MASK``, but the mean is taken over all positions. So a sample
+with a small mask has a small loss.
+"""
 
 
 def losses(family: ComputesLosses, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Tensor:
-    """The loss of each sample of one micro-batch on the device: float32 [B].
+    """Return the loss of each sample of one micro-batch on the device: float32 [B].
 
     It draws no random numbers, does not synchronise, and copies nothing between host and device.
     """
@@ -35,18 +39,18 @@ def losses(family: ComputesLosses, model: LoadedModel, batch: dict[str, Tensor],
 def measured(
     family: ComputesLosses, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """As ``losses``, with the ``Prediction.measures``."""
+    """Return the result of ``losses`` and the ``Prediction.measures``."""
     prediction = family.predict(model, batch, draws)
     return reduced(prediction, batch.get(LOSS_MASK), batch.get(LOSS_WEIGHTS)), prediction.measures
 
 
 def reduced(prediction: Prediction, mask: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-    """The weighted mean distance of each sample: float32 [B].
+    """Return the weighted mean distance of each sample: float32 [B].
 
     With a mask the mean is taken over the masked area. A sample with an empty mask has loss 0.
 
     Args:
-        prediction: a weight per sample is multiplied in last.
+        prediction: the prediction; a weight per sample is applied to the mean.
         mask: see ``LOSS_MASK``.
         weights: see ``LOSS_WEIGHTS``.
     """

@@ -1,4 +1,4 @@
-"""Checks that a base's scheduler describes the noise that an objective adds (``schedulers.toml``)."""
+"""Checks that a base's scheduler describes the same noise as the objective adds (``schedulers.toml``)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
 from lora_rocm.model_files.models import index_of
 
 BETA_KEYS = ("beta_start", "beta_end", "beta_schedule")
-"""The keys that define the betas, unless ``trained_betas`` lists them."""
+"""Config keys that define the betas, unless ``trained_betas`` lists the betas themselves."""
 MOST = {"shift": 1000, "base_shift": 10, "max_shift": 10, "base_image_seq_len": 1 << 20, "max_image_seq_len": 1 << 20}
-"""Number in a flow's scheduler config -> the largest that is plausible."""
+"""Maximum plausible values of the numbers in a flow matching scheduler's config."""
 TOKENS = (1, 1 << 16)
-"""Lengths of images between which the shift of a flow has to be a valid number."""
+"""Shortest and longest image, in tokens, for which the shift has to be a valid number."""
 
 
 @dataclass(frozen=True)
 class SchedulerClass:
-    """A scheduler of diffusers, with its default betas."""
+    """A scheduler class of diffusers, with its default betas."""
 
     name: str
     beta_start: float = 0.0001
@@ -37,7 +37,7 @@ class SchedulerClass:
 
 @dataclass(frozen=True)
 class FixedKey:
-    """A key of a scheduler config, and its values, other than null, that fit the noise of an objective."""
+    """A key of a scheduler config, and the values that fit an objective's noise. The value null always fits."""
 
     key: str
     texts: tuple[str, ...] = ()
@@ -64,25 +64,26 @@ class SchedulerKind:
 
 @dataclass(frozen=True)
 class SchedulerTable:
-    """The file."""
+    """The contents of ``schedulers.toml``."""
 
     kinds: tuple[SchedulerKind, ...]
 
 
 @cache
 def kind_named(name: Literal["ddpm", "flow"]) -> SchedulerKind:
-    """Return the row of an objective."""
+    """Return the table's entry for an objective."""
     table = read_table(Path(__file__).with_name("schedulers.toml"), SchedulerTable)
     return next(kind for kind in table.kinds if kind.name == name)
 
 
 def scheduler_class(source: BaseSource, kind: SchedulerKind) -> SchedulerClass:
-    """Return the scheduler class of a base; DDPM's if neither the folder's index nor the config names one.
+    """Return the scheduler class of a base, or DDPM's if neither the model index nor the scheduler config names one.
 
-    diffusers loads the class named in the index, other programs the class named in the config. Both have to be listed.
+    diffusers loads the class named in the index. Other programs load the class named in the config. So both have to be
+    in the table.
 
     Raises:
-        ModelError: scheduler-unsupported, or an error of reading a config.
+        ModelError: scheduler-unsupported, or a config cannot be read.
     """
     named: dict[str, object] = {}
     index = index_of(source.folder)
@@ -109,11 +110,11 @@ def _class_notice(source: BaseSource, counts: str) -> tuple[str, ...]:
     """Return a notice if the scheduler config does not name its class."""
     if source.config("scheduler").values.get("_class_name") is not None:
         return ()
-    return (f"The scheduler config of the base does not name its class (_class_name): it counts as {counts}.",)
+    return (f"The scheduler config of the base does not name its class (_class_name), so it is read as {counts}.",)
 
 
 def require_known_keys(source: BaseSource, kind: SchedulerKind, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Refuse values that describe other noise than the objective's; return a notice about unknown keys.
+    """Refuse values that describe different noise than the objective's. Returns a notice about unknown keys.
 
     Raises:
         ModelError: scheduler-unsupported.
@@ -123,8 +124,9 @@ def require_known_keys(source: BaseSource, kind: SchedulerKind, config: Mapping[
         if not row.allows(config.get(row.key)):
             raise ModelError(
                 "scheduler-unsupported",
-                f"The scheduler config of the base has {row.key} = {printable(str(config[row.key]))[:40]}, which means "
-                f"other noise than {kind.title} as it is trained here.",
+                f"The scheduler config of the base has {row.key} = "
+                f"{printable(str(config[row.key]))[:40]}, which describes different noise than "
+                f"{kind.title} in this program.",
                 where=f"{path}: {row.key}",
                 fix="Use another base.",
             )
@@ -137,7 +139,7 @@ def require_known_keys(source: BaseSource, kind: SchedulerKind, config: Mapping[
 
 
 def completed(source: BaseSource, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a DDPM scheduler config; missing betas and prediction type are diffusers' defaults.
+    """Return a DDPM scheduler config in which diffusers' defaults replace missing betas and a missing prediction type.
 
     Raises:
         ModelError: as ``scheduler_class``.
@@ -150,12 +152,12 @@ def completed(source: BaseSource, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ddpm_notices(source: BaseSource, published: Mapping[str, Any], chosen_prediction: bool) -> tuple[str, ...]:
-    """Return notices about missing keys of a DDPM scheduler config, for which diffusers' defaults are used.
+    """Return notices about missing keys of a DDPM scheduler config, which are replaced by diffusers' defaults.
 
     Args:
         source: the base.
-        published: its scheduler config.
-        chosen_prediction: the recipe, or a mark in the base's file, sets the prediction type.
+        published: the base's scheduler config.
+        chosen_prediction: whether the recipe or the base's file determines the prediction type.
 
     Raises:
         ModelError: as ``scheduler_class`` and ``require_known_keys``.
@@ -165,22 +167,24 @@ def ddpm_notices(source: BaseSource, published: Mapping[str, Any], chosen_predic
     if betas := [key for key in BETA_KEYS if full.get(key) != published.get(key)]:
         values = ", ".join(f"{key}: {full[key]}" for key in betas)
         notices += (
-            f"The scheduler config of the base does not specify the noise of a timestep, so diffusers' defaults are "
-            f"used ({values}). Training damages a base that was trained with other noise.",
+            "The scheduler config of the base does not specify the betas (noise per timestep), so "
+            f"diffusers' defaults are used ({values}). If the base was trained with different noise, "
+            "training damages it.",
         )
     if "prediction_type" not in published and not chosen_prediction:
         notices += (
-            "The scheduler config of the base has no prediction_type: as in diffusers it counts as epsilon (the noise "
-            "is predicted). For a base that predicts the velocity, set model.prediction_type: v_prediction.",
+            "The scheduler config of the base has no prediction_type, so epsilon (prediction of the "
+            "noise) is assumed, as in diffusers. For a base that predicts the velocity, set "
+            "model.prediction_type: v_prediction.",
         )
     return notices
 
 
 def check_flow(source: BaseSource) -> tuple[str, ...]:
-    """Refuse a base without a flow matching scheduler with a usable shift; return notices.
+    """Refuse a base unless it has a flow matching scheduler with a valid shift. Returns notices.
 
     Raises:
-        ModelError: scheduler-unsupported, scheduler-unreadable, or an error of reading a config.
+        ModelError: scheduler-unsupported, scheduler-unreadable, or a config cannot be read.
     """
     kind, config, path = kind_named("flow"), source.config("scheduler").values, source.config_path("scheduler")
     scheduler_class(source, kind)
@@ -193,12 +197,12 @@ def check_flow(source: BaseSource) -> tuple[str, ...]:
             fix=DOWNLOAD_AGAIN,
         )
     if config.get("shift") is None and not config.get("use_dynamic_shifting"):
-        notices += ("The scheduler config of the base has no shift: as in diffusers it counts as 1.",)
+        notices += ("The scheduler config of the base has no shift, so 1 is used, as in diffusers.",)
     return notices
 
 
 def _flow_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (key, fault of its value)."""
+    """Yield each faulty key of a flow matching scheduler's config, with a description of the fault."""
     is_dynamic = config.get("use_dynamic_shifting")
     if not isinstance(is_dynamic, bool | None):
         yield "use_dynamic_shifting", "use_dynamic_shifting is neither true nor false"
@@ -206,11 +210,11 @@ def _flow_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         value = config.get(key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 < value <= most):
-            yield key, f"{key} is {printable(str(value))[:40]}"
+            yield key, f"{key} is {printable(str(value))[:40]}, but has to be a number above 0 and at most {most}"
             return
     try:
         shifts = [shift_of_resolution(config, tokens) for tokens in TOKENS]
     except ArithmeticError:  # two equal lengths, or two so near that the line through them is too steep
         shifts = [0.0]
     if not all(0 < shift < math.inf for shift in shifts):
-        yield "max_image_seq_len", "there is no line through its two lengths and their shifts"
+        yield "max_image_seq_len", "no line passes through its two lengths and their shifts"

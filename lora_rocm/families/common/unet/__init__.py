@@ -1,1 +1,1 @@
-"""Shared code of latent diffusion models with a UNet and CLIP: Stable Diffusion 1.x, 2.x and SDXL."""
+"""Code that latent diffusion models with a UNet and CLIP share: Stable Diffusion 1.x, 2.x and SDXL."""

@@ -1,4 +1,4 @@
-"""Checks from configs and headers alone that a base belongs to a family and can be trained on."""
+"""Checks whether a base belongs to a UNet family and can be trained on, using only configs and headers."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ NO_TEXT = "a UNet alone, without text encoders and VAE"
 
 @dataclass(frozen=True)
 class Expected:
-    """Marks by which the models of a family are recognised.
+    """Properties by which a family's models are recognised.
 
-    title: name for people.
-    with_article: the name with its article.
+    title: name of the family in messages.
+    with_article: the title with its article.
     family: value of ``model.family``.
-    has_sizes: the UNet is conditioned on sizes and pooled text (SDXL).
-    width: width of the text that the UNet's attention reads.
+    has_sizes: whether the UNet is conditioned on sizes and pooled text (SDXL).
+    width: width of the text states that the UNet's attention reads.
     """
 
     title: str
@@ -59,11 +59,11 @@ class Expected:
 
 
 def check(source: BaseSource, expected: Expected, registry: FamilyRegistry) -> tuple[str, ...]:
-    """Refuse a model of another family or one that cannot be trained on; return notices about an accepted one.
+    """Refuse a model of another family or one that cannot be trained on. Returns notices about an accepted model.
 
     Raises:
-        ModelError: wrong-family, not-a-model, incomplete-model, weights-unfit, weights-unknown, weights-quantised,
-            config-absurd, or an error of reading a config or header.
+        ModelError: wrong-family, not-a-model, incomplete-model, weights-unfit, weights-unknown, weights-quantised or
+            config-absurd, or a config or header cannot be read.
     """
     if source.single_header is not None:
         _check_single(source, expected, registry, source.single_header)
@@ -79,7 +79,7 @@ def check(source: BaseSource, expected: Expected, registry: FamilyRegistry) -> t
 
 
 def _unused_notice(source: BaseSource, header: TensorFileHeader) -> str:
-    """A notice about tensors of a checkpoint that no component uses, or an empty string."""
+    """Return a notice about tensors of a checkpoint that no component uses, or an empty string."""
     others = unused_tensors(header, [part.prefix for part in source.layout.parts.values()])
     named = ", ".join(printable(key)[:100] for key in others[:MAX_NAMED])
     return f"The base has tensors that are not used ({len(others)}): {named}." if others else ""
@@ -90,8 +90,8 @@ def check_scheduler(source: BaseSource, config: Mapping[str, Any], samplers: Col
 
     Args:
         source: the base.
-        config: its scheduler config with the recipe's choices applied.
-        samplers: of previews; their schedulers are built from the config.
+        config: the base's scheduler config, with the recipe's choices applied.
+        samplers: samplers of the previews, with schedulers that are built from ``config``.
 
     Raises:
         ModelError: prediction-unknown, scheduler-unreadable.
@@ -122,16 +122,20 @@ def _make_schedules(config: Mapping[str, Any], samplers: Collection[str]) -> Non
     """Compute the noise schedules of training and previews. Raises one of ``UNFIT_ERRORS`` if that fails."""
     zero_snr = config.get("rescale_betas_zero_snr", False)
     if not 1 < config.get("num_train_timesteps", 1000) <= MAX_TIMESTEPS:
-        raise ValueError(f"num_train_timesteps is {config['num_train_timesteps']}")
+        raise ValueError(
+            f"num_train_timesteps is {config['num_train_timesteps']}, but has to be between 2 and {MAX_TIMESTEPS}"
+        )
     if not isinstance(zero_snr, bool):
         raise ValueError("rescale_betas_zero_snr is neither true nor false")
     levels_T = ddpm.noise_schedule(config, "epsilon", zero_snr).alphas_cumprod_T
     if len(levels_T) != config.get("num_train_timesteps", 1000):
-        raise ValueError(f"trained_betas has {len(levels_T)} numbers, which is not the number of timesteps")
+        raise ValueError(f"trained_betas has {len(levels_T)} numbers, but num_train_timesteps is different")
     if not (torch.isfinite(levels_T).all() and levels_T.min() >= 0 and levels_T.max() <= 1):
         raise ValueError("its signal levels are not between 0 and 1")
     if config.get("timestep_spacing", SPACINGS[0]) not in SPACINGS:  # used by previews
-        raise ValueError(f"timestep_spacing is {config['timestep_spacing']}")
+        raise ValueError(
+            f"timestep_spacing is {config['timestep_spacing']}, but has to be one of {', '.join(SPACINGS)}"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # diffusers passes tensors to numpy
         for sampler in samplers:
@@ -171,7 +175,7 @@ def _check_folder(source: BaseSource, expected: Expected, registry: FamilyRegist
 
 
 def _is_listed(index: Mapping[str, Any], name: str) -> bool:
-    """Whether a pipeline has a component: the index lists [library, class], or [null, null] for none."""
+    """Whether a pipeline's index lists a component: as [library, class], and not as [null, null]."""
     entry = index.get(name)
     return isinstance(entry, list) and bool(entry) and entry[0] is not None
 
@@ -194,7 +198,7 @@ def _check_single(source: BaseSource, expected: Expected, registry: FamilyRegist
         raise _incomplete(source, "UNet")
     _check_channels(source, expected, registry, channels[1])
     if "vae" not in source.own and not _has(header, source.layout.parts["vae"].prefix):
-        raise _incomplete(source, "VAE (or set model.vae)")
+        raise _incomplete(source, "VAE, and model.vae is not set")
 
 
 def _has(header: TensorFileHeader, prefix: str) -> bool:
@@ -222,9 +226,9 @@ def _check_unet(source: BaseSource, expected: Expected, registry: FamilyRegistry
 
 def _check_channels(source: BaseSource, expected: Expected, registry: FamilyRegistry, channels: object) -> None:
     if channels not in (4, inpainting.CHANNELS):
-        takes = f"takes 4, or {inpainting.CHANNELS} for inpainting"
+        takes = f"has 4, or {inpainting.CHANNELS} for inpainting"
         raise _wrong(
-            source, expected, registry, f"a UNet that takes {channels} channels, where {expected.title} {takes}"
+            source, expected, registry, f"a UNet with {channels} input channels, while {expected.title} {takes}"
         )
 
 
@@ -247,19 +251,20 @@ def _check_vae(source: BaseSource, expected: Expected, registry: FamilyRegistry)
 def _not_a_model(source: BaseSource) -> ModelError:
     files = sorted(path.name for path in source.folder.glob("*.safetensors"))
     if (source.folder.parent / "model_index.json").is_file():
-        fix = f"Set the folder of the whole model: model.name_or_path: {source.folder.parent}"
+        fix = f"Use the folder of the whole model: model.name_or_path: {source.folder.parent}"
     elif files:
-        fix = f"Set the file itself: model.name_or_path: {source.folder / files[0]}"
+        fix = f"Use the file itself: model.name_or_path: {source.folder / files[0]}"
     else:
         pickles = [path.name for suffix in PICKLE_SUFFIXES for path in source.folder.glob(f"*{suffix}")]
         if pickles:
             return ModelError(
                 "pickle-refused",
-                f"This folder has only pickle files ({pickles[0]}), which can run any program when they are read.",
+                f"This folder has only pickle files ({pickles[0]}). They are not read, because reading a "
+                "pickle file can run any program.",
                 where=f"model.name_or_path: {source.name}",
-                fix="Use the .safetensors edition of the model.",
+                fix="Use the .safetensors version of the model.",
             )
-        fix = "Set the folder that contains model_index.json."
+        fix = "Set model.name_or_path to the folder that contains model_index.json."
     what, where = "This folder is not a diffusers model.", f"model.name_or_path: {source.name}"
     return ModelError("not-a-model", what, where=where, fix=fix)
 

@@ -1,4 +1,4 @@
-"""The shared implementation of families with a UNet, a VAE and CLIP text encoders.
+"""Base class of families with a UNet, a VAE and CLIP text encoders.
 
 Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
 """
@@ -35,15 +35,17 @@ if TYPE_CHECKING:
 
 
 PACKED_LAYERS = r"\.transformer_blocks\."
-"""Layers that ``model.quantization`` packs. Layers of the time step and of the ResNets are small and stay dense."""
+"""Regular expression of layers that ``model.quantization`` quantises. Layers of the time step and of the ResNets are
+small and stay dense.
+"""
 
 
 class LdmFamily(LatentFamily):
-    """Implements the part of ``ModelFamily`` that depends on a UNet.
+    """Implements the part of ``ModelFamily`` that families with a UNet share.
 
     Attributes:
-        expected: marks by which its models are recognised.
-        pipeline: diffusers' class, which loads LoRA files and samples previews.
+        expected: properties by which the family's models are recognised.
+        pipeline: diffusers class that loads LoRA files and samples previews.
         prefixes: see ``FileNames``.
         token_names: names in the batch of the token ids, one for each text encoder.
     """
@@ -57,19 +59,19 @@ class LdmFamily(LatentFamily):
 
     @abstractmethod
     def conditioning(self, model: LoadedModel, batch: Tensors) -> dict[str, Any]:
-        """The UNet's arguments except latents and timesteps, in the model's dtype."""
+        """Return the UNet's arguments except latents and timesteps, in the model's dtype."""
 
     @abstractmethod
     def prompt_arguments(self, model: LoadedModel, batch: Tensors) -> dict[str, Tensor]:
-        """The pipeline's prompt arguments ("prompt_embeds", ...) from cached tensors on the model's device."""
+        """Return the pipeline's prompt arguments ("prompt_embeds", ...) from cached tensors on the model's device."""
 
     @abstractmethod
     def make_pipeline(self, unet: nn.Module, scheduler: Any) -> Any:
-        """A pipeline that consists of the UNet and the scheduler alone."""
+        """Return a pipeline that consists of only the UNet and the scheduler."""
 
     @abstractmethod
     def text_encoders(self) -> Sequence[Encoder]:
-        """The encoders of captions, if the text encoders do not run in every step."""
+        """Return the encoders of captions for the cache, for runs in which no step runs the text encoders."""
 
     def encoders(self) -> Sequence[Encoder]:
         lora = self.recipe.lora
@@ -85,7 +87,7 @@ class LdmFamily(LatentFamily):
 
     @abstractmethod
     def kohya_key(self, component: str, module: str) -> str:
-        """See ``FileNames.key``."""
+        """Return a module's name in kohya's format, as ``FileNames.key``."""
 
     @cached_property
     def files(self) -> FileNames:
@@ -118,7 +120,7 @@ class LdmFamily(LatentFamily):
 
     @property
     def max_tokens(self) -> int:
-        """The number of tokens that are read of a caption."""
+        """Maximum number of a caption's tokens that are read."""
         section = self.recipe.model
         assert isinstance(section, CheckpointSection), "the spec of a family with a UNet has this section"
         return section.max_token_length
@@ -133,7 +135,7 @@ class LdmFamily(LatentFamily):
 
     @cached_property
     def scheduler_config(self) -> dict[str, Any]:
-        """The model's scheduler config, with the recipe's choices and a one-file checkpoint's marks applied."""
+        """The base's scheduler config, with the choices of the recipe and of a one-file checkpoint's marks applied."""
         return self._scheduler_config(self.source)
 
     def _scheduler_config(self, source: BaseSource) -> dict[str, Any]:
@@ -145,21 +147,24 @@ class LdmFamily(LatentFamily):
         return DdpmSettings.from_recipe(self.recipe)
 
     def published_scheduler(self, source: BaseSource) -> dict[str, Any]:
-        """The scheduler config of the base."""
+        """Return the base's own scheduler config."""
         return dict(source.config("scheduler").values)
 
     def marks(self, source: BaseSource) -> set[str]:
-        """Tensor names of a one-file checkpoint, which may mark its noise schedule (see ``DdpmSettings.decided``)."""
+        """Return tensor names of a one-file checkpoint, which may describe its noise schedule.
+
+        ``DdpmSettings.decided`` interprets them.
+        """
         return set() if source.single_header is None else set(source.single_header.tensors)
 
     def token_limits(self) -> Sequence[TokenLimit]:
-        """The tokenizer and the token limit of each text encoder."""
+        """Return the tokenizer and the token limit of each text encoder."""
         new = self.recipe.lora.new_tokens
         tokenizers = [clip.tokenizer_of(self.source, name, new) for name in self.layout.tokenizers]
         return [clip.token_limit(tokenizer, self.max_tokens + 2) for tokenizer in tokenizers]
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
-        """ResNets and transformer blocks of the UNet that diffusers can recompute (see ``blocks_of``)."""
+        """Return the UNet's ResNets and transformer blocks that diffusers can recompute (see ``blocks_of``)."""
         return blocks_of(model.components["unet"])
 
     def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
@@ -217,9 +222,9 @@ class LdmFamily(LatentFamily):
 
 
 def blocks_of(unet: Any) -> list[nn.Module]:
-    """ResNets and transformer blocks in forward order, except the first ResNet of the middle.
+    """Return a UNet's blocks that diffusers can recompute, in forward order.
 
-    These are the blocks that diffusers can recompute.
+    These are all ResNets and transformer blocks except the first ResNet of the middle block.
     """
     found: list[nn.Module] = []
     none: list[nn.Module] = []

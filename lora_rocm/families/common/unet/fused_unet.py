@@ -1,7 +1,6 @@
-"""A UNet with less memory traffic: the same modules under the same names, computed by ``lora_rocm.kernels``.
+"""A fused UNet: the same modules and names with less memory traffic, computed by ``lora_rocm.kernels``.
 
-Anything but the plain case (masks, dropout, other or trained norms, disabled adapters) falls back to
-diffusers' own code.
+In unusual cases (masks, dropout, other or trained norms, disabled adapters), a fused module calls diffusers' own code.
 
 Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
 """
@@ -32,18 +31,20 @@ from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
 from lora_rocm.kernels.weight_format import PackedLinear
 
 SEGMENT_LENGTH = 3
-"""Transformer blocks that are recomputed as one segment: SDXL takes more memory with two or four (counted)."""
+"""Number of transformer blocks that are recomputed as one segment. Counting memory shows that SDXL needs more with two
+or four.
+"""
 
 
 def fuse(unet: UNet2DConditionModel, implementation: Implementation, channels_last: bool = False) -> None:
-    """Fuse the modules. Call it after LoRA is injected and the weights are on their device.
+    """Fuse the modules of a UNet. Call it after LoRA is injected and the weights are on their device.
 
     A second call changes the kernel backend of fused modules. Merged projection weights stay merged.
 
     Args:
         unet: the UNet.
-        implementation: see ``backend``.
-        channels_last: memory layout of the convolutions' weights, and so of all feature maps.
+        implementation: the kernel backend, see ``backend``.
+        channels_last: whether the convolutions' weights, and so all feature maps, get the memory layout channels_last.
     """
     for module in unet.modules() if channels_last else ():
         if isinstance(module, nn.Conv2d) and not module.weight.requires_grad:  # DoRA creates its own views
@@ -60,7 +61,7 @@ def fuse(unet: UNet2DConditionModel, implementation: Implementation, channels_la
 
 
 class FusedGroupNorm(nn.GroupNorm):
-    """The UNet's last norm, fused with its SiLU if it uses Triton."""
+    """The UNet's last norm. With Triton it also applies the SiLU that follows."""
 
     implementation: Implementation
 
@@ -71,7 +72,7 @@ class FusedGroupNorm(nn.GroupNorm):
 
 
 class FusedSiLU(nn.SiLU):
-    """The SiLU after ``FusedGroupNorm``; the identity with Triton, because the norm has applied it."""
+    """The SiLU after ``FusedGroupNorm``. With Triton it returns its input, because the norm has applied the SiLU."""
 
     implementation: Implementation
 
@@ -80,7 +81,7 @@ class FusedSiLU(nn.SiLU):
 
 
 class FusedGEGLU(GEGLU):
-    """The gated activation of the feed-forward layer. Its projection may carry a LoRA."""
+    """The gated activation of the feed-forward layer. Its projection may have a LoRA."""
 
     implementation: Implementation
 
@@ -104,9 +105,9 @@ class FusedGEGLU(GEGLU):
 
 
 class FusedResnet(ResnetBlock2D):
-    """A ResNet block with norms fused with their SiLU and the preceding sum.
+    """A ResNet block in which each norm is fused with its SiLU, and with the sum before it.
 
-    Its convolutions' biases are added within sums that are computed anyway.
+    The biases of convolutions are added within other sums.
     """
 
     implementation: Implementation
@@ -119,7 +120,7 @@ class FusedResnet(ResnetBlock2D):
         return plain and module.output_scale_factor == 1 and isinstance(module.nonlinearity, nn.SiLU)
 
     def forward(self, x_BCHW: Tensor, temb_BD: Tensor, skip_BCHW: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """As in the base class; ``skip_BCHW`` is concatenated to the channels of ``x_BCHW``."""
+        """As in the base class. ``skip_BCHW`` is concatenated to the channels of ``x_BCHW``."""
         if skip_BCHW is not None:
             x_BCHW = torch.cat([x_BCHW, skip_BCHW], dim=1)
         if kwargs or (self.dropout.p > 0 and self.dropout.training):
@@ -137,14 +138,17 @@ class FusedResnet(ResnetBlock2D):
 
 
 def _convolved(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(convolution without bias, its bias); for an adapted layer (its full output, None)."""
+    """Return a convolution's output without bias, and its bias. For an adapted layer, the full output and None."""
     if type(conv) in (nn.Conv2d, FrozenConv2d):
         return conv._conv_forward(x, conv.weight, None), conv.bias
     return conv(x), None
 
 
 class FusedTransformer(Transformer2DModel):
-    """A transformer on a token view of a channels_last feature map; the residual gradient joins the norm's."""
+    """A transformer that reads a channels_last feature map as tokens, without a copy.
+
+    The residual's gradient is added to the norm's gradient.
+    """
 
     implementation: Implementation
 
@@ -184,7 +188,10 @@ class FusedTransformer(Transformer2DModel):
 
 
 def _on_tokens(layer: nn.Module, x_BSC: Tensor, height: int) -> Tensor:
-    """A layer's output for the tokens of a feature map. A 1x1 convolution (SD 1.5) runs as a product."""
+    """Return a layer's output for the tokens of a feature map.
+
+    A 1x1 convolution (SD 1.5) is computed as a matrix product.
+    """
     if isinstance(layer, nn.Conv2d):
         return F.linear(x_BSC, layer.weight[:, :, 0, 0], layer.bias)
     if not isinstance(base_of(layer), nn.Conv2d):
@@ -195,7 +202,7 @@ def _on_tokens(layer: nn.Module, x_BSC: Tensor, height: int) -> Tensor:
 
 
 class FusedUNetBlock(BasicTransformerBlock):
-    """A transformer block with residual sums fused with the following norms."""
+    """A transformer block with residual sums that are fused with the norms that follow."""
 
     implementation: Implementation
 
@@ -238,7 +245,7 @@ class FusedUNetBlock(BasicTransformerBlock):
 
 
 class FusedUpBlock(UpBlock2D):
-    """An upward block that concatenates skips within its ResNets, so that recomputation frees the concatenation."""
+    """An upward block that concatenates skip tensors within its ResNets, so that recomputation frees the result."""
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -294,7 +301,7 @@ class FusedCrossAttnUpBlock(CrossAttnUpBlock2D):
 
 
 def _caller(module: Any) -> Run:
-    """The function that calls the blocks of a module: a plain call, or diffusers' gradient checkpointing function."""
+    """Return a function that calls the blocks of a module, with diffusers' gradient checkpointing if it is enabled."""
     recomputes = torch.is_grad_enabled() and module.gradient_checkpointing
     return module._gradient_checkpointing_func if recomputes else _call
 
@@ -329,15 +336,15 @@ FUSED: dict[type[nn.Module], Any] = {
 
 
 def merge_projections(attention: Attention) -> None:
-    """Set a ``MergedProjections`` processor on an attention layer if the layer is plain."""
+    """Give an attention layer a ``MergedProjections`` processor, if the layer has no unusual features."""
     if type(attention.processor) is AttnProcessor2_0 and _is_plain_attention(attention):
         attention.set_processor(MergedProjections(attention))
 
 
 class MergedProjections:
-    """An attention processor with one product for all projections of one input.
+    """An attention processor that computes all projections of one input in one matrix product.
 
-    In self-attention these are query, key and value; in cross-attention key and value of the text.
+    In self-attention these are query, key and value, in cross-attention the text's key and value.
     """
 
     def __init__(self, attention: Attention) -> None:

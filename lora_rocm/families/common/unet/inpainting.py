@@ -1,4 +1,4 @@
-"""UNets of inpainting models: their input is the noisy image, the mask, and the latents of the visible part.
+"""Inputs for UNets of inpainting models: the noisy image, the mask, and the latents of the visible part.
 
 The order is the same as in diffusers' ``StableDiffusionXLInpaintPipeline``.
 
@@ -33,18 +33,18 @@ FIRST_LAYER = "model.diffusion_model.input_blocks.0.0.weight"
 
 
 def joined(noisy_BCHW: Tensor, batch: Mapping[str, Tensor], seen_BCHW: Tensor) -> Tensor:
-    """The input of the UNet, [B, CHANNELS, H, W]. ``seen_BCHW``: normalised latents of the visible part."""
+    """Return the UNet's input [B, CHANNELS, H, W]. ``seen_BCHW``: normalised latents of the visible part."""
     return torch.cat([noisy_BCHW, batch[HIDDEN_MASK].to(noisy_BCHW.dtype), seen_BCHW], dim=1)
 
 
 def config_changes(config: Config, tensors: Mapping[str, Sequence[int]]) -> dict[str, object]:
-    """As ``Layout.changed``: a file without a config is recognised as an inpainting model by its first layer."""
+    """As ``Layout.changed``. Recognises an inpainting model without a config by its first layer."""
     _, channels, *_ = tensors.get(FIRST_LAYER, (0, 0))
     return {"in_channels": CHANNELS} if channels == CHANNELS else {}
 
 
 def require_masks_read(channels: int, sample: SampleSection) -> None:
-    """Refuse masks of previews for a base that reads none. ``channels``: of the UNet's input.
+    """Refuse masks of previews if the base cannot read masks. ``channels``: number of the UNet's input channels.
 
     Raises:
         ModelError: masks-unused.
@@ -52,20 +52,21 @@ def require_masks_read(channels: int, sample: SampleSection) -> None:
     masked = [sample.key_of("mask", *each[:2]) for each in sample.numbered() if each[2].mask]
     if masked and channels != CHANNELS:
         what = (
-            f"This base reads no masks: its UNet has {channels} input channels, but an inpainting UNet has {CHANNELS}."
+            f"This base cannot read masks: its UNet has {channels} input channels, but an inpainting "
+            f"UNet has {CHANNELS}."
         )
         fix = "Remove the masks and their control images, or train an inpainting base."
         raise ModelError("masks-unused", what, where=dotted(masked[0]), fix=fix)
 
 
 def seen_and_hidden(request: PreviewRequest) -> tuple[Tensor, Tensor]:
-    """(pixels [3, H, W] in [-1, 1] that a preview shows the model, [1, H, W]: 1.0 where it has to draw, else 0.0).
+    """Return the visible pixels of a preview [3, H, W] in [-1, 1], and its mask [1, H, W].
 
-    The image and its mask are scaled to cover the preview and cropped at the centre. Without a mask, everything is
-    hidden.
+    The mask is 1.0 where the model draws, else 0.0. The image and its mask are scaled to cover the preview and cropped
+    at the centre. Without a mask, everything is hidden.
 
     Raises:
-        DataError: a file cannot be read, or the mask has other proportions than its image.
+        DataError: a file cannot be read, or the mask and its image have different proportions.
     """
     if "mask" not in request.inputs:
         return torch.zeros(3, request.height, request.width), torch.ones(1, request.height, request.width)
@@ -83,9 +84,11 @@ def seen_and_hidden(request: PreviewRequest) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def given(unet: nn.Module, seen_BCHW: Tensor, hidden_BCHW: Tensor) -> Iterator[None]:
-    """Inside the context the UNet takes only noisy latents, B or a multiple of B.
+    """A context in which the UNet takes only noisy latents. The mask and the visible part are added in each call.
 
-    ``seen_BCHW``: normalised latents of the visible part. ``hidden_BCHW``: 1.0 where it draws.
+    The batch size has to be B or a multiple of B.
+
+    seen_BCHW: normalised latents of the visible part. hidden_BCHW: the mask, 1.0 where the model draws.
     """
 
     def join(

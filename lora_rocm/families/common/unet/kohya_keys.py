@@ -1,8 +1,7 @@
-"""Module names of SDXL and Stable Diffusion, and their names in other programs.
+"""Names of SDXL's and Stable Diffusion's modules in other programs.
 
-kohya, ComfyUI and A1111 number UNet blocks like the original (sgm) code: one running number over all layers of the
-downward path (input_blocks), the middle, and the upward path (output_blocks). The map is derived from the UNet's
-config.
+kohya, ComfyUI and A1111 number UNet blocks like the original (sgm) code. Its number counts all layers of the downward
+path (input_blocks), the middle, or the upward path (output_blocks). The mapping is derived from the UNet's config.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ PREFIXES = {"unet": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2":
 
 
 def sgm_name(module: str, config: Config) -> str:
-    """The original code's dotted name of a diffusers UNet module ("input_blocks.4.1.proj_in").
+    """Return the original code's dotted name of a UNet module ("input_blocks.4.1.proj_in").
 
     Args:
-        module: diffusers path inside the UNet ("down_blocks.1.attentions.0.proj_in").
+        module: path of the module in diffusers' UNet ("down_blocks.1.attentions.0.proj_in").
         config: the UNet's config (layers_per_block, down_block_types, up_block_types).
 
     Raises:
-        ValueError: it is not a module of an SDXL UNet.
+        ValueError: ``module`` is not a module of an SDXL UNet.
     """
     for old, new in OUTER.items():
         if module == old:
@@ -83,10 +82,10 @@ def _inner(kind: str, rest: str) -> str:
 
 
 def kohya_key(component: str, module: str, unet_config: Config) -> str:
-    """The kohya name of a module, without ``.lora_down.weight``.
+    """Return kohya's name of a module, without ``.lora_down.weight``.
 
     transformers 5 moved the layers of CLIPTextModel up by one level, but not the layers of CLIPTextModelWithProjection.
-    kohya's names have ``text_model`` in both.
+    kohya's names contain ``text_model`` in both cases.
     """
     if component == "unet":
         return f"{PREFIXES[component]}{sgm_name(module, unet_config).replace('.', '_')}"

@@ -1,4 +1,4 @@
-"""UNets and CLIP text encoders with the names of the original release. Its checkpoints hold all components."""
+"""Converts UNets and CLIP text encoders from the original release's names. Its checkpoints contain all components."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ KNOWN_BESIDE = (
 
 
 def of_unet(state: State, module: nn.Module) -> State:
-    """Convert a UNet."""
+    """Convert a UNet's tensors to diffusers' names."""
     config: Any = module.config
     return dict(convert_ldm_unet_checkpoint(state, dict(config)))
 
 
 def of_clip(state: State, module: nn.Module) -> State:
-    """Convert the first text encoder."""
+    """Convert the first text encoder's tensors to transformers' names."""
     return own_names(convert_ldm_clip_checkpoint(state), module)
 
 
 def of_open_clip(prefix: str) -> Converter:
-    """Return a converter of an OpenCLIP text encoder, which fuses q, k and v."""
+    """Return a converter for an OpenCLIP text encoder, which has q, k and v in one tensor."""
     return lambda state, module: own_names(convert_open_clip_checkpoint(module, state, prefix=prefix), module)
 
 
 def unused_tensors(header: TensorFileHeader, prefixes: Sequence[str]) -> list[str]:
-    """Return names of unknown tensors outside all components."""
+    """Return names of unknown tensors that do not belong to any component."""
     return sorted(name for name in header.tensors if not name.startswith((*prefixes, *KNOWN_BESIDE)))

@@ -1,4 +1,4 @@
-"""Preview images from the live model, with the family's diffusers pipeline and a sampler of diffusers."""
+"""Samples preview images from the live model with the family's diffusers pipeline and a diffusers sampler."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ SAMPLERS: Mapping[str, tuple[type[ConfigMixin], Mapping[str, bool]]] = {
     "ddpm": (DDPMScheduler, {}),
     "unipc": (UniPCMultistepScheduler, {}),
 }
-"""(class of diffusers, its options) by ``sample.sampler``."""
+"""Scheduler class of diffusers and its options, by the value of ``sample.sampler``."""
 Embeddings = Callable[[str], dict[str, Tensor]]
 """Maps a prompt to arguments of the pipeline ("prompt_embeds", ...) with B = 1, on the model's device."""
 MakePipeline = Callable[[nn.Module, Any], Any]
-"""(UNet, scheduler) -> a pipeline of these alone. It takes embedded prompts and returns latents."""
+"""Maps (UNet, scheduler) to a pipeline of only these two. It takes embedded prompts and returns latents."""
 
 
 @torch.no_grad()
@@ -58,20 +58,20 @@ def sample_images(
     space: LatentSpace,
     in_tiles: bool = False,
 ) -> list[Image.Image]:
-    """Sample an image for every request, in order.
+    """Sample an image for every request, in the order of the requests.
 
     The initial noise comes from a CPU generator seeded per request, so an image is the same on every device up to
     rounding. The float32 VAE is loaded after denoising and freed at the end.
 
     Args:
         source: the base with the VAE.
-        scheduler_config: with prediction_type and rescale_betas_zero_snr resolved.
-        model: the live model; it is left unchanged.
+        scheduler_config: the base's scheduler config, with prediction_type and rescale_betas_zero_snr resolved.
+        model: the live model, which is left unchanged.
         requests: the images to sample.
-        make_pipeline: the family's.
+        make_pipeline: the family's function that creates a pipeline.
         embeddings: see ``Embeddings``.
         space: the normalisation of the VAE's latents.
-        in_tiles: decode in small tiles, whatever the size.
+        in_tiles: decode images of any size in small tiles.
     """
     latents: list[Tensor | None] = [None] * len(requests)
     with evaluating(model.components.values()):
@@ -88,7 +88,7 @@ def sample_images(
 
 
 def scheduler_of(scheduler_config: Mapping[str, Any], sampler: str) -> Any:
-    """Diffusers' scheduler for a value of ``sample.sampler``."""
+    """Return diffusers' scheduler for a value of ``sample.sampler``."""
     config = dict(scheduler_config)
     if config["rescale_betas_zero_snr"]:
         config["timestep_spacing"] = "trailing"  # so that sampling starts from pure noise (arXiv 2305.08891, 3.3)
@@ -99,7 +99,10 @@ def scheduler_of(scheduler_config: Mapping[str, Any], sampler: str) -> Any:
 def _given(
     source: BaseSource, model: LoadedModel, requests: Sequence[PreviewRequest], space: LatentSpace, in_tiles: bool
 ) -> AbstractContextManager[None]:
-    """A context in which an inpainting model draws the hidden part, or everything; empty for other models."""
+    """Return a context in which an inpainting model gets the requests' masks and visible parts.
+
+    For other models it does nothing.
+    """
     if source.config("unet").whole("in_channels", 4) != inpainting.CHANNELS:
         return nullcontext()
     files = [tuple(sorted(request.inputs.items())) for request in requests]
@@ -113,7 +116,7 @@ def _given(
 
 
 def _batches(requests: Sequence[PreviewRequest]) -> list[list[int]]:
-    """Indices of requests to sample together: equal size, steps, guidance and sampler, up to BATCH_PIXELS."""
+    """Group indices of requests to sample together: same size, steps, guidance and sampler, up to BATCH_PIXELS."""
     groups: dict[tuple[int, int, int, float, str], list[int]] = {}
     for index, request in enumerate(requests):
         key = (request.width, request.height, request.steps, request.guidance_scale, request.sampler)

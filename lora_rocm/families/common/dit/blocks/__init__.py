@@ -1,4 +1,4 @@
-"""Blocks of diffusers' transformers with less memory traffic: the same modules, computed by ``lora_rocm.kernels``.
+"""Fused blocks of diffusers' transformers: the same modules with less memory traffic, using ``lora_rocm.kernels``.
 
-A module for each library class that families train. Anything but the plain case falls back to diffusers' own code.
+There is one module per architecture that families train. In unusual cases a fused block calls diffusers' own code.
 """

@@ -1,4 +1,4 @@
-"""Attention with normalised and rotated queries and keys, over one stream of tokens or two that are joined.
+"""Attention with normalised and rotated queries and keys, over one stream of tokens or two concatenated streams.
 
 Dimensions: B batch, S tokens, H heads, D width of a head.
 """
@@ -22,7 +22,7 @@ from lora_rocm.kernels.rotary import Rotation, norm_rotary
 class Stream:
     """Projections and norms of one stream of tokens.
 
-    names: of the attention's layers for queries, keys and values, and of the norms of queries and keys.
+    names: names of the attention's layers for queries, keys and values. norms: names of the norms of queries and keys.
     """
 
     def __init__(self, attention: nn.Module, names: Sequence[str], norms: Sequence[str]) -> None:
@@ -30,13 +30,13 @@ class Stream:
         self._merged = MergedLinears.of(*self._layers(attention))
 
     def projected(self, attention: nn.Module, x: Tensor, heads: int) -> tuple[Tensor, ...]:
-        """(queries, keys, values), each [B, S, H, D]."""
+        """Return (queries, keys, values), each of shape [B, S, H, D]."""
         layers = self._layers(attention)
         given = [layer(x) for layer in layers] if self._merged is None else self._merged(layers, x)
         return tuple(tensor.unflatten(-1, (heads, -1)) for tensor in given)
 
     def norms(self, attention: nn.Module) -> list[Any]:
-        """The norms of queries and of keys."""
+        """Return the norms of queries and of keys."""
         return [getattr(attention, name) for name in self._norms]
 
     def _layers(self, attention: nn.Module) -> list[nn.Module]:
@@ -44,9 +44,9 @@ class Stream:
 
 
 class TurnedAttention:
-    """The common part of attention processors with one product for query, key and value of each stream.
+    """Base class of attention processors that compute each stream's query, key and value in one matrix product.
 
-    library: the processor of diffusers that this one replaces.
+    library: the diffusers processor that this one replaces.
     """
 
     library: ClassVar[type[Any]]
@@ -56,13 +56,13 @@ class TurnedAttention:
         self.streams = [Stream(attention, ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))]
 
     def of_streams(self, attention: Any, inputs: Sequence[Tensor], rotation: Rotation, mask: Tensor | None) -> Tensor:
-        """Attention over the concatenated tokens of all streams: [B, S, H * D], before the output projection.
+        """Compute attention over the concatenated tokens of all streams, without the output projection: [B, S, H * D].
 
         Args:
-            attention: has the layers that the streams name.
+            attention: the module with the layers that the streams name.
             inputs: the tokens of each stream, [B, S, inputs].
-            rotation: of the tokens of all streams.
-            mask: [B, S], true for keys that count, or any mask that PyTorch's attention accepts.
+            rotation: rotary embedding of all streams' tokens.
+            mask: [B, S] with True for keys to attend to, or any mask that PyTorch's attention accepts.
         """
         pairs = zip(self.streams, inputs, strict=True)
         queries, keys, values = zip(
@@ -73,7 +73,7 @@ class TurnedAttention:
         return attended(turned_q, turned_k, made(_joined, values), mask)
 
     def turned(self, heads: Sequence[Tensor], norms: Sequence[Any], rotation: Rotation) -> Made:
-        """Queries or keys of streams, [B, S, H, D] each, after joining, normalisation and rotation."""
+        """Concatenate the streams' queries or keys, each [B, S, H, D], then normalise and rotate them."""
 
         def turn(given: Sequence[Tensor]) -> Tensor:
             return norm_rotary([*zip(given, weights, strict=True)], norms[0].eps, rotation, self.implementation)
@@ -82,7 +82,7 @@ class TurnedAttention:
         return made(turn, heads)
 
     def of_one(self, attention: Any, x_BSD: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
-        """The output of an attention with one stream."""
+        """Return the output of an attention with one stream, including the output projection."""
         mixed = self.of_streams(attention, [x_BSD], rotation, mask)
         for layer in attention.to_out:
             mixed = layer(mixed)
@@ -90,7 +90,10 @@ class TurnedAttention:
 
 
 def attended(query: Made, key: Made, value: Made, mask: Tensor | None) -> Tensor:
-    """Attention without the output projection: [B, S, H * D]. Its inputs, [B, S, H, D], are recomputed, not kept."""
+    """Compute attention without the output projection: [B, S, H * D].
+
+    Its inputs, each [B, S, H, D], are not kept for the backward pass but recomputed.
+    """
     mask = mask[:, None, None] if mask is not None and mask.ndim == 2 else mask
     q, k, v = (tensor.transpose(1, 2) for tensor, _ in (query, key, value))
     with made_again(query, key, value):
@@ -107,9 +110,15 @@ def fuse_blocks(
     classes: Mapping[type[nn.Module], Any],
     attentions: Mapping[str, type[TurnedAttention]],
 ) -> None:
-    """Fuse the blocks and their attention modules with these names. A second call changes the kernel backend.
+    """Fuse blocks and their attention modules. A second call changes the kernel backend.
 
     Call it after LoRA is injected and the weights are on their device.
+
+    Args:
+        transformer: the model.
+        implementation: the kernel backend.
+        classes: the fused class for each class of modules.
+        attentions: the attention processor for each name of a block's attention module.
     """
     adopt_all(transformer, classes)
     fused: list[Any] = [module for module in transformer.modules() if isinstance(module, tuple(classes.values()))]

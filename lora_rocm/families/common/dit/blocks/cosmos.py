@@ -1,4 +1,4 @@
-"""The blocks of Cosmos-Predict2, used by Anima: modulated LayerNorms, gated branches, text by cross-attention.
+"""Fused blocks of Cosmos-Predict2, used by Anima: modulated LayerNorms, gated branches, cross-attention to text.
 
 In float16 the residual stream is float32 from the first block to the last norm.
 
@@ -28,7 +28,7 @@ from lora_rocm.kernels.rotary import Rotation
 
 
 def fuse(transformer: nn.Module, implementation: Implementation) -> None:
-    """As ``fuse_blocks``."""
+    """Fuse Cosmos-Predict2's blocks, as ``fuse_blocks``."""
     classes = {CosmosTransformerBlock: FusedCosmosBlock, CosmosAdaLayerNorm: FusedCosmosFinalNorm, GELU: FusedGelu}
     fuse_blocks(transformer, implementation, classes, {"attn1": CosmosSelfAttention, "attn2": CrossAttention})
 
@@ -56,7 +56,7 @@ class CosmosSelfAttention(TurnedAttention):
 
 
 class CrossAttention(TurnedAttention):
-    """The processor of attention to the text, with one product for keys and values."""
+    """The processor of cross-attention to the text, with one product for keys and values."""
 
     library = CosmosAttnProcessor2_0
 
@@ -140,7 +140,7 @@ class FusedCosmosFinalNorm(CosmosAdaLayerNorm):
 
 
 def _modulated(norm: Any, time_BD: Tensor, temb_BD: Tensor | None) -> tuple[RowNorm, Tensor]:
-    """(the norm with its modulation, the gate of its branch)."""
+    """Return the norm with its modulation, and the gate of the norm's branch."""
     rows = norm.linear_2(norm.linear_1(norm.activation(time_BD)))
     shift, scale, gate = (rows if temb_BD is None else rows + temb_BD).chunk(3, dim=1)
     return RowNorm(1 + scale, shift, norm.norm.eps, centred=True), gate

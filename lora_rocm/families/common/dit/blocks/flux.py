@@ -1,4 +1,4 @@
-"""The blocks of FLUX.1: modulated LayerNorms, gated branches, text and image in two streams and then in one.
+"""Fused blocks of FLUX.1: modulated LayerNorms and gated branches; text and image in two streams, then in one.
 
 In float16 the residual streams are float32 from the first block to the last norm.
 
@@ -33,14 +33,14 @@ Turns = tuple[Tensor, Tensor]
 
 
 def fuse(transformer: nn.Module, implementation: Implementation) -> None:
-    """As ``fuse_blocks``."""
+    """Fuse FLUX.1's blocks, as ``fuse_blocks``."""
     classes = {FluxTransformerBlock: FusedDoubleBlock, FluxSingleTransformerBlock: FusedSingleBlock}
     classes |= {AdaLayerNormContinuous: FusedFluxFinalNorm, GELU: FusedGelu}
     fuse_blocks(transformer, implementation, classes, {"attn": JointAttention})
 
 
 class JointAttention(TurnedAttention):
-    """The attention processor, of one stream or two."""
+    """The attention processor for blocks of one stream or two."""
 
     library = FluxAttnProcessor
 
@@ -73,7 +73,7 @@ class JointAttention(TurnedAttention):
 
 
 class FusedDoubleBlock(FluxTransformerBlock):
-    """A block of two streams, with residual sums fused with the following norms."""
+    """A block with two streams. Residual sums are fused with the norms that follow."""
 
     implementation: Implementation
 
@@ -101,21 +101,21 @@ class FusedDoubleBlock(FluxTransformerBlock):
         return text_out, image_out
 
     def _started(self, norm: Any, x_BSD: Tensor, temb_BD: Tensor) -> tuple[Tensor, Made, tuple[Tensor, ...]]:
-        """(tokens, tokens normalised for attention, remaining gates and modulation)."""
+        """Return tokens, tokens normalised for attention, and the remaining gates and modulation."""
         shift, scale, *rest = norm.linear(norm.silu(temb_BD)).chunk(6, dim=1)
         rows = _modulated(norm.norm, scale, shift)
         x_BSD, normal = add_norm(x_BSD, None, rows, self.implementation)
         return x_BSD, (normal, normal_again(x_BSD, rows, self.implementation)), tuple(rest)
 
     def _ended(self, x_BSD: Tensor, y_BSD: Tensor, rows_BD: tuple[Tensor, ...], norm: Any, mlp: nn.Module) -> Tensor:
-        """Add the output of attention, then the output of the feed-forward layer."""
+        """Return the stream after adding the output of attention and then the feed-forward output."""
         gate, shift, scale, mlp_gate = rows_BD
         x_BSD, normal = add_norm(x_BSD, Branch(y_BSD, gate), _modulated(norm, scale, shift), self.implementation)
         return add_branch(x_BSD, Branch(mlp(normal), mlp_gate), self.implementation)
 
 
 class FusedSingleBlock(FluxSingleTransformerBlock):
-    """A block of one stream, with the norm fused with its modulation."""
+    """A block with one stream. The norm is fused with its modulation."""
 
     implementation: Implementation
 
@@ -149,7 +149,7 @@ class FusedSingleBlock(FluxSingleTransformerBlock):
         return text, image
 
     def _out(self, y_BSD: Tensor, inner_BSN: Tensor) -> Tensor:
-        """The projection of the outputs of attention and the feed-forward layer."""
+        """Return the projection of the concatenated outputs of attention and the feed-forward layer."""
         if type(self.proj_out) is nn.Linear:  # two products, so that neither inputs nor gradients are concatenated
             weight_y, weight = self.proj_out.weight.split([y_BSD.shape[2], inner_BSN.shape[2]], dim=1)
             of_y = F.linear(y_BSD, weight_y, self.proj_out.bias).flatten(0, 1)
@@ -163,7 +163,7 @@ class FusedSingleBlock(FluxSingleTransformerBlock):
 
 
 class FusedFluxFinalNorm(AdaLayerNormContinuous):
-    """The norm after the blocks; its output has the dtype of its weights."""
+    """The norm after the blocks. Its output has the dtype of its weights."""
 
     implementation: Implementation
 
@@ -177,7 +177,7 @@ class FusedFluxFinalNorm(AdaLayerNormContinuous):
 
 
 def _joined(text_BSD: Tensor, image_BSD: Tensor) -> Tensor:
-    """The tokens of text and image, one after the other; not copied if they are parts of one tensor."""
+    """Return the tokens of text and image, concatenated. They are not copied if they are parts of one tensor."""
     parts = (text_BSD, image_BSD)
     whole = None if torch.compiler.is_compiling() else image_BSD._base
     if whole is not None and whole is text_BSD._base and whole.ndim == 3:

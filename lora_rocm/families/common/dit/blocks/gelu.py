@@ -1,4 +1,4 @@
-"""The first layer of an ungated feed-forward network: a product and GELU."""
+"""The first layer of an ungated feed-forward network, with GELU as activation."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.gated import Activation, activated
 
 ACTIVATIONS: dict[str, Activation] = {"none": "gelu", "tanh": "gelu-tanh"}
-"""By diffusers' ``approximate``."""
+"""Fused activations by the value of diffusers' ``approximate``."""
 
 
 class FusedGelu(GELU):
-    """The layer, with an in-place activation, because its product is used nowhere else."""
+    """The layer with an in-place activation, which is safe because nothing else reads the projection's output."""
 
     implementation: Implementation
 

@@ -1,4 +1,4 @@
-"""The blocks of Z-Image: RMSNorms before and after each branch, modulated without a shift, and SwiGLU.
+"""Fused blocks of Z-Image: RMSNorms before and after each branch, modulation without a shift, and SwiGLU.
 
 Dimensions: B batch, S tokens, D width.
 """
@@ -26,7 +26,7 @@ from lora_rocm.kernels.rotary import Rotation
 
 
 def fuse(transformer: nn.Module, implementation: Implementation) -> None:
-    """As ``fuse_blocks``."""
+    """Fuse Z-Image's blocks, as ``fuse_blocks``."""
     classes = {ZImageTransformerBlock: FusedZImageBlock, FeedForward: FusedFeedForward}
     fuse_blocks(transformer, implementation, classes, {"attention": ZImageSelfAttention})
     for module in transformer.modules():
@@ -55,7 +55,7 @@ class ZImageSelfAttention(TurnedAttention):
 
 
 class FusedFeedForward(FeedForward):
-    """SwiGLU. The projections of gate and value are one product if both carry a LoRA."""
+    """SwiGLU. If both gate and value layer have a LoRA, their projections are one matrix product."""
 
     implementation: Implementation
     merged: MergedLinears | None
@@ -68,7 +68,7 @@ class FusedFeedForward(FeedForward):
 
 
 class FusedZImageBlock(ZImageTransformerBlock):
-    """A block with residual sums fused with the norms before and after them."""
+    """A block with residual sums that are fused with the norms before and after them."""
 
     implementation: Implementation
 
