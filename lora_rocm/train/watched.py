@@ -1,4 +1,4 @@
-"""The samples of ``data.watched``: prepared as held-out samples of a separate recipe, for the model in training."""
+"""The samples of ``data.watched``: prepared like the held-out samples of a separate recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lora_rocm.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Watched:
-    """Samples for measuring the loss; they are never trained on.
+    """Samples that are only used to measure the loss, never to train.
 
     family: the run's family, with the objective of these samples.
     """
@@ -25,7 +25,7 @@ class Watched:
 
 
 def prepare_watched(recipe: Recipe, encoding: Encoding) -> Watched | None:
-    """Find and encode the samples of ``data.watched``; None: none is watched. For errors see ``prepare``."""
+    """Find and encode the samples of ``data.watched``; None if there are none. For errors see ``prepare``."""
     watching, context = recipe.watching, encoding.context
     if watching is None:
         return None

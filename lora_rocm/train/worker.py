@@ -1,7 +1,7 @@
-"""The training child process: ``python -m lora_rocm.train.worker RUN_DIR``. It only composes the parts and runs them.
+"""The training process: ``python -m lora_rocm.train.worker RUN_DIR``. It only combines the parts and runs them.
 
-All its input is in the run directory, and its output goes there. Standard input is a pipe from the parent: when it
-ends, the parent is gone, and the worker saves and exits.
+Its input and output are in the run directory. Standard input is a pipe from the parent process: when it ends, the
+parent has ended, so the worker saves and exits.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
     from lora_rocm.train.checkpoint import Checkpoint
 
 IMPORTS_MORE = True
-"""``main`` imports packages, too, and reports when it has (``foundation.packages.imported``)."""
+"""``main`` imports further packages and reports the end of the imports itself (``foundation.packages.imported``)."""
 ORPHAN_LOCK_WAIT_S = 60.0
 PACKAGES = ("diffusers", "peft", "transformers", "triton", "triton-rocm", "pytorch-triton-rocm", "triton-windows")
-"""Packages other than torch that a step depends on. Triton has another name in some wheels of torch."""
+"""Packages, in addition to torch, that a step's results depend on. Some torch wheels rename Triton."""
 
 
 def main(arguments: list[str] | None = None, registry: FamilyRegistry = PRODUCT) -> int:
-    """Lock the directory, train, and turn every error into an event; return the exit code."""
+    """Lock the run directory, train, and convert every error to an event; return the exit code."""
     parser = argparse.ArgumentParser(prog="lora_rocm.train.worker")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--checkpoint", type=Path, help="go on from this checkpoint folder, not from the newest")
@@ -162,7 +162,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
 
 
 def _require_same(world: World, recipe: Recipe, dtype: torch.dtype, checkpoint: Checkpoint | None) -> None:
-    """Check that all ranks agree on recipe, software and checkpoint.
+    """Check that recipe, software and checkpoint are the same on all ranks.
 
     Raises:
         UserError: their recipes, versions, dtypes or checkpoints differ.
