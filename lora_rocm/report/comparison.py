@@ -100,7 +100,7 @@ def verdict(compared: Sequence[Compared]) -> str:
     said = f"The held-out loss is lowest after step {best.updates}: {number_text(best.loss)}."
     base = next((one.loss for one in compared if not one.updates), math.nan)
     if base < best.loss:
-        said += f" Without the LoRA it is lower, {number_text(base)}: on held-out samples no step is better than none."
+        said += f" Without the LoRA it is even lower, {number_text(base)}: no step is better than the base."
     if best is last:
         return f"{said} No later step is compared, so overfitting is not visible."
     higher = [last.losses[key] - loss for key, loss in best.losses.items()]

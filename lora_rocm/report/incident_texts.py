@@ -32,7 +32,7 @@ def failure_text(event: FailureEvent) -> str:
         return f"The training process failed in the phase {event.phase}, after step {event.updates}: {what}"
     doing = event.activity if event.activity and event.activity != event.phase else ""
     where = f"{event.phase} ({doing})" if doing else event.phase
-    limit = f", of {event.limit_s:g} allowed," if event.limit_s is not None else ""
+    limit = f" ({event.limit_s:g} s are allowed)" if event.limit_s is not None else ""
     stacks = f"; its stacks are in {event.stacks}" if event.stacks else ""
     done = "could not be ended" if event.code == "worker-unkillable" else "was ended"
     return (

@@ -176,7 +176,7 @@ class ProgressDisplay:
         self.repairs += 1
         if self.repairs <= MAX_REPAIRS_SAID:
             more = "; further ones are in the report" if self.repairs == MAX_REPAIRS_SAID else ""
-            self.notify(f"Damaged in the cache, encoded again: {event.item} ({event.reason}){more}")
+            self.notify(f"Encoded again, because the cache entry was damaged: {event.item} ({event.reason}){more}")
 
     def _on_step(self, event: event_types.StepEvent) -> None:
         figures = self.figures

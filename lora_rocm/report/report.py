@@ -194,10 +194,12 @@ def _usage(facts: ReportData) -> ReportBox | None:
             hints.append(Paragraph(f"{about}."))
         if not any(program.startswith(PROGRAMS["diffusers"]) for program in cannot_read):
             line = f'pipeline.load_lora_weights("{lora.name}")'
-            hints += [Paragraph("In diffusers, where the file is:"), Preformatted(line)]
+            hints += [Paragraph("In diffusers, from the folder with the file:"), Preformatted(line)]
     if facts.recipe is not None and facts.recipe.spec.trains_on_texts:
         hints.append(
-            Paragraph("To chat with the model with and without it, in the parent folder of the run directory:")
+            Paragraph(
+                "To chat with the model, with and without the LoRA, run this in the parent folder of the run directory:"
+            )
         )
         hints.append(Preformatted(quoted(["lora-rocm", "chat", facts.run_dir.path.name])))
     for folder in peft_folders(facts.run_dir.peft_dir).values():
@@ -366,7 +368,7 @@ def _canaries(facts: ReportData) -> Paragraph | None:
     wrong = [f"after step {event.updates}: {event.detail}" for event in found if not event.passed]
     if not found:
         return None
-    sentence = f"Kernels with known answers and frozen weights were checked {times_text(len(found))}"
+    sentence = f"Frozen weights, and kernels with known results, were checked {times_text(len(found))}"
     if wrong:
         return Paragraph(f"{sentence}, {len(wrong)} of them with a failure: {'; '.join(wrong[:MAX_WRONG])}", "bad")
     return Paragraph(f"{sentence}: always correct.", "good")

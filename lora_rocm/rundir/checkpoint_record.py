@@ -76,7 +76,7 @@ def read_record(folder: Path) -> CheckpointRecord:
         raise damaged(state_file, "This file is missing or damaged.") from error
     named = CHECKPOINT_NAME.match(folder.name)
     if named and int(named.group(1)) != position.updates:
-        what = f"It belongs to step {position.updates}: the folder or this file was moved."
+        what = f"This file belongs to step {position.updates}, not to this folder: one of the two was moved."
         raise damaged(state_file, what)
     for name in sorted(checksums):
         read_header(folder / name)  # the checksum may match a file that is not safetensors
@@ -85,7 +85,7 @@ def read_record(folder: Path) -> CheckpointRecord:
 
 def damaged(file: Path, what: str) -> StorageError:
     """Return the error for a damaged file of a checkpoint."""
-    fix = "A resume skips a damaged checkpoint. Check the disk."
+    fix = "Check the disk. A resume skips damaged checkpoints."
     return StorageError("checkpoint-damaged", what, where=str(file), fix=fix)
 
 

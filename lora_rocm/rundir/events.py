@@ -81,7 +81,7 @@ def size_if_there(path: Path) -> int | None:
     if not stat.S_ISREG(found.st_mode):
         raise ResumeError(
             "no-file",
-            "The events of a run are in a plain file; here is a folder, a pipe or a device.",
+            "This event file cannot be read: it is a folder, a pipe or a device.",
             where=str(path),
             fix="Remove it, or use another run directory.",
         )
@@ -187,7 +187,9 @@ def unread_text(path: Path) -> str:
     if size <= MAX_EVENTS_BYTES:
         return ""
     most = size_text(MAX_EVENTS_BYTES)
-    return f"{path} has {size_text(size)}, which no run writes: only its last {most} were read. Is it damaged?"
+    return (
+        f"{path} has {size_text(size)}, more than any run writes, so only its last {most} were read. It may be damaged."
+    )
 
 
 def latest_steps(path: Path) -> list[StepEvent]:

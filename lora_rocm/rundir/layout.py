@@ -405,10 +405,10 @@ class RunDir:
         if others and not self.holds_run():
             raise ResumeError(
                 "run-dir-foreign",
-                f"This folder holds other files ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}) and no "
-                "run: a run needs its own folder.",
+                f"This folder contains other files ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}) but "
+                "no run: a run needs its own folder.",
                 where=str(self.path),
-                fix=f"Give a folder that is new or empty, for example --run-dir {self.path / 'new-run'}.",
+                fix=f"Use a new or empty folder, for example --run-dir {self.path / 'new-run'}.",
             )
         refused = re.compile(rf"{IN_PLACE}|{self.patterns.folders}")
         for name in names:

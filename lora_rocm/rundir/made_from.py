@@ -57,7 +57,7 @@ class Stale:
         if self.made is None:
             return f"made at an unknown step, the run is at {self.now.updates}"
         if self.made.updates == self.now.updates:
-            return f"made at step {self.made.updates}, which was trained again since"
+            return f"made at step {self.made.updates}, which was trained again afterwards"
         return f"made at step {self.made.updates}, the run is at {self.now.updates}"
 
     @property

@@ -138,17 +138,17 @@ def faults_of_finished(run_dir: RunDir) -> list[str]:
     """Sentences about missing files of a finished run. The content of existing files is not read."""
     result = read_result(run_dir)
     if not result:
-        return [f"{run_dir.result.name} cannot be read, so the files of this run are not known."]
+        return [f"{run_dir.result.name} cannot be read, so it is unknown which files the run wrote."]
     faults = []
     if foreign := [*dict.fromkeys(_foreign_paths(run_dir, result))]:
         shown = ", ".join(one_line(path)[:MAX_SHOWN_LETTERS] for path in foreign[:MAX_LOST])
         more = f", and {len(foreign) - MAX_LOST} more" if len(foreign) > MAX_LOST else ""
-        what = f"{run_dir.result.name} names files that this run did not write: {shown}{more}."
+        what = f"{run_dir.result.name} lists files that this run did not write: {shown}{more}."
         faults.append(f"{what} It was edited; these files were not checked, and the run's own files may be damaged.")
     for form, digests in _exports(run_dir, result).items():
         gone = [digest.path for digest in digests if not (run_dir.path / digest.path).exists()]
         if gone:
-            fix = f"train --resume recreates it if output.formats names {form}; else use lora-rocm export."
+            fix = f"train --resume recreates it if output.formats contains {form}; otherwise use lora-rocm export."
             faults.append(f"{', '.join(gone)}: missing. {fix}")
     return faults
 

@@ -228,8 +228,10 @@ class RunView:
             of = f"the checksums of {size_text(files.checkpoint.unread_bytes)} were not compared here"
             yield f"{files.checkpoint.path}: {of}; a resume and an export compare them."
         if run_dir.names_are_wrong:
-            what = f"{run_dir.names} is gone or damaged. The name {run_dir.name} was found in other files of the run;"
-            yield f"{what} train --resume rewrites {run_dir.names.name}."
+            what = (
+                f"{run_dir.names} is gone or damaged. According to other files of the run, the name is {run_dir.name};"
+            )
+            yield f"{what} lora-rocm train --resume rewrites {run_dir.names.name}."
 
     def remarks_on_events(self) -> Iterator[str]:
         """Remarks on unreadable event files. One torn line per start is normal, and is ignored."""
@@ -241,7 +243,7 @@ class RunView:
                 yield f"{path}: {count_text(aside.lines, 'line')} cannot be read as events, and were skipped."
             if unknown := sorted({*aside.kinds, *aside.fields}):
                 names = f"{', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}"
-                yield f"{path}: another version of lora-rocm wrote to it. Unknown here: {names}."
+                yield f"{path}: another version of lora-rocm wrote to this file. This version does not know {names}."
         has_files = self.files.checkpoint or self.files.passed_over
         if self.latest_s is None and (has_files or size_if_there(self.run_dir.events())):
-            yield "its events are gone or damaged: steps, loss and rate are not known"
+            yield "its events are gone or damaged, so steps, loss and rate are unknown"

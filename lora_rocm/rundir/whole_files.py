@@ -107,7 +107,7 @@ def remedy(run_dir: RunDir, lora: Path) -> str:
     """Advice on how to recreate a damaged LoRA file or PEFT folder of a run."""
     newest, _ = newest_checkpoint(run_dir)
     if newest is None:
-        return "There is no whole checkpoint to recreate it from: restore it from a copy, or train again."
+        return "It cannot be recreated, because there is no intact checkpoint: restore it from a copy, or train again."
     updates = newest.updates
     export = ["lora-rocm", "export", str(run_dir.path)]
     form = next((form for form in FORMS if run_dir.export_of(form) == lora), None)
@@ -118,7 +118,7 @@ def remedy(run_dir: RunDir, lora: Path) -> str:
         return f"{again} recreates it; for a language model, delete it."
     elsewhere = [*export, "--format", form or "kohya", "--output", "FOLDER" if form in ("peft", "merged") else "FILE"]
     return (
-        "It cannot be recreated: only the newest whole checkpoint is exported. "
+        "It cannot be recreated, because only the newest intact checkpoint can be exported. "
         f"{quoted(elsewhere)} writes the LoRA of step {updates} elsewhere."
     )
 

@@ -256,7 +256,7 @@ class Artifacts:
         if changed:
             raise ExportError(
                 "export-changed",
-                "An exported file has changed since it was written a moment ago.",
+                "An exported file was changed right after it was written.",
                 where=str(self.run_dir.path / changed[0]),
                 fix="Check the disk, then run the same command again: the last checkpoint is exported again.",
             )
@@ -289,7 +289,9 @@ class Artifacts:
             with suppress(DataError):  # it may be gone since it was encoded; the score works without it
                 training.append(load_image(self.prepared.samples[index]))
         if not training:
-            self.session.context.notice("No concept score: none of the training images can still be read.")
+            self.session.context.notice(
+                "No concept score was computed, because none of the training images can be read now."
+            )
             return {}
         previews = self.recipe.sample
         controls = previews.images_per_prompt * len(previews.control_prompts)

@@ -71,24 +71,24 @@ def require_trained_base(
         AdapterError: "export-other-base", the base differs.
     """
     if checkpoint is None:
-        notify("No checkpoint here names the base that the run was trained on: the base was not compared.")
+        notify("The base was not compared with the run's base, because no checkpoint records it.")
         return
     facts, now = checkpoint.facts, identities(family, encoders)
     differing = [key for key in now if key in facts and facts[key] != now[key]]  # earlier checkpoints have no encoders
     if not differing:
         return
     if "base_seals" not in facts:
-        notify("The run was made by an earlier version, which named bases differently: the base was not compared.")
+        notify("The base was not compared with the run's base, which an earlier version recorded differently.")
         return
-    what = "The files of the base" if "base" in differing else "The files of the base's text encoders or VAE"
+    what = "The base model's files" if "base" in differing else "The files of the base model's text encoders or VAE"
     if not refuse:
-        notify(f"{what} differ from the files that this adapter was trained on.")
+        notify(f"{what} differ from the files used to train this adapter.")
         return
     raise AdapterError(
         "export-other-base",
-        f"{what} differ from the files that this adapter was trained on.",
+        f"{what} differ from the files used to train this adapter.",
         where=f"model.name_or_path: {name}",
-        fix="Restore the files of the base, or set model.revision to the revision that was trained on.",
+        fix="Restore those files, or set model.revision to the revision used for training.",
     )
 
 

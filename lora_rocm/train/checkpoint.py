@@ -63,7 +63,7 @@ class Checkpoint(CheckpointRecord):
         if before != ranks:
             raise ResumeError(
                 "resume-gpus-changed",
-                f"The run was trained on {count_text(before, 'GPU')}; on {ranks} its batches would have "
+                f"The run was trained on {count_text(before, 'GPU')}; on {ranks} its effective batch would have "
                 f"{'more' if ranks > before else 'fewer'} samples.",
                 where=str(self.path),
                 fix=f"Use {f'--gpus {before}' if before > 1 else 'one GPU'}, start a new run, or continue anyway "
@@ -137,7 +137,7 @@ def save_checkpoint(
         write_through(temporary / STATE_FILE, sealed(state))
         # Verify, flush, and rename to the final name
         if read_checkpoint(temporary) is None:
-            raise OSError(0, "the written data did not read back the same")
+            raise OSError(0, "the data differ when they are read back")
         fsync_folder(temporary)
         _remove(final)  # a damaged one
         rename(temporary, final)

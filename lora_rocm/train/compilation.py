@@ -44,7 +44,7 @@ def how_asked(asked: Asked, device: torch.device, environ: Mapping[str, str] = o
         return None
     reason = None
     if device.type != "cuda":
-        reason = "it needs a GPU, and this run trains on the processor"
+        reason = "it needs a GPU, but this run trains on the CPU"
     elif environ.get("TORCHDYNAMO_DISABLE", "") not in ("", "0"):
         reason = (
             "TORCHDYNAMO_DISABLE switches the compiler off (on Windows it is set, see docs/reference/environment.md)"
@@ -112,7 +112,7 @@ class Compiler:
             self.context.beat("compile")
             self._report_progress(done)
         self.context.notice(
-            f"Compiled: {self.pieces} pieces for {len(self.shapes)} sizes. They are kept for the next run."
+            f"Compiled {self.pieces} graphs for {len(self.shapes)} sample shapes. The next run can reuse them."
         )
 
     @property
@@ -136,7 +136,7 @@ class Compiler:
         try:
             yield
         except FailOnRecompileLimitHit as error:
-            what = f"{self.pieces} pieces were compiled, more than {len(self.shapes)} shapes of samples need."
+            what = f"Too many graphs were compiled: {self.pieces} for only {len(self.shapes)} sample shapes."
             raise _refused("compile-limit", what, error) from error
         except TorchDynamoException as error:
             if device_fault(error) is not None or out_of_memory(error) is not None:
@@ -173,7 +173,7 @@ def require_no_offload(compiler: Compiler | None, offloads: bool) -> None:
     if compiler is not None and offloads:
         raise UserError(
             "compile-offload",
-            "Frozen weights have to be offloaded to main memory here, and compiled parts do not support this.",
+            "The model cannot be compiled, because frozen weights have to be offloaded to main memory here.",
             where=f"runtime.compile: {compiler.how}",
             fix="Set runtime.compile to off, or make the step smaller (train.batch_size, data.resolution).",
         )

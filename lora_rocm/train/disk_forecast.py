@@ -172,7 +172,7 @@ class CacheRoom:
             if told:
                 self._said.add(kind)
                 self.context.notice(
-                    f"{told} Free some, or set cache.dir to a folder on another disk; the cached entries are kept."
+                    f"{told} Free some space, or set cache.dir to a folder on another disk. Cached entries are kept."
                 )
         self.context.emit(CacheEvent(what=what, done=done, total=total, per_second=round(per_second, 2)))
         self.context.beat("cache")

@@ -196,7 +196,9 @@ class Graphs:
             self.weights.drop_leaf_gradients()
             self.captured[shape] = None
             self._let_go_if_unused()
-            self.context.notice(f"Steps of this size are not captured as a graph, and run slower: {first_line(error)}")
+            self.context.notice(
+                f"Steps of this size run slower, because they cannot be captured as a graph: {first_line(error)}"
+            )
         if before_N is None:
             gradients.copy_(made_N)
         else:
@@ -227,7 +229,7 @@ class Graphs:
         self._off = True
         self.release()
         self.context.notice(
-            "A step replayed as a graph gave other gradients than the same step run eagerly. No steps are captured."
+            "Steps are no longer captured as graphs: a graph gave other gradients than the same step run eagerly."
         )
 
     def _let_go_if_unused(self) -> None:
@@ -243,7 +245,7 @@ class Graphs:
         if not self._full:
             self._full = True
             self.context.notice(
-                f"Steps of {MAX_GRAPHS} sizes are captured as graphs. Steps of other sizes are not, and run slower."
+                f"Steps of {MAX_GRAPHS} sizes are captured as graphs, the maximum. Steps of other sizes run slower."
             )
 
     def _captured(self, eager: Pass, example: Inputs) -> Captured:

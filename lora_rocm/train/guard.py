@@ -147,7 +147,7 @@ class Guard:
                 "the previous checkpoint stays valid.",
                 where=f"after {updates} updates: {', '.join(bad[:NAMED])}",
                 **resume_advice(
-                    "Run lora-rocm doctor, then the same command with --resume latest, which continues from it. "
+                    "Run lora-rocm doctor, then the same command with --resume latest, to continue from there. "
                     "If this happens again, lower optim.learning_rate and add --accept-changes."
                 ),
             )

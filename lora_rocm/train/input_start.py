@@ -52,7 +52,7 @@ def start_from_inputs(
     if not weights:
         raise AdapterError(
             "no-inputs-to-read",
-            "init: eva reads the inputs of linear layers, and no linear layer is adapted.",
+            "init: eva needs the inputs of adapted linear layers, but no linear layer is adapted.",
             where="lora.init: eva",
             fix="Choose lora.targets with linear layers, such as attention-mlp, or another lora.init.",
         )

@@ -110,7 +110,7 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
     if finite_N.all():
         if not huge:
             return
-        path, code, wrong = huge[0], "weights-implausible", "larger than in any working model"
+        path, code, wrong = huge[0], "weights-implausible", "larger than any working model has"
         other_file = "Use another file: this one, or its alpha, is damaged."
         other_base = "Download the model again, or use another edition."
     else:
@@ -119,10 +119,10 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
         other_file = "Use another file; bf16 holds larger numbers than fp16."
         other_base = "Download the model again, or use another edition; bf16 holds larger numbers than fp16."
     if (file := _file_of(component, path, start.recipe)) is not None:
-        what = f"The LoRA's weight {name}.{path} holds numbers {wrong}."
+        what = f"The LoRA's weight {name}.{path} contains numbers {wrong}."
         raise AdapterError("lora-not-finite", what, where=file, fix=other_file)
     where = f"model.name_or_path: {start.recipe.model.name_or_path}"
-    raise ModelError(code, f"The weight {name}.{path} holds numbers {wrong}.", where=where, fix=other_base)
+    raise ModelError(code, f"The weight {name}.{path} contains numbers {wrong}.", where=where, fix=other_base)
 
 
 def _file_of(component: nn.Module, path: str, recipe: Recipe) -> str | None:

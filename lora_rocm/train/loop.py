@@ -132,7 +132,7 @@ class Pending:
             values = self.on_device.tolist()  # a second, blocking copy: the first one brought old memory
         raise TransferError(
             "verdict-lost",
-            "The verdict on an update did not come back from the device.",
+            "The device did not report whether an update was made correctly.",
             where=f"iteration {self.iteration}",
             **resume_advice("Restart the machine and run the same command with --resume latest."),
         )
@@ -445,12 +445,17 @@ class Trainer:
         """
         where = f"iteration {pending.iteration}, samples {', '.join(pending.samples)}"
         if own and not pending.lost:
-            self._incident("transfer", pending, f"arrived changed by method {self.transfer.method}", "sent again")
+            self._incident(
+                "transfer",
+                pending,
+                f"the batch had changed on arrival (copy method {self.transfer.method})",
+                "sent again",
+            )
             self.transfer.failed(where)
         if not wrong:
             return
         self._wrong_sums += 1
-        self._incident("transfer", pending, "the sum of gradients over all GPUs is not their sum", "made again")
+        self._incident("transfer", pending, "the sum of the gradients of all GPUs is wrong", "repeated")
         if self._wrong_sums >= MAX_WRONG_SUMS:
             raise TransferError(
                 "sum-wrong",
@@ -487,9 +492,9 @@ class Trainer:
                 where=f"update {self.position.updates + 1}, samples {', '.join(pending.samples)}",
                 **resume_advice(
                     "Lower optim.learning_rate or set train.mixed_precision: no, and --resume latest --accept-changes. "
-                    "At the very first update also suspect the base model's file.",
-                    without_checkpoint="Lower optim.learning_rate, set train.mixed_precision: no, or suspect the base "
-                    "model's file.",
+                    "If this is the first update, the base model's file may be damaged.",
+                    without_checkpoint="Lower optim.learning_rate or set train.mixed_precision: no. The base "
+                    "model's file may also be damaged.",
                 ),
             )
 

@@ -87,7 +87,9 @@ def train(start: StartContext) -> tuple[bool, int]:
         session.readers.append(board)
         session.at_close.callback(board.close)
     if checkpoint is not None and recipe.runtime.threads is None and restore_threads(checkpoint):
-        start.context.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
+        start.context.notice(
+            f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did, because this affects rounding."
+        )
     family = family_for(recipe)
     compilation.how_asked(recipe.runtime.compile, start.device)  # refuse before anything is encoded
     if checkpoint is not None and not start.accept_changes:

@@ -32,7 +32,7 @@ def prepare_watched(recipe: Recipe, encoding: Encoding) -> Watched | None:
     family = family_for(watching)
     prepared = prepare(watching, family, replace(encoding, more=()))
     samples = count_text(len(prepared.held_out), "sample")
-    context.notice(f"The loss of data.watched is watched: {samples}, not trained on.")
+    context.notice(f"The loss of data.watched is measured: {samples}, not used for training.")
     for notice in prepared.notices:
         context.notice(f"data.watched: {notice}")
     for problem in prepared.set_aside:

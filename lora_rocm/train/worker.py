@@ -56,14 +56,18 @@ def main(arguments: list[str] | None = None, registry: FamilyRegistry = PRODUCT)
     """Lock the run directory, train, and convert every error to an event; return the exit code."""
     parser = argparse.ArgumentParser(prog="lora_rocm.train.worker")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--checkpoint", type=Path, help="go on from this checkpoint folder, not from the newest")
-    parser.add_argument("--accept-changes", action="store_true", help="resume although the data changed")
-    parser.add_argument("--attempt", type=int, default=0, help="draw other noise than attempts with lower numbers")
+    parser.add_argument("--checkpoint", type=Path, help="resume from this checkpoint folder instead of the newest")
+    parser.add_argument(
+        "--accept-changes", action="store_true", help="resume even if recipe, data or base model have changed"
+    )
+    parser.add_argument(
+        "--attempt", type=int, default=0, help="number that selects the noise; each number gives other noise"
+    )
     parser.add_argument(
         "--stacks-after", type=json.loads, help="JSON: phase -> seconds of silence after which all stacks are written"
     )
     parser.add_argument("--began", type=float, help="when the command began, in seconds since the epoch")
-    parser.add_argument("--recipe", type=Path, help="this recipe, not the run directory's (torchrun)")
+    parser.add_argument("--recipe", type=Path, help="use this recipe instead of the run directory's (for torchrun)")
     options = parser.parse_args(arguments)
     run_dir = RunDir(options.run_dir)
     session: Session | None = None
@@ -172,7 +176,7 @@ def _require_same(world: World, recipe: Recipe, dtype: torch.dtype, checkpoint: 
     world.require_same("the recipe", values)
     versions = {"lora-rocm": __version__, "torch": torch.__version__, **versions_of(PACKAGES)}
     world.require_same("software", {**versions, "precision": str(dtype)})  # also if only one rank has a package
-    world.require_same("the run directory", {"what they go on from": place})
+    world.require_same("the run directory", {"the checkpoint to resume from": place})
 
 
 if __name__ == "__main__":
