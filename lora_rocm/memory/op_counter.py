@@ -25,7 +25,7 @@ from lora_rocm.planning.step_plan import SampleCost
 
 @dataclass
 class Tally:
-    """Total work of the operations so far."""
+    """Total work so far: floating-point operations, bytes moved, and kernel launches."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
@@ -41,7 +41,7 @@ class Tally:
 
 
 class Ledger(TorchDispatchMode):
-    """A dispatch mode that counts live bytes, their peak since the last ``mark``, and work.
+    """A dispatch mode that counts live bytes, their peak since the last ``mark``, and work (see ``Tally``).
 
     ``known``: tensors that are not counted (weights, inputs).
     """

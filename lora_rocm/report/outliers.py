@@ -20,7 +20,7 @@ WINDOW_STEPS, LEAST_STEPS = 50, 20
 """The usual value is the median of the last WINDOW_STEPS steps, computed once there are LEAST_STEPS steps."""
 LOSS_TIMES, NORM_TIMES = 5.0, 10.0
 NOISE_TIMES = 6.0
-"""Threshold in standard deviations of the logarithm. They are estimated from the median deviation in the window."""
+"""Threshold for the logarithm, in standard deviations estimated from the window's median deviation."""
 SIGMA_OF_MAD = 1.4826
 """Standard deviation of a normal distribution, divided by its median absolute deviation."""
 

@@ -123,7 +123,7 @@ def content_of(path: Path, max_bytes: int) -> bytes:
 
 
 def sealed(state: Mapping[str, Any]) -> bytes:
-    """The content of ``state.json``: the state, with its checksum (the seal)."""
+    """The content of ``state.json`` as bytes: the state and its checksum (the seal)."""
     return _as_json({**state, "seal": hashlib.sha256(_as_json(state)).hexdigest()})
 
 

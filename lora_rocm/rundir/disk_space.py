@@ -38,7 +38,7 @@ def require(path: Path, needed_bytes: int, what: str, fix: str, free: Free = fre
     """Check that there is enough space for a write.
 
     Raises:
-        StorageError: "disk-low", there is not.
+        StorageError: "disk-low", there is too little.
     """
     found = free(path)
     if found is not None and found < needed_bytes + RESERVE_BYTES:

@@ -534,7 +534,7 @@ class LinkEvent(Event):
 
 
 class BeginEvent(Event):
-    """The measurement of a benchmark's row starts."""
+    """The measurement of one row of a benchmark starts."""
 
     number: Whole
     limit_s: Number
@@ -542,7 +542,7 @@ class BeginEvent(Event):
 
 
 class RowEvent(_Figures):
-    """The measurement of a benchmark's row has ended. problem: the reason for missing figures, or null."""
+    """The measurement of one row of a benchmark has ended. problem: the reason for missing figures, or null."""
 
     number: Whole
     problem: Text | None

@@ -193,7 +193,7 @@ def unread_text(path: Path) -> str:
 
 
 def latest_steps(path: Path) -> list[StepEvent]:
-    """The current steps in the last TAIL_BYTES of an event file, so the run's length does not matter.
+    """The current steps in the last TAIL_BYTES of an event file, so that reading takes equally long in any run.
 
     Raises:
         StorageError: see ``EventReader``.

@@ -21,7 +21,7 @@ CHECKPOINT_NAME = re.compile(r"step-(\d{8})$")
 WORKER_LOCK_NAME = re.compile(r"\.worker(?:\.rank(\d+))?\.lock")
 PROBE_BYTES = 65536
 SUPERVISOR = "supervisor"
-"""The parent's name in the names of event files."""
+"""Name of the parent as a writer of events; part of the event file's name."""
 RUN_MARKS = frozenset(("recipe.yaml", "events.jsonl"))
 """Files that show that a directory contains a run that has started."""
 PROBE = ".probe.tmp"
@@ -173,7 +173,10 @@ class RunDir:
 
     @property
     def stop(self) -> Path:
-        """The file that asks the worker to finish its step, save and exit, on every operating system."""
+        """The file with which a worker is asked to finish its step, save and exit.
+
+        It works on every operating system.
+        """
         return self.path / "stop"
 
     @property
@@ -461,10 +464,7 @@ class RunDir:
                 discard(path)
 
     def discard_unfinished_exports(self) -> None:
-        """Remove temporary files of killed exports.
-
-        A finished run needs this, because no worker starts that would do it.
-        """
+        """Remove temporary files of killed exports. In a finished run, no worker starts that would remove them."""
         for form in ON_REQUEST:
             discard_abandoned(self.export_of(form))
 

@@ -1,4 +1,4 @@
-"""The recipe files of a run directory: a new recipe only replaces the run's recipe after all checks."""
+"""The recipe files of a run directory: a requested recipe replaces the run's only after all checks have accepted it."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def name_of(names: Path, checkpoints: Path, result: Path, recipe: Path) -> str:
 
 
 def _exported_names(checkpoints: Path) -> Counter[str]:
-    """The number of LoRA files of checkpoints, by the name that they begin with."""
+    """Run names in the file names of checkpoints' LoRA files, with the number of files."""
     try:
         found = [CHECKPOINT_LORA.fullmatch(path.name) for path in checkpoints.iterdir()]
     except OSError:

@@ -30,8 +30,8 @@ class StartContext:
         dtype: the dtype of the base model and of autocast.
         settings: the parent's plan for this machine.
         checkpoint: the checkpoint to resume from, or None to start at the beginning.
-        accept_changes: resume even if recipe, data or base model differ from the checkpoint's.
-        attempt: the minimum of ``Position.attempt``, which selects the noise.
+        accept_changes: whether to resume even if recipe, data or base model differ from the checkpoint's.
+        attempt: minimum for ``Position.attempt``, a number that selects the noise.
         world: the process group of the ranks that train together.
     """
 

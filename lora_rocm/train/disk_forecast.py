@@ -107,7 +107,7 @@ class DiskForecast:
         """Check that there is space for one more checkpoint with its LoRA file.
 
         Raises:
-            StorageError: "disk-low", there is not; older checkpoints are kept.
+            StorageError: "disk-low", there is too little; older checkpoints are kept.
         """
         require(
             self.run_dir.checkpoint(updates),

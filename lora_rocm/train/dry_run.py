@@ -92,7 +92,7 @@ class MetaPlacement(Resident):
 
 
 class MetaTransfer(DeviceTransfer):
-    """Moves tensors to the meta device, where nothing can be compared; received tensors stay there."""
+    """Moves tensors to the meta device, where nothing can be compared; ``receive`` leaves them there."""
 
     def __init__(self) -> None:
         super().__init__(META, pin=False)

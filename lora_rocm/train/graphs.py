@@ -158,9 +158,9 @@ class Graphs:
         self._passes[shape] += 1
 
     def _has_place(self, shape: Shape) -> bool:
-        """Whether a shape may be captured: a place is free, or the shape is frequent enough to replace another.
+        """Whether a shape may be captured: MAX_GRAPHS is not reached, or it is frequent enough to replace another.
 
-        If no place is free, the user is notified once.
+        If MAX_GRAPHS is reached, the user is notified once.
         """
         if self._has_free_place:
             return True
@@ -210,8 +210,8 @@ class Graphs:
     ) -> None:
         """Capture the graph of a shape, and keep it if its gradients agree with ``made_N``, the eager pass's.
 
-        If no place is free, the least used graph is dropped first. Nothing of size N is allocated, because memory may
-        be short.
+        If MAX_GRAPHS is reached, the least used graph is dropped first. Nothing of size N is allocated, because memory
+        may be short.
         """
         least = self._least_used()
         if not self._has_free_place and least is not None:

@@ -201,7 +201,7 @@ class InputSketch:
 
         Returns:
             Orthonormal rows, float32 [K, D] on the CPU. K is smaller than ``rank`` if the inputs span fewer dimensions.
-                In each row the entry of largest magnitude is positive.
+            In each row the entry of largest magnitude is positive.
 
         Raises:
             ValueError: the inputs are not finite.

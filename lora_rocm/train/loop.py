@@ -117,7 +117,7 @@ class Pending:
     arrived: torch.cuda.Event | None
 
     def verdict(self) -> StepVerdict[float]:
-        """Wait for the verdict and return it. If the stamp shows that it is not this update's, it is copied again.
+        """Wait for the verdict and return it. If its stamp is from another update, it is copied from the device again.
 
         Raises:
             TransferError: the verdict did not arrive after several copies.

@@ -110,7 +110,10 @@ class Stacks:
         self._file = open_in_place(path, again=True)
 
     def postpone(self, doing: str) -> None:
-        """Signal progress: restart the countdown, and discard stacks that were already written."""
+        """Signal progress: restart the countdown, and discard stacks that were already written.
+
+        ``doing``: the current activity, which determines the length of the countdown.
+        """
         now, after_s = time.monotonic(), self._after_s.get(doing, self._after_s["start"])
         if doing == self._doing and now - self._armed_at < after_s / STACKS_REARM:
             return
