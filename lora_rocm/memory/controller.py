@@ -30,11 +30,11 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import NOBODY, RunContext
 
 TRIES = 6
-"""Maximum number of probe passes that run out of memory. The run then starts anyway and relies on ``oom_recovery``."""
+"""Maximum number of probe passes. If even the last one runs out of memory, the run relies on ``oom_recovery``."""
 SHORT = 1.15
-"""Factor for the estimate of activations, applied after a pass that ran out of memory."""
+"""Factor for the estimate of activations, applied when a probe pass has run out of memory."""
 WORTH = 0.97
-"""A plan replaces the current one, to save time, if it takes at most this share of the current plan's time."""
+"""To save time, another plan is used only if its step takes at most this share of the current plan's time."""
 Pass = Callable[[Tensors, Tensors], object]
 
 
@@ -190,7 +190,7 @@ class MemoryManager:
     def _after(self, now: Plan, peak: int) -> Plan | None:
         """The best plan by the corrected estimates, if the current one does not fit or is slower; otherwise None.
 
-        If an earlier pass ran out of memory, a plan is not changed to save time.
+        If an earlier pass ran out of memory, only a plan that does not fit is replaced.
         """
         assert self.footprint is not None
         self._correct(correction(now, peak, self.footprint, self.job.correction))

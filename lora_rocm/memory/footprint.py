@@ -104,7 +104,7 @@ class _Watch:
         self.moments.clear()
 
     def forward_is_over(self) -> None:
-        """Subtract inputs that have been freed by the end of the forward pass from each block's kept bytes.
+        """Subtract the inputs that were freed by the end of the forward pass from each block's kept bytes.
 
         Recomputing a block keeps its inputs alive. If they would otherwise be freed, recomputation saves that much
         less.

@@ -485,7 +485,7 @@ class ComparedEvent(Event):
 
 
 class ChecksEvent(Event):
-    """The names of all checks of a self-test."""
+    """The names of all checks of a self-test, before the first starts."""
 
     names: list[Text]
 
@@ -528,7 +528,7 @@ class MachineEvent(_Figures):
 
 
 class LinkEvent(Event):
-    """The links between devices."""
+    """The links between the devices are known."""
 
     links: Anything
 

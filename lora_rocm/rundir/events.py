@@ -178,7 +178,7 @@ def read_events(path: Path, kind: type[Event] = Event) -> Sequence[Event]:
 
 
 def unread_text(path: Path) -> str:
-    """A sentence about the part of a too large event file that is not read; empty if all is read.
+    """A sentence about the part of an event file that is not read because the file is too large; otherwise empty.
 
     Raises:
         StorageError: see ``EventReader``.

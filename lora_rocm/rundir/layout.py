@@ -1,6 +1,6 @@
 """The layout of the run directory. No other module knows its file names.
 
-The light parent process and the worker, which loads torch, share no other mutable state. Each file has only one writer.
+The directory is the only mutable state that the parent process and the worker share. Each file has only one writer.
 """
 
 from __future__ import annotations

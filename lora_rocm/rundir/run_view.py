@@ -111,7 +111,7 @@ class RunView:
 
     @cached_property
     def outcome(self) -> Outcome:
-        """The result of the run so far, even if a process still holds its lock, as it does when it writes the report.
+        """The run's result so far, whether or not a process still has its lock, as it has when it writes the report.
 
         It is finished, stopped (on request), failed (with an error or a hang), died (without an error), or prepared
         (never started).

@@ -151,7 +151,7 @@ class Artifacts:
             self._draw(0)
 
     def preview_again(self, updates: int) -> None:
-        """Draw the previews of the checkpoint that a run resumes from, if an interruption left them out."""
+        """Draw the previews of the checkpoint that a run resumes from, if an interruption prevented them."""
         sample = self.recipe.sample
         steps = sample.round_steps(self.steps_per_epoch)
         due = sample.prompts and steps and updates and updates % steps == 0
@@ -196,7 +196,7 @@ class Artifacts:
         return nullcontext() if shown is self.optimizer.parameters else self.adapter.using(shown)
 
     def _draw(self, updates: int) -> None:
-        """Draw one round of previews. If memory runs out, draw it again in tiles, and all later rounds too.
+        """Draw one round of previews. If memory runs out, this round and all later ones are drawn in tiles.
 
         If memory still runs out, the run goes on without previews of this round.
         """

@@ -26,7 +26,10 @@ bytes, although they belong to the same base.
 
 
 def seals_of(sent: Mapping[str, Sent]) -> Seals:
-    """Digests of frozen tensors, given by name. A layer wrapped by an adapter is named as in the base."""
+    """Seals of frozen tensors.
+
+    ``sent``: their fingerprints by name. A layer wrapped by an adapter is named as in the base.
+    """
     lines: dict[str, list[str]] = {}
     for name, tensor in sent.items():
         component = NAME if f".{NAME}." in name else name.partition(".")[0]
@@ -93,5 +96,5 @@ def require_trained_base(
 
 
 def broken(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Sorted keys with a different digest in the two mappings; keys that only one of them has are ignored."""
+    """Sorted keys that have different digests in the two mappings. A key in only one of them is ignored."""
     return sorted(key for key in before.keys() & now.keys() if before[key] != now[key])

@@ -137,7 +137,7 @@ class DiskForecast:
         return states, saves if keep is None else min(saves, max(keep + saving - there[1], int(saving)))
 
     def _images_bytes(self, updates: int) -> int:
-        """Size of the previews still to be drawn, assuming no compression."""
+        """Bytes of the previews still to be drawn, assuming no compression."""
         sample, (width, height) = self.recipe.sample, self.recipe.preview_size
         every = sample.round_steps(self.steps_per_epoch)
         rounds = 2 + (self.max_train_steps // every - updates // every if every else 0)

@@ -44,7 +44,7 @@ class Engine:
         return self._eager(batch, draws) if self.graphs is None else self.graphs.run(self._eager, batch, draws)
 
     def measured(self, batch: Tensors, draws: Tensors) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The unweighted loss of each sample, float32 [B], and the ``Prediction.measures``."""
+        """Compute the unweighted loss of each sample, float32 [B], and the ``Prediction.measures``."""
         with self.attention(), self.autocast():
             return measured(self.family, self.model, batch, draws)
 

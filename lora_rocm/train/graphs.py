@@ -42,8 +42,8 @@ MAX_GRAPHS = 16
 TIMES_AS_MANY = 2
 """A shape replaces a captured one if it has had this many times as many passes.
 
-So the number of passes at least doubles with each replacement. Between two releases, n passes lead to at most
-MAX_GRAPHS * log2(n) replacements.
+So with each replacement the captured shape's number of passes at least doubles. Between two releases, n passes lead to
+at most MAX_GRAPHS * log2(n) replacements.
 """
 MAX_COUNTED = 256
 """Maximum number of shapes for which passes are counted. Beyond it the shape with the fewest passes is forgotten."""
@@ -107,8 +107,8 @@ class Graphs:
     """The captured passes of a run.
 
     Attributes:
-        weights: the weights that the passes compute gradients of.
-        exact: a replay must equal the eager pass bit for bit.
+        weights: the weights for which the passes compute gradients.
+        exact: whether a replay must equal the eager pass bit for bit.
         context: receives a notice if passes are not captured.
         new_capture: returns an object that captures graphs in a new memory pool.
     """

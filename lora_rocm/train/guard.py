@@ -46,7 +46,7 @@ def check_kernels(canary: Canary, updates: int, context: RunContext) -> None:
 
 @dataclass
 class CacheGuard:
-    """Checks kernels in float32, the encoders' dtype, and the encoders' weights, while caches are filled.
+    """Checks kernels (in float32, the encoders' dtype) and the encoders' weights while caches are filled.
 
     Attributes:
         rank: the rank of the recipe's LoRA.
@@ -98,7 +98,7 @@ class Guard:
         self._sound_at = updates
 
     def use_graphs(self, capture: Capture | None) -> None:
-        """Capture the checks of the base and of the trained state as graphs. None: launch their kernels one by one.
+        """Capture the checks of base and trained state as graphs. Without ``capture``, they launch kernels one by one.
 
         Raises:
             CanaryError: "canary-graph", a captured check gives wrong results.

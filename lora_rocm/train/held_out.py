@@ -75,7 +75,7 @@ class HeldOutLoss:
         return found
 
     def _draws(self, batch: Batch, place: float) -> Tensors:
-        """The draws for a batch at a position. A sample's noise depends on nothing else in the batch."""
+        """The draws for a batch at a position. A sample's noise depends only on the sample and the position."""
         seeds = [seed_for("validation", key, place) for key in batch.sample_keys]
         return self.family.objective.fixed_draw(batch.tensors, seeds, place).tensors
 

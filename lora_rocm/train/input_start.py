@@ -101,7 +101,9 @@ def _sketched(
 
 @torch.no_grad()
 def _fill(weights: Mapping[str, Tensor], sketches: Mapping[str, InputSketch]) -> float:
-    """Write the leading directions to A. Rows for which the inputs have no direction are unchanged.
+    """Write the leading directions to A.
+
+    If the inputs span fewer directions than A has rows, the last rows are unchanged.
 
     Returns the mean share of the inputs' variance that the directions cover.
     """

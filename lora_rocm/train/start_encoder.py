@@ -26,7 +26,7 @@ ENCODING_VERSION = 1  # increase it if the same model would give other tensors
 
 
 def start_encoders(recipe: Recipe, family: ModelFamily, dtype: torch.dtype) -> tuple[Encoder, ...]:
-    """The encoder of the model's initial outputs, or an empty tuple if the recipe's objective does not need it.
+    """A tuple with the encoder of the model's initial outputs; empty if the recipe's objective does not need it.
 
     Args:
         recipe: the recipe, which names the base and the adapters' initial weights.
