@@ -151,7 +151,7 @@ class RunDir:
 
     @property
     def recipe_asked(self) -> Path:
-        """The recipe of a new start of an existing run.
+        """The recipe file of a new start of an existing run.
 
         Once all checks have accepted it, it is renamed to ``recipe``.
         """
