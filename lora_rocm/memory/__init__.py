@@ -1,1 +1,1 @@
-"""Memory of a training step: footprint, recomputation, offload, out-of-memory recovery."""
+"""Memory of a training step: its prediction, recomputation, offloading, and recovery when memory runs out."""

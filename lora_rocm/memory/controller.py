@@ -1,4 +1,7 @@
-"""The memory plan of a run: chosen before loading, applied to the model, corrected by a probe pass."""
+"""The memory plan of a run.
+
+It is chosen before the base is loaded, applied to the model, and corrected by a probe pass.
+"""
 
 from __future__ import annotations
 
@@ -27,24 +30,25 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import NOBODY, RunContext
 
 TRIES = 6
-"""Probe passes that may run out of memory. After them the run starts anyway and relies on ``oom_recovery``."""
+"""Maximum number of probe passes. If even the last one runs out of memory, the run relies on ``oom_recovery``."""
 SHORT = 1.15
-"""After a pass that ran out of memory, the estimate of activations is multiplied by this."""
+"""Factor for the estimate of activations, applied when a probe pass has run out of memory."""
 WORTH = 0.97
-"""Another plan is taken only if its time is at most this share of the current one's."""
+"""To save time, another plan is used only if its step takes at most this share of the current plan's time."""
 Pass = Callable[[Tensors, Tensors], object]
 
 
 @dataclass
 class MemoryManager:
-    """A memory plan, its inputs, and its application to the model.
+    """A memory plan, the inputs from which it is chosen, and its application to the model.
 
     Attributes:
-        plan: None on the CPU, where memory is not planned; then only ``recomputes`` and ``offloads`` apply.
-        budget_bytes: for tensors; None: no limit is known.
-        context: gets a notice when a feature is disabled or the plan changes.
-        again: contexts in which blocks are recomputed.
-        room: measures the budget again, because other programs may have changed it.
+        plan: the plan, or None on the CPU, where memory is not planned. In this case only ``recomputes`` and
+            ``offloads`` apply.
+        budget_bytes: memory available for tensors, or None if no limit is known.
+        context: receives a notice when a feature is disabled or the plan changes.
+        again: returns contexts in which blocks are recomputed, or None.
+        room: measures the budget again, because other programs may have changed it; None if it cannot be measured.
     """
 
     job: StepRequirements
@@ -62,12 +66,12 @@ class MemoryManager:
 
     @property
     def parts(self) -> int:
-        """The number of parts of a micro-batch."""
+        """The number of parts into which a micro-batch is split."""
         return self.job.min_parts if self.plan is None else self.plan.parts
 
     @property
     def captures(self) -> bool:
-        """Whether the plan allows captured passes."""
+        """Whether the plan allows passes to be captured as graphs."""
         return self.plan is None or self.plan.graphs
 
     @property
@@ -77,37 +81,37 @@ class MemoryManager:
 
     @property
     def recomputes_all(self) -> bool:
-        """Whether all blocks are recomputed already, so recomputation cannot save further memory."""
+        """Whether all blocks are already recomputed, so that recomputation cannot save more memory."""
         if self.plan is None or self.footprint is None:
             return self.recomputes
         return len(self.plan.recomputed) == len(self.footprint.blocks)
 
     @property
     def kernels(self) -> tuple[str, ...] | None:
-        """Names of the Triton kernels that a step launches; None: not known, because nothing was counted."""
+        """Names of the Triton kernels that a step launches; None if unknown, because no footprint was counted."""
         return None if self.footprint is None else self.footprint.kernels
 
     @property
     def offload(self) -> Offload | None:
-        """Fetches the blocks that are kept in main memory; None: there are none."""
+        """The object that fetches offloaded blocks from main memory; None if no block is offloaded."""
         return None if self._placement is None else self._placement.offload
 
     def placement(self, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, pin: bool) -> Offloaded:
         """Return a placement of the model's weights that follows the plan, even after ``probe`` changes it.
 
         Args:
-            family: of the model.
-            model: its weights may still be on the device.
-            transfer: its verdict also covers fetched weights.
-            pin: keep offloaded weights in pinned memory.
+            family: the model's family.
+            model: the model; its weights may already be on the device.
+            transfer: the transfer to the device. Its verdict also covers weights fetched from main memory.
+            pin: whether offloaded weights are in pinned memory.
         """
         self._placement = Offloaded(transfer, lambda: self._offloaded(family.blocks(model)), pin)
         return self._placement
 
     def apply(self, family: ModelFamily, model: LoadedModel, again: bool = False) -> None:
-        """Apply the plan to a model in its ``placement``. Call it after the modules are fused.
+        """Apply the plan to a model that has its ``placement``. Call it after the modules are fused.
 
-        ``again``: another plan was applied before.
+        ``again``: whether another plan was applied before.
         """
         assert self._placement is not None
         self._placement.hold()
@@ -129,16 +133,16 @@ class MemoryManager:
         return [blocks[index] for index in self.plan.offloaded]
 
     def probe(self, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, run: Pass) -> None:
-        """Run one pass over zeros in the largest shape before the first step, and measure its memory.
+        """Run one pass with zeros of the largest shape before the first step, and measure its memory.
 
-        The measurement corrects the estimates, and another plan is applied if it is needed or faster. A plan that runs
-        out of memory is replaced at once. Does nothing if memory is not planned.
+        The measurement corrects the estimates. Another plan is applied if this one does not fit, or if the other is
+        faster. A plan that runs out of memory is replaced at once. Does nothing if memory is not planned.
 
         Args:
-            family: of the model.
-            model: on the device.
-            transfer: sends the zeros.
-            run: one forward and backward pass. The caller drops its gradients.
+            family: the model's family.
+            model: the model on the device.
+            transfer: the transfer that sends the zeros.
+            run: runs one forward and backward pass. The caller drops its gradients.
         """
         if self.plan is None or self.footprint is None:
             return
@@ -155,7 +159,7 @@ class MemoryManager:
             self.apply(family, model, again=True)
 
     def _peak(self, family: ModelFamily, transfer: DeviceTransfer, run: Pass, rows: int) -> int | None:
-        """Peak bytes of tensors in a probe pass; None if it ran out of memory."""
+        """Peak bytes of tensors during a probe pass; None if it ran out of memory."""
         assert self.footprint is not None
         zeros = send_zeros(family, transfer, SampleShape.parse(self.footprint.shape), rows)
         empty_pools()
@@ -170,7 +174,12 @@ class MemoryManager:
         return None
 
     def _next(self, peak: int | None) -> Plan | None:
-        """The plan to continue with if it differs, else None. Offloaded weights are never brought back."""
+        """The plan to continue with after a probe pass, or None to keep the current one.
+
+        Offloaded weights stay offloaded.
+
+        ``peak``: peak bytes of the pass, or None if it ran out of memory.
+        """
         assert self.plan is not None and self.footprint is not None
         now = self.plan
         wanted = self._after_a_full_pass(now) if peak is None else self._after(now, peak)
@@ -179,9 +188,9 @@ class MemoryManager:
         return None if _same(wanted, now) else wanted
 
     def _after(self, now: Plan, peak: int) -> Plan | None:
-        """The plan chosen with the corrected estimate if it is needed or faster, else None.
+        """The best plan by the corrected estimates, if the current one does not fit or is slower; otherwise None.
 
-        If an earlier pass ran out of memory, no plan counts as faster.
+        If an earlier pass ran out of memory, only a plan that does not fit is replaced.
         """
         assert self.footprint is not None
         self._correct(correction(now, peak, self.footprint, self.job.correction))
@@ -193,7 +202,7 @@ class MemoryManager:
         return wanted
 
     def _after_a_full_pass(self, now: Plan) -> Plan | None:
-        """The next plan that is estimated to need less memory."""
+        """The next plan for which a lower memory use is estimated."""
         assert self.footprint is not None
         self._ran_out = True
         least = smallest(self.footprint, self.job, self.rates)
@@ -213,7 +222,7 @@ class MemoryManager:
 
 
 def _same(one: Plan, other: Plan) -> bool:
-    """Whether two plans are equal apart from their estimates."""
+    """Whether two plans differ in nothing but their estimates."""
     return astuple(one)[1:5] == astuple(other)[1:5] and one.graphs == other.graphs
 
 
@@ -230,17 +239,17 @@ def decide(
     """Choose the memory plan for this device.
 
     Args:
-        recipe: of the run.
-        family: of the recipe.
+        recipe: the run's recipe.
+        family: the recipe's family.
         device: the training device.
-        dtype: of the frozen base.
+        dtype: dtype of the frozen base.
         settings: the parent's settings for this machine.
-        shape: of the run's largest samples.
-        context: gets a notice when a feature is disabled.
+        shape: shape of the run's largest samples.
+        context: receives a notice when a feature is disabled.
         shapes: number of different shapes of the run's samples.
 
     Raises:
-        UserError: does-not-fit: the smallest plan exceeds the budget.
+        UserError: "does-not-fit", the smallest plan exceeds the budget.
     """
     on_gpu = device.type == "cuda"
     shared = on_gpu and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))
@@ -258,9 +267,9 @@ def decide(
 
 
 def rates_here(recipe: Recipe, device: torch.device, dtype: torch.dtype, settings: Settings) -> Rates:
-    """The speed of this GPU, measured now, as ``lora-rocm plan`` does.
+    """Measure the speed of this GPU, as ``lora-rocm plan`` does.
 
-    A deterministic run uses fixed rates, so that every start chooses the same plan. So does the CPU.
+    A deterministic run and the CPU use fixed rates, so that every start of such a run chooses the same plan.
     """
     if device.type != "cuda" or recipe.runtime.deterministic:
         return Rates()
@@ -282,7 +291,7 @@ def choose_from(
     context: RunContext,
     rates: Rates = Rates(),  # noqa: B008 (frozen)
 ) -> MemoryManager:
-    """The decision of ``decide`` from a footprint and a budget."""
+    """Choose the memory plan from a footprint and a budget, as ``decide`` does."""
     plan = choose(budget_bytes, footprint, job, rates)
     if plan is None:
         plan = smallest(footprint, job, rates)
@@ -296,14 +305,14 @@ def choose_from(
 
 
 def _text(plan: Plan, job: StepRequirements) -> str:
-    """Describe the plan, and mention it if there is too little memory for graph capture."""
+    """Describe the plan, including whether there is too little memory to capture graphs."""
     return plan_text(plan) + (", not captured: too little memory for graphs" if job.graphs and not plan.graphs else "")
 
 
 def apply(
     plan: Plan, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, *, pin: bool, again: bool = False
 ) -> Offload | None:
-    """Apply a plan to a model; its weights may be on the device already. See ``MemoryManager``."""
+    """Apply a plan to a model. Its weights may already be on the device. For the arguments see ``MemoryManager``."""
     memory = MemoryManager(StepRequirements(), False, False, plan=plan)
     model.placement = memory.placement(family, model, transfer, pin)
     memory.apply(family, model, again)
@@ -311,11 +320,11 @@ def apply(
 
 
 def reset_peak(device: torch.device) -> None:
-    """Restart the measurement of ``peak_bytes``."""
+    """Restart the measurement that ``peak_bytes`` returns."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak bytes of tensors since ``reset_peak``; 0 on the CPU."""
+    """Peak bytes of tensors since the last call of ``reset_peak``; 0 on the CPU."""
     return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0

@@ -1,7 +1,7 @@
 """Counts the memory and work of a training step on a model without weights.
 
 ``python -m lora_rocm.memory.footprint JOB.json`` prints one JSON object with footprint (``planning.step_plan``),
-precision and GPU, or an error event. The model is built by the same functions as for training and moved to PyTorch's
+precision and GPU, or an error event. The same functions as for training build the model. It is then moved to PyTorch's
 meta device, where tensors have shapes but no memory. One forward and backward pass of one sample runs there. A ledger
 records when each tensor is allocated and freed.
 """
@@ -63,7 +63,7 @@ SENT_BYTES = 32 * 2**20  # of copies from main memory; small, because PyTorch ke
 
 @dataclass
 class _Seen:
-    """Measurements of one block during the pass."""
+    """Measurements of one block during the counted passes."""
 
     block: nn.Module
     start_bytes: int = 0
@@ -77,7 +77,7 @@ class _Seen:
 
 
 class _Watch:
-    """Hooks that record the memory when the pass enters and leaves each block, forward and backward."""
+    """Hooks that record memory when a pass enters and leaves each block, in the forward and in the backward pass."""
 
     def __init__(self, blocks: list[nn.Module], ledger: Ledger) -> None:
         self.ledger, self.seen = ledger, [_Seen(block) for block in blocks]
@@ -94,19 +94,20 @@ class _Watch:
             handle.remove()
 
     def note(self, within: bool = False) -> None:
-        """Record the peak since the last mark as a peak sample."""
+        """Append the memory peak since the last mark to ``moments``."""
         self.moments.append(MemoryPeak(self._before, self.ledger.mark(), within))
 
     def begin(self) -> None:
-        """Reset the counters; discard everything recorded during warm-up."""
+        """Reset the counters and discard everything recorded so far, which was the warm-up."""
         self.ledger.mark()
         self.ledger.tally = Tally()
         self.moments.clear()
 
     def forward_is_over(self) -> None:
-        """Subtract from each block's kept bytes the inputs that have been freed by the end of the forward pass.
+        """Subtract the inputs that were freed by the end of the forward pass from each block's kept bytes.
 
-        Recomputing a block keeps its inputs alive. If nothing else does, recomputation saves that much less.
+        Recomputing a block keeps its inputs alive. If they would otherwise be freed, recomputation saves that much
+        less.
         """
         self.note()
         for seen in self.seen:
@@ -114,7 +115,10 @@ class _Watch:
         self._before = len(self.seen)
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Note a tensor saved for backward. Recomputation of a block stops after the last one."""
+        """Record the memory at a tensor saved for the backward pass.
+
+        A block's recomputation stops after its last such tensor.
+        """
         if self._inside is not None:
             self._inside.rise_bytes = self.ledger.peak_bytes - self._inside.start_bytes
         return tensor.detach()  # without the graph, which would keep activations alive
@@ -142,14 +146,14 @@ class _Watch:
                 tensor.register_hook(partial(self._reached, index))
 
     def _reached(self, index: int, gradient: Tensor) -> None:
-        """The backward pass has computed the whole gradient of a block's output."""
+        """Record memory when the backward pass has computed the complete gradient of a block's output."""
         self.note()
         self._before = index
         self.seen[index].entry_bytes = self.ledger.live_bytes
 
 
 def _by_storage(values: Any) -> list[Tensor]:
-    """One tensor of each storage among the values: a block may take or return two views of one storage."""
+    """Of the tensors among the values, return one per storage, because two views may share a storage."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return list({tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values())
 
@@ -162,7 +166,7 @@ def counted(
     shape: SampleShape,
     on_gpu: bool = True,
 ) -> Footprint:
-    """The footprint for samples of a shape, cached next to the latent caches because counting takes seconds."""
+    """The footprint for samples of a shape. It is cached next to the latent caches, because counting takes seconds."""
     plain = settings.attention == "math"
     on_gpu = on_gpu and settings.triton
     memory = Path(recipe.cache.dir) / "footprints.json"
@@ -178,7 +182,7 @@ def counted(
 
 
 def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[object]) -> str:
-    """Cache key: a hash of everything that a footprint depends on; of the base, its shapes."""
+    """The cache key: a hash of everything that a footprint depends on. From the base only its shapes are included."""
     software = (__version__, torch.__version__, version("diffusers"), version("peft"))
     lora = recipe.lora.model_dump(mode="json", exclude={"init_from", "alpha"})
     kernels = available(META)
@@ -191,7 +195,7 @@ def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[obj
 
 
 SHARED = set(OptimSection.model_fields) - {"optimizer"}
-"""Keys of ``optim`` that change no size."""
+"""Keys of ``optim`` that do not affect memory."""
 
 
 def _remembered(path: Path) -> dict[str, Any]:
@@ -203,9 +207,9 @@ def _remembered(path: Path) -> dict[str, Any]:
 
 
 def meta_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu: bool = True) -> LoadedModel:
-    """The trained components with the adapter on the meta device; trained weights have the base's dtype too.
+    """The trained components with the adapter on the meta device; even trained weights have dtype ``dtype``.
 
-    ``on_gpu``: fuse them with the kernels that a GPU would use.
+    ``on_gpu``: whether modules are fused as for a GPU's kernels.
     """
     presets = next(iter(family.lora_targets.values()))
     wanted = [name for name in presets if recipe.trains(name)]
@@ -227,7 +231,7 @@ def meta_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu: 
 
 
 def to_meta(component: nn.Module) -> nn.Module:
-    """Move a component to the meta device. ``Module.to`` alone would make a tensor for each name of a tied weight."""
+    """Move a component to the meta device. Unlike ``Module.to``, this keeps weights tied that have several names."""
     moved: dict[Tensor, nn.Parameter] = {}
     for owner in component.modules():
         for key, weight in list(owner.named_parameters(recurse=False)):
@@ -240,7 +244,7 @@ def to_meta(component: nn.Module) -> nn.Module:
 def count(
     family: ModelFamily, model: LoadedModel, recipe: Recipe, shape: SampleShape, plain_attention: bool = False
 ) -> Footprint:
-    """Count one pass of one sample on the meta device."""
+    """Count the memory and work of one pass of one sample on the meta device."""
     # Tensors that exist before the pass do not count as activations.
     batch, draws = inputs_on_meta(family, shape)
     parameters = [p for component in model.components.values() for p in component.parameters()]
@@ -293,7 +297,7 @@ def count(
 
 
 def _smaller(adapter: Adapter, recipe: Recipe, dtype: torch.dtype, state_itemsize: float) -> Iterator[SmallerAdapter]:
-    """The adapter's memory with smaller settings, and as much optimizer state for a weight."""
+    """The adapter's memory with smaller settings, assuming the same optimizer state per weight."""
     shapes = {name: dense_shape(layer.get_base_layer()) for name, (_, _, layer) in adapter.modules.items()}
     for setting, section in adapter.smaller(recipe.lora):
         sections = sections_of(section, shapes)
@@ -305,7 +309,7 @@ def _smaller(adapter: Adapter, recipe: Recipe, dtype: torch.dtype, state_itemsiz
 def _recomputed(
     family: ModelFamily, model: LoadedModel, batch: Tensors, draws: Tensors, ledger: Ledger, again: Recomputing
 ) -> int:
-    """Peak bytes of a pass that recomputes all blocks."""
+    """Peak bytes of a pass in which all blocks are recomputed."""
     family.recompute_activations(model, again)
     ledger.mark()
     losses(family, model, batch, draws).sum().backward()
@@ -327,9 +331,10 @@ def _master_dtype(recipe: Recipe) -> torch.dtype:
 
 
 def adapter_bytes(count: int, state: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Bytes for ``count`` trained weights and ``state`` bytes: (always, gradient buffer, staging buffer of gradients).
+    """Return three numbers of bytes for an adapter: always allocated, gradient buffer, staging buffer of gradients.
 
-    Always: masters, optimizer state, average, the layers' compute copy if its dtype differs, and a pass's gradients.
+    Always allocated are master weights, optimizer state, moving average, a pass's gradients, and the layers' compute
+    copy if its dtype differs. ``count``: number of trained weights. ``state``: bytes of the optimizer's state.
     """
     master_dtype = _master_dtype(recipe)
     leaf_dtype = torch.float32 if kind_for(recipe.lora).asks_float32(recipe.lora) else dtype
@@ -357,7 +362,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def inputs_on_meta(family: ModelFamily, shape: SampleShape, rows: int = 1) -> tuple[Tensors, Tensors]:
-    """The batch and the draws of a pass over ``rows`` samples, on the meta device."""
+    """A batch of ``rows`` samples and the draws for a pass over it, on the meta device."""
     batch = family.example(shape, rows)
     draws = family.objective.draw(batch, list(range(rows))).tensors
     to_meta: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(META)  # noqa: E731
@@ -365,7 +370,7 @@ def inputs_on_meta(family: ModelFamily, shape: SampleShape, rows: int = 1) -> tu
 
 
 def largest_of(recipe: Recipe) -> SampleShape:
-    """The most expensive shape that the recipe allows, whether or not a sample has it."""
+    """The most expensive shape that the recipe allows, even if no sample has it."""
     if recipe.spec.trains_on_texts:
         axis = recipe.spec.axes["tokens"]
         return SampleShape.of(tokens=axis.longest or -(-recipe.data.max_length // axis.multiple) * axis.multiple)
@@ -377,7 +382,7 @@ def largest_of(recipe: Recipe) -> SampleShape:
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype, pin: bool = True) -> Rates:
-    """Measured rates of matrix products, copies within the GPU, and copies from main memory (pinned if ``pin``)."""
+    """Measure the rates of matrix products, copies within the GPU, and copies from main memory (pinned if ``pin``)."""
     own = torch.Generator(device).manual_seed(0)  # leaves the default generator unchanged
     a, b = (torch.randn(SIDE, SIDE, device=device, generator=own).to(dtype) for _ in range(2))
     here = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)

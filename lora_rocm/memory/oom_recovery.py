@@ -1,4 +1,4 @@
-"""Out-of-memory recovery within a step: reduce the memory and retry with the same samples and noise."""
+"""Recovery when memory runs out in a step: reduces memory, so that the step can be repeated with the same samples."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rundir.run_context import RunContext
 
 EMPTY_EVERY_UPDATES = 100
-"""Emptying the pools again within fewer updates does not help."""
+"""Minimum number of updates between two releases of the pools, because releasing them more often does not help."""
 
 
 @dataclass
 class Relief:
-    """Steps that reduce memory, in order: defragment the pools, split micro-batches, recompute activations.
+    """Reduces memory, one measure after the other: defragment the pools, split micro-batches, recompute activations.
 
     Attributes:
-        batch_size: of a whole micro-batch.
-        parts: the current number of parts.
+        batch_size: number of samples in a micro-batch that is not split.
+        parts: number of parts into which a micro-batch is now split.
         recomputes: whether activations are already recomputed.
-        again: contexts in which activations are recomputed.
+        again: returns contexts in which activations are recomputed, or None.
     """
 
     family: PlansMemory
@@ -37,15 +37,15 @@ class Relief:
     _emptied_at: int | None = field(default=None, init=False)  # updates
 
     def take(self, full: MachineError, seen: Usage | None, updates: int) -> str:
-        """Reduce the memory so that the step can be retried; return the change as text.
+        """Reduce the memory needed, so that the step can be repeated; return a description of the change.
 
         Args:
             full: the out-of-memory error.
-            seen: memory usage at that moment; None if unknown.
+            seen: memory usage at that moment, or None if unknown.
             updates: number of updates made so far.
 
         Raises:
-            MachineError: ``full``, if nothing is left to reduce.
+            MachineError: ``full`` itself, if nothing is left to reduce.
         """
         empty_pools()
         if seen is not None and seen.fragmented and self._may_empty_again(updates):

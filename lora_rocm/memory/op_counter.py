@@ -1,6 +1,6 @@
-"""A ledger of tensors and work: it records every operation, and the allocation and release of every tensor.
+"""A ledger that records every operation, and the allocation and release of every tensor.
 
-It works on any device. On PyTorch's meta device, where nothing is computed, its counts equal those on a real device.
+It works on any device. On PyTorch's meta device, where nothing is computed, it counts the same as on a real device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lora_rocm.planning.step_plan import SampleCost
 
 @dataclass
 class Tally:
-    """Accumulated work."""
+    """Total work so far: floating-point operations, bytes moved, and kernel launches."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
@@ -41,9 +41,9 @@ class Tally:
 
 
 class Ledger(TorchDispatchMode):
-    """A dispatch mode that counts live bytes, the peak since ``mark``, and work.
+    """A dispatch mode that counts live bytes, their peak since the last ``mark``, and work (see ``Tally``).
 
-    Tensors of ``known`` (weights, inputs) are not counted.
+    ``known``: tensors that are not counted (weights, inputs).
     """
 
     def __init__(self, known: Iterator[Tensor]) -> None:
@@ -57,12 +57,12 @@ class Ledger(TorchDispatchMode):
             self._sizes[tensor.untyped_storage()._cdata] = 0
 
     def mark(self) -> int:
-        """Return the peak since the last mark, and restart it."""
+        """Return the peak since the last mark, and start a new peak at the current bytes."""
         peak, self.peak_bytes = self.peak_bytes, self.live_bytes
         return peak
 
     def size_of(self, tensor: Tensor) -> int:
-        """Bytes counted for a tensor's storage."""
+        """Bytes that were counted for a tensor's storage; 0 if it is not counted."""
         return self._sizes.get(tensor.untyped_storage()._cdata, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,10 +73,10 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _result(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-        """Run an operation; on the meta device only once for inputs of these shapes, as PyTorch's shape rules are slow.
+        """Run an operation, or on the meta device reuse the earlier result for inputs of the same shapes.
 
-        The result is remembered if it is one new tensor. Views are also detected by their storage, because not every
-        schema marks them.
+        PyTorch's shape rules are slow. A result is reused if it is one new tensor. Views are detected by their storage,
+        too, because not every schema marks them.
         """
         if not _makes_one(func):
             return func(*args, **kwargs)
@@ -122,13 +122,13 @@ class Ledger(TorchDispatchMode):
 
 @cache
 def _makes_one(func: Any) -> bool:
-    """Whether an operation returns one tensor, and according to its schema neither a view nor a written input."""
+    """Whether an operation's schema declares one returned tensor, and neither views nor inputs that are written."""
     values = [*func._schema.arguments, *func._schema.returns]
     return len(func._schema.returns) == 1 and all(value.alias_info is None for value in values)
 
 
 def _signature(value: object) -> Hashable:
-    """Key of everything that a result's shape depends on: values, but of tensors only their metadata."""
+    """A key of everything that a result's shape depends on: values, and the metadata of tensors."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, list | tuple):
@@ -139,7 +139,7 @@ def _signature(value: object) -> Hashable:
 
 
 def _formula(func: Any) -> Any:
-    """PyTorch's FLOP formula of an operation. An in-place variant counts as the plain one."""
+    """PyTorch's FLOP formula for an operation; an in-place operation has the formula of its out-of-place variant."""
     packet = func._overloadpacket
     plain = getattr(torch.ops.aten, packet.__name__.removesuffix("_"), None)
     return flop_registry.get(packet) or flop_registry.get(plain)
@@ -162,9 +162,9 @@ def _fused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute flash attention for tensors of shape [B, H, S, D]; the names are PyTorch's, for callers by keyword.
+    """Compute flash attention for tensors of shape [B, H, S, D]. Parameter names are PyTorch's, for keyword arguments.
 
-    A mask is not counted, because it is small compared with the rest.
+    The mask is not counted, because it is small compared with the other tensors.
     """
     if enable_gqa and key.shape[1] != query.shape[1]:  # a GPU kernel reads each key head once per group
         groups = query.shape[1] // key.shape[1]
@@ -176,7 +176,10 @@ def _fused(
 
 @contextmanager
 def fused_attention(fused: bool = True) -> Iterator[None]:
-    """Count attention as GPU kernels compute it. On the meta device PyTorch would materialise all scores."""
+    """Within this context, attention is counted as GPU kernels compute it, without storing all scores.
+
+    On the meta device PyTorch itself would store them.
+    """
     if not fused:
         yield
         return

@@ -1,4 +1,4 @@
-"""``compare.html``: the LoRA files of a run side by side, their held-out losses, and which step the losses prefer."""
+"""``compare.html``: compares the LoRA files of a run by their images and held-out losses, and names the best step."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ UNKNOWN_LOSSES = "There is no held-out loss: the held-out samples are no longer 
 
 @dataclass(frozen=True)
 class Compared:
-    """Results of one LoRA file; ``updates`` 0: results of the base alone.
+    """Results of one LoRA file; with ``updates`` 0, results of the base without a LoRA.
 
-    losses: key of each held-out sample -> mean loss, NaN if it is not finite.
-    images: images of the first strength come first.
+    losses: mean loss of each held-out sample, by its key; NaN if not finite. images: starting with the images of the
+    first strength.
     """
 
     updates: int
@@ -35,7 +35,7 @@ class Compared:
 
     @property
     def loss(self) -> float:
-        """Mean over the samples; NaN if there are none."""
+        """Mean loss over the samples; NaN if there are no samples."""
         return statistics.fmean(self.losses.values()) if self.losses else math.nan
 
     @property
@@ -51,15 +51,15 @@ def comparison_page(
     remarks: Sequence[str] = (),
     holds_out: bool = False,
 ) -> str:
-    """The whole page.
+    """Return the page's HTML.
 
     Args:
-        title: names the run.
+        title: the name of the run.
         compared: the results to compare.
         prompts: the prompt of each image of one strength.
-        strengths: of the LoRA.
-        remarks: missing parts of the comparison, and other notices.
-        holds_out: whether the run holds samples out.
+        strengths: the strengths of the LoRA at which images were drawn.
+        remarks: notices, such as missing parts of the comparison.
+        holds_out: whether the run has held-out samples.
     """
     rows = [(one.label, f"{one.loss:.4g}", number_text(_error([*one.losses.values()]))) for one in compared]
     points = [(one.updates, one.loss) for one in compared]
@@ -92,7 +92,7 @@ def _images(compared: Sequence[Compared], prompts: Sequence[str], number: int, s
 
 
 def verdict(compared: Sequence[Compared]) -> str:
-    """Text on the step with the lowest held-out loss, and on later overfitting; empty without held-out losses."""
+    """Sentences about the step with the lowest held-out loss and later overfitting; empty without held-out losses."""
     trained = [one for one in compared if one.updates and math.isfinite(one.loss)]
     if not trained:
         return ""
@@ -100,7 +100,7 @@ def verdict(compared: Sequence[Compared]) -> str:
     said = f"The held-out loss is lowest after step {best.updates}: {number_text(best.loss)}."
     base = next((one.loss for one in compared if not one.updates), math.nan)
     if base < best.loss:
-        said += f" Without the LoRA it is lower, {number_text(base)}: on held-out samples no step is better than none."
+        said += f" Without the LoRA it is even lower, {number_text(base)}: no step is better than the base."
     if best is last:
         return f"{said} No later step is compared, so overfitting is not visible."
     higher = [last.losses[key] - loss for key, loss in best.losses.items()]
@@ -114,7 +114,7 @@ def verdict(compared: Sequence[Compared]) -> str:
 
 
 def _error(values: Sequence[float]) -> float | None:
-    """The standard error of the mean; None for fewer than two values, or if one is not finite."""
+    """The standard error of the mean; None if there are fewer than two values, or if one is not finite."""
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
     return statistics.stdev(values) / math.sqrt(len(values))

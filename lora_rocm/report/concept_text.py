@@ -1,4 +1,4 @@
-"""Texts about the concept score (``ConceptEvent``): it is a headline only if it is from enough previews."""
+"""Texts about the concept score (``ConceptEvent``). It only appears in headlines if it is based on enough previews."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lora_rocm.foundation.units import count_text, number_text
 from lora_rocm.rundir.event_types import ConceptEvent
 
 HEADLINE_PREVIEWS = 8
-"""With fewer previews the score is mostly chance."""
+"""Minimum number of previews for a headline; with fewer, the score is mostly chance."""
 ADVICE = (
     f"For a meaningful number, draw at least {HEADLINE_PREVIEWS} previews: more sample.prompts, or "
     "sample.images_per_prompt."
@@ -14,12 +14,12 @@ ADVICE = (
 
 
 def is_headline(event: ConceptEvent) -> bool:
-    """Whether the score is from enough previews to be the headline of a report."""
+    """Whether the score is based on enough previews to be in the headline of a report."""
     return event.previews >= HEADLINE_PREVIEWS
 
 
 def concept_quality(event: ConceptEvent) -> str:
-    """The reliability of the score, such as "rough, from 3 previews"; unknown parts are omitted."""
+    """The reliability of the score, such as "rough, from 3 previews"; unknown details are omitted."""
     previews = event.previews
     parts = [] if event.demo else ["rough"]
     parts += [f"from {count_text(previews, 'preview')}"] if previews else []
@@ -27,7 +27,7 @@ def concept_quality(event: ConceptEvent) -> str:
 
 
 def concept_line(event: ConceptEvent) -> str:
-    """The score as a line."""
+    """One line of text with the score."""
     quality = concept_quality(event)
     control = "no control" if event.control is None else f"control {number_text(event.control)}"
     line = (

@@ -1,4 +1,4 @@
-"""Figures over steps: smoothed loss and measures, and the guard's counts; live, or from a run's files."""
+"""Figures over steps, live or from a run's files: smoothed loss and measures, and counts of transfer checks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lora_rocm.rundir.run_view import RunView
 
 
 class Smoothed:
-    """Exponential moving average with bias correction (divided by the weight seen so far).
+    """Exponential moving average, bias-corrected by the total weight of the values so far.
 
-    weight: share of the old average that stays at each value. Non-finite values are skipped.
+    weight: share of the old average that is kept when a value is added. Non-finite values are skipped.
     """
 
     def __init__(self, weight: float = 0.97) -> None:
         self.weight, self._sum, self._seen = weight, 0.0, 0.0
 
     def add(self, value: float) -> float | None:
-        """Add a value; return the current average, or None if there is none."""
+        """Add a value; return the new average, or None if no finite value was added yet."""
         if math.isfinite(value):
             self._sum = self.weight * self._sum + (1 - self.weight) * value
             self._seen = self.weight * self._seen + (1 - self.weight)
@@ -32,17 +32,17 @@ class Smoothed:
 
 
 class GuardCounts:
-    """Adds up the counters of step events, which restart at 0 in each session."""
+    """Sums the transfer counters of step events over sessions; each session counts from 0."""
 
     def __init__(self) -> None:
         self._of_session: dict[int, tuple[int, int]] = {}
 
     def add(self, session: int, checks: int, failures: int) -> None:
-        """Add the counters of a step; the last step of each session counts."""
+        """Store the counters of a step, which replace the counters of earlier steps of the same session."""
         self._of_session[session] = (checks, failures)
 
     def add_all(self, steps: Steps) -> None:
-        """Add the counters of many steps."""
+        """Store the counters of many steps."""
         columns = (steps.whole[name] for name in ("session", "transfer_checks", "transfer_failures"))
         for session, checks, failures in zip(*columns, strict=True):
             self.add(session, checks, failures)
@@ -57,7 +57,10 @@ class GuardCounts:
 
 
 class Figures:
-    """Takes steps in their order. guard: over all sessions, including steps that were repeated later."""
+    """Smoothed values of steps, which are added in order.
+
+    guard: counters over all sessions, including steps that were repeated later.
+    """
 
     def __init__(self) -> None:
         self.loss, self.guard = Smoothed(), GuardCounts()
@@ -65,7 +68,7 @@ class Figures:
 
     @classmethod
     def of(cls, view: RunView, most_updates: int | None = None) -> Figures:
-        """The figures after the steps of a run, or after the steps up to ``most_updates``."""
+        """Compute the figures from a run's steps, or only from its steps up to ``most_updates``."""
         figures = cls()
         figures.guard.add_all(view.log.steps)
         for updates, loss in view.steps.curve("loss"):
@@ -78,7 +81,7 @@ class Figures:
         return figures
 
     def add(self, step: StepEvent) -> None:
-        """Take one more step."""
+        """Add the next step."""
         self.guard.add(step.session, step.transfer_checks, step.transfer_failures)
         if step.loss is not None:
             self.loss.add(step.loss)

@@ -1,6 +1,6 @@
-"""The pages of this program: their content as data, and their rendering by the template ``page.html.j2``.
+"""The HTML pages of this program: their content as data, which the template ``page.html.j2`` renders.
 
-All markup is in the template, which escapes every text. Only plots come as markup (``report.svg_plot``).
+All markup is in the template, which escapes every text. Only plots are inserted as markup (``report.svg_plot``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_ROWS = 200
 DATA = "data:image/"
 
 Tone = Literal["", "soft", "good", "bad", "big"]
-"""The CSS class of a paragraph."""
+"""CSS class of a paragraph."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Preformatted:
-    """Text with its line breaks kept."""
+    """Text in which line breaks are kept."""
 
     block: ClassVar = "preformatted"
     text: str
@@ -61,7 +61,7 @@ class Preformatted:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with text cells. Beyond ``MAX_ROWS`` the page only shows the number of further rows."""
+    """A table of text. Rows beyond ``MAX_ROWS`` are replaced by their number."""
 
     block: ClassVar = "table"
     head: Sequence[str]
@@ -78,7 +78,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image inside the page. data: the file in base64."""
+    """An image embedded in the page. data: the file's content in base64."""
 
     block: ClassVar = "picture"
     format: Literal["png", "jpeg"]
@@ -92,14 +92,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class MissingImage:
-    """A dash in place of an image or a text that cannot be read."""
+    """A dash, shown in place of an image or text that cannot be read."""
 
     block: ClassVar = "unread"
 
 
 @dataclass(frozen=True)
 class PictureTable:
-    """A table of images or short texts. rows: (label, cells)."""
+    """A table of images or short texts. rows: the label and the cells of each row."""
 
     block: ClassVar = "pictures"
     head: Sequence[str]
@@ -108,7 +108,7 @@ class PictureTable:
 
 @dataclass(frozen=True)
 class Plot:
-    """Lines on common axes."""
+    """A plot of several lines with common axes."""
 
     block: ClassVar = "plot"
     svg: Markup
@@ -119,27 +119,27 @@ Block = Paragraph | Heading | Preformatted | Table | Picture | MissingImage | Pi
 
 @dataclass(frozen=True)
 class ReportBox:
-    """A titled box."""
+    """A box with a title."""
 
     title: str
     blocks: Sequence[Block]
 
 
 def page(title: str, heading: str, intro: Sequence[Block], sections: Iterable[ReportBox | None]) -> str:
-    """A whole, self-contained HTML document.
+    """Return a complete HTML document that loads no other files.
 
     Args:
-        title: of the window.
-        heading: the largest one on the page.
+        title: the title of the browser window.
+        heading: the main heading of the page.
         intro: blocks below the heading.
-        sections: None entries are omitted.
+        sections: the boxes of the page; None entries are omitted.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here, because few commands write a page
 
     private = private_of(os.environ, platform.node(), ())
 
     def shown(value: object) -> object:
-        """A value of the page. Pages are sent to others, so home folders are removed from every text."""
+        """Remove home folders from a text of the page, because pages are sent to other people."""
         if not isinstance(value, str) or isinstance(value, Markup) or value.startswith(DATA):
             return value
         return private.without_homes(value)
@@ -158,27 +158,27 @@ def page(title: str, heading: str, intro: Sequence[Block], sections: Iterable[Re
 
 
 def section(title: str, *parts: Block | None) -> ReportBox | None:
-    """A titled box; None if all parts are None."""
+    """Return a box with a title, or None if all parts are None."""
     blocks = [part for part in parts if part is not None]
     return ReportBox(title, blocks) if blocks else None
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Table | None:
-    """A table; None where there are no rows."""
+    """Return a table, or None if there are no rows."""
     return Table(head, rows) if rows else None
 
 
 def plot(series: Sequence[Series], x_label: str) -> Plot | None:
-    """A plot; None without finite points."""
+    """Return a plot, or None if there are no finite points."""
     drawn = line_plot(series, x_label)
     return Plot(drawn) if drawn else None
 
 
 def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> Picture | MissingImage:
-    """An image file, reduced to ``max_side_px``.
+    """Return an image file's image, reduced to ``max_side_px``, or a dash if it cannot be read.
 
-    Only PNG is read, the format of previews. The content of a file, not its name, decides its format, and for some
-    formats Pillow would start other programs.
+    Only PNG, the format of previews, is read. Otherwise Pillow would detect the format from the content, whatever the
+    file's name, and for some formats it would start other programs.
     """
     from PIL import Image
 
@@ -198,7 +198,7 @@ def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> Picture |
 
 
 def preview(path: Path, max_side_px: int, label: str = "") -> Picture | Preformatted | MissingImage:
-    """An image, or the text of a .txt file. ``label``: of an image; empty: its name."""
+    """Return an image, or the text of a .txt file. ``label``: label of the image; if empty, the file's name."""
     if path.suffix != ".txt":
         return picture(path, label or path.name, max_side_px)
     try:

@@ -1,4 +1,4 @@
-"""Failures, mitigations and restarts of a run as text, and their section of the report."""
+"""Texts about a run's failures, mitigations and restarts, and their section of the report."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ OTHER_NOISE = (
 
 
 def failure_text(event: FailureEvent) -> str:
-    """A failure in one line, without the end of the log that may follow in ``what``."""
+    """Describe a failure in one line. ``what`` may contain the end of a log, which is omitted."""
     if event.silent_s is None:
         what = next(iter(event.what.splitlines()), event.code)
         return f"The training process failed in the phase {event.phase}, after step {event.updates}: {what}"
     doing = event.activity if event.activity and event.activity != event.phase else ""
     where = f"{event.phase} ({doing})" if doing else event.phase
-    limit = f", of {event.limit_s:g} allowed," if event.limit_s is not None else ""
+    limit = f" ({event.limit_s:g} s are allowed)" if event.limit_s is not None else ""
     stacks = f"; its stacks are in {event.stacks}" if event.stacks else ""
     done = "could not be ended" if event.code == "worker-unkillable" else "was ended"
     return (
@@ -42,7 +42,7 @@ def failure_text(event: FailureEvent) -> str:
 
 
 def change_text(event: ChangeEvent) -> str:
-    """A mitigation in one line."""
+    """Describe a mitigation in one line."""
     before = event.seen == "remembered"
     because = "because of an earlier run on this machine" if before else f"because of: {event.seen}"
     kept = "no number changes" if event.effect == "exact" else "numbers are rounded differently"
@@ -50,7 +50,7 @@ def change_text(event: ChangeEvent) -> str:
 
 
 def restart_text(event: RestartEvent) -> str:
-    """A restart in one line."""
+    """Describe a restart in one line."""
     noise = f", with other noise (attempt {event.attempt})" if event.attempt else ""
     return (
         f"Restart {event.number}: continuing from step {event.from_updates}{noise}; {event.spent:g} of "
@@ -59,7 +59,7 @@ def restart_text(event: RestartEvent) -> str:
 
 
 def trouble_text(event: Trouble) -> str:
-    """A failure, mitigation or restart in one line."""
+    """Describe a failure, mitigation or restart in one line."""
     match event:
         case FailureEvent():
             return failure_text(event)
@@ -70,7 +70,7 @@ def trouble_text(event: Trouble) -> str:
 
 
 def promise(events: Iterable[Trouble]) -> str:
-    """The statement about the result's reproducibility after these events."""
+    """State how reproducible the result is after these events."""
     found = list(events)
     if any(isinstance(event, RestartEvent) and event.attempt for event in found):
         return OTHER_NOISE
@@ -79,7 +79,7 @@ def promise(events: Iterable[Trouble]) -> str:
 
 
 def trouble_section(events: list[Trouble]) -> ReportBox | None:
-    """The section of the report; None if nothing went wrong."""
+    """The section of the report about these events; None if there are none."""
     if not events:
         return None
     restarts = [event for event in events if isinstance(event, RestartEvent)]
@@ -97,7 +97,7 @@ def trouble_section(events: list[Trouble]) -> ReportBox | None:
 
 
 def _logs(failure: FailureEvent) -> Iterator[Block]:
-    """The last lines of the worker's log and the kernel log before a failure."""
+    """The last lines of the worker's log and of the kernel log before a failure."""
     said = failure.what.splitlines()[1:]
     for whose, lines in (("Worker's log", said), ("Kernel log", failure.kernel_log)):
         if lines:

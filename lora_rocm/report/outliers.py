@@ -1,7 +1,7 @@
-"""Finds steps with an outlier in loss or gradient norm: a pure function over ``step`` events, and its table.
+"""Finds steps with an unusually high loss or gradient norm in ``step`` events, and shows them in a table.
 
-The loss of a diffusion model depends mostly on the timestep drawn: in a healthy run with small batches, one step in a
-hundred has five times the usual loss. So the threshold is the higher of a fixed factor and the run's own noise.
+The loss of a diffusion model depends mostly on the timestep drawn. Even in a healthy run with small batches, one step
+in a hundred has five times the usual loss. So the threshold is the higher of a fixed factor and the run's own noise.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from lora_rocm.report.html import Paragraph, ReportBox, section, table
 from lora_rocm.rundir.event_types import StepEvent
 
 WINDOW_STEPS, LEAST_STEPS = 50, 20
-"""The usual value is the median of the last WINDOW_STEPS steps; before LEAST_STEPS steps there is none."""
+"""The usual value is the median of the last WINDOW_STEPS steps, computed once there are LEAST_STEPS steps."""
 LOSS_TIMES, NORM_TIMES = 5.0, 10.0
 NOISE_TIMES = 6.0
-"""Threshold in standard deviations of the logarithm, estimated from the median deviation in the window."""
+"""Threshold for the logarithm, in standard deviations estimated from the window's median deviation."""
 SIGMA_OF_MAD = 1.4826
-"""Standard deviation over median absolute deviation of a normal distribution."""
+"""Standard deviation of a normal distribution, divided by its median absolute deviation."""
 
 
 @dataclass(frozen=True)
 class Spike:
-    """One outlier step with the usual values at that time; None if there were too few steps."""
+    """One outlier step. The usual values are the ones before this step, or None if there were too few steps."""
 
     updates: int
     iteration: int
@@ -38,7 +38,7 @@ class Spike:
 
 
 class Usual:
-    """The last values of a series, as logarithms. Values that are not finite and positive are skipped."""
+    """The last values of a series, as logarithms. Values that are not finite or not positive are skipped."""
 
     def __init__(self, times: float) -> None:
         self._least, self._logs = math.log(times), deque[float](maxlen=WINDOW_STEPS)
@@ -48,7 +48,7 @@ class Usual:
         return math.exp(median(self._logs)) if len(self._logs) >= LEAST_STEPS else None
 
     def is_outlier(self, value: float | None) -> bool:
-        """Whether a value is far above the usual. Adds it to the window."""
+        """Return whether a value is far above the usual value, and add it to the window."""
         if value is None or not math.isfinite(value) or value <= 0:
             return False
         found, log = False, math.log(value)
@@ -61,7 +61,7 @@ class Usual:
 
 
 def spikes(steps: Iterable[StepEvent]) -> list[Spike]:
-    """The outlier steps in order. ``steps``: the current steps, without repeated ones."""
+    """The outlier steps in order. ``steps``: the current steps, without steps that were repeated later."""
     losses, norms, found = Usual(LOSS_TIMES), Usual(NORM_TIMES), []
     for step in steps:
         usual_loss, usual_norm = losses.value, norms.value
@@ -75,7 +75,7 @@ def spikes(steps: Iterable[StepEvent]) -> list[Spike]:
 
 
 def spikes_section(steps: Sequence[StepEvent]) -> ReportBox | None:
-    """The section of the report; None if there are too few steps."""
+    """The section of the report about outlier steps; None if there are too few steps."""
     if len(steps) <= LEAST_STEPS:
         return None
     title, found = "Outlier steps", spikes(steps)

@@ -1,4 +1,4 @@
-"""The progress display of a run, drawn from events alone."""
+"""The progress display of a run, which uses nothing but the run's events."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _measures(event: event_types.ValidationEvent | event_types.WatchedEvent) -> 
 
 
 def line_of(event: event_types.Event) -> str:
-    """The line for an event; empty if it has none, or is displayed differently."""
+    """The line for an event; empty if the event has no line or is displayed by other code."""
     match event:
         case event_types.FailureEvent() | event_types.ChangeEvent() | event_types.RestartEvent():
             return trouble_text(event)
@@ -79,22 +79,23 @@ def line_of(event: event_types.Event) -> str:
 
 
 class ProgressView(Protocol):
-    """The output of a progress display."""
+    """Displays progress, on a terminal or as plain text."""
 
     def notify(self, text: str) -> None:
-        """Print a permanent line."""
+        """Print a line that stays visible."""
 
     def show(self, what: str, done: int, total: int, details: Sequence[str]) -> None:
-        """Show the progress of an activity. details: the most important first; empty ones are omitted."""
+        """Show the progress of an activity. details: texts, the most important first; empty ones are omitted."""
 
     def end(self) -> None:
         """Stop drawing bars."""
 
 
 class ProgressDisplay:
-    """Turns events into lines and bars on a ``ProgressView``.
+    """Shows events as lines and bars on a ``ProgressView``.
 
-    spill_bytes: see ``vram_spill.spill_bytes``. past: reads the run that a resume continues; called at its start.
+    spill_bytes: see ``vram_spill.spill_bytes``. past: reads the earlier part of a resumed run, or None; called when the
+    run starts.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class ProgressDisplay:
         self.view.notify(text)
 
     def on_event(self, event: event_types.Event) -> None:
-        """Show one event; event types without a display are ignored."""
+        """Show one event. Events of types that are not displayed are ignored."""
         if line := line_of(event):
             self.notify(line)
         self._draw(event)
@@ -129,7 +130,7 @@ class ProgressDisplay:
             self.notify(f"Warning: {slow}")
 
     def _draw(self, event: event_types.Event) -> None:
-        """Draw the bar of an event that has one."""
+        """Draw the bar for an event, if its type has one."""
         match event:
             case event_types.CacheEvent():
                 rate = f"{event.per_second:.1f}/s" if event.per_second else ""
@@ -175,7 +176,7 @@ class ProgressDisplay:
         self.repairs += 1
         if self.repairs <= MAX_REPAIRS_SAID:
             more = "; further ones are in the report" if self.repairs == MAX_REPAIRS_SAID else ""
-            self.notify(f"Damaged in the cache, encoded again: {event.item} ({event.reason}){more}")
+            self.notify(f"Encoded again, because the cache entry was damaged: {event.item} ({event.reason}){more}")
 
     def _on_step(self, event: event_types.StepEvent) -> None:
         figures = self.figures
@@ -195,7 +196,7 @@ class ProgressDisplay:
         self.view.show("Training", event.updates, event.max_train_steps, details)
 
     def _on_export(self, event: event_types.ExportEvent) -> None:
-        """Print the export. Its readers are shown for the first of ``output.formats`` only; ``status`` shows all."""
+        """Print the export, and for the first export the programs that can read it (``status`` lists them for all)."""
         difference = number_text(event.max_difference)
         self.notify(f"Wrote {event.path} ({event.format}), loaded back, largest difference {difference}")
         about = readers_line(event.can_read, event.cannot_read)
@@ -205,7 +206,7 @@ class ProgressDisplay:
 
 
 def joined(details: Sequence[str], room: float = math.inf) -> str:
-    """The first details that fit into this number of columns."""
+    """Join as many of the first details as fit into ``room`` columns."""
     shown = ""
     for detail in filter(None, details):
         longer = f"{shown}  {detail}" if shown else detail
@@ -216,7 +217,7 @@ def joined(details: Sequence[str], room: float = math.inf) -> str:
 
 
 class BarView:
-    """A bar on a terminal; lines scroll above it. Details that do not fit are omitted, the last ones first."""
+    """Shows a bar on a terminal, with lines above it. If the details do not fit, the last ones are omitted."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -249,7 +250,7 @@ class BarView:
 
 
 class LineView:
-    """Plain lines for a file or a pipe: progress at most every ``every_s`` seconds, and always at the end."""
+    """Prints plain lines to a file or a pipe: progress every ``every_s`` seconds, and the end of each activity."""
 
     def __init__(self, stream: TextIO, every_s: float = LINE_EVERY_S) -> None:
         self.stream, self.every_s = stream, every_s
@@ -273,7 +274,7 @@ class LineView:
 def make_progress(
     stream: TextIO | None = None, spill_bytes: int | None = None, run_dir: RunDir | None = None
 ) -> Iterator[ProgressDisplay]:
-    """A display on a terminal or a plain stream (default: standard output). The bar is removed at the end.
+    """Within this context, yield a display for a stream (default: standard output). The bar is removed at the end.
 
     spill_bytes: see ``vram_spill.spill_bytes``. run_dir: the run's directory.
     """

@@ -1,4 +1,7 @@
-"""``report.html`` of a run: one self-contained file. Every section renders without the others."""
+"""``report.html`` of a run: one file that loads no others.
+
+If the data of a section are damaged, the others are still shown.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,7 @@ STEP_SHARES = {
 
 @dataclass(frozen=True)
 class ReportData:
-    """The data of the report."""
+    """The data from which the report is written."""
 
     view: RunView
     recipe: Recipe | None
@@ -97,10 +100,10 @@ class ReportData:
 
 
 def write_report(run_dir: RunDir, registry: FamilyRegistry = PRODUCT) -> Path:
-    """Write the report from the run's present files.
+    """Write the report from the run's current files, and return its path.
 
     Raises:
-        StorageError: it cannot be written, or would replace a report with more content.
+        StorageError: it cannot be written, or would replace a report that has more content.
     """
     view = RunView.of(run_dir)
     if view.log.last_s is None and run_dir.report.exists():
@@ -191,10 +194,12 @@ def _usage(facts: ReportData) -> ReportBox | None:
             hints.append(Paragraph(f"{about}."))
         if not any(program.startswith(PROGRAMS["diffusers"]) for program in cannot_read):
             line = f'pipeline.load_lora_weights("{lora.name}")'
-            hints += [Paragraph("In diffusers, where the file is:"), Preformatted(line)]
+            hints += [Paragraph("In diffusers, from the folder with the file:"), Preformatted(line)]
     if facts.recipe is not None and facts.recipe.spec.trains_on_texts:
         hints.append(
-            Paragraph("To chat with the model with and without it, in the parent folder of the run directory:")
+            Paragraph(
+                "To chat with the model, with and without the LoRA, run this in the parent folder of the run directory:"
+            )
         )
         hints.append(Preformatted(quoted(["lora-rocm", "chat", facts.run_dir.path.name])))
     for folder in peft_folders(facts.run_dir.peft_dir).values():
@@ -214,7 +219,10 @@ def _file_size(path: Path) -> str:
 
 
 def _concept(facts: ReportData, headline: bool) -> ReportBox | None:
-    """The concept score, if ``headline`` matches it. Runs of earlier versions have a score for texts, too."""
+    """The concept score's box, if ``headline`` is what ``is_headline`` returns for the score; otherwise None.
+
+    Scores for texts, which runs of earlier versions have, are not shown.
+    """
     found, of_texts = facts.view.last(ConceptEvent), facts.recipe is not None and facts.recipe.spec.trains_on_texts
     if found is None or of_texts or is_headline(found) != headline:
         return None
@@ -287,7 +295,7 @@ def _smoothed_plot(name: str, points: list[Point]) -> tuple[str, list[Series]]:
 
 
 def _held_out_plots(name: str, losses: list[Point], are_entropies: bool) -> Iterator[tuple[str, list[Series]]]:
-    """The plot of a loss on samples that are not trained on, and of the perplexity if the loss is a cross-entropy."""
+    """Plots of a loss on samples that are not trained on, and of its perplexity if the loss is a cross-entropy."""
     points = sorted(dict(losses).items())
     yield f"{name.capitalize()} loss", [Series(f"{name} loss", points, "dots")]
     perplexity = [(updates, math.exp(min(loss, MAX_EXPONENT))) for updates, loss in points if are_entropies]
@@ -295,7 +303,7 @@ def _held_out_plots(name: str, losses: list[Point], are_entropies: bool) -> Iter
 
 
 def _measures(facts: ReportData) -> dict[str, list[Point]]:
-    """Other values of the held-out samples, by name; the newest value of a repeated step counts."""
+    """Other values of the held-out samples, by name; if a step was repeated, its newest value."""
     found = defaultdict[str, dict[float, float]](dict)
     for event in facts.view.all(ValidationEvent):
         for name, value in event.measures.items():
@@ -355,12 +363,12 @@ def _guard(facts: ReportData) -> ReportBox | None:
 
 
 def _canaries(facts: ReportData) -> Paragraph | None:
-    """The number of reference checks, and their failures."""
+    """A sentence about the number of reference checks and their failures; None if there were no checks."""
     found = facts.view.all(CanaryEvent)
     wrong = [f"after step {event.updates}: {event.detail}" for event in found if not event.passed]
     if not found:
         return None
-    sentence = f"Kernels with known answers and frozen weights were checked {times_text(len(found))}"
+    sentence = f"Frozen weights, and kernels with known results, were checked {times_text(len(found))}"
     if wrong:
         return Paragraph(f"{sentence}, {len(wrong)} of them with a failure: {'; '.join(wrong[:MAX_WRONG])}", "bad")
     return Paragraph(f"{sentence}: always correct.", "good")
@@ -419,7 +427,7 @@ def _data(facts: ReportData) -> ReportBox | None:
 
 
 def _titled(title: str, block: Block | None) -> list[Block]:
-    """A block under a heading; empty without the block."""
+    """Return a heading and a block; an empty list if there is no block."""
     return [Heading(title), block] if block else []
 
 
@@ -458,7 +466,7 @@ def _recipe(facts: ReportData) -> ReportBox | None:
 
 
 def readable(value: object) -> str:
-    """A value of ``environment.json`` as text: mappings as "key: value", lists with commas, no None and no []."""
+    """Format a value of ``environment.json``: mappings as "key: value", lists with commas; empty parts are omitted."""
     if value is None or value in ({}, [], ""):
         return "none"
     if isinstance(value, bool):
@@ -469,7 +477,7 @@ def readable(value: object) -> str:
 
 
 def _inner(value: object) -> str:
-    """A value inside another, in brackets if it has several parts."""
+    """Format a value inside another value; it is in parentheses if it has several parts."""
     return f"({readable(value)})" if isinstance(value, dict | list | tuple) and value else readable(value)
 
 

@@ -1,4 +1,4 @@
-"""Line plots as SVG without scripts; colours come from the page (light and dark)."""
+"""Line plots as SVG without scripts. The page defines the colours (light and dark)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """One line. kind: CSS class (raw, smooth, plain, dots). Non-finite points are omitted."""
+    """One line of a plot. kind: CSS class (raw, smooth, plain or dots). Non-finite points are omitted."""
 
     name: str
     points: Sequence[Point]
@@ -25,7 +25,7 @@ class Series:
 
 
 def line_plot(series: Sequence[Series], x_label: str) -> Markup:
-    """An ``<svg>`` of several lines on common axes; empty without finite points."""
+    """Return an ``<svg>`` with several lines on common axes; empty if there are no finite points."""
     kept = [Series(one.name, thinned(_finite(one.points)), one.kind) for one in series]
     points = [point for one in kept for point in one.points]
     if not points:
@@ -63,7 +63,7 @@ def line_plot(series: Sequence[Series], x_label: str) -> Markup:
 
 
 def _element(name: str, attributes: Mapping[str, object], content: Iterable[str] = ()) -> Markup:
-    """Only this writes markup: ``Markup.format`` and ``Markup.join`` escape everything except elements."""
+    """Return an SVG element. Markup is only created here: ``Markup.format`` and ``Markup.join`` escape all text."""
     written = Markup().join(Markup(' {}="{}"').format(key, value) for key, value in attributes.items())
     inside = Markup().join(content)
     if not inside:
@@ -72,7 +72,7 @@ def _element(name: str, attributes: Mapping[str, object], content: Iterable[str]
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most about MAX_POINTS points, evenly chosen, always including the last."""
+    """Reduce points to at most about MAX_POINTS, evenly chosen and including the last."""
     stride = max(1, math.ceil(len(points) / MAX_POINTS))
     kept = list(points[::stride])
     if points and kept[-1] != points[-1]:
@@ -81,7 +81,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """About ``wanted`` round numbers within ``low`` to ``high`` (low < high), at least one."""
+    """At least one, and about ``wanted``, round numbers from ``low`` to ``high`` (low < high)."""
     raw = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
@@ -94,7 +94,7 @@ def _finite(points: Sequence[Point]) -> list[Point]:
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
-    """(lowest, highest), spread apart if they are equal."""
+    """The lowest and the highest value, moved apart if they are equal."""
     low, high = min(values), max(values)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         margin = abs(low) * 0.1 or 1.0

@@ -1,4 +1,4 @@
-"""The section of the report about temperature, power and memory of the GPUs."""
+"""The report's section about temperature, power and memory of the GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ABOUT = "Readings are summarised: temperatures and memory are the highest of eac
 
 
 def telemetry_section(readings: Sequence[TelemetryEvent], alarms: Sequence[AlarmEvent]) -> ReportBox | None:
-    """Warnings, a table and plots for each GPU, from ``telemetry`` and ``alarm`` events; None if there are none."""
+    """Warnings, and a table and plots for each GPU; None if there are no ``telemetry`` or ``alarm`` events."""
     by_gpu = defaultdict[str, list[TelemetryEvent]](list)
     for reading in readings:
         by_gpu[reading.gpu].append(reading)

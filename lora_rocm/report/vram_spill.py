@@ -1,7 +1,7 @@
 """Detects GPU memory that spills into main memory, which makes training slow on Windows and on APUs.
 
-There the driver silently moves tensors to main memory; on Linux, a discrete GPU raises an error instead. Sources: AMD
-radeon-ryzen docs, limitations of Ryzen AI Max; unsloth#8482.
+On these, the driver silently moves tensors to main memory; a discrete GPU on Linux raises an error instead. Sources:
+AMD radeon-ryzen docs, limitations of Ryzen AI Max; unsloth#8482.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ FULL_SHARE = 0.9
 
 
 def spill_bytes(facts: HostFacts, selection: Selection, device: str) -> int | None:
-    """Bytes that tensors may take before this GPU's driver spills; None if it does not spill or is unknown.
+    """Bytes of tensors above which this GPU's driver spills; None if it does not spill, or if the limit is unknown.
 
-    ``device``: as in ``runtime.device``.
+    ``device``: value of ``runtime.device``.
     """
     gpu = selection.gpu
     if gpu is None or device == "cpu" or not (gpu.integrated or facts.system == "windows"):
@@ -36,7 +36,11 @@ def spill_bytes(facts: HostFacts, selection: Selection, device: str) -> int | No
 
 
 def spilled(environment: Mapping[str, Any], device: str, events: Iterable[Event]) -> list[str]:
-    """The messages of ``Spilling`` for a whole run on the machine of its environment.json; empty if that is damaged."""
+    """The messages of ``Spilling`` for all events of a run.
+
+    ``environment``: content of the run's environment.json, which describes its machine. If it is damaged, there are no
+    messages.
+    """
     try:
         facts = facts_from_json(environment.get("machine"), "environment.json")
     except UserError:
@@ -48,7 +52,7 @@ def spilled(environment: Mapping[str, Any], device: str, events: Iterable[Event]
 class Spilling:
     """Watches ``start``, ``change`` and ``step`` events, and reports once if full memory makes training slow.
 
-    A run that spills from its first steps has no fast steps to compare with, and is not detected.
+    A run that spills from its first step on has no fast steps to compare with, so this is not detected.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
@@ -56,7 +60,7 @@ class Spilling:
         self._recent, self._best_s = deque[float](maxlen=WINDOW_STEPS), float("inf")
 
     def on_event(self, event: Event) -> str:
-        """A message for the user, or an empty string. Waiting for the loader does not count."""
+        """Return a message for the user, or an empty string. The time spent waiting for the loader is ignored."""
         if isinstance(event, StartEvent | ChangeEvent):  # new settings change the usual speed
             self._recent.clear()
             self._best_s = float("inf")

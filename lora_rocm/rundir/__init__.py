@@ -1,1 +1,1 @@
-"""A run directory: file names, events, heartbeat, results. It is the contract between parent and worker."""
+"""A run directory: file names, events, heartbeat and results. Parent and worker communicate through it."""

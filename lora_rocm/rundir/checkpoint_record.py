@@ -1,9 +1,9 @@
 """The record of a checkpoint folder, and checks that its files are unchanged.
 
-A resume, an export and ``status`` all read it here, so they agree on which checkpoints are whole.
+Resume, export and ``status`` all read it with this code, so they agree on which checkpoints are intact.
 
-A checkpoint may come from somebody else: the seal is a plain checksum, which detects damage but not forgery. So
-``state.json`` controls neither which files are read nor how much memory they take.
+A checkpoint may come from somebody else: the seal is a plain checksum, which detects damage but not forgery. So the
+content of ``state.json`` determines neither which files are read nor how much memory they take.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_COUNT = 2**63
 
 @dataclass
 class Position:
-    """The position of a run. All of it is saved; nothing else determines the next step."""
+    """The position of a run. Nothing else determines the next step, and all of it is saved in checkpoints."""
 
     iteration: int = 0  # updates tried, made or skipped: decides data and noise
     updates: int = 0  # updates made: decides the schedule and the end
@@ -39,7 +39,7 @@ class Position:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """``state.json`` of a folder of files with intact headers. checksums: SHA-256 of each file, by name."""
+    """The content of ``state.json`` in a folder of files with intact headers. checksums: SHA-256 by file name."""
 
     path: Path
     position: Position
@@ -48,16 +48,16 @@ class CheckpointRecord:
 
     @property
     def digest(self) -> str:
-        """A short digest of all files, for comparisons."""
+        """A short digest of all files, for comparing checkpoints."""
         content = json.dumps(self.checksums, sort_keys=True)
         return hashlib.sha256(content.encode("utf-8")).hexdigest()[:16]
 
 
 def read_record(folder: Path) -> CheckpointRecord:
-    """Read ``state.json`` and the headers of the files that it names. The checksums are not compared.
+    """Read ``state.json`` and the headers of the files that it lists. Checksums are not compared.
 
     Raises:
-        StorageError: checkpoint-damaged: anything is damaged, missing or not in the expected format; ``where`` is the
+        StorageError: "checkpoint-damaged", a file is damaged, missing or not in the expected format; ``where`` is the
             file.
         ModelError: a header is damaged.
     """
@@ -76,7 +76,7 @@ def read_record(folder: Path) -> CheckpointRecord:
         raise damaged(state_file, "This file is missing or damaged.") from error
     named = CHECKPOINT_NAME.match(folder.name)
     if named and int(named.group(1)) != position.updates:
-        what = f"It belongs to step {position.updates}: the folder or this file was moved."
+        what = f"This file belongs to step {position.updates}, not to this folder: one of the two was moved."
         raise damaged(state_file, what)
     for name in sorted(checksums):
         read_header(folder / name)  # the checksum may match a file that is not safetensors
@@ -84,23 +84,23 @@ def read_record(folder: Path) -> CheckpointRecord:
 
 
 def damaged(file: Path, what: str) -> StorageError:
-    """The error for a damaged file of a checkpoint."""
-    fix = "A resume skips a damaged checkpoint. Check the disk."
+    """Return the error for a damaged file of a checkpoint."""
+    fix = "Check the disk. A resume skips damaged checkpoints."
     return StorageError("checkpoint-damaged", what, where=str(file), fix=fix)
 
 
 def compare_checksum(record: CheckpointRecord, name: str, found: str) -> None:
-    """Check the checksum of a file of the checkpoint.
+    """Compare the SHA-256 ``found`` in a checkpoint's file with the recorded one.
 
     Raises:
-        StorageError: checkpoint-damaged.
+        StorageError: "checkpoint-damaged", they differ.
     """
     if found != record.checksums[name]:
         raise damaged(record.path / name, "This file changed after it was written: its checksum differs.")
 
 
 def checksum_of(path: Path) -> str:
-    """SHA-256 of a regular file; reads no more bytes than it has at the start.
+    """SHA-256 of a regular file. Bytes that are appended during the read are not included.
 
     Raises:
         OSError: the file is missing, not regular, too large, or cannot be read.
@@ -114,7 +114,7 @@ def checksum_of(path: Path) -> str:
 
 
 def content_of(path: Path, max_bytes: int) -> bytes:
-    """``read_plain``, which allocates its limit, with the file's current size as the limit.
+    """Read a file with ``read_plain``, which allocates its size limit; the limit used here is the file's current size.
 
     Raises:
         OSError: see ``read_plain``.
@@ -123,7 +123,7 @@ def content_of(path: Path, max_bytes: int) -> bytes:
 
 
 def sealed(state: Mapping[str, Any]) -> bytes:
-    """The content of ``state.json``, with its seal."""
+    """The content of ``state.json`` as bytes: the state and its checksum (the seal)."""
     return _as_json({**state, "seal": hashlib.sha256(_as_json(state)).hexdigest()})
 
 

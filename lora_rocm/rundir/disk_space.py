@@ -1,4 +1,4 @@
-"""Checks of free disk space: the bytes needed against the bytes free, before the disk is full."""
+"""Compares needed bytes with free disk space, before the disk is full."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from lora_rocm.errors import StorageError, storage_error
 from lora_rocm.foundation.units import size_text
 
 RESERVE_BYTES = 1 << 20
-"""Kept free in addition to the files to be written: for events, and for the error report."""
+"""Bytes to keep free in addition to the files to be written: for events and the error report."""
 
 Free = Callable[[Path], "int | None"]
 
 
 def free_bytes(path: Path) -> int | None:
-    """Bytes that this user may still write on the disk of ``path``, which need not exist yet.
+    """Bytes that this user may still write to the disk of ``path``, which may not exist yet.
 
     None if the file system does not report it (some network drives report a size of 0). Quotas of a user or a folder
-    are not included: if one is used up, writing fails as on a full disk.
+    are not considered: if one is used up, writing fails as on a full disk.
 
     Raises:
-        StorageError: the disk does not answer.
+        StorageError: the disk does not respond.
     """
     place = path.absolute()
     while not place.exists() and place != place.parent:
@@ -35,10 +35,10 @@ def free_bytes(path: Path) -> int | None:
 
 
 def require(path: Path, needed_bytes: int, what: str, fix: str, free: Free = free_bytes) -> None:
-    """Refuse to start a write that does not fit.
+    """Check that there is enough space for a write.
 
     Raises:
-        StorageError: "disk-low".
+        StorageError: "disk-low", there is too little.
     """
     found = free(path)
     if found is not None and found < needed_bytes + RESERVE_BYTES:
@@ -52,7 +52,7 @@ def require(path: Path, needed_bytes: int, what: str, fix: str, free: Free = fre
 
 
 def shortage(path: Path, needed_bytes: int, what: str, free: Free = free_bytes) -> str:
-    """A warning if the disk will be full before everything is written; else an empty string."""
+    """Return a warning if the disk will be full before everything is written; otherwise an empty string."""
     found = free(path)
     if found is None or found >= needed_bytes + RESERVE_BYTES:
         return ""

@@ -1,8 +1,8 @@
-"""Reads an event file; an index file next to a large one avoids reading it again.
+"""Reads an event file. For a large one, an index file next to it avoids parsing it again.
 
 The index stores the events read so far (``EventLog``). It is used only if this version of the program wrote it on this
-machine and the file still begins with the bytes that were read; else it is silently rebuilt. So it never changes the
-result, only the time. If it cannot be written, the file is read each time.
+machine and the event file still begins with the same bytes; otherwise it is silently rebuilt. So it never changes the
+result, only the time. If it cannot be written, the event file is parsed each time.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
 INDEX_FROM_BYTES = 1 << 20
-"""Reading a smaller file is faster than reading its index. An index that lacks this much of the file is rewritten."""
+"""Minimum size for an index, because small files are parsed faster.
+
+With this many bytes not in the index, it is rewritten.
+"""
 MAX_INDEX_BYTES = 1 << 30
 SETTLED_S = 3.0
-"""A file that changed less than this before it was read may change again with the same time (FAT counts 2 s)."""
+"""A file read less than this after its last change may change again without a new time (FAT counts 2 s)."""
 KEY_FILE, KEY_BYTES, SEAL_BYTES = "index.key", 32, 32
 
 
 def read_log(path: Path, *, use_index: bool = True) -> EventLog:
-    """The events of a file; an empty log if there is none.
+    """Return the events of a file; an empty log if there is no file.
 
     Raises:
         StorageError: see ``events.size_if_there``.
@@ -55,7 +58,7 @@ def read_log(path: Path, *, use_index: bool = True) -> EventLog:
     reader, begun = EventReader(path, indexed), b""
 
     def hash_lines(data: bytes) -> None:
-        """Hash complete lines only: the next reader continues after them."""
+        """Hash complete lines only, because the next reader continues after the last complete line."""
         nonlocal begun
         end = data.rfind(b"\n") + 1
         if end and key:
@@ -74,7 +77,7 @@ def read_log(path: Path, *, use_index: bool = True) -> EventLog:
 
 
 def _read_index(path: Path, version: FileVersion, key: bytes) -> tuple[EventLog, _Hash, int] | None:
-    """Return the events of an index, the hash of the indexed lines, and their bytes; None if it is not usable."""
+    """Return an index's events, the hash of the indexed lines and their size in bytes; None if it is unusable."""
     index = RunDir(path.parent).index_of(path)
     try:
         found = read_plain(index, check_plain(index, MAX_INDEX_BYTES))
@@ -97,7 +100,7 @@ def _read_index(path: Path, version: FileVersion, key: bytes) -> tuple[EventLog,
 
 
 def _hash_beginning(path: Path, num_bytes: int, digest: _Hash) -> bool:
-    """Hash the first bytes of a file; False if it has fewer."""
+    """Update ``digest`` with the first bytes of a file; return False if the file is shorter."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         while num_bytes and (piece := file.read(min(num_bytes, CHUNK_BYTES))):
             digest.update(piece)
@@ -106,7 +109,7 @@ def _hash_beginning(path: Path, num_bytes: int, digest: _Hash) -> bool:
 
 
 def _key() -> bytes:
-    """The secret by which this program recognises its own indexes; empty if it cannot be stored."""
+    """The secret key by which this program recognises its own indexes; empty if it cannot be stored."""
     path = own_app_dir() / KEY_FILE
     with contextlib.suppress(OSError, StorageError):
         if not path.exists():
@@ -118,7 +121,7 @@ def _key() -> bytes:
 
 @cache
 def _program() -> str:
-    """The version of the program: another one may read the same lines differently."""
+    """The version of the program. An index of another version is not used, because that may parse lines differently."""
     found = hashlib.sha256(f"{__version__} {sys.byteorder}".encode("ascii"))
     for module in (event_types, event_log):
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""All events of one file, as ``RunView`` reads them: the steps as columns, the others by kind.
+"""All events of one file, as ``RunView`` reads them: steps as columns, other events by type.
 
-Lines of kinds other than ``step`` are parsed on request: most commands need few of them.
+Lines with events other than ``step`` are parsed on request, because most commands need few of them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ REAL = (
     *("step_s", "loading_s", "copy_s", "check_s", "wait_s"),
 )
 NAMED = ("optimizer", "measures")
-"""The fields of ``StepEvent``: whole numbers, numbers (NaN is null), and numbers by name."""
+"""The fields of ``StepEvent``: integers (WHOLE), numbers (REAL, with NaN for null), and numbers by name (NAMED)."""
 _values_of = itemgetter(*WHOLE, *REAL, *NAMED)
 MAX_KEPT = 100_000
-"""Limit of events per kind, except steps; the newest are kept."""
+"""Maximum number of events kept per type, except for steps; the newest are kept."""
 BATCH_STEPS = 64
 
 
@@ -36,9 +36,9 @@ class Steps(Sequence[StepEvent]):
     """Steps of a run as columns: ``real["loss"][i]`` is the loss of step i. Indexing returns a ``StepEvent``.
 
     Attributes:
-        whole, real: field -> its values; NaN is null.
-        named: field -> name -> (numbers of the steps that have a value, the values).
-        lines: the line of the file that each step is on.
+        whole, real: the values of each field, by field name; NaN is null.
+        named: by field and name, the indices of the steps that have a value, and the values.
+        lines: each step's line number in the file.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Steps(Sequence[StepEvent]):
         self.lines = array("q")
 
     def extend(self, steps: Sequence[StepEvent], lines: Iterable[int]) -> None:
-        """Add steps, in the order of the file."""
+        """Append steps, in the order of the file."""
         first = len(self)
         self.lines.extend(lines)
         columns: dict[str, Sequence[Any]] = dict(
@@ -101,7 +101,7 @@ class Steps(Sequence[StepEvent]):
         return StepEvent.model_construct(**values)
 
     def chosen(self, numbers: Sequence[int]) -> Steps:
-        """Some of the steps, in this order."""
+        """Return the steps with these indices, in this order."""
         made = Steps()
         made.lines = array("q", map(self.lines.__getitem__, numbers))
         made.whole = {name: array("q", (column[number] for number in numbers)) for name, column in self.whole.items()}
@@ -117,12 +117,12 @@ class Steps(Sequence[StepEvent]):
         return made
 
     def curve(self, field: str) -> list[tuple[int, float]]:
-        """(updates, value) of each step that has one."""
+        """The (updates, value) pairs of all steps in which the field is not null."""
         pairs = zip(self.whole["updates"], self.real[field], strict=True)
         return [(updates, value) for updates, value in pairs if not math.isnan(value)]
 
     def curves_by_name(self, field: str) -> dict[str, list[tuple[int, float]]]:
-        """Name -> (updates, value), of a field with numbers by name."""
+        """The curves of a field with numbers by name: for each name its (updates, value) pairs."""
         updates = self.whole["updates"]
         return {
             name: [(updates[number], value) for number, value in zip(numbers, found, strict=True)]
@@ -135,10 +135,11 @@ class EventLog:
 
     Attributes:
         steps: every step, including steps that were repeated later.
-        current: numbers of the steps that count, by updates: the newest step of an update made twice (after a resume).
-        num_lines: that were read.
-        last_s: time of the last event; None without one.
-        set_aside: the skipped lines.
+        current: indices of the current steps, ordered by updates. If an update was made twice (after a resume), the
+            newest step is current.
+        num_lines: number of lines read.
+        last_s: time of the last event, or None if there are no events.
+        set_aside: counts of the skipped lines.
     """
 
     def __init__(self) -> None:
@@ -152,16 +153,16 @@ class EventLog:
         self._waiting: list[tuple[int, StepEvent]] = []
 
     def all(self, kind: type[E]) -> list[E]:
-        """The events of a kind, in the order of the file."""
+        """The events of a type, in the order of the file."""
         return [event for _, event in self._numbered(kind)]
 
     def in_order(self, *kinds: type[Event]) -> list[Event]:
-        """The events of several kinds, in the order of the file."""
+        """The events of several types, in the order of the file."""
         found = [pair for kind in kinds for pair in self._numbered(kind)]
         return [event for _, event in sorted(found, key=lambda pair: pair[0])]
 
     def current_steps(self) -> Steps:
-        """The steps of ``current``."""
+        """The steps with the indices in ``current``."""
         are_all = self.current == array("q", range(len(self.steps)))
         return self.steps if are_all else self.steps.chosen(self.current)
 
@@ -220,7 +221,7 @@ class EventLog:
                 self.current.insert(at, number)
 
     def to_bytes(self, head: Mapping[str, Any]) -> bytes:
-        """All that was read, after a line of JSON with ``head`` and the length of each part."""
+        """Serialise the log: a line of JSON with ``head`` and the length of each part, then the parts."""
         parts: list[array[int] | array[float] | bytes] = [self.steps.lines, self.current]
         parts += [*self.steps.whole.values(), *self.steps.real.values()]
         named = [(field, name, pair) for field, of_name in self.steps.named.items() for name, pair in of_name.items()]
@@ -241,7 +242,7 @@ class EventLog:
 
     @classmethod
     def from_bytes(cls, about: Mapping[str, Any], content: memoryview) -> EventLog:
-        """Rebuild the log written by ``to_bytes``. ``about``: its first line."""
+        """Rebuild the log written by ``to_bytes``. ``about``: its first line, parsed. ``content``: the rest."""
         log, blobs, begin = cls(), list[memoryview](), 0
         for size in about["sizes"]:
             blobs.append(content[begin : begin + size])

@@ -1,8 +1,8 @@
-"""The events of a run and of its children: one class per type.
+"""The events of a run and of its child processes: one class per type.
 
-Writing creates an instance, so it fails for values that no reader would accept. Reading accepts a line if its class
-accepts the fields; unknown fields belong to another version and are dropped. Text is made safe to print. Non-finite
-numbers become null, in writing and in reading.
+Writing creates an instance, so it fails for values that no reader would accept. A reader accepts a line if the class of
+its type accepts the fields. Unknown fields belong to another version and are dropped. Text is made safe to print.
+Non-finite numbers become null, in writing and in reading.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAX_TIME_S = 32503680000  # the year 3000: Windows supports no later local time
 
 
 def _text(value: object) -> str:
-    """Make a text safe to print: file names, captions and library messages may not control a terminal."""
+    """Make text safe to print: file names, captions and library messages could contain terminal control codes."""
     if not isinstance(value, str):
         raise ValueError("this is not a text")
     return value if value.isprintable() else legible(value, keep="\n")
 
 
 def _written(value: object) -> str:
-    """Make a model's output safe to print; code may have tabs."""
+    """Make a model's output safe to print; unlike in other texts, tabs are kept, because code may contain them."""
     if not isinstance(value, str):
         raise ValueError("this is not a text")
     return legible(value, keep="\n\t")
@@ -63,7 +63,7 @@ Number = Annotated[float, Field(gt=-MAX_NUMBER, lt=MAX_NUMBER)]
 Time = Annotated[float, Field(ge=0, lt=MAX_TIME_S)]
 _NotFinite = Annotated[None, BeforeValidator(_finite)]
 NumberOrNull = Annotated[Number | None | _NotFinite, Field(union_mode="left_to_right")]
-"""A number that is not finite becomes null. The Python validator comes last, because it is slow."""
+"""A number, or null if it is not finite. The Python validator comes last, because it is slow."""
 Text = Annotated[str, PlainValidator(_text)]
 Written = Annotated[str, PlainValidator(_written)]
 Anything = Annotated[Any, AfterValidator(_anything)]
@@ -74,7 +74,7 @@ class Event(BaseModel):
     """The fields of every event.
 
     Attributes:
-        type: the name of the class in files: the class name without ``Event``, in lower case.
+        type: the class name without ``Event``, in lower case; it identifies the class in files.
         time: seconds since the epoch; set when the event is written.
         session: number of the worker's start in this run directory; set when the event is written.
     """
@@ -91,7 +91,7 @@ class Event(BaseModel):
 
     @classmethod
     def read(cls, fields: dict[str, Any]) -> Self:
-        """The event with these fields; fields that the class does not have are ignored.
+        """Return the event with these fields; fields that the class does not have are ignored.
 
         Raises:
             ValidationError: a field is missing or has an invalid value.
@@ -99,7 +99,7 @@ class Event(BaseModel):
         return cls.model_validate(fields, extra=None if cls.model_config["extra"] == "allow" else "ignore")
 
     def to_json(self) -> dict[str, Any]:
-        """The event as readers receive it."""
+        """The event as a JSON object, as readers receive it."""
         return {"type": self.type, **self.__dict__, **(self.model_extra or {})}
 
 
@@ -107,7 +107,7 @@ Emit = Callable[[Event], object]
 
 
 class StartEvent(Event):
-    """A worker started. precision: of the computation; no is float32. resumed_from: the checkpoint's updates."""
+    """A worker started. precision: the dtype of the computation. resumed_from: the checkpoint's updates."""
 
     pid: Whole
     device: Text
@@ -121,10 +121,11 @@ class PhaseEvent(Event):
     """A phase begins or ends.
 
     Attributes:
-        phase: command (from the command's first instruction to the worker's first), imports (from there), start,
-            cache, load, compile, step, checkpoint, preview, export. The first two have no beginning.
+        phase: command, imports, start, cache, load, compile, step, checkpoint, preview or export. The phase command
+            lasts from the command's first instruction to the worker's first, and imports follows it; neither has a
+            begin event.
         state: begin or end.
-        seconds: the phase's duration, at its end.
+        seconds: duration of the phase, at its end.
     """
 
     phase: Text
@@ -133,7 +134,7 @@ class PhaseEvent(Event):
 
 
 class DataEvent(Event):
-    """The result of the data phase. set_aside: samples that cannot be used. buckets: samples per epoch by shape."""
+    """The result of the data phase. set_aside: unusable samples. buckets: samples per epoch, by shape."""
 
     samples: Whole
     set_aside: list[Problem]
@@ -144,7 +145,7 @@ class DataEvent(Event):
 
 
 class CacheEvent(Event):
-    """Progress of caching. what: an entry's progress name; sizes, hashes, texts: files are only examined."""
+    """Progress of caching. what: the encoded kind of entry, or the step (sizes, hashes, texts) that examines files."""
 
     what: Text
     done: Whole
@@ -158,7 +159,7 @@ class CacheEvent(Event):
 
 
 class CompileEvent(Event):
-    """Progress of compiling. done, total: bucket shapes. size: the shape that is compiled now, else empty."""
+    """Progress of compiling. done, total: number of bucket shapes. size: the shape that is being compiled, or empty."""
 
     size: Text
     done: Whole
@@ -166,7 +167,7 @@ class CompileEvent(Event):
 
 
 class RepairedEvent(Event):
-    """A damaged cache entry was encoded again. kind: image, text. item: the image or caption. reason: the damage."""
+    """A damaged cache entry was encoded again. kind: image or text. item: the image or caption. reason: the damage."""
 
     kind: Text
     item: Text
@@ -177,24 +178,25 @@ class StepEvent(Event):
     """One confirmed update.
 
     Attributes:
-        updates: number of confirmed updates, this one included.
-        max_train_steps: updates in all.
-        iteration: counts every try, also a try with a skipped update.
-        epoch: finished epochs, with the part of the one that goes on: 1.0 after the last update of the first. Runs of
-            earlier versions have the whole number of the epoch that the next update is of.
-        loss: mean of the update.
-        learning_rate: of this update.
+        updates: number of confirmed updates, including this one.
+        max_train_steps: number of updates in the whole run.
+        iteration: number of the batch, from 0; batches with a skipped update count, too.
+        epoch: number of epochs trained, as a fraction: 1.0 after the last update of the first epoch. Runs of earlier
+            versions have the integer number of the next update's epoch.
+        loss: mean loss of the update.
+        learning_rate: learning rate of this update.
         grad_norm: total norm of the gradients before clipping.
         step_s: seconds of the whole step.
-        loading_s: waiting for the loader.
-        copy_s: copies to the device.
-        check_s: checking the copies there.
-        wait_s: waiting for the verdict.
-        memory_bytes: peak of tensors on the GPU; on the CPU the memory of the process.
-        transfer_checks, transfer_failures: tensors compared so far on the device, and those that arrived changed.
-        loss_scale: of the gradients in fp16; 1 in other formats.
+        loading_s: seconds of waiting for the loader.
+        copy_s: seconds of copying to the device.
+        check_s: seconds of checking the copies on the device.
+        wait_s: seconds of waiting for the verdict.
+        memory_bytes: peak memory of tensors on the GPU; on the CPU, memory of the process.
+        transfer_checks: number of tensors compared on the device so far.
+        transfer_failures: number of these tensors that had changed on arrival.
+        loss_scale: scale of the loss in fp16; 1 with other dtypes.
         optimizer: values that the optimizer logs (``UpdateStats.logged``), by name.
-        measures: means of other values of the samples of rank 0, by name (``Prediction.measures``).
+        measures: means of further values over the samples of rank 0 (``Prediction.measures``), by name.
     """
 
     updates: Whole
@@ -218,7 +220,7 @@ class StepEvent(Event):
 
 
 class IncidentEvent(Event):
-    """A fault that the loop handled itself. kind: transfer, nonfinite, fp16-overflow, out-of-memory."""
+    """A fault that the training loop handled itself. kind: transfer, nonfinite, fp16-overflow or out-of-memory."""
 
     kind: Text
     iteration: Whole | None
@@ -228,7 +230,7 @@ class IncidentEvent(Event):
 
 
 class CanaryEvent(Event):
-    """The canary ran: calculations with known answers. checks: their names. detail: the failure, else empty."""
+    """The canary ran: calculations with known results. checks: their names. detail: the failure, or empty."""
 
     updates: Whole
     passed: bool
@@ -238,7 +240,7 @@ class CanaryEvent(Event):
 
 
 class ValidationEvent(Event):
-    """The loss over held-out samples. measures: means of other values, by name (``Prediction.measures``)."""
+    """The loss over held-out samples. measures: means of further values (``Prediction.measures``), by name."""
 
     updates: Whole
     loss: NumberOrNull
@@ -246,7 +248,7 @@ class ValidationEvent(Event):
 
 
 class WatchedEvent(Event):
-    """The loss over the samples of ``data.watched``. updates: 0 before training."""
+    """The loss over the samples of ``data.watched``. updates: number of updates made; 0 is before training."""
 
     updates: Whole
     loss: NumberOrNull
@@ -262,7 +264,7 @@ class CheckpointEvent(Event):
 
 
 class PreviewEvent(Event):
-    """One preview round. images: paths relative to the run directory."""
+    """A round of previews was drawn. images: paths relative to the run directory."""
 
     updates: Whole
     images: list[Text]
@@ -272,8 +274,8 @@ class ConceptEvent(Event):
     """The concept score (``train.concept_score``).
 
     Attributes:
-        previews: number of previews after training, without previews of control prompts; 0 in runs of earlier versions.
-        demo: the run uses the demo's images, with prompts chosen for the score.
+        previews: number of previews after training, not counting control prompts; 0 in runs of earlier versions.
+        demo: whether the run uses the demo's images, with prompts chosen for the score.
     """
 
     score: Number
@@ -287,9 +289,9 @@ class ExportEvent(Event):
     """A LoRA file was written and read back.
 
     Attributes:
-        cannot_read: programs that do not read it, or not exactly, and why.
-        can_read: programs that read it; earlier versions did not name them.
-        embeddings: the files of new tokens next to it.
+        cannot_read: programs that cannot read it, or not exactly, and the reason.
+        can_read: programs that can read it; empty in earlier versions.
+        embeddings: the embedding files of new tokens next to it.
         updates, checkpoint: the training state that was exported (``made_from.Made``); absent in earlier versions.
     """
 
@@ -310,7 +312,7 @@ class NoticeEvent(Event):
 
 
 class ChangeEvent(Event):
-    """A mitigation (``rules.mitigations``). effect: exact or rounding. seen: the failure that caused it."""
+    """A mitigation was applied (``rules.mitigations``). effect: exact or rounding. seen: the failure that caused it."""
 
     id: Text
     effect: Text
@@ -319,14 +321,15 @@ class ChangeEvent(Event):
 
 
 class FailureEvent(Event):
-    """A worker failed; written by the supervisor.
+    """A worker failed. Written by the supervisor.
 
     Attributes:
-        seen: see ``rules.mitigations.Seen``; empty if a restart cannot help.
+        seen: kind of failure, see ``rules.mitigations.Seen``; empty if a restart cannot help.
         phase, activity, updates: the worker's position.
-        silent_s, limit_s: null unless the worker hung.
-        code, what, where: its error, or how it ended.
-        stacks: file in the run directory.
+        silent_s: seconds without progress if the worker hung, otherwise null.
+        limit_s: allowed seconds without progress if the worker hung, otherwise null.
+        code, what, where: the worker's error, or a description of how it ended.
+        stacks: file in the run directory with the worker's stacks, or null.
         kernel_log: lines of the system's log since the worker's start.
     """
 
@@ -344,12 +347,12 @@ class FailureEvent(Event):
 
 
 class RestartEvent(Event):
-    """The supervisor starts the worker again.
+    """The supervisor restarts the worker.
 
     Attributes:
-        spent: restarts used so far, of the budget.
-        budget: ``runtime.max_restarts``.
-        attempt: see ``train.loop.Position``.
+        spent: number of restarts used so far, out of ``budget``.
+        budget: value of ``runtime.max_restarts``.
+        attempt: number that selects the noise; a higher one gives other noise.
     """
 
     number: Whole
@@ -362,23 +365,27 @@ class RestartEvent(Event):
 
 
 class TelemetryEvent(Event):
-    """Readings of a GPU over a while, written by the supervisor (``telemetry``). Null: unknown.
+    """Summary of a GPU's readings over some time, written by the supervisor (``telemetry``). Null means unknown.
 
     Attributes:
         gpu: PCI address; on Windows the adapter's LUID.
-        number: counts the run's GPUs from 0.
-        updates: the last confirmed update.
+        number: index among the run's GPUs, from 0.
+        updates: number of the last confirmed update.
         samples: number of readings.
-        asleep: it was suspended at each of them, so nothing else was read.
-        temperatures_c: the highest of each sensor (edge, junction, mem), limits_c: its critical temperature.
-        power_w: mean. power_cap_w: the limit in force.
-        memory_bytes: the highest use of the card's memory by all programs.
-        own_bytes: the highest use of the card's memory by the run's processes.
-        own_main_bytes: their highest use of main memory for the GPU: pinned buffers and spilled memory.
-        main_bytes: the same by all programs (Linux, AMD).
-        moved_bytes: the most that the driver had moved from the card's memory to main memory (Linux, AMD).
-        slowed_by: why the driver lowered the clocks (NVIDIA).
-        unread: what could not be read -> why.
+        asleep: whether the GPU was suspended at each reading, so that nothing else was read.
+        temperatures_c: highest temperature of each sensor (edge, junction, mem).
+        limits_c: critical temperature of each sensor.
+        power_w: mean power.
+        power_cap_w: current power limit.
+        memory_bytes: maximum use of the card's memory by all programs.
+        own_bytes: maximum use of the card's memory by the run's processes.
+        own_main_bytes: maximum use of main memory for the GPU by the run's processes: pinned buffers and spilled
+            memory.
+        main_bytes: maximum use of main memory for the GPU by all programs (Linux, AMD).
+        moved_bytes: maximum size of the data that the driver had moved from the card's memory to main memory (Linux,
+            AMD).
+        slowed_by: reasons for which the driver lowered the clocks (NVIDIA).
+        unread: values that could not be read, with the reason.
     """
 
     gpu: Text
@@ -410,7 +417,7 @@ class AlarmEvent(Event):
 
 
 class ErrorEvent(Event):
-    """The worker, or another child, ends with this error (``errors.LoraRocmError``)."""
+    """The worker, or another child process, ends with this error (``errors.LoraRocmError``)."""
 
     code: Text
     what: Text
@@ -429,34 +436,35 @@ class EndEvent(Event):
 
 
 RUN_EVENTS = tuple(Event.__subclasses__())
-"""The events of a run directory.
+"""The types of event that a run directory may contain.
 
-The events below are written by children without a run directory. These also write ``export`` and ``error``.
+The events below are written by child processes without a run directory. These processes also write ``export`` and
+``error``.
 """
 
 
 class DrawnEvent(Event):
-    """Previews outside a training run. images: absolute paths."""
+    """Previews were drawn outside a training run. images: absolute paths."""
 
     images: list[Text]
 
 
 class ReadyEvent(Event):
-    """The model is loaded and waits for prompts. adapter: the file of the adapter, base: the name of its base."""
+    """The model is loaded and waits for prompts. adapter: the adapter's file. base: the base's name."""
 
     adapter: Text
     base: Text
 
 
 class WrittenEvent(Event):
-    """The next piece of an answer. side: "base" or "adapter"."""
+    """The next part of an answer. side: the model that gives it, "base" or "adapter"."""
 
     side: Text
     text: Written
 
 
 class AnsweredEvent(Event):
-    """The end of an answer. ended: why, "end", "limit" (of tokens), "stopped" or "refused"."""
+    """An answer is complete. ended: the reason, "end", "limit" (of tokens), "stopped" or "refused"."""
 
     side: Text
     tokens: Whole
@@ -464,11 +472,10 @@ class AnsweredEvent(Event):
 
 
 class ComparedEvent(Event):
-    """Results of one LoRA file of a run; ``updates`` 0: results of the base alone.
+    """Results of one LoRA file of a run; with ``updates`` 0, results of the base without a LoRA.
 
-    losses: key of each held-out sample -> its mean loss. images: absolute paths; images of the first strength come
-    first.
-    total: how many of these events there will be.
+    losses: mean loss of each held-out sample, by its key. images: absolute paths, starting with the images of the first
+    strength. total: number of ``compared`` events of the command.
     """
 
     updates: Whole
@@ -478,20 +485,20 @@ class ComparedEvent(Event):
 
 
 class ChecksEvent(Event):
-    """The names of all checks of a self-test."""
+    """The names of all checks of a self-test, before the first starts."""
 
     names: list[Text]
 
 
 class CheckEvent(Event):
-    """A check of the self-test starts."""
+    """A check of a self-test starts."""
 
     name: Text
     timeout_s: Number
 
 
 class ResultEvent(Event):
-    """A check of the self-test has ended."""
+    """A check of a self-test has ended."""
 
     name: Text
     status: Status
@@ -500,14 +507,14 @@ class ResultEvent(Event):
 
 
 class _Figures(Event):
-    """An event with further fields: the figures of a benchmark."""
+    """An event with additional fields, which are the figures of a benchmark."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Anything]
 
 
 class MachineEvent(_Figures):
-    """The machine that is measured. gpus: the bus of each."""
+    """The machine that is measured. gpus: name and bus address of each GPU."""
 
     device: Text
     gpu: bool
@@ -521,13 +528,13 @@ class MachineEvent(_Figures):
 
 
 class LinkEvent(Event):
-    """The links between devices."""
+    """The links between the devices are known."""
 
     links: Anything
 
 
 class BeginEvent(Event):
-    """The measurement of a row starts."""
+    """The measurement of one row of a benchmark starts."""
 
     number: Whole
     limit_s: Number
@@ -535,7 +542,7 @@ class BeginEvent(Event):
 
 
 class RowEvent(_Figures):
-    """The measurement of a row has ended. problem: why there are no figures, else null."""
+    """The measurement of one row of a benchmark has ended. problem: the reason for missing figures, or null."""
 
     number: Whole
     problem: Text | None
@@ -547,17 +554,17 @@ TYPES: dict[str, type[Event]] = {
 
 MAX_NAMES, OTHERS = 100, "..."
 BEGIN = re.compile(rb'\{"type": ?"([a-z]+)"(?:, ?|(?=\}))')
-"""The beginning of a line as this version writes it."""
+"""Matches the beginning of a line, as this version writes it."""
 
 
 @dataclass
 class SkippedLines:
-    """Lines and fields that were skipped in a file of events.
+    """Counts of lines and fields that were skipped in an event file.
 
     Attributes:
         lines: number of lines that are not events: torn, printed by a library, or with values of wrong types.
-        kinds: type of an event that this version does not know -> number of its lines.
-        fields: unknown field of a known type ("step.depth") -> number of lines with it; the rest of these was read.
+        kinds: number of lines of each type of event that this version does not know.
+        fields: number of lines with an unknown field ("step.depth"), by field; the rest of such a line is read.
     """
 
     lines: int = 0
@@ -566,13 +573,16 @@ class SkippedLines:
 
 
 def _count(counter: Counter[str], name: str) -> None:
-    """Count a name that a file gives; the number of names has a limit."""
+    """Count a name that was read from a file. Beyond MAX_NAMES names, further ones are counted together."""
     name = legible(name)[:MAX_NAMES]
     counter[name if name in counter or len(counter) < MAX_NAMES else OTHERS] += 1
 
 
 def event_of(line: bytes, skipped: SkippedLines | None = None) -> Event | None:
-    """The event on a line; None if it is not an event, or is from another version. ``skipped`` counts skipped lines."""
+    """Return the event on a line, or None if it is not an event or has a type of another version.
+
+    ``skipped``: where skipped lines and fields are counted.
+    """
     begin = BEGIN.match(line)
     kind = TYPES.get(begin[1].decode("ascii")) if begin else None
     if kind is not None and begin is not None:

@@ -1,6 +1,6 @@
-"""Event files: everything that happens in a run is an event, a JSON object on a line of ``events.jsonl``.
+"""Event files. Everything that happens in a run is an event, a JSON object on a line of ``events.jsonl``.
 
-The progress bar, TensorBoard, the report and ``status`` read this stream. The classes of ``event_types`` define the
+The progress bar, TensorBoard, the report and ``status`` read these files. The classes of ``event_types`` define the
 types and fields of events. A reader skips a line that matches none of them: it is damaged, or from another version.
 """
 
@@ -25,13 +25,13 @@ E = TypeVar("E", bound=Event)
 
 
 def emit(event: Event) -> None:
-    """Write one event to standard output, as children without a run directory do (``processes.tool``)."""
+    """Write one event to standard output. Child processes without a run directory do this (``processes.tool``)."""
     sys.stdout.write(json.dumps(event.to_json()) + "\n")
     sys.stdout.flush()
 
 
 class EventWriter:
-    """Appends events to one file. A line torn by a crash is terminated first."""
+    """Appends events to one file. A line torn by a crash is first terminated."""
 
     def __init__(self, path: Path, session: int = 0) -> None:
         self.path, self.session = path, session
@@ -68,10 +68,10 @@ class EventWriter:
 
 
 def size_if_there(path: Path) -> int | None:
-    """Size of an event file in bytes; None if there is none. A link within the run directory is followed.
+    """Size of an event file in bytes, or None if there is no file. Links within the run directory are followed.
 
     Raises:
-        ResumeError: no-file: it is not a regular file, so a reader could block or read without end; link-refused: it is
+        ResumeError: "no-file", it is not a regular file, so reading could block or never end; or "link-refused", it is
             a link to a file outside of the run.
     """
     try:
@@ -81,7 +81,7 @@ def size_if_there(path: Path) -> int | None:
     if not stat.S_ISREG(found.st_mode):
         raise ResumeError(
             "no-file",
-            "The events of a run are in a plain file; here is a folder, a pipe or a device.",
+            "This event file cannot be read: it is a folder, a pipe or a device.",
             where=str(path),
             fix="Remove it, or use another run directory.",
         )
@@ -100,29 +100,29 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 MAX_LINE_BYTES = 1 << 24
-"""The limit of a line: an event that names 100,000 images stays below it."""
+"""Maximum length of a line. An event that lists 100,000 images is shorter."""
 CHUNK_BYTES = 1 << 18
-"""Bytes that are read at once: they stay in the cache of the processor until they are parsed."""
+"""Number of bytes read at a time, few enough to stay in the processor's cache until they are parsed."""
 MAX_EVENTS_BYTES = 1 << 28
-"""Limit per read: half a million steps, far more than a run writes. Only the end of a larger file is read."""
+"""Maximum size read: half a million steps, far more than a run writes. Only the end of a larger file is read."""
 TAIL_BYTES = 1 << 18  # hundreds of steps
 ENDLESS = b"?"  # replaces the start of a line that is too long, so that it parses as no event
 
 
 class EventReader:
-    """Follows one event file: ``poll`` returns the complete events since the last call and skips damaged ones.
+    """Follows one event file: ``poll`` returns the complete events since the last call and skips damaged lines.
 
     Args:
-        path: the file; it need not exist yet.
-        offset: bytes to skip at its start.
-        kinds: types of the events to return; empty: all. Lines of other types are not parsed, because there may be
-            many.
+        path: the event file; it may not exist yet.
+        offset: number of bytes to skip at the start of the file.
+        kinds: types of the events to return, or empty for all. Lines of other types are not parsed, because there may
+            be many.
 
     If more than MAX_EVENTS_BYTES were added since the last call, only the end is read.
 
     Attributes:
-        offset: of the end of the last complete line.
-        skipped_bytes: bytes that were not read because of the limit.
+        offset: position of the end of the last complete line.
+        skipped_bytes: number of bytes that were not read because of the limit.
 
     Raises:
         StorageError: in ``poll``, see ``size_if_there``.
@@ -141,7 +141,10 @@ class EventReader:
         return [event for event in found if isinstance(event, self._kinds)] if self._kinds else found
 
     def lines(self, on_data: Callable[[bytes], object] = lambda data: None) -> Iterator[bytes]:
-        """The complete lines since the last call that may be of wanted types. ``on_data`` gets all bytes read."""
+        """The complete lines added since the last call, except for types not in ``kinds``.
+
+        ``on_data`` gets all bytes read.
+        """
         size = size_if_there(self.path)
         if size is None:
             return
@@ -166,7 +169,7 @@ def read_events(path: Path) -> list[Event]: ...
 @overload
 def read_events(path: Path, kind: type[E]) -> list[E]: ...
 def read_events(path: Path, kind: type[Event] = Event) -> Sequence[Event]:
-    """All complete events of a file (of this type), in the order written.
+    """All complete events of a file that are of type ``kind``, in the order written.
 
     Raises:
         StorageError: see ``EventReader``.
@@ -175,7 +178,7 @@ def read_events(path: Path, kind: type[Event] = Event) -> Sequence[Event]:
 
 
 def unread_text(path: Path) -> str:
-    """A sentence about the unread part of an event file that is too large; empty if all is read.
+    """A sentence about the part of an event file that is not read because the file is too large; otherwise empty.
 
     Raises:
         StorageError: see ``EventReader``.
@@ -184,11 +187,13 @@ def unread_text(path: Path) -> str:
     if size <= MAX_EVENTS_BYTES:
         return ""
     most = size_text(MAX_EVENTS_BYTES)
-    return f"{path} has {size_text(size)}, which no run writes: only its last {most} were read. Is it damaged?"
+    return (
+        f"{path} has {size_text(size)}, more than any run writes, so only its last {most} were read. It may be damaged."
+    )
 
 
 def latest_steps(path: Path) -> list[StepEvent]:
-    """The ``current_steps`` of the last TAIL_BYTES of an event file, which take the same time in a run of any length.
+    """The current steps in the last TAIL_BYTES of an event file, so that reading takes equally long in any run.
 
     Raises:
         StorageError: see ``EventReader``.
@@ -198,7 +203,10 @@ def latest_steps(path: Path) -> list[StepEvent]:
 
 
 def current_steps(events: Iterable[Event]) -> list[StepEvent]:
-    """``step`` events in order of updates. If an update was made twice (after a resume), the newest event counts."""
+    """``step`` events in order of updates.
+
+    If an update was made twice (after a resume), only the newest event is returned.
+    """
     newest: dict[int, StepEvent] = {}
     for event in events:
         match event:

@@ -1,4 +1,4 @@
-"""The end of a child process as text: exit codes, signals, and the end of its log."""
+"""Describes how a child process ended: exit code, signal, and the end of its log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NTSTATUS = {0xC0000005: "access violation", 0xC00000FD: "stack overflow", 0xC000
 
 
 def died(who: str, returncode: int, log: bytes, fix: str = "", fix_without_checkpoint: str = "") -> WorkerDiedError:
-    """The error for a child that ended without reporting an error; ``log`` is the end of its output."""
+    """Return the error for a child process that ended without reporting one. ``log``: the end of its output."""
     what = f"{who} ended without saying why: {describe_exit(returncode)}."
     if returncode in (-9, 137):
         what += " The system does this when memory (RAM) runs out."
@@ -26,7 +26,7 @@ def died(who: str, returncode: int, log: bytes, fix: str = "", fix_without_check
 
 
 def describe_exit(returncode: int) -> str:
-    """A return code as text, with signal names and Windows crash codes."""
+    """Describe a return code, with the name of the signal or of the Windows crash code."""
     if returncode < 0:
         try:
             return f"killed by signal {signal.Signals(-returncode).name}"
@@ -39,7 +39,7 @@ def describe_exit(returncode: int) -> str:
 
 
 def tail_bytes(log: Path, start: int) -> bytes:
-    """The end of the bytes written to ``log`` after ``start``."""
+    """The end of the bytes that were written to ``log`` after position ``start``."""
     try:
         with log.open("rb") as file:
             file.seek(max(start, size_of(log) - TAIL_BYTES))
@@ -49,7 +49,7 @@ def tail_bytes(log: Path, start: int) -> bytes:
 
 
 def _last_lines(log: bytes) -> list[str]:
-    """The last lines, made printable. Only the last line of a traceback is kept (the log has the rest)."""
+    """The last lines, made printable. Of a traceback only its last line is kept (the log has the rest)."""
     lines = log[-TAIL_BYTES:].decode("utf-8", "replace").splitlines()
     first = next((n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call")), len(lines))
     kept = lines[:first] + ([lines[-1]] if first < len(lines) else [])

@@ -1,8 +1,8 @@
-"""The worker's heartbeat: one small file, overwritten in place, with a count that only progress increases.
+"""The worker's heartbeat: a small file, overwritten in place, with a counter that only progress increases.
 
-Events record finished work, the heartbeat the current activity. Only the code that does the work beats: a separate
-thread would go on beating while a step hangs. The file is overwritten in place because Windows cannot rename over a
-file that is being read.
+Events record finished work, the heartbeat records the current activity. Only the code that does the work writes it: a
+separate thread would continue to write while a step hangs. The file is overwritten in place because Windows cannot
+rename a file over one that is being read.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from lora_rocm.foundation.files import open_in_place
 from lora_rocm.foundation.json_text import parse_json
 
 WIDTH_BYTES = 256
-"""Records are padded to this width, so that a new record overwrites a longer, older one completely."""
+"""Records are padded to this width, so that a new record completely overwrites a longer old one."""
 MAX_BYTES = 1 << 12
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """pid: of the worker. count: beats since its start. activity: its current activity ("loader", "step", ...)."""
+    """A record of the worker's progress.
+
+    pid: the worker's process id. count: number of records written since its start. activity: its current activity
+    ("loader", "step", ...).
+    """
 
     pid: int
     count: int
@@ -33,14 +37,17 @@ class Heartbeat:
 
 
 class HeartbeatWriter:
-    """Overwrites the file at each beat, in a few microseconds. Not flushed to disk: only running processes read it."""
+    """Overwrites the file on each call of ``beat``, in a few microseconds.
+
+    It is not flushed to disk: only running processes read it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self._count = path, 0
         self._file = open_in_place(path, again=True, buffering=0)
 
     def beat(self, activity: str) -> None:
-        """Record one sign of progress.
+        """Record progress, and name the activity that starts now.
 
         Raises:
             StorageError: the run directory is gone, or its disk is full.
@@ -58,7 +65,7 @@ class HeartbeatWriter:
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """The last beat; None if there is none, it is being written right now, or the path is not a regular file."""
+    """Return the last record; None if it is missing, being written right now, or not in a regular file."""
     try:
         value: Any = parse_json(read_plain(path, MAX_BYTES))
         found = Heartbeat(int(value["pid"]), int(value["count"]), str(value["activity"]))

@@ -1,4 +1,4 @@
-"""Checks whether processes hold the locks of a run directory. ``supervisor.lock`` takes them."""
+"""Checks whether processes hold the locks of a run directory, which ``supervisor.lock`` acquires."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_running(run_dir: RunDir) -> bool:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process has this lock."""
+    """Whether a process holds the lock of this file."""
     if is_link(path):  # its target is not a lock of this run
         return False
     lock = FileLock(path)

@@ -1,4 +1,4 @@
-"""Failures, changes and restarts of a run, by time, from the event files of the supervisor and of all ranks."""
+"""Failures, changes and restarts of a run in order of time, from the event files of the supervisor and of all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ KINDS = (event_types.FailureEvent, event_types.ChangeEvent, event_types.RestartE
 
 
 def trouble_of(run_dir: RunDir, events: Iterable[event_types.Event]) -> list[Trouble]:
-    """``in_time`` for a run. ``events``: the events of rank 0, already read.
+    """Return the failures, changes and restarts of a run, as ``in_time`` does.
+
+    ``events``: rank 0's events, already read.
 
     Raises:
         StorageError: see ``events.read_events``.
@@ -26,10 +28,10 @@ def trouble_of(run_dir: RunDir, events: Iterable[event_types.Event]) -> list[Tro
 
 
 def in_time(supervisor: Iterable[event_types.Event], ranks: Iterable[Iterable[event_types.Event]]) -> list[Trouble]:
-    """Failures, changes and restarts of the supervisor and of all ranks, in order of time.
+    """Return the failures, changes and restarts of the supervisor and of all ranks, in order of time.
 
-    Ranks that train together run out of memory together, so the same change by several ranks in one start is listed
-    once.
+    Ranks that train together run out of memory together. So if several ranks make the same change in one start, it is
+    listed once.
     """
     found = [event for event in supervisor if isinstance(event, KINDS)]
     made = Counter[tuple[int, str]]()
@@ -49,7 +51,7 @@ def in_time(supervisor: Iterable[event_types.Event], ranks: Iterable[Iterable[ev
 
 
 def last_word(events: Sequence[event_types.Event], trouble: Sequence[Trouble]) -> event_types.FailureEvent | None:
-    """The last start's failure if the worker itself recorded no end (it hung or was killed), else None."""
+    """The last start's failure if the worker itself reported no end (it hung or was killed), otherwise None."""
     last = next((event for event in reversed(trouble) if isinstance(event, event_types.FailureEvent)), None)
     for event in reversed(events):
         match event:

@@ -1,7 +1,6 @@
 """The layout of the run directory. No other module knows its file names.
 
-The directory is the contract between the light parent and the heavy child, and their only shared mutable state. Each
-file has one writer.
+The directory is the only mutable state that the parent process and the worker share. Each file has only one writer.
 """
 
 from __future__ import annotations
@@ -22,46 +21,46 @@ CHECKPOINT_NAME = re.compile(r"step-(\d{8})$")
 WORKER_LOCK_NAME = re.compile(r"\.worker(?:\.rank(\d+))?\.lock")
 PROBE_BYTES = 65536
 SUPERVISOR = "supervisor"
-"""The parent's name among the writers of events."""
+"""Name of the parent as a writer of events; part of the event file's name."""
 RUN_MARKS = frozenset(("recipe.yaml", "events.jsonl"))
-"""Files that identify the directory of a run that has started."""
+"""Files that show that a directory contains a run that has started."""
 PROBE = ".probe.tmp"
 STATE_FILE = "state.json"
-"""In each checkpoint folder: position, facts about the run, checksums."""
+"""File in each checkpoint folder, with the run's position, facts about the run, and checksums."""
 FILE_OF = {part: f"{part}.safetensors" for part in ("adapter", "ema", "optimizer")}
-"""The file of each part in a checkpoint folder; it has no others."""
+"""The file names of the parts of a checkpoint; its folder has no other tensor files."""
 
 IN_PLACE = (
     r"\.parent\.lock|\.worker(\.rank\d+)?\.lock|stop|worker(\.rank\d+)?\.log|events(\.rank\d+|\.supervisor)?\.jsonl|"
     r"heartbeat\.rank\d+\.json|tracker\.\w+\.log|stacks\.rank\d+\.txt"
 )
-"""Files that are written in place."""
+"""Pattern for the names of files that are written in place."""
 OF_PARENT = re.compile(
     r"recipe(\.asked)?\.yaml|names\.json|environment\.json|tuned\.json|products\.csv|report\.html|compare\.html|stacks-\d+\.txt|\.probe\.tmp|"
     r"events(\.rank\d+|\.supervisor)?\.index"
 )
-"""Files that the light parent of rank 0 writes atomically.
+"""Names of the files that the parent of rank 0 writes atomically.
 
-The others are written by its worker, except for the recipes of other ranks.
+All others are written by its worker, except for the recipes of other ranks.
 """
 OF_SAMPLES = re.compile(r"before-after\.png")
 OF_PREVIEWS = re.compile(r"\d+\.(png|txt)|requests\.json")
 OF_ASKED = re.compile(r"seed\d+(-\d+)?\.png")
 OF_EMBEDDINGS = re.compile(r"[^/\\:]+\.safetensors")
 ON_REQUEST = ("merged", "gguf")
-"""Formats that only ``lora-rocm export`` writes, which may run at the same time as a worker."""
+"""Formats that only ``lora-rocm export`` writes. It may run at the same time as a worker."""
 BEGUN = re.compile(
     rf"{IN_PLACE}|recipe\.asked\.yaml|(names|environment)\.json|recipe\.rank\d+\.yaml|"
     r"\.(recipe|names|environment)\..+\.tmp|\.probe\.tmp"
 )
-"""Files that a run may have before its recipe. No other program's files have these names."""
+"""Names of the files that may exist before the run's recipe. No other program uses these names."""
 OF_SYSTEM = frozenset(("lost+found", ".ds_store", "desktop.ini", "thumbs.db"))
-"""Files that an operating system creates in any folder, in lower case."""
+"""Names, in lower case, of files that operating systems create in any folder."""
 
 
 @dataclass(frozen=True)
 class NamePatterns:
-    """Names in a run directory as regular expressions; ``output.name`` determines some of them."""
+    """Regular expressions for the names in a run directory; some depend on ``output.name``."""
 
     name: str
 
@@ -81,7 +80,7 @@ class NamePatterns:
 
     @property
     def checkpoint_lora(self) -> str:
-        """Its only group is the number of updates."""
+        """Pattern for LoRA files of checkpoints; its only group is the number of updates."""
         return rf"{re.escape(self.name)}-step(\d{{8}})\.safetensors"
 
     @property
@@ -90,43 +89,46 @@ class NamePatterns:
 
 
 def embeddings_of(lora: Path) -> Path:
-    """The folder with the embedding files of new tokens that belong to a LoRA file or PEFT folder."""
+    """The folder with the embedding files of new tokens for a LoRA file or PEFT folder."""
     return lora.with_name(f"{lora.stem}-embeddings")
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Names inside one run directory. Only ``create`` creates anything."""
+    """Paths inside one run directory. Only ``create`` creates the directory."""
 
     path: Path
 
     @property
     def names(self) -> Path:
-        """Stores the name of the run's files; absent if that is ``DEFAULT_NAME``, as in runs of earlier versions."""
+        """The file with the name of the run's files.
+
+        It does not exist if that name is ``DEFAULT_NAME``, or in runs of earlier versions.
+        """
         return self.path / "names.json"
 
     @property
     def name(self) -> str:
-        """The name of the run's files: ``output.name`` at the start of the run."""
+        """The name of the run's files, which was ``output.name`` when the run started."""
         return name_of(self.names, self.checkpoints, self.result, self.recipe)
 
     @property
     def names_are_wrong(self) -> bool:
-        """Whether ``names.json`` is damaged, lost, or has another name than the other files of the run."""
+        """Whether ``names.json`` is damaged or lost, or differs from the names of the run's other files."""
         saved = saved_name(self.names)
         return self.name != (saved or DEFAULT_NAME) or (not saved and os.path.lexists(self.names))
 
     def keep_name(self) -> None:
-        """Rewrite ``names.json`` of a run if it is wrong.
+        """Rewrite ``names.json`` if it is wrong.
 
         Raises:
-            StorageError: the name cannot be written.
+            StorageError: the file cannot be written.
         """
         if self.names_are_wrong:
             self.set_name(self.name)
 
     def set_name(self, name: str) -> None:
-        """Write the name of the run's files.
+        """Store the name of the run's files.
 
         Raises:
             StorageError: the name cannot be written.
@@ -149,7 +151,10 @@ class RunDir:
 
     @property
     def recipe_asked(self) -> Path:
-        """The recipe of a new start on an existing run; it becomes ``recipe`` once all checks accept it."""
+        """The recipe file of a new start of an existing run.
+
+        Once all checks have accepted it, it is renamed to ``recipe``.
+        """
         return self.path / "recipe.asked.yaml"
 
     @property
@@ -158,17 +163,20 @@ class RunDir:
 
     @property
     def tuned(self) -> Path:
-        """The measured choices that the run uses; absent if it uses none."""
+        """The file of measured settings that the run uses; it does not exist if the run uses none."""
         return self.path / "tuned.json"
 
     @property
     def table(self) -> Path:
-        """The table of tuned matrix products, as torch reads it."""
+        """The file of tuned matrix products, in torch's format."""
         return self.path / "products.csv"
 
     @property
     def stop(self) -> Path:
-        """If this file exists, the worker finishes its step, saves and exits (works on every OS)."""
+        """The file with which a worker is asked to finish its step, save and exit.
+
+        It works on every operating system.
+        """
         return self.path / "stop"
 
     @property
@@ -176,23 +184,26 @@ class RunDir:
         return self.path / "worker.log"
 
     def log_of(self, rank: int) -> Path:
-        """A worker's standard output and error."""
+        """The log of a rank's worker: its standard output and error."""
         return self.path / f"worker.rank{rank}.log" if rank else self.worker_log
 
     def tracker_log(self, name: str) -> Path:
-        """Standard output and error of a tracker's process."""
+        """The log of a tracker's process: its standard output and error."""
         return self.path / f"tracker.{name}.log"
 
     def recipe_of(self, rank: int) -> Path:
-        """The recipe of a rank. Ranks that the parent of rank 0 did not start (``torchrun``) have their own."""
+        """The recipe file of a rank.
+
+        It is used by ranks that were launched separately (such as with ``torchrun``). Other ranks read rank 0's recipe.
+        """
         return self.path / f"recipe.rank{rank}.yaml" if rank else self.recipe
 
     def lock_of(self, rank: int) -> Path:
-        """The lock that the worker of this rank holds."""
+        """The lock file that this rank's worker holds."""
         return self.path / f".worker.rank{rank}.lock" if rank else self.worker_lock
 
     def worker_locks(self) -> list[tuple[int, Path]]:
-        """(rank, file) of the existing lock files."""
+        """The existing lock files of workers, as (rank, file) pairs."""
         found = [(WORKER_LOCK_NAME.fullmatch(path.name), path) for path in self.path.glob(".worker*.lock")]
         return sorted((int(match.group(1) or 0), path) for match, path in found if match)
 
@@ -214,7 +225,7 @@ class RunDir:
 
     @property
     def asked(self) -> Path:
-        """The images of ``lora-rocm sample``."""
+        """The folder of the images that ``lora-rocm sample`` drew."""
         return self.samples / "asked"
 
     @property
@@ -238,13 +249,16 @@ class RunDir:
         return self.path / "peft"
 
     def export_of(self, file_format: str) -> Path:
-        """Path of the LoRA in each format: a file, or for peft a folder with a folder per component."""
+        """The path of the LoRA in a format: a file; for peft a folder, which contains one folder per component."""
         files = {"kohya": self.lora, "diffusers": self.diffusers_lora, "peft": self.peft_dir}
         files |= {"merged": self.path / "merged", "gguf": self.path / f"{self.name}.gguf"}
         return files.get(file_format, self.path / f"{self.name}-{file_format}.safetensors")
 
     def is_of(self, path: str, file_format: str) -> bool:
-        """Whether a path in the run directory, with slashes, is one of a LoRA format, or of its embedding files."""
+        """Whether a path is a file of a LoRA format, or an embedding file.
+
+        ``path``: relative to the run directory, with slashes.
+        """
         if file_format == "peft":
             found = re.fullmatch(r"peft/[A-Za-z0-9_]+/(adapter_model\.safetensors|adapter_config\.json)", path)
         else:
@@ -252,7 +266,10 @@ class RunDir:
         return found is not None or self.is_embedding(path)
 
     def is_checkpoint_lora(self, path: str) -> bool:
-        """Whether a path in the run directory, with slashes, is a LoRA file of a checkpoint, or an embedding file."""
+        """Whether a path is a LoRA file of a checkpoint, or an embedding file.
+
+        ``path``: relative to the run directory, with slashes.
+        """
         return bool(re.fullmatch(f"checkpoints/{self.patterns.checkpoint_lora}", path)) or self.is_embedding(path)
 
     def is_embedding(self, path: str) -> bool:
@@ -260,12 +277,12 @@ class RunDir:
 
     @property
     def result(self) -> Path:
-        """Written last: the run is complete; exports and measurements."""
+        """The file with exports and measurements. It is written last, so it shows that the run is complete."""
         return self.path / "result.json"
 
     @property
     def exports(self) -> Path:
-        """Records which step the exported files come from (``made_from``)."""
+        """The file that records the step of each exported file (``made_from``)."""
         return self.path / "exports.json"
 
     @property
@@ -274,32 +291,32 @@ class RunDir:
 
     @property
     def comparison(self) -> Path:
-        """The page of ``lora-rocm compare``."""
+        """The page that ``lora-rocm compare`` writes."""
         return self.path / "compare.html"
 
     def events(self, writer: str | int = "rank0") -> Path:
-        """``events.jsonl`` of rank 0, ``events.rankN.jsonl``, and ``events.supervisor.jsonl`` (``SUPERVISOR``)."""
+        """The event file of a rank or of the supervisor (``SUPERVISOR``). Rank 0 writes ``events.jsonl``."""
         name = f"rank{writer}" if isinstance(writer, int) else writer
         return self.path / ("events.jsonl" if name == "rank0" else f"events.{name}.jsonl")
 
     @staticmethod
     def index_of(events: Path) -> Path:
-        """The index of an event file (``event_index``)."""
+        """The index file of an event file (``event_index``)."""
         return events.with_suffix(".index")
 
     def events_of_others(self) -> list[Path]:
-        """Event files of the ranks other than 0."""
+        """Event files of the ranks other than rank 0."""
         return sorted(self.path.glob("events.rank*.jsonl"))
 
     def heartbeat(self, rank: int = 0) -> Path:
         return self.path / f"heartbeat.rank{rank}.json"
 
     def stacks(self, rank: int = 0) -> Path:
-        """The worker's Python stacks, written while it is silent (``train.session``)."""
+        """The file for a worker's Python stacks, written if the worker is silent for too long (``train.session``)."""
         return self.path / f"stacks.rank{rank}.txt"
 
     def stacks_kept(self, session: int) -> Path:
-        """The stacks of the worker of that start, which hung and was killed."""
+        """The file with a killed worker's stacks, kept because it hung. ``session``: number of the worker's start."""
         return self.path / f"stacks-{session}.txt"
 
     def checkpoint(self, updates: int) -> Path:
@@ -309,7 +326,7 @@ class RunDir:
         return self.checkpoints / f"{self.name}-step{updates:08d}.safetensors"
 
     def discard_lora(self, updates: int) -> None:
-        """Remove the LoRA file of a checkpoint, and its embedding files.
+        """Remove the LoRA file and the embedding files of a checkpoint.
 
         Raises:
             OSError: they cannot be removed.
@@ -319,7 +336,7 @@ class RunDir:
             remove(path)
 
     def checkpoint_loras(self) -> list[tuple[int, Path]]:
-        """(updates, file) of every LoRA file of a checkpoint, oldest first."""
+        """The LoRA files of checkpoints, as (updates, file) pairs, oldest first."""
         if not self.checkpoints.is_dir():
             return []
         pattern = re.compile(self.patterns.checkpoint_lora)
@@ -330,21 +347,24 @@ class RunDir:
         return self.samples / f"step-{updates:08d}"
 
     def list_checkpoints(self) -> list[tuple[int, Path]]:
-        """(updates, folder) of every finished checkpoint folder, oldest first; they may be damaged."""
+        """The finished checkpoint folders, as (updates, folder) pairs, oldest first; they may be damaged."""
         if not self.checkpoints.is_dir():
             return []
         found = [(CHECKPOINT_NAME.match(p.name), p) for p in self.checkpoints.iterdir()]
         return sorted((int(m.group(1)), p) for m, p in found if m and p.is_dir())
 
     def list_samples(self) -> list[tuple[int, Path]]:
-        """(updates, folder) of every preview folder, oldest first."""
+        """The preview folders, as (updates, folder) pairs, oldest first."""
         if not self.samples.is_dir():
             return []
         found = [(CHECKPOINT_NAME.match(p.name), p) for p in self.samples.iterdir()]
         return sorted((int(m.group(1)), p) for m, p in found if m and p.is_dir())
 
     def holds(self, path: Path) -> bool:
-        """Whether a path is in this directory once links are followed. A foreign run may link to the user's files."""
+        """Whether a path is inside this directory after links are resolved.
+
+        Somebody else's run may link to the user's files.
+        """
         return path.resolve().is_relative_to(self.path.resolve())
 
     def create(self) -> RunDir:
@@ -357,7 +377,8 @@ class RunDir:
     def holds_run(self) -> bool:
         """Whether a run was started in this directory.
 
-        A ``recipe.yaml`` among foreign files, without other files of a run, is the user's.
+        A ``recipe.yaml`` in a folder with other files, but without further files of a run, is taken to be the user's
+        own.
         """
         if self.events().exists() or any((path / STATE_FILE).exists() for _, path in self.list_checkpoints()):
             return True
@@ -368,13 +389,13 @@ class RunDir:
         return any(map(BEGUN.fullmatch, names)) or not others
 
     def require_own(self) -> None:
-        """Refuse a folder that belongs to something else, and links in place of files that a run writes in place.
+        """Refuse a folder with other contents than a run, and links in place of files that are written in place.
 
         Links in place of atomically written files are allowed, because they are replaced. The directory itself may be a
         link.
 
         Raises:
-            ResumeError: the folder is not empty and holds no run.
+            ResumeError: the folder is not empty and contains no run.
             StorageError: there is such a link, or the folder cannot be read.
         """
         try:
@@ -387,10 +408,10 @@ class RunDir:
         if others and not self.holds_run():
             raise ResumeError(
                 "run-dir-foreign",
-                f"This folder holds other files ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}) and no "
-                "run: a run needs its own folder.",
+                f"This folder contains other files ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}) but "
+                "no run: a run needs its own folder.",
                 where=str(self.path),
-                fix=f"Give a folder that is new or empty, for example --run-dir {self.path / 'new-run'}.",
+                fix=f"Use a new or empty folder, for example --run-dir {self.path / 'new-run'}.",
             )
         refused = re.compile(rf"{IN_PLACE}|{self.patterns.folders}")
         for name in names:
@@ -400,7 +421,7 @@ class RunDir:
     def require(self) -> None:
         """Check that the run still exists, and that its folders are not links.
 
-        If a drive was removed, no folders may be created at its mount point.
+        Without this check, folders would be created at the mount point of a removed drive.
 
         Raises:
             StorageError: the run is gone, or a folder in it is a link.
@@ -411,10 +432,10 @@ class RunDir:
             refuse_link(folder)
 
     def probe(self) -> None:
-        """Write a small file and delete it again.
+        """Check that the directory is writable: write a small file, then delete it.
 
         Raises:
-            StorageError: this fails: the disk is full, read-only or gone.
+            StorageError: the file cannot be written, because the disk is full, read-only or gone.
         """
         self.require()
         probe = self.path / PROBE
@@ -422,7 +443,7 @@ class RunDir:
         probe.unlink(missing_ok=True)
 
     def ask_to_stop(self) -> None:
-        """Create the file ``stop``.
+        """Create the file ``stop``, which asks the worker to stop.
 
         Raises:
             StorageError: it cannot be created.
@@ -430,10 +451,10 @@ class RunDir:
         open_in_place(self.stop).close()
 
     def discard_unfinished(self, *, of_parent: bool) -> None:
-        """Remove temporary files of a killed writer: the parent's, or the worker's.
+        """Remove temporary files that a killed writer left. ``of_parent``: the parent's files; otherwise the worker's.
 
-        Each removes only its own files, and only while it has its lock, because the other may be writing. Other ranks
-        may be writing their recipes, and remove these themselves (``discard_unfinished_recipe``).
+        Parent and worker only remove their own files, and only while they hold their lock, because the other may be
+        writing. Other ranks may be writing their recipes, and remove their own files (``discard_unfinished_recipe``).
         """
         on_request = [self.export_of(form).name for form in ON_REQUEST]
         for path, parents in self._unfinished():
@@ -443,21 +464,21 @@ class RunDir:
                 discard(path)
 
     def discard_unfinished_exports(self) -> None:
-        """Remove temporary files of killed exports; a finished run has no worker that would do it."""
+        """Remove temporary files of killed exports. In a finished run, no worker starts that would remove them."""
         for form in ON_REQUEST:
             discard_abandoned(self.export_of(form))
 
     def discard_unfinished_recipe(self, rank: int) -> None:
-        """Remove the temporary recipe files of this rank, left when it was killed."""
+        """Remove temporary recipe files that this rank left when it was killed."""
         for path in self.path.glob(f".{self.recipe_of(rank).name}.*.tmp"):
             if TEMPORARY.fullmatch(path.name):
                 discard(path)
 
     def _unfinished(self) -> Iterator[tuple[Path, bool]]:
-        """(path, whether it is the parent's) of each temporary file of a killed writer.
+        """Yield each temporary file of a killed writer, and whether it is the parent's.
 
-        Only names of a run count, and only in folders of the run that are not links: any other folder may hold another
-        run, or files of the user.
+        Only names that a run uses are included, and only in folders that are not links: other folders may contain
+        another run, or files of the user.
         """
         for folder, names in self._places():
             for path in sorted(folder.iterdir()):
@@ -468,7 +489,7 @@ class RunDir:
                     yield path, parents
 
     def _places(self) -> Iterator[tuple[Path, re.Pattern[str]]]:
-        """The folders in which the worker writes files atomically, and the names of these files."""
+        """Yield each folder in which the worker writes files atomically, with a pattern for their names."""
         patterns = self.patterns
         yield self.path, re.compile(patterns.of_worker)
         if is_folder(self.checkpoints):

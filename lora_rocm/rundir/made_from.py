@@ -1,8 +1,8 @@
-"""Records which step of a run each exported file comes from, and detects files that are out of date.
+"""Records the training step of each exported file, and detects files that are out of date.
 
-``result.json`` records the step for a finished run's files. It is removed when the run continues, so its records move
-to ``exports.json`` then, which also has the files that ``lora-rocm export`` wrote. For a LoRA file in neither of them,
-the file's metadata gives the step.
+For a finished run, ``result.json`` records the steps. When the run continues, that file is removed, so its records are
+first moved to ``exports.json``. The latter also has records of the files that ``lora-rocm export`` wrote. If a LoRA
+file is in neither, the step is read from the file's metadata.
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ STEPS_FIELD = "ss_steps"
 
 @dataclass(frozen=True)
 class Made:
-    """A training state. updates: its step; checkpoint: ``Checkpoint.digest``, empty if that is not known."""
+    """A training state. updates: its step. checkpoint: its ``Checkpoint.digest``, or empty if unknown."""
 
     updates: int
     checkpoint: str = ""
 
     def is_other_than(self, now: Made) -> bool:
-        """Whether it is a different state: another step, or a step that was trained again."""
+        """Whether ``now`` is a different state: its step differs, or the same step was trained again."""
         both_known = bool(self.checkpoint and now.checkpoint)
         return self.updates != now.updates or (both_known and self.checkpoint != now.checkpoint)
 
 
 @dataclass(frozen=True)
 class Stale:
-    """An exported file or folder that does not match the run's present state. made: None if unknown."""
+    """An exported file or folder that does not match the run's current state.
+
+    made: the state that was exported, or None if unknown. now: the run's current state.
+    """
 
     path: Path
     made: Made | None
@@ -50,11 +53,11 @@ class Stale:
 
     @property
     def reason(self) -> str:
-        """Why it is stale, as a phrase."""
+        """A phrase that explains why the file is out of date."""
         if self.made is None:
             return f"made at an unknown step, the run is at {self.now.updates}"
         if self.made.updates == self.now.updates:
-            return f"made at step {self.made.updates}, which was trained again since"
+            return f"made at step {self.made.updates}, which was trained again afterwards"
         return f"made at step {self.made.updates}, the run is at {self.now.updates}"
 
     @property
@@ -63,7 +66,7 @@ class Stale:
 
 
 def state_now(run_dir: RunDir) -> Made | None:
-    """The state that an export would use: the end of a finished run, else its newest whole checkpoint."""
+    """The state that an export would use: the end of a finished run, otherwise its newest intact checkpoint."""
     newest, _ = newest_checkpoint(run_dir)
     ended = updates_of(run_dir)
     if newest is not None and ended in (0, newest.updates):
@@ -72,7 +75,7 @@ def state_now(run_dir: RunDir) -> Made | None:
 
 
 def made_from(run_dir: RunDir) -> dict[str, Made]:
-    """Format -> the training state of its files in the run; files with an unknown state are omitted."""
+    """The training state of the run's exported files, by format; files with an unknown state are omitted."""
     found = {**_saved(run_dir), **_in_result(read_result(run_dir))}
     for form in LORA_FORMS:
         if form not in found and (steps := _steps_in(run_dir.export_of(form))):
@@ -81,7 +84,7 @@ def made_from(run_dir: RunDir) -> dict[str, Made]:
 
 
 def stale_exports(run_dir: RunDir) -> dict[str, Stale]:
-    """Format -> its file, for existing files that do not match the present state of the run."""
+    """Existing exports that do not match the run's current state, by format."""
     there = {form: path for form in FORMS if is_whole(path := run_dir.export_of(form))}
     now = state_now(run_dir) if there else None
     if now is None:
@@ -96,7 +99,7 @@ def stale_exports(run_dir: RunDir) -> dict[str, Stale]:
 
 
 def record_export(run_dir: RunDir, file_format: str, made: Made) -> None:
-    """Record the training state of an export; in a finished run, also the digests of LoRA files.
+    """Record the training state of an export. In a finished run, also record the digests of a LoRA format's files.
 
     Raises:
         StorageError: ``exports.json`` or ``result.json`` cannot be written.
@@ -117,7 +120,7 @@ def record_export(run_dir: RunDir, file_format: str, made: Made) -> None:
 
 
 def keep_made(run_dir: RunDir) -> None:
-    """Move the files' states from ``result.json`` to ``exports.json``, before the former is removed.
+    """Copy the exported files' states from ``result.json`` to ``exports.json``, before ``result.json`` is removed.
 
     Raises:
         StorageError: ``exports.json`` cannot be written.
@@ -128,16 +131,16 @@ def keep_made(run_dir: RunDir) -> None:
 
 
 def is_of_another_step(run_dir: RunDir, file_format: str) -> bool:
-    """Whether the file of a format is known to come from another state than the run's present one."""
+    """Whether a format's file is known to be from a state other than the run's current one."""
     stale = stale_exports(run_dir).get(file_format)
     return stale is not None and stale.made is not None
 
 
 def newest_lora(run_dir: RunDir) -> Path:
-    """The finished LoRA file, or the newest checkpoint's if no finished one matches the run's present state.
+    """The finished LoRA file; or the newest checkpoint's LoRA file, if the finished one is missing or out of date.
 
     Raises:
-        AdapterError: there is none yet, or it is damaged.
+        AdapterError: there is no LoRA file yet, or it is damaged.
     """
     found = [run_dir.checkpoint_lora(updates) for updates, _ in run_dir.list_checkpoints()]
     is_last = run_dir.result.exists() and not is_of_another_step(run_dir, "kohya")
@@ -159,14 +162,14 @@ def _save(run_dir: RunDir, made: Mapping[str, Made]) -> None:
 
 
 def _saved(run_dir: RunDir) -> dict[str, Made]:
-    """``exports.json``, which may come from somebody else; empty if it is missing or damaged."""
+    """The states in ``exports.json``, by format; empty if it is missing or damaged. It may come from somebody else."""
     value = object_in(run_dir.exports, MAX_EXPORTS_BYTES)
     found = {form: _made(value.get(form)) for form in FORMS}
     return {form: made for form, made in found.items() if made is not None}
 
 
 def _in_result(result: Mapping[str, Any]) -> dict[str, Made]:
-    """The states in a result. Entries of earlier versions have no step: they come from the end of the run."""
+    """The states in a result, by format. Entries of earlier versions have no step, and get the run's last one."""
     ended, exports = result.get("updates"), result.get("exports", [])
     found = {each["format"]: _made({"updates": ended, **each}) for each in exports if each["format"] in LORA_FORMS}
     return {form: made for form, made in found.items() if made is not None}

@@ -1,4 +1,4 @@
-"""The recipe files of a run directory: the requested recipe becomes the run's only after all checks."""
+"""The recipe files of a run directory: a requested recipe replaces the run's only after all checks have accepted it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lora_rocm.rundir.made_from import keep_made
 
 
 def recipe_to_train(run_dir: RunDir) -> Path:
-    """The recipe for the worker of rank 0 and for the other ranks that its parent starts."""
+    """The recipe file that the worker of rank 0 reads, and the other ranks that its parent starts."""
     return run_dir.recipe_asked if run_dir.recipe_asked.exists() else run_dir.recipe
 
 
 def accept(run_dir: RunDir) -> None:
-    """Make the requested recipe the recipe of the run, after all checks of the worker accepted it.
+    """Replace the run's recipe by the requested one, after all checks of the worker have accepted it.
 
     Raises:
-        StorageError: it cannot be renamed.
+        StorageError: the file cannot be renamed.
     """
     keep_made(run_dir)
     try:

@@ -1,4 +1,4 @@
-"""Temporary files and folders that killed writers left, recognised by their names."""
+"""Detects, by name, temporary files and folders that killed writers have left."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import psutil
 from lora_rocm.foundation.files import is_folder, remove
 
 TEMPORARY = re.compile(r"\.(?P<name>.+?)\.(?P<pid>\d{1,9})(\.[0-9a-f]{8})?\.tmp")
-"""Temporary names of files and folders (``foundation.files``, ``export.gguf``, ``train.checkpoint``)."""
+"""Pattern for names of temporary files and folders (``foundation.files``, ``export.gguf``, ``train.checkpoint``)."""
 OF_PEFT = re.compile(r"adapter_model\.safetensors|adapter_config\.json")
 
 
 def is_abandoned(name: str) -> bool:
-    """Whether a name is a temporary name of a process that has ended."""
+    """Whether this is the name of a temporary file of a process that has ended."""
     found = TEMPORARY.fullmatch(name)
     return found is not None and not psutil.pid_exists(int(found["pid"]))
 
 
 def discard_abandoned(target: Path) -> None:
-    """Remove temporary files of killed writers next to a file or folder, and inside it if it is a PEFT folder.
+    """Remove temporary files that killed writers left next to a file or folder, and inside it if it is a PEFT folder.
 
-    A writer that still runs keeps its files. Nothing with another name is touched, and no link in the target is
-    entered.
+    Files of a writer that is still running are kept. Other files are never touched, and links inside the target are not
+    followed.
     """
     for path in _remains(target):
         if is_abandoned(path.name):
@@ -34,7 +34,7 @@ def discard_abandoned(target: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove remains. If that fails nothing is lost: the next start tries again."""
+    """Remove a temporary file or folder. A failure is ignored, because the next start tries again."""
     with contextlib.suppress(OSError):
         remove(path)
 

@@ -12,11 +12,11 @@ MAX_RESULT_BYTES = 1 << 24
 
 
 def read_result_file(path: Path) -> dict[str, Any]:
-    """The content of ``result.json``; its paths are not trusted.
+    """The content of ``result.json``. Its paths must not be trusted.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not JSON, or its values have other types than this program writes.
+        OSError: the file cannot be read.
+        ValueError: it is not JSON, or a value has a type that this program would not write.
     """
     value = parse_json(read_plain(path, MAX_RESULT_BYTES))
     if not _is_result(value):
@@ -25,7 +25,7 @@ def read_result_file(path: Path) -> dict[str, Any]:
 
 
 def _is_result(value: object) -> bool:
-    """Whether the values have the types that this program writes. Results of earlier versions lack some of the keys."""
+    """Whether all values have the types that this program writes. Keys may be missing, as in earlier versions."""
     if not isinstance(value, dict) or not ("updates" in value or "exports" in value) or not _is_state(value):
         return False
     exports = value.get("exports", [])

@@ -1,4 +1,4 @@
-"""The result files of a run: their digests in ``result.json``, and whether they have changed since.
+"""The result files of a run: their digests in ``result.json``, and checks whether they have changed since.
 
 ``result.json`` may come from somebody else and contain anything, so only paths that a run writes are used.
 """
@@ -20,7 +20,7 @@ from lora_rocm.rundir.result_file import read_result_file
 
 MAX_FILE_BYTES = 1 << 36
 LORA_FORMS = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
-"""The formats with digests of their files in ``result.json``."""
+"""The formats for which ``result.json`` stores digests of the files."""
 FORMS = (*LORA_FORMS, *ON_REQUEST)
 CONFIG = "config.json"
 MAX_LOST = 3
@@ -29,7 +29,7 @@ MAX_SHOWN_LETTERS = 200
 
 @dataclass(frozen=True)
 class FileDigest:
-    """Digest of a run's file. path: relative to the run directory, with slashes."""
+    """Digest of a run's file. path: the file's path relative to the run directory, with slashes."""
 
     path: str
     num_bytes: int
@@ -37,12 +37,12 @@ class FileDigest:
 
     @classmethod
     def of(cls, path: str, content: bytes) -> FileDigest:
-        """Digest of content that is to be written."""
+        """Return the digest of content before it is written."""
         return cls(path, len(content), hashlib.sha256(content).hexdigest())
 
     @classmethod
     def of_file(cls, run_dir: RunDir, path: str) -> FileDigest | None:
-        """Digest of an existing file; None if it is not a readable regular file."""
+        """Return the digest of an existing file; None if it is not a readable regular file."""
         file = run_dir.path / path
         try:
             size = check_plain(file, MAX_FILE_BYTES)
@@ -56,7 +56,7 @@ class FileDigest:
 
 
 def read_result(run_dir: RunDir) -> dict[str, Any]:
-    """``result.json``; empty if it is missing or was not written by this program."""
+    """The content of ``result.json``; empty if it is missing or was not written by this program."""
     try:
         return read_result_file(run_dir.result)
     except (OSError, ValueError):
@@ -64,9 +64,9 @@ def read_result(run_dir: RunDir) -> dict[str, Any]:
 
 
 def wrong_exports(run_dir: RunDir, file_formats: Iterable[str]) -> dict[str, str]:
-    """Format -> fault of its files, as text, for the formats that a finished run should have.
+    """Faults of a finished run's exports, as text by format. ``file_formats``: the formats that the run should have.
 
-    Runs of versions before digests have none; for these only a missing file is detected.
+    Runs of earlier versions have no digests. In this case only missing files are detected.
     """
     exports, wrong = _exports(run_dir, read_result(run_dir)), {}
     for form in file_formats:
@@ -79,18 +79,18 @@ def wrong_exports(run_dir: RunDir, file_formats: Iterable[str]) -> dict[str, str
 
 
 def wrong_checkpoint_loras(run_dir: RunDir) -> list[str]:
-    """Faults of the LoRA files of checkpoints, as text. Missing files were deleted by the user."""
+    """Faults of the LoRA files of checkpoints, as text. A missing file is not a fault: the user deleted it."""
     digests = _digests(read_result(run_dir).get("checkpoint_loras", []), run_dir.is_checkpoint_lora)
     return [fault for digest in digests if (run_dir.path / digest.path).exists() and (fault := _fault(run_dir, digest))]
 
 
 def updates_of(run_dir: RunDir) -> int:
-    """Updates at the end of a finished run; 0 if the result does not contain it."""
+    """Number of updates at the end of a finished run; 0 if there is no result or it does not contain the number."""
     return int(read_result(run_dir).get("updates", 0))
 
 
 def digests_of(run_dir: RunDir, file_format: str) -> list[FileDigest]:
-    """Digests of the existing files of a LoRA format, with their embedding files."""
+    """Digests of the existing files of a LoRA format, including their embedding files."""
     place = run_dir.export_of(file_format)
     files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
     files += sorted(embeddings_of(place).glob("*.safetensors"))
@@ -113,7 +113,7 @@ def _digests(values: list[dict[str, Any]], is_own: Callable[[str], bool]) -> lis
 
 
 def _foreign_paths(run_dir: RunDir, result: dict[str, Any]) -> list[str]:
-    """Paths in ``result.json`` that no run writes; they are never opened."""
+    """Paths in ``result.json`` that no run writes. The files are never opened."""
     found = []
     for entry in result.get("exports", []):
         form = entry["format"]
@@ -125,7 +125,7 @@ def _foreign_paths(run_dir: RunDir, result: dict[str, Any]) -> list[str]:
 
 
 def _fault(run_dir: RunDir, wanted: FileDigest) -> str:
-    """The fault of a file; empty if its content is unchanged."""
+    """Describe the fault of a file; empty if its content is unchanged."""
     if not (run_dir.path / wanted.path).exists():
         return f"{wanted.path} is missing."
     found = FileDigest.of_file(run_dir, wanted.path)
@@ -135,29 +135,30 @@ def _fault(run_dir: RunDir, wanted: FileDigest) -> str:
 
 
 def faults_of_finished(run_dir: RunDir) -> list[str]:
-    """Missing parts of a finished run, as sentences; the content of its files is not read."""
+    """Sentences about missing files of a finished run. The content of existing files is not read."""
     result = read_result(run_dir)
     if not result:
-        return [f"{run_dir.result.name} cannot be read, so the files of this run are not known."]
+        return [f"{run_dir.result.name} cannot be read, so it is unknown which files the run wrote."]
     faults = []
     if foreign := [*dict.fromkeys(_foreign_paths(run_dir, result))]:
         shown = ", ".join(one_line(path)[:MAX_SHOWN_LETTERS] for path in foreign[:MAX_LOST])
         more = f", and {len(foreign) - MAX_LOST} more" if len(foreign) > MAX_LOST else ""
-        what = f"{run_dir.result.name} names files that this run did not write: {shown}{more}."
+        what = f"{run_dir.result.name} lists files that this run did not write: {shown}{more}."
         faults.append(f"{what} It was edited; these files were not checked, and the run's own files may be damaged.")
     for form, digests in _exports(run_dir, result).items():
         gone = [digest.path for digest in digests if not (run_dir.path / digest.path).exists()]
         if gone:
-            fix = f"train --resume recreates it if output.formats names {form}; else use lora-rocm export."
+            fix = f"train --resume recreates it if output.formats contains {form}; otherwise use lora-rocm export."
             faults.append(f"{', '.join(gone)}: missing. {fix}")
     return faults
 
 
 def lost_loras_text(run_dir: RunDir, written: Mapping[int, str]) -> list[str]:
-    """A sentence about missing LoRA files of checkpoints; empty if none is missing.
+    """A sentence about missing LoRA files of checkpoints; an empty list if none is missing.
 
-    The run deletes the oldest first (``output.keep_last_loras``) and never the newest, so a file is gone if an older
-    one is there, or if it was the newest.
+    The run itself deletes the oldest files first (``output.keep_last_loras``), and never the newest. So a missing file
+    was not deleted by the run if an older one exists, or if it was the newest. ``written``: the LoRA files that the run
+    wrote, by step.
     """
     there = [updates for updates, _ in run_dir.checkpoint_loras()]
     oldest = min([*there, max(written, default=0)])
@@ -170,25 +171,25 @@ def lost_loras_text(run_dir: RunDir, written: Mapping[int, str]) -> list[str]:
 
 
 def result_files(run_dir: RunDir) -> list[Path]:
-    """Files that a user may want from a run: LoRA files with the newest step last, then the report."""
+    """Existing files that a user may want from a run: LoRA files, with the newest step last, then the report."""
     steps = [path for _, path in run_dir.checkpoint_loras()]
     return [path for path in (*steps, *final_files(run_dir), run_dir.report) if path.exists()]
 
 
 def final_files(run_dir: RunDir) -> list[Path]:
-    """The existing exported files and folders, LoRA files first; some may be stale (``made_from``)."""
+    """The existing exported files and folders, LoRA files first; some may be out of date (``made_from``)."""
     return [path for form in FORMS if is_whole(path := run_dir.export_of(form))]
 
 
 def named_paths(exports: Iterable[Path]) -> list[Path]:
-    """Paths of finished files as users name them; for a PEFT export, the folder of each component."""
+    """Paths of exports as users refer to them; a PEFT export is replaced by the folders of its components."""
     return [path for export in exports for path in (peft_folders(export).values() or (export,))]
 
 
 def is_whole(export: Path) -> bool:
-    """Whether an exported file exists, or a folder with all its parts.
+    """Whether an exported file exists, or an exported folder contains all its parts.
 
-    The parts of a PEFT folder are the weights of each component; a merged model has a config and weights.
+    A PEFT folder needs the weights of each component, a merged model a config and weights.
     """
     if folders := peft_folders(export):
         return all((folder / PEFT_WEIGHTS).is_file() for folder in folders.values())

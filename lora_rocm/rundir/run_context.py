@@ -1,4 +1,4 @@
-"""Callbacks by which the parts of a run report events and progress, and receive stop requests."""
+"""Callbacks with which the parts of a run report events and progress, and learn of stop requests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lora_rocm.rundir.event_types import Emit, NoticeEvent
 
 @dataclass(frozen=True)
 class RunContext:
-    """Callbacks for every part of a run; by default they do nothing.
+    """Callbacks for all parts of a run; by default they do nothing.
 
     Attributes:
         emit: writes an event.
-        beat: signals progress and names the next activity; only the code that does the work calls it.
-        should_stop: whether the run was asked to save and exit.
+        beat: signals progress and names the next activity. Only the code that does the work may call it.
+        should_stop: returns whether the run was asked to save and exit.
     """
 
     emit: Emit = lambda event: None
@@ -28,4 +28,4 @@ class RunContext:
 
 
 NOBODY = RunContext()
-"""A context without a run: it discards everything."""
+"""A context without a run, which discards everything."""

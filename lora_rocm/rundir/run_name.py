@@ -1,7 +1,7 @@
 """The name of a run's files.
 
-``names.json`` stores it. If that file is lost or damaged, the name is recovered from the other files of the run. The
-directory may come from somebody else, so a name that ``check`` would refuse is ignored, wherever it was found.
+``names.json`` stores it. If that file is lost or damaged, the name is derived from other files of the run. The
+directory may come from somebody else. So a name that ``check`` would refuse is ignored, whatever file it is from.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from lora_rocm.foundation.names import stem_fault
 from lora_rocm.rundir.result_file import read_result_file
 
 DEFAULT_NAME = "lora"
-"""Default of ``output.name``, and the name of the files of runs that do not record a name."""
+"""Default of ``output.name``, and the name of files in runs that record no name."""
 OTHER_STEMS = ("peft", "pytorch_lora_weights")
-"""Names of files and folders that do not depend on ``output.name``."""
+"""Names of files and folders that ``output.name`` does not affect; so it must not be one of them."""
 MAX_NAMES_BYTES = 4096
 MAX_RECIPE_BYTES = 1 << 18
 CHECKPOINT_LORA = re.compile(r"(.+)-step(\d{8})\.safetensors")
 NAMED_FILES = {"kohya": ".safetensors", "sd-scripts": "-sd-scripts.safetensors", "comfyui": "-comfyui.safetensors"}
-"""Format -> ending of its file's name after the run's name."""
+"""By format, the part of the file's name that follows the run's name."""
 OUTPUT_OF_RECIPE = re.compile(r"^output:\r?\n(?:[ \t].*\r?\n)*?  name: (.+?)\r?$", re.MULTILINE)
-"""``output.name`` as recipes are saved in runs: one key per line. A full YAML parser would have no time bound."""
+"""Finds ``output.name`` in a recipe as runs save it: one key per line. A full YAML parser would have no time limit."""
 
 
 def output_name_fault(name: str) -> str:
-    """Why the files of a run cannot have this name, as a phrase; empty if they can."""
+    """A phrase that explains why a run's files cannot have this name; empty if they can."""
     if name.lower() in OTHER_STEMS:
         return "is the name of another file of a run"
     return stem_fault(name)
 
 
 def saved_name(names: Path) -> str:
-    """The name in ``names.json``; empty if the file is missing, damaged, or has a name that is not allowed."""
+    """The name in ``names.json``; empty if the file is missing or damaged, or if its name is not allowed."""
     try:
         value = parse_json(read_plain(names, MAX_NAMES_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -49,11 +49,11 @@ def saved_name(names: Path) -> str:
 
 
 def name_of(names: Path, checkpoints: Path, result: Path, recipe: Path) -> str:
-    """The name of a run's files, from the first source that has it; else the default.
+    """The name of a run's files, from the first source that contains one, or else the default.
 
-    The sources: ``names.json``, the LoRA files of checkpoints, ``result.json``, the recipe. ``names.json`` is ignored
-    if the LoRA files of checkpoints all have another name. The recipe is ignored in a run of an earlier version: its
-    finished file always has the default name.
+    The sources are, in this order: ``names.json``, the LoRA files of checkpoints, ``result.json``, and the recipe.
+    ``names.json`` is ignored if the LoRA files of checkpoints all have another name. The recipe is ignored in a run of
+    an earlier version, because there the finished file always has the default name.
     """
     saved, written = saved_name(names), _exported_names(checkpoints)
     if saved and (not written or saved in written):
@@ -69,7 +69,7 @@ def name_of(names: Path, checkpoints: Path, result: Path, recipe: Path) -> str:
 
 
 def _exported_names(checkpoints: Path) -> Counter[str]:
-    """Name -> number of LoRA files of checkpoints with this name."""
+    """Run names in the file names of checkpoints' LoRA files, with the number of files."""
     try:
         found = [CHECKPOINT_LORA.fullmatch(path.name) for path in checkpoints.iterdir()]
     except OSError:

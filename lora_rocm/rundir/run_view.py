@@ -1,7 +1,7 @@
-"""A run, read from its files: ``status``, the report, the progress display and ``runs`` are views of this value.
+"""A view of a run, read from its files. ``status``, the report, the progress display and ``runs`` all use it.
 
-It is derived from locks, events and results each time, and not stored. It is in this package because the supervisor and
-all commands may read it.
+It is computed from locks, events and results on each use, and not stored. It is in this package because the supervisor
+and all commands may import it.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class RunFiles:
     """The files that a run has written for its user, and its checkpoints.
 
     Attributes:
-        whole: LoRA files with the newest step last, then the report. No damaged or outdated files.
-        damaged: file -> its fault.
-        stale: files from an earlier step than the run's.
+        whole: intact, current files: LoRA files with the newest step last, then the report.
+        damaged: damaged files, with their fault.
+        stale: files from an earlier step than the run's current one.
         lost: sentences about missing LoRA files of checkpoints.
-        checkpoint: the newest whole one.
-        passed_over: newer damaged checkpoint -> its fault.
+        checkpoint: the newest intact checkpoint, or None.
+        passed_over: damaged checkpoints newer than ``checkpoint``, with their fault.
     """
 
     whole: list[Path]
@@ -64,13 +64,13 @@ class RunFiles:
 
 @dataclass(frozen=True)
 class RunView:
-    """One run at one moment.
+    """The state of one run at one moment.
 
     Attributes:
         log: the events of rank 0, including steps that were repeated later.
         supervisor: the events of the supervisor.
-        trouble: failures, changes and restarts, by time.
-        is_running: a process holds the run directory.
+        trouble: failures, changes and restarts, in order of time.
+        is_running: whether a process holds a lock of the run directory.
     """
 
     run_dir: RunDir
@@ -81,7 +81,7 @@ class RunView:
 
     @classmethod
     def of(cls, run_dir: RunDir, *, use_index: bool = True) -> RunView:
-        """Read a run directory.
+        """Read a run directory. ``use_index``: whether an index of the events may be used (``event_index``).
 
         Raises:
             StorageError: an event file is not a regular file (``events.size_if_there``).
@@ -94,11 +94,11 @@ class RunView:
         return cls(run_dir, log, supervisor, trouble, running)
 
     def all(self, kind: type[E]) -> list[E]:
-        """The events of a kind of rank 0, in the order written."""
+        """Rank 0's events of a type, in the order written."""
         return self.log.all(kind)
 
     def last(self, kind: type[E]) -> E | None:
-        """The newest event of a kind."""
+        """Rank 0's newest event of a type, or None."""
         found = self.log.all(kind)
         return found[-1] if found else None
 
@@ -106,15 +106,15 @@ class RunView:
 
     @property
     def state(self) -> State:
-        """The state of the run; see ``outcome``."""
+        """The run's ``outcome``, or "running"."""
         return "running" if self.is_running else self.outcome
 
     @cached_property
     def outcome(self) -> Outcome:
-        """The outcome, whether or not the run is still active: the report is written while the run still has its lock.
+        """The run's result so far, whether or not a process still has its lock, as it has when it writes the report.
 
-        finished, stopped (on request), failed (with an error, or ended because it hung), died (without an error), or
-        prepared.
+        It is finished, stopped (on request), failed (with an error or a hang), died (without an error), or prepared
+        (never started).
         """
         if self.run_dir.result.exists():
             return "finished"
@@ -131,7 +131,7 @@ class RunView:
 
     @cached_property
     def end(self) -> EndEvent | ErrorEvent | None:
-        """The worker's own end event since its last start."""
+        """The event with which the worker ended since its last start; None if it has not reported an end."""
         for event in reversed(self.log.in_order(StartEvent, EndEvent, ErrorEvent)):
             match event:
                 case EndEvent() | ErrorEvent():
@@ -142,19 +142,19 @@ class RunView:
 
     @cached_property
     def hang(self) -> FailureEvent | None:
-        """The supervisor's failure event of the last start if the worker reported none: it hung or was killed."""
+        """The supervisor's failure event of the last start, if the worker hung or was killed and so reported no end."""
         return last_word(self.log.in_order(StartEvent, EndEvent, ErrorEvent), self.trouble)
 
     @property
     def problem(self) -> FailureEvent | ErrorEvent | None:
-        """The event with the cause of its failure; None if it did not fail."""
+        """The event with the cause of the failure; None if the run did not fail."""
         if self.outcome != "failed":
             return None
         return self.hang or self.last(ErrorEvent)
 
     @property
     def latest_s(self) -> float | None:
-        """Time of the last event of the worker or about the worker; GPU readings do not count."""
+        """Time of the last event by or about the worker; GPU readings are not considered."""
         times = [event.time for event in self.trouble[-1:]]
         return max(times + ([] if self.log.last_s is None else [self.log.last_s]), default=None)
 
@@ -162,12 +162,12 @@ class RunView:
 
     @cached_property
     def steps(self) -> Steps:
-        """The steps that count, by updates: the newest of a step made twice (after a resume)."""
+        """The current steps, ordered by updates; of a step made twice (after a resume), the newest."""
         return self.log.current_steps()
 
     @property
     def updates(self) -> int:
-        """Updates made."""
+        """Number of updates made."""
         start, done = self.last(StartEvent), self.steps.whole["updates"]
         return max((start.resumed_from or 0) if start else 0, done[-1] if done else 0)
 
@@ -178,7 +178,7 @@ class RunView:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """The mean of the last steps."""
+        """Mean duration of the last steps."""
         recent = self.steps.real["step_s"][-RATE_STEPS:]
         return sum(recent) / len(recent) if recent else None
 
@@ -200,7 +200,7 @@ class RunView:
         return RunFiles(whole, damaged, stale, lost_loras_text(run_dir, self._written_loras()), checkpoint, passed_over)
 
     def _written_loras(self) -> dict[int, str]:
-        """Step -> LoRA file of its checkpoint, for files that the run wrote and has not rolled back."""
+        """The LoRA files of checkpoints that the run wrote, by step, without steps that were rolled back later."""
         written: dict[int, str] = {}
         for event in self.log.in_order(StartEvent, CheckpointEvent):
             match event:
@@ -228,11 +228,13 @@ class RunView:
             of = f"the checksums of {size_text(files.checkpoint.unread_bytes)} were not compared here"
             yield f"{files.checkpoint.path}: {of}; a resume and an export compare them."
         if run_dir.names_are_wrong:
-            what = f"{run_dir.names} is gone or damaged. The name {run_dir.name} was found in other files of the run;"
-            yield f"{what} train --resume rewrites {run_dir.names.name}."
+            what = (
+                f"{run_dir.names} is gone or damaged. According to other files of the run, the name is {run_dir.name};"
+            )
+            yield f"{what} lora-rocm train --resume rewrites {run_dir.names.name}."
 
     def remarks_on_events(self) -> Iterator[str]:
-        """Remarks on unreadable events. A torn line at the end of each start is ignored."""
+        """Remarks on unreadable event files. One torn line per start is normal, and is ignored."""
         for path, log in ((self.run_dir.events(), self.log), (self.run_dir.events(SUPERVISOR), self.supervisor)):
             if text := unread_text(path):
                 yield text
@@ -241,7 +243,7 @@ class RunView:
                 yield f"{path}: {count_text(aside.lines, 'line')} cannot be read as events, and were skipped."
             if unknown := sorted({*aside.kinds, *aside.fields}):
                 names = f"{', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}"
-                yield f"{path}: another version of lora-rocm wrote to it. Unknown here: {names}."
+                yield f"{path}: another version of lora-rocm wrote to this file. This version does not know {names}."
         has_files = self.files.checkpoint or self.files.passed_over
         if self.latest_s is None and (has_files or size_if_there(self.run_dir.events())):
-            yield "its events are gone or damaged: steps, loss and rate are not known"
+            yield "its events are gone or damaged, so steps, loss and rate are unknown"

@@ -1,7 +1,7 @@
-"""Checks which files of a run are whole, by headers and lengths alone, and how to recreate a damaged one.
+"""Checks which files of a run are intact, by headers and lengths alone, and how to recreate a damaged one.
 
-This detects a truncated file or one of another kind. Digests (``results``) detect a changed byte in its numbers.
-A checkpoint has checksums, which ``newest_checkpoint`` compares.
+This detects a truncated file, or a file of another type. A changed byte inside is detected by digests (``results``),
+and in checkpoints by checksums, which ``newest_checkpoint`` compares.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import FORMS, LORA_FORMS, updates_of
 
 COMPARED_BYTES = 1 << 29
-"""Limit of bytes for comparing checksums: about a second."""
+"""Maximum number of bytes for which checksums are compared; reading them takes about a second."""
 
 
 def fault_of_lora(path: Path) -> str:
-    """The fault of an exported file or folder, as a sentence; empty if it is whole or missing."""
+    """A sentence about the fault of an exported file or folder; empty if it is intact or missing."""
     files = [folder / PEFT_WEIGHTS for folder in peft_folders(path).values()]
     if not files and path.suffix == ".gguf":
         return "" if not path.exists() or _begins(path, b"GGUF") else "This is not a GGUF file: it is damaged."
@@ -47,12 +47,12 @@ def _begins(path: Path, start: bytes) -> bool:
 
 @dataclass(frozen=True)
 class WholeCheckpoint:
-    """A checkpoint that a resume would use, as far as is known.
+    """A checkpoint that a resume would use, unless a checksum not compared here differs.
 
     Attributes:
-        updates: its step, by its own record.
+        updates: its step, according to its own record.
         digest: see ``CheckpointRecord.digest``.
-        unread_bytes: size of its large files, for which no checksums were compared.
+        unread_bytes: size of its large files, which were not compared with their checksums.
     """
 
     updates: int
@@ -62,7 +62,7 @@ class WholeCheckpoint:
 
 
 def identity_of_checkpoint(folder: Path) -> str:
-    """``CheckpointRecord.digest`` of this folder; empty if it cannot be read."""
+    """The ``CheckpointRecord.digest`` of a checkpoint folder; empty if it cannot be read."""
     try:
         return read_record(folder).digest
     except LoraRocmError:
@@ -70,9 +70,9 @@ def identity_of_checkpoint(folder: Path) -> str:
 
 
 def newest_checkpoint(run_dir: RunDir) -> tuple[WholeCheckpoint | None, dict[Path, str]]:
-    """The newest whole checkpoint, and the newer folders that are damaged: folder -> fault, as a sentence.
+    """The newest intact checkpoint, and a sentence about the fault of each newer folder, which is damaged.
 
-    Checksums are compared as in a resume, but for COMPARED_BYTES at most: a command that only reports must not take
+    Checksums are compared as in a resume, but only for COMPARED_BYTES: a command that only reports must not take
     minutes.
     """
     faults: dict[Path, str] = {}
@@ -99,15 +99,15 @@ def newest_checkpoint(run_dir: RunDir) -> tuple[WholeCheckpoint | None, dict[Pat
 
 @lru_cache(maxsize=64)
 def _checksum_of(version: FileVersion) -> str:
-    """The checksum of a file. Cached, because one command may check the same checkpoint several times."""
+    """The checksum of a file, cached because one command may check the same checkpoint several times."""
     return checksum_of(Path(version.path))
 
 
 def remedy(run_dir: RunDir, lora: Path) -> str:
-    """Advice on how to recreate a damaged adapter file or PEFT folder of a run."""
+    """Advice on how to recreate a damaged LoRA file or PEFT folder of a run."""
     newest, _ = newest_checkpoint(run_dir)
     if newest is None:
-        return "There is no whole checkpoint to recreate it from: restore it from a copy, or train again."
+        return "It cannot be recreated, because there is no intact checkpoint: restore it from a copy, or train again."
     updates = newest.updates
     export = ["lora-rocm", "export", str(run_dir.path)]
     form = next((form for form in FORMS if run_dir.export_of(form) == lora), None)
@@ -118,16 +118,16 @@ def remedy(run_dir: RunDir, lora: Path) -> str:
         return f"{again} recreates it; for a language model, delete it."
     elsewhere = [*export, "--format", form or "kohya", "--output", "FOLDER" if form in ("peft", "merged") else "FILE"]
     return (
-        "It cannot be recreated: only the newest whole checkpoint is exported. "
+        "It cannot be recreated, because only the newest intact checkpoint can be exported. "
         f"{quoted(elsewhere)} writes the LoRA of step {updates} elsewhere."
     )
 
 
 def require_whole(run_dir: RunDir, lora: Path) -> Path:
-    """Return an adapter file or PEFT folder of a run.
+    """Return a LoRA file or PEFT folder of a run if it is intact.
 
     Raises:
-        AdapterError: weights-damaged.
+        AdapterError: "weights-damaged", it is damaged.
     """
     fault = fault_of_lora(lora)
     if fault:
@@ -136,10 +136,10 @@ def require_whole(run_dir: RunDir, lora: Path) -> Path:
 
 
 def require_whole_named(lora: Path) -> Path:
-    """Return an adapter file or PEFT folder that the user names; a damaged one that no run wrote is not refused here.
+    """Return a LoRA file or PEFT folder named by the user, unless it is a run's and damaged.
 
     Raises:
-        AdapterError: weights-damaged.
+        AdapterError: "weights-damaged", it is damaged and a run wrote it.
     """
     for run_dir in map(RunDir, lora.parents[:3]):
         written = [*map(run_dir.export_of, LORA_FORMS), *(path for _, path in run_dir.checkpoint_loras())]

@@ -1,1 +1,1 @@
-"""The training child: loop, state, export."""
+"""The training process: its loop, its state, and the export."""

@@ -51,7 +51,8 @@ MAX_CONCEPT_SAMPLES = 200
 class Artifacts:
     """Writes files from the state of a run. Each file is complete or absent; after a kill it is written again.
 
-    With several ranks only the first writes, after all have verified their kernels and weights; the others wait for it.
+    With several ranks only the first one writes, after all ranks have verified their kernels and weights. The other
+    ranks wait until it has finished.
     """
 
     session: Session
@@ -80,11 +81,11 @@ class Artifacts:
         return self.session.run_dir
 
     def checkpoint(self, position: Position) -> None:
-        """Write a usable LoRA file, then the state to resume from; delete older states.
+        """Write a usable LoRA file, then the checkpoint to resume from; delete older checkpoints.
 
         Raises:
             CanaryError, StateError, NonFiniteError: see ``Guard``; nothing was written.
-            StorageError: "disk-low", there is no space and nothing was written; or the disk is full or gone.
+            StorageError: there is not enough space ("disk-low"), and nothing was written; or the disk is full or gone.
         """
         updates = position.updates
         if read_checkpoint(self.run_dir.checkpoint(updates)) is not None:
@@ -137,7 +138,7 @@ class Artifacts:
             self.world.require_in_step(self.optimizer.state_guard.digest(), updates)
 
     def before_training(self, position: Position) -> None:
-        """Do what is due before the loop: check the disk space and draw missing previews."""
+        """Check the disk space and draw missing previews, before the training loop starts."""
         self.room.forecast(position.updates, self._sizes(position))
         self.preview_before()
         self.preview_again(position.updates)
@@ -150,7 +151,7 @@ class Artifacts:
             self._draw(0)
 
     def preview_again(self, updates: int) -> None:
-        """Draw the previews of the checkpoint that a run resumes from, if it was interrupted before they were drawn."""
+        """Draw the previews of the checkpoint that a run resumes from, if an interruption prevented them."""
         sample = self.recipe.sample
         steps = sample.round_steps(self.steps_per_epoch)
         due = sample.prompts and steps and updates and updates % steps == 0
@@ -158,18 +159,18 @@ class Artifacts:
             self.preview(updates)
 
     def preview_once(self, updates: int) -> None:
-        """``preview`` on the first rank; the others wait for it."""
+        """Call ``preview`` on the first rank; the other ranks wait until it has finished."""
         self.world.first("previews", lambda: self.preview(updates))
 
     def preview(self, updates: int) -> None:
-        """Draw the previews with the LoRA as it is (its average, if one is kept)."""
+        """Draw the previews with the LoRA's current weights, or with their moving average if the run keeps one."""
         with self.session.phase("preview"), self.shown_weights():
             self._draw(updates)
 
     def finish(self, position: Position) -> None:
-        """Write all exports, the last previews and the concept score; ``result.json`` comes last.
+        """Write all exports, the last previews and the concept score, and ``result.json`` last.
 
-        The exports are loaded back and compared.
+        Each export is read back and compared with the adapter.
         """
         self.guard.check_all(position.updates)
         self.run_dir.require()
@@ -190,14 +191,14 @@ class Artifacts:
         write_json(self.run_dir.result, result, self.run_dir.path)
 
     def shown_weights(self) -> AbstractContextManager[None]:
-        """Within this context the model has the weights that users get: the average, if there is one."""
+        """Within this context the model has the weights that are exported: the moving average, if the run keeps one."""
         shown = self.optimizer.shown()
         return nullcontext() if shown is self.optimizer.parameters else self.adapter.using(shown)
 
     def _draw(self, updates: int) -> None:
-        """Draw one round of previews; if memory runs out, in tiles from then on.
+        """Draw one round of previews. If memory runs out, this round and all later ones are drawn in tiles.
 
-        If it still runs out, the run goes on without previews.
+        If memory still runs out, the run goes on without previews of this round.
         """
         self.run_dir.require()
         empty_pools()
@@ -219,7 +220,10 @@ class Artifacts:
         self.session.context.emit(PreviewEvent(updates=updates, images=[self._name(path) for path in drawn]))
 
     def _drawn(self, updates: int) -> list[Path] | MachineError | DataError:
-        """Paths of the previews of a round, or the error: out of memory, or a control image cannot be read."""
+        """Draw a round of previews and return their paths.
+
+        If memory runs out or a control image cannot be read, the error is returned.
+        """
         how = (self.family, self.model, self.recipe, self.prepared.text_lookup, self.tiles, self.adapter.scaled)
         try:
             with self.adapter.casting_inputs(), self.training_adapter.absent():
@@ -252,7 +256,7 @@ class Artifacts:
         if changed:
             raise ExportError(
                 "export-changed",
-                "An exported file has changed since it was written a moment ago.",
+                "An exported file was changed right after it was written.",
                 where=str(self.run_dir.path / changed[0]),
                 fix="Check the disk, then run the same command again: the last checkpoint is exported again.",
             )
@@ -260,7 +264,10 @@ class Artifacts:
         return {**told, "files": [digest.to_json() for digest in written]}
 
     def _checkpoint_loras(self) -> list[dict[str, Any]]:
-        """Digests of the checkpoints' LoRA files; for files that this start wrote, the digests at writing."""
+        """Digests of the checkpoints' LoRA files.
+
+        For a file written since this start, the digest at the time of writing.
+        """
         found = []
         for _, path in self.run_dir.checkpoint_loras():
             self.session.context.beat("export")
@@ -273,13 +280,18 @@ class Artifacts:
         return found
 
     def _concept(self, before: list[Path], after: list[Path]) -> dict[str, Any]:
-        """The concept score before and after training (``concept_score``); empty if no training image is readable."""
+        """The concept score of the previews before and after training (``concept_score``).
+
+        Empty if no training image is readable.
+        """
         training = list[Image.Image]()
         for index in range(min(MAX_CONCEPT_SAMPLES, len(self.prepared.samples))):
             with suppress(DataError):  # it may be gone since it was encoded; the score works without it
                 training.append(load_image(self.prepared.samples[index]))
         if not training:
-            self.session.context.notice("No concept score: none of the training images can still be read.")
+            self.session.context.notice(
+                "No concept score was computed, because none of the training images can be read now."
+            )
             return {}
         previews = self.recipe.sample
         controls = previews.images_per_prompt * len(previews.control_prompts)
@@ -300,14 +312,14 @@ class Artifacts:
         return writers.write(file_format, path, self.family, self.adapter, self.recipe, facts, self.run_dir.path)
 
     def _sizes(self, position: Position) -> Sizes:
-        """Sizes of the files of this run, counted once."""
+        """Sizes of this run's files, computed at the first call."""
         if self._counted is None:
             state = (self.optimizer.ema, self.optimizer.state())
             self._counted = sizes_of(self.family, self.adapter, self.recipe, self._facts(position), *state)
         return self._counted
 
     def _facts(self, position: Position) -> RunFacts:
-        """Facts about the run so far, for a file's metadata."""
+        """Facts about the run so far, for the metadata of a LoRA file."""
         found = self.prepared.facts
         epochs = position.iteration // self.steps_per_epoch
         return RunFacts(
@@ -327,7 +339,7 @@ class Artifacts:
 
 
 def source_date_epoch() -> int | None:
-    """SOURCE_DATE_EPOCH: the only time that a result file may contain (reproducible-builds.org)."""
+    """Value of SOURCE_DATE_EPOCH, the only time that a result file may contain (see reproducible-builds.org)."""
     value = os.environ.get("SOURCE_DATE_EPOCH", "")
     return int(value) if value.isdigit() else None
 

@@ -1,7 +1,7 @@
-"""Digests of the frozen base model, to compare it with the base that a checkpoint was trained on.
+"""Digests of the frozen base model, to compare it with the base that a checkpoint was trained with.
 
 They are computed from the fingerprints of the transfer to the device. So they cost nothing extra, and cover the bytes
-used in training. A file's size, times and remembered digest can be unchanged although its bytes have changed.
+used in training. A file's size, times and stored digest can be unchanged although its bytes have changed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from lora_rocm.families.base import EncodesWithComponents, ModelFamily
 from lora_rocm.train.checkpoint import Checkpoint
 
 Seals = dict[str, str]
-"""Component and dtype ("unet bfloat16") -> a digest over the fingerprints of its tensors.
+"""Component and dtype ("unet bfloat16"), mapped to a digest of the fingerprints of its tensors.
 
 The training adapter counts as a separate component.
 
-The dtype is part of the key because a run may continue in another one (a change after a failure). Its tensors then have
-other bytes, but belong to the same base.
+The dtype is part of the key because a run may switch to another dtype after a failure. Its tensors then have different
+bytes, although they belong to the same base.
 """
 
 
 def seals_of(sent: Mapping[str, Sent]) -> Seals:
-    """Digest frozen tensors, given by name. A layer that an adapter wraps keeps its name in the base."""
+    """Seals of frozen tensors.
+
+    ``sent``: their fingerprints by name. A layer wrapped by an adapter is named as in the base.
+    """
     lines: dict[str, list[str]] = {}
     for name, tensor in sent.items():
         component = NAME if f".{NAME}." in name else name.partition(".")[0]
@@ -36,9 +39,9 @@ def seals_of(sent: Mapping[str, Sent]) -> Seals:
 
 
 def identities(family: ModelFamily, encoders: bool = True) -> dict[str, str]:
-    """Facts of a checkpoint about its base: the trained components ("base"), and the other components if there are any.
+    """Identities of a base as stored in checkpoints: the trained components ("base") and other components, if any.
 
-    ``encoders``: include the other components. If they are not loaded, their files are read.
+    ``encoders``: whether the other components are included. Their files are read if they are not loaded.
     """
     found = {"base": family.base_facts()["identity"]}
     if encoders and isinstance(family, EncodesWithComponents):
@@ -55,43 +58,43 @@ def require_trained_base(
     refuse: bool = True,
     encoders: bool = True,
 ) -> None:
-    """Compare a base with the base that a run was trained on, using a checkpoint of the run.
+    """Compare a base with the base of a run, as recorded in the run's checkpoint.
 
-    Call it when the base is loaded: the digests of the trained components are known then, so comparing them is free.
+    Call it once the base is loaded: the digests of the trained components are then known, so comparing them is free.
 
     Args:
-        checkpoint: the run's checkpoint; None: it has none.
+        checkpoint: the run's checkpoint, or None if it has none.
         name: the base's name in the recipe.
-        family: with the base, and the trained components of the run.
+        family: the base's family, with the trained components of the run.
         notify: receives notices.
-        refuse: raise if the base differs; otherwise send a notice.
-        encoders: compare the components that are not trained, too.
+        refuse: whether to raise an error if the base differs; otherwise a notice is sent.
+        encoders: whether to compare the components that are not trained, too.
 
     Raises:
-        AdapterError: export-other-base.
+        AdapterError: "export-other-base", the base differs.
     """
     if checkpoint is None:
-        notify("No checkpoint here names the base that the run was trained on: the base was not compared.")
+        notify("The base was not compared with the run's base, because no checkpoint records it.")
         return
     facts, now = checkpoint.facts, identities(family, encoders)
     differing = [key for key in now if key in facts and facts[key] != now[key]]  # earlier checkpoints have no encoders
     if not differing:
         return
     if "base_seals" not in facts:
-        notify("The run was made by an earlier version, which named bases differently: the base was not compared.")
+        notify("The base was not compared with the run's base, which an earlier version recorded differently.")
         return
-    what = "The files of the base" if "base" in differing else "The files of the base's text encoders or VAE"
+    what = "The base model's files" if "base" in differing else "The files of the base model's text encoders or VAE"
     if not refuse:
-        notify(f"{what} differ from the files that this adapter was trained on.")
+        notify(f"{what} differ from the files used to train this adapter.")
         return
     raise AdapterError(
         "export-other-base",
-        f"{what} differ from the files that this adapter was trained on.",
+        f"{what} differ from the files used to train this adapter.",
         where=f"model.name_or_path: {name}",
-        fix="Restore the files of the base, or set model.revision to the revision that was trained on.",
+        fix="Restore those files, or set model.revision to the revision used for training.",
     )
 
 
 def broken(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Sorted keys with different digests; keys that only one side has are ignored."""
+    """Sorted keys that have different digests in the two mappings. A key in only one of them is ignored."""
     return sorted(key for key in before.keys() & now.keys() if before[key] != now[key])

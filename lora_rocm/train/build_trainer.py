@@ -1,4 +1,4 @@
-"""Builds the trainer with its engine and hooks, and runs the first pass, which measures the memory plan."""
+"""Builds the trainer with its engine and hooks, and runs the first pass, which measures the step's memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lora_rocm.train.watched import Watched
 
 
 def new_trainer(start: StartContext, data: Data, position: Position, artifacts: Artifacts) -> Trainer:
-    """Build the trainer, with its engine and hooks."""
+    """Return the trainer of a run, with its engine and hooks."""
     recipe, family, model = start.recipe, artifacts.family, artifacts.model
     train, pinned, steps_per_epoch = recipe.train, pins(start), data.plan.steps_per_epoch
 
@@ -83,7 +83,7 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
 
 
 def _watched_batches(watched: Watched, recipe: Recipe, pinned: bool) -> Callable[[], Iterator[Batch]]:
-    """Return a function that opens the batches of ``data.watched``, always from the first one on."""
+    """Return a function that opens the batches of ``data.watched``; each call starts at the first batch."""
     plan, repair = BatchPlan(watched.prepared.held_out, recipe.train.batch_size, 1, 0), watched.prepared.repair
     end = plan.steps_per_epoch
     return lambda: loader(plan, watched.family, watched.workers, 0, end, pin_memory=pinned, repair=repair)
@@ -92,9 +92,9 @@ def _watched_batches(watched: Watched, recipe: Recipe, pinned: bool) -> Callable
 def first_pass(
     start: StartContext, artifacts: Artifacts, trainer: Trainer, compiler: compilation.Compiler | None
 ) -> None:
-    """Measure the memory of a step once, on the largest shape, and change the plan if the step does not fit.
+    """Run one pass of the largest shape to measure its memory, and change the memory plan if it does not fit.
 
-    Compiles the model if there is a compiler.
+    If there is a compiler, the model is compiled too.
     """
     memory, eager, weights = artifacts.memory, replace(trainer.engine, graphs=None), _weights(artifacts)
     trainer.limit.renew()
@@ -119,20 +119,23 @@ def first_pass(
 
 
 def _weights(artifacts: Artifacts) -> FlatWeights:
-    """The flat weights that the optimizer updates, with the leaf tensors that the layers compute with."""
+    """The optimizer's flat weights, which also have the leaf tensors that the layers compute with."""
     weights = artifacts.optimizer.weights
     assert isinstance(weights, FlatWeights)
     return weights
 
 
 def _forget(weights: FlatWeights, memory: MemoryManager) -> None:
-    """Drop the gradients; allocate or free their buffer according to the current plan."""
+    """Drop the gradients; allocate or free their buffer as the current memory plan requires."""
     weights.keep_gradients(memory.keeps_gradients)
     weights.drop_gradients()
 
 
 def _engine(start: StartContext, artifacts: Artifacts) -> Engine:
-    """Build the engine: autocast if the adapter's dtype differs from the base's, graph capture if allowed."""
+    """Build the engine.
+
+    It uses autocast if the adapter's dtype differs from the base's, and captures graphs if allowed.
+    """
     model, weights, recipe = artifacts.model, _weights(artifacts), start.recipe
     mixed = model.dtype is not next(iter(weights.leaves.values())).dtype
     graphs = None

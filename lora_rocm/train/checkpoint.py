@@ -1,10 +1,10 @@
 """Checkpoints: the complete training state in safetensors and JSON, written atomically.
 
-A checkpoint folder holds ``adapter.safetensors``, ``ema.safetensors`` (if the run keeps an average),
+A checkpoint folder contains ``adapter.safetensors``, ``ema.safetensors`` (if the run keeps a moving average),
 ``optimizer.safetensors`` and ``state.json`` (position, facts about the run, thread count, checksums). It is written
 under a temporary name, flushed to disk, read back, then renamed. Nothing is ever pickled.
 
-``rundir.checkpoint_record`` reads it back.
+``rundir.checkpoint_record`` reads such a folder.
 """
 
 from __future__ import annotations
@@ -44,24 +44,26 @@ from lora_rocm.rundir.layout import FILE_OF, STATE_FILE, RunDir
 
 @dataclass(frozen=True)
 class Checkpoint(CheckpointRecord):
-    """A checkpoint folder; all its files match their checksums."""
+    """A checkpoint folder in which every file matches its checksum."""
 
     @property
     def one_bucket_updates(self) -> bool:
-        """The order of the run, see ``BatchPlan``. Checkpoints of earlier versions do not name it."""
+        """Whether the run uses the sample order of earlier versions (see ``BatchPlan``); true if not recorded."""
         return bool(self.facts.get("one_bucket_updates", True))
 
     def require_ranks(self, ranks: int) -> None:
-        """Refuse another number of GPUs: with the same batch size per GPU the effective batch would change.
+        """Refuse to resume on a different number of GPUs.
+
+        With the same batch size per GPU, the effective batch would change.
 
         Raises:
-            ResumeError: the checkpoint was written with another number of GPUs.
+            ResumeError: the checkpoint was written with a different number of GPUs.
         """
         before = int(self.facts.get("ranks", 1))
         if before != ranks:
             raise ResumeError(
                 "resume-gpus-changed",
-                f"The run was trained on {count_text(before, 'GPU')}; on {ranks} its batches would have "
+                f"The run was trained on {count_text(before, 'GPU')}; on {ranks} its effective batch would have "
                 f"{'more' if ranks > before else 'fewer'} samples.",
                 where=str(self.path),
                 fix=f"Use {f'--gpus {before}' if before > 1 else 'one GPU'}, start a new run, or continue anyway "
@@ -69,15 +71,15 @@ class Checkpoint(CheckpointRecord):
             )
 
     def load_shown(self, adapter: Adapter, section: OptimSection) -> None:
-        """Load into an adapter the weights that users get from this checkpoint, bit for bit.
+        """Load the weights that would be exported from this checkpoint into an adapter, bit for bit.
 
         Args:
-            adapter: on the CPU; its layers have not been sent to a device yet.
-            section: the optimizer of the run.
+            adapter: an adapter on the CPU, with layers that have not been sent to a device yet.
+            section: the optimizer settings of the run.
 
         Raises:
             StorageError: see ``part_to_resume``.
-            AdapterError, ResumeError: adapter or optimizer do not match the checkpoint.
+            AdapterError, ResumeError: the adapter or optimizer does not match the checkpoint.
         """
         held, ema = self.part_to_resume("adapter"), self.part_to_resume("ema")
         adapter.load_constants(held)
@@ -85,9 +87,9 @@ class Checkpoint(CheckpointRecord):
         adapter.load(shown_weights(rule_of(section), section, trained, ema, lambda: self.part_to_resume("optimizer")))
 
     def part_to_resume(self, part: str) -> dict[str, Tensor]:
-        """Tensors of a part ("adapter", "ema", "optimizer") to continue training with; empty if the run has none.
+        """Tensors of a part ("adapter", "ema", "optimizer"), for resuming; empty if the checkpoint lacks this part.
 
-        For the weights that users get, call ``load_shown``.
+        For the weights that would be exported, call ``load_shown``.
 
         Raises:
             StorageError: the file cannot be read, or has changed since the checkpoint was validated.
@@ -113,7 +115,7 @@ class Checkpoint(CheckpointRecord):
 def save_checkpoint(
     run_dir: RunDir, position: Position, parts: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]
 ) -> Path:
-    """Write a checkpoint. A valid one for the same number of updates is kept unchanged.
+    """Write a checkpoint and return its folder. If a valid one for the same updates exists, it is kept unchanged.
 
     Raises:
         StorageError: the disk is full, or writing is not permitted; older checkpoints are kept.
@@ -135,7 +137,7 @@ def save_checkpoint(
         write_through(temporary / STATE_FILE, sealed(state))
         # Verify, flush, and rename to the final name
         if read_checkpoint(temporary) is None:
-            raise OSError(0, "the written data did not read back the same")
+            raise OSError(0, "the data differ when they are read back")
         fsync_folder(temporary)
         _remove(final)  # a damaged one
         rename(temporary, final)
@@ -148,7 +150,7 @@ def save_checkpoint(
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """The checkpoint in a folder; None if anything in it is damaged, missing or not in the expected format."""
+    """Read the checkpoint in a folder; None if a file is damaged, missing or not in the expected format."""
     try:
         record = read_record(path)
         for name in record.checksums:
@@ -159,7 +161,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def latest_valid(run_dir: RunDir) -> tuple[Checkpoint | None, list[Path]]:
-    """The newest valid checkpoint, and the newer ones that were skipped because they are damaged."""
+    """The newest valid checkpoint (None if there is none), and the damaged folders newer than it."""
     damaged: list[Path] = []
     for _, path in reversed(run_dir.list_checkpoints()):
         checkpoint = read_checkpoint(path)
@@ -170,7 +172,7 @@ def latest_valid(run_dir: RunDir) -> tuple[Checkpoint | None, list[Path]]:
 
 
 def rotate_checkpoints(run_dir: RunDir, keep_last: int) -> None:
-    """Delete all checkpoints older than the newest ``keep_last`` valid ones. The last valid one is never deleted."""
+    """Delete all checkpoints older than the newest ``keep_last`` valid ones. The newest valid one is never deleted."""
     kept = 0
     for _, path in reversed(run_dir.list_checkpoints()):
         if kept >= keep_last:
@@ -181,16 +183,16 @@ def rotate_checkpoints(run_dir: RunDir, keep_last: int) -> None:
 
 
 def rotate_loras(run_dir: RunDir, keep_last: int | None) -> None:
-    """Keep the newest ``keep_last`` LoRA files of checkpoints (None: all); delete others with their embeddings."""
+    """Keep the newest ``keep_last`` LoRA files of checkpoints (None: all). Delete the others and their embeddings."""
     for updates, _ in run_dir.checkpoint_loras()[: -keep_last if keep_last else 0]:
         with contextlib.suppress(OSError):  # Windows: it is open; the next rotation tries again
             run_dir.discard_lora(updates)
 
 
 def discard_newer(run_dir: RunDir, updates: int) -> None:
-    """Remove the files of later steps: valid checkpoints, their LoRA files, previews. These steps are trained again.
+    """Remove valid checkpoints, LoRA files and previews of steps after ``updates``; these steps are trained again.
 
-    Damaged checkpoints stay: they are skipped on resume, and only the user decides to delete them.
+    Damaged checkpoints are kept: a resume skips them, and only the user may delete them.
     """
     for found, path in run_dir.list_checkpoints():
         if found > updates and read_checkpoint(path) is not None:
@@ -203,7 +205,7 @@ def discard_newer(run_dir: RunDir, updates: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder, its ``state.json`` first, so that a half-deleted checkpoint does not look valid.
+    """Delete a folder. Its ``state.json`` is deleted first, so that a half-deleted checkpoint does not look valid.
 
     If the folder is a link (the user moved the checkpoint to another disk), only the link is deleted.
     """
@@ -213,7 +215,7 @@ def _remove(path: Path) -> None:
 
 
 def restore_threads(checkpoint: Checkpoint) -> bool:
-    """Set the checkpoint's thread count, because it decides how sums are split; return whether it had to be changed."""
+    """Set the checkpoint's thread count, which determines how sums are split; return whether this changed it."""
     wanted = int(checkpoint.facts["threads"])
     changed = torch.get_num_threads() != wanted
     torch.set_num_threads(wanted)

@@ -1,8 +1,9 @@
 """Class images: regularisation images that the base draws before training (DreamBooth, arXiv 2208.12242, 3.2).
 
-They are in the cache. The folder's name is a hash of everything that determines them: the base, its encoders, the
-prompt, the size and the settings of the sampler. An image's number is its seed and its file name, and files are written
-atomically. So a stopped run continues with the missing images, and a run that needs more images draws only those.
+They are stored in the cache. The folder's name is a hash of everything that determines them: the base, its encoders,
+the prompt, the size and the settings of the sampler. An image's number is its seed and its file name, and files are
+written atomically. So a stopped run continues with the missing images, and a run that needs more images draws only the
+missing ones.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ VERSION = 1  # increase it if the same settings would give other images
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The images of one source. folder: contains them. requests: one per image, in the order of their numbers."""
+    """The class images that one source needs.
+
+    folder: the folder with the images. requests: one request per image, by number.
+    """
 
     folder: Path
     requests: Sequence[PreviewRequest]
@@ -57,7 +61,7 @@ def with_class_images(start: StartContext, family: ModelFamily, encoding: Encodi
     """Draw the class images that are not in the cache yet.
 
     Returns:
-        The recipe; sources with a ``class_prompt`` have the folder of their images as ``path``.
+        The recipe. In each source with a ``class_prompt``, ``path`` is set to the folder of its class images.
 
     Raises:
         StoppedError: the run was asked to stop; the images drawn so far are kept.
@@ -93,7 +97,7 @@ def _wanted(recipe: Recipe, source: ResolvedSource, family: ModelFamily) -> _Wan
 
 
 def _draw(start: StartContext, family: ModelFamily, wanted: Sequence[_Wanted], encoding: Encoding) -> None:
-    """Load the base as a run does, and draw the missing images without the adapter."""
+    """Load the base as for training, and draw the missing images with the adapter disabled."""
     missing = [(each, request) for each in wanted for request in each.missing]
     # Encode the prompts
     encoders = [encoder for encoder in family.encoders() if encoder.entry.has_captions]
@@ -127,7 +131,7 @@ def _previews(
     text: Callable[[str], Tensors],
     tiles: bool,
 ) -> tuple[Sequence[Drawn], bool]:
-    """Draw images, decoded in tiles if memory runs out. The returned flag: tiles were used."""
+    """Draw images, decoded in tiles if memory runs out. Returns the images and whether tiles were used."""
     try:
         return family.preview(model, requests, text, tiles), tiles
     except (RuntimeError, MemoryError) as error:

@@ -1,7 +1,7 @@
 """``runtime.compile``: apply ``torch.compile`` to the repeated blocks, or to whole components.
 
 A part that cannot be compiled ends the run with an explanation (``fullgraph``): a silent fallback to eager execution
-would be slow for no visible reason. Each bucket's shapes are compiled separately (``dynamic=False``), before the first
+would be slow for no visible reason. Each bucket's shape is compiled separately (``dynamic=False``), before the first
 step.
 """
 
@@ -33,18 +33,18 @@ OFF = "Set runtime.compile to off: lora-rocm's own kernels then replace the comp
 
 
 def how_asked(asked: Asked, device: torch.device, environ: Mapping[str, str] = os.environ) -> How | None:
-    """The parts to compile; None if nothing is compiled. ``auto`` means off.
+    """The parts to compile, or None if nothing is compiled. ``auto`` means off.
 
-    Our own kernels are faster than compiled blocks (docs/lab/performance.md).
+    The reason is that our own kernels are faster than compiled blocks (docs/lab/performance.md).
 
     Raises:
-        UserError: "compile-unavailable", compilation is requested but cannot be used here.
+        UserError: "compile-unavailable", the recipe requests compilation, but it cannot be used here.
     """
     if asked in ("auto", "off"):
         return None
     reason = None
     if device.type != "cuda":
-        reason = "it needs a GPU, and this run trains on the processor"
+        reason = "it needs a GPU, but this run trains on the CPU"
     elif environ.get("TORCHDYNAMO_DISABLE", "") not in ("", "0"):
         reason = (
             "TORCHDYNAMO_DISABLE switches the compiler off (on Windows it is set, see docs/reference/environment.md)"
@@ -66,8 +66,8 @@ class Compiler:
     """Compiles parts of a model and counts the compiled graphs.
 
     Attributes:
-        how: see ``how_asked``.
-        shapes: the buckets' shapes; their number times the number of parts bounds the number of graphs.
+        how: the parts to compile, see ``how_asked``.
+        shapes: the buckets' shapes. At most one graph is compiled per shape and part.
         context: receives ``compile`` events, a heartbeat after each graph, and a notice at the end.
         backend: the backend of ``torch.compile``.
         pieces: number of graphs compiled so far.
@@ -80,7 +80,7 @@ class Compiler:
     pieces: int = field(default=0, init=False)
 
     def mark(self, family: ModelFamily, model: LoadedModel) -> None:
-        """Mark the parts for compilation on their first call. Call it when the model is otherwise ready to train."""
+        """Mark the parts, which are then compiled on their first call. The model must otherwise be ready to train."""
         from torch._dynamo import config  # the import takes seconds
         from torch._dynamo.backends.registry import lookup_backend
 
@@ -101,7 +101,7 @@ class Compiler:
         self._report_progress(0)
 
     def warm_up(self, run: Callable[[SampleShape], object]) -> None:
-        """Run a pass of each shape, the largest first. The caller has to drop the gradients.
+        """Run one pass per shape, the largest shape first. The caller has to drop the gradients.
 
         Raises:
             LoraRocmError: see ``explained``.
@@ -112,7 +112,7 @@ class Compiler:
             self.context.beat("compile")
             self._report_progress(done)
         self.context.notice(
-            f"Compiled: {self.pieces} pieces for {len(self.shapes)} sizes. They are kept for the next run."
+            f"Compiled {self.pieces} graphs for {len(self.shapes)} sample shapes. The next run can reuse them."
         )
 
     @property
@@ -126,17 +126,17 @@ class Compiler:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turn compiler errors into explained ones. Device faults and out-of-memory errors pass unchanged.
+        """Within this context, compiler errors get an explanation. Device and memory errors are unchanged.
 
         Raises:
-            LoraRocmError: "compile-failed", or "compile-limit" if more graphs were compiled than planned.
+            LoraRocmError: "compile-failed", or "compile-limit" if more graphs were compiled than expected.
         """
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
         try:
             yield
         except FailOnRecompileLimitHit as error:
-            what = f"{self.pieces} pieces were compiled, more than {len(self.shapes)} shapes of samples need."
+            what = f"Too many graphs were compiled: {self.pieces} for only {len(self.shapes)} sample shapes."
             raise _refused("compile-limit", what, error) from error
         except TorchDynamoException as error:
             if device_fault(error) is not None or out_of_memory(error) is not None:
@@ -147,7 +147,7 @@ class Compiler:
 def for_run(
     recipe: Recipe, device: torch.device, shapes: Iterable[SampleShape], context: RunContext
 ) -> Compiler | None:
-    """The compiler for a run over samples of these shapes; None if nothing is compiled."""
+    """The compiler for a run with samples of these shapes, or None if nothing is compiled."""
     how = how_asked(recipe.runtime.compile, device)
     return None if how is None else Compiler(how, tuple(shapes), context)
 
@@ -155,25 +155,25 @@ def for_run(
 def zero_passes(
     family: ModelFamily, transfer: DeviceTransfer, rows: int, run: Callable[[Tensors, Tensors], object]
 ) -> Callable[[SampleShape], object]:
-    """Return a function that runs a micro-batch of zeros of a given shape, for ``Compiler.warm_up``."""
+    """Return a function that runs a micro-batch of zeros with the given shape, for ``Compiler.warm_up``."""
     return lambda shape: run(*send_zeros(family, transfer, shape, rows))
 
 
 def explained(compiler: Compiler | None) -> Any:
-    """``Compiler.explained``; without a compiler, a context that does nothing."""
+    """Return ``Compiler.explained()``, or a context that does nothing if there is no compiler."""
     return nullcontext() if compiler is None else compiler.explained()
 
 
 def require_no_offload(compiler: Compiler | None, offloads: bool) -> None:
-    """Refuse offloading with a compiler: compiled code holds references to the weights that offloading moves.
+    """Refuse to compile if weights are offloaded: compiled code holds references to the weights that offloading moves.
 
     Raises:
-        UserError: "compile-offload".
+        UserError: "compile-offload", both are in use.
     """
     if compiler is not None and offloads:
         raise UserError(
             "compile-offload",
-            "Frozen weights have to be offloaded to main memory here, and compiled parts do not support this.",
+            "The model cannot be compiled, because frozen weights have to be offloaded to main memory here.",
             where=f"runtime.compile: {compiler.how}",
             fix="Set runtime.compile to off, or make the step smaller (train.batch_size, data.resolution).",
         )

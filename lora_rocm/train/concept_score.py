@@ -1,11 +1,12 @@
 """A score of whether the concept was learned: are previews made after training closer to the training samples?
 
-Each image becomes a descriptor: its colours, and its edge orientations by place. Its distance is the distance to the
-nearest training image. The score is the probability that a preview made after training is closer than one made before.
-It is the area under the ROC curve: 0.5 means no change, 1.0 means that every preview is closer. The control is the same
-number for prompts without the concept. It should stay near 0.5; only a score above its control is evidence.
+Each image becomes a descriptor: its colours, and its edge orientations by place. An image's distance is the distance to
+its nearest training image. The score is the probability that a preview made after training has a smaller distance than
+one made before. This is the area under the ROC curve: 0.5 means no change, 1.0 means that every preview is closer. The
+control is the same number for prompts without the concept. It should stay near 0.5; only a score above its control is
+evidence.
 
-The score is rough: it does not know the content of an image. With n previews it has at most n * n + 1 values, so a few
+The score is rough: it ignores the content of an image. With n previews it has at most n * n + 1 values, so a few
 previews prove little (``report.concept_text``). Texts have no score.
 """
 
@@ -28,9 +29,11 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ConceptScore:
-    """score, control: 0..1; control is None without control prompts. distances: mean per group.
+    """The score of a run.
 
-    num_previews: number of previews made after training, without control prompts.
+    score: probability from 0 to 1, see the module. control: the same for control prompts, or None without any.
+    distances: mean distance of each group of previews. num_previews: number of previews made after training, without
+    control prompts.
     """
 
     score: float
@@ -40,7 +43,7 @@ class ConceptScore:
 
 
 def descriptor(image: Image.Image) -> Vector:
-    """Describe an image by a colour histogram and a grid of edge orientations, each with half of the weight."""
+    """Describe an image by a colour histogram and a grid of edge orientations, weighted equally."""
     pixels_HWC = (
         np.asarray(image.convert("RGB").resize((SIDE_PX, SIDE_PX), Image.Resampling.BOX), dtype=np.float64) / 255
     )
@@ -82,7 +85,7 @@ def nearer(after: Vector, before: Vector) -> float:
 def score(
     before: Sequence[Image.Image], after: Sequence[Image.Image], training: Sequence[Image.Image], num_control: int
 ) -> ConceptScore:
-    """Score of a run. The last ``num_control`` previews of ``before`` and ``after`` belong to control prompts."""
+    """The score of a run. The last ``num_control`` images of ``before`` and of ``after`` are of control prompts."""
     split = len(before) - num_control
     distance_before, distance_after = nearest_distance(before, training), nearest_distance(after, training)
     distances = {"before": float(distance_before[:split].mean()), "after": float(distance_after[:split].mean())}

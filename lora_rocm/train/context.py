@@ -29,9 +29,9 @@ class StartContext:
     Attributes:
         dtype: the dtype of the base model and of autocast.
         settings: the parent's plan for this machine.
-        checkpoint: to resume from; None: start at the beginning.
-        accept_changes: resume even if recipe, data or base model differ from the checkpoint's.
-        attempt: the lowest ``Position.attempt`` to draw noise for.
+        checkpoint: the checkpoint to resume from, or None to start at the beginning.
+        accept_changes: whether to resume even if recipe, data or base model differ from the checkpoint's.
+        attempt: minimum for ``Position.attempt``, a number that selects the noise.
         world: the process group of the ranks that train together.
     """
 
@@ -47,7 +47,6 @@ class StartContext:
 
     @property
     def context(self) -> RunContext:
-        """The run's context."""
         return self.session.context
 
 
@@ -56,9 +55,9 @@ class Data:
     """The result of the data phase: items in the caches, and the batch plan over them.
 
     Attributes:
-        kept: data facts from the checkpoint, if training is complete and the images have vanished or changed. There are
-            no items then.
-        watched: the samples of ``data.watched``, if there are any.
+        kept: data facts from the checkpoint, if training is complete and the images are missing or changed. In this
+            case there are no items.
+        watched: the samples of ``data.watched``, or None if there are none.
     """
 
     prepared: Prepared
@@ -69,11 +68,11 @@ class Data:
     watched: Watched | None = None
 
     def identity(self) -> str:
-        """A digest that changes if a resumed run would see other samples or another order."""
+        """Digest of the samples and their order; if it differs, a resumed run would train on different batches."""
         return self.prepared.identity() if self.kept is None else self.kept.identity
 
     def facts(self) -> dict[str, str | bool]:
-        """A checkpoint's facts about the data, for the next start."""
+        """Facts about the data that a checkpoint stores for the next start."""
         plan = self.plan
         return {"data": self.identity(), "by_length": plan.by_length, "one_bucket_updates": plan.one_bucket_updates}
 
@@ -83,13 +82,13 @@ class Data:
 
 
 def transfer_of(start: StartContext) -> DeviceTransfer:
-    """A new transfer to the device, as planned for this machine."""
+    """Return a new transfer to the device, with the settings planned for this machine."""
     settings = start.settings
     return DeviceTransfer(start.device, pin=pins(start), first=settings.copy_method, heap_copy=settings.heap_copy)
 
 
 def encoder_placement(start: StartContext, device: torch.device) -> Placement:
-    """A new placement of an encoder on a device; on a discrete GPU it can stream layers."""
+    """Return a new placement for an encoder on a device. On a discrete GPU it can stream layers from main memory."""
     on = replace(start, device=device)
     if device.type != "cuda" or getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
         return Resident(transfer_of(on))
@@ -104,6 +103,6 @@ def pins(start: StartContext) -> bool:
 
 
 def captures(start: StartContext) -> bool:
-    """Whether passes are captured as graphs. With ``lora.dropout`` they are not: each pass draws random numbers."""
+    """Whether passes are captured as graphs. Never with ``lora.dropout``: each pass then draws random numbers."""
     allowed = start.recipe.runtime.graphs == "auto" and start.settings.graphs
     return start.device.type == "cuda" and allowed and not start.recipe.lora.dropout

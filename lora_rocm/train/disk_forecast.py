@@ -1,4 +1,4 @@
-"""Forecast of the bytes that a run will still write, compared with the free disk space."""
+"""Compares the bytes that a run has yet to write with the free disk space."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
 
 ENCODED = ("images", "captions")
-"""Outputs of encoders, as named in the caching progress."""
+"""Names of the caching steps in which encoders run."""
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a run's files.
 
-    checkpoint_bytes: weights, their optimizer state, and the average if one is kept. lora_bytes: the LoRA file next to
-    a checkpoint. exports_bytes: all formats of the result.
+    checkpoint_bytes: weights, optimizer state, and the moving average if one is kept. lora_bytes: the LoRA file next to
+    a checkpoint. exports_bytes: the result in all output formats.
     """
 
     checkpoint_bytes: int
@@ -47,8 +47,8 @@ def sizes_of(
         family: the base model's family.
         adapter: the trained adapter.
         recipe: the run's recipe.
-        facts: facts at the end of the run; earlier facts are shorter by a few digits.
-        state: the tensors of each other file of a checkpoint.
+        facts: facts about the run; numbers that grow during the run add only a few bytes.
+        state: the tensors of each checkpoint file, except for the adapter's.
 
     Raises:
         AdapterError: ``export-form``, an output format cannot be written.
@@ -69,7 +69,7 @@ class DiskForecast:
     """Compares the bytes still to be written with the free disk space.
 
     Attributes:
-        context: receives a notice, once, if the disk may become full.
+        context: receives one notice if the disk may become full.
         free: returns the free bytes at a path.
     """
 
@@ -82,7 +82,7 @@ class DiskForecast:
     _said: bool = field(default=False, init=False)
 
     def forecast(self, updates: int, sizes: Sizes) -> None:
-        """Send a notice, once, if the disk may become full before the end of the run."""
+        """Send a notice if the disk may become full before the end of the run; at most one notice per start."""
         growth = {saving: self._growth(updates, saving) for saving in (True, False)}
         fullest = {
             saving: states * sizes.checkpoint_bytes + loras * sizes.lora_bytes + (0 if saving else sizes.exports_bytes)
@@ -104,10 +104,10 @@ class DiskForecast:
             )
 
     def require_checkpoint(self, updates: int, sizes: Sizes) -> None:
-        """Check that there is room for one more checkpoint with its LoRA file.
+        """Check that there is space for one more checkpoint with its LoRA file.
 
         Raises:
-            StorageError: "disk-low"; older checkpoints are kept.
+            StorageError: "disk-low", there is too little; older checkpoints are kept.
         """
         require(
             self.run_dir.checkpoint(updates),
@@ -119,17 +119,17 @@ class DiskForecast:
         )
 
     def _saves(self, updates: int) -> int:
-        """Number of checkpoints still to be written, without the checkpoints by ``output.save_every_minutes``."""
+        """Number of checkpoints still to be written; checkpoints for ``output.save_every_minutes`` are not counted."""
         every, last = self.recipe.output.save_steps(self.steps_per_epoch), self.max_train_steps
         if not every:  # only by minutes, and nobody knows how long the run takes
             return int(updates < last)
         return max(last // every - updates // every + bool(last % every), 0)
 
     def _growth(self, updates: int, saving: bool) -> tuple[int, int]:
-        """Growth of the numbers of checkpoints and of their LoRA files on the disk.
+        """The number of checkpoints and of LoRA files that will be added to the disk.
 
-        ``saving``: at the moment when the last one is written, before an old one is deleted; otherwise later, when the
-        result is written.
+        ``saving``: count at the moment when the last checkpoint has been written and the oldest is not deleted yet;
+        otherwise count later, when the result is written.
         """
         saves, keep = self._saves(updates), self.recipe.output.keep_last_loras
         there = len(self.run_dir.list_checkpoints()), len(self.run_dir.checkpoint_loras())
@@ -137,7 +137,7 @@ class DiskForecast:
         return states, saves if keep is None else min(saves, max(keep + saving - there[1], int(saving)))
 
     def _images_bytes(self, updates: int) -> int:
-        """Size of the remaining previews, assuming no compression."""
+        """Bytes of the previews still to be drawn, assuming no compression."""
         sample, (width, height) = self.recipe.sample, self.recipe.preview_size
         every = sample.round_steps(self.steps_per_epoch)
         rounds = 2 + (self.max_train_steps // every - updates // every if every else 0)
@@ -147,7 +147,7 @@ class DiskForecast:
 
 @dataclass
 class CacheRoom:
-    """Reports caching progress, and forecasts from the first entries' size whether the missing ones will fit.
+    """Reports caching progress, and predicts from the size of the first entries whether the missing entries will fit.
 
     Attributes:
         context: receives the progress, and at most one notice per kind of entry.
@@ -159,7 +159,7 @@ class CacheRoom:
     _said: set[str] = field(default_factory=set, init=False)
 
     def __call__(self, what: str, done: int, total: int, per_second: float) -> None:
-        """Report progress, see ``dataset.progress.Report``.
+        """Report progress (see ``dataset.progress.Report``).
 
         Raises:
             StoppedError: the run was asked to stop.
@@ -172,7 +172,7 @@ class CacheRoom:
             if told:
                 self._said.add(kind)
                 self.context.notice(
-                    f"{told} Free some, or set cache.dir to a folder on another disk; the cached entries are kept."
+                    f"{told} Free some space, or set cache.dir to a folder on another disk. Cached entries are kept."
                 )
         self.context.emit(CacheEvent(what=what, done=done, total=total, per_second=round(per_second, 2)))
         self.context.beat("cache")

@@ -1,7 +1,8 @@
-"""Checks that a base can compute as its configs describe it: runs everything that a run computes once, without numbers.
+"""Checks that a base can compute with the values in its configs: runs each encoder and trained component once.
 
-Encoders and trained components are on PyTorch's meta device, where only shapes, types and arguments count. Some config
-values are read in the forward pass and not when a module is built; here they are refused before weights are read.
+They run on PyTorch's meta device, where tensors have shapes and types but no numbers. Some config values are first read
+in the forward pass, so building a module does not detect that they are wrong. Here they are detected before any weights
+are read.
 """
 
 from __future__ import annotations
@@ -32,36 +33,39 @@ from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.recipe.schema import Recipe
 
 VERDICTS: dict[str, ModelError | None] = {}
-"""Earlier results: a process may inspect the same base many times, once for each variant of its family."""
+"""Results by base: a process may check the same base many times, once for each variant of its family."""
 SIDE_PX = 256
 NO_NUMBERS = "meta"
-"""In the message of an error of the meta device itself: an operation reads a number, and there are none."""
+"""Word in PyTorch's error if an operation reads a number on the meta device, which has none."""
 
 
 @runtime_checkable
 class TakesSource(Protocol):
-    """A family that can be given its base."""
+    """A family that can use a base that was already found and checked."""
 
     @property
     def source(self) -> BaseSource:
         """The base, found and checked."""
 
     def take(self, source: BaseSource) -> None:
-        """Use a base that was found and checked before."""
+        """Use this base, which was already found and checked."""
 
 
 class MetaSource(BaseSource):
     """A base without weights: its components compute on the meta device.
 
     Attributes:
-        loaded: the components loaded so far.
+        loaded: names of the components loaded so far.
     """
 
     loaded: list[str]
 
     @classmethod
     def of(cls, source: BaseSource, changed: Mapping[str, Mapping[str, Any]]) -> MetaSource:
-        """Return a base without its weights. ``changed``: component -> values that replace those in its config."""
+        """Return a copy of a base that loads no weights.
+
+        ``changed``: by component, values that replace values in its config.
+        """
         made = cls(**{each.name: getattr(source, each.name) for each in fields(BaseSource) if each.init})
         object.__setattr__(made, "loaded", [])
         made._configs.update({**source._configs, **{name: dict(values) for name, values in changed.items()}})
@@ -78,7 +82,7 @@ class MetaSource(BaseSource):
 
 
 class MetaPlacement(Resident):
-    """Leaves weights on the meta device, where there are no bytes to send, compare or count."""
+    """Leaves weights on the meta device, where nothing can be sent, compared or counted."""
 
     def __init__(self) -> None:
         super().__init__(MetaTransfer())
@@ -88,7 +92,7 @@ class MetaPlacement(Resident):
 
 
 class MetaTransfer(DeviceTransfer):
-    """Sends to the meta device, where nothing can be compared, and leaves there what comes back."""
+    """Moves tensors to the meta device, where nothing can be compared; ``receive`` leaves them there."""
 
     def __init__(self) -> None:
         super().__init__(META, pin=False)
@@ -101,7 +105,7 @@ class MetaTransfer(DeviceTransfer):
 
 
 class AlwaysTrue(TorchDispatchMode):
-    """Makes a tensor without numbers true in a condition, so that transformers' masks treat a text as one sequence."""
+    """Evaluates meta tensors as true in conditions, so that transformers' masks treat a text as one sequence."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,16 +117,16 @@ class AlwaysTrue(TorchDispatchMode):
 
 
 def require_computable(family: ModelFamily, recipe: Recipe) -> None:
-    """Refuse a base if a value in its configs keeps its encoders or trained components from computing.
+    """Refuse a base if a value in its configs prevents its encoders or trained components from computing.
 
-    An architecture that reads numbers in its forward pass is not judged.
+    An architecture that reads numbers in its forward pass cannot be checked, and is accepted.
 
     Args:
         family: the base's family.
-        recipe: names the base and its trained components.
+        recipe: the recipe, which names the base and its trained components.
 
     Raises:
-        ModelError: config-unfit, or an error while reading a config.
+        ModelError: "config-unfit", or an error while reading a config.
     """
     if not isinstance(family, TakesSource) or isinstance(family.source, RandomSource):
         return
@@ -179,7 +183,10 @@ def _shape(recipe: Recipe) -> SampleShape:
 
 
 def _try(source: BaseSource, run: Callable[[Mapping[str, Mapping[str, Any]], list[str]], None]) -> None:
-    """Call ``run`` with no changed configs and a list for the components that it uses, and explain its failure."""
+    """Call ``run`` with unchanged configs; if it fails, raise an error that names the faulty config.
+
+    ``run`` adds the components that it uses to the list that it receives.
+    """
     loaded: list[str] = []
     try:
         run({}, loaded)
@@ -197,7 +204,7 @@ def _blamed(
     run: Callable[[Mapping[str, Mapping[str, Any]], list[str]], None],
     error: BaseException,
 ) -> Any:
-    """Yield the error for the component with the faulty config. The likeliest, the last one used, comes first."""
+    """Yield the error for the component with the faulty config; the last component used is tried first."""
     explained: list[ModelError] = []
     for name in dict.fromkeys(reversed(loaded)):
         path, values = source.config_path(name), source.config(name).values

@@ -1,7 +1,8 @@
-"""Forward and backward pass of one micro-batch, with gradients in the flat buffer. Does not wait for the device.
+"""Computes the forward and backward pass of one micro-batch, without waiting for the device.
 
-On a fast GPU a step takes some ten thousand kernel launches, and the host is slower than the device. So, if allowed,
-passes with frequent shapes are captured as graphs (``train/graphs.py``) and replayed with one launch.
+The gradients are added to one flat buffer for all trained weights. On a fast GPU a step takes some ten thousand kernel
+launches, and the host is slower than the device. So, if allowed, passes of frequent shapes are captured as graphs
+(``train/graphs.py``) and replayed with one launch.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class Engine:
     """Computes losses and gradients.
 
     Attributes:
-        loss_scale: float32 0-d on the device, a factor of the gradients; always the same tensor.
-        graphs: None if passes are not captured.
-        attention: contexts in which attention is computed as planned.
+        loss_scale: a factor of the gradients, float32 0-d on the device; always the same tensor.
+        graphs: the captured passes, or None if passes are not captured.
+        attention: returns a context that selects the planned attention implementation.
     """
 
     family: ComputesLosses
@@ -39,11 +40,11 @@ class Engine:
     attention: Context = nullcontext
 
     def run(self, batch: Tensors, draws: Tensors) -> Passed:
-        """Losses of a micro-batch. Its gradients are added to the flat buffer."""
+        """Compute the losses of a micro-batch, and add its gradients to the flat buffer."""
         return self._eager(batch, draws) if self.graphs is None else self.graphs.run(self._eager, batch, draws)
 
     def measured(self, batch: Tensors, draws: Tensors) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Unweighted loss of each sample, float32 [B], and the ``Prediction.measures``."""
+        """Compute the unweighted loss of each sample, float32 [B], and the ``Prediction.measures``."""
         with self.attention(), self.autocast():
             return measured(self.family, self.model, batch, draws)
 

@@ -1,13 +1,13 @@
 """Passes captured as graphs: one per frequent shape, all in one memory pool, each verified before it is used.
 
-The first two passes of a shape are eager. The second is then captured with the inputs of the first, and replayed with
-its own inputs. The graph is used from then on if the replay gives the gradients of the eager pass. This detects a
-graph with a baked-in value, or with memset nodes that do nothing (some ROCm versions). A pass without gradients proves
-nothing, so the check then waits for the next pass. If capturing fails, the shape stays eager.
+The first two passes of a shape are eager. After the second, a graph is captured with the inputs of the first pass, and
+replayed with the inputs of the second. It is used from then on if the replay gives the same gradients as the eager
+pass. This detects a graph with a baked-in value, or with memset nodes that do nothing (some ROCm versions). A pass
+without gradients proves nothing, so the check is postponed to the next pass. If capturing fails, the shape stays eager.
 
-Once MAX_GRAPHS shapes are captured, a shape with TIMES_AS_MANY passes replaces the one with the fewest. The replaced
-graph frees its nodes and static inputs. The memory of its activations stays in the pool, which the others use too: the
-pool counts its graphs, and its memory can be returned only when the last of them is gone (``releasePool`` in
+Once MAX_GRAPHS shapes are captured, a shape with TIMES_AS_MANY times the passes replaces the captured shape with the
+fewest. The replaced graph frees its nodes and static inputs. The memory of its activations stays in the pool, which the
+other graphs use too: the pool's memory can be returned only when its last graph is gone (``releasePool`` in
 c10/cuda/CUDACachingAllocator.cpp, called by ``CUDAGraph::reset`` in aten/src/ATen/cuda/CUDAGraph.cpp; on ROCm the
 destructor waits for the device too).
 """
@@ -31,26 +31,26 @@ from lora_rocm.families.base import Tensors
 from lora_rocm.rundir.run_context import RunContext
 
 TOLERANCE = 1e-2
-"""Tolerance between the gradients of a replay and of an eager pass, relative to their norm.
+"""Tolerance for the difference between a replay's gradients and an eager pass's, relative to their norm.
 
-Atomic sums in bf16 differ by some 1e-4, a wrong kernel by 1.
+Atomic sums in bf16 differ by about 1e-4, results of a wrong kernel by about 1.
 """
 KIND_TOLERANCE = 0.3
-"""The same tolerance for all A or all B matrices: early in a run A's gradients are too small to show in the total."""
+"""Tolerance for all A or all B matrices separately: early in a run A's gradients are too small to affect the total."""
 MAX_GRAPHS = 16
 """Maximum number of captured shapes. Each costs some tens of MB for its nodes."""
 TIMES_AS_MANY = 2
 """A shape replaces a captured one if it has had this many times as many passes.
 
-So each replacement doubles the passes of a place. Between two releases n passes lead to at most
-MAX_GRAPHS * log2(n) replacements.
+So with each replacement the captured shape's number of passes at least doubles. Between two releases, n passes lead to
+at most MAX_GRAPHS * log2(n) replacements.
 """
 MAX_COUNTED = 256
-"""Maximum number of shapes with counted passes. Beyond it the shape with the fewest passes is forgotten."""
+"""Maximum number of shapes for which passes are counted. Beyond it the shape with the fewest passes is forgotten."""
 
 
 class Passed(NamedTuple):
-    """Result of a pass: float32 tensors on the device."""
+    """Results of a pass, as float32 tensors on the device."""
 
     loss: Tensor  # 0-d, weighted sum
     loss_B: Tensor  # [B], unweighted
@@ -74,7 +74,7 @@ class Capture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Passed]) -> tuple[Callable[[], None], Passed]:
-        """Capture a pass without computing it; return its replay function and the tensors that will hold its results.
+        """Capture a pass without computing it; return its replay function and the tensors that receive its results.
 
         Raises:
             RuntimeError: the pass cannot be captured, or memory ran out.
@@ -87,7 +87,7 @@ class Capture:
 
 @dataclass
 class Captured:
-    """One graph and its input tensors, which keep their addresses."""
+    """One graph and its input tensors, which stay at the same addresses."""
 
     batch: Tensors
     draws: Tensors
@@ -107,10 +107,10 @@ class Graphs:
     """The captured passes of a run.
 
     Attributes:
-        weights: the passes compute their gradients.
-        exact: a replay must equal the eager pass bit for bit.
+        weights: the weights for which the passes compute gradients.
+        exact: whether a replay must equal the eager pass bit for bit.
         context: receives a notice if passes are not captured.
-        new_capture: makes the capturing object; called once per lifetime of the memory pool.
+        new_capture: returns an object that captures graphs in a new memory pool.
     """
 
     weights: FlatWeights
@@ -125,7 +125,7 @@ class Graphs:
     _full: bool = field(default=False, init=False)  # the notice that MAX_GRAPHS is reached was sent
 
     def run(self, eager: Pass, batch: Tensors, draws: Tensors) -> Passed:
-        """Run a pass: replay its graph if its shape is captured, else run it eagerly."""
+        """Run a pass: replay the graph of its shape, or run it eagerly if there is none."""
         if self._off:
             return eager(batch, draws)
         shape = tuple((name, t.shape, t.dtype) for tensors in (batch, draws) for name, t in tensors.items())
@@ -149,7 +149,7 @@ class Graphs:
         empty_pools()
 
     def _count(self, shape: Shape) -> None:
-        """Count a pass of a shape."""
+        """Count a pass of a shape; if too many shapes are counted, forget the rarest one that is not captured."""
         if shape not in self._passes and len(self._passes) >= MAX_COUNTED:
             without = (each for each in self._passes if self.captured.get(each) is None)
             rarest = min(without, key=self._passes.__getitem__)
@@ -158,9 +158,9 @@ class Graphs:
         self._passes[shape] += 1
 
     def _has_place(self, shape: Shape) -> bool:
-        """Whether a shape may be captured: there is a free place, or it is frequent enough to replace another.
+        """Whether a shape may be captured: MAX_GRAPHS is not reached, or it is frequent enough to replace another.
 
-        If all places are taken, one notice is sent.
+        If MAX_GRAPHS is reached, the user is notified once.
         """
         if self._has_free_place:
             return True
@@ -173,12 +173,12 @@ class Graphs:
         return sum(graph is not None for graph in self.captured.values()) < MAX_GRAPHS
 
     def _least_used(self) -> Shape | None:
-        """The captured shape with the fewest passes; None if none is captured."""
+        """The captured shape with the fewest passes, or None if no shape is captured."""
         captured = (shape for shape, graph in self.captured.items() if graph is not None)
         return min(captured, key=self._passes.__getitem__, default=None)
 
     def _second(self, shape: Shape, eager: Pass, first: Inputs, now: Inputs) -> Passed:
-        """Run the second pass of a shape eagerly, then capture and verify its graph. Returns the eager results."""
+        """Run the second pass of a shape eagerly, then capture and verify its graph; return the eager results."""
         gradients = self.weights.gradients
         # None in the first pass of a step. The check waits for the device, but only once per captured shape.
         before_N = gradients.clone() if bool(gradients.any()) else None
@@ -196,7 +196,9 @@ class Graphs:
             self.weights.drop_leaf_gradients()
             self.captured[shape] = None
             self._let_go_if_unused()
-            self.context.notice(f"Steps of this size are not captured as a graph, and run slower: {first_line(error)}")
+            self.context.notice(
+                f"Steps of this size run slower, because they cannot be captured as a graph: {first_line(error)}"
+            )
         if before_N is None:
             gradients.copy_(made_N)
         else:
@@ -206,10 +208,10 @@ class Graphs:
     def _captured_and_proven(
         self, shape: Shape, eager: Pass, first: Inputs, now: Inputs, passed: Passed, made_N: Tensor
     ) -> None:
-        """Capture the graph of a shape; keep it if its gradients agree with ``made_N``.
+        """Capture the graph of a shape, and keep it if its gradients agree with ``made_N``, the eager pass's.
 
-        If all places are taken, the least used graph is dropped first. Allocates nothing of size N, because memory may
-        be short.
+        If MAX_GRAPHS is reached, the least used graph is dropped first. Nothing of size N is allocated, because memory
+        may be short.
         """
         least = self._least_used()
         if not self._has_free_place and least is not None:
@@ -227,7 +229,7 @@ class Graphs:
         self._off = True
         self.release()
         self.context.notice(
-            "A step replayed as a graph gave other gradients than the same step run eagerly. No steps are captured."
+            "Steps are no longer captured as graphs: a graph gave other gradients than the same step run eagerly."
         )
 
     def _let_go_if_unused(self) -> None:
@@ -235,7 +237,7 @@ class Graphs:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Forget the memory pool: it is freed with its last graph and cannot be reused."""
+        """Stop using the memory pool; it is freed with its last graph."""
         self._capture = None
         self.weights.keep_gradients(False)
 
@@ -243,7 +245,7 @@ class Graphs:
         if not self._full:
             self._full = True
             self.context.notice(
-                f"Steps of {MAX_GRAPHS} sizes are captured as graphs. Steps of other sizes are not, and run slower."
+                f"Steps of {MAX_GRAPHS} sizes are captured as graphs, the maximum. Steps of other sizes run slower."
             )
 
     def _captured(self, eager: Pass, example: Inputs) -> Captured:
@@ -255,10 +257,10 @@ class Graphs:
         return Captured(batch, draws, replay, passed)
 
     def _agree(self, wanted: Passed, found: Passed, wanted_N: Tensor) -> bool:
-        """Compare the replay's losses, and its gradients in the buffer, with the eager pass.
+        """Whether a replay's losses, and its gradients in the buffer, equal the eager pass's within the tolerance.
 
-        Measures are not compared: a share of samples may jump where a loss hardly differs.
-        Unless ``exact``, it overwrites the gradient buffer with the difference.
+        Measures are not compared: a share of samples may jump although the loss hardly differs. Unless ``exact`` is
+        set, the gradient buffer is overwritten with the difference.
         """
         pairs, found_N = zip(wanted[:2], found[:2], strict=True), self.weights.gradients
         if self.exact:
@@ -271,7 +273,7 @@ class Graphs:
         )
 
     def _norms(self, flat_N: Tensor) -> dict[str, float]:
-        """Role of a weight in the adapter (the last part of its name) -> norm over all weights of that role."""
+        """Norms of the gradients, by the last part of the weights' names (their role in the adapter)."""
         kinds: dict[str, list[Tensor]] = {}
         for name, part in self.weights.views(flat_N).items():
             kinds.setdefault(name.rpartition(".")[2], []).append(part)
@@ -279,5 +281,5 @@ class Graphs:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """The first line of an error's message, at most 200 characters; its class name if the message is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

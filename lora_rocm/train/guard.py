@@ -1,4 +1,4 @@
-"""Checks before anything is written: kernels are correct, base and trained state unchanged, the state finite."""
+"""Checks before a file is written: kernels are correct, and the base and the trained state are intact and finite."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENCODERS = "encoders' weights"
 
 
 def check_kernels(canary: Canary, updates: int, context: RunContext) -> None:
-    """Run the canary once and emit its event.
+    """Run the canary once, and emit a ``canary`` event with its result.
 
     Raises:
         CanaryError: kernels give wrong results, or frozen weights have changed.
@@ -46,7 +46,7 @@ def check_kernels(canary: Canary, updates: int, context: RunContext) -> None:
 
 @dataclass
 class CacheGuard:
-    """Checks kernels, in the encoders' float32, and the encoders' weights while caches are filled.
+    """Checks kernels (in float32, the encoders' dtype) and the encoders' weights while caches are filled.
 
     Attributes:
         rank: the rank of the recipe's LoRA.
@@ -59,7 +59,7 @@ class CacheGuard:
     _canaries: dict[torch.device, Canary] = field(default_factory=dict, init=False)
 
     def __call__(self, placement: Placement) -> None:
-        """Check the device of this placement, and its weights.
+        """Check the device of this placement, and the weights placed there.
 
         Raises:
             CanaryError: see ``check_kernels``.
@@ -79,7 +79,7 @@ class CacheGuard:
 
 @dataclass
 class Guard:
-    """Checks kernels and state, and raises before a file is written from wrong results."""
+    """Checks kernels and trained state, and raises an error before wrong results are written to a file."""
 
     canary: Canary
     optimizer: GatedOptimizer
@@ -98,10 +98,10 @@ class Guard:
         self._sound_at = updates
 
     def use_graphs(self, capture: Capture | None) -> None:
-        """Capture the checks of the base and of the trained state as graphs; None: launch their kernels one by one.
+        """Capture the checks of base and trained state as graphs. Without ``capture``, they launch kernels one by one.
 
         Raises:
-            CanaryError: "canary-graph", a graph computes wrong results.
+            CanaryError: "canary-graph", a captured check gives wrong results.
         """
         self.canary.capture = capture
         try:
@@ -114,10 +114,10 @@ class Guard:
     def check_state(self, updates: int) -> None:
         """Compare weights and optimizer state with their fingerprints from the last update; waits for the device.
 
-        Call it again after reading the state to be written, to be sure that it did not change while it was read.
+        Call it again after the state has been read for a checkpoint, to be sure that it did not change during the read.
 
         Raises:
-            StateError: they differ.
+            StateError: the weights or the optimizer state have changed.
         """
         self.optimizer.state_guard.check()
         failure = self.optimizer.state_guard.failure(updates)
@@ -125,12 +125,12 @@ class Guard:
             raise failure
 
     def check_all(self, updates: int) -> None:
-        """Check the kernels, then that the state is unchanged and finite.
+        """Check the kernels, then check that the trained state is unchanged and finite.
 
         Raises:
             CanaryError: see ``check_kernels``.
             StateError: see ``check_state``.
-            NonFiniteError: a weight, its average or the optimizer state is not finite.
+            NonFiniteError: a weight, its moving average or the optimizer state is not finite.
         """
         self.check_kernels(updates)
         self.check_state(updates)
@@ -147,7 +147,7 @@ class Guard:
                 "the previous checkpoint stays valid.",
                 where=f"after {updates} updates: {', '.join(bad[:NAMED])}",
                 **resume_advice(
-                    "Run lora-rocm doctor, then the same command with --resume latest, which continues from it. "
+                    "Run lora-rocm doctor, then the same command with --resume latest, to continue from there. "
                     "If this happens again, lower optim.learning_rate and add --accept-changes."
                 ),
             )

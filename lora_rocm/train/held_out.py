@@ -1,4 +1,4 @@
-"""The held-out loss: each sample at fixed positions of the noise schedule with fixed noise."""
+"""The held-out loss: each sample is measured with fixed noise at fixed positions of the noise schedule."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.loop import seed_for
 
 VALIDATION_POSITIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Positions in the noise schedule for the held-out loss; fixed, so that values are comparable."""
+"""Positions in the noise schedule at which the held-out loss is measured; fixed, so that values are comparable."""
 
 
 class HeldOut(NamedTuple):
-    """Result for a sample. share: ``Item.share``."""
+    """The loss and measures of a sample at one position. share: the sample's weight in the mean, see ``Item.share``."""
 
     key: str
     loss: float
@@ -30,11 +30,13 @@ class HeldOut(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Computes losses without gradients.
+    """Computes held-out losses, without gradients.
 
     Attributes:
-        measured: (batch, draws), both on the device -> unweighted loss of each sample, float32 [B], and measures.
-        parts: each batch is split into this many parts, because a batch trained in parts does not fit here either.
+        measured: computes, from a batch and its draws on the device, each sample's unweighted loss, float32 [B], and
+            its measures.
+        parts: number of parts that each batch is split into. A batch that is split in training does not fit whole here
+            either.
     """
 
     family: ComputesLosses
@@ -46,9 +48,9 @@ class HeldOutLoss:
 
     @torch.no_grad()
     def of(self, batches: Iterable[Batch]) -> list[HeldOut]:
-        """Results for each sample at each position, in the order of the batches.
+        """Results of each sample at each position, in the order of the batches.
 
-        There is one position if the objective draws no noise.
+        If the objective draws no noise, each sample is measured once.
         """
         found = list[HeldOut]()
         for component in self.model.components.values():
@@ -73,12 +75,12 @@ class HeldOutLoss:
         return found
 
     def _draws(self, batch: Batch, place: float) -> Tensors:
-        """The draws at a position. Noise depends on the sample alone."""
+        """The draws for a batch at a position. A sample's noise depends only on the sample and the position."""
         seeds = [seed_for("validation", key, place) for key in batch.sample_keys]
         return self.family.objective.fixed_draw(batch.tensors, seeds, place).tensors
 
     def _measured(self, batch: Batch, draws: Tensors) -> tuple[list[float], dict[str, list[float]]]:
-        """Loss and measures of each sample. The transfer is checked as in training."""
+        """Loss and measures of each sample. As in training, the transfer is checked, and repeated if it failed."""
         fingerprints = {**batch.fingerprints, **{name: fingerprint(draw_B) for name, draw_B in draws.items()}}
         while True:
             tensors, _ = self.transfer.send({**batch.tensors, **draws}, fingerprints)

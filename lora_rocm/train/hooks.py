@@ -1,4 +1,4 @@
-"""Hooks of the training loop: checkpoints, previews, validation, TensorBoard. They act on confirmed state only."""
+"""Hooks of the training loop: checkpoints, previews, validation, TensorBoard. They act only on a confirmed state."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ SCALARS = {
     "validation": ("loss",),
     "watched": ("loss",),
 }
-"""Type of an event -> its fields for TensorBoard and other trackers, without the optimizer's and the measures."""
+"""By event type, the fields that TensorBoard and other trackers log, in addition to optimizer values and measures."""
 
 
 @dataclass(frozen=True)
 class CallEvery:
-    """Calls ``before()`` and then ``action(updates)`` after every ``steps`` updates; never if ``steps`` is 0."""
+    """Calls ``before()`` and then ``action(updates)`` after every ``steps`` updates (0: never)."""
 
     steps: int
     action: Callable[[int], None]
@@ -60,7 +60,7 @@ class CallEvery:
 
 @dataclass(frozen=True)
 class Save:
-    """Writes a checkpoint by ``action(updates)`` after every ``steps`` updates (0: never), and when the clock asks."""
+    """Writes a checkpoint with ``action(updates)`` every ``steps`` updates (0: never), and if ``clock`` is due."""
 
     steps: int
     clock: SaveClock | None
@@ -79,8 +79,8 @@ class Save:
 class Validation:
     """Mean loss over held-out samples at fixed noise; the training loss of a diffusion model is too noisy.
 
-    shown_weights: a context that uses the weights that users get.
-    watched: the family with the objective of ``data.watched``; the batches then come from ``data.watched``.
+    shown_weights: a context in which the model has the weights that are exported. watched: the family with the
+    objective of ``data.watched`` if these samples are measured, else None.
     """
 
     steps: int
@@ -104,14 +104,14 @@ class Validation:
 
 
 class TensorBoard:
-    """Writes event values in TensorBoard's format. It is optional: its failure never ends a run.
+    """Writes event values in TensorBoard's format. A failure to write never ends a run.
 
     Args:
-        folder: receives one file per start.
-        context: receives a notice if writing fails, and nothing more is written then. The library writes in a thread,
-            so the notice may come some events late.
-        telemetry: the supervisor's event file; its readings of the GPUs are written too. An earlier start wrote the
-            readings that are already in it.
+        folder: the folder that receives one file per start.
+        context: receives a notice if writing fails; logging then stops. The library writes in a thread, so the notice
+            may come some events late.
+        telemetry: the supervisor's event file, with GPU readings to log, or None. Readings already in it are skipped,
+            because an earlier start logged them.
     """
 
     def __init__(self, folder: Path, context: RunContext, telemetry: Path | None = None) -> None:
@@ -141,7 +141,7 @@ class TensorBoard:
                     writer.add_scalar(name, value, reading.updates)
 
     def _opened(self) -> SummaryWriter | None:
-        """The library's writer, or None after ``close`` or a failure. It is imported once there is a number."""
+        """The library's writer, created at the first call; None after ``close`` or a failure."""
         if self._writer is None and self._wanted:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -149,7 +149,7 @@ class TensorBoard:
         return self._writer
 
     def close(self) -> None:
-        """Write what is left, and end the library's thread. Nothing is written after that."""
+        """Write the remaining readings, and end the library's thread. Nothing is written afterwards."""
         self._wanted = False
         with self._given_up():
             if self._writer is not None:

@@ -1,4 +1,4 @@
-"""EVA (arXiv 2410.07170): run some batches through the base before the first step; A starts from the layers' inputs."""
+"""EVA (arXiv 2410.07170): initialises A from the layers' inputs, read from some batches before the first step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lora_rocm.train.context import Data, StartContext, pins
 from lora_rocm.train.held_out import HeldOutLoss
 
 BATCHES = 8
-"""Micro-batches to read: the first ones of training, at the positions and with the noise of a held-out loss."""
+"""Number of micro-batches to read: the first ones of training, with the positions and the noise of a held-out loss."""
 PASSES = 2
 
 
@@ -35,15 +35,15 @@ def start_from_inputs(
     data: Data,
     parts: int,
 ) -> None:
-    """Initialise A of the adapter's linear layers with the directions of the largest variance of their inputs.
+    """Initialise A of the adapter's linear layers with the directions in which their inputs have the largest variance.
 
-    Does nothing if the recipe chooses another start, and on a resume. The first rank reads, and the others get its
-    values. ``parts``: number of parts of a micro-batch, as in training.
+    Does nothing if the recipe selects another initialisation, or on a resume. The first rank reads the inputs, and the
+    other ranks receive its values. ``parts``: number of parts of a micro-batch, as in training.
 
     Raises:
         AdapterError: "no-inputs-to-read", no linear layer is adapted.
         ModelError: "inputs-not-finite", the inputs of a layer are not finite.
-        TransferError: a batch did not arrive, or the values did not reach all ranks.
+        TransferError: a batch did not reach the device, or the values did not reach all ranks.
     """
     if not start.recipe.lora.reads_inputs or start.checkpoint is not None:
         return
@@ -52,7 +52,7 @@ def start_from_inputs(
     if not weights:
         raise AdapterError(
             "no-inputs-to-read",
-            "init: eva reads the inputs of linear layers, and no linear layer is adapted.",
+            "init: eva needs the inputs of adapted linear layers, but no linear layer is adapted.",
             where="lora.init: eva",
             fix="Choose lora.targets with linear layers, such as attention-mlp, or another lora.init.",
         )
@@ -84,7 +84,7 @@ def start_from_inputs(
 def _sketched(
     adapter: LoraAdapter, weights: Mapping[str, Tensor], seed: int, run: Callable[[], object]
 ) -> dict[str, InputSketch]:
-    """Sketches of the layers' inputs in ``run``, which is called ``PASSES`` times and does the same each time."""
+    """Sketches of the layers' inputs. ``run`` is called ``PASSES`` times and must repeat the same inputs."""
     sketches = {
         name: new_sketch(inputs, rank, seed, weight.device)
         for name, weight in weights.items()
@@ -101,7 +101,12 @@ def _sketched(
 
 @torch.no_grad()
 def _fill(weights: Mapping[str, Tensor], sketches: Mapping[str, InputSketch]) -> float:
-    """Fill A; ranks beyond the span of the inputs stay unchanged. Returns the mean share of the variance."""
+    """Write the leading directions to A.
+
+    If the inputs span fewer directions than A has rows, the last rows are unchanged.
+
+    Returns the mean share of the inputs' variance that the directions cover.
+    """
     shares = list[float]()
     for name, weight in weights.items():
         try:
@@ -120,7 +125,7 @@ def _fill(weights: Mapping[str, Tensor], sketches: Mapping[str, InputSketch]) ->
 
 @torch.no_grad()
 def _share(start: StartContext, weights: list[Tensor]) -> None:
-    """Send the first rank's values to all ranks: a sum to which the others add zeros."""
+    """Send the first rank's values to all ranks, as a sum to which the other ranks add zeros."""
     flat_N = torch.cat([weight.flatten() for weight in weights])
     flat_N = flat_N if start.world.is_first else torch.zeros_like(flat_N)
     if bool(start.world.sum_(flat_N, flat_N.new_zeros(1), stamp=0).wrong):
@@ -135,29 +140,30 @@ def _share(start: StartContext, weights: list[Tensor]) -> None:
 
 
 WIDTH = 2
-"""Vectors per rank of a layer, kept with their products: 4 x rank x D float32 numbers, 16 bytes per number of A.
+"""Number of vectors in a layer's sketch, per rank. Vectors and products take 16 bytes per number of A.
 
-The gradients, moments and activations of a step need more, and are not allocated yet while inputs are read.
+They are 4 x rank x D float32 numbers. The gradients, moments and activations of a step need more memory, and are not
+allocated yet while inputs are read.
 """
 SMALLEST = 1e-6
-"""Eigenvalues below this share of the largest one are rounding errors of float32."""
+"""Eigenvalues smaller than this share of the largest one are treated as float32 rounding errors."""
 
 
 class InputSketch:
-    """The covariance of a layer's inputs, times some vectors; float32 on the device of the inputs.
+    """The covariance of a layer's inputs, multiplied by some vectors; float32 on the device of the inputs.
 
-    The covariance of D inputs has D x D numbers, too many for a large model. Here a layer keeps its product with
-    W = ``WIDTH`` x rank vectors. The first pass over the data multiplies random vectors. Each further pass multiplies
-    the orthonormal basis of the last product (subspace iteration). The Nystroem approximation of the last product gives
-    the leading directions (arXiv 1607.01404). With W >= D it is exact.
+    The covariance of D inputs has D x D numbers, too many for a large model. So only its product with W = ``WIDTH`` x
+    rank vectors is computed. The first pass over the data uses random vectors. Each further pass uses the orthonormal
+    basis of the last product (subspace iteration). The Nystroem approximation from the last product gives the leading
+    directions (arXiv 1607.01404). With W >= D it is exact.
 
     Dimensions: N inputs, D features of an input, W vectors, K directions.
 
     Args:
-        vectors_DW: the vectors of the first pass.
+        vectors_DW: the vectors for the first pass.
 
     Attributes:
-        count: number of inputs of this pass.
+        count: number of inputs added in this pass.
     """
 
     def __init__(self, vectors_DW: Tensor) -> None:
@@ -172,7 +178,7 @@ class InputSketch:
 
     @torch.no_grad()
     def add(self, inputs: Tensor) -> None:
-        """Add inputs [..., D]. Each part's mean is subtracted first, because large means would cost digits."""
+        """Add inputs of shape [..., D]. Their mean is subtracted first, because a large mean would cost precision."""
         inputs_ND = inputs.reshape(-1, inputs.shape[-1]).float()
         mean_D = inputs_ND.mean(dim=0)
         centred_ND = inputs_ND - mean_D
@@ -186,18 +192,18 @@ class InputSketch:
         self.count = whole
 
     def begin_next_pass(self) -> None:
-        """Continue with the directions found so far, for another pass over the same inputs."""
+        """Start another pass over the same inputs, with the directions found so far."""
         # float64: after some passes the columns are nearly parallel, and float32 would lose the smaller directions
         basis_DW, _ = torch.linalg.qr(self._scatter_DW.cpu().double())
         self.vectors_DW = basis_DW.to(self._scatter_DW)
         self._start_pass()
 
     def leading(self, rank: int) -> tuple[Tensor, float]:
-        """The directions of the largest variance, largest first, and their share of the whole variance.
+        """The directions of the largest variance, largest first, and the share of the total variance that they cover.
 
         Returns:
-            Orthonormal rows, float32 [K, D] on the CPU. K is less than ``rank`` if the inputs span less. In each row
-            the entry of largest magnitude is positive.
+            Orthonormal rows, float32 [K, D] on the CPU. K is smaller than ``rank`` if the inputs span fewer dimensions.
+            In each row the entry of largest magnitude is positive.
 
         Raises:
             ValueError: the inputs are not finite.
@@ -217,14 +223,14 @@ class InputSketch:
 
 
 def new_sketch(inputs: int, rank: int, seed: int, device: torch.device) -> InputSketch:
-    """A sketch for a layer. Equal sizes and seeds give equal vectors, so equal inputs give equal directions."""
+    """A sketch for a layer with this number of inputs. Equal sizes and seeds give equal vectors."""
     rng = torch.Generator().manual_seed(seed)
     return InputSketch(torch.randn(inputs, min(WIDTH * rank, inputs), generator=rng).to(device))
 
 
 @contextmanager
 def reading(layers: Mapping[str, nn.Module], sketches: Mapping[str, InputSketch]) -> Iterator[None]:
-    """Within this context, add the inputs of each call of these layers to the sketches of the same names."""
+    """Within this context, add the inputs of each call of a layer to the sketch with the same name."""
 
     def adds_to(sketch: InputSketch) -> Any:
         return lambda layer, args: sketch.add(args[0])

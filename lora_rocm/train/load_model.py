@@ -34,10 +34,10 @@ from lora_rocm.train.context import StartContext, pins
 
 @runtime_checkable
 class HoldsCodes(Protocol):
-    """A module that computes with packed codes; no other check sees their numbers."""
+    """A module that computes with packed codes, which decode to numbers that no other check reads."""
 
     def implausible(self) -> Sequence[str]:
-        """Names of its tensors with implausible codes: they decode to numbers that no weight has."""
+        """Names of its tensors with implausible codes, which decode to numbers that no real weight has."""
         ...
 
 
@@ -54,7 +54,10 @@ def choose_memory(start: StartContext, family: ModelFamily, shapes: Collection[S
 def load_model(
     start: StartContext, family: ModelFamily, transfer: DeviceTransfer, memory: MemoryManager
 ) -> tuple[LoadedModel, Adapter, TrainingAdapter, bool]:
-    """Load and adapt the model on the CPU, then send it to the device. Also return whether Triton is used."""
+    """Load the base and attach the adapters on the CPU, then send the model to the device.
+
+    Returns the model, its adapter, its training adapter, and whether Triton kernels are used.
+    """
     recipe = start.recipe
     compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # from the unfused modules
     triton = start.settings.triton and kernel_check.trusted(
@@ -84,10 +87,10 @@ def load_model(
 
 
 def _require_finite(component: nn.Module, name: str, start: StartContext) -> None:
-    """Check that no weight of a loaded component is NaN, infinite or huge; reads the weights once.
+    """Check that no weight of a loaded component is NaN, infinite or implausibly large; each weight is read once.
 
     Raises:
-        ModelError: a weight is, in the file or in the run's precision.
+        AdapterError, ModelError: a weight fails the check, in the file or after conversion to the run's precision.
     """
     tensors = (*component.named_parameters(), *component.named_buffers())  # scales of packed layers are buffers
     # Reduce each weight to three numbers on the device, and read them with one wait
@@ -107,7 +110,7 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
     if finite_N.all():
         if not huge:
             return
-        path, code, wrong = huge[0], "weights-implausible", "larger than in any working model"
+        path, code, wrong = huge[0], "weights-implausible", "larger than any working model has"
         other_file = "Use another file: this one, or its alpha, is damaged."
         other_base = "Download the model again, or use another edition."
     else:
@@ -116,14 +119,14 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
         other_file = "Use another file; bf16 holds larger numbers than fp16."
         other_base = "Download the model again, or use another edition; bf16 holds larger numbers than fp16."
     if (file := _file_of(component, path, start.recipe)) is not None:
-        what = f"The LoRA's weight {name}.{path} holds numbers {wrong}."
+        what = f"The LoRA's weight {name}.{path} contains numbers {wrong}."
         raise AdapterError("lora-not-finite", what, where=file, fix=other_file)
     where = f"model.name_or_path: {start.recipe.model.name_or_path}"
-    raise ModelError(code, f"The weight {name}.{path} holds numbers {wrong}.", where=where, fix=other_base)
+    raise ModelError(code, f"The weight {name}.{path} contains numbers {wrong}.", where=where, fix=other_base)
 
 
 def _file_of(component: nn.Module, path: str, recipe: Recipe) -> str | None:
-    """Return the key and the file of a weight that is not from the base; None: it is from the base itself."""
+    """The recipe key and path of the adapter file that a weight is from, or None if the weight belongs to the base."""
     names = path.split(".")
     owners = (component.get_submodule(".".join(names[:count])) for count in range(1, len(names)))
     if "base_layer" in names or not any(isinstance(owner, BaseTunerLayer) for owner in owners):

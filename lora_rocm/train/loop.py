@@ -1,7 +1,7 @@
-"""The training loop. It knows no model: the family owns the maths, and hooks own everything that only observes.
+"""The training loop. It is independent of the model: the family does the maths, and hooks only observe.
 
-One update is queued before the host has read the verdict on the previous one. The verdict already blocks the optimizer
-on the device, so nothing can go wrong in between. The host only learns late that it has to go back.
+An update is queued before the host has read the verdict on the previous one. A bad verdict blocks the optimizer on the
+device at once, so no wrong update is made in between. The host only learns later that it has to repeat a batch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NAMED = 3  # samples that a message names
 
 
 def seed_for(*parts: int | float | str) -> int:
-    """A seed that depends only on its parts, for example (seed, attempt, iteration, index of the sample)."""
+    """A seed that depends only on its parts, such as (seed, attempt, iteration, index of the sample)."""
     return int.from_bytes(blake2b(repr(parts).encode("utf-8"), digest_size=8).digest(), "little") >> 1
 
 
@@ -47,9 +47,9 @@ T = TypeVar("T")
 
 
 class StepVerdict(NamedTuple, Generic[T]):
-    """The verdict on an update: 0-d tensors on the device while it is queued, numbers on the host.
+    """The verdict on an update. Its values are 0-d tensors on the device while it is queued, then numbers on the host.
 
-    The flags are 0 or 1. Unless its comment names this rank, a value is equal on all ranks.
+    The flags are 0 or 1. A value is equal on all ranks, unless its comment mentions "this rank".
     """
 
     stamp: T  # iteration + 1; a kernel argument, so stale memory cannot pass for the numbers of this update
@@ -69,7 +69,7 @@ class StepVerdict(NamedTuple, Generic[T]):
     losses_B: Sequence[T] | Tensor  # of this rank's samples, unweighted
 
     def scalars(self) -> Iterator[T]:
-        """Yield all values except for the losses, in the order of ``pack``."""
+        """Yield all values except for ``losses_B``, in the order that ``pack`` uses."""
         yield from self[:LOGGED]  # type: ignore[misc]
         yield from self.logged.values()
         yield from self.measures.values()
@@ -79,13 +79,13 @@ LOGGED = StepVerdict._fields.index("logged")
 
 
 def pack(verdict: StepVerdict[Tensor]) -> Tensor:
-    """Return one float64 tensor [scalars + B] on the device; a float64 value needs no conversion kernel."""
+    """Return the verdict as one float64 tensor [scalars + B]; float64 values need no conversion kernel."""
     scalars = torch.stack([value.to(torch.float64) for value in verdict.scalars()])
     return torch.cat([scalars, torch.as_tensor(verdict.losses_B)])
 
 
 def unpack(values: Sequence[float], logged: Iterable[str], measures: Iterable[str]) -> StepVerdict[float]:
-    """Return the numbers of a packed verdict. ``logged``, ``measures``: the names that it was packed with."""
+    """Return a packed verdict's values as numbers. ``logged``, ``measures``: the values' names, in packed order."""
     rest = iter(values)
     fixed = [next(rest) for _ in range(LOGGED)]
     named = ({name: next(rest) for name in names} for names in (logged, measures))
@@ -93,13 +93,13 @@ def unpack(values: Sequence[float], logged: Iterable[str], measures: Iterable[st
 
 
 def means(sums: Mapping[str, float], weight: float) -> dict[str, float]:
-    """Name -> mean of a measure over samples of this total weight. Means that are not finite are omitted."""
+    """Divide each measure's sum by the samples' total weight. Results that are not finite are omitted."""
     return {name: value / weight for name, value in sums.items() if weight and math.isfinite(value)}
 
 
 @dataclass
 class Pending:
-    """A queued update; the host has not read its verdict."""
+    """A queued update with a verdict that the host has not read yet."""
 
     iteration: int
     samples: list[str]
@@ -117,10 +117,10 @@ class Pending:
     arrived: torch.cuda.Event | None
 
     def verdict(self) -> StepVerdict[float]:
-        """Wait for the verdict. If its stamp is stale or zero, the values are read again.
+        """Wait for the verdict and return it. If its stamp is from another update, it is copied from the device again.
 
         Raises:
-            TransferError: the verdict never arrived.
+            TransferError: the verdict did not arrive after several copies.
         """
         if self.arrived is not None:
             self.arrived.synchronize()  # the loop's only wait per step; the next batch is usually queued already
@@ -132,7 +132,7 @@ class Pending:
             values = self.on_device.tolist()  # a second, blocking copy: the first one brought old memory
         raise TransferError(
             "verdict-lost",
-            "The verdict on an update did not come back from the device.",
+            "The device did not report whether an update was made correctly.",
             where=f"iteration {self.iteration}",
             **resume_advice("Restart the machine and run the same command with --resume latest."),
         )
@@ -140,7 +140,7 @@ class Pending:
 
 @dataclass
 class BatchPass:
-    """The forward and backward passes of one effective batch; its gradients are in the flat buffer."""
+    """Results of the forward and backward passes of one effective batch; its gradients are in the flat buffer."""
 
     iteration: int = -1
     losses: list[Tensor] = field(default_factory=list)
@@ -162,10 +162,10 @@ class Outcome(Enum):
 
 
 class SaveClock:
-    """Asks for a checkpoint when ``minutes`` have passed since the last one.
+    """Requests a checkpoint when ``minutes`` have passed since the last one.
 
     Attributes:
-        due: all ranks know that a checkpoint follows the next update.
+        due: whether all ranks have agreed to write a checkpoint after the next update.
     """
 
     def __init__(self, minutes: float) -> None:
@@ -173,7 +173,7 @@ class SaveClock:
         self.restart()
 
     def restart(self) -> None:
-        """Start counting at a checkpoint."""
+        """Restart the countdown, when a checkpoint has been written."""
         self.due, self._since = False, time.monotonic()
 
     def is_over(self) -> bool:
@@ -181,7 +181,7 @@ class SaveClock:
 
 
 class Hook(Protocol):
-    """Acts after chosen updates, on confirmed state only."""
+    """Acts after certain updates, and only on a confirmed state."""
 
     def due(self, updates: int) -> bool: ...
 
@@ -189,7 +189,7 @@ class Hook(Protocol):
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Peak device memory of tensors; on the CPU this process's resident memory."""
+    """Peak memory of tensors on the device; on the CPU, this process's current resident memory."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return int(psutil.Process().memory_info().rss)
@@ -197,7 +197,7 @@ def memory_bytes(device: torch.device) -> int:
 
 @dataclass
 class Trainer:
-    """Everything one run needs, and the training loop."""
+    """The training loop, with everything that it needs for one run."""
 
     family: ModelFamily
     model: LoadedModel
@@ -221,13 +221,13 @@ class Trainer:
     _settled_at: float = field(default=0.0, init=False)  # start of the current step's time, perf_counter
 
     def fit(self, max_train_steps: int) -> bool:
-        """Train until ``max_train_steps`` updates are made (True) or a stop was asked for (False).
+        """Train until ``max_train_steps`` updates are made (returns True) or a stop is requested (returns False).
 
         Raises:
-            TransferError: a batch did not arrive by any method.
-            NonFiniteError: too many updates in a row were not finite.
+            TransferError: a batch did not arrive unchanged by any copy method.
+            NonFiniteError: too many consecutive updates were not finite.
             StateError: weights or optimizer state have changed between two updates.
-            MachineError: memory ran out, and no recovery is left.
+            MachineError: memory ran out, and nothing is left to reduce.
         """
         pending: Pending | None = None
         self._max_train_steps = max_train_steps
@@ -264,9 +264,10 @@ class Trainer:
         return True
 
     def _work(self, batches: Iterator[Batch]) -> BatchPass | None:
-        """Queue all micro-batches of the next update. None: out of memory, to be repeated with a smaller plan.
+        """Queue all micro-batches of the next update. If memory runs out, reduce the memory needed and return None.
 
-        With several ranks the others wait for this rank's part, so out of memory gives a ``lost`` ``BatchPass``.
+        With several ranks, a ``BatchPass`` marked as ``lost`` is returned in this case, because the other ranks wait
+        for this rank's part. The caller repeats the batch.
         """
         # Load and queue the micro-batches
         work = BatchPass()
@@ -296,7 +297,7 @@ class Trainer:
         return BatchPass(lost=True) if self.world.size > 1 else None
 
     def _forward_backward(self, batch: Batch, work: BatchPass) -> None:
-        """Run one micro-batch, or a part of one; the gradient of its weighted sum accumulates."""
+        """Run one micro-batch, or a part of one, and add the gradient of its weighted sum of losses to the buffer."""
         # Draw noise on the CPU, from one seed per sample: it does not depend on the number of ranks or parts
         work.iteration = batch.iteration
         work.samples += batch.sample_keys
@@ -322,10 +323,10 @@ class Trainer:
             work.weight += float(batch.tensors["weight"].sum())  # on the CPU, so it does not wait
 
     def _update(self, work: BatchPass) -> Pending:
-        """Queue the sum over ranks, the gated optimizer step, and the copy of the verdict to the host.
+        """Queue the sum over ranks, the optimizer step (blocked by a bad verdict), and the verdict's copy to the host.
 
-        All memory that it keeps was allocated before the first step. If memory runs out here anyway, the update may be
-        half made: the error leaves the loop, and a new start resumes from the last checkpoint.
+        All memory that lasts beyond the call was allocated before the first step. If memory runs out here anyway, the
+        update may be half done. The error then leaves the loop, and a new start resumes from the last checkpoint.
         """
         # Collect this rank's part
         updates, iteration = self.position.updates, self.position.iteration
@@ -437,19 +438,24 @@ class Trainer:
         return Outcome.DONE
 
     def _again(self, pending: Pending, *, own: bool, wrong: bool) -> None:
-        """Handle an update that was made on no rank and that may succeed if it is repeated.
+        """Handle an update that no rank made, and that may succeed when it is repeated.
 
         Raises:
-            TransferError: no method is left to try.
+            TransferError: all copy methods have failed, or the sum over ranks was wrong too often.
         """
         where = f"iteration {pending.iteration}, samples {', '.join(pending.samples)}"
         if own and not pending.lost:
-            self._incident("transfer", pending, f"arrived changed by method {self.transfer.method}", "sent again")
+            self._incident(
+                "transfer",
+                pending,
+                f"the batch had changed on arrival (copy method {self.transfer.method})",
+                "sent again",
+            )
             self.transfer.failed(where)
         if not wrong:
             return
         self._wrong_sums += 1
-        self._incident("transfer", pending, "the sum of gradients over all GPUs is not their sum", "made again")
+        self._incident("transfer", pending, "the sum of the gradients of all GPUs is wrong", "repeated")
         if self._wrong_sums >= MAX_WRONG_SUMS:
             raise TransferError(
                 "sum-wrong",
@@ -463,9 +469,9 @@ class Trainer:
             )
 
     def _skip(self, pending: Pending, verdict: StepVerdict[float]) -> None:
-        """Handle a non-finite update, which was not made.
+        """Handle an update that was not made because it is not finite.
 
-        The fp16 loss scale applies to gradients, not to losses. So finite losses mean that the scale is too large.
+        The fp16 loss scale affects gradients, not losses. So if all losses are finite, the scale is too large.
         """
         losses = verdict.losses_B
         guilty = [key for key, its in zip(pending.samples, losses, strict=True) if not math.isfinite(its)]
@@ -486,9 +492,9 @@ class Trainer:
                 where=f"update {self.position.updates + 1}, samples {', '.join(pending.samples)}",
                 **resume_advice(
                     "Lower optim.learning_rate or set train.mixed_precision: no, and --resume latest --accept-changes. "
-                    "At the very first update also suspect the base model's file.",
-                    without_checkpoint="Lower optim.learning_rate, set train.mixed_precision: no, or suspect the base "
-                    "model's file.",
+                    "If this is the first update, the base model's file may be damaged.",
+                    without_checkpoint="Lower optim.learning_rate or set train.mixed_precision: no. The base "
+                    "model's file may also be damaged.",
                 ),
             )
 

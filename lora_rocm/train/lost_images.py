@@ -1,6 +1,6 @@
-"""A run that has made all updates no longer needs its images: the facts for the export are in the checkpoint.
+"""Lets a completely trained run be exported without its images: the checkpoint has the facts that the export needs.
 
-So images that vanish or change between the last update and the export do not cost the result.
+So images that are deleted or changed between the last update and the export do not prevent the export.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lora_rocm.train.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class DataOfCheckpoint:
-    """Facts about the data from a checkpoint. identity: see ``Prepared.identity``."""
+    """Facts about the data, as stored in a checkpoint. identity: see ``Prepared.identity``."""
 
     facts: SampleStatistics
     steps_per_epoch: int
@@ -25,7 +25,7 @@ class DataOfCheckpoint:
 
 
 def data_of_checkpoint(checkpoint: Checkpoint | None, recipe: Recipe, num_ranks: int) -> DataOfCheckpoint | None:
-    """The data facts of a completely trained run; None if updates remain or the checkpoint lacks facts."""
+    """Facts about the data of a completely trained run; None if updates remain or the checkpoint lacks these facts."""
     if checkpoint is None or any(source.max_batch_size for source in recipe.data.sources):  # its facts name no sources
         return None
     train = recipe.train

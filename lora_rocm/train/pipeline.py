@@ -1,4 +1,4 @@
-"""One run from samples to exported files, phase by phase. Each phase can be killed and repeated."""
+"""One run from samples to exported files, in phases. Each phase can be killed and repeated."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ADAPTER_DIFFERS = "The training adapter (model.training_adapter) differs from th
 
 
 def find_checkpoint(session: Session, chosen: Path | None) -> Checkpoint | None:
-    """The checkpoint to resume from; damaged ones are reported and skipped.
+    """The checkpoint to resume from: the chosen one, or the newest valid one. Damaged ones are reported and skipped.
 
     Raises:
         ResumeError: the chosen checkpoint is damaged.
@@ -80,14 +80,16 @@ def find_checkpoint(session: Session, chosen: Path | None) -> Checkpoint | None:
 
 
 def train(start: StartContext) -> tuple[bool, int]:
-    """Run all phases; return (finished, updates made)."""
+    """Run all phases; return whether training is complete, and the number of updates made."""
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     if start.world.is_first:
         board = TensorBoard(session.run_dir.tensorboard, start.context, session.run_dir.events(SUPERVISOR))
         session.readers.append(board)
         session.at_close.callback(board.close)
     if checkpoint is not None and recipe.runtime.threads is None and restore_threads(checkpoint):
-        start.context.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
+        start.context.notice(
+            f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did, because this affects rounding."
+        )
     family = family_for(recipe)
     compilation.how_asked(recipe.runtime.compile, start.device)  # refuse before anything is encoded
     if checkpoint is not None and not start.accept_changes:
@@ -120,7 +122,7 @@ def train(start: StartContext) -> tuple[bool, int]:
 
 
 def _require_trainable(start: StartContext, family: ModelFamily) -> None:
-    """Refuse a base or a LoRA file that cannot be trained with. All ranks come to the same verdict."""
+    """Refuse a base or a LoRA file that cannot be trained."""
     base = require_usable(family, start.recipe)
     require_startable(family, start.recipe, base.skeletons, start.dtype)
 
@@ -133,7 +135,7 @@ def _notify_other_length(start: StartContext, updates: int, max_train_steps: int
 
 
 def _fit(start: StartContext, data: Data, position: Position, artifacts: Artifacts) -> bool:
-    """Train until the last update (True) or a stop (False), then write a checkpoint."""
+    """Train until the last update (returns True) or a stop (returns False), then write a checkpoint."""
     session, recipe = start.session, start.recipe
     trainer = new_trainer(start, data, position, artifacts)
     start.world.first("previews", lambda: artifacts.before_training(position))
@@ -159,7 +161,7 @@ def _fit(start: StartContext, data: Data, position: Position, artifacts: Artifac
 
 
 def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifacts, Position]:
-    """Place base model, adapter and optimizer on the device, restore the checkpoint, and check the kernels."""
+    """Move base model, adapter and optimizer to the device, restore the checkpoint, and check the kernels."""
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     # Model, adapter and optimizer
     transfer = transfer_of(start)
@@ -221,7 +223,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
 
 
 def prepare_data(start: StartContext, family: ModelFamily) -> Data:
-    """Find the images and fill the caches. If training is complete, missing or changed images are accepted."""
+    """Find the samples and fill the caches. Missing or changed images are accepted if training is complete."""
     recipe = start.recipe
     for notice in family.notices:  # an unusable base model is refused here, before images are read
         start.context.notice(notice)
@@ -258,7 +260,7 @@ def prepare_data(start: StartContext, family: ModelFamily) -> Data:
 def _without_items(
     start: StartContext, family: ModelFamily, cache: LatentCache, prepared: Prepared, kept: DataOfCheckpoint
 ) -> Data:
-    """Return the data of a start that only writes the result: there are no items to train on."""
+    """Return the data of a start that only writes the result, without items to train on."""
     train = start.recipe.train
     accumulation, order = train.gradient_accumulation_steps, order_of(start.checkpoint)
     plan = BatchPlan((), train.batch_size, accumulation, train.seed, **order)
@@ -267,7 +269,7 @@ def _without_items(
 
 
 def data_of(start: StartContext, family: ModelFamily, cache: LatentCache, prepared: Prepared) -> Data:
-    """Make the batch plan and the loader workers, and emit the ``data`` event."""
+    """Create the batch plan and the loader workers, and emit the ``data`` event."""
     train = start.recipe.train
     ranks = (start.world.size, start.world.me.rank)
     plan = BatchPlan(
@@ -296,9 +298,9 @@ def data_of(start: StartContext, family: ModelFamily, cache: LatentCache, prepar
 
 
 def order_of(checkpoint: Checkpoint | None) -> dict[str, bool]:
-    """The arguments of ``BatchPlan`` that decide the kind of order. A run keeps the kind that it began with.
+    """The arguments of ``BatchPlan`` that select the order of samples. A resumed run keeps its original order.
 
-    Checkpoints of earlier versions lack these facts.
+    Checkpoints of earlier versions do not record these arguments; their runs keep the earlier versions' order.
     """
     if checkpoint is None:
         return {"by_length": True, "one_bucket_updates": False}
@@ -314,7 +316,7 @@ def _runtime(start: StartContext) -> RuntimeSection:
 def _require_same_base_and_data(
     start: StartContext, data: Data, family: ModelFamily, checkpoint: Checkpoint, seals: Seals
 ) -> Seals:
-    """Refuse a checkpoint with another base, data or recipe; return the base seals for the next checkpoint.
+    """Refuse a checkpoint with a different base, data or recipe; return the base seals for the next checkpoint.
 
     Raises:
         ResumeError: recipe, data or base model differ from the checkpoint's.
@@ -344,7 +346,7 @@ def _require_same_base_and_data(
 
 
 def _restore(checkpoint: Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedOptimizer) -> Position:
-    """Restore the state of a checkpoint, through the checked transfer."""
+    """Load a checkpoint's tensors through the checked transfer, and return the run's position."""
 
     def sent(part: str) -> dict[str, Tensor]:
         return {

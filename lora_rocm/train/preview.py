@@ -1,4 +1,4 @@
-"""Previews from fixed seeds, and the before/after grid of images."""
+"""Previews drawn from fixed seeds, and an image that compares them before and after training."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ FRAME_MS = 62  # 16 frames per second
 
 
 def requests_of(recipe: Recipe) -> list[PreviewRequest]:
-    """Requests for the recipe's prompts, then for its control prompts; the seed counts up over all of them.
+    """Requests for the recipe's prompts, then for its control prompts. The seed increases by 1 with each image.
 
-    A prompt with its own seed counts from there.
+    A prompt with its own seed counts up from that seed instead.
     """
     sample, requests = recipe.sample, []
     for number, (_, _, preview) in enumerate(sample.numbered()):
@@ -48,9 +48,9 @@ def draw(
     in_tiles: bool = False,
     scaled: Callable[[float], AbstractContextManager[None]] = lambda scale: nullcontext(),
 ) -> list[Path]:
-    """Draw and save all previews with the model as it is, one per file, each written atomically.
+    """Draw all previews with the model's current weights, save one per file (atomically), and return their paths.
 
-    ``scaled(strength)`` changes the strength of the LoRA inside the context.
+    ``scaled(strength)`` returns a context in which the LoRA has this strength.
 
     Previews of an older round are deleted. The requests are written last, so that an interrupted round does not look
     complete.
@@ -74,7 +74,7 @@ def draw(
 
 
 def existing(run_dir: RunDir, updates: int, recipe: Recipe) -> list[Path] | None:
-    """Paths of a round's previews; None unless it is complete and was drawn with these prompts and settings."""
+    """Paths of a round's previews; None if any is missing, or was drawn with other prompts or settings."""
     requests, folder = requests_of(recipe), run_dir.samples_at(updates)
     try:
         drawn = parse_json(read_plain(folder / REQUESTS_FILE, MAX_REQUESTS_BYTES))
@@ -90,7 +90,10 @@ def _paths(folder: Path, requests: Sequence[PreviewRequest], recipe: Recipe) -> 
 
 
 def before_after(run_dir: RunDir, before: list[Path], after: list[Path], recipe: Recipe) -> Path:
-    """Write the before/after grid: one row per prompt, without the LoRA on the left, with it on the right."""
+    """Write the before/after image and return its path.
+
+    It has one row per preview, without the LoRA on the left, with it on the right.
+    """
     rows = [(_tile(left), _tile(right)) for left, right in zip(before, after, strict=True)]
     prompts = [request.prompt for request in requests_of(recipe)]
     width = max(left.width + right.width for left, right in rows) + 3 * MARGIN_PX
@@ -111,7 +114,7 @@ def before_after(run_dir: RunDir, before: list[Path], after: list[Path], recipe:
 
 
 def content_of(preview: Drawn) -> bytes:
-    """The content of a preview's file: UTF-8 text, or PNG, which is animated if it is a video."""
+    """The content of a preview's file: UTF-8 text, a PNG, or an animated PNG for a video."""
     if isinstance(preview, str):
         return preview.encode("utf-8", "replace")
     first, *more = preview if isinstance(preview, tuple) else (preview,)
@@ -119,7 +122,7 @@ def content_of(preview: Drawn) -> bytes:
 
 
 def png(image: Image.Image, more: Sequence[Image.Image] = ()) -> bytes:
-    """Encode an image as PNG, followed by ``more`` frames, which viewers without animation do not show."""
+    """Encode an image as PNG. ``more``: further frames of an animation, which some viewers do not show."""
     buffer = BytesIO()
     how = {"save_all": True, "append_images": more, "duration": FRAME_MS, "loop": 0} if more else {}
     image.save(buffer, format="PNG", **how)
@@ -127,7 +130,7 @@ def png(image: Image.Image, more: Sequence[Image.Image] = ()) -> bytes:
 
 
 def _tile(path: Path) -> Image.Image:
-    """Load an image at grid size: small ones are enlarged by whole factors, large ones reduced."""
+    """Load an image for the before/after image: small ones are enlarged by a whole factor, large ones reduced."""
     with Image.open(path) as file:
         image = file.convert("RGB")
     factor = GRID_TILE_PX // max(image.size)
@@ -138,7 +141,7 @@ def _tile(path: Path) -> Image.Image:
 
 
 def _shorten(prompt: str, width_px: int) -> str:
-    """The prompt, cut to fit the width. Pillow's default font draws Latin letters about 6 px wide."""
+    """Cut a prompt to fit the width. Pillow's default font draws Latin letters about 6 px wide."""
     limit = width_px // 6
     text = prompt.encode("latin-1", "replace").decode("latin-1")
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -28,11 +28,11 @@ class Session:
     """Lets all phases of a run emit events, signal progress, and learn of stop requests.
 
     Args:
-        run_dir: locked by this process.
-        watch_parent: exit when standard input ends.
-        stacks_after_s: activity -> seconds of silence after which the stacks of all threads are written
+        run_dir: the run directory, locked by this process.
+        watch_parent: whether to exit when standard input ends.
+        stacks_after_s: by activity, seconds of silence after which the stacks of all threads are written
             (``supervisor.hang_detection.Limits.stacks_after_s``); None: never.
-        rank: of this process; each rank has its own files.
+        rank: the rank of this process; each rank has its own files.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Session:
             reader(event)
 
     def beat(self, activity: str) -> None:
-        """Signal progress, and name the next activity. Only the code that does the work calls this."""
+        """Signal progress, and name the next activity. Only the code that does the work may call it."""
         self._heartbeat.beat(activity)
         if self._stacks is not None:
             now = self._phases[-1]
             self._stacks.postpone(BEGINNINGS.get(now, now) if now not in self._under_way else now)
 
     def close(self) -> None:
-        """Close the files and everything in ``at_close``; nothing is reported or watched after that."""
+        """Close the files and everything in ``at_close``. Afterwards nothing is reported or watched."""
         self.at_close.close()
         self.events.close()
         self._heartbeat.close()
@@ -99,10 +99,10 @@ class Session:
 
 
 class Stacks:
-    """Writes the stacks of all threads after a silence, by Python's watchdog (``faulthandler``).
+    """Writes the stacks of all threads to a file after a silence, with Python's watchdog (``faulthandler``).
 
-    The watchdog is a thread in C, so it works even if another thread holds the GIL. It writes once per silence: it
-    reads what running threads change, so each write may crash the process.
+    The watchdog is a C thread, so it works even if another thread holds the GIL. It writes once per silence, because
+    each write may crash the process: it reads data that running threads change.
     """
 
     def __init__(self, path: Path, after_s: Mapping[str, float]) -> None:
@@ -110,7 +110,10 @@ class Stacks:
         self._file = open_in_place(path, again=True)
 
     def postpone(self, doing: str) -> None:
-        """Signal progress: restart the waiting time, and discard stacks that were written meanwhile."""
+        """Signal progress: restart the countdown, and discard stacks that were already written.
+
+        ``doing``: the current activity, which determines the length of the countdown.
+        """
         now, after_s = time.monotonic(), self._after_s.get(doing, self._after_s["start"])
         if doing == self._doing and now - self._armed_at < after_s / STACKS_REARM:
             return

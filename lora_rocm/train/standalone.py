@@ -1,4 +1,4 @@
-"""The device and the base model of a child process that does not train."""
+"""Prepares the device and the base model in a process that does not train."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lora_rocm.rundir.run_context import RunContext
 
 
 def start_device(recipe: Recipe) -> tuple[torch.device, Settings]:
-    """The device that the recipe asks for, with the planned settings applied.
+    """Apply the planned settings to the recipe's device; return the device and the settings.
 
     Raises:
-        MachineError, CanaryError: attention is wrong there (``checked_attention``).
+        MachineError, CanaryError: attention gives wrong results there (``checked_attention``).
     """
     settings = settings_from(os.environ)
     device = choose_device(recipe.runtime.device, settings)
@@ -34,12 +34,12 @@ def start_device(recipe: Recipe) -> tuple[torch.device, Settings]:
 
 
 def open_transfer(device: torch.device, settings: Settings) -> DeviceTransfer:
-    """A new transfer to the device. Limits the allocator to the memory that is free now: reading a model takes long."""
+    """Return a new transfer to the device. The allocator is limited to the memory that is free now."""
     LimitFollower(device, settings).renew()
     pin = device.type == "cuda" and settings.pin_memory
     return DeviceTransfer(device, pin=pin, heap_copy=settings.heap_copy)
 
 
 def open_placement(device: torch.device, settings: Settings) -> Resident:
-    """A new placement that keeps all weights on the device, with a new transfer."""
+    """Return a new placement that keeps all weights on the device, with a new transfer."""
     return Resident(open_transfer(device, settings))

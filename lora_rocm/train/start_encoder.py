@@ -1,7 +1,7 @@
-"""Encodes the model's output for each sample before the first step, for objectives that compare with it.
+"""Encodes the model's initial output for each sample, for objectives that compare the trained model with it.
 
-The base is loaded once more for this, with the adapters' initial weights. The entries are cached like all others: if
-all samples are in the cache, the base is not loaded.
+The base is loaded an additional time, with the adapters' initial weights, before training. The outputs are cached like
+other entries: if all samples are in the cache, the base is not loaded.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ENCODING_VERSION = 1  # increase it if the same model would give other tensors
 
 
 def start_encoders(recipe: Recipe, family: ModelFamily, dtype: torch.dtype) -> tuple[Encoder, ...]:
-    """The encoder of the model's initial outputs, if the recipe's objective compares with them.
+    """A tuple with the encoder of the model's initial outputs; empty if the recipe's objective does not need it.
 
     Args:
-        recipe: names the base and the adapters' initial weights.
+        recipe: the recipe, which names the base and the adapters' initial weights.
         family: the recipe's family.
         dtype: the base model's dtype in training.
     """
@@ -39,7 +39,7 @@ def start_encoders(recipe: Recipe, family: ModelFamily, dtype: torch.dtype) -> t
 
 @dataclass(frozen=True)
 class StartEncoder:
-    """Implements ``Encoder``. For arguments see ``start_encoders``."""
+    """Implements ``Encoder`` for the model's initial outputs. For the fields see ``start_encoders``."""
 
     recipe: Recipe
     family: ModelFamily
@@ -48,7 +48,7 @@ class StartEncoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of base, adapters, precision and tokens.
+        """Identity of everything that the outputs depend on: base, adapters, precision and encoders.
 
         Raises:
             AdapterError: a file with an adapter's initial weights is missing.
@@ -73,7 +73,7 @@ class StartEncoder:
         return lambda inputs: family.at_start(model, inputs, placement)
 
     def _loaded(self, placement: Placement) -> LoadedModel:
-        """The model as training starts, on the placement's device."""
+        """Load the model in the state in which training starts, on the placement's device."""
         recipe, model = self.recipe, self.family.load(self.dtype, torch.device("cpu"))
         if recipe.lora.init_from is not None or recipe.model.training_adapter is not None:
             inject(self.family, model, recipe.lora, recipe.train.seed)

@@ -1,7 +1,7 @@
-"""Decides whether a run can start: one judgement for ``check``, ``inspect`` and ``train``.
+"""Decides whether a run can start; ``check``, ``inspect`` and ``train`` all use this code.
 
-A base is judged by ``ModelFamily.examine`` and by the steps that a run takes before it loads weights. For adapters
-``inspect`` has no recipe, so it uses the part that concerns a file alone (``model_files.adapter_contents``).
+A base is checked by ``ModelFamily.examine`` and by the steps that a run takes before it loads weights. ``inspect`` has
+no recipe, so for adapters it only checks the file (``model_files.adapter_contents``).
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from lora_rocm.train.dry_run import TakesSource, require_computable
 
 @dataclass(frozen=True)
 class Base:
-    """A base that can be trained on.
+    """A base that can be trained.
 
-    files: all its files. skeletons: its components without weights. token_limits: the limits of its text encoders.
+    files: all its files. skeletons: its components without weights, by name. token_limits: the limits of its text
+    encoders.
     """
 
     files: Sequence[Path]
@@ -45,10 +46,10 @@ class Base:
 
 
 def require_usable(family: ModelFamily, recipe: Recipe) -> Base:
-    """Examine a recipe's base from its configs, headers, tokenizers and small tensors alone.
+    """Check a recipe's base, reading only its configs, headers, tokenizers and small tensors.
 
     Raises:
-        ModelError: it is missing, damaged, of another family, or cannot be trained on.
+        ModelError: the base is missing, damaged, of another family than the recipe's, or cannot be trained.
     """
     files = family.examine()
     skeletons, limits = {name: family.skeleton(name) for name in family.all_components}, family.token_limits()
@@ -60,7 +61,7 @@ def require_usable(family: ModelFamily, recipe: Recipe) -> Base:
 
 
 def judged(path: Path, spec: FamilySpec, registry: FamilyRegistry = PRODUCT) -> BaseVerdict:
-    """Judge a path for a family, in any of its variants."""
+    """Check whether a path is a usable base of a family, in any of the family's variants."""
     found = [_of_variant(path, spec, variant, registry) for variant in _variants(spec)]
     return next((each for each in found if not each.refusal), found[0])
 
@@ -84,7 +85,7 @@ def _of_variant(path: Path, spec: FamilySpec, variant: str | None, registry: Fam
 
 
 def _of_part(family: ModelFamily) -> BaseVerdict:
-    """Judge a file with some of the components; the notices ask for the missing ones."""
+    """Check a file that contains only some components; the result lists the recipe keys of the missing ones."""
     assert isinstance(family, LatentFamily)
     whole = tuple(family.layout.parts)
     family.partly = True
@@ -106,13 +107,13 @@ def require_startable(
 
     Args:
         family: the base's family.
-        recipe: names targets and files.
-        skeletons: components of the base without weights; they are changed.
+        recipe: the recipe, which names targets and files.
+        skeletons: components of the base without weights; they are modified.
         dtype: the model's compute dtype.
         notify: receives notices.
 
     Raises:
-        AdapterError: targets match nothing, or a file is damaged or does not fit.
+        AdapterError: targets match nothing, or a file is damaged or does not fit the base.
     """
     adapted = next(iter(family.lora_targets.values()))  # the components of every preset; a VAE is in none
     trained = {name: skeletons[name] for name in adapted if recipe.trains(name)}

@@ -1,4 +1,4 @@
-"""The samples of ``data.watched``: prepared as held-out samples of a separate recipe, for the model in training."""
+"""The samples of ``data.watched``: prepared like the held-out samples of a separate recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lora_rocm.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Watched:
-    """Samples for measuring the loss; they are never trained on.
+    """Samples that are only used to measure the loss, never to train.
 
     family: the run's family, with the objective of these samples.
     """
@@ -25,14 +25,14 @@ class Watched:
 
 
 def prepare_watched(recipe: Recipe, encoding: Encoding) -> Watched | None:
-    """Find and encode the samples of ``data.watched``; None: none is watched. For errors see ``prepare``."""
+    """Find and encode the samples of ``data.watched``; None if there are none. For errors see ``prepare``."""
     watching, context = recipe.watching, encoding.context
     if watching is None:
         return None
     family = family_for(watching)
     prepared = prepare(watching, family, replace(encoding, more=()))
     samples = count_text(len(prepared.held_out), "sample")
-    context.notice(f"The loss of data.watched is watched: {samples}, not trained on.")
+    context.notice(f"The loss of data.watched is measured: {samples}, not used for training.")
     for notice in prepared.notices:
         context.notice(f"data.watched: {notice}")
     for problem in prepared.set_aside:

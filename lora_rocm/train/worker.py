@@ -1,7 +1,7 @@
-"""The training child process: ``python -m lora_rocm.train.worker RUN_DIR``. It only composes the parts and runs them.
+"""The training process: ``python -m lora_rocm.train.worker RUN_DIR``. It only combines the parts and runs them.
 
-All its input is in the run directory, and its output goes there. Standard input is a pipe from the parent: when it
-ends, the parent is gone, and the worker saves and exits.
+Its input and output are in the run directory. Standard input is a pipe from the parent process: when it ends, the
+parent has ended, so the worker saves and exits.
 """
 
 from __future__ import annotations
@@ -46,24 +46,28 @@ if TYPE_CHECKING:
     from lora_rocm.train.checkpoint import Checkpoint
 
 IMPORTS_MORE = True
-"""``main`` imports packages, too, and reports when it has (``foundation.packages.imported``)."""
+"""``main`` imports further packages and reports the end of the imports itself (``foundation.packages.imported``)."""
 ORPHAN_LOCK_WAIT_S = 60.0
 PACKAGES = ("diffusers", "peft", "transformers", "triton", "triton-rocm", "pytorch-triton-rocm", "triton-windows")
-"""Packages other than torch that a step depends on. Triton has another name in some wheels of torch."""
+"""Packages, in addition to torch, that a step's results depend on. Some torch wheels rename Triton."""
 
 
 def main(arguments: list[str] | None = None, registry: FamilyRegistry = PRODUCT) -> int:
-    """Lock the directory, train, and turn every error into an event; return the exit code."""
+    """Lock the run directory, train, and convert every error to an event; return the exit code."""
     parser = argparse.ArgumentParser(prog="lora_rocm.train.worker")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--checkpoint", type=Path, help="go on from this checkpoint folder, not from the newest")
-    parser.add_argument("--accept-changes", action="store_true", help="resume although the data changed")
-    parser.add_argument("--attempt", type=int, default=0, help="draw other noise than attempts with lower numbers")
+    parser.add_argument("--checkpoint", type=Path, help="resume from this checkpoint folder instead of the newest")
+    parser.add_argument(
+        "--accept-changes", action="store_true", help="resume even if recipe, data or base model have changed"
+    )
+    parser.add_argument(
+        "--attempt", type=int, default=0, help="number that selects the noise; each number gives other noise"
+    )
     parser.add_argument(
         "--stacks-after", type=json.loads, help="JSON: phase -> seconds of silence after which all stacks are written"
     )
     parser.add_argument("--began", type=float, help="when the command began, in seconds since the epoch")
-    parser.add_argument("--recipe", type=Path, help="this recipe, not the run directory's (torchrun)")
+    parser.add_argument("--recipe", type=Path, help="use this recipe instead of the run directory's (for torchrun)")
     options = parser.parse_args(arguments)
     run_dir = RunDir(options.run_dir)
     session: Session | None = None
@@ -162,7 +166,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
 
 
 def _require_same(world: World, recipe: Recipe, dtype: torch.dtype, checkpoint: Checkpoint | None) -> None:
-    """Check that all ranks agree on recipe, software and checkpoint.
+    """Check that recipe, software and checkpoint are the same on all ranks.
 
     Raises:
         UserError: their recipes, versions, dtypes or checkpoints differ.
@@ -172,7 +176,7 @@ def _require_same(world: World, recipe: Recipe, dtype: torch.dtype, checkpoint: 
     world.require_same("the recipe", values)
     versions = {"lora-rocm": __version__, "torch": torch.__version__, **versions_of(PACKAGES)}
     world.require_same("software", {**versions, "precision": str(dtype)})  # also if only one rank has a package
-    world.require_same("the run directory", {"what they go on from": place})
+    world.require_same("the run directory", {"the checkpoint to resume from": place})
 
 
 if __name__ == "__main__":
