@@ -112,7 +112,7 @@ def loaded_entry(kind: type[AdapterKind], layer: BaseTunerLayer) -> Entry:
     (active,) = layer.active_adapters
     tensors = kind.trained(layer, active)
     if any(tensor.is_meta for tensor in tensors.values()):
-        raise ValueError("a layer was created but not filled")
+        raise ValueError("the loader created a layer but did not load its tensors")
     return kind.entry_of(layer, active, {role: tensor.detach().float() for role, tensor in tensors.items()})
 
 

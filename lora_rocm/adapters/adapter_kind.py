@@ -179,11 +179,11 @@ class AdapterKind(ABC):
         lacking: dict[str, tuple[int, int]] = {}
         for name, rank in ranks.items():
             ours = self.modules[name][2].r[PEFT_NAME] if name in self.modules else lora.rank
-            key = "lora.rank" if ours == lora.rank else "its own rank in lora.overrides, or lora.conv_rank,"
+            key = "lora.rank" if ours == lora.rank else "the module's rank in lora.overrides, or lora.conv_rank,"
             if rank > ours:
                 lacking[key] = max(lacking.get(key, (0, 0)), (rank, ours))
         return [
-            (f"it has rank {rank}, the recipe asks for rank {ours}", f"{key} to {rank}")
+            (f"its rank is {rank}, but the recipe's rank is {ours}", f"{key} to {rank}")
             for key, (rank, ours) in lacking.items()
         ]
 

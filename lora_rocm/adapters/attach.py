@@ -62,7 +62,9 @@ def inject(
         lower = sorted({rank for rank, ours in ranks if rank is not None and rank < ours})
         if lower:
             named, name = " and ".join(map(str, lower)), Path(lora.init_from).name
-            notify(f"{name} has modules of rank {named}; they are padded to lora.rank, with the same effect.")
+            notify(
+                f"{name} has modules of rank {named}; they are padded to lora.rank, which does not change their effect."
+            )
     return adapter
 
 

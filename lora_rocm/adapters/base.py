@@ -77,7 +77,7 @@ class Adapter(AdapterInFiles):
                 "adapter-mismatch",
                 f"{len(wrong)} weights of this checkpoint do not match the adapter.",
                 where=min(wrong),
-                fix="Use the lora section of the recipe that wrote the checkpoint.",
+                fix="Use the same lora section as the run that wrote the checkpoint.",
             )
         for name, parameter in self.parameters.items():
             parameter.copy_(tensors[name])

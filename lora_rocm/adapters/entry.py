@@ -179,7 +179,7 @@ def other_shape(name: str, found: tuple[int, int], shape: tuple[int, ...], path:
     inputs = int(torch.Size(shape[1:]).numel())
     return file_error(
         "lora-of-another-model",
-        f"In this LoRA {name} changes a {found[0]} x {found[1]} weight, but in this model it is {shape[0]} x {inputs}.",
+        f"The weight of {name} is {found[0]} x {found[1]} in this LoRA, but {shape[0]} x {inputs} in this model.",
         path,
         "Use a LoRA that was made for this model's family.",
     )

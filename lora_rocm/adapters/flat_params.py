@@ -92,7 +92,7 @@ class FlatWeights:
         order = list(self._places)
         first = order.index(names[0])
         if order[first : first + len(names)] != names:
-            raise ValueError(f"not neighbours: {names}")
+            raise ValueError(f"the weights are not neighbours in flat memory: {names}")
         after = first + len(names)
         end = self._places[order[after]][0] if after < len(order) else self.masters.numel()
         return slice(self._places[names[0]][0], end)

@@ -97,7 +97,7 @@ def _ids_of(token: NewToken, text: str, limit: TokenLimit, vocabulary: int) -> l
     if not ids:
         raise AdapterError(
             "token-init-empty",
-            f"The text {text!r} has no token of the vocabulary.",
+            f"The text {text!r} contains no token of the vocabulary.",
             where=f"lora.new_tokens: {token.token}",
             fix="Set init to a word with the token's meaning, such as creature.",
         )
@@ -125,7 +125,7 @@ def read_vectors(path: Path, key: str, shape: Sequence[int]) -> Tensor:
         seen = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in list(tensors.items())[:SHOWN])
         raise AdapterError(
             "embedding-unfit",
-            f"The file is not a matching embedding: it needs {key} {list(shape)}, and it contains {seen or 'nothing'}.",
+            f"This is not a matching embedding: it must contain {key} {list(shape)}, but it has {seen or 'nothing'}.",
             where=str(path),
             fix="Use an embedding for this model's family, and set vectors to its number of vectors.",
         )
@@ -149,13 +149,15 @@ def tokens_next_to(lora: Path, wanted: Sequence[NewToken] = ()) -> tuple[NewToke
             found[name] = NewToken(token=name, vectors=shape[0] if len(shape) > 1 else 1, init_from=str(path))
         except ValidationError as error:
             what = f"The file is not an embedding of a token: {error.errors()[0]['msg']}."
-            raise AdapterError("embedding-unfit", what, where=str(path), fix="Move it out of the folder.") from error
+            raise AdapterError(
+                "embedding-unfit", what, where=str(path), fix="Move the file out of the folder."
+            ) from error
     for token in wanted:
         if token.token not in found:
             raise AdapterError(
                 "embedding-missing",
-                f"The embedding of the token {token.token} is not next to the LoRA.",
+                f"The embedding file of the token {token.token} is missing next to the LoRA.",
                 where=str(folder / f"{token.file_stem}.safetensors"),
-                fix="Move the folder back, or write it again with lora-rocm export.",
+                fix="Move the folder back next to the LoRA, or write it again with lora-rocm export.",
             )
     return (*(found.pop(token.token) for token in wanted), *found.values())

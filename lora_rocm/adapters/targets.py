@@ -47,7 +47,7 @@ def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> di
             known = f"Did you mean {near[0]}? {known}" if near else known
             raise AdapterError(
                 "targets-match-nothing",
-                f"No module of {component} matches.",
+                f"No module of {component} matches the expression.",
                 where=f"lora.targets: {pattern}",
                 fix=f"{known} Module names look like {', '.join(_spread(paths))}.",
             )
@@ -73,11 +73,13 @@ def overrides_of(lora: AdapterSection, names: Iterable[str]) -> Mapping[str, Mod
         if not matching:
             like = get_close_matches(override.match, names, EXAMPLES, cutoff=0.0)
             fix = f"Names of adapted modules are {', '.join(like)} and others."
-            raise AdapterError("overrides-match-nothing", "No adapted module matches.", where=where, fix=fix)
-        if not set(matching) - found.keys():
-            what = "An earlier entry already covers each matching module."
             raise AdapterError(
-                "overrides-match-nothing", what, where=where, fix="Move the narrower entry to the front."
+                "overrides-match-nothing", "No adapted module matches the expression.", where=where, fix=fix
+            )
+        if not set(matching) - found.keys():
+            what = "Earlier entries already apply to all modules that match."
+            raise AdapterError(
+                "overrides-match-nothing", what, where=where, fix="Move the entry with fewer matches to the front."
             )
         found = dict.fromkeys(matching, override) | found
     return found
@@ -100,7 +102,7 @@ def sections_of(lora: AdapterSection, shapes: Mapping[str, Sequence[int]]) -> di
             "conv-match-nothing",
             "No adapted module is a convolution with a kernel larger than 1 x 1.",
             where="lora.conv_rank and lora.conv_alpha",
-            fix="Remove them, or set lora.targets to modules that are convolutions, such as attention-mlp-conv.",
+            fix="Remove both keys, or set lora.targets to modules that are convolutions, such as attention-mlp-conv.",
         )
     overrides = overrides_of(lora, shapes)
     return {name: lora.at(overrides.get(name), shape) for name, shape in shapes.items()}

@@ -76,9 +76,9 @@ def insert_norms(family: ModelFamily, model: LoadedModel) -> None:
     if not (found := list(_norms(model.components[component]))):
         raise AdapterError(
             "norms-none",
-            f"The {component} of this base has no norms with weights.",
+            f"The {component} of this base model has no norms with weights.",
             where="lora.train_norms",
-            fix="Remove it.",
+            fix="Remove lora.train_norms.",
         )
     _replace_norms(model.components[component], dict(found))
 
@@ -142,6 +142,6 @@ def fill(family: ModelFamily, model: LoadedModel, tensors: Mapping[str, Tensor],
         norm = layers.get(keys.get(key, ""))
         ours = None if norm is None else norm.trained().get(role)
         if ours is None or ours.shape != value.shape:
-            what = f"{name} {list(value.shape)} matches no norm of this model."
-            raise file_error("lora-parts", what, path, "Use a file for this model.")
+            what = f"The tensor {name} {list(value.shape)} matches no norm of this model."
+            raise file_error("lora-parts", what, path, "Use a LoRA that was made for this model.")
         ours.copy_(value)

@@ -140,10 +140,10 @@ class LatentCache:
             if not torch.isfinite(tensor).all():
                 raise DataError(
                     "encoder-nonfinite",
-                    f"The encoder returned values for {name} that are not finite.",
+                    f"The encoder's output {name} has values that are not finite.",
                     where=item,
-                    fix="The encoder's weights are damaged (download the model again), or this machine computes "
-                    "incorrectly (try runtime.device: cpu).",
+                    fix="Download the model again, in case its weights are damaged. Or set runtime.device: cpu, in "
+                    "case the GPU computes incorrectly.",
                 )
         stored = {name: tensor.detach().contiguous() for name, tensor in sorted(tensors.items())}
         # The tensors are on the CPU, so int() waits for no device.
@@ -215,16 +215,16 @@ def _checked(path: Path, kind: str, key: str, spec: Mapping[str, TensorSpec]) ->
     header, content = read_entry(path)
     check_place(header, kind, key)
     if header.spec_version != SPEC_VERSION:
-        raise CacheEntryBad(f"it is of version {header.spec_version}, not {SPEC_VERSION}")
+        raise CacheEntryBad(f"its format version is {header.spec_version}, not {SPEC_VERSION}")
     if header.spans.keys() != set(spec):
-        raise CacheEntryBad(f"it holds {sorted(header.spans)}, not {sorted(spec)}")
+        raise CacheEntryBad(f"it contains the tensors {sorted(header.spans)}, not {sorted(spec)}")
     try:
         tensors = load(content)
     except SafetensorError as error:
         raise CacheEntryBad(f"it cannot be read ({error})") from error
     for name, tensor in tensors.items():
         if tensor.dtype != getattr(torch, spec[name].dtype) or tensor.ndim != len(spec[name].dims):
-            raise CacheEntryBad(f"{name} is {tensor.dtype} of {tensor.ndim} dimensions")
+            raise CacheEntryBad(f"{name} has the wrong type: {tensor.dtype} with {tensor.ndim} dimensions")
         if int(fingerprint(tensor[None])) != header.fingerprints[name]:
             raise CacheEntryBad(f"the bytes of {name} have changed since they were written")
     return CachedItem(tensors, header.fingerprints)

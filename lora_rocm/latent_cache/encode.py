@@ -232,7 +232,7 @@ class Caches:
         except DataError as error:
             raise DataError(
                 "image-unreadable",
-                f"The cached image is damaged and cannot be encoded again. {error.what}",
+                f"A cache entry is damaged, and its image cannot be encoded again. {error.what}",
                 where=error.where,
                 fix="Restore the image or remove it, then run the same command again.",
             ) from None
@@ -404,5 +404,5 @@ def _changed(where: str) -> DataError:
         "image-changed",
         "The image, or a file that belongs to it, has changed since the run began.",
         where=where,
-        fix="Start again, and do not change the images until they are cached.",
+        fix="Start the run again, and do not change the images until they are cached.",
     )

@@ -98,7 +98,7 @@ def check_table(batch: Any, entries: Iterable[EntrySpec], sources: Sequence[Reso
     """
     batch.validate(full=True)
     if batch.schema != table_schema(entries, slot_bytes(sources)) or any(column.null_count for column in batch.columns):
-        raise ValueError("the table has other columns")
+        raise ValueError("the table does not have the expected columns")
     if not (0 <= compute.min(batch["source"]).as_py() and compute.max(batch["source"]).as_py() < len(sources)):
         raise ValueError("a row refers to a source that does not exist")
     for entry in entries:

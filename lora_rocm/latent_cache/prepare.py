@@ -535,5 +535,5 @@ def run_encoders(recipe: Recipe, family: ModelFamily) -> tuple[Encoder, ...]:
     encoders = (*(encoder for encoder in shared if encoder is not None), *own)
     for encoder in encoders:
         if not {IMAGE, CAPTION}.issuperset(encoder.entry.inputs) and not isinstance(encoder, ReadsCompanion):
-            raise TypeError(f"{encoder.entry.name} reads {encoder.entry.inputs}, and its encoder has no companion_of")
+            raise TypeError(f"{encoder.entry.name} reads {encoder.entry.inputs}, but its encoder has no companion_of")
     return encoders

@@ -103,7 +103,7 @@ class GatedOptimizer:
         return self.weights.parameters
 
     def learning_rate(self, updates: int) -> float:
-        """Return the learning rate after ``updates`` updates, for the log. Text encoders have a multiple of it."""
+        """Return the learning rate after ``updates`` updates, for the log. Text encoders use multiples."""
         return self.section.learning_rate * learning_rate_factor(self.section, updates, self.max_train_steps)
 
     def step(self, updates: int, blocked: Tensor) -> UpdateStats:

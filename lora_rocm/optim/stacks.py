@@ -1,7 +1,7 @@
 """Update rules that treat each weight as a matrix, computed on stacks of matrices with equal shape.
 
-A LoRA has a thousand small matrices of only a few shapes. An operation on a stack [n, r, c] needs no more kernel
-launches than an operation on one matrix. The state of all stacks is concatenated into tables.
+A LoRA has a thousand small matrices of only a few shapes. An operation on a stack [n, r, c] takes as few kernel
+launches as an operation on one matrix. The state of all stacks is concatenated into tables.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class StateGuard:
         self, parts: Mapping[str, Tensor], moving: Collection[str] = (), implementation: Implementation = "eager"
     ) -> None:
         if len(parts) > MAX_BUFFERS:
-            raise ValueError(f"{len(parts)} parts, at most {MAX_BUFFERS}")
+            raise ValueError(f"{len(parts)} parts are too many: the state guard supports at most {MAX_BUFFERS}")
         self._names, self._words, self._implementation = (
             list(parts),
             [words_of(part) for part in parts.values()],
@@ -84,8 +84,8 @@ class StateGuard:
         names = [name for name, changed in flags if changed] or ["the comparison did not run"]
         return StateError(
             "state-changed",
-            "The trained weights differ from the result of the last update: memory has changed in between. They were "
-            "neither used nor saved; the last checkpoint stays valid.",
+            "The trained weights or the optimizer state have changed in memory since the last update. They were "
+            "neither used nor saved; the last checkpoint is still valid.",
             where=f"after {updates} updates: {', '.join(names)}",
             **resume_advice(
                 "Run the same command with --resume latest to continue from the last checkpoint. If it happens again, "
@@ -126,13 +126,17 @@ class StateGuard:
             compare_graph()
             # Synchronises: once per capture, not per step.
             if self._changed_K.tolist() != [off] * len(right_K) or float(self.changed) != off:
-                raise WrongAnswerError("the graph that compares the trained state gives wrong results")
+                raise WrongAnswerError(
+                    "the captured graph that compares the trained state with its fingerprints gives wrong results"
+                )
         for held in (1.0, 0.0):
             self._known_K.copy_(right_K + 1)
             self.held.fill_(held)
             renew_graph()
             if not torch.equal(self._known_K, torch.where(self._stays_K * held > 0, right_K + 1, right_K)):
-                raise WrongAnswerError("the graph that fingerprints the trained state gives wrong results")
+                raise WrongAnswerError(
+                    "the captured graph that computes the fingerprints of the trained state gives wrong results"
+                )
 
     def _compare_now(self) -> None:
         add_fingerprints(self._words, self._found_K, self._implementation)

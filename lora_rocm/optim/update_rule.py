@@ -214,10 +214,10 @@ def other_state(section: OptimSection, where: str) -> ResumeError:
     """
     return ResumeError(
         "resume-optimizer-changed",
-        f"The checkpoint does not have the optimizer state of optim.optimizer: {section.optimizer}.",
+        f"The checkpoint's optimizer state does not fit optim.optimizer: {section.optimizer}.",
         where=where,
-        fix="Set optim.optimizer to the run's first value. If it has that value, an earlier version of this program "
-        "stored other state: continue with that version, or start a new run.",
+        fix="Set optim.optimizer to the value with which the run started. If it has this value already, an earlier "
+        "version of lora-rocm stored different state: continue with that version, or start a new run.",
     )
 
 

@@ -163,7 +163,7 @@ def _entries(
     """Return the file kind, and the entries keyed by module name in the shapes that the model's layers need."""
     kind, *others = {found.kind.name: file_kind(found.kind) for _, found in read}.values()
     if others:
-        raise ValueError(f"it contains a {kind.name} and a {others[0].name}")
+        raise ValueError(f"it contains both a {kind.name} and a {others[0].name}")
     files = family.files
     ways = (files.rows, files.original, _qkv_rows(files))
     table, original, whole_qkv = (KeyTable(components, rows_of) for rows_of in ways)
@@ -187,10 +187,15 @@ def _entries(
             rank = each.rank if kind.parts.config_decides_rank else None
             module = FileModule(each.key, each.parts, each.alpha, each.rslora, rank)
             if modules.setdefault(name, module) is not module:
-                raise ValueError(f"{each.key} and {modules[name].key} are the same module")
+                raise ValueError(f"{each.key} and {modules[name].key} belong to the same module")
     count = len(modules) + len(unknown)
     if not count and not any(found.norms for _, found in read):
-        raise file_error("lora-empty", "This file holds no LoRA.", path, "Give a LoRA file; base models go in model.")
+        raise file_error(
+            "lora-empty",
+            "This file contains no LoRA.",
+            path,
+            "Use a LoRA file. Base models belong in the model section.",
+        )
     if unknown:
         raise _of_another_model(family, sorted(unknown), path, count, known=[m.key for m in modules.values()])
     fitting = {**shapes, **table.shapes, **original.shapes, **whole_qkv.shapes}
@@ -263,15 +268,15 @@ def _of_another_model(
     if origin is not None:
         of_origin = min(unknown, key=lambda name: _doubt(name, origin, family))
         if own := _of_this_model(family, unknown, known, origin):
-            what = f"This file is a mixture: it names {of_origin}, of {origin.title}, and {own}, of {base}."
+            what = f"This file mixes two models: it contains {of_origin} of {origin.title} and {own} of {base}."
             fix = f"Use a complete file for {base}; this one was assembled from two."
             return file_error("lora-of-another-model", what, path, fix)
-        what = f"This is a LoRA for {origin.title}, but the base model is {base}: it names {of_origin}."
+        what = f"This is a LoRA for {origin.title}, but the base model is {base}. The file contains {of_origin}."
     elif count:
         what = f"This model lacks {len(unknown)} of {count_text(count, 'module')} of this LoRA, such as {unknown[0]}."
     else:
-        what = f"This LoRA names no part of the base model, which is {base}: it names {unknown[0]}."
-    fix = f"Use a LoRA that was made for {base}, or give the base model that this one was made for."
+        what = f"This LoRA matches no part of the base model ({base}). The file contains {unknown[0]}."
+    fix = f"Use a LoRA that was made for {base}, or use the base model that this LoRA was made for."
     return file_error("lora-of-another-model", what, path, fix)
 
 
@@ -305,11 +310,14 @@ def _one_file(path: Path) -> Path:
         if len(files) == 1:
             return files[0]
         raise file_error(
-            "lora-missing", f"This folder contains {len(files)} safetensors files.", path, "Give one file."
+            "lora-missing",
+            f"The folder contains {len(files)} safetensors files instead of one.",
+            path,
+            "Use the path of a file.",
         )
     if not path.is_file():
         raise file_error(
-            "lora-missing", "There is no such LoRA file.", path, "Give a .safetensors file or a PEFT folder."
+            "lora-missing", "There is no such LoRA file.", path, "Use the path of a .safetensors file or a PEFT folder."
         )
-    refuse_pickle(path, "Use the .safetensors edition of the LoRA.", AdapterError)
+    refuse_pickle(path, "Use the .safetensors version of the LoRA.", AdapterError)
     return path

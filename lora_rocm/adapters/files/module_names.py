@@ -92,14 +92,14 @@ class KeyTable:
                     self.parts.setdefault(key, []).append(WeightSlice(name, first, at, count))
                     inputs[key], first = tuple(rest), first + count
                 if placed and first != rows:
-                    raise ValueError(f"{name} has {rows} rows, of which its keys name {first}")
+                    raise ValueError(f"{name} has {rows} rows, but its keys cover only {first} of them")
         self.shapes: dict[str, tuple[int, ...]] = {}
         for key, parts in self.parts.items():
             parts.sort(key=lambda part: part.at)
             end = 0
             for part in parts:
                 if part.at < end:
-                    raise ValueError(f"{part.module} claims rows of {key} that another module has")
+                    raise ValueError(f"{part.module} and another module claim the same rows of {key}")
                 end = part.at + part.count
             self.shapes[key] = (end, *inputs[key])
 
@@ -127,7 +127,7 @@ class KeyTable:
         for name, several in pieces.items():
             several.sort(key=lambda piece: piece[0])
             if name in found:
-                raise ValueError(f"the file has {name} twice, under two names")
+                raise ValueError(f"the file contains the module {name} twice, under two names")
             found[name] = several[0][1].joined(several, self.rows[name])
         return found
 

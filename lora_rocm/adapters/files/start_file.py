@@ -36,7 +36,7 @@ def check_start(
     """
     if files is not adapter.files:
         what = f"The file is a {files.name}, but the recipe trains a {adapter.files.name}."
-        fix = f"Set lora.type to {files.name.lower()}, or start without it."
+        fix = f"Set lora.type to {files.name.lower()}, or remove lora.init_from."
         raise _unfit("init-from-kind", what, path, fix)
     adapted = adapter.modules
     unfit = adapter.unfit(lora, entries, path)
@@ -65,9 +65,9 @@ def _refuse_beyond_text_targets(family: ModelFamily, text: Iterable[str], path: 
     if beyond:
         raise _unfit(
             "init-from-beyond",
-            f"The file adapts {_modules(beyond)}, which is not trained here.",
+            f"The file adapts {_modules(beyond)}, which lora-rocm cannot train.",
             path,
-            "Start without it, or from a LoRA without these modules. lora-rocm sample can use the file unchanged.",
+            "Remove lora.init_from, or use a LoRA without these modules. lora-rocm sample can use the file unchanged.",
         )
 
 

@@ -85,7 +85,7 @@ class LokrEntry(FactorEntry):
             return self
         height = self.shape[0] // len(self.w1[0])
         if first % height or count % height:
-            raise ValueError("a LoKr of several modules at once can only be cut between its blocks")
+            raise ValueError("a LoKr of a fused weight can be split into modules only between blocks")
         part = slice(first // height, (first + count) // height)
         return replace(self, w1=(self.w1[0][part], *self.w1[1:]), shape=(count, *self.shape[1:]))
 
@@ -230,12 +230,12 @@ class LokrAdapter(FactorAdapter):
         if factor is None:
             raise AdapterError(
                 "init-from-unfit",
-                "The file does not fit the recipe: no single factor cuts all its layers.",
+                "The file does not fit the recipe: no single value of lora.factor matches all its layers.",
                 where=f"lora.init_from: {path}",
-                fix="Start without it. lora-rocm sample can use the file unchanged.",
+                fix="Remove lora.init_from. lora-rocm sample can use the file unchanged.",
             )
         if any(_cut(entry.shape, lora.factor) != entry.sides for entry in entries.values()):
-            found.append((f"its layers are cut by the factor {factor}", f"lora.factor to {factor}"))
+            found.append((f"its layers were built with the factor {factor}", f"lora.factor to {factor}"))
         needed = {name: max(entry.rank or 0, _rank_of_whole(entry)) for name, entry in entries.items()}
         found += self.lacking_ranks(lora, needed)
         highest = max(needed.values(), default=0)
@@ -243,7 +243,7 @@ class LokrAdapter(FactorAdapter):
             len(entry.w1) == 1 and max(lora.rank, highest) < max(entry.sides[0], entry.sides[2]) / 2
             for entry in entries.values()
         ):
-            found.append(("its first factors are whole", "lora.decompose_both to false"))
+            found.append(("its first factors are single matrices, not products", "lora.decompose_both to false"))
         return found
 
     def config_fields(self, layers: Sequence[Any]) -> dict[str, Any]:

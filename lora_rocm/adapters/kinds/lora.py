@@ -212,9 +212,9 @@ class LoraAdapter(Adapter):
             if down is None or up is None:
                 raise AdapterError(
                     "adapter-mismatch",
-                    "This checkpoint lacks the start values of its LoRA.",
+                    "This checkpoint lacks the initial values of its LoRA, which lora.init needs.",
                     where=name,
-                    fix="Use the lora section of the recipe that wrote the checkpoint.",
+                    fix="Use the same lora section as the run that wrote the checkpoint.",
                 )
             held = fill_start(self.modules[name][2], down, -up)
             self.constants |= {f"{name}.{role}": tensor for role, tensor in held.items()}

@@ -174,7 +174,7 @@ class LoraEntry(Entry):
         if (first, count) == (0, len(self.up)):
             return self
         if self.input_magnitude is not None:
-            raise ValueError("a DoRA with one magnitude per input cannot be cut into modules")
+            raise ValueError("a DoRA with one magnitude per input cannot be split into modules")
         part = slice(first, first + count)
         magnitude = None if self.magnitude is None else self.magnitude[part]
         if self.up.is_meta:
@@ -193,10 +193,10 @@ class LoraEntry(Entry):
         if len(found) == 1 and len(self.up) == rows:
             return self
         if any(entry.input_magnitude is not None for _, entry in found) or len(found) != len(parts):
-            raise ValueError("these modules cannot be written as one")
+            raise ValueError("these modules cannot be written as one weight")
         with_magnitude = [entry.magnitude for _, entry in found if entry.magnitude is not None]
         if with_magnitude and (len(with_magnitude) < len(found) or sum(map(len, with_magnitude)) < rows):
-            raise ValueError("a DoRA of some of the modules cannot be written as one of all")
+            raise ValueError("only some of these modules have DoRA magnitudes, so they cannot be written as one weight")
         shared = all(
             entry.down is self.down or (not self.down.is_meta and torch.equal(entry.down, self.down))
             for _, entry in found
@@ -266,7 +266,7 @@ def _magnitudes(module: FileModule, shape: tuple[int, ...], path: Path) -> tuple
             f"The DoRA magnitudes of {module.key} have the shape {list(found.shape)}; its weight is {list(shape)}, so "
             f"{shape[0]} are needed (one per output), or {[1, shape[1]]} (one per input).",
             path,
-            "Use another file: this one is damaged, or of another model.",
+            "Use another file. This one is damaged, or made for another model.",
         )
     return None, None
 

@@ -68,7 +68,7 @@ class FactorNames:
         for factor in self.factors:
             whole, parts = factor in tensors, f"{factor}_a" in tensors
             if whole == parts:
-                raise ValueError(f"{factor} has to be given either whole or as a product")
+                raise ValueError(f"{factor} is missing, or present both as one matrix and as a product")
             found.append((tensors[factor],) if whole else (tensors[f"{factor}_a"], tensors[f"{factor}_b"]))
         return found[0], found[1]
 
@@ -93,7 +93,9 @@ class FactorNames:
                 or 0 in factor[0].shape
                 or (len(factor) == 2 and factor[0].shape[1] != len(factor[1]))
             ):
-                raise ValueError(f"{module.key} has factors of the shapes {[tuple(tensor.shape) for tensor in factor]}")
+                raise ValueError(
+                    f"{module.key} has factors that do not fit each other: {[tuple(tensor.shape) for tensor in factor]}"
+                )
         return found
 
 
@@ -135,7 +137,7 @@ def alone(entry: Entry, parts: Sequence[tuple[int, Entry]], whole: bool, name: s
     """
     if len(parts) == 1 and whole:
         return entry
-    raise ValueError(f"the {name} of several modules cannot be written as one for their fused weight")
+    raise ValueError(f"a {name} of several modules cannot be written as one fused weight")
 
 
 class LycorisLayer(nn.Module):

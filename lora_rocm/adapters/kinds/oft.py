@@ -104,7 +104,7 @@ class OftEntry(OutputEntry):
     def rows(self, first: int, count: int) -> OftEntry:
         height = self.blocks.shape[1]
         if first % height or count % height:
-            raise ValueError("an OFT of several modules at once can only be cut between its blocks")
+            raise ValueError("an OFT of a fused weight can be split into modules only between blocks")
         part = slice(first // height, (first + count) // height)
         return replace(self, blocks=self.blocks[part], shape=(count, *self.shape[1:]))
 
@@ -209,9 +209,9 @@ class OftAdapter(OutputAdapter):
         if lora.overrides or not fits(size):
             raise AdapterError(
                 "init-from-unfit",
-                "The file does not fit the recipe: its block sizes do not match the ranks.",
+                "The file does not fit the recipe: no lora.rank results in its block sizes.",
                 where=f"lora.init_from: {path}",
-                fix="Start without it. lora-rocm sample can use the file unchanged.",
+                fix="Remove lora.init_from. lora-rocm sample can use the file unchanged.",
             )
         return [(f"its blocks have up to {size} rows", f"lora.rank to {size}")]
 
