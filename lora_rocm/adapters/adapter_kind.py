@@ -115,7 +115,10 @@ class AdapterKind(ABC):
 
     @classmethod
     def smaller(cls, lora: AdapterSection) -> Iterator[tuple[str, AdapterSection]]:
-        """Yield sections that train fewer parameters, mildest first, as (words such as "lora.rank to 8", section)."""
+        """Yield smaller sections, from largest to smallest, as (words such as "lora.rank to 8", section).
+
+        A smaller section trains fewer parameters than ``lora``.
+        """
         for power in range(MAX_RANK.bit_length()):
             rank = MAX_RANK >> power
             if rank < lora.rank:
@@ -151,7 +154,7 @@ class AdapterKind(ABC):
 
     @abstractmethod
     def fill(self, layer: Any, entry: Any) -> None:
-        """Copy an entry into a layer, with the same effect. ``unfit`` must have accepted the entry."""
+        """Copy an entry into a layer, with the same effect. Call it only for entries that ``unfit`` accepts."""
 
     # Files: writing, and checks whether a file fits.
 

@@ -117,8 +117,12 @@ def attach_file(
 
     The model must have every component that the file adapts (``lora_reader.components_of``).
 
-    ``strength``: factor of the update (1: as trained, 0: base model only). DoRA magnitudes are not scaled. ``notify``
-        receives notices about skipped parts of the file.
+    Args:
+        family: family of the model.
+        model: the loaded model.
+        path: path of the file.
+        strength: factor of the update (1: as trained, 0: base model only). DoRA magnitudes are not scaled.
+        notify: receives notices about skipped parts of the file.
 
     Returns:
         The adapter, or None if ``strength`` is 0.

@@ -1,7 +1,7 @@
 """Stores all trained weights in one flat tensor, and all gradients in another.
 
 An operation on all weights (norm, finite check, clipping, AdamW, average, all-reduce) is one kernel over one tensor
-instead of a thousand launches. *Leaves* are the layers' weights in the compute dtype: views of flat memory, of which
+instead of a thousand launches. *Leaves* are the layers' weights in the compute dtype: views of flat memory, for which
 autograd computes gradients. *Masters* are the authoritative weights, which the optimizer updates. If both have the same
 dtype, they share memory.
 """

@@ -133,9 +133,9 @@ def read_vectors(path: Path, key: str, shape: Sequence[int]) -> Tensor:
 
 
 def tokens_next_to(lora: Path, wanted: Sequence[NewToken] = ()) -> tuple[NewToken, ...]:
-    """Return the tokens of the embedding files next to a LoRA file, set to start from these files.
+    """Return the tokens that have an embedding file next to a LoRA file, with ``init_from`` set to this file.
 
-    The tokens of ``wanted`` come first in the result, and must have a file.
+    The tokens of ``wanted`` must have a file, and come first in the result.
 
     Raises:
         ModelError: a file is damaged.

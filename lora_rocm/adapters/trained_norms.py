@@ -1,4 +1,4 @@
-"""Norms trained with the adapter, as in LyCORIS' ``train_norm``. Trained are the differences of weight and bias.
+"""Norms trained with the adapter, as in LyCORIS' ``train_norm``. Differences of weight and bias are trained.
 
 The norm becomes ``norm(x) + normal(x) * w_norm + b_norm``, as in LyCORIS, where ``normal(x)`` is the normalised input.
 Adding the difference to the weight itself would lose most of it in a 16-bit format. The base norm stays frozen and
@@ -67,7 +67,7 @@ def _norms(root: nn.Module) -> Iterator[tuple[str, nn.GroupNorm | nn.LayerNorm]]
 
 
 def insert_norms(family: ModelFamily, model: LoadedModel) -> None:
-    """Replace all norms of the family's main component by a ``TrainedNorm``.
+    """Replace each norm of the family's main component with a ``TrainedNorm``.
 
     Raises:
         AdapterError: "norms-none", the component has no norms with weights.

@@ -97,7 +97,10 @@ def attach_training_adapter(
 
 
 def _fill(layer: LoraLayer, entry: LoraEntry, dtype: torch.dtype) -> None:
-    """Write an entry into a layer's second pair, rescaled so that both pairs can have the trained pair's scale."""
+    """Write an entry into a layer's pair of training factors.
+
+    The values are rescaled, because both pairs of the layer have the trained pair's scale.
+    """
     scale = layer.scaling[NAME] = layer.scaling.get(PEFT_NAME, 1.0)
     for pairs, values in ((layer.lora_A, entry.down), (layer.lora_B, entry.up * (entry.scale / scale))):
         pair: nn.Module = pairs[NAME]

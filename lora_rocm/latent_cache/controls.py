@@ -41,7 +41,7 @@ CONTROL_ENTRY = control_entry(0)
 
 @dataclass(frozen=True)
 class ControlEncoder:
-    """Encodes control images with the family's image encoder. Only the mean is stored, which pipelines use."""
+    """Encodes control images with the family's image encoder. Only the mean is stored, since pipelines use it."""
 
     images: Encoder
     data: DataSection

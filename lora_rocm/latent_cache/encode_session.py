@@ -41,8 +41,8 @@ def plain_placement(device: torch.device) -> Placement:
 class PendingWrites:
     """Delays writing results until a check of kernels and weights passes. Without a check, writes them at once.
 
-    Otherwise a faulty kernel would corrupt the cache permanently. A fingerprint proves that an entry is the encoder's
-    output, but not that the output is correct.
+    If it wrote before the check, a faulty kernel would corrupt the cache permanently. A fingerprint proves that an
+    entry is the encoder's output, but not that the output is correct.
 
     The end of a ``with`` block calls ``settle``, even after a stop request or an error. If the block failed, its error
     propagates. Further errors of the check or the disk are suppressed, because a lost device fails at every call. The
@@ -67,7 +67,7 @@ class PendingWrites:
             self.settle()
 
     def add(self, keep: Callable[[], None]) -> None:
-        """Add a pending result. ``keep``: writes the result when called."""
+        """Add a pending result. ``keep``: function that writes the result."""
         if self._check is None:
             keep()
             return
@@ -93,15 +93,15 @@ class PendingWrites:
 class Encoding:
     """Settings of a run for filling its caches: cache, device and callbacks.
 
-    report: receives the progress.
-    context: receives an event if an encoder moves to the CPU or to tiles, and for each damaged entry that is encoded
-        again.
+    report: callback for the progress.
+    context: run context. It receives an event if an encoder moves to the CPU or to tiles, and for each damaged entry
+        that is encoded again.
     tiles: whether image encoders work in tiles; set after running out of memory.
     opened_placement: function that opens a placement on a device, which stores weights and transfers inputs and
         results.
-    check: raises an error if kernels are faulty or the encoder's weights are corrupt; None for no check. Called before
-        the first encode and before each batch of entries is written (see ``PendingWrites``). Not called if nothing is
-        encoded.
+    check: function that raises an error if kernels are faulty or the encoder's weights are corrupt; None for no check.
+        It is called before the first encode and before each batch of entries is written (see ``PendingWrites``), but
+        not if nothing is encoded.
     more: additional encoders, which run after the family's.
     """
 

@@ -83,7 +83,7 @@ class LoadedEncoder:
     """An encoder with its weights on the device.
 
     If memory runs out, an image encoder switches to tiles. A caption encoder switches to streaming its weights, and if
-    this is not enough, to the CPU. It does not switch back.
+    this is not enough, to the CPU. Neither switches back.
     """
 
     def __init__(self, encoder: Encoder, encoding: Encoding) -> None:

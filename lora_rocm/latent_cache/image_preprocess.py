@@ -144,7 +144,7 @@ class ReadsCompanion(Protocol):
 
 
 def read_by(encoder: object, images: Sequence[EncodeRequest]) -> Sequence[EncodeRequest]:
-    """Return the requests that an encoder reads: the images, or if it reads companions, the images' companions."""
+    """Return what an encoder reads: the images' companions if it reads companions, otherwise the images."""
     return _Companions(images, encoder) if isinstance(encoder, ReadsCompanion) else images
 
 
@@ -224,8 +224,8 @@ def pixels_of(image: Image.Image) -> Tensor:
 def lookup_all(memory: HashMemory, entries_of: EntriesOf, samples: Sequence[EncodeRequest]) -> list[LookupResult]:
     """Look up the entries of samples in the cache. Return one result per sample. Fast if the cache is filled.
 
-    Image files are not read: if their hashes are not remembered, the results have no entries. Dataset rows are read and
-        hashed.
+    Image files are not read. If the hash of an image is not remembered, its result has no entries. Dataset rows are
+    read and hashed.
     """
     return [_looked_at(memory, entries_of, wanted) for wanted in samples]
 

@@ -197,7 +197,7 @@ class _Ordered:
     usable: the samples; with packing, rows of several training samples.
     num_training: number of training samples or rows.
     num_held_out: number of held-out samples.
-    indices_N: indices of the samples, from before packing.
+    indices_N: indices of the samples before packing.
     unused: notices about samples that are never used.
     notices: other notices.
     """

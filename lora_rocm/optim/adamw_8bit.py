@@ -1,9 +1,9 @@
 """AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), in plain operations on the device.
 
 Each block of 256 neighbouring numbers has one scale, its largest magnitude. A number divided by its scale is stored as
-the index of the nearest of 256 fixed values. These are between -1 and 1, or 0 and 1, are dense near zero, and are the
-same as in bitsandbytes. Blocks divide the flat weights. So a block may contain the end of one weight and the start of
-the next, and even small weights are stored in 8 bits.
+the index of the nearest of 256 fixed values. The values are between -1 and 1 for the first moment, and between 0 and 1
+for the second. They are dense near zero, and the same as in bitsandbytes. Blocks divide the flat weights. So a block
+may contain the end of one weight and the start of the next, and even small weights are stored in 8 bits.
 
 bitsandbytes' kernel (``optimizer_update_8bit_blockwise`` of 0.50) is not used. It takes the step number, the learning
 rate and the gradient factor as host numbers, and it cannot skip an update. Here clipping, loss scale and the decision

@@ -1,8 +1,7 @@
 """The optimizer step that all update rules share. The device itself decides whether to update the weights.
 
 The results of the transfer check, the state guard and the finite check are combined into one number on the device,
-without synchronisation. If it is 1, no
-trained tensor changes. The host reads it later.
+without synchronisation. If this number is 1, no trained tensor changes. The host reads it later.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class GatedOptimizer:
         ema_decay: decay of the EMA; 0 for no EMA.
         use_loss_scale: whether to scale the loss, for fp16 training.
         triton: whether Triton kernels may be used.
-        limit: limiter that reduces too large weights after each update, or None.
+        limit: limiter of the norm of each module's update, applied after each step; or None.
 
     Attributes:
         rule: the update rule with its state.
@@ -103,7 +102,10 @@ class GatedOptimizer:
         return self.weights.parameters
 
     def learning_rate(self, updates: int) -> float:
-        """Return the learning rate after ``updates`` updates, for the log. Text encoders use multiples."""
+        """Return the learning rate after ``updates`` updates, for the log.
+
+        Text encoders have a multiple of this rate.
+        """
         return self.section.learning_rate * learning_rate_factor(self.section, updates, self.max_train_steps)
 
     def step(self, updates: int, blocked: Tensor) -> UpdateStats:

@@ -1,7 +1,8 @@
 """Schedule-free AdamW (Defazio et al., arXiv 2405.15682): averaging the weights replaces a schedule.
 
-z are the weights that the steps lead to, and x is their average, which is the result of the training. The trained
-weights y are a mixture: y = b x + (1 - b) z. So x can be computed from y and z, and only z is stored.
+z is the position that the optimizer steps reach, and x is the average of these positions, which is the result of the
+training. The trained weights y are a mixture: y = b x + (1 - b) z. So x can be computed from y and z, and only z is
+stored.
 """
 
 from __future__ import annotations

@@ -146,7 +146,10 @@ class UpdateRule(ABC, Generic[S]):
         return weight
 
     def _over_groups(self, values: Sequence[Tensor]) -> Tensor:
-        """Return the sum of one value per group, each multiplied by the group's learning rate over the recipe's."""
+        """Return the sum of one value per group, each multiplied by the group's relative learning rate.
+
+        The relative rate is the group's learning rate divided by the recipe's learning rate.
+        """
         multiples = [group.learning_rate / self._section.learning_rate for group in self._groups]
         return torch.stack([value * multiple for value, multiple in zip(values, multiples, strict=True)]).sum()
 

@@ -1,8 +1,8 @@
 """Reads adapter files of any origin into one representation: kohya and diffusers files, PEFT directories.
 
 Each module becomes an ``Entry`` under the name ``component.path`` ("unet.mid_block..."). Names in text encoders omit
-the ``text_model`` level, which transformers 5 dropped from one of SDXL's two. ``adapter_contents`` decides which
-tensors are accepted; a file with any other tensor is refused.
+the ``text_model`` level, which transformers 5 dropped from one of SDXL's two text encoders. ``adapter_contents``
+decides which tensors are accepted; a file with any other tensor is refused.
 """
 
 from __future__ import annotations
@@ -204,9 +204,10 @@ def _entries(
 
 
 def _qkv_rows(files: FileNames) -> RowsOf:
-    """Return a variant of ``FileNames.original`` for XLabs' FLUX files.
+    """Return a function like ``FileNames.original`` for XLabs' FLUX files.
 
-    It has rows only for query, key and value of layers that ``original`` fuses with more (``linear1``).
+    These files fuse only query, key and value where the original release fuses them with more weights (``linear1``).
+    All other modules have no rows.
     """
 
     def rows_of(component: str, module: str, rows: int) -> Rows:

@@ -181,7 +181,7 @@ class LokrAdapter(FactorAdapter):
 
     @classmethod
     def weights_of(cls, lora: AdapterSection, shape: Sequence[int]) -> int:
-        """Return the number of trained parameters. As in PEFT and LyCORIS, a low rank makes a factor a product."""
+        """Return the number of trained parameters. As in PEFT and LyCORIS, a factor is a product only at a low rank."""
         assert isinstance(lora, LokrSection), "a section of this kind"
         (outer, height), (inner, width) = (factorization(side, lora.factor) for side in shape[:2])
         kernel, rank = math.prod(shape[2:]), lora.rank

@@ -155,7 +155,7 @@ class LoraAdapter(Adapter):
     def linear_downs(self) -> dict[str, Tensor]:
         """Return the A matrices [rank, inputs] of the linear layers, keyed by module name.
 
-        They are set by initial values that depend on the layers' inputs (eva).
+        An initialisation that depends on the layers' inputs (eva) fills these matrices.
         """
         found = {name: layer.lora_A[PEFT_NAME].weight for name, (_, _, layer) in self.modules.items()}
         return {name: weight for name, weight in found.items() if weight.ndim == 2}
@@ -258,7 +258,7 @@ class LoraAdapter(Adapter):
 
     @property
     def needs_float32(self) -> bool:
-        """Whether this is a DoRA. PEFT computes its norms from the base weight in the input's dtype."""
+        """Whether the layers are DoRAs, which need float32: PEFT computes their norms in the dtype of the input."""
         return any(layer.lora_magnitude_vector for _, _, layer in self.modules.values())
 
     def narrow(self, lora: AdapterSection) -> int:

@@ -214,8 +214,8 @@ class LoraEntry(Entry):
 def with_one_alpha(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
     """Return entries with the same effects but one common alpha (scale = alpha / rank), if all of them are LoRAs.
 
-    diffusers ignores the alphas of a kohya file that differ from the most frequent one. Entries of other kinds are
-    returned unchanged.
+    diffusers ignores the alphas of a kohya file that differ from the most frequent one. If any entry is not a LoRA, all
+    entries are returned unchanged.
     """
     loras = {name: entry for name, entry in entries.items() if isinstance(entry, LoraEntry)}
     alphas = {name: round(entry.scale * entry.rank, 6) for name, entry in loras.items()}
