@@ -186,7 +186,7 @@ class AdapterKind(ABC):
             if rank > ours:
                 lacking[key] = max(lacking.get(key, (0, 0)), (rank, ours))
         return [
-            (f"its rank is {rank}, but the recipe's rank is {ours}", f"{key} to {rank}")
+            (f"it has rank {rank}, but the recipe has rank {ours}", f"{key} to {rank}")
             for key, (rank, ours) in lacking.items()
         ]
 

@@ -269,7 +269,7 @@ def _of_another_model(
     if origin is not None:
         of_origin = min(unknown, key=lambda name: _doubt(name, origin, family))
         if own := _of_this_model(family, unknown, known, origin):
-            what = f"This file mixes two models: it contains {of_origin} of {origin.title} and {own} of {base}."
+            what = f"The file is a mixture: it contains {of_origin}, of {origin.title}, and {own}, of {base}."
             fix = f"Use a complete file for {base}; this one was assembled from two."
             return file_error("lora-of-another-model", what, path, fix)
         what = f"This is a LoRA for {origin.title}, but the base model is {base}. The file contains {of_origin}."
@@ -277,7 +277,7 @@ def _of_another_model(
         what = f"This model lacks {len(unknown)} of {count_text(count, 'module')} of this LoRA, such as {unknown[0]}."
     else:
         what = f"This LoRA matches no part of the base model ({base}). The file contains {unknown[0]}."
-    fix = f"Use a LoRA that was made for {base}, or use the base model that this LoRA was made for."
+    fix = f"Use a LoRA that was made for {base}, or give the base model that this LoRA was made for."
     return file_error("lora-of-another-model", what, path, fix)
 
 

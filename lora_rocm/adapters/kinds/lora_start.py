@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lora_rocm.adapters.kinds.lora_entry import LoraEntry
 
 START = "peft_start"
-"""PEFT's adapter name of the frozen pair in a layer: the initial A, and the negated initial B."""
+"""PEFT's adapter name for the frozen pair of factors in a layer: the initial A, and the negated initial B."""
 EXACT_SIDE = 1024
 """Size of a weight's smaller side up to which PiSSA is exact. Larger exact decompositions would take seconds."""
 ITERATIONS, LEAST_SPARE = 4, 16  # of PiSSA's fast decomposition of larger weights (arXiv 2404.02948, 4.5)

@@ -131,7 +131,7 @@ OFT = FileKind(kind_named("OFT"), _entry)
 class OftLayer(OutputLayer):
     """A layer that rotates its outputs block by block.
 
-    constraint: limit of Q's norm, divided by the number of outputs; 0 means no limit.
+    constraint: limit of the norm of ``Q`` (see the module), divided by the number of outputs; 0 means no limit.
     """
 
     adapter_layer_names = (BLOCKS,)
