@@ -1,4 +1,4 @@
-"""The adapter in files: its values by module, the keys of a file, and PEFT's config."""
+"""Conversion between a trained adapter and its files: entries per module, the keys of a file, and PEFT's config."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from lora_rocm.adapters.files.module_names import SD_SCRIPTS, KeyTable
 
 
 class AdapterInFiles(AdapterKind):
-    """The interface of an adapter for writers, readers and checks of files."""
+    """The adapter methods used by code that writes, reads or checks adapter files."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return a copy of every trained tensor, and ``constants``, on the CPU."""
+        """Return copies of all trained tensors and ``constants`` on the CPU, keyed by tensor name."""
         return {**self.read(self.parameters), **self.constants}
 
     def peft_config(self, component: str) -> dict[str, Any]:
-        """Return the PEFT config of one component, with the fields that every version of PEFT knows.
+        """Return the PEFT config of one component, limited to the fields that every version of PEFT knows.
 
-        Module names omit ``text_model``; PEFT's suffix matching accepts that with every version of transformers.
+        Module names omit ``text_model``. PEFT compares only the ends of names, so it finds the modules with every
+        version of transformers.
         """
         layers = {n.removeprefix(component + "."): layer for n, (c, _, layer) in self.modules.items() if c == component}
         field = self.files.parts.config_alpha
@@ -46,7 +47,7 @@ class AdapterInFiles(AdapterKind):
         }
 
     def key_table(self, file_format: Form) -> KeyTable:
-        """Return the keys of a file in the format "kohya" or "sd-scripts"; each table is built once."""
+        """Return the key table of a file format ("kohya" or "sd-scripts"). Each table is built only once."""
         files, for_scripts = self.family.files, file_format == SD_SCRIPTS
         if for_scripts not in self._key_tables:
             rows_of = files.scripts_rows if for_scripts else files.rows
@@ -54,7 +55,7 @@ class AdapterInFiles(AdapterKind):
         return self._key_tables[for_scripts]
 
     def entries(self) -> dict[str, Any]:
-        """Return the adapter at strength 1 as values: module name -> entry, on the CPU."""
+        """Return the adapter at strength 1 as entries on the CPU, keyed by module name."""
         state = {name: tensor.float() for name, tensor in self.state().items()}
         return {
             name: self.entry_of(
@@ -64,11 +65,14 @@ class AdapterInFiles(AdapterKind):
         }
 
     def entries_in(self, file_format: Form) -> Mapping[str, Entry]:
-        """Return ``entries`` as a file of this format has them."""
+        """Return ``entries``, converted to the conventions of this file format."""
         return self.entries()
 
     def norm_tensors(self) -> dict[str, Tensor]:
-        """Return the trained norms as in a file, float32 on the CPU: "<key of the file>.<role>" -> difference."""
+        """Return the trained differences of the norms as a file stores them: float32 on the CPU.
+
+        Each is keyed by "<name of the norm in the file>.<role>".
+        """
         keys = trained_norms.names_in_files(self.family, self.model) if self.norms else {}
         state = self.state() if self.norms else {}
         return {
@@ -79,7 +83,7 @@ class AdapterInFiles(AdapterKind):
 
     @torch.no_grad()
     def start_from(self, entries: Mapping[str, Entry]) -> None:
-        """Load the effect of entries that fit; modules without an entry keep their neutral start."""
+        """Load entries into their layers, with the same effect. Modules without an entry keep their initial values."""
         for name, entry in entries.items():
             self.fill(self.modules[name][2], entry)
 
@@ -95,7 +99,7 @@ class AdapterInFiles(AdapterKind):
 
 
 def plain_number(value: float) -> int | float:
-    """Return a whole number as int, without its ".0"."""
+    """Return a whole number as int, so that it is written without ".0"; any other number as float."""
     return int(value) if float(value).is_integer() else float(value)
 
 
@@ -103,12 +107,12 @@ def loaded_entry(kind: type[AdapterKind], layer: BaseTunerLayer) -> Entry:
     """Return the entry that another program's loader wrote into a layer of this kind.
 
     Raises:
-        ValueError: the loader created the layer but did not fill it.
+        ValueError: the loader created the layer but did not load its tensors.
     """
     (active,) = layer.active_adapters
     tensors = kind.trained(layer, active)
     if any(tensor.is_meta for tensor in tensors.values()):
-        raise ValueError("a layer was created but not filled")
+        raise ValueError("the loader created a layer but did not load its tensors")
     return kind.entry_of(layer, active, {role: tensor.detach().float() for role, tensor in tensors.items()})
 
 

@@ -1,4 +1,4 @@
-"""The part of ``Adapter`` that each kind implements, grouped by caller."""
+"""The methods that each kind of adapter implements, grouped by the code that calls them."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ from lora_rocm.recipe.sections import MAX_RANK
 
 PEFT_NAME = "default"
 OWN = (PEFT_NAME, START)
-"""PEFT's names of the adapter's parts in a layer."""
+"""PEFT's names for the two adapters in a layer: the trained one, and the frozen start values."""
 Reader = Literal["diffusers", "peft", "comfyui"]
 
 
 class AdapterKind(ABC):
     """The adapted layers of a model, and the operations that depend on the kind.
 
-    modules: module name ("unet.mid_block...to_q") -> (component, path in the component, PEFT layer), in a fixed order.
-    norms: module name -> norm that is trained with the adapter.
-    leaves: "<module name>.<role>" -> tensor in its layer, in the same order; then "new_tokens.<component>".
-    parameters: the same names -> trained tensors: the leaves, or the masters after ``flatten``.
-    constants: "<module name>.<role>" -> frozen tensor that a checkpoint also stores, on the CPU; most kinds have none.
+    modules: maps module name ("unet.mid_block...to_q") to (component, path in the component, PEFT layer), in a fixed
+        order.
+    norms: maps module name to a norm that is trained with the adapter.
+    leaves: maps "<module name>.<role>" to a tensor of the layer, in the same order; "new_tokens.<component>" comes
+        last.
+    parameters: maps the same names to the trained tensors: the leaves, or after ``flatten`` the master weights.
+    constants: maps "<module name>.<role>" to a frozen tensor on the CPU that checkpoints also store. Empty for most
+        kinds.
 
     Set by each kind:
         layer_type: class of its layers.
         files: its file format.
-        readers: format -> programs that load an export back for verification; a missing format cannot be written.
+        readers: maps each format that can be written to the programs that load an export back for verification.
     """
 
     layer_type: ClassVar[type[Any]]
@@ -74,32 +77,32 @@ class AdapterKind(ABC):
     @classmethod
     @abstractmethod
     def config(cls, lora: AdapterSection, pattern: str) -> PeftConfig:
-        """Return PEFT's config for the modules of a component that match a regular expression."""
+        """Return PEFT's config for those modules of a component that match the regular expression ``pattern``."""
 
     @classmethod
     def insert_layers(cls, component: nn.Module, config: PeftConfig) -> None:
-        """Attach layers to a component."""
+        """Insert adapter layers into a component, as its PEFT config describes."""
         inject_adapter_in_model(config, component, PEFT_NAME)
 
     @abstractmethod
     def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
-        """Initialise a new layer so that it changes nothing; values are drawn on the CPU in float32."""
+        """Initialise a new layer so that the model's output is unchanged. Values are drawn on the CPU in float32."""
 
     def norm_limit(self, lora: AdapterSection) -> NormLimit | None:
-        """Return the limiter for ``lora.max_update_norm``; called after ``flatten``. None: no limit."""
+        """Return the limiter for ``lora.max_update_norm``, or None if there is no limit. Call it after ``flatten``."""
         return None
 
     @property
     def needs_float32(self) -> bool:
-        """Whether the layers compute in float32 on a base of another dtype."""
+        """Whether the layers compute in float32 even if the base model has another dtype."""
         return False
 
     @torch.no_grad()
     def load_constants(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load ``constants`` of a checkpoint. Call it before the layers are sent to a device.
+        """Load the ``constants`` of a checkpoint. Call it before the layers are moved to a device.
 
         Raises:
-            AdapterError: "adapter-mismatch", they do not match this adapter.
+            AdapterError: "adapter-mismatch", the tensors do not match this adapter.
         """
         return None
 
@@ -108,11 +111,14 @@ class AdapterKind(ABC):
     @classmethod
     @abstractmethod
     def weights_of(cls, lora: AdapterSection, shape: Sequence[int]) -> int:
-        """Return the count of trained numbers for a weight of this shape ([out, in] or [out, in, kh, kw])."""
+        """Return the number of trained parameters for a weight of this shape ([out, in] or [out, in, kh, kw])."""
 
     @classmethod
     def smaller(cls, lora: AdapterSection) -> Iterator[tuple[str, AdapterSection]]:
-        """Yield (words such as "lora.rank to 8", section) for settings that train fewer numbers, mildest first."""
+        """Yield smaller sections, from largest to smallest, as (words such as "lora.rank to 8", section).
+
+        A smaller section trains fewer parameters than ``lora``.
+        """
         for power in range(MAX_RANK.bit_length()):
             rank = MAX_RANK >> power
             if rank < lora.rank:
@@ -120,15 +126,15 @@ class AdapterKind(ABC):
 
     @classmethod
     def asks_float32(cls, lora: AdapterSection) -> bool:
-        """Return whether a recipe's layers will compute in float32 on a base of another dtype (``needs_float32``)."""
+        """Return whether layers of this recipe section will need float32 (see ``needs_float32``)."""
         return False
 
     def narrow(self, lora: AdapterSection) -> int:
-        """Return the number of layers that have more trained numbers than their weight can use."""
+        """Return the number of layers with more trained parameters than their weight can use."""
         return 0
 
     def unstarted(self, lora: AdapterSection) -> int:
-        """Return the number of layers that have ranks for which ``lora.init`` has no values."""
+        """Return the number of layers with more ranks than ``lora.init`` can initialise."""
         return 0
 
     # Values of a layer.
@@ -136,63 +142,72 @@ class AdapterKind(ABC):
     @staticmethod
     @abstractmethod
     def trained(layer: Any, name: str) -> dict[str, nn.Parameter]:
-        """Return role -> trained tensor of a layer's adapter ``name``."""
+        """Return the trained tensors, keyed by role, of the adapter ``name`` in a layer."""
 
     @staticmethod
     @abstractmethod
     def entry_of(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> Entry:
-        """Return the entry of a layer's adapter at strength 1. ``tensors``: role -> float32 value."""
+        """Return the entry of the adapter ``name`` in a layer, at strength 1.
+
+        ``tensors``: the adapter's float32 values, keyed by role.
+        """
 
     @abstractmethod
     def fill(self, layer: Any, entry: Any) -> None:
-        """Write an entry that passed ``unfit`` into a layer, with the same effect."""
+        """Copy an entry into a layer, with the same effect. Call it only for entries that ``unfit`` accepts."""
 
     # Files: writing, and checks whether a file fits.
 
     @classmethod
     @abstractmethod
     def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Entry]) -> Self:
-        """Attach layers with the effect, modules and sizes of a file's entries."""
+        """Attach layers that have the effect, modules and sizes of a file's entries. Return the adapter."""
 
     @abstractmethod
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> Sequence[tuple[str, str]]:
-        """Return why a file's entries cannot start this adapter: (reason, setting that would allow it) pairs.
+        """Check whether a file's entries can start this adapter.
+
+        Returns:
+            (reason, setting that would allow it) for each obstacle; empty if the entries fit.
 
         Raises:
             AdapterError: no setting would allow it.
         """
 
     def lacking_ranks(self, lora: AdapterSection, ranks: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Return ``unfit`` pairs for layers of too low a rank for a file. ``ranks``: module name -> needed rank."""
+        """Return pairs as in ``unfit`` for layers that have a lower rank than the file needs.
+
+        ``ranks``: the needed rank, keyed by module name.
+        """
         lacking: dict[str, tuple[int, int]] = {}
         for name, rank in ranks.items():
             ours = self.modules[name][2].r[PEFT_NAME] if name in self.modules else lora.rank
-            key = "lora.rank" if ours == lora.rank else "its own rank in lora.overrides, or lora.conv_rank,"
+            key = "lora.rank" if ours == lora.rank else "the module's rank in lora.overrides, or lora.conv_rank,"
             if rank > ours:
                 lacking[key] = max(lacking.get(key, (0, 0)), (rank, ours))
         return [
-            (f"it has rank {rank}, the recipe asks for rank {ours}", f"{key} to {rank}")
+            (f"it has rank {rank}, but the recipe has rank {ours}", f"{key} to {rank}")
             for key, (rank, ours) in lacking.items()
         ]
 
     @abstractmethod
     def config_fields(self, layers: Sequence[Any]) -> dict[str, Any]:
-        """Return the fields of these layers' PEFT config other than type, rank, alpha and modules."""
+        """Return the PEFT config fields that these layers determine, except type, rank, alpha and modules."""
 
     def rank_in_files(self, layer: Any) -> int:
-        """Return the rank of a layer's entry."""
+        """Return the rank that a layer has when it is written to a file."""
         return int(layer.r[PEFT_NAME])
 
     def alpha_in_files(self, layer: Any) -> float:
-        """Return the alpha with which PEFT gives a layer's entry its scale."""
+        """Return the alpha that a PEFT config needs so that PEFT computes this layer's scale."""
         return float(getattr(layer, self.files.parts.config_alpha)[PEFT_NAME])
 
     @abstractmethod
     def network(self) -> dict[str, str]:
-        """Return the ``ss_network_`` metadata of a kohya file."""
+        """Return the ``ss_network_`` metadata of a kohya file, keyed by field name."""
 
     def reader_notice(self) -> str:
-        """A notice about a program that refuses the files of this adapter; empty if none is known."""
+        """Return a notice about a program that cannot read this adapter's files, or "" if none is known."""
         return ""
 
 

@@ -32,14 +32,18 @@ def inject(
     *,
     resumed: bool = False,
 ) -> Adapter:
-    """Attach new adapter layers to a loaded model; with ``lora.init_from`` they start with that file's effect.
+    """Attach new adapter layers to a loaded model. With ``lora.init_from`` they start with that file's effect.
 
-    The initial weights depend on ``seed`` alone: they are drawn in float32 on the CPU for any dtype of the base.
-    Without ``lora.init_from`` they leave the model's output unchanged. If a module's rank in the file is lower than
-    ``lora.rank``, the module keeps the file's effect and its extra ranks start as in a new layer.
+    The initial weights depend only on ``seed``: they are drawn in float32 on the CPU, whatever the base model's dtype.
+    Without ``lora.init_from`` they leave the model's output unchanged. If a module has a lower rank in the file than
+    ``lora.rank``, it keeps the file's effect, and its extra ranks are initialised as in a new layer.
 
-    ``notify`` receives notices about skipped parts of the file and about padded ranks. ``resumed``: the weights are
-    loaded from a checkpoint or a file next, so the files that they start from are not read.
+    ``notify`` receives notices about skipped parts of the file and about padded ranks. ``resumed``: whether the caller
+    will load the weights from a checkpoint or file. If so, the files that ``lora`` names as initial values are not
+    read.
+
+    Returns:
+        The new adapter.
 
     Raises:
         AdapterError: the targets match nothing, or the file does not fit.
@@ -58,7 +62,9 @@ def inject(
         lower = sorted({rank for rank, ours in ranks if rank is not None and rank < ours})
         if lower:
             named, name = " and ".join(map(str, lower)), Path(lora.init_from).name
-            notify(f"{name} has modules of rank {named}; they are padded to lora.rank, with the same effect.")
+            notify(
+                f"{name} has modules of rank {named}; they are padded to lora.rank, which does not change their effect."
+            )
     return adapter
 
 
@@ -76,12 +82,12 @@ def start_entries(
     notify: Notify = lambda text: None,
     norms: dict[str, Tensor] | None = None,
 ) -> dict[str, Entry]:
-    """Read the file of ``lora.init_from`` and check that the adapter can start from it; the model may be on meta.
+    """Read the file ``lora.init_from``, and check that the adapter can start from it. The model may be on meta.
 
-    ``norms`` gets the file's trained norms; they are refused if the recipe trains none.
+    ``norms`` receives the file's trained norms. If the recipe trains no norms, a file with trained norms is refused.
 
     Returns:
-        Module name -> entry.
+        The file's entries, keyed by module name.
 
     Raises:
         AdapterError: the file is not a LoRA, is for another model, or does not fit the recipe.
@@ -95,7 +101,7 @@ def start_entries(
 
 
 def inject_on_meta(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> Adapter:
-    """Attach the same layers to a model on the meta device, without values; they take no memory at any rank.
+    """Attach the recipe's adapter layers on the meta device: they have shapes but no values, and take no memory.
 
     Raises:
         AdapterError: the targets match nothing.
@@ -107,15 +113,19 @@ def inject_on_meta(family: ModelFamily, model: LoadedModel, lora: AdapterSection
 def attach_file(
     family: ModelFamily, model: LoadedModel, path: Path, strength: float = 1.0, notify: Notify = lambda text: None
 ) -> Adapter | None:
-    """Attach the adapter of a file to a loaded model, with the file's own kind, modules and ranks.
+    """Attach the adapter stored in a file to a loaded model, with the file's own kind, modules and ranks.
 
     The model must have every component that the file adapts (``lora_reader.components_of``).
 
-    ``strength``: factor of the update (1: as trained, 0: base model alone). A DoRA's magnitudes stay as trained.
-    ``notify`` receives notices about skipped parts of the file.
+    Args:
+        family: family of the model.
+        model: the loaded model.
+        path: path of the file.
+        strength: factor of the update (1: as trained, 0: base model only). DoRA magnitudes are not scaled.
+        notify: receives notices about skipped parts of the file.
 
     Returns:
-        The adapter; None if ``strength`` is 0.
+        The adapter, or None if ``strength`` is 0.
 
     Raises:
         AdapterError: the file is missing, damaged, not an adapter, or for another model.

@@ -1,7 +1,8 @@
-"""Adapters: layers in a frozen model, their trained tensors by stable names, and their values.
+"""Adapters: trainable layers in a frozen model, with trained tensors under stable names.
 
-There is one subclass per kind (``kinds.KINDS``). Only a kind's own module knows its tensors by name; all other code
-uses this interface. ``adapter_kind`` has the methods that a kind implements, ``adapter_files`` the methods for files.
+There is one subclass per kind (``kinds.KINDS``). Only a kind's own module knows the names of its tensors; all other
+code uses this interface. ``adapter_kind`` has the methods that a kind implements, ``adapter_files`` the methods for
+files.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from lora_rocm.recipe.optim_sections import OptimSection
 
 
 class Adapter(AdapterInFiles):
-    """The interface of an adapter for training, validation and previews."""
+    """The adapter methods used by training, validation and previews."""
 
     @classmethod
     def insert(cls, component: nn.Module, config: PeftConfig) -> None:
-        """Attach layers in float32 to a component (``insert_layers``) without advancing any global random generator."""
+        """Attach float32 layers to a component (``insert_layers``) without advancing any global random generator."""
         with torch.random.fork_rng(devices=[]):
             cls.insert_layers(component, config)
         for layer in component.modules():
@@ -44,7 +45,7 @@ class Adapter(AdapterInFiles):
 
     @torch.no_grad()
     def initialise(self, lora: AdapterSection, seed: int) -> None:
-        """Initialise all layers from a seed, drawing in the order of their names."""
+        """Initialise all layers from a seed. Random values are drawn layer by layer, sorted by module name."""
         rng = torch.Generator().manual_seed(seed)
         for name, (_, _, layer) in self.modules.items():
             self.start(name, layer, lora, rng)
@@ -52,9 +53,9 @@ class Adapter(AdapterInFiles):
     def flatten(
         self, base_dtype: torch.dtype, weight_dtype: torch.dtype, groups: Sequence[Mapping[str, Any]] = ()
     ) -> FlatWeights:
-        """Move all trained tensors into flat memory for training, on their present device, group by group.
+        """Move all trained tensors into flat memory for training, group by group. They stay on their device.
 
-        The layers compute in the base's dtype, without autocast, unless the kind needs float32.
+        The layers then compute in the base model's dtype without autocast, or in float32 if the kind needs it.
         """
         leaves = {name: self.leaves[name] for group in groups for name in group["names"]} or self.leaves
         self._flat = FlatWeights(leaves, torch.float32 if self.needs_float32 else base_dtype, weight_dtype)
@@ -63,10 +64,10 @@ class Adapter(AdapterInFiles):
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load every trained tensor in place; skip ``constants`` among them.
+        """Copy values into all trained tensors. Tensors that belong to ``constants`` are ignored.
 
         Raises:
-            AdapterError: names or shapes are not this adapter's.
+            AdapterError: the other names or shapes do not match this adapter.
         """
         tensors = {name: tensor for name, tensor in tensors.items() if name not in self.constants}
         wrong = tensors.keys() ^ self.parameters.keys()
@@ -76,7 +77,7 @@ class Adapter(AdapterInFiles):
                 "adapter-mismatch",
                 f"{len(wrong)} weights of this checkpoint do not match the adapter.",
                 where=min(wrong),
-                fix="Use the lora section of the recipe that wrote the checkpoint.",
+                fix="Use the same lora section as the run that wrote the checkpoint.",
             )
         for name, parameter in self.parameters.items():
             parameter.copy_(tensors[name])
@@ -85,7 +86,7 @@ class Adapter(AdapterInFiles):
 
     @contextmanager
     def using(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Use other weights inside the context (the average, for previews and export); restore them after it."""
+        """Use other weights within the context, such as the average for previews; restore the present ones after it."""
         present = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         try:
             self.load(tensors)
@@ -95,7 +96,7 @@ class Adapter(AdapterInFiles):
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Disable the adapter inside the context: the base model alone. New tokens keep their vectors."""
+        """Disable the adapter within the context, so that the base model runs alone. New tokens keep their vectors."""
         for _, _, layer in self.modules.values():
             layer.enable_adapters(False)
         try:
@@ -109,7 +110,7 @@ class Adapter(AdapterInFiles):
 
     @contextmanager
     def scaled(self, strength: float) -> Iterator[None]:
-        """Multiply the adapter's effect by ``strength`` inside the context. A DoRA's magnitudes stay as trained."""
+        """Multiply the adapter's effect by ``strength`` within the context. DoRA magnitudes are not scaled."""
         before = [dict(layer.scaling) for _, _, layer in self.modules.values()]
         try:
             for _, _, layer in self.modules.values():
@@ -134,7 +135,7 @@ class Adapter(AdapterInFiles):
     def cast_inputs(self, enabled: bool) -> None:
         """Set whether PEFT casts the input of every adapted layer to the dtype of its trained tensors.
 
-        Without the cast, layers that compute in the base's dtype or under autocast avoid copies. A kind that needs
+        Without the cast, layers that compute in the base's dtype or under autocast need no copies. A kind that needs
         float32 always casts.
         """
         casts = enabled or self.needs_float32
@@ -143,7 +144,7 @@ class Adapter(AdapterInFiles):
 
     @contextmanager
     def casting_inputs(self) -> Iterator[None]:
-        """Cast inputs inside the context, for code that runs without autocast (the sampler)."""
+        """Cast the inputs of adapted layers within the context, for code that runs without autocast (the sampler)."""
         self.cast_inputs(True)
         try:
             yield
@@ -151,12 +152,13 @@ class Adapter(AdapterInFiles):
             self.cast_inputs(False)
 
     def groups(self, optim: OptimSection, lora: AdapterSection) -> list[dict[str, Any]]:
-        """Return the optimizer parameter groups: weights of one component with one peak learning rate, and new tokens.
+        """Return the optimizer's parameter groups: one per component and peak learning rate.
 
-        "stops" marks the group that ends with ``OptimSection.embedding_until``.
+        The vectors of new tokens form a separate group. Its "stops" is true: it is trained only until
+        ``OptimSection.embedding_until``.
 
         Raises:
-            AdapterError: as ``overrides_of``.
+            AdapterError: an override of ``lora.overrides`` is invalid (see ``overrides_of``).
         """
         overrides, found = overrides_of(lora, self.modules), dict[tuple[str, float], list[str]]()
         for name, (component, _, layer) in self.modules.items():

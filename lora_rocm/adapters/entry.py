@@ -1,4 +1,4 @@
-"""Trained tensors of one module as values, and the file format of each adapter kind."""
+"""The trained tensors of one module as values, and the file format of each adapter kind."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lora_rocm.model_files.adapter_parts import KindParts
 from lora_rocm.model_files.adapter_parts import Notify as Notify
 
 Form = str
-"""Format of a module's tensors in a file: one of ``output.formats``, or folded.
+"""Format in which a file stores a module's tensors: one of ``output.formats``, or "folded".
 
-"folded" has the names of diffusers and the scale in the factors, for readers that ignore an alpha.
+"folded" uses diffusers' names and multiplies the scale into the factors, for programs that ignore alpha.
 """
 
 ROUNDING = {
@@ -28,17 +28,17 @@ ROUNDING = {
     torch.float16: (2.0**-11, 2.0**-25),
     torch.bfloat16: (2.0**-8, 2.0**-134),
 }
-"""File dtype -> (unit roundoff, half of the smallest number)."""
+"""Maps the dtype of a file to (unit roundoff, half of the smallest positive number)."""
 ARITHMETIC = 1e-5
-"""Relative to the size of a product: difference of float32 products with another order of summation."""
+"""Tolerance for float32 products summed in a different order, relative to the size of the product."""
 CANCELLATION = 1e-6
-"""Relative to the size of a weight: float32 noise of subtracting a base weight from a patched one."""
+"""Tolerance for the float32 error of subtracting a base weight from a patched one, relative to the weight's size."""
 
 
 class Entry(ABC):
-    """One module's trained tensors as values: float32 on the CPU.
+    """The trained tensors of one module as values: float32 on the CPU.
 
-    The base weight is ``W``, [out, in] or [out, in, kh, kw]; its change is called the effect.
+    ``W`` is the base weight, of shape [out, in] or [out, in, kh, kw]. The total change of ``W`` is called the effect.
     """
 
     scale: float
@@ -46,7 +46,7 @@ class Entry(ABC):
     @property
     @abstractmethod
     def rank(self) -> int | None:
-        """Rank of the low-rank factors; None if there are none."""
+        """Rank of the low-rank factors, or None if there are none."""
 
     @property
     def needs_weight(self) -> bool:
@@ -58,22 +58,22 @@ class Entry(ABC):
         """Return the update that is added to the base weight, in the weight's shape."""
 
     def effect(self, weight: Tensor) -> Tensor:
-        """Return the total change of a base weight (float32): the reference for comparing files."""
+        """Return the total change of a float32 base weight. Comparisons of files use this value."""
         return self.update()
 
     @abstractmethod
     def norm(self) -> float:
-        """Return the norm of ``update``."""
+        """Return the Frobenius norm of ``update``."""
 
     def additive(self) -> Entry:
-        """Return this entry without the parts that depend on the base weight."""
+        """Return an entry with only those parts of the change that do not depend on the base weight."""
         return self
 
     def difference(self, other: Entry) -> Tensor:
-        """Return ``other.update() - self.update()``, or a tensor of another shape with the same norm.
+        """Return ``other.update() - self.update()``, or a tensor of a different shape with the same norm.
 
         Raises:
-            ValueError: their shapes differ.
+            ValueError: the two updates have different shapes.
         """
         ours, theirs = self.update(), other.update()
         if ours.shape != theirs.shape:
@@ -82,45 +82,45 @@ class Entry(ABC):
 
     @abstractmethod
     def allowance(self, dtype: torch.dtype, weight: Tensor | None = None) -> float:
-        """Return the largest norm of a difference that rounding the tensors to ``dtype`` explains, to first order.
+        """Return the largest difference, as a norm, that rounding the tensors to ``dtype`` can cause (to first order).
 
-        With ``weight`` the difference is between effects, otherwise between updates.
+        With ``weight`` the bound applies to the difference of two effects, otherwise to the difference of two updates.
         """
 
     def scaled(self, factor: float) -> Self:
-        """Return this entry with its update multiplied by ``factor``; a DoRA's magnitudes stay as trained."""
+        """Return this entry with its update multiplied by ``factor``. DoRA magnitudes are not scaled."""
         found = copy(self)
         found.scale = self.scale * factor
         return found
 
     @abstractmethod
     def tensors(self, file_format: Form, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return name ending in a file -> tensor.
+        """Return the tensors of a file, keyed by the suffix that follows the module's name.
 
-        Factors are in ``dtype``; small, precision-critical tensors are in float32.
+        Factors are in ``dtype``; small tensors that need high precision are in float32.
         """
 
     def folded(self) -> Entry:
-        """Return an entry with the same effect that needs no alpha in a file."""
+        """Return an entry with the same effect that a file can store without an alpha."""
         return self
 
     @abstractmethod
     def rows(self, first: int, count: int) -> Entry:
-        """Return the entry of ``count`` rows of the weight, starting at ``first``.
+        """Return the entry for ``count`` rows of the weight, starting at row ``first``.
 
         Raises:
-            AdapterError: no entry of this kind exists for these rows.
+            ValueError: an entry of this kind cannot be split at these rows.
         """
 
     @abstractmethod
     def joined(self, parts: Sequence[tuple[int, Entry]], rows: int) -> Entry:
         """Return the entry of a weight with ``rows`` rows, assembled from (first row, entry) pairs.
 
-        Other rows do not change. ``self`` is the first part. A single part that covers the whole weight is returned
-        unchanged.
+        Rows without a part do not change. ``self`` is the first part. A single part that covers the whole weight is
+        returned unchanged.
 
         Raises:
-            AdapterError: no such entry of this kind exists.
+            ValueError: these parts cannot be combined into one entry of this kind.
         """
 
 
@@ -128,8 +128,9 @@ class Entry(ABC):
 class FileModule:
     """One module as stored in a file.
 
-    key: its name in the file. parts: role -> tensor.
-    config_rank: rank in the PEFT config, if the scale is alpha divided by that rank.
+    key: the module's name in the file.
+    parts: the module's tensors, keyed by role.
+    config_rank: rank in the PEFT config; None if the scale is not computed from it.
     """
 
     key: str
@@ -144,10 +145,11 @@ class FileKind:
     """File format of one kind of adapter.
 
     Attributes:
-        parts: its tensors by name, and the allowed values of its PEFT config.
-        entry: (module name, module, shape of its weight, file) -> entry; raises ValueError or AdapterError if the
-            module is invalid.
-        text_endings: PEFT's ending of a tensor's name -> the ending that transformers expects in a text encoder.
+        parts: names of the kind's tensors, and the allowed values of its PEFT config.
+        entry: function that builds an entry from (module name, module, shape of the model's weight, path of the file).
+            It raises ValueError or AdapterError if the module is invalid.
+        text_endings: maps the ending of a tensor's name in PEFT to the ending that transformers expects in a text
+            encoder.
     """
 
     parts: KindParts
@@ -156,7 +158,7 @@ class FileKind:
 
     @property
     def name(self) -> str:
-        """Its display name ("LoRA")."""
+        """Display name of the kind, such as "LoRA"."""
         return self.parts.name
 
 
@@ -166,38 +168,38 @@ def file_error(code: str, what: str, path: Path, fix: str = "") -> AdapterError:
 
 
 def other_shape(name: str, found: tuple[int, int], shape: tuple[int, ...], path: Path) -> AdapterError:
-    """Return the error for a module with another weight shape in the file than in the model.
+    """Return the error for a module that changes a weight of a different shape than the model's weight.
 
     Args:
         name: name of the module.
-        found: (outputs, inputs) of the file's weight.
+        found: (outputs, inputs) of the weight that the file changes.
         shape: shape of the model's weight.
         path: path of the file.
     """
     inputs = int(torch.Size(shape[1:]).numel())
     return file_error(
         "lora-of-another-model",
-        f"In this LoRA {name} changes a {found[0]} x {found[1]} weight, but in this model it is {shape[0]} x {inputs}.",
+        f"The weight of {name} is {found[0]} x {found[1]} in this LoRA, but {shape[0]} x {inputs} in this model.",
         path,
         "Use a LoRA that was made for this model's family.",
     )
 
 
 def norm_of(tensor: Tensor) -> float:
-    """Return the Frobenius norm."""
+    """Return the Frobenius norm of a tensor."""
     return float(torch.linalg.vector_norm(tensor))
 
 
 Rounded = tuple[float, float]
-"""(norm, largest error by rounding), both upper bounds."""
+"""Upper bounds of a tensor: (norm, norm of the rounding error)."""
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Rounded:
-    """Return the norm and rounding error of a tensor stored in ``dtype``."""
+    """Return bounds of the norm and of the rounding error of a tensor stored in ``dtype``."""
     (unit, smallest), size = ROUNDING[dtype], norm_of(tensor)
     return size, unit * size + smallest * math.sqrt(tensor.numel())
 
 
 def product_of(one: Rounded, other: Rounded) -> Rounded:
-    """Bound the product, or the Kronecker product, of two tensors."""
+    """Return the bounds for the product, or the Kronecker product, of two tensors with these bounds."""
     return one[0] * other[0], one[0] * other[1] + other[0] * one[1] + one[1] * other[1]

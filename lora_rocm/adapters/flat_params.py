@@ -1,9 +1,9 @@
-"""Stores all trained weights in one flat tensor and all gradients in another.
+"""Stores all trained weights in one flat tensor, and all gradients in another.
 
 An operation on all weights (norm, finite check, clipping, AdamW, average, all-reduce) is one kernel over one tensor
-instead of a thousand launches. The layers hold views. *Leaves* have the compute dtype, and autograd writes their
-gradients. *Masters* are the authoritative weights, which the optimizer updates. If both have the same dtype, they share
-memory.
+instead of a thousand launches. *Leaves* are the layers' weights in the compute dtype: views of flat memory, for which
+autograd computes gradients. *Masters* are the authoritative weights, which the optimizer updates. If both have the same
+dtype, they share memory.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ import torch
 from torch import Tensor, nn
 
 ALIGNMENT = 64
-"""In elements: each weight starts at a multiple, for aligned matrix products. The padding is zero and stays zero."""
+"""Alignment of each weight in the flat tensor, in elements, for aligned matrix products. The padding is always zero."""
 
 
 class FlatWeights:
-    """Moves leaves into flat memory: they keep their values, and get ``leaf_dtype``.
+    """Moves leaves into flat memory. They keep their values, but are cast to ``leaf_dtype``.
 
     Args:
-        leaves: name -> float32 weight of a layer, all on one device.
+        leaves: the layers' float32 weights by name, all on one device.
         leaf_dtype: compute dtype of the layers.
         weight_dtype: dtype of the masters.
 
     Attributes:
-        masters: [N] ``weight_dtype``.
-        working: [N] ``leaf_dtype``, the memory of the leaves; the masters themselves if both dtypes are equal.
-        parameters: name -> view of ``masters``.
-        gradients: float32 [N]; allocated on first use and freed when dropped, unless they are kept.
+        masters: flat master weights, ``weight_dtype`` [N].
+        working: flat memory of the leaves, ``leaf_dtype`` [N]. The same tensor as ``masters`` if both dtypes are equal.
+        parameters: views of ``masters`` by name.
+        gradients: flat gradients, float32 [N]. Allocated on first use, and freed by ``drop_gradients`` unless
+            ``keep_gradients`` is set.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class FlatWeights:
         return self._gradients
 
     def keep_gradients(self, keeps: bool) -> None:
-        """Set whether dropping the gradients keeps their buffer allocated.
+        """Set whether ``drop_gradients`` zeroes the gradient buffer instead of freeing it.
 
         Graph capture and gradient accumulation need this.
         """
@@ -79,11 +80,11 @@ class FlatWeights:
             self._gradients = self.gradients
 
     def views(self, flat_N: Tensor) -> dict[str, Tensor]:
-        """Return name -> view of a tensor with this layout, in the weight's shape."""
+        """Return a view of each weight, keyed by name, into a flat tensor with the layout of ``masters``."""
         return {name: flat_N[at : at + shape.numel()].view(shape) for name, (at, shape) in self._places.items()}
 
     def slice_of(self, names: list[str]) -> slice:
-        """Return the range of adjacent weights in the flat tensors.
+        """Return the range of the flat tensors that contains these adjacent weights.
 
         Raises:
             ValueError: the weights are not adjacent in this order.
@@ -91,16 +92,17 @@ class FlatWeights:
         order = list(self._places)
         first = order.index(names[0])
         if order[first : first + len(names)] != names:
-            raise ValueError(f"not neighbours: {names}")
+            raise ValueError(f"the weights are not neighbours in flat memory: {names}")
         after = first + len(names)
         end = self._places[order[after]][0] if after < len(order) else self.masters.numel()
         return slice(self._places[names[0]][0], end)
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Add the leaves' gradients to ``gradients``, and drop them. Does not synchronise, so it can be captured.
+        """Add the leaves' gradients to ``gradients``, then drop them. Does not synchronise, so a graph can capture it.
 
-        The landing buffer has memory only during this call, after the activations are freed.
+        The gradients are first copied into a temporary flat buffer. It has memory only during this call, when the
+        activations are already freed.
         """
         found = {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
         self._landing.untyped_storage().resize_(self._landing_bytes)
@@ -117,7 +119,7 @@ class FlatWeights:
             leaf.grad = None
 
     def drop_gradients(self) -> None:
-        """Drop all gradients; kept gradients are zeroed instead."""
+        """Drop all gradients. If ``keep_gradients`` is set, the flat buffer is zeroed instead of freed."""
         self.drop_leaf_gradients()
         if self._keeps_gradients:
             self.gradients.zero_()
@@ -126,6 +128,6 @@ class FlatWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy changed masters to the layers' working weights."""
+        """Copy the masters to the layers' working weights, after a change."""
         if self.working is not self.masters:
             self.working.copy_(self.masters)

@@ -1,6 +1,6 @@
 """Trained vectors of new tokens in text encoders (pivotal tuning), and their embedding files.
 
-The tokenizers give the vectors the ids -1, -2, ... (``lora.new_tokens`` in their order). The table of the vocabulary
+Tokenizers map the vectors to the ids -1, -2, ... in the order of ``lora.new_tokens``. The vocabulary's embedding table
 stays frozen. Suffixes: N vectors, B batch, S tokens, D width.
 """
 
@@ -24,18 +24,18 @@ from lora_rocm.recipe.adapter_sections import NewToken
 from lora_rocm.rundir.layout import embeddings_of
 
 NAME = "new_tokens"
-"""First part of the names of the trained tensors, before the component."""
+"""Prefix of the trained tensors' names; the component's name follows."""
 TOKEN_FIELD = "modelspec.trigger_phrase"
-"""The token in the metadata of an embedding file; the file's name may lack some of its letters."""
+"""Metadata field of an embedding file that stores the token. The file's name may lack some of the token's letters."""
 SHOWN = 4  # tensors of a file that an error names
 
 
 class NewTokenLayer(nn.Module):
-    """The token embedding of a text encoder, with rows for new tokens.
+    """Token embedding of a text encoder, extended by the vectors of new tokens.
 
     Args:
-        base_layer: the table of the vocabulary.
-        num_vectors: N. The rows are float32, and zero until ``start`` fills them.
+        base_layer: the vocabulary's embedding table.
+        num_vectors: number of new vectors (N). They are float32, and zero until ``start`` fills them.
     """
 
     def __init__(self, base_layer: nn.Embedding, num_vectors: int) -> None:
@@ -50,7 +50,7 @@ class NewTokenLayer(nn.Module):
 
 
 def insert(family: ModelFamily, model: LoadedModel, tokens: Sequence[NewToken]) -> None:
-    """Add rows for new tokens to the text encoders of a model; does nothing without tokens."""
+    """Add vectors for new tokens to a model's text encoders. Does nothing if there are no new tokens."""
     for component in family.embedding_keys if tokens else ():
         encoder: PreTrainedModel = model.components[component]
         num_vectors = sum(token.vectors for token in tokens)
@@ -58,7 +58,7 @@ def insert(family: ModelFamily, model: LoadedModel, tokens: Sequence[NewToken]) 
 
 
 def layers_of(model: LoadedModel) -> dict[str, NewTokenLayer]:
-    """Return component -> its layer, for the components that have one."""
+    """Return the layers with new tokens, keyed by component."""
     return {
         component: layer
         for component, root in model.components.items()
@@ -69,12 +69,12 @@ def layers_of(model: LoadedModel) -> dict[str, NewTokenLayer]:
 
 @torch.no_grad()
 def start(family: ModelFamily, model: LoadedModel, tokens: Sequence[NewToken]) -> None:
-    """Fill the rows from ``init`` or ``init_from``; with a model on meta this only checks the settings.
+    """Fill the vectors of new tokens from ``init`` or ``init_from``. On the meta device, only check these settings.
 
-    A token with neither starts at zero: its rows come from a checkpoint.
+    The vectors of a token without either setting stay zero, to be loaded from a checkpoint.
 
     Raises:
-        AdapterError: "token-init-empty", or see ``read_vectors``.
+        AdapterError: "token-init-empty", or an error of ``read_vectors``.
         ModelError: an embedding file is missing or damaged.
     """
     layers = layers_of(model)
@@ -89,7 +89,7 @@ def start(family: ModelFamily, model: LoadedModel, tokens: Sequence[NewToken]) -
 
 
 def _ids_of(token: NewToken, text: str, limit: TokenLimit, vocabulary: int) -> list[int]:
-    """The ids of a text in the vocabulary, without begin, end, and other new tokens."""
+    """Return the vocabulary ids of a text, without the begin and end tokens and without other new tokens."""
     from tokenizers import Tokenizer
 
     found = Tokenizer.from_str(limit.tokenizer).encode(text, add_special_tokens=False)
@@ -97,7 +97,7 @@ def _ids_of(token: NewToken, text: str, limit: TokenLimit, vocabulary: int) -> l
     if not ids:
         raise AdapterError(
             "token-init-empty",
-            f"The text {text!r} has no token of the vocabulary.",
+            f"The text {text!r} contains no token of the vocabulary.",
             where=f"lora.new_tokens: {token.token}",
             fix="Set init to a word with the token's meaning, such as creature.",
         )
@@ -105,19 +105,19 @@ def _ids_of(token: NewToken, text: str, limit: TokenLimit, vocabulary: int) -> l
 
 
 def read_vectors(path: Path, key: str, shape: Sequence[int]) -> Tensor:
-    """Read a text encoder's vectors from an embedding file in the format of A1111, ComfyUI or diffusers.
+    """Read the vectors for one text encoder from an embedding file in the format of A1111, ComfyUI or diffusers.
 
     Args:
-        path: a .safetensors file.
-        key: the tensor's name. A file's only tensor may have any name.
-        shape: required shape (N, D). The file may omit N if it is 1.
+        path: path of a .safetensors file.
+        key: name of the tensor. If the file has only one tensor, its name is ignored.
+        shape: required shape (N, D). The file's tensor may lack the first axis if N is 1.
 
     Returns:
-        [N, D], in the file's dtype.
+        The vectors, of shape [N, D], in the file's dtype.
 
     Raises:
         ModelError: the file is missing or damaged.
-        AdapterError: "embedding-unfit", it has no such tensor.
+        AdapterError: "embedding-unfit", the file has no such tensor.
     """
     tensors = read_tensors(read_header(path))
     found = next(iter(tensors.values())) if len(tensors) == 1 else tensors.get(key)
@@ -125,7 +125,7 @@ def read_vectors(path: Path, key: str, shape: Sequence[int]) -> Tensor:
         seen = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in list(tensors.items())[:SHOWN])
         raise AdapterError(
             "embedding-unfit",
-            f"The file is not a matching embedding: it needs {key} {list(shape)}, and it contains {seen or 'nothing'}.",
+            f"This is not a matching embedding: it must contain {key} {list(shape)}, but it has {seen or 'nothing'}.",
             where=str(path),
             fix="Use an embedding for this model's family, and set vectors to its number of vectors.",
         )
@@ -133,7 +133,9 @@ def read_vectors(path: Path, key: str, shape: Sequence[int]) -> Tensor:
 
 
 def tokens_next_to(lora: Path, wanted: Sequence[NewToken] = ()) -> tuple[NewToken, ...]:
-    """Return the tokens of the embedding files next to a LoRA file; they start from these files. ``wanted`` come first.
+    """Return the tokens that have an embedding file next to a LoRA file, with ``init_from`` set to this file.
+
+    The tokens of ``wanted`` must have a file, and come first in the result.
 
     Raises:
         ModelError: a file is damaged.
@@ -147,13 +149,15 @@ def tokens_next_to(lora: Path, wanted: Sequence[NewToken] = ()) -> tuple[NewToke
             found[name] = NewToken(token=name, vectors=shape[0] if len(shape) > 1 else 1, init_from=str(path))
         except ValidationError as error:
             what = f"The file is not an embedding of a token: {error.errors()[0]['msg']}."
-            raise AdapterError("embedding-unfit", what, where=str(path), fix="Move it out of the folder.") from error
+            raise AdapterError(
+                "embedding-unfit", what, where=str(path), fix="Move the file out of the folder."
+            ) from error
     for token in wanted:
         if token.token not in found:
             raise AdapterError(
                 "embedding-missing",
-                f"The embedding of the token {token.token} is not next to the LoRA.",
+                f"The embedding file of the token {token.token} is missing next to the LoRA.",
                 where=str(folder / f"{token.file_stem}.safetensors"),
-                fix="Move the folder back, or write it again with lora-rocm export.",
+                fix="Move the folder back next to the LoRA, or write it again with lora-rocm export.",
             )
     return (*(found.pop(token.token) for token in wanted), *found.values())

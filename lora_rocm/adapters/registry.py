@@ -1,8 +1,8 @@
-"""Registry of adapter kinds, one row each.
+"""Registry of adapter kinds, with one row per kind.
 
-A new kind needs, in addition to its class in ``adapters.kinds`` and a row here: its section in
-``recipe.adapter_sections``, the parts of its files in
-``model_files/adapter_parts.toml``, and a case of ``export.comfyui_check`` if ComfyUI reads it.
+A new kind needs a class in ``adapters.kinds``, a row here, a section in ``recipe.adapter_sections``, and the names of
+its tensors in ``model_files/adapter_parts.toml``. If ComfyUI reads the kind, it also needs a case in
+``export.comfyui_check``.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ KINDS: Mapping[str, type[Adapter]] = {
     "oft": OftAdapter,
     "ia3": Ia3Adapter,
 }
-"""``lora.type`` -> kind."""
+"""Maps ``lora.type`` to the class of the adapter kind."""
 
 
 def kind_for(lora: AdapterSection) -> type[Adapter]:
-    """Return the adapter kind of a recipe's section."""
+    """Return the adapter class for a recipe's ``lora`` section."""
     return KINDS[lora.type]
 
 
 def kind_of_file(files: FileKind) -> type[Adapter]:
-    """Return the adapter kind that uses this file kind."""
+    """Return the adapter class that reads and writes this file kind."""
     return next(kind for kind in KINDS.values() if kind.files is files)
 
 
 def file_kind(parts: KindParts) -> FileKind:
-    """Return the file kind with these parts."""
+    """Return the file kind that has these tensor names and config values."""
     return next(kind.files for kind in KINDS.values() if kind.files.parts is parts)

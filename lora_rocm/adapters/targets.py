@@ -15,11 +15,11 @@ from lora_rocm.recipe.adapter_sections import AdapterSection, LoraSection, Modul
 
 EXAMPLES = 4
 MATCHING_S = 5.0
-"""CPU seconds allowed to match one module name; sane expressions take microseconds."""
+"""Time limit for matching one module name, in CPU seconds. Reasonable expressions take microseconds."""
 
 
 def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> dict[str, list[str]]:
-    """Return component -> paths of the modules to adapt.
+    """Return the paths of the modules to adapt, keyed by component.
 
     Raises:
         AdapterError: targets-invalid, targets-endless, targets-match-nothing.
@@ -47,7 +47,7 @@ def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> di
             known = f"Did you mean {near[0]}? {known}" if near else known
             raise AdapterError(
                 "targets-match-nothing",
-                f"No module of {component} matches.",
+                f"No module of {component} matches the expression.",
                 where=f"lora.targets: {pattern}",
                 fix=f"{known} Module names look like {', '.join(_spread(paths))}.",
             )
@@ -56,7 +56,10 @@ def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> di
 
 
 def overrides_of(lora: AdapterSection, names: Iterable[str]) -> Mapping[str, ModuleOverride]:
-    """Return adapted module -> the first of ``lora.overrides`` that matches its name, if one does.
+    """Return the overrides of the adapted modules, keyed by module name.
+
+    If several entries of ``lora.overrides`` match a name, the first applies. Modules without a match are not in the
+    result.
 
     Raises:
         AdapterError: overrides-invalid, overrides-endless, overrides-match-nothing.
@@ -70,21 +73,25 @@ def overrides_of(lora: AdapterSection, names: Iterable[str]) -> Mapping[str, Mod
         if not matching:
             like = get_close_matches(override.match, names, EXAMPLES, cutoff=0.0)
             fix = f"Names of adapted modules are {', '.join(like)} and others."
-            raise AdapterError("overrides-match-nothing", "No adapted module matches.", where=where, fix=fix)
-        if not set(matching) - found.keys():
-            what = "An earlier entry already covers each matching module."
             raise AdapterError(
-                "overrides-match-nothing", what, where=where, fix="Move the narrower entry to the front."
+                "overrides-match-nothing", "No adapted module matches the expression.", where=where, fix=fix
+            )
+        if not set(matching) - found.keys():
+            what = "Earlier entries already apply to all modules that match."
+            raise AdapterError(
+                "overrides-match-nothing", what, where=where, fix="Move the entry with fewer matches to the front."
             )
         found = dict.fromkeys(matching, override) | found
     return found
 
 
 def sections_of(lora: AdapterSection, shapes: Mapping[str, Sequence[int]]) -> dict[str, AdapterSection]:
-    """Return adapted module -> the section with its rank and alpha. ``shapes``: of the modules' weights.
+    """Return each adapted module's ``lora`` section with the module's own rank and alpha, keyed by module name.
+
+    ``shapes``: shapes of the modules' weights, keyed by module name.
 
     Raises:
-        AdapterError: conv-match-nothing, and the errors of ``overrides_of``.
+        AdapterError: conv-match-nothing, or an error of ``overrides_of``.
     """
     if (
         isinstance(lora, LoraSection)
@@ -95,14 +102,14 @@ def sections_of(lora: AdapterSection, shapes: Mapping[str, Sequence[int]]) -> di
             "conv-match-nothing",
             "No adapted module is a convolution with a kernel larger than 1 x 1.",
             where="lora.conv_rank and lora.conv_alpha",
-            fix="Remove them, or set lora.targets to modules that are convolutions, such as attention-mlp-conv.",
+            fix="Remove both keys, or set lora.targets to modules that are convolutions, such as attention-mlp-conv.",
         )
     overrides = overrides_of(lora, shapes)
     return {name: lora.at(overrides.get(name), shape) for name, shape in shapes.items()}
 
 
 def _matching(pattern: str, names: list[str], where: str, fix: str, code: str = "targets") -> list[str]:
-    """Return the names that a regular expression matches whole.
+    """Return the names that a regular expression matches completely.
 
     Raises:
         AdapterError: ``code``-invalid, ``code``-endless.
@@ -129,6 +136,6 @@ def either(paths: Iterable[str]) -> str:
 
 
 def _spread(paths: list[str]) -> list[str]:
-    """Return a few of many names, evenly spread."""
+    """Return up to EXAMPLES of the names, evenly spread over the list."""
     step = max(1, len(paths) // EXAMPLES)
     return paths[step // 2 :: step][:EXAMPLES]

@@ -1,7 +1,8 @@
-"""Norms trained with the adapter, as in LyCORIS' ``train_norm``: differences of their weights and biases.
+"""Norms trained with the adapter, as in LyCORIS' ``train_norm``. Differences of weight and bias are trained.
 
-The difference is applied to the normalised input and added, ``norm(x) + normal(x) * w_norm + b_norm``, as in LyCORIS.
-If it were added to the weight, a 16-bit format would lose most of it. The norm stays frozen and keeps its name.
+The norm becomes ``norm(x) + normal(x) * w_norm + b_norm``, as in LyCORIS, where ``normal(x)`` is the normalised input.
+Adding the difference to the weight itself would lose most of it in a 16-bit format. The base norm stays frozen and
+keeps its name.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 
 W_NORM, B_NORM = "w_norm", "b_norm"
-"""Names of the tensors, in layers and in files: the differences of weight and bias."""
+"""Names of the trained tensors, in layers and in files: the differences of the norm's weight and bias."""
 ENDINGS = tuple(f".{role}" for role in (W_NORM, B_NORM))
 
 
 class TrainedNorm(nn.Module):
-    """A GroupNorm or LayerNorm with differences of its weight and bias, which start at zero.
+    """A GroupNorm or LayerNorm with trained differences of its weight and bias, which start at zero.
 
     strength: factor of the differences (1: as trained).
     """
@@ -36,7 +37,7 @@ class TrainedNorm(nn.Module):
         self.b_norm = None if base_layer.bias is None else nn.Parameter(torch.zeros(base_layer.bias.shape))
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Return role -> tensor."""
+        """Return the trained tensors, keyed by role."""
         found = {W_NORM: self.w_norm, B_NORM: self.b_norm}
         return {role: tensor for role, tensor in found.items() if tensor is not None}
 
@@ -54,7 +55,7 @@ class TrainedNorm(nn.Module):
 
 
 def _norms(root: nn.Module) -> Iterator[tuple[str, nn.GroupNorm | nn.LayerNorm]]:
-    """Yield (path, norm) of all norms with a weight; for a ``TrainedNorm``, its base layer."""
+    """Yield (path, norm) for all norms that have a weight. For a ``TrainedNorm``, its base layer is yielded."""
     inside = ""
     for path, module in root.named_modules():
         if isinstance(module, TrainedNorm):
@@ -66,18 +67,18 @@ def _norms(root: nn.Module) -> Iterator[tuple[str, nn.GroupNorm | nn.LayerNorm]]
 
 
 def insert_norms(family: ModelFamily, model: LoadedModel) -> None:
-    """Attach differences to all norms of the family's main component.
+    """Replace each norm of the family's main component with a ``TrainedNorm``.
 
     Raises:
-        AdapterError: "norms-none", it has no norms with weights.
+        AdapterError: "norms-none", the component has no norms with weights.
     """
     component = main_component(family)
     if not (found := list(_norms(model.components[component]))):
         raise AdapterError(
             "norms-none",
-            f"The {component} of this base has no norms with weights.",
+            f"The {component} of this base model has no norms with weights.",
             where="lora.train_norms",
-            fix="Remove it.",
+            fix="Remove lora.train_norms.",
         )
     _replace_norms(model.components[component], dict(found))
 
@@ -90,7 +91,7 @@ def _replace_norms(root: nn.Module, norms: Mapping[str, nn.GroupNorm | nn.LayerN
 
 
 def layers_of(model: LoadedModel) -> dict[str, TrainedNorm]:
-    """Return module name -> layer, in the order of the names."""
+    """Return the trained norms, keyed by module name and sorted by it."""
     found = {
         canonical(component, path): layer
         for component, root in model.components.items()
@@ -101,7 +102,7 @@ def layers_of(model: LoadedModel) -> dict[str, TrainedNorm]:
 
 
 def names_in_files(family: ModelFamily, model: LoadedModel) -> dict[str, str]:
-    """Return module name -> key in the file that other programs read, for all norms of the main component."""
+    """Return the names that other programs use for the main component's norms, keyed by module name."""
     component = main_component(family)
     paths = [path for path, _ in _norms(model.components[component])]
     return {canonical(component, path): family.files.key(component, path) for path in paths}
@@ -109,12 +110,12 @@ def names_in_files(family: ModelFamily, model: LoadedModel) -> dict[str, str]:
 
 @torch.no_grad()
 def attach(family: ModelFamily, model: LoadedModel, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Attach a file's differences to a model without trained norms.
+    """Attach a file's differences to a model that has no trained norms yet.
 
-    ``tensors``: names as in the file -> values. ``path``: the file, for errors.
+    ``tensors``: the differences, keyed by their names in the file. ``path``: the file's path, for errors.
 
     Raises:
-        AdapterError: as ``fill``.
+        AdapterError: the tensors do not match the model (see ``fill``).
     """
     if not tensors:
         return
@@ -127,10 +128,10 @@ def attach(family: ModelFamily, model: LoadedModel, tensors: Mapping[str, Tensor
 
 @torch.no_grad()
 def fill(family: ModelFamily, model: LoadedModel, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Fill the differences from a file; differences that the file lacks become zero.
+    """Fill the differences of all trained norms from a file. Differences that the file lacks become zero.
 
     Raises:
-        AdapterError: "lora-parts", a tensor belongs to no norm of the model, or has another size.
+        AdapterError: "lora-parts", a tensor matches no norm of the model, or has another size.
     """
     layers, keys = layers_of(model), {key: name for name, key in names_in_files(family, model).items()}
     for layer in layers.values():
@@ -141,6 +142,6 @@ def fill(family: ModelFamily, model: LoadedModel, tensors: Mapping[str, Tensor],
         norm = layers.get(keys.get(key, ""))
         ours = None if norm is None else norm.trained().get(role)
         if ours is None or ours.shape != value.shape:
-            what = f"{name} {list(value.shape)} matches no norm of this model."
-            raise file_error("lora-parts", what, path, "Use a file for this model.")
+            what = f"The tensor {name} {list(value.shape)} matches no norm of this model."
+            raise file_error("lora-parts", what, path, "Use a LoRA that was made for this model.")
         ours.copy_(value)

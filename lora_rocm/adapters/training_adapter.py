@@ -1,12 +1,13 @@
-"""A LoRA that takes part in training without being trained: ``model.training_adapter``.
+"""A frozen LoRA that is active only during training (``model.training_adapter``).
 
-Training a base that was distilled to few steps breaks the distillation. The training adapter undoes the distillation
-during training, so the LoRA does not learn to undo it, and is later used without the training adapter.
+Training a base model that was distilled to few steps breaks the distillation. The training adapter undoes the
+distillation during training, so the trained LoRA does not learn to undo it. The trained LoRA is later used without the
+training adapter.
 
-The adapter is a second low-rank pair in addition to the trained one. So the base keeps its bytes: a quantised weight
-has the same rounding, fingerprints and seals stay valid, and omitting the adapter is exact. Merging it into the weights
-would lose all three. The pairs are buffers, so nothing trains them. They are transferred, checked, offloaded and
-counted like frozen weights.
+The training adapter is a second low-rank pair next to the trained one. It is not merged into the base weights, for
+three reasons: a quantised weight keeps its rounding, fingerprints and seals stay valid, and removing the adapter is
+exact. The pairs are buffers, so they are not trained. They are transferred, checked, offloaded and counted like frozen
+weights.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 
 NAME = "training_adapter"
-"""Name of the pairs in PEFT's layers, and so a part of the names of their tensors."""
+"""Name of the training adapter in PEFT's layers. The names of its tensors contain it."""
 
 
 class TrainingAdapter:
-    """The training adapter in a model. ``layers``: all adapted layers of the components that have it."""
+    """The training adapter in a model.
+
+    layers: all adapted layers of the components that have a training adapter.
+    """
 
     def __init__(self, layers: Sequence[BaseTunerLayer]) -> None:
         self._layers = layers
@@ -45,7 +49,7 @@ class TrainingAdapter:
 
     @contextmanager
     def absent(self) -> Iterator[None]:
-        """Disable the adapter inside the context: users of the trained LoRA do not have it."""
+        """Disable the training adapter within the context, because users of the trained LoRA do not have it."""
         self._use([PEFT_NAME, START])
         try:
             yield
@@ -60,9 +64,12 @@ class TrainingAdapter:
 def attach_training_adapter(
     family: ModelFamily, model: LoadedModel, path: str | None, notify: Notify = lambda text: None
 ) -> TrainingAdapter:
-    """Attach the adapter of a file to a model that already has the adapter to train.
+    """Attach a training adapter from a file to a model that already has the adapter to train.
 
-    The model may be on the meta device. ``path``: the file; None: there is no such adapter.
+    The model may be on the meta device. ``path``: path of the file, or None for no training adapter.
+
+    Returns:
+        The training adapter; it has no layers if ``path`` is None.
 
     Raises:
         AdapterError: the file is missing, damaged, not a LoRA, for another model, or adapts a part that is not loaded.
@@ -90,7 +97,10 @@ def attach_training_adapter(
 
 
 def _fill(layer: LoraLayer, entry: LoraEntry, dtype: torch.dtype) -> None:
-    """Write an entry into a layer, scaled so that both pairs of the layer have the trained pair's scale."""
+    """Write an entry into a layer's pair of training factors.
+
+    The values are rescaled, because both pairs of the layer have the trained pair's scale.
+    """
     scale = layer.scaling[NAME] = layer.scaling.get(PEFT_NAME, 1.0)
     for pairs, values in ((layer.lora_A, entry.down), (layer.lora_B, entry.up * (entry.scale / scale))):
         pair: nn.Module = pairs[NAME]

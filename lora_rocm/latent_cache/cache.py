@@ -1,9 +1,9 @@
-"""Cache of encoder outputs across runs: content-addressed, written atomically, fingerprinted.
+"""Cache of encoder outputs, shared by all runs: content-addressed, atomically written and fingerprinted.
 
-An entry is trusted only if its fingerprints match; otherwise ``get`` raises CacheEntryBad and its caller encodes the
-entry again. Entries are read whole, not memory-mapped: a mapped file cannot be repaired on Windows. They are never
-replaced: a repaired entry gets the next name (``key.safetensors``, ``key-1.safetensors``, ...), and the last good one
-counts.
+An entry is used only if its fingerprints match. Otherwise ``get`` raises CacheEntryBad, and its caller encodes the
+entry again. Entries are read whole, not memory-mapped, because a mapped file cannot be repaired on Windows. A file is
+never replaced: a repaired entry gets the next name (``key.safetensors``, ``key-1.safetensors``, ...), and ``get``
+returns the newest intact one.
 """
 
 from __future__ import annotations
@@ -46,14 +46,21 @@ MISSING = "missing"
 
 @dataclass(frozen=True)
 class CachedItem:
-    """One entry: CPU tensors without a batch dimension, and their fingerprints, computed when they were encoded."""
+    """One cache entry.
+
+    tensors: CPU tensors without a batch dimension, keyed by name.
+    fingerprints: the tensors' fingerprints, computed when the entry was encoded.
+    """
 
     tensors: dict[str, Tensor]
     fingerprints: dict[str, int]
 
 
 def entry_key(entry: str, inputs: Sequence[Any], encoder_fingerprint: str) -> str:
-    """Key of an entry: a hash of its name, its inputs (``image_parts``, a caption, or both) and its encoder."""
+    """Return the key of an entry: a hash of its name, its inputs and its encoder.
+
+    ``inputs``: ``image_parts``, a caption, or both.
+    """
     parts = [SPEC_VERSION, entry, *inputs, encoder_fingerprint]
     return hashlib.sha256(json.dumps(parts).encode("ascii")).hexdigest()[:40]
 
@@ -61,17 +68,19 @@ def entry_key(entry: str, inputs: Sequence[Any], encoder_fingerprint: str) -> st
 def image_parts(
     image_sha256: str, geometry: Geometry, flip: bool, colours: tuple[str, float] | None = None
 ) -> tuple[Any, ...]:
-    """The parts of a key that identify an encoded view: the hash of the image's bytes, its crop, mirroring, colours."""
+    """Return the key parts that identify one view of an image: hash of its bytes, crop, mirroring, colour change."""
     changed = () if colours is None else (colours,)
     return image_sha256, (geometry.resized_hw, geometry.crop_top_left, geometry.target_hw, flip), *changed
 
 
 class LatentCache:
-    """Entries under ``root/<kind>/<first two characters of the key>/``; the kind is ``EntrySpec.name``.
+    """A cache folder's entries: files in ``root/<kind>/<first two characters of the key>/``.
+
+    A kind is an ``EntrySpec.name``.
 
     Attributes:
-        written: kind -> (entries, bytes) written through this object.
-        writing: the kind of entries being encoded.
+        written: maps each kind to the (number, bytes) of entries written by this object.
+        writing: kind of the entries that are being encoded now.
     """
 
     def __init__(self, root: Path) -> None:
@@ -80,9 +89,9 @@ class LatentCache:
         self.writing = ""
 
     def fault(self, kind: str, key: str) -> str:
-        """The fault of an entry without reading its payload: MISSING, a description of the damage, or "" if none.
+        """Return MISSING, a description of an entry's damage, or "" if no fault is found.
 
-        Reads the header and checks the file size against it; the payload is verified by ``get``.
+        Only the header is read, and compared with the file's size. ``get`` also verifies the payload.
         """
         names = self._names(kind, key)
         if not names:
@@ -95,11 +104,11 @@ class LatentCache:
         return ""
 
     def holds(self, kind: str, key: str) -> bool:
-        """Whether there is a file for an entry. Nothing is read, and the entry does not count as used."""
+        """Return whether the cache has a file for an entry. The file is not read, and not marked as used."""
         return bool(self._names(kind, key))
 
     def num_bytes(self, kind: str, key: str, tensor: str) -> int:
-        """Bytes of one tensor of an entry, from its header; the payload is not read.
+        """Return the size of one tensor of an entry in bytes, from the file's header. The payload is not read.
 
         Raises:
             CacheEntryBad: there is no entry, or it is damaged.
@@ -112,16 +121,16 @@ class LatentCache:
         return end - begin
 
     def write_tensors(self, kind: str, key: str, tensors: Mapping[str, Tensor], item: str) -> None:
-        """Serialise and write an entry: ``content_of``, then ``write``."""
+        """Serialise an entry (``content_of``) and write it (``write``)."""
         self.write(kind, key, self.content_of(kind, key, tensors, item))
 
     def content_of(self, kind: str, key: str, tensors: Mapping[str, Tensor], item: str) -> bytes:
-        """Serialise an entry.
+        """Serialise an entry. Return the content of its file.
 
         Args:
-            kind: name of the entry.
-            key: from ``entry_key``.
-            tensors: CPU tensors without a batch dimension.
+            kind: kind of the entry.
+            key: key of the entry, from ``entry_key``.
+            tensors: CPU tensors without a batch dimension, keyed by name.
             item: the image or caption, for the error message.
 
         Raises:
@@ -131,10 +140,10 @@ class LatentCache:
             if not torch.isfinite(tensor).all():
                 raise DataError(
                     "encoder-nonfinite",
-                    f"The encoder returned values for {name} that are not finite.",
+                    f"The encoder's output {name} has values that are not finite.",
                     where=item,
-                    fix="The encoder's weights are damaged (download the model again), or this machine computes "
-                    "incorrectly (try runtime.device: cpu).",
+                    fix="Download the model again, in case its weights are damaged. Or set runtime.device: cpu, in "
+                    "case the GPU computes incorrectly.",
                 )
         stored = {name: tensor.detach().contiguous() for name, tensor in sorted(tensors.items())}
         # The tensors are on the CPU, so int() waits for no device.
@@ -142,7 +151,7 @@ class LatentCache:
         return save(stored, {METADATA_KEY: metadata_text(kind, key, fingerprints)})
 
     def write(self, kind: str, key: str, content: bytes) -> None:
-        """Write an entry atomically; does nothing if another run has just written the same bytes.
+        """Write an entry atomically. Does nothing if the newest file of the entry already has this content.
 
         Raises:
             StorageError: the disk is full, or there is no permission.
@@ -154,10 +163,10 @@ class LatentCache:
             self.written[kind] = (entries + 1, written_bytes + len(content))
 
     def get(self, kind: str, key: str, spec: Mapping[str, TensorSpec]) -> CachedItem:
-        """Read and fully verify an entry; returns the newest good one of several.
+        """Read and fully verify an entry. If it has several files, return the newest intact one.
 
         Raises:
-            CacheEntryBad: there is no intact entry that matches ``spec``.
+            CacheEntryBad: no file is intact and matches ``spec``.
         """
         reasons = []
         for path in reversed(self._names(kind, key)):
@@ -171,7 +180,10 @@ class LatentCache:
         return self.root / kind / key[:2] / f"{key}{f'-{repair}' if repair else ''}.safetensors"
 
     def _names(self, kind: str, key: str) -> list[Path]:
-        """The existing paths under the names of an entry, oldest first; a folder or a link occupies a name too."""
+        """Return the existing files of an entry, oldest first.
+
+        A folder or broken link with an entry's name is included, because this name cannot be used for a new file.
+        """
         names: list[Path] = []
         while os.path.lexists(path := self._path(kind, key, len(names))):
             names.append(path)
@@ -179,14 +191,14 @@ class LatentCache:
 
 
 def _mark_used(path: Path) -> None:
-    """Record the day on which an entry was used, if the cache is writable."""
+    """Set a file's mtime, the time of its last use, to now if it is older than a day and the cache is writable."""
     with contextlib.suppress(OSError):
         if time.time() - path.stat().st_mtime > MARK_AFTER_S:
             os.utime(path)
 
 
 def _holds(path: Path, content: bytes) -> bool:
-    """Whether a file holds exactly these bytes."""
+    """Return whether an entry's file has exactly this content."""
     try:
         return read_entry(path)[1] == content
     except (OSError, CacheEntryBad):
@@ -194,7 +206,7 @@ def _holds(path: Path, content: bytes) -> bool:
 
 
 def _checked(path: Path, kind: str, key: str, spec: Mapping[str, TensorSpec]) -> CachedItem:
-    """Read an entry from a file, and verify that its tensors are intact and match ``spec``.
+    """Read an entry from one file, and verify that its tensors are intact and match ``spec``.
 
     Raises:
         CacheEntryBad: the entry is damaged, of another kind or version, or has other tensors.
@@ -203,16 +215,16 @@ def _checked(path: Path, kind: str, key: str, spec: Mapping[str, TensorSpec]) ->
     header, content = read_entry(path)
     check_place(header, kind, key)
     if header.spec_version != SPEC_VERSION:
-        raise CacheEntryBad(f"it is of version {header.spec_version}, not {SPEC_VERSION}")
+        raise CacheEntryBad(f"its format version is {header.spec_version}, not {SPEC_VERSION}")
     if header.spans.keys() != set(spec):
-        raise CacheEntryBad(f"it holds {sorted(header.spans)}, not {sorted(spec)}")
+        raise CacheEntryBad(f"it contains the tensors {sorted(header.spans)}, not {sorted(spec)}")
     try:
         tensors = load(content)
     except SafetensorError as error:
         raise CacheEntryBad(f"it cannot be read ({error})") from error
     for name, tensor in tensors.items():
         if tensor.dtype != getattr(torch, spec[name].dtype) or tensor.ndim != len(spec[name].dims):
-            raise CacheEntryBad(f"{name} is {tensor.dtype} of {tensor.ndim} dimensions")
+            raise CacheEntryBad(f"{name} has the wrong type: {tensor.dtype} with {tensor.ndim} dimensions")
         if int(fingerprint(tensor[None])) != header.fingerprints[name]:
             raise CacheEntryBad(f"the bytes of {name} have changed since they were written")
     return CachedItem(tensors, header.fingerprints)

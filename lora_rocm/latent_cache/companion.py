@@ -1,4 +1,4 @@
-"""A file that belongs to an image (a companion), as an encoder's input in place of the image."""
+"""Companions: files that belong to an image, such as its mask, and that an encoder reads instead of the image."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from lora_rocm.latent_cache.image_preprocess import EncodeRequest, hash_of
 
 @dataclass(frozen=True, slots=True)
 class CompanionWanted(EncodeRequest):
-    """The companion of a sample, with entries that have to be in the cache.
+    """Request for the cache entries of a sample's companion.
 
-    noun, fix: the companion's name in errors, and the errors' remedy.
-    place: the file, row, or the image itself; None if the sample has no companion.
-    kind: the input that the entries are made from.
+    noun: name of the companion in error messages, such as "mask".
+    fix: advice in error messages.
+    place: the file or dataset row that contains the companion, which may be the image itself; None if there is none.
+    kind: name of the encoder input that the companion provides.
     """
 
     noun: ClassVar[str]
@@ -54,6 +55,6 @@ class CompanionWanted(EncodeRequest):
             raise self.unusable(f"cannot be read: {error}") from error
 
     def unusable(self, why: str) -> DataError:
-        """The error for a companion that cannot be used. ``why``: the predicate of the sentence."""
+        """Return the error for a companion that cannot be used. ``why`` is the predicate of the message's sentence."""
         what = f"The {self.noun} of {self.sample.key} {why}."
         return DataError(f"{self.kind}-unusable", what, where=shown(self.place), fix=self.fix)

@@ -1,4 +1,4 @@
-"""Control images as cache entries: one per view of an image, encoded as images are, keyed by content and crop."""
+"""Control images as cache entries. Each view of an image has one, encoded like an image, keyed by content and crop."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 def control_latents(number: int) -> str:
-    """The tensor of a control image, by its number: ``CONTROL_LATENTS``, control_2_latents, ..."""
+    """Return the tensor name for a control image's number: ``CONTROL_LATENTS``, "control_2_latents", ..."""
     return CONTROL_LATENTS.replace(CONTROL, control_name(number))
 
 
 def control_entry(number: int, keeps_size: bool = False) -> EntrySpec:
-    """The entry of a control image, by its number."""
+    """Return the specification of a control image's cache entry. A sample's control images are numbered from 0."""
     name, tensors = control_name(number), {control_latents(number): TensorSpec("float32", "CHW")}
     return EntrySpec(name, (name,), tensors, follows_shape=True, keeps_size=keeps_size)
 
@@ -41,7 +41,7 @@ CONTROL_ENTRY = control_entry(0)
 
 @dataclass(frozen=True)
 class ControlEncoder:
-    """Encodes control images with the family's image encoder, and keeps the mean, which pipelines use."""
+    """Encodes control images with the family's image encoder. Only the mean is stored, since pipelines use it."""
 
     images: Encoder
     data: DataSection
@@ -82,7 +82,7 @@ class ControlEncoder:
 
 
 def control_encoders(recipe: Recipe, encoders: Sequence[Encoder]) -> list[ControlEncoder]:
-    """An encoder for each control image of an image. ``encoders``: the family's encoders."""
+    """Return one encoder for each control image that a sample has. ``encoders``: the family's encoders."""
     images = [encoder for encoder in encoders if encoder.entry.inputs == (IMAGE,)]
     keeps_size = recipe.model.controls_keep_size
     entries = [control_entry(number, keeps_size) for number in range(recipe.data.num_controls)]
@@ -91,7 +91,10 @@ def control_encoders(recipe: Recipe, encoders: Sequence[Encoder]) -> list[Contro
 
 @dataclass(frozen=True, slots=True)
 class ControlWanted(CompanionWanted):
-    """A control image of a sample: scaled to cover its bucket, cropped at the centre, mirrored with the sample."""
+    """Request for a sample's control image.
+
+    It is scaled to cover the sample's bucket, cropped at the centre, and mirrored like the sample.
+    """
 
     kind: str = CONTROL
     noun: ClassVar[str] = "control image"

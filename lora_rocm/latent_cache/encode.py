@@ -1,14 +1,14 @@
-"""Fills the caches: encodes missing entries one item at a time, with one encoder after the other.
+"""Fills the caches: encodes missing entries one item at a time, one encoder after the other.
 
-Items are not batched, because the exact bytes of an encoder's output depend on the rest of its batch. So an
-entry's bytes do not depend on the other missing entries, or on interruptions of the run. Each encoder is freed before
+Items are not batched, because an encoder's exact output depends on the other items of its batch. Without batches, an
+entry's bytes are the same whichever other entries are missing, and after an interruption. Each encoder is freed before
 the next is loaded.
 
-While an encoder works on one image, threads read, hash, decode and crop the next ones, and another thread writes
-entries (``latent_cache/prefetch.py``). Neither order nor bytes depend on the threads.
+While an encoder works on one image, threads read, hash, decode and crop the next images. Another thread writes entries
+(``latent_cache/prefetch.py``). Neither order nor bytes depend on the threads.
 
-An image that does not fit into memory is encoded in tiles, with different rounding. The tiled entry has its own
-key, and is used if there is no entry of the whole image.
+An image that does not fit into memory is encoded in tiles, which changes the rounding. The tiled entry therefore has
+its own key. It is used if there is no entry of the whole image.
 """
 
 from __future__ import annotations
@@ -51,17 +51,20 @@ if TYPE_CHECKING:
 __all__ = ["Caches", "Encoding", "Found"]
 
 Found = Callable[[int, str, LookupResult], None]
-"""Called with a sample's index, an entry's name and a ``LookupResult``, once all entries of that name exist for it."""
+"""Callback that receives (index of a sample, kind of entry, result).
+
+It is called when all entries of that kind exist for the sample.
+"""
 
 LOOKED_AT_ONCE = 32  # samples that a thread looks up in the cache at a time
 
 
 @dataclass
 class Caches:
-    """The caches of one run, with the data needed to encode each of their entries again.
+    """The caches of one run, and the inputs from which ``repair`` can encode each entry again.
 
-    encoders: the encoders of the family, one per kind of entry.
-    all_could_be_read: no image was skipped because of an error that may be temporary.
+    encoders: the encoders of the run, one per kind of entry.
+    all_could_be_read: False if an image was skipped because of an error that may be temporary.
     """
 
     encoding: Encoding
@@ -72,27 +75,27 @@ class Caches:
     _pairs: Iterable[EncodeRequest] = field(default=(), init=False)
 
     def of_images(self) -> list[Encoder]:
-        """The encoders that read images alone."""
+        """Return the encoders that read images but no captions."""
         return [e for e in self.encoders if e.entry.has_views and not e.entry.has_captions]
 
     def of_captions(self) -> list[Encoder]:
-        """The encoders that read captions alone."""
+        """Return the encoders that read captions but no images."""
         return [e for e in self.encoders if e.entry.has_captions and not e.entry.has_views]
 
     def of_pairs(self) -> list[Encoder]:
-        """The encoders that read images and captions together."""
+        """Return the encoders that read an image together with a caption."""
         return [e for e in self.encoders if e.entry.has_captions and e.entry.has_views]
 
     def caption_key(self, encoder: Encoder, caption: str) -> str:
-        """Key of a caption's entry."""
+        """Return the cache key of a caption."""
         return entry_key(encoder.entry.name, (caption,), encoder.fingerprint)
 
     def set_samples(
         self, samples: Sequence[EncodeRequest], captions: Iterable[str], pairs: Iterable[EncodeRequest] = ()
     ) -> None:
-        """Set all samples and captions of the run, among which ``repair`` and ``text_lookup`` search.
+        """Set all samples and captions of the run. ``repair`` and ``text_lookup`` search them.
 
-        ``pairs``: the samples with their captions.
+        ``pairs``: the samples together with their captions, for encoders that read both.
         """
         self._samples, self._captions, self._pairs = samples, captions, pairs
 
@@ -107,12 +110,12 @@ class Caches:
 
         Args:
             samples: all samples of the run.
-            memory: remembered hashes of files.
-            found: called for each sample and kind of entry, in no particular order.
-            encoders: fill the entries of these encoders; None for the encoders that read images alone.
+            memory: hashes of files remembered from earlier runs; None to use those in the cache folder.
+            found: callback for each sample and kind of entry, called in no particular order.
+            encoders: encoders to run, or None for all that read images without captions.
 
         Returns:
-            sample key -> reason, for images that could not be read and are skipped.
+            The problems of images that could not be read and are skipped, keyed by sample key.
 
         Raises:
             DataError: an encoder returned values that are not finite.
@@ -134,11 +137,11 @@ class Caches:
         """Encode the missing entries of captions.
 
         Args:
-            captions: all captions of the run; iterated several times, and kept for ``repair``.
+            captions: all captions of the run. They are iterated several times, and kept for ``repair``.
 
         Raises:
             DataError: an encoder returned values that are not finite.
-            StorageError: the cache cannot be written; its entries stay.
+            StorageError: the cache cannot be written; existing entries remain.
         """
         self._captions = captions
         for encoder in self.of_captions():
@@ -154,7 +157,12 @@ class Caches:
                 self._encode_texts(encoder, faulty, len(missing), len(seen))
 
     def repair(self, entry: str, key: str, reason: str) -> None:
-        """Encode a bad entry again, under a new file name. ``reason``: its fault.
+        """Encode a damaged or missing entry again, and write it under a new file name.
+
+        Args:
+            entry: kind of the entry.
+            key: key of the entry.
+            reason: the entry's fault, which is reported as an event.
 
         Raises:
             DataError: the image can no longer be read.
@@ -170,12 +178,12 @@ class Caches:
             self.encoding.write_in_background(behind, entry, key, tensors, place, reason)
 
     def text_lookup(self, caption: str) -> Tensors:
-        """The cached tensors of a caption or prompt of this run, without a batch dimension, on the CPU.
+        """Return the cached tensors of a caption or prompt of this run: on the CPU, without a batch dimension.
 
-        A bad entry is encoded again.
+        A damaged or missing entry is encoded again.
 
         Raises:
-            DataError: the entry is bad or missing, and the caption is not one of this run.
+            DataError: the entry is damaged or missing, and the caption does not belong to this run.
         """
         tensors: Tensors = {}
         for encoder in self.of_captions():
@@ -183,9 +191,9 @@ class Caches:
         return tensors
 
     def mask_bytes(self, encoder: Encoder, caption: str) -> int:
-        """Bytes of the ``caption_mask`` of a caption's entry; grows with the length of the caption.
+        """Return the size in bytes of a caption's ``caption_mask``. It grows with the length of the caption.
 
-        A bad entry is encoded again.
+        A damaged or missing entry is encoded again.
         """
         entry, key, cache = encoder.entry, self.caption_key(encoder, caption), self.encoding.cache
         try:
@@ -210,7 +218,7 @@ class Caches:
             return cache.get(entry.name, key, entry.tensors).tensors
 
     def _image_again(self, encoder: Encoder, key: str) -> tuple[Tensors, str]:
-        """Encode an image's entry again. Returns its tensors and the location of the image."""
+        """Encode the entry of an image again. Return its tensors, and the location of the image for messages."""
         known = self._pairs if encoder.entry.has_captions else read_by(encoder, self._samples)
         # Find the sample and view of this key, and read the image.
         hashed = ((wanted, sha256) for wanted in known if (sha256 := wanted.hashed()))
@@ -224,7 +232,7 @@ class Caches:
         except DataError as error:
             raise DataError(
                 "image-unreadable",
-                f"The cached image is damaged and cannot be encoded again. {error.what}",
+                f"A cache entry is damaged, and its image cannot be encoded again. {error.what}",
                 where=error.where,
                 fix="Restore the image or remove it, then run the same command again.",
             ) from None
@@ -235,7 +243,7 @@ class Caches:
         return self._encode_again(tiled if tiled is not None else encoder, inputs), place
 
     def _encode_again(self, encoder: Encoder, inputs: Inputs) -> Tensors:
-        """Encode one item; on the CPU if it does not fit on the GPU in addition to the model in training."""
+        """Encode one item. If the GPU lacks memory for it next to the model in training, encode it on the CPU."""
         full: MachineError | None = None
         for device in (self.encoding.device, CPU):
             empty_pools()
@@ -256,7 +264,14 @@ class Caches:
         return tensors
 
     def _encode_texts(self, encoder: Encoder, missing: Iterable[tuple[str, str]], count: int, total: int) -> None:
-        """Encode ``count`` of ``total`` captions. ``missing``: pairs of caption and fault of its entry."""
+        """Encode the captions that have a missing or damaged entry.
+
+        Args:
+            encoder: encoder of the captions.
+            missing: pairs (caption, fault of its entry).
+            count: number of pairs.
+            total: number of all captions, for the progress.
+        """
         encoding, name = self.encoding, encoder.entry.name
         loaded = LoadedEncoder(encoder, encoding)
         progress = Progress("captions", total, encoding.report, total - count)
@@ -305,7 +320,7 @@ class _Images:
         self.caches.all_could_be_read &= not lookup.passing
 
     def _entries_of(self, wanted: EncodeRequest, sha256: str) -> tuple[ImageEntry, ...]:
-        """The entries of a sample with their state in the cache; falls back to the tiled entry if only that exists."""
+        """Return a sample's entries with their faults. The tiled entry is used if only that exists."""
         cache, name = self.caches.encoding.cache, self.encoder.entry.name
         entries = []
         for entry in entries_of(self.encoder, wanted, sha256):
@@ -327,9 +342,12 @@ class _Images:
                 progress.step()
 
     def _encode(self, missing: array[int], num_missing: int, there: int) -> None:
-        """Encode and write the missing entries of these samples; the encoder's weights are freed on return.
+        """Encode and write the missing entries of samples. The encoder's weights are freed at the end.
 
-        ``there``: number of existing entries, for the progress.
+        Args:
+            missing: indices of the samples.
+            num_missing: number of entries of these samples.
+            there: number of entries that exist already, for the progress.
         """
         encoding = self.caches.encoding
         progress = Progress("images", there + num_missing, encoding.report, done=there)
@@ -353,7 +371,10 @@ class _Images:
 
 
 def entries_of(encoder: Encoder, wanted: EncodeRequest, sha256: str) -> tuple[ImageEntry, ...]:
-    """The entries of a sample for one encoder: per view, per caption. ``sha256``: hash of the file it reads."""
+    """Return a sample's entries for one encoder: one for each view and, if the encoder reads captions, each caption.
+
+    ``sha256``: hash of the file that the encoder reads.
+    """
     tiled, name = encoder.in_tiles(), encoder.entry.name
     entries = []
     for view in wanted.views:
@@ -367,10 +388,10 @@ def entries_of(encoder: Encoder, wanted: EncodeRequest, sha256: str) -> tuple[Im
 
 
 def _bytes_as_before(wanted: EncodeRequest, sha256: str) -> bytes:
-    """The undecoded bytes of an image, after checking that they still have the hash of the key.
+    """Return the undecoded bytes of an image, if they still have the hash that is part of the key.
 
     Raises:
-        DataError: the image cannot be read, or has changed: encoding it under the old key would poison the cache.
+        DataError: the image cannot be read, or has changed. Encoded under the old key, it would corrupt the cache.
     """
     content = wanted.read()
     if hash_of(content) != sha256:
@@ -383,5 +404,5 @@ def _changed(where: str) -> DataError:
         "image-changed",
         "The image, or a file that belongs to it, has changed since the run began.",
         where=where,
-        fix="Start again, and do not change the images until they are cached.",
+        fix="Start the run again, and do not change the images until they are cached.",
     )

@@ -1,4 +1,4 @@
-"""``Encoding``: the run's context for filling the caches. ``PendingWrites``: results that wait for a check."""
+"""``Encoding`` describes how a run fills its caches. ``PendingWrites`` delays results until a check passes."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
 
 OpenPlacement = Callable[[torch.device], Placement]
 Look = Callable[[Placement], None]
-"""Raises if kernels are faulty, or if weights sent through this transfer are corrupt."""
+"""Check of a placement: raises an error if kernels are faulty, or if the weights in the placement are corrupt."""
 FIRST_HELD = 1  # entries; doubled each time, so that a run that fails early has written some
 MOST_HELD = 64  # entries: some 40 MB for images of 1024x1024
 MOST_HELD_S = 60.0  # the most work that a power failure may cost
 
 
 def plain_placement(device: torch.device) -> Placement:
-    """A transfer to a device from unpinned memory, without a planned transfer method."""
+    """Return a placement that keeps all weights on the device, and transfers them from unpinned memory."""
     return Resident(DeviceTransfer(device, pin=False))
 
 
 class PendingWrites:
-    """Keeps results pending until a check of kernels and weights passes, then writes them; without a check, at once.
+    """Delays writing results until a check of kernels and weights passes. Without a check, writes them at once.
 
-    Otherwise a faulty kernel would poison the cache permanently: fingerprints prove that an entry is the encoder's
-    output, not that the output is correct.
+    If it wrote before the check, a faulty kernel would corrupt the cache permanently. A fingerprint proves that an
+    entry is the encoder's output, but not that the output is correct.
 
-    The end of a ``with`` block settles, even after a stop request or an error. If the block failed, its error
-    propagates. Further errors of the check or the disk are suppressed, because a lost device fails at every call, and
-    the pending results are lost.
+    The end of a ``with`` block calls ``settle``, even after a stop request or an error. If the block failed, its error
+    propagates. Further errors of the check or the disk are suppressed, because a lost device fails at every call. The
+    pending results are then lost.
 
     Args:
-        look: the check; called before the first result is computed, and before results are written.
+        check: the check, or None. It is called at construction, and before results are written.
     """
 
     def __init__(self, check: Callable[[], None] | None) -> None:
@@ -67,7 +67,7 @@ class PendingWrites:
             self.settle()
 
     def add(self, keep: Callable[[], None]) -> None:
-        """Add a result; ``keep`` writes it."""
+        """Add a pending result. ``keep``: function that writes the result."""
         if self._check is None:
             keep()
             return
@@ -80,7 +80,7 @@ class PendingWrites:
         """Run the check, then write the pending results.
 
         Raises:
-            CanaryError: the check failed; the pending results are discarded.
+            CanaryError: the check failed. The pending results are discarded.
         """
         held, self._held, self._since = self._held, [], time.monotonic()
         if held and self._check is not None:
@@ -91,15 +91,18 @@ class PendingWrites:
 
 @dataclass
 class Encoding:
-    """Device, cache and listeners of encoding.
+    """Settings of a run for filling its caches: cache, device and callbacks.
 
-    report: receives the progress.
-    context: receives an event if an encoder moves to the CPU or to tiles, and for each damaged entry encoded again.
-    tiles: image encoders work in tiles; set after running out of memory.
-    opened_placement: opens a placement of weights on a device; its transfer sends inputs and receives results.
-    more: encoders in addition to the family's, after them.
-    look: raises if kernels are faulty or the encoders' weights are corrupt. Called before the first encode and before
-        each batch of entries is written (see ``PendingWrites``); not called if nothing is encoded.
+    report: callback for the progress.
+    context: run context. It receives an event if an encoder moves to the CPU or to tiles, and for each damaged entry
+        that is encoded again.
+    tiles: whether image encoders work in tiles; set after running out of memory.
+    opened_placement: function that opens a placement on a device, which stores weights and transfers inputs and
+        results.
+    check: function that raises an error if kernels are faulty or the encoder's weights are corrupt; None for no check.
+        It is called before the first encode and before each batch of entries is written (see ``PendingWrites``), but
+        not if nothing is encoded.
+    more: additional encoders, which run after the family's.
     """
 
     cache: LatentCache
@@ -112,14 +115,14 @@ class Encoding:
     more: Sequence[Encoder] = ()
 
     def pending_writes(self, placement: Callable[[], Placement]) -> PendingWrites:
-        """A ``PendingWrites`` for the results of an encoder; they wait until ``check`` passes for its placement."""
+        """Return a ``PendingWrites`` for an encoder's results, which runs ``check`` on the encoder's placement."""
         look = self.check
         return PendingWrites(None if look is None else lambda: look(placement()))
 
     def write_in_background(
         self, background: BackgroundWriter, entry: str, key: str, tensors: Tensors, item: str, fault: str
     ) -> None:
-        """Check, fingerprint and write an entry in another thread; emits an event if it replaces a bad one."""
+        """Check, fingerprint and write an entry in another thread. Emits an event if it replaces a damaged entry."""
 
         def report_repair() -> None:
             if fault != MISSING:

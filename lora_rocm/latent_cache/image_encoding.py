@@ -1,4 +1,4 @@
-"""Runs one encoder: loads it for the first sample that needs it, and recovers from out-of-memory errors."""
+"""Runs one encoder: loads it when the first sample needs it, and recovers from out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ CPU = torch.device("cpu")
 
 
 class Filling(ExitStack):
-    """Encodes images; entries wait until a check passes, and are then written by another thread.
+    """Encodes images. Entries wait until a check passes; another thread then writes them.
 
-    Use it in a ``with`` block; at its end, all entries that passed the check are written.
+    Use it in a ``with`` block. At the end of the block, all entries that passed the check are written.
     """
 
     def __init__(self, encoder: Encoder, encoding: Encoding, progress: Progress) -> None:
@@ -44,7 +44,7 @@ class Filling(ExitStack):
         self._made = dict[bytes, bool]()  # entry key -> encoded in tiles; copies of an image are encoded once
 
     def add(self, wanted: EncodeRequest, lookup: LookupResult) -> LookupResult:
-        """Encode the missing entries of a sample; returns its hash and updated entries.
+        """Encode the missing entries of a sample. Return the sample's hash and its updated entries.
 
         Raises:
             DataError, StorageError, MachineError: see ``Caches.fill_images``.
@@ -75,15 +75,15 @@ class Filling(ExitStack):
 
 
 def _made(entry: ImageEntry, in_tiles: bool) -> ImageEntry:
-    """The entry after encoding, without a fault."""
+    """Return the entry without its fault, as it is after encoding."""
     return replace(entry, fault="", in_tiles=in_tiles and entry.tiled_key is not None)
 
 
 class LoadedEncoder:
     """An encoder with its weights on the device.
 
-    On out-of-memory, an image encoder switches to tiles, and a caption encoder to streaming, then to the CPU,
-    permanently.
+    If memory runs out, an image encoder switches to tiles. A caption encoder switches to streaming its weights, and if
+    this is not enough, to the CPU. Neither switches back.
     """
 
     def __init__(self, encoder: Encoder, encoding: Encoding) -> None:
@@ -116,7 +116,7 @@ class LoadedEncoder:
             self._encode = lambda inputs: one_image(inputs[IMAGE])
 
     def __call__(self, inputs: Inputs, place: str) -> Tensors:
-        """Encode one sample. ``place``: its name in messages.
+        """Encode one sample. Return its tensors, keyed by name. ``place``: the sample's name in messages.
 
         Raises:
             MachineError: the sample does not fit into memory, even after recovery.
@@ -137,7 +137,7 @@ class LoadedEncoder:
         return self(inputs, place)
 
     def _take_less(self) -> None:
-        """Reload a caption encoder so that it needs less GPU memory: streamed, or else on the CPU."""
+        """Reload a caption encoder so that it needs less GPU memory: with streamed weights, or else on the CPU."""
         streaming = self._placement.streaming()
         self._forget()
         empty_pools()
@@ -159,7 +159,11 @@ class LoadedEncoder:
         self._load_through(self._encoding.opened_placement(CPU))
 
     def _go_to_tiles(self, full: MachineError, inputs: Mapping[str, Tensor | str], place: str) -> None:
-        """Reload the encoder with tiling; raises MachineError if it already tiles or cannot tile."""
+        """Reload the encoder so that it works in tiles.
+
+        Raises:
+            MachineError: the encoder already works in tiles, or cannot do so.
+        """
         if self._encoding.tiles or self._encoder.in_tiles() is None:
             pixels_CHW = next(value for value in inputs.values() if isinstance(value, Tensor))
             height, width = pixels_CHW.shape[1:]
@@ -178,6 +182,6 @@ class LoadedEncoder:
         self._load_through(self._encoding.opened_placement(self._device))
 
     def _forget(self) -> None:
-        """Drop the weights; the encoder may be only partly loaded."""
+        """Free the encoder's weights, even if it is only partly loaded."""
         for name in ("_encode", "_placement"):
             vars(self).pop(name, None)

@@ -1,4 +1,4 @@
-"""Prepares images for an encoder: reads each once, hashes, decodes and crops it. Runs in prefetch threads."""
+"""Prepares images for an encoder: reads, hashes, decodes and crops each one once. Runs in prefetch threads."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from PIL import Image
 
 DECODED_BYTES, PIXEL_BYTES = 6, 12
-"""Bytes per pixel of the file while it is decoded (RGB and a scaled copy), and per pixel of encoder input."""
+"""Bytes per pixel of the file during decoding (RGB and a scaled copy), and bytes per pixel of an encoder's input."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeRequest:
-    """A sample with entries that have to be in the cache.
+    """Request for the cache entries of a sample.
 
-    views: the versions of the image.
-    captions: captions for entries that are also encoded from captions; otherwise (None,).
-    sha256: hash of the bytes that the entries were encoded from; empty before that.
+    views: the views (crop, mirroring, colours) of the image to encode.
+    captions: captions to encode together with each view; (None,) if the encoder reads only images.
+    sha256: hash of the bytes that the entries were encoded from; empty before encoding.
     """
 
     sample: Sample
@@ -49,28 +49,28 @@ class EncodeRequest:
 
     @property
     def reads(self) -> str:
-        """The input that the entries are encoded from: IMAGE, or a companion of the image."""
+        """Name of the encoder input that is read: IMAGE, or the name of a companion."""
         return IMAGE
 
     @property
     def file(self) -> Path | None:
-        """The file that is read; None if it is a row of a dataset."""
+        """Path of the file that is read, or None if it is a dataset row."""
         return self.sample.location if isinstance(self.sample.location, Path) else None
 
     def hashed(self) -> str:
-        """The hash of the bytes that the entries were encoded from; empty if it is not known."""
+        """Return the hash of the bytes that the entries were encoded from, or "" if it is unknown."""
         return self.sha256
 
     def read(self) -> bytes:
-        """Read the undecoded bytes.
+        """Return the undecoded bytes.
 
         Raises:
-            DataError: they cannot be read.
+            DataError: the bytes cannot be read.
         """
         return image_bytes(self.sample)
 
     def decoded(self, content: bytes) -> Image.Image:
-        """Decode the bytes to an upright image.
+        """Decode the bytes, and return the image in its upright orientation.
 
         Raises:
             DataError: the image cannot be used.
@@ -78,20 +78,20 @@ class EncodeRequest:
         return load_image(self.sample, content)
 
     def geometry_of(self, view: ImageView) -> Geometry:
-        """Scaling and crop of one view."""
+        """Return the scaling and the crop of one view."""
         return view_geometry(self.geometry, self.sample, view)
 
     def tensor(self, image: Image.Image, view: ImageView) -> Tensor:
-        """The encoder's input for one view: here pixels_CHW.
+        """Return the encoder's input for one view of a decoded image. For plain images this is pixels_CHW.
 
         Raises:
-            DataError: nothing usable is left after the crop.
+            DataError: the crop contains nothing usable, such as an entirely black mask.
         """
         pixels = cut(image, self.geometry_of(view), view.flip)
         return pixels_of(recoloured(pixels, colour_change(self.sample, view)))
 
     def tensors(self, content: bytes, views: Iterable[ImageView]) -> dict[ImageView, Tensor]:
-        """``tensor`` of several views of undecoded bytes, which are decoded once.
+        """Decode the bytes once, and return ``tensor`` for each of the views.
 
         Raises:
             DataError: see ``decoded`` and ``tensor``.
@@ -100,12 +100,12 @@ class EncodeRequest:
         return {view: self.tensor(image, view) for view in views}
 
     def parts(self, sha256: str, view: ImageView) -> tuple[Any, ...]:
-        """The parts of an entry's key that identify the view. ``sha256``: hash of the bytes that are read."""
+        """Return the parts of an entry's key that identify the view. ``sha256``: hash of the bytes that are read."""
         return image_parts(sha256, self.geometry_of(view), view.flip, colour_change(self.sample, view))
 
     @property
     def num_bytes(self) -> int:
-        """Estimated memory use from decoding to encoding."""
+        """Estimated memory use in bytes, from decoding until the end of encoding."""
         height, width = self.geometry.target_hw
         decoded = self.sample.width * self.sample.height * DECODED_BYTES
         return decoded + self.num_entries * height * width * PIXEL_BYTES * max(self.sample.frames, 1)
@@ -117,7 +117,10 @@ class EncodeRequest:
 
 @dataclass(frozen=True, slots=True)
 class VideoWanted(EncodeRequest):
-    """A clip with entries that have to be in the cache. All frames get the same crop; the encoder reads pixels_FCHW."""
+    """Request for the cache entries of a clip.
+
+    All frames get the same crop. The encoder's input is pixels_FCHW.
+    """
 
     @property
     def file(self) -> Path | None:
@@ -134,19 +137,19 @@ class VideoWanted(EncodeRequest):
 
 @runtime_checkable
 class ReadsCompanion(Protocol):
-    """An encoder that reads a companion of the image, such as its mask."""
+    """An encoder that reads a companion of the image, such as its mask, instead of the image."""
 
     def companion_of(self, image: EncodeRequest) -> EncodeRequest:
-        """The companion of an image, to be read in its place."""
+        """Return the request for the image's companion."""
 
 
 def read_by(encoder: object, images: Sequence[EncodeRequest]) -> Sequence[EncodeRequest]:
-    """The inputs that an encoder reads: the images, or their companions."""
+    """Return what an encoder reads: the images' companions if it reads companions, otherwise the images."""
     return _Companions(images, encoder) if isinstance(encoder, ReadsCompanion) else images
 
 
 class _Companions(Lazy[EncodeRequest]):
-    """The companions of images."""
+    """Sequence of the images' companions, built on access."""
 
     def __init__(self, images: Sequence[EncodeRequest], encoder: ReadsCompanion) -> None:
         self._images, self._encoder = images, encoder
@@ -160,13 +163,13 @@ class _Companions(Lazy[EncodeRequest]):
 
 @dataclass(frozen=True, slots=True)
 class ImageEntry:
-    """One entry of a sample, encoded from an image.
+    """One cache entry of a sample's image.
 
-    whole_key: the key if the image is encoded whole.
-    tiled_key: the key if the image is encoded in tiles; None if the encoder cannot tile.
-    reads: the input in addition to the caption.
-    in_tiles: whether the tiled entry is in the cache, or will be, instead of the whole one.
-    fault: the entry's fault; empty if there is none.
+    whole_key: key of the entry if the image is encoded as a whole.
+    tiled_key: key of the entry if the image is encoded in tiles; None if the encoder cannot tile.
+    reads: name of the encoder's input, next to a possible caption.
+    fault: fault of the entry; empty if there is none.
+    in_tiles: whether the entry is, or will be, encoded in tiles.
     """
 
     view: ImageView
@@ -182,17 +185,21 @@ class ImageEntry:
         return self.tiled_key if self.in_tiles and self.tiled_key is not None else self.whole_key
 
     def inputs(self, tensor: Tensor) -> Mapping[str, Tensor | str]:
-        """The encoder's inputs. ``tensor``: ``EncodeRequest.tensor`` of the entry's view."""
+        """Return the encoder's inputs by name. ``tensor``: result of ``EncodeRequest.tensor`` for the entry's view."""
         return {self.reads: tensor} if self.caption is None else {self.reads: tensor, CAPTION: self.caption}
 
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """Result of looking up a sample's image in the cache, or (with ``pixels``) of reading it.
+    """Result of looking up an image in the cache, or of reading an image for encoding.
 
-    sha256, entries: empty if the hash is not known. file: state under which to remember the hash.
-    pixels: for each entry, ``EncodeRequest.tensor`` if the entry has a fault, else None; empty if nothing was decoded.
-    problem: reason why the image cannot be used. passing: the problem may be temporary.
+    sha256: hash of the image's bytes; empty if unknown.
+    entries: the image's entries; empty if the hash is unknown.
+    file: state of the image file when it was read, with which to remember the hash; None if it was not read from a
+        file.
+    pixels: encoder input for each entry with a fault, None for each intact entry. Empty if nothing was decoded.
+    problem: reason why the image cannot be used, or None.
+    passing: whether the problem may be temporary.
     """
 
     sha256: str = ""
@@ -207,7 +214,7 @@ EntriesOf = Callable[[EncodeRequest, str], tuple[ImageEntry, ...]]
 
 
 def pixels_of(image: Image.Image) -> Tensor:
-    """Convert an image in mode RGB to pixels_CHW: float32 in [-1, 1], contiguous."""
+    """Convert an RGB image to a contiguous pixels_CHW: float32 in [-1, 1]."""
     pixels_CHW = np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)).astype(np.float32)
     pixels_CHW /= np.float32(127.5)
     pixels_CHW -= np.float32(1.0)
@@ -215,9 +222,10 @@ def pixels_of(image: Image.Image) -> Tensor:
 
 
 def lookup_all(memory: HashMemory, entries_of: EntriesOf, samples: Sequence[EncodeRequest]) -> list[LookupResult]:
-    """Look up the entries of samples in the cache; fast for warm caches.
+    """Look up the entries of samples in the cache. Return one result per sample. Fast if the cache is filled.
 
-    Image files are not read: their hashes are remembered or unknown. Rows of datasets are read and hashed.
+    Image files are not read. If the hash of an image is not remembered, its result has no entries. Dataset rows are
+    read and hashed.
     """
     return [_looked_at(memory, entries_of, wanted) for wanted in samples]
 
@@ -234,11 +242,11 @@ def _looked_at(memory: HashMemory, entries_of: EntriesOf, wanted: EncodeRequest)
 
 
 def made_ready(entries_of: EntriesOf, wanted: EncodeRequest) -> LookupResult:
-    """Read an image; decode and crop it if one of its entries is missing or bad.
+    """Read an image, and look up its entries. If an entry is missing or damaged, decode and crop the image.
 
     Raises:
         LoraRocmError: the cache cannot be read.
-        MemoryError, RuntimeError: out of memory; a note names the image.
+        MemoryError, RuntimeError: memory ran out. A note of the error names the image.
     """
     try:
         file = FileState.of(wanted.file) if wanted.file is not None else None
@@ -262,7 +270,10 @@ def made_ready(entries_of: EntriesOf, wanted: EncodeRequest) -> LookupResult:
 
 
 def _unusable(wanted: EncodeRequest, error: OSError | DataError) -> LookupResult:
-    """The result for an image that cannot be read; ``passing`` if the root cause is the system or memory."""
+    """Return the result for an image that cannot be read.
+
+    ``passing`` is set if an error of the operating system or a lack of memory is the root cause.
+    """
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -276,5 +287,5 @@ def _unusable(wanted: EncodeRequest, error: OSError | DataError) -> LookupResult
 
 
 def hash_of(content: bytes) -> str:
-    """SHA-256 (hex) of an image's undecoded bytes."""
+    """Return the SHA-256 of an image's undecoded bytes, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()

@@ -1,7 +1,8 @@
-"""The extra inputs of an inpainting base: the mask, and the image with the masked part hidden.
+"""The extra inputs of an inpainting base model: the mask, and the image with the masked part hidden.
 
-White is hidden, and the model draws it. As in diffusers' ``StableDiffusionXLInpaintPipeline``, the mask's threshold is
-one half and hidden pixels are grey (0). On the grid of the latents, each cell takes the mask's first pixel.
+White parts of the mask are hidden, and the model paints them. As in diffusers' ``StableDiffusionXLInpaintPipeline``,
+the mask's threshold is one half, and hidden pixels are grey (0). The mask is reduced to latent resolution by taking the
+first pixel of each cell.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ INPAINT_ENTRY = EntrySpec(
     follows_shape=True,
 )
 WHOLE_SHARE = 0.25
-"""Share of the drawn masks that hide everything, as in the training of Stable Diffusion Inpainting (its model card)."""
+"""Share of generated masks that hide the whole image, as in Stable Diffusion Inpainting (its model card)."""
 LEAST_SIDE = 0.25  # of a drawn rectangle, as a fraction of the image's side
 
 
 @dataclass(frozen=True)
 class InpaintEncoder:
-    """Encodes the visible part of an image with the family's image encoder, and keeps the mean.
+    """Encodes the visible part of an image with the family's image encoder. Only the mean is stored.
 
-    step_hw: pixels per latent.
+    step_hw: pixels per latent, as (height, width).
     """
 
     images: Encoder
@@ -83,7 +84,10 @@ class InpaintEncoder:
 
 
 def inpaint_encoder(recipe: Recipe, family: ModelFamily, encoders: Sequence[Encoder]) -> InpaintEncoder | None:
-    """The encoder of an inpainting base's extra inputs; None for another base. ``encoders``: the family's encoders."""
+    """Return the encoder for an inpainting model's extra inputs, or None if the family does not inpaint.
+
+    ``encoders``: the family's encoders.
+    """
     if not family.inpaints:
         return None
     images = next(encoder for encoder in encoders if encoder.entry.inputs == (IMAGE,))
@@ -93,9 +97,10 @@ def inpaint_encoder(recipe: Recipe, family: ModelFamily, encoders: Sequence[Enco
 
 @dataclass(frozen=True, slots=True)
 class HiddenWanted(EncodeRequest):
-    """An image with its hidden part: pixels and mask, [4, H, W], float32.
+    """Request for the cache entries of an image's visible part and mask. The encoder's input is float32 [4, H, W].
 
-    place: the mask's place; None: everything is hidden. drawn: the source has no masks, so one is drawn for each image.
+    place: the file or dataset row of the mask; None to hide the whole image.
+    drawn: whether a mask is generated for each image, because the source has no masks.
     """
 
     place: Path | DatasetRow | None = None
@@ -118,7 +123,7 @@ class HiddenWanted(EncodeRequest):
         return MaskWanted(self.sample, self.geometry, self.views, place=self.place)
 
     def _hidden(self, view: ImageView) -> NDArray[np.bool_]:
-        """The mask of the view's hidden pixels [H, W]."""
+        """Return which pixels of the view are hidden, bool [H, W]."""
         height, width = self.geometry.target_hw
         if not self.drawn:
             mask = self._mask()
@@ -129,7 +134,10 @@ class HiddenWanted(EncodeRequest):
         return hidden_HW[:, ::-1] if view.flip else hidden_HW
 
     def _box(self) -> tuple[int, int, int, int]:
-        """(top, left, height, width) in pixels of the drawn mask: differs per image, equal in every run."""
+        """Return (top, left, height, width) of the generated mask in pixels.
+
+        It differs between images, but is the same in every run.
+        """
         height, width = self.geometry.target_hw
         key = self.sample.key
         if fraction("all hidden", key) < WHOLE_SHARE:

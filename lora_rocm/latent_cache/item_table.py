@@ -1,6 +1,6 @@
-"""The samples of a run as an Arrow table with their axes, crops and cache keys, and the plan's items over that table.
+"""The samples of a run as an Arrow table with their axes, crops and cache keys; and the plan's items, built from it.
 
-A sample takes some 300 bytes in addition to its name and caption; as objects it would take several thousand.
+A sample takes some 300 bytes in addition to its name and caption. As objects it would take several thousand.
 """
 
 from __future__ import annotations
@@ -32,48 +32,48 @@ HASH_BYTES, KEY_BYTES, LENGTH_BYTES = 32, 20, 4
 MIN_VIEWS = 2  # an image and its mirror image
 LENGTH_TYPE = f"<u{LENGTH_BYTES}"
 AXES = ("h", "w", "frames", "tokens")
-"""The axes that a sample can have. The column "axis h" holds the lengths along h; 0: the sample has no such axis.
+"""The axes that a sample can have. The column "axis h" has the length along h, or 0 if the sample has no such axis.
 
-Entries that keep the size of a companion add two (``axes_of``).
+An entry that keeps the size of a companion adds two axes (``axes_of``).
 """
 AXIS = "axis "
 SHARE = "share"  # column: ``Item.share``
 CUT = "cut"  # column of image entries: (height, width) of the scaled image, and (top, left) of the crop of h x w
 CUT_NUMBERS = 4
 Rows: TypeAlias = NDArray[Any]
-"""A column of N rows: one number or several bytes each."""
+"""A column of N rows, with one number or several bytes per row."""
 ANY_SHAPE = SampleShape.of(samples=1)
-"""The shape of samples with entries that do not depend on size: all are in one bucket."""
+"""Shape of samples that have no size: they are all in one bucket."""
 
 
 def _shape(lengths: Mapping[str, int]) -> SampleShape:
-    """The shape of a sample with these lengths, by axis; ANY_SHAPE if all are 0."""
+    """Return the shape of a sample with these lengths, keyed by axis; ANY_SHAPE if all lengths are 0."""
     axes = {axis: length for axis, length in lengths.items() if length}
     return SampleShape.of(**axes) if axes else ANY_SHAPE
 
 
 def axes_of(entries: Iterable[EntrySpec]) -> list[str]:
-    """The axes of the table of these entries."""
+    """Return the names of all axes in a table with these entries."""
     return [*AXES, *(f"{entry.name}_{side}" for entry in entries if entry.keeps_size for side in "hw")]
 
 
 def _lengths(row: Mapping[str, Any]) -> dict[str, int]:
-    """The lengths in one row of the table, by axis."""
+    """Return the lengths in one table row, keyed by axis."""
     return {name.removeprefix(AXIS): int(length) for name, length in row.items() if name.startswith(AXIS)}
 
 
 def slot_bytes(sources: Iterable[ResolvedSource]) -> int:
-    """Bytes of the keys of all views of an image, for the source with the most views."""
+    """Return how many bytes the keys of all views of one image take, for the source with the most views."""
     return KEY_BYTES * max(MIN_VIEWS, *(len(views_of(source)) for source in sources))
 
 
 def table_schema(entries: Iterable[EntrySpec], size: int) -> Any:
-    """The Arrow schema of the table: the columns of samples, then axes, crop and image hash, then keys of entries.
+    """Return the table's Arrow schema: columns of samples, axes, crop and image hash, and then the keys of entries.
 
-    The crop column exists if an entry is encoded from an image. The keys of an entry encoded from captions are
-    concatenated: per view, the caption variants and then the empty caption. An entry encoded from the image alone has a
-    slot of ``size`` bytes (``slot_bytes``); "whole" has the keys of the untiled entries. For entries with a
-    ``caption_mask``, "length" has the bytes of that mask for each key.
+    The crop column exists if an entry is encoded from an image. Column "key" of an entry that is encoded from captions
+    has its keys concatenated: per view, the caption variants and then the empty caption. For an entry encoded from the
+    image alone it has a fixed ``size`` in bytes (``slot_bytes``), and column "whole" has the keys of the untiled
+    entries. For an entry with a ``caption_mask``, column "length" has the mask's size in bytes for each key.
     """
     entries = list(entries)
     fields = [pyarrow.field(name, pyarrow.int32()) for name in (*(AXIS + axis for axis in axes_of(entries)), SHARE)]
@@ -91,14 +91,14 @@ def table_schema(entries: Iterable[EntrySpec], size: int) -> Any:
 
 
 def check_table(batch: Any, entries: Iterable[EntrySpec], sources: Sequence[ResolvedSource]) -> None:
-    """Validate a table from a file, including its references to sources and its key lists.
+    """Validate a table read from a file, including its references to sources and its lists of keys.
 
     Raises:
-        ValueError, pyarrow.ArrowException: it is damaged, or not a table of these entries.
+        ValueError, pyarrow.ArrowException: the table is damaged, or has other entries.
     """
     batch.validate(full=True)
     if batch.schema != table_schema(entries, slot_bytes(sources)) or any(column.null_count for column in batch.columns):
-        raise ValueError("the table has other columns")
+        raise ValueError("the table does not have the expected columns")
     if not (0 <= compute.min(batch["source"]).as_py() and compute.max(batch["source"]).as_py() < len(sources)):
         raise ValueError("a row refers to a source that does not exist")
     for entry in entries:
@@ -110,7 +110,7 @@ def check_table(batch: Any, entries: Iterable[EntrySpec], sources: Sequence[Reso
 
 
 def entry_keys(batch: Any, entries: Iterable[EntrySpec]) -> dict[str, bytes]:
-    """The keys of all entries in a table, concatenated per entry name, KEY_BYTES each."""
+    """Return the keys of all entries in a table, KEY_BYTES each, concatenated per kind of entry."""
     keys = {}
     for entry in entries:
         keys_NK = np.frombuffer(b"".join(batch[f"key {entry.name}"].to_pylist()), np.uint8).reshape(-1, KEY_BYTES)
@@ -119,7 +119,7 @@ def entry_keys(batch: Any, entries: Iterable[EntrySpec]) -> dict[str, bytes]:
 
 
 class KeyLists:
-    """A column of the table with a list of cache keys, or of lengths, per row."""
+    """Builds a table column with a list of cache keys, or a list of lengths, in each row."""
 
     def __init__(self) -> None:
         self._bytes, self._ends = bytearray(), array("q", [0])
@@ -134,7 +134,7 @@ class KeyLists:
 
     @property
     def column(self) -> Any:
-        """The column as an Arrow array of bytes."""
+        """The finished column, as an Arrow array of bytes."""
         buffers = [None, pyarrow.py_buffer(self._ends), pyarrow.py_buffer(self._bytes)]
         return pyarrow.LargeBinaryArray.from_buffers(pyarrow.large_binary(), len(self._ends) - 1, buffers)
 
@@ -143,10 +143,10 @@ class Usable(Lazy[EncodeRequest]):
     """The usable samples, with their axes, crops, image hashes and the cache keys found so far.
 
     Args:
-        samples: N samples.
-        rows: column of the table -> its rows: int32 for axes and SHARE, int32 [N, 4] for CUT if images are read. The
-            other columns are bytes: the hash of each image file (zeros if it is not known), and the keys of entries
-            encoded from the image alone.
+        samples: the samples (N).
+        rows: the other columns of the table by name. Axes and SHARE are int32 [N]. CUT is int32 [N, 4], and exists if
+            images are read. The image hashes (zeros if unknown) and the keys of entries encoded from the image alone
+            are bytes.
     """
 
     def __init__(self, samples: Samples, rows: Mapping[str, Rows]) -> None:
@@ -155,12 +155,12 @@ class Usable(Lazy[EncodeRequest]):
 
     @classmethod
     def unfilled(cls, samples: Samples, entries: Iterable[str] = (), axes: Mapping[str, Rows] | None = None) -> Usable:
-        """Samples without any keys or hashes yet.
+        """Return samples without keys or hashes.
 
         Args:
-            samples: N samples.
-            entries: names of the entries encoded from the image alone.
-            axes: the known columns of axes, and CUT if images are read.
+            samples: the samples (N).
+            entries: names of the entries that are encoded from the image alone.
+            axes: columns of the axes that are already known, and CUT if images are read.
         """
         count, size = len(samples), slot_bytes(samples.sources)
         rows: dict[str, Rows] = {AXIS + axis: np.zeros(count, np.int32) for axis in AXES}
@@ -172,7 +172,7 @@ class Usable(Lazy[EncodeRequest]):
 
     @classmethod
     def of_table(cls, batch: Any, sources: Sequence[ResolvedSource]) -> Usable:
-        """The samples of a table, for encoding entries again."""
+        """Return the samples of a table, without their keys. This is enough to encode entries again."""
         names = [name for name in batch.schema.names if name.startswith(AXIS)]
         rows: dict[str, Rows] = {name: numbers_of(batch[name]) for name in (*names, SHARE)}
         if CUT in batch.schema.names:
@@ -180,7 +180,10 @@ class Usable(Lazy[EncodeRequest]):
         return cls(samples_in(batch, sources), {**rows, "sha256": byte_rows(batch["sha256"])})
 
     def table(self, entries: Iterable[EntrySpec], captions: Mapping[str, KeyLists]) -> Any:
-        """The table as an Arrow record batch with ``table_schema``. ``captions``: column -> keys."""
+        """Return the table as an Arrow record batch with ``table_schema``.
+
+        ``captions``: keys and lengths of the entries that are encoded from captions, by column name.
+        """
         columns = {name: lists.column for name, lists in captions.items()}
         of_samples, schema = self.samples.batch, table_schema(entries, slot_bytes(self.samples.sources))
         for name, rows in self._rows.items():
@@ -191,11 +194,11 @@ class Usable(Lazy[EncodeRequest]):
         return pyarrow.record_batch([*of_samples.columns, *rest], schema)
 
     def ordered(self, indices: NDArray[np.int64]) -> Usable:
-        """The samples at these indices, in that order."""
+        """Return the samples at these indices, in this order."""
         return Usable(self.samples.at(indices), {name: rows[indices] for name, rows in self._rows.items()})
 
     def repeated(self, repeats_N: NDArray[np.int64]) -> Usable:
-        """The same samples with other repeats."""
+        """Return the same samples with these numbers of repeats."""
         return Usable(self.samples.repeated(repeats_N), self._rows)
 
     def __len__(self) -> int:
@@ -210,7 +213,7 @@ class Usable(Lazy[EncodeRequest]):
         return kind(sample, _geometry(sample, row), views_of(sample.options), self.sha256(index))
 
     def found(self, index: int, entry: str, lookup: LookupResult) -> None:
-        """Record that the entries of one kind are in the cache, with their keys."""
+        """Record a sample's hash and its keys for one kind of entry, once the entries are in the cache."""
         self.hashed(index, lookup.sha256)
         for number, made in enumerate(lookup.entries):
             part = slice(number * KEY_BYTES, (number + 1) * KEY_BYTES)
@@ -223,22 +226,22 @@ class Usable(Lazy[EncodeRequest]):
         self._rows["sha256"][index] = bytearray.fromhex(sha256)
 
     def counted(self, index: int, num_tokens: int, share: int) -> None:
-        """Record the number of tokens of a text, and its share of the loss."""
+        """Record a text's number of tokens, and its share of an update's loss (stored as at least 1)."""
         self._rows[f"{AXIS}tokens"][index], self._rows[SHARE][index] = num_tokens, max(share, 1)
 
     def sha256(self, index: int) -> str:
-        """The hash (hex) of a sample's image file; empty if it is not known."""
+        """Return the hash of a sample's image file in hexadecimal, or "" if it is unknown."""
         sha256 = self._rows["sha256"][index].tobytes()
         return sha256.hex() if any(sha256) else ""
 
     @property
     def ready(self) -> NDArray[np.int64]:
-        """Sorted indices of the samples with all image entries in the cache."""
+        """Sorted indices of the samples that have all their image entries in the cache."""
         num_entries = sum(name.startswith("key ") for name in self._rows)
         return np.flatnonzero(self._num_found_N == num_entries)
 
     def shape(self, index: int) -> SampleShape:
-        """The shape of a sample."""
+        """Return the shape of a sample."""
         return _shape(_lengths({name: rows[index] for name, rows in self._rows.items() if name.startswith(AXIS)}))
 
 
@@ -248,8 +251,8 @@ class Items(Lazy[Item]):
     Args:
         batch: rows of the table.
         sources: sources of the recipe.
-        entries: entries of the family.
-        held_out: the items are for the validation loss: no mirroring, repeats or caption dropout.
+        entries: specifications of all entries that an item has.
+        held_out: whether the items are for the validation loss, without mirroring, repeats or caption dropout.
     """
 
     def __init__(
@@ -267,7 +270,7 @@ class Items(Lazy[Item]):
         return [self._item(s, dict(zip(names, row, strict=True))) for s, row in zip(samples, rows, strict=True)]
 
     def _item(self, sample: Sample, row: Mapping[str, Any]) -> Item:
-        """Build an item from a sample and its row of the table."""
+        """Return the item for a sample and its table row."""
         # Crop and views.
         options, geometry = sample.options, None
         if CUT in row:
@@ -309,7 +312,10 @@ class Items(Lazy[Item]):
         )
 
     def outline(self) -> Outline:
-        """The outline for a plan; reads the sample keys from the table on each iteration."""
+        """Return the outline of the items, from which a plan is made.
+
+        It reads the samples' names from the table on each iteration.
+        """
         lengths = {axis: numbers_of(self.batch[AXIS + axis]) for axis in axes_of(self.entries)}
         shape_N = np.zeros(len(self), np.int64)
         for length_N in lengths.values():  # number the shapes in the order of their lengths, axis by axis
@@ -323,7 +329,7 @@ class Items(Lazy[Item]):
         return Outline(_Names(self.batch["key"]), shapes, shape_N, repeats_N, share_N, batch_N, self._texts())
 
     def _texts(self) -> TextLengths | None:
-        """``Outline.texts``."""
+        """Return ``Outline.texts``: lengths of captions and dropout rates; None if no entry has a ``caption_mask``."""
         found = [lengths_in(self.batch[f"length {entry.name}"]) for entry in self.entries if entry.caption_mask]
         if not found:
             return None
@@ -340,7 +346,7 @@ class Items(Lazy[Item]):
 
 
 class _Names(Lazy[str]):
-    """The decoded texts of a column."""
+    """Sequence of a column's texts, decoded on access."""
 
     def __init__(self, column: Any) -> None:
         self._column = column
@@ -353,48 +359,48 @@ class _Names(Lazy[str]):
 
 
 def samples_in(batch: Any, sources: Sequence[ResolvedSource]) -> Samples:
-    """The samples of table rows."""
+    """Return the samples in these table rows."""
     return Samples(sources, batch.select(sample_schema().names))
 
 
 def byte_rows(column: Any) -> NDArray[np.uint8]:
-    """View a column of fixed-size bytes as an array with one row per value."""
+    """Return a view of a column of fixed-size bytes, as a uint8 array with one row per value."""
     width = column.type.byte_width
     start = column.offset * width
     return np.frombuffer(column.buffers()[1], np.uint8)[start : start + len(column) * width].reshape(-1, width)
 
 
 def lengths_in(column: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """A column of lengths: the number of lengths per row, and all lengths concatenated."""
+    """Return the contents of a column of lengths: the number of lengths in each row, and all lengths concatenated."""
     sizes_N = numbers_of(compute.binary_length(column))
     return sizes_N // LENGTH_BYTES, np.frombuffer(b"".join(column.to_pylist()), LENGTH_TYPE).astype(np.int64)
 
 
 def _summed(cells: Iterable[bytes]) -> tuple[int, ...]:
-    """The sums of the lengths in several cells of one row of the table."""
+    """Add the lists of lengths in several cells of a table row, position by position."""
     return tuple(map(sum, zip(*(np.frombuffer(cell, LENGTH_TYPE).tolist() for cell in cells), strict=True)))
 
 
 def keys_in(raw: bytes) -> tuple[str, ...]:
-    """The cache keys in one cell of the table."""
+    """Return the cache keys in one table cell, in hexadecimal."""
     return tuple(raw[at : at + KEY_BYTES].hex() for at in range(0, len(raw), KEY_BYTES))
 
 
 def _geometry(sample: Sample, row: Mapping[str, Any]) -> Geometry:
-    """The geometry of a sample from its row of the table."""
+    """Return the geometry of a sample, built from its table row."""
     height, width, top, left = row[CUT].tolist()
     target_hw = int(row[f"{AXIS}h"]), int(row[f"{AXIS}w"])
     return Geometry((sample.height, sample.width), (height, width), (top, left), target_hw)
 
 
 def _crops(sample: Sample, geometry: Geometry | None, views: Sequence[ImageView]) -> tuple[Geometry, ...]:
-    """``Item.crops``."""
+    """Return ``Item.crops``: the crop of each view, or () if all views have the same crop."""
     crops = () if geometry is None else tuple(view_geometry(geometry, sample, view) for view in views)
     return crops if len(set(crops)) > 1 else ()
 
 
 def identity(items: Iterable[Item]) -> str:
-    """A hash of the items to train on and their order."""
+    """Return a hash of the items to train on and of their order, in hexadecimal."""
     digest = hashlib.sha256(b"[")
     for number, item in enumerate(items):
         parts = repr((item.key, item.repeats, item.content))

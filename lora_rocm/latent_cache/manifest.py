@@ -1,9 +1,9 @@
-"""Manifests: stored results of preparing a large dataset, so that a start does not check every image again.
+"""Manifests: stored results of preparing a large dataset, so that a later run need not check every image again.
 
-A manifest is valid if the data settings of the recipe and the files (by name, size and times of change) are the same,
-and the cache folder lists every entry. Entries are verified, and repaired if necessary, only when they are read.
-Datasets below KEPT_FROM images get no manifest: checking all their images takes seconds, and finds damaged entries
-before training.
+A manifest is valid if the recipe's data settings and the files (name, size and times of change) are the same, and the
+cache folder lists every entry. Entries are verified, and repaired if necessary, only when they are read. Datasets with
+fewer than KEPT_FROM images get no manifest: checking all of them takes seconds, and finds damaged entries before
+training.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ HEADER_KEY = "lora_rocm"
 
 @dataclass(frozen=True)
 class SampleStatistics:
-    """Statistics of the training samples for the metadata of the LoRA file.
+    """Statistics of the training samples, for the metadata of the LoRA file.
 
-    tag_frequency: folder -> tag -> number of captions. bucket_counts: shape -> samples times repeats.
-    folders: folder -> {"n_repeats", "img_count"}, as in kohya's ``ss_dataset_dirs``; a folder of
-        regularisation images also has "num_reg", the number of images seen per epoch.
+    tag_frequency: number of captions with each tag, by folder and tag.
+    bucket_counts: number of samples times repeats, by shape.
+    folders: {"n_repeats", "img_count"} by folder, as in kohya's ``ss_dataset_dirs``. A folder of regularisation images
+        also has "num_reg", the number of images seen per epoch.
     """
 
     tag_frequency: dict[str, dict[str, int]]
@@ -66,12 +67,14 @@ class SampleStatistics:
 class Manifest:
     """The samples of a run that have all their entries in the cache.
 
-    batch: the table (``item_table.table_schema``) as one Arrow record batch: the samples to train on, then the held-out
-        samples.
+    batch: table of the samples as one Arrow record batch (``item_table.table_schema``): samples to train on, then
+        held-out samples.
+    num_training: number of samples to train on.
     items_digest: ``item_table.identity`` of the items to train on; stored because computing it takes a minute for a
         million items.
-    other_files: image files named by a dataset that are not used.
-    lasting: the manifest stays valid while the files do not change; False if a read error may be temporary.
+    set_aside: problems of the skipped images.
+    other_files: image files that a dataset names but no sample uses.
+    lasting: whether the manifest stays valid until the files change; False if a read error may be temporary.
     """
 
     batch: Any
@@ -89,8 +92,8 @@ class ManifestStore:
 
     Args:
         root: the cache folder.
-        recipe: the recipe that defines the data.
-        encoders: the encoders that fill the cache.
+        recipe: recipe that defines the data.
+        encoders: encoders that fill the cache.
     """
 
     def __init__(self, root: Path, recipe: Recipe, encoders: Sequence[Encoder]) -> None:
@@ -104,7 +107,7 @@ class ManifestStore:
         self.path = root / MANIFESTS / name
 
     def recall(self) -> Manifest | None:
-        """Load the manifest; None if there is none, it is out of date, or an entry is missing from the cache."""
+        """Load the manifest. Return None if there is none, it is outdated, or the cache lacks one of its entries."""
         try:
             manifest, listing = self._read(memoryview(self.path.read_bytes()))  # not mapped: another run may replace it
             mark = _old(self.path)  # False: its entries were marked recently, too
@@ -128,9 +131,9 @@ class ManifestStore:
         return manifest
 
     def keep(self, manifest: Manifest, listing: str | None) -> None:
-        """Store a manifest of at least KEPT_FROM samples. Write errors are ignored: they only slow down the next start.
+        """Store a manifest of at least KEPT_FROM samples. Write errors are ignored: they only slow the next run.
 
-        ``listing``: from ``listing()``, called before the manifest was built.
+        ``listing``: result of ``listing()`` from before the manifest was built.
         """
         if len(manifest.batch) < KEPT_FROM or not manifest.lasting or listing is None:
             return
@@ -156,12 +159,12 @@ class ManifestStore:
             write_atomic(self.path, content.getvalue(), read_back=False)
 
     def _listings(self, manifest: Manifest, listing: str | None = None) -> list[str | None]:
-        """Hashes of the state of all files in the sources, and of the image files that datasets name."""
+        """Return two hashes of file states: of all files in the sources, and of image files that datasets name."""
         named = samples_in(manifest.batch, self._sources).files_of_datasets()
         return [listing or self.listing(), _states(chain(named, manifest.other_files))]
 
     def listing(self) -> str | None:
-        """A hash of name, size and times of change of all files in the sources; None if a source is not local."""
+        """Return a hash of all files in the sources (name, size, times of change); None if a source is not local."""
         digest = hashlib.sha256()
         for source in {source.index: source for source in self._sources}.values():
             try:
@@ -175,7 +178,7 @@ class ManifestStore:
         return digest.hexdigest()
 
     def _read(self, content: memoryview) -> tuple[Manifest, list[str]]:
-        """Parse and validate a manifest file. Returns the manifest, and the listings it was built from.
+        """Parse and validate a manifest file. Return the manifest, and the listings for which it is valid.
 
         Raises:
             ValueError, LookupError, TypeError, pyarrow.ArrowException: the file is not a manifest, or is damaged.
@@ -200,9 +203,10 @@ class ManifestStore:
         return Manifest(batch, num_training, digest, set_aside, notices, facts, others), header["listing"]
 
     def _there(self, kind: str, keys: bytes, mark: bool) -> bool:
-        """Whether the cache holds a file for each of these entries; ``mark``: record that they were used.
+        """Return whether the cache has a file for each of these entries.
 
-        Lists whole folders, which is much faster than checking their many entries one by one.
+        Lists whole folders, which is much faster than checking the many entries one by one. ``mark``: whether to mark
+        the entries as used now.
         """
         wanted_N = np.unique(np.frombuffer(keys, dtype=KEY_TYPE))
         starts = [*np.searchsorted(wanted_N, [bytes([part]) for part in range(256)]).tolist(), len(wanted_N)]
@@ -223,7 +227,7 @@ class ManifestStore:
         return True
 
     def _mark(self, kind: str, part: int, names: Iterable[str]) -> None:
-        """Update the mtime of entries that are due, as ``LatentCache.fault`` does."""
+        """Set the mtime of these files to now if they are older than a day, as ``LatentCache.fault`` does."""
         with contextlib.suppress(OSError):  # the cache may be read-only
             for path in (self._root / kind / f"{part:02x}" / name for name in names):
                 if _old(path):
@@ -235,13 +239,16 @@ def _old(path: Path) -> bool:
 
 
 def _local(source: ResolvedSource) -> Path | None:
-    """The local path of a dataset; None if it comes from the hub."""
+    """Return the path of a local dataset, or None if it comes from the Hugging Face hub."""
     path = Path(os.path.expanduser(source.dataset or ""))
     return path.absolute() if os.path.exists(path) else None
 
 
 def _listed(root: Path, recursive: bool) -> Iterator[bytes]:
-    """Name, size and times of change of each file of a tree, folder by folder; follows links like ``folders.walk``."""
+    """Yield name, size and times of change of all files below a folder, one item per folder.
+
+    Links are followed as in ``folders.walk``.
+    """
     if os.path.isfile(root):  # pathlib raises if a parent folder may not be read
         yield _state(root)
         return
@@ -268,7 +275,7 @@ def _listed(root: Path, recursive: bool) -> Iterator[bytes]:
 
 
 def _row(entry: os.DirEntry[str]) -> tuple[str, tuple[int, ...]]:
-    """Name, and size and times of change; the latter are empty for a folder."""
+    """Return an entry's name with its size and times of change, or with () if it is a folder."""
     try:
         return entry.name, () if entry.is_dir() else marks_of(entry.stat())
     except OSError:  # a link to nowhere

@@ -1,4 +1,4 @@
-"""Masks as cache entries: one per view of an image, on the grid of its latents, keyed by content and crop."""
+"""Masks as cache entries. Each view of an image has one, at latent resolution, keyed by content and crop."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 TENSOR = TensorSpec("float32", "CHW")
 MASK_ENTRY = EntrySpec(MASK, (MASK,), {LOSS_MASK: TENSOR}, follows_shape=True)
 WEIGHTS_ENTRY = EntrySpec(MASK, (MASK,), {LOSS_WEIGHTS: TENSOR}, follows_shape=True)
-"""Used if the loss is not divided by the area of the mask."""
+"""Used instead of ``MASK_ENTRY`` if the loss is not divided by the area of the mask."""
 
 
 @dataclass(frozen=True)
 class MaskEncoder:
-    """An identity encoder for masks, which ``MaskWanted`` has already reduced.
+    """Returns masks unchanged, because ``MaskWanted`` has already scaled them to latent resolution.
 
-    step_hw: pixels per latent.
+    step_hw: pixels per latent, as (height, width).
     """
 
     step_hw: Size
@@ -67,13 +67,13 @@ class MaskEncoder:
 
 
 def mask_place(image: EncodeRequest) -> Path | DatasetRow | None:
-    """The place of an image's mask; None if it has none."""
+    """Return the file or dataset row of an image's mask, or None if it has no mask."""
     mask = image.sample.companion(MASK)
     return None if mask is None else mask.place
 
 
 def mask_encoder(recipe: Recipe) -> MaskEncoder | None:
-    """The mask encoder; None if no source has masks, so no masks are cached or sent to the device."""
+    """Return the mask encoder, or None if no source has masks; no masks are then cached or sent to the device."""
     sources = recipe.data.resolved_sources()
     if not any(source.mask_path or source.alpha_mask for source in sources):
         return None
@@ -84,7 +84,10 @@ def mask_encoder(recipe: Recipe) -> MaskEncoder | None:
 
 @dataclass(frozen=True, slots=True)
 class MaskWanted(CompanionWanted):
-    """The mask of a sample; without one the image counts everywhere. step_hw: pixels per latent."""
+    """Request for a sample's mask. Without a mask, every pixel of the image counts in the loss.
+
+    step_hw: pixels per latent, as (height, width).
+    """
 
     kind: str = MASK
     noun: ClassVar[str] = "mask"

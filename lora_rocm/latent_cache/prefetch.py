@@ -1,7 +1,8 @@
-"""Threads around a loop: ``ahead`` prefetches its inputs, and ``BackgroundWriter`` writes its outputs.
+"""Threads that support a loop: ``ahead`` prefetches its inputs, and ``BackgroundWriter`` writes its outputs.
 
-They only affect speed: results keep the order of the inputs, errors are raised at the same place as in a loop without
-threads (write errors slightly later), and no thread outlives either of them.
+The threads change only the speed. Results keep the order of the inputs, and errors are raised at the same place as in a
+loop without threads (write errors slightly later). All threads have ended when ``ahead`` or the ``BackgroundWriter``
+ends.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ Wanted = TypeVar("Wanted")
 def ahead(
     make: Callable[[Wanted], Made], wanted: Iterable[Wanted], bytes_of: Callable[[Wanted], int], threads: int = 0
 ) -> Generator[Made, None, None]:
-    """A threaded ``map`` that prefetches: the next results are computed while one is used.
+    """Yield ``make`` of each item in order, like ``map``, but compute the next results in threads meanwhile.
 
-    Close it if the loop ends early.
+    Close the generator if the loop ends early.
 
     Args:
-        make: called in threads.
-        wanted: iterated in the caller's thread.
-        bytes_of: memory needed to make one result, including the result. Prefetch is limited to MAX_AHEAD_BYTES and to
-            twice the number of threads; a larger result is computed alone.
-        threads: number of threads; 0 for the number of processors, up to MAX_THREADS.
+        make: function that computes a result; called in threads.
+        wanted: the items, iterated in the caller's thread.
+        bytes_of: returns the memory in bytes that one result needs, including its computation. Pending results are
+            limited to MAX_AHEAD_BYTES and to twice the number of threads. A larger result is computed alone.
+        threads: number of threads; 0 for one per processor, up to MAX_THREADS.
     """
     count = threads or min(MAX_THREADS, os.cpu_count() or 1)
     under_way = deque[tuple[Future[Made], int]]()
@@ -58,10 +59,10 @@ def ahead(
 
 
 class BackgroundWriter:
-    """A thread that runs writes in order. Use it in a ``with`` block; at its end, all writes are finished.
+    """A thread that executes writes in order. Use it in a ``with`` block; at the end, all writes are finished.
 
-    If the block fails (a stop request does not count), its error propagates and errors of the remaining writes are
-    suppressed; only complete writes stay.
+    If the block fails, its error propagates, and errors of the remaining writes are suppressed. A stop request does not
+    count as a failure. Only complete writes remain.
     """
 
     def __init__(self) -> None:
@@ -81,7 +82,7 @@ class BackgroundWriter:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def add(self, write: Callable[[], None], then: Callable[[], None] = lambda: None) -> None:
-        """Queue a write; ``then`` is called in the caller's thread after the write.
+        """Queue a write. After it, ``then`` is called in the caller's thread.
 
         Raises:
             StorageError: an earlier write failed.

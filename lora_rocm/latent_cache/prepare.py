@@ -1,4 +1,4 @@
-"""Prepares the data of a recipe: items that have all their tensors in the caches."""
+"""Prepares the data of a recipe: items with all their tensors in the caches."""
 
 from __future__ import annotations
 
@@ -63,12 +63,14 @@ MAX_TAGS = 20_000  # tags counted per folder; cut to the most frequent ones at t
 class Prepared:
     """The prepared data of a run.
 
-    items: items to train on. held_out: items for the validation loss (no mirroring, shuffling or caption dropout).
+    items: items to train on.
+    held_out: items for the validation loss (no mirroring, shuffling or caption dropout).
     samples: the samples of ``items``, in the same order.
-    text_lookup: returns the cached tensors of a preview prompt or of the empty caption.
-    repair: encodes an entry again; called with kind, key and reason by ``loader``.
-    entries: the kinds of entries of each item.
-    items_digest: ``item_table.identity`` of the items.
+    set_aside: problems of the skipped images.
+    text_lookup: function that returns the cached tensors of a preview prompt or of the empty caption.
+    repair: function that encodes a damaged entry again; ``loader`` calls it with (kind, key, reason).
+    entries: specifications of the entries that each item has.
+    items_digest: ``item_table.identity`` of ``items``.
     """
 
     items: Sequence[Item]
@@ -83,18 +85,19 @@ class Prepared:
     items_digest: str = identity(())
 
     def identity(self) -> str:
-        """A hash that differs if a resumed run would see other samples, or another order."""
+        """Return a hash that changes if a resumed run would train on other samples, or in another order."""
         return self.items_digest
 
 
 def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: SampleStatistics | None = None) -> Prepared:
-    """Find the samples, choose their crops, hold some out, and fill the caches.
+    """Find the samples, choose their crops, hold out some of them, and fill the caches.
 
     Args:
-        recipe: the recipe that defines the data.
-        family: the model family; its encoders fill the caches.
-        encoding: device, cache and listeners of encoding.
-        facts: set for a run that no longer needs its samples: only prompts are encoded, and there are no items.
+        recipe: recipe that defines the data.
+        family: the model family, with encoders that fill the caches.
+        encoding: cache, device and callbacks for encoding.
+        facts: statistics of the samples, if the run no longer needs the samples themselves. Only prompts are then
+            encoded, and the result has no items. None in all other runs.
 
     Raises:
         DataError: the images cannot be used, or an encoder returned values that are not finite.
@@ -140,7 +143,7 @@ def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Samp
 
 
 def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
-    """Find, crop, encode and count everything."""
+    """Find, crop, encode and count all samples. Return a new manifest."""
     # Find the samples and encode their images.
     data, limits = recipe.data, family.token_limits()  # reads the tokenizers, so it comes before the long work
     report = caches.encoding.report
@@ -189,10 +192,14 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
 
 @dataclass(frozen=True)
 class _Ordered:
-    """Training samples of a run, followed by the held-out samples.
+    """The training samples of a run, followed by the held-out samples.
 
-    usable: samples, or rows of several. num_training, num_held_out: numbers of either part.
-    indices_N: indices of the samples before packing into rows. unused, notices: messages.
+    usable: the samples; with packing, rows of several training samples.
+    num_training: number of training samples or rows.
+    num_held_out: number of held-out samples.
+    indices_N: indices of the samples before packing.
+    unused: notices about samples that are never used.
+    notices: other notices.
     """
 
     usable: Usable
@@ -217,11 +224,9 @@ def _ordered(usable: Usable, ready_N: NDArray[np.int64], recipe: Recipe, reader:
 
 
 def lengths_of_texts(recipe: Recipe, reader: TextReader, samples: Samples) -> tuple[Counter[int], int]:
-    """Samples per epoch (or rows of several) by length, and the number of held-out samples.
+    """Return the number of samples (or packed rows) per epoch by length, and the number of held-out samples.
 
-    Lengths are in tokens, rounded up to the family's multiple.
-
-    ``samples``: texts that ``reader`` has cut (``TextReader.parts``).
+    Lengths are in tokens, rounded up to the family's multiple. ``samples``: texts split by ``TextReader.parts``.
     """
     usable = Usable.unfilled(samples)
     ordered = _ordered(usable, np.arange(len(samples)), recipe, reader)
@@ -233,9 +238,9 @@ def lengths_of_texts(recipe: Recipe, reader: TextReader, samples: Samples) -> tu
 
 
 def texts_in_cache(recipe: Recipe, family: ModelFamily, cache: LatentCache, samples: Samples) -> tuple[int, int]:
-    """The number of texts of a run with all their entries in the cache, and the number of texts.
+    """Return the number of a run's texts that have all their entries in the cache, and the number of all its texts.
 
-    ``samples``: as in ``lengths_of_texts``. Previews' prompts are texts, too.
+    Preview prompts count as texts. ``samples``: texts split by ``TextReader.parts``.
     """
     usable = Usable.unfilled(samples)
     ordered = _ordered(usable, np.arange(len(samples)), recipe, family.texts)
@@ -250,9 +255,10 @@ def texts_in_cache(recipe: Recipe, family: ModelFamily, cache: LatentCache, samp
 def _in_rows(
     usable: Usable, num_training: int, recipe: Recipe, reader: TextReader | None
 ) -> tuple[Usable, int, list[str]]:
-    """With ``data.packing``, combine training samples into rows; a row has samples of one source.
+    """If ``data.packing`` is set, pack the texts of training samples into rows. A row has samples of one source.
 
-    Returns the rows followed by the held-out samples, the number of rows, and notices.
+    Returns:
+        The rows followed by the held-out samples, the number of rows, and notices.
     """
     if not recipe.data.packing or reader is None:
         return usable, num_training, []
@@ -273,7 +279,10 @@ def _in_rows(
 
 
 def _count_tokens(caches: Caches, texts: _Captions) -> None:
-    """Record tokens and share of the loss of each text, from its entry: only its encoder tokenizes and truncates."""
+    """Record each text's number of tokens and its share of the loss.
+
+    They are taken from the cached entry, because only the encoder tokenizes and truncates the text.
+    """
     for encoder in caches.of_captions():
         entry = encoder.entry
         if not entry.follows_shape:
@@ -286,7 +295,10 @@ def _count_tokens(caches: Caches, texts: _Captions) -> None:
 
 
 def _pair_keys(caches: Caches, texts: _Captions, memory: HashMemory) -> dict[tuple[str, int], list[str]]:
-    """Fill the entries encoded from images and captions together; returns (entry, sample index) -> keys.
+    """Fill the entries that are encoded from an image together with a caption.
+
+    Returns:
+        The keys of the entries, by (kind of entry, index of the sample).
 
     Raises:
         DataError: an image that was readable before can no longer be read.
@@ -304,7 +316,7 @@ def _pair_keys(caches: Caches, texts: _Captions, memory: HashMemory) -> dict[tup
 
 
 def _caption_keys(caches: Caches, texts: _Captions, pairs: Mapping[tuple[str, int], list[str]]) -> dict[str, KeyLists]:
-    """The columns of keys and lengths of all entries that are encoded from captions."""
+    """Return the columns with keys and lengths of all entries that are encoded from captions, by column name."""
     columns = {}
     for encoder in caches.encoders:
         entry = encoder.entry
@@ -328,7 +340,11 @@ def _caption_keys(caches: Caches, texts: _Captions, pairs: Mapping[tuple[str, in
 def _cut(
     samples: Samples, data: DataSection, caches: Caches
 ) -> tuple[NDArray[np.int64], Usable, list[Problem], list[str]]:
-    """Choose the crops. Returns indices of the usable samples, these samples, too small images, and notices."""
+    """Choose the crops of all samples.
+
+    Returns:
+        Indices of the usable samples, the usable samples, problems of images that are too small, and notices.
+    """
     if not any(encoder.entry.has_views for encoder in caches.encoders):
         return np.arange(len(samples)), Usable.unfilled(samples), [], []
     sized = [each for each in caches.encoders if each.entry.keeps_size and isinstance(each, ReadsCompanion)]
@@ -352,9 +368,9 @@ def _cut(
 
 @dataclass(frozen=True)
 class _Captions:
-    """The captions of all used samples; computed on each iteration, because there may be very many.
+    """The captions of all used samples. They are computed on each iteration, because there may be very many.
 
-    usable: ``num_training`` samples to train on, then the held-out samples.
+    usable: samples to train on (``num_training``), then the held-out samples.
     """
 
     recipe: Recipe
@@ -363,18 +379,18 @@ class _Captions:
     report: Report
 
     def __iter__(self) -> Iterator[str]:
-        """All texts of the run: captions, the empty caption and the preview prompts."""
+        """Iterate over all texts of the run: captions, the empty caption and the preview prompts."""
         return chain(chain.from_iterable(self.of_samples()), ("", *_prompts(self.recipe)))
 
     def of_samples(self) -> Iterator[tuple[str, ...]]:
-        """The captions of each sample: all variants, or the prepared caption alone for held-out samples."""
+        """Yield the captions of each sample: all variants, or for a held-out sample only the prepared caption."""
         progress = Progress("texts", len(self.usable), self.report, quiet_s=QUIET_S)
         for index, sample in enumerate(self.usable.samples):
             yield self.of(index, sample)
             progress.step()
 
     def of(self, index: int, sample: Sample) -> tuple[str, ...]:
-        """The captions of one sample."""
+        """Return the captions of one sample."""
         if index >= self.num_training:
             return (captions.prepare(sample.caption, sample.options),)
         data, seed = self.recipe.data, self.recipe.train.seed
@@ -382,7 +398,7 @@ class _Captions:
 
 
 class _Pairs(Lazy[EncodeRequest]):
-    """Training and held-out samples, each with its captions and the empty caption."""
+    """Requests for all samples, each with its captions and the empty caption, built on access."""
 
     def __init__(self, texts: _Captions) -> None:
         self._texts = texts
@@ -400,7 +416,7 @@ class _Pairs(Lazy[EncodeRequest]):
 
 
 def _held_out(usable: Usable, ready_N: NDArray[np.int64], share: float) -> NDArray[np.int64]:
-    """Sorted indices of the samples to hold out."""
+    """Return the sorted indices of the samples to hold out."""
     if share == 0.0:
         return ready_N[:0]
     hashes, cut = dict[str, str](), dict[object, list[str]]()
@@ -415,17 +431,20 @@ def _held_out(usable: Usable, ready_N: NDArray[np.int64], share: float) -> NDArr
 
 
 def _notify_copies(usable: Usable, ready_N: NDArray[np.int64]) -> list[str]:
-    """A notice if different images have the same content."""
+    """Return a notice if several images have the same content; otherwise an empty list."""
     ready = ready_N.tolist()
     groups = groups_of(bytes.fromhex(usable.sha256(index)) for index in ready)
     return notify_copies(usable.samples.__getitem__, groups, ready) if usable.sha256(ready[0]) else []
 
 
 def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
-    """Keys of the samples to hold out: samples with a content hash, as a fraction in [0, 1), below ``share``.
+    """Return the keys of the samples to hold out.
 
-    Only the content decides, so adding or renaming samples does not move others between the two parts, and copies stay
-    together. If a part would be empty, one sample is moved to it, unless ``share`` is 0 or 1.
+    A sample's content hash is mapped to a fraction in [0, 1); the sample is held out if the fraction is below
+    ``share``. Only the content decides. So adding or renaming samples does not move other samples, and copies stay
+    together. If training or held-out samples would be empty, one sample is moved there, unless ``share`` is 0 or 1.
+
+    ``hashes``: content hashes, keyed by sample.
     """
     if share in (0.0, 1.0):
         return set(hashes) if share else set()
@@ -435,7 +454,10 @@ def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
 
 
 def _notify_cut(limits: Sequence[TokenLimit], texts: _Captions) -> tuple[str, ...]:
-    """A notice if the text encoders truncate captions; with shuffling, the order decides which tags are lost."""
+    """Return a notice if the text encoders truncate captions.
+
+    With shuffling, the order decides which tags are lost.
+    """
     samples = enumerate(texts.usable.samples)
     captioned = ((sample.key, texts.of(index, sample)[0]) for index, sample in samples)
     return cut_notice(captioned, limits, texts.recipe.spec.trains_on_texts)
@@ -452,7 +474,7 @@ def _prompts(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _facts(texts: _Captions) -> SampleStatistics:
-    """Count tags, buckets and folders of the training samples."""
+    """Count the tags, buckets and folders of the training samples."""
     tags: dict[str, Counter[str]] = {}
     shapes: Counter[SampleShape] = Counter()
     folders: dict[str, dict[str, int]] = {}
@@ -474,10 +496,10 @@ def _facts(texts: _Captions) -> SampleStatistics:
 
 
 def rows_of(lengths: Sequence[int], longest: int) -> list[list[int]]:
-    """Rows of texts, each at most ``longest`` long: indices of its texts.
+    """Pack texts into rows. Return the indices of the texts in each row.
 
-    The longest text first, each goes into the fullest row that it fits into (best fit decreasing). A length above
-    ``longest`` gets a separate row.
+    A row is at most ``longest`` long. Texts are placed from longest to shortest, each into the fullest row with enough
+    space (best fit decreasing). A text longer than ``longest`` gets its own row.
     """
     rows = list[list[int]]()
     with_room: dict[int, list[int]] = {}  # room -> numbers of the rows with that room
@@ -500,15 +522,18 @@ def rows_of(lengths: Sequence[int], longest: int) -> list[list[int]]:
 
 
 def run_encoders(recipe: Recipe, family: ModelFamily) -> tuple[Encoder, ...]:
-    """All encoders of a run. The family's come last, so that a sample keeps its image's hash, not a companion's.
+    """Return all encoders of a run.
+
+    The family's encoders come last, because each encoder records the hash of the file that it read. The hash that
+    remains for a sample is therefore the image's, not a companion's.
 
     Raises:
-        TypeError: an entry reads a companion of the image, and its encoder has no ``companion_of``.
+        TypeError: an entry needs a companion of the image, but its encoder has no ``companion_of``.
     """
     own = family.encoders()
     shared = (mask_encoder(recipe), *control_encoders(recipe, own), inpaint_encoder(recipe, family, own))
     encoders = (*(encoder for encoder in shared if encoder is not None), *own)
     for encoder in encoders:
         if not {IMAGE, CAPTION}.issuperset(encoder.entry.inputs) and not isinstance(encoder, ReadsCompanion):
-            raise TypeError(f"{encoder.entry.name} reads {encoder.entry.inputs}, and its encoder has no companion_of")
+            raise TypeError(f"{encoder.entry.name} reads {encoder.entry.inputs}, but its encoder has no companion_of")
     return encoders

@@ -1,1 +1,1 @@
-"""Optimizers: the shared gated step, and one update rule per optimizer."""
+"""Optimizers: the gated step that all share, and one update rule per optimizer."""

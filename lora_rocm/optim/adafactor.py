@@ -1,7 +1,7 @@
-"""Adafactor (Shazeer and Stern, arXiv 1804.04235): the second moment of a matrix as means of rows and columns.
+"""Adafactor (Shazeer and Stern, arXiv 1804.04235): stores only the row and column means of a matrix's second moment.
 
-The update is the same as in the class of ``transformers``, which other trainers use. A weight with more than two axes
-is treated as a matrix: the first axis by all others.
+The update is the same as in ``transformers``' class, which other trainers use. A weight with more than two axes is
+treated as a matrix, with all axes after the first combined.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lora_rocm.recipe.optim_sections import AdafactorSection
 
 
 class Adafactor(StackedRule[AdafactorSection]):
-    """Adafactor on stacks. The means are float32; a first moment has the dtype of the weights."""
+    """Adafactor on stacks of matrices. The means are float32; a first moment has the weights' dtype."""
 
     def _allocate(self, scalars: Scalars) -> None:
         super()._allocate(scalars)
@@ -42,7 +42,7 @@ class Adafactor(StackedRule[AdafactorSection]):
         return update_nrc.add_(weights_nrc.mul_(rate * section.weight_decay))
 
     def _rate(self, number: int, factor: float, steps: Tensor) -> Tensor:
-        """The learning rate, 0-d: from the schedule, or from the step number with ``relative_step``."""
+        """Return the learning rate, 0-d. It comes from the schedule, or with ``relative_step`` from the step number."""
         if not self._section.relative_step:
             return torch.full_like(steps, self.stacks[number].learning_rate * factor)
         greatest = steps * 1e-6 if self._section.warmup_init else torch.full_like(steps, 1e-2)

@@ -15,9 +15,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW(UpdateRule[AdamwSection]):
-    """AdamW with moments in the dtype of the weights.
+    """AdamW, with moments in the dtype of the weights.
 
-    Unscaling and clipping need no extra pass: the fused kernel divides by one number for both.
+    Unscaling and clipping need no extra pass, because the fused kernel divides the gradients by a number that covers
+    both.
 
     Attributes:
         kernel: PyTorch's optimizer, with one parameter per group.

@@ -1,14 +1,14 @@
 """AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), in plain operations on the device.
 
-Each block of 256 neighbouring numbers has one scale, its largest magnitude. A number is stored as the index
-of the nearest of 256 fixed values between -1 and 1, or 0 and 1, which are dense near zero. The values are the same as
-in bitsandbytes. Blocks divide the flat weights, so a block may hold the end of one weight and the start of the next,
-and even small weights are stored in 8 bits.
+Each block of 256 neighbouring numbers has one scale, its largest magnitude. A number divided by its scale is stored as
+the index of the nearest of 256 fixed values. The values are between -1 and 1 for the first moment, and between 0 and 1
+for the second. They are dense near zero, and the same as in bitsandbytes. Blocks divide the flat weights. So a block
+may contain the end of one weight and the start of the next, and even small weights are stored in 8 bits.
 
-The kernel of bitsandbytes (``optimizer_update_8bit_blockwise`` of 0.50) is not used. It takes the step number, the
-learning rate and the gradient factor as host numbers, and it cannot skip an update. Here clipping, loss scale and the
-decision to skip an update are known only on the device, so each step would have to synchronise. A captured graph would
-also repeat the step number of its capture.
+bitsandbytes' kernel (``optimizer_update_8bit_blockwise`` of 0.50) is not used. It takes the step number, the learning
+rate and the gradient factor as host numbers, and it cannot skip an update. Here clipping, loss scale and the decision
+to skip an update are known only on the device, so each step would have to synchronise. Moreover, a captured graph would
+repeat the step number of its capture.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ BLOCK, EXPONENTS = 256, 7
 
 
 def code_book(signed: bool) -> Tensor:
-    """The 256 values of a code in ascending order, float32.
+    """Return the 256 values that a code can have, float32 in ascending order.
 
-    Each decade is cut into equal parts, with twice as many parts as the decade below. The values are the middles of the
-    parts, and 0 and 1.
+    Each decade is divided into equal intervals, twice as many as in the decade below. The values are the centres of the
+    intervals, and 0 and 1. If ``signed``, the negative centres are included.
     """
     middles = []
     for exponent in range(EXPONENTS):
@@ -39,12 +39,12 @@ def code_book(signed: bool) -> Tensor:
 
 
 class QuantisedMoment:
-    """A moment of P numbers in 8 bits.
+    """A moment of P numbers, stored in 8 bits each.
 
     Args:
-        codes: uint8 [P], indices into the code book.
-        scales: float32, at least [P / BLOCK].
-        signed: the numbers may be negative.
+        codes_P: uint8 [P], indices into the code book.
+        scales: float32, at least P / BLOCK numbers.
+        signed: whether the numbers may be negative.
     """
 
     def __init__(self, codes_P: Tensor, scales: Tensor, signed: bool) -> None:
@@ -56,12 +56,12 @@ class QuantisedMoment:
         self._codes_P.fill_(int(book.abs().argmin()))  # the index of 0
 
     def read(self) -> Tensor:
-        """The numbers, float32 [P]."""
+        """Return the decoded numbers, float32 [P]."""
         values_P = self._values_C.index_select(0, self._codes_P.int())
         return values_P.view(-1, BLOCK).mul_(self._scales_B1).view(-1)
 
     def write(self, new_P: Tensor, hold: Tensor) -> None:
-        """Keep these numbers, unless ``hold`` is true."""
+        """Encode and store these numbers, unless ``hold`` is true."""
         new_BK = new_P.view(-1, BLOCK)
         scales_B1 = new_BK.abs().amax(1, keepdim=True)
         shares_BK = new_BK / scales_B1.clamp(min=torch.finfo(torch.float32).tiny)

@@ -1,7 +1,7 @@
-"""AdamW over weights in bf16 that loses no small updates to rounding.
+"""AdamW for bf16 weights, in which small updates are not lost to rounding.
 
 A step of 1e-4 times the weight is less than half of the distance to the next bf16 number, so rounding to nearest would
-leave the weight unchanged. Stochastic rounding makes the whole step on average (arXiv 2010.06192, section 4). Kahan
+leave the weight unchanged. Stochastic rounding makes the full step on average (arXiv 2010.06192, section 4). Kahan
 summation keeps the rounding error in a second bf16 number. The moments always use stochastic rounding.
 """
 
@@ -18,15 +18,15 @@ WEIGHTS = 2  # random stream of the weights; the moments have 0 and 1
 
 
 def round_by_chance(new_N: Tensor, dtype: torch.dtype, steps: Tensor, stream: int) -> Tensor:
-    """Round float32 [N] stochastically to bf16 numbers, in place; the result is still float32.
+    """Round float32 [N] stochastically to bf16 values, in place. Return the tensor, which is still float32.
 
-    The random bits are a hash of position, step and stream: the same on every device, and after a resume.
+    The random bits are a hash of position, step and stream, so they are the same on every device and after a resume.
 
     Args:
-        new_N: the numbers.
-        dtype: of the tensor that will hold them; any other dtype than bf16 leaves them unchanged.
-        steps: 0-d, the number of the step.
-        stream: which of several tensors of a step it is.
+        new_N: numbers to round.
+        dtype: dtype of the tensor that will store the numbers. If it is not bf16, they are not rounded.
+        steps: number of the step, 0-d.
+        stream: number that distinguishes the tensors rounded in one step.
     """
     if dtype is not torch.bfloat16:
         return new_N

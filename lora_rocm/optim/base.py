@@ -1,7 +1,7 @@
-"""The optimizer step shared by all update rules, gated on the device without synchronisation.
+"""The optimizer step that all update rules share. The device itself decides whether to update the weights.
 
-The verdicts of the transfer check, the state guard and the finite check are combined in a number on the device. If it
-is 1, no trained tensor changes. The host reads it later.
+The results of the transfer check, the state guard and the finite check are combined into one number on the device,
+without synchronisation. If this number is 1, no trained tensor changes. The host reads it later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_INTERVAL = 2000
 SCALARS = "step counts and loss scale"
 AVERAGE_ITEMSIZE = 4
-"""Bytes per weight of the average (EMA), which is float32 whatever the weights' dtype."""
+"""Bytes per weight of the average (EMA), which is always float32."""
 
 
 @dataclass
@@ -40,25 +40,25 @@ class UpdateStats:
 
 
 class GatedOptimizer:
-    """An update rule with clipping, loss scale (fp16) and EMA over flat weights. All writes are gated and in place.
+    """An update rule with clipping, loss scale (fp16) and EMA over flat weights.
 
-    A step does not synchronise.
+    All tensors are written in place, and only if the update is not blocked. A step does not synchronise.
 
     Args:
         weights: all trained weights.
-        groups: each has "names" of neighbours in ``weights`` and "lr", their peak learning rate. A group with "stops"
-            stops changing after ``OptimSection.embedding_until``.
+        groups: parameter groups. Each has "names" (neighbours in ``weights``) and "lr" (their peak learning rate). A
+            group with "stops" is no longer trained after ``OptimSection.embedding_until``.
         section: the recipe's section, which names the update rule.
         max_train_steps: length of the schedule in updates.
-        ema_decay: 0 for none.
-        use_loss_scale: fp16 training.
-        triton: Triton kernels may be used.
-        limit: keeps the weights small after each update.
+        ema_decay: decay of the EMA; 0 for no EMA.
+        use_loss_scale: whether to scale the loss, for fp16 training.
+        triton: whether Triton kernels may be used.
+        limit: limiter of the norm of each module's update, applied after each step; or None.
 
     Attributes:
         rule: the update rule with its state.
-        ema: name -> average, a view of one flat tensor; empty without EMA.
-        state_guard: checks that weights and optimizer state stay unchanged between updates.
+        ema: averaged weights by name, as views of one flat tensor; empty without EMA.
+        state_guard: check that weights and optimizer state do not change between updates.
     """
 
     def __init__(
@@ -98,19 +98,23 @@ class GatedOptimizer:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Name -> trained weight (the master)."""
+        """The trained weights (masters), keyed by name."""
         return self.weights.parameters
 
     def learning_rate(self, updates: int) -> float:
-        """The learning rate after ``updates`` updates, for the log. The text encoders have a multiple of this rate."""
+        """Return the learning rate after ``updates`` updates, for the log.
+
+        Text encoders have a multiple of this rate.
+        """
         return self.section.learning_rate * learning_rate_factor(self.section, updates, self.max_train_steps)
 
     def step(self, updates: int, blocked: Tensor) -> UpdateStats:
-        """Make one update from the gathered gradients, and zero them.
+        """Make one update from the gathered gradients, then drop the gradients. Return the update's statistics.
 
         Args:
-            updates: number of confirmed updates so far; decides the learning rate.
-            blocked: float32 0-d on the device, exactly 0 or 1; has to be 1 if ``state_guard`` has found a change.
+            updates: number of confirmed updates so far, which determines the learning rate.
+            blocked: whether to block the update: float32 0-d on the device, exactly 0 or 1. Must be 1 if
+                ``state_guard`` has found a change.
         """
         with torch.no_grad():
             # The gate: a norm of inf or nan blocks the update, and the state guard reads the same tensor.
@@ -139,7 +143,11 @@ class GatedOptimizer:
         return UpdateStats(grad_norm, nonfinite, scale, self.rule.logged)
 
     def _stopped(self, updates: int) -> list[tuple[slice, Tensor]]:
-        """Slices and values of the weights that this update must not change; zero their gradients."""
+        """Zero the gradients of weights that are no longer trained.
+
+        Returns:
+            (slice, values) of these weights, which must be restored after the update.
+        """
         if self._until is None or updates < self._until:
             return []
         for place in self._stops:
@@ -147,14 +155,18 @@ class GatedOptimizer:
         return [(place, self.weights.masters[place].clone()) for place in self._stops]
 
     def _average(self, updates: int, held: Tensor) -> None:
-        """Update the EMA. Its decay has a short warm-up, because early weights are mostly initialisation."""
+        """Update the EMA unless ``held`` is 1. Its decay starts lower, as early weights are mostly initialisation."""
         if self._average_N is None:
             return
         decay = min(self.ema_decay, (1 + updates) / (10 + updates))
         self._average_N.add_((self.weights.masters - self._average_N).mul_((1.0 - decay) * (1.0 - held)))
 
     def _rescale(self, blocked: Tensor, nonfinite: Tensor) -> None:
-        """Dynamic loss scale (arXiv 1710.03740): halve on overflow, double after a clean interval, keep if blocked."""
+        """Update the dynamic loss scale (arXiv 1710.03740).
+
+        It is halved on overflow, doubled after LOSS_SCALE_GROWTH_INTERVAL updates without overflow, and kept if the
+        update is blocked.
+        """
         if not self.use_loss_scale:
             return
         growth = torch.where(nonfinite > 0, 0.0, self.growth + 1.0)
@@ -166,26 +178,29 @@ class GatedOptimizer:
         self.loss_scale.copy_(torch.where(blocked > 0, self.loss_scale, scale))
 
     def shown(self) -> Mapping[str, Tensor]:
-        """Name -> weight that users get; ``parameters`` itself if no average is kept."""
+        """Return the weights that users get, by name: the averages, or ``parameters`` itself if there are none."""
         return shown_weights(type(self.rule), self.section, self.parameters, self.ema, self.state)
 
     def drop_gradients(self) -> None:
         self.weights.drop_gradients()
 
     def state(self) -> dict[str, Tensor]:
-        """Loss scale, scalars and tables of the rule, and its buffers by parameter name: the live tensors."""
+        """Return the live state tensors for checkpoints, keyed by name.
+
+        They are the loss scale, the rule's scalars and tables, and each weight's part of the rule's buffers.
+        """
         tensors = {**self._scalars.views, **self.rule.tables}
         for name in self.parameters:
             tensors |= {state_name(name, buffer): views[name] for buffer, views in self._buffers.items()}
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor], ema: Mapping[str, Tensor] | None = None) -> None:
-        """Load tensors of ``state`` and averages, which are already on the device and checked.
+        """Load the tensors of ``state``, and the averages. They must already be on the device and verified.
 
-        If the checkpoint has no averages, they start at the current weights.
+        If there are no averages, they start at the current weights.
 
         Raises:
-            ResumeError: "resume-optimizer-changed": the tensors are not the state of this update rule.
+            ResumeError: "resume-optimizer-changed", the tensors are not the state of this update rule.
         """
         state = self.state()
         both = state.keys() & tensors.keys()

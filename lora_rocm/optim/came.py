@@ -1,4 +1,4 @@
-"""CAME (Luo et al., arXiv 2307.02047): Adafactor with a first moment, divided by how unstable the updates are."""
+"""CAME (Luo et al., arXiv 2307.02047): Adafactor with a first moment that is scaled down where updates are unstable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lora_rocm.recipe.optim_sections import CameSection
 
 
 class Came(StackedRule[CameSection]):
-    """CAME on stacks. The means are float32; the first moment has the dtype of the weights."""
+    """CAME on stacks of matrices. The means are float32; the first moment has the dtype of the weights."""
 
     tells_vectors: ClassVar[bool] = True
 

@@ -1,8 +1,8 @@
 """D-Adaptation for Adam (Defazio and Mishchenko, arXiv 2301.07733): Adam that estimates its own step size.
 
 The estimate ``d`` grows while new gradients agree with the sum of earlier gradients. The update is the same as in the
-authors' package ``dadaptation`` with decoupled weight decay. That package reads two sums back to the host for each
-weight; here ``d`` and the sums stay on the device. A group's multiple of the learning rate is the package's
+authors' package ``dadaptation`` with decoupled weight decay. That package copies two sums per weight to the host; here
+``d`` and the sums stay on the device. The ratio of a group's learning rate to the recipe's corresponds to the package's
 ``layer_scale``.
 """
 
@@ -24,7 +24,7 @@ class DAdaptAdam(UpdateRule[DAdaptAdamSection]):
     The moments have the dtype of the weights. The sum of gradients is float32, because ``d`` depends on it.
 
     Attributes:
-        d: 0-d, the estimate; it never decreases.
+        d: estimate of the step size, 0-d; it never decreases.
     """
 
     def _allocate(self, scalars: Scalars) -> None:

@@ -1,4 +1,4 @@
-"""The update rule of each optimizer in a recipe."""
+"""Maps each optimizer of a recipe to its update rule."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ RULES: Mapping[str, type[UpdateRule[Any]]] = {
     "prodigy_schedule_free": ProdigyScheduleFree,
     "dadapt_adam": DAdaptAdam,
 }
-"""By ``optim.optimizer``."""
+"""The update rules, keyed by ``optim.optimizer``."""
 
 
 def rule_of(section: OptimSection) -> type[UpdateRule[Any]]:
-    """The update rule of a recipe's optimizer."""
+    """Return the class of the update rule for a recipe's optimizer."""
     return RULES[section.optimizer]

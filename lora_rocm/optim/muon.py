@@ -20,7 +20,10 @@ SMALLEST_NORM = 1e-7
 
 
 def orthogonal(matrices_nrc: Tensor, steps: int) -> Tensor:
-    """Approximate the nearest matrices with orthogonal rows or columns by ``steps`` Newton-Schulz iterations."""
+    """Return approximations of the nearest matrices with orthogonal rows or columns, shape [n, r, c].
+
+    ``steps``: number of Newton-Schulz iterations.
+    """
     a, b, c = COEFFICIENTS
     wide = matrices_nrc.shape[-2] <= matrices_nrc.shape[-1]
     x: Tensor = matrices_nrc if wide else matrices_nrc.mT
@@ -32,7 +35,7 @@ def orthogonal(matrices_nrc: Tensor, steps: int) -> Tensor:
 
 
 class Muon(StackedRule[MuonSection]):
-    """Muon on stacks. All state has the dtype of the weights."""
+    """Muon on stacks of matrices. All state has the dtype of the weights."""
 
     tells_vectors: ClassVar[bool] = True
 
@@ -71,7 +74,7 @@ class Muon(StackedRule[MuonSection]):
 
 
 def _shape_factor(stack: WeightStack, adjust_lr_fn: str) -> float:
-    """The factor of the learning rate for a matrix of this shape."""
+    """Return the factor by which Muon multiplies the update of a matrix of this shape."""
     if adjust_lr_fn == "original":
         return float(max(1.0, stack.rows / stack.columns) ** 0.5)
     return float(0.2 * max(stack.rows, stack.columns) ** 0.5)

@@ -1,6 +1,6 @@
-"""Keeps the updates of modules below a norm (max-norm regularisation), on the device without synchronisation.
+"""Limits the norm of each module's update (max-norm regularisation), on the device without synchronisation.
 
-An update is ``scale`` times a product of a module's tensors, each of which counts once.
+An update is ``scale`` times a product of all of a module's tensors, each to the first power.
 Dimensions: n modules of one shape, R rank, I inputs, O outputs.
 """
 
@@ -15,11 +15,11 @@ from lora_rocm.device.constants import constant
 
 Factors = Mapping[str, Tensor]
 Norms = Callable[[Sequence[Factors]], Tensor]
-"""The Frobenius norms, float32 [n], of the products of modules of one shape."""
+"""Function that returns the Frobenius norms, float32 [n], of the products of n modules with one shape."""
 
 
 def norms_of_pairs(pairs: Sequence[Factors]) -> Tensor:
-    """``Norms`` of ``B @ A``, with the factors lora_A [R, I...] and lora_B [O, R...]."""
+    """Return the norms of ``B @ A`` (a ``Norms`` function), with the factors lora_A [R, I...] and lora_B [O, R...]."""
     stacks = (torch.stack([pair[role] for pair in pairs]) for role in ("lora_A", "lora_B"))
     down_nRI, up_nOR = (stack.float().flatten(2) for stack in stacks)
     # the norm of a product from the small Gram matrices of its factors
@@ -29,12 +29,12 @@ def norms_of_pairs(pairs: Sequence[Factors]) -> Tensor:
 
 
 class NormLimit:
-    """Scales the tensors of each module with a too large update, all by the same factor.
+    """Scales down modules with too large an update: multiplies all tensors of a module by the same factor.
 
     Args:
-        modules: (role -> factor, scale) of each module: the trained weights, which are changed in place.
-        most: the largest Frobenius norm of an update.
-        norms: of the products of the factors.
+        modules: (factors by role, scale) of each module. The factors are the trained weights, and are changed in place.
+        most: largest allowed Frobenius norm of an update.
+        norms: function that computes the norms of the factors' products.
     """
 
     def __init__(self, modules: Sequence[tuple[Factors, float]], most: float, norms: Norms = norms_of_pairs) -> None:
@@ -51,7 +51,10 @@ class NormLimit:
 
     @torch.no_grad()
     def apply(self, held: Tensor) -> None:
-        """Scale down modules with too large updates. ``held``: float32 0-d, 0 or 1; if it is 1, no bit changes."""
+        """Scale down modules with too large an update.
+
+        ``held``: whether to keep all weights unchanged, bit for bit: float32 0-d, 0 or 1.
+        """
         for modules, scales_n in self._stacks:
             # exactly 1 where the norm is within the limit
             divisors_n = (self._norms(modules) * scales_n / self._most).clamp(min=1).pow(1 / len(modules[0]))

@@ -1,11 +1,12 @@
 """Prodigy (Mishchenko and Defazio, arXiv 2306.06101): Adam that estimates its own step size.
 
-The estimate ``d`` of the distance from the start to a solution grows while the gradients keep pointing away from the
-start. The update is the same as in the authors' package ``prodigyopt`` with decoupled weight decay. That package reads
-its sums back to the host at each step; here ``d`` and its sums stay on the device as 0-d tensors of the state.
+``d`` estimates the distance from the initial weights to a solution. It grows while the gradients keep pointing away
+from the initial weights. The update is the same as in the authors' package ``prodigyopt`` with decoupled weight decay.
+That package copies its sums to the host in each step; here ``d`` and the sums stay on the device, as 0-d tensors of the
+state.
 
-There is one ``d`` for all weights. A group's multiple of the learning rate is its factor in the denominator. This
-equals Prodigy over weights divided by their multiples.
+All weights share one ``d``. If a group has a multiple of the learning rate, its part of the denominator is multiplied
+accordingly. This equals Prodigy with each weight divided by its group's multiple.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ MOMENTS, GRADIENT_SUM, START = ("exp_avg", "exp_avg_sq"), "s", "start"
 class Prodigy(UpdateRule[ProdigySection]):
     """Prodigy over the flat weights, computed in float32.
 
-    The moments and the start weights have the dtype of the weights. The sum of gradients is always float32: in bf16 its
-    decay would be rounded away, and ``d`` depends on it.
+    The moments and the initial weights have the dtype of the weights. The sum of gradients is always float32: bf16
+    would round its decay away, and ``d`` depends on the sum.
 
     Attributes:
-        d: 0-d, the estimate of the distance; it never decreases.
+        d: estimate of the distance, 0-d; it never decreases.
     """
 
     def _allocate(self, scalars: Scalars) -> None:
@@ -85,12 +86,15 @@ class Prodigy(UpdateRule[ProdigySection]):
         self._effective_rate.copy_(rate)
 
     def _correction(self) -> Tensor:
-        """Adam's bias correction of the next step; 1 if it is off."""
+        """Return Adam's bias correction for the next step; 1 if the correction is disabled."""
         if not self._section.use_bias_correction:
             return torch.ones_like(self._steps)
         first, second = (one_minus_power(beta, self._steps + 1) for beta in self._section.betas)
         return second.sqrt() / first
 
     def _renew(self, name: str, added_N: Tensor, decay: float, hold: Tensor) -> None:
-        """Decay a running sum and add ``added_N``, which is overwritten with the new sum in float32."""
+        """Multiply a running sum by ``decay``, then add ``added_N``. If ``hold`` is true, the sum is unchanged.
+
+        ``added_N`` is overwritten with the new sum in float32.
+        """
         write(self.buffers[name], added_N.add_(self.buffers[name], alpha=decay), hold)

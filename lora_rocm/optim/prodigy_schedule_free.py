@@ -1,7 +1,8 @@
-"""Prodigy's estimate of the step size in schedule-free Adam: no learning rate and no schedule to choose.
+"""Prodigy's step size estimate in schedule-free Adam: neither a learning rate nor a schedule has to be chosen.
 
-The update is the same as in the package ``prodigy-plus-schedule-free`` without factors, StableAdamW and slices: the
-estimate uses all weights, which share one ``d``. The distance from the start is measured at z, the end of the steps.
+The update is the same as in the package ``prodigy-plus-schedule-free`` without factors, StableAdamW and slices. The
+estimate ``d`` uses all weights, which share it. The distance from the initial weights is measured at z, the result of
+the steps without averaging.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from lora_rocm.optim.update_rule import Scalars, write
 from lora_rocm.recipe.optim_sections import ProdigyScheduleFreeSection
 
 LIMIT = 2**0.25
-"""Greatest growth of the estimate in an update, with ``d_limiter``."""
+"""Largest factor by which the estimate may grow per update, if ``d_limiter`` is set."""
 
 
 class ProdigyScheduleFree(AveragingRule[ProdigyScheduleFreeSection]):
-    """Prodigy and schedule-free Adam.
+    """Schedule-free Adam with Prodigy's step size estimate.
 
     Attributes:
-        d: 0-d, the estimate of the distance; it never decreases.
+        d: estimate of the distance, 0-d; it never decreases.
     """
 
     def _allocate(self, scalars: Scalars) -> None:

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of the number of updates, so a resume is exact."""
+"""Learning-rate schedules as pure functions of the number of updates, so that a resume is exact."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Callable, Mapping
 from lora_rocm.recipe.optim_sections import OptimSection
 
 Shape = Callable[[float, OptimSection], float]
-"""(progress from 0 to 1, for a cosine also above 1; the section) -> factor from 1 to 0."""
+"""Function of (progress, section) that returns the factor of the learning rate, from 1 down to 0.
+
+The progress is between 0 and 1; a cosine also accepts values above 1.
+"""
 
 SHAPES: Mapping[str, Shape] = {
     "constant": lambda progress, optim: 1.0,
@@ -19,13 +22,13 @@ SHAPES: Mapping[str, Shape] = {
     # Chen et al., REX: Revisiting Budgeted Training with an Improved Schedule, arXiv 2107.04197, section 4
     "rex": lambda progress, optim: (1.0 - progress) / (1.0 - progress / 2.0),
 }
-"""By ``optim.lr_scheduler``."""
+"""The schedules, keyed by ``optim.lr_scheduler``."""
 MAX_COMPARED = 1000
-"""Maximum number of updates at which rates are compared."""
+"""Maximum number of updates at which ``length_text`` compares two schedules."""
 
 
 def learning_rate_factor(optim: OptimSection, updates: int, max_train_steps: int) -> float:
-    """Factor (0 to 1) of the peak learning rate for the update after ``updates`` updates."""
+    """Return the factor (0 to 1) of the peak learning rate for the update that follows ``updates`` updates."""
     warmup = optim.warmup_steps(max_train_steps)
     if updates < warmup:
         return (updates + 1) / (warmup + 1)
@@ -37,9 +40,9 @@ def learning_rate_factor(optim: OptimSection, updates: int, max_train_steps: int
 
 
 def length_text(optim: OptimSection, updates: int, before: int, after: int) -> str:
-    """A notice if a new length of the run changes the rates from ``updates`` on; otherwise "".
+    """Return a notice if a new length of the run changes the learning rates from ``updates`` on; otherwise "".
 
-    before, after: length of the run in updates.
+    ``before``, ``after``: old and new length of the run in updates.
     """
     rest = range(updates, after, -(-max(1, after - updates) // MAX_COMPARED))
     if all(learning_rate_factor(optim, n, before) == learning_rate_factor(optim, n, after) for n in rest):

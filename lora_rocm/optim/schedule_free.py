@@ -1,7 +1,8 @@
-"""Schedule-free AdamW (Defazio et al., arXiv 2405.15682): an average of the steps replaces a schedule.
+"""Schedule-free AdamW (Defazio et al., arXiv 2405.15682): averaging the weights replaces a schedule.
 
-The trained weights y are between the average x, which is the result, and the end z of the steps:
-y = b x + (1 - b) z. So x can be computed from y and z, and only z is stored.
+z is the position that the optimizer steps reach, and x is the average of these positions, which is the result of the
+training. The trained weights y are a mixture: y = b x + (1 - b) z. So x can be computed from y and z, and only z is
+stored.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from lora_rocm.optim.update_rule import S, Scalars, UpdateRule, one_minus_power,
 from lora_rocm.recipe.optim_sections import ScheduleFreeSection
 
 END = "z"
-"""The buffer of the ends of the steps."""
+"""Name of the buffer that stores z."""
 
 
 class AveragingRule(UpdateRule[S]):
-    """Base of the schedule-free rules; all state is float32. The first of ``betas`` is b.
+    """Base class of the schedule-free rules. All state is float32. The first of the two ``betas`` is b.
 
-    The average is weighted by the schedule's factor of the learning rate, which is the same for all groups.
+    In the average x, each step has a weight that depends on the schedule's factor, which is the same for all groups.
     """
 
     def _allocate(self, scalars: Scalars) -> None:
@@ -34,10 +35,17 @@ class AveragingRule(UpdateRule[S]):
     @classmethod
     @abstractmethod
     def share(cls, section: S) -> float:
-        """b: the share of the average in the trained weights."""
+        """Return b, the share of the average x in the trained weights y."""
 
     def _follow(self, update_N: Tensor, rate: Tensor | float, weight: Tensor, hold: Tensor) -> None:
-        """Move z by an update (overwritten) times the rates, and y accordingly; ``weight``: of z in the average."""
+        """Make a step: move z by an update times the learning rates, and y accordingly.
+
+        Args:
+            update_N: update without weight decay, overwritten.
+            rate: factor of the groups' learning rates.
+            weight: weight of the new z in the average x, 0-d.
+            hold: bool 0-d; if true, nothing changes.
+        """
         masters_N, total = self._weights.masters, self._total + weight
         newest = weight / total
         update_N.add_(masters_N, alpha=self._section.weight_decay)
@@ -55,13 +63,16 @@ class AveragingRule(UpdateRule[S]):
     @classmethod
     @torch.no_grad()
     def averaged(cls, section: S, name: str, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Return x = y + (1 - 1/b) (z - y). Without ``lerp``, which rounds differently on other devices."""
+        """Return the average x = y + (1 - 1/b) (z - y).
+
+        ``lerp`` is not used, because its rounding depends on the device.
+        """
         start = weight.float()
         return (state[state_name(name, END)] - start).mul_(1 - 1 / cls.share(section)).add_(start)
 
 
 class ScheduleFree(AveragingRule[ScheduleFreeSection]):
-    """AdamW without a schedule, as the authors' package ``schedulefree`` computes it."""
+    """Schedule-free AdamW. The update is the same as in the authors' package ``schedulefree``."""
 
     @classmethod
     def share(cls, section: ScheduleFreeSection) -> float:

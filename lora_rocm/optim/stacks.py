@@ -1,7 +1,7 @@
-"""Update rules that treat each weight as a matrix, on stacks of matrices of equal shape.
+"""Update rules that treat each weight as a matrix, computed on stacks of matrices with equal shape.
 
-A LoRA has a thousand small matrices of a few shapes. Operations on a stack [n, r, c] need no more launches than on one
-matrix. State is kept in tables, stack after stack.
+A LoRA has a thousand small matrices of only a few shapes. An operation on a stack [n, r, c] takes as few kernel
+launches as an operation on one matrix. The state of all stacks is concatenated into tables.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from lora_rocm.optim.update_rule import TABLE_MULTIPLE, S, Scalars, UpdateRule, 
 
 @dataclass(frozen=True)
 class WeightStack:
-    """Weights of equal shape and learning rate.
+    """A stack of weights with equal shape and learning rate.
 
     Attributes:
-        places: their indices among all weights.
-        rows, columns: of each; a weight with more axes is [first axis, all others], one with fewer has one row.
-        learning_rate: the peak.
-        is_vector: they have one axis, or more than two of which only one is longer than 1 (DoRA's magnitudes of a
-            convolution). Always false if the rule treats vectors as matrices.
+        places: indices of the weights in the list of all weights.
+        rows, columns: size of each weight as a matrix. If a weight has more than two axes, all axes after the first are
+            combined; if it has fewer, it has one row.
+        learning_rate: peak learning rate.
+        is_vector: whether the weights are vectors: they have one axis, or more than two with only one longer than 1
+            (DoRA's magnitudes of a convolution). Always false if the rule treats vectors as matrices.
     """
 
     places: tuple[int, ...]
@@ -38,11 +39,11 @@ class WeightStack:
 
 
 class StackedRule(UpdateRule[S]):
-    """An update rule with one ``_update`` for a stack.
+    """Base class of update rules that update one stack at a time.
 
     Attributes:
-        tells_vectors: vectors are updated differently from matrices with one row.
-        stacks: of all weights.
+        tells_vectors: whether vectors are updated differently from matrices with one row.
+        stacks: stacks that together contain all weights.
     """
 
     tells_vectors: ClassVar[bool] = False
@@ -62,7 +63,10 @@ class StackedRule(UpdateRule[S]):
     def _table(
         self, name: str, shape_of: Callable[[WeightStack], tuple[int, ...] | None], dtype: torch.dtype = torch.float32
     ) -> list[Tensor]:
-        """Add a table. Returns a tensor [n, *shape] of zeros for each stack; shape None: an empty one."""
+        """Add a table of state. Return its zero-filled parts, one tensor [n, *shape] per stack.
+
+        ``shape_of`` returns the shape for a stack, or None if the stack needs no such state; its part is then empty.
+        """
         shapes = [(0,) if (shape := shape_of(stack)) is None else (len(stack.places), *shape) for stack in self.stacks]
         sizes = [torch.Size(shape).numel() for shape in shapes]
         total = -(-sum(sizes) // TABLE_MULTIPLE) * TABLE_MULTIPLE
@@ -96,30 +100,33 @@ class StackedRule(UpdateRule[S]):
     def _update(
         self, number: int, gradients_nrc: Tensor, weights_nrc: Tensor, factor: float, steps: Tensor, hold: Tensor
     ) -> Tensor:
-        """Update the state of a stack and return the values to subtract from its weights, float32 [n, r, c].
+        """Update the state of one stack. Return the values to subtract from its weights, float32 [n, r, c].
 
         Args:
-            number: of the stack.
-            gradients_nrc: float32, may be overwritten.
-            weights_nrc: float32.
-            factor: the schedule's factor.
-            steps: 0-d, the number of this step from 1.
-            hold: if true, no state may change.
+            number: index of the stack.
+            gradients_nrc: gradients, float32; may be overwritten.
+            weights_nrc: weights, float32; may be overwritten.
+            factor: the schedule's factor of the learning rate.
+            steps: number of this step, counted from 1, 0-d.
+            hold: bool 0-d; if true, no state may change.
         """
 
 
 def mean_square_root(tensor_nrc: Tensor) -> Tensor:
-    """The root mean square of each matrix, [n, 1, 1]."""
+    """Return the root mean square of each matrix, shape [n, 1, 1]."""
     return tensor_nrc.square().mean((-2, -1), keepdim=True).sqrt_()
 
 
 def factored(rows_nr: Tensor, columns_nc: Tensor) -> Tensor:
-    """1 / sqrt of the matrices of rank 1 with these means of rows and columns (arXiv 1804.04235), [n, r, c]."""
+    """Return 1 / sqrt of the rank-1 matrices with these row and column means, [n, r, c] (arXiv 1804.04235)."""
     row_factor_nr = (rows_nr / rows_nr.mean(-1, keepdim=True)).rsqrt_()
     return row_factor_nr.unsqueeze(-1) * columns_nc.rsqrt().unsqueeze(-2)
 
 
 def renew_means(means: Mapping[int, Tensor], squares_nrc: Tensor, share: Tensor | float, hold: Tensor) -> None:
-    """Move the running means (axis -> means over it) by ``share`` towards the means of ``squares_nrc``."""
+    """Move running means towards the means of ``squares_nrc`` by ``share``, unless ``hold`` is true.
+
+    ``means``: the running means, keyed by the axis over which they are computed.
+    """
     for axis, state in means.items():
         write(state, torch.lerp(state, squares_nrc.mean(axis), share), hold)

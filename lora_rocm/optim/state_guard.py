@@ -1,9 +1,10 @@
 """Compares the trained state with its fingerprints from the last update.
 
-A flipped bit in a weight or a moment leaves no other trace: training continues with it. So each buffer that training
-carries from one update to the next has a fingerprint. It is computed on the device after an update, and compared there
-before the next update and before anything is written. The verdict blocks the optimizer; the host reads it later.
-Activations are not covered, nor are gradients between the backward pass and the update.
+A flipped bit in a weight or a moment is not detected otherwise: training just continues with the wrong value. So each
+buffer that training carries from one update to the next has a fingerprint. It is computed on the device after an
+update. It is compared on the device before the next update, and before anything is saved. If a fingerprint differs, the
+optimizer is blocked; the host reads the result later. Activations are not covered, nor are gradients between the
+backward pass and the update.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ class StateGuard:
     """Fingerprints of the trained state on its device. ``check`` and ``renew`` do not synchronise.
 
     Args:
-        parts: name (for the user) -> flat buffer at a fixed address; at most ``MAX_BUFFERS``.
+        parts: flat buffers at fixed addresses, keyed by a name to show to users; at most ``MAX_BUFFERS``.
         moving: names of the parts that change even if an update is skipped.
         implementation: kernel backend, see ``kernels.backend``.
 
     Attributes:
-        changed: float32 0-d on the device; 1 once a part has changed, until ``reset``. Always the same tensor.
-        held: float32 0-d, written before ``renew``: 1 if the update was skipped.
-        bytes_read: by each of ``check`` and ``renew``.
+        changed: whether a part has changed since ``reset``: 1 or 0, float32 0-d on the device. Always the same tensor.
+        held: whether the update was skipped: 1 or 0, float32 0-d. The optimizer writes it before ``renew``.
+        bytes_read: number of bytes that each ``check`` or ``renew`` reads.
     """
 
     def __init__(
         self, parts: Mapping[str, Tensor], moving: Collection[str] = (), implementation: Implementation = "eager"
     ) -> None:
         if len(parts) > MAX_BUFFERS:
-            raise ValueError(f"{len(parts)} parts, at most {MAX_BUFFERS}")
+            raise ValueError(f"{len(parts)} parts are too many: the state guard supports at most {MAX_BUFFERS}")
         self._names, self._words, self._implementation = (
             list(parts),
             [words_of(part) for part in parts.values()],
@@ -57,34 +58,34 @@ class StateGuard:
         self.reset()
 
     def check(self) -> Tensor:
-        """Compare every part with its fingerprint; return ``changed``, which includes earlier checks."""
+        """Compare every part with its fingerprint. Return ``changed``, which also includes earlier checks."""
         with torch.no_grad():
             self.changed.fill_(1.0)  # so that a graph that does not run cannot pass
             self._compare()
         return self.changed
 
     def renew(self) -> None:
-        """Accept the current state after an update. With ``held`` set, only the moving parts are accepted."""
+        """Compute the fingerprints of the state after an update; if ``held`` is 1, only of the moving parts."""
         with torch.no_grad():
             self._renew()
 
     def reset(self) -> None:
-        """Accept the current state after loading, and clear the verdict."""
+        """Compute the fingerprints of newly loaded state, and set ``changed`` to 0."""
         with torch.no_grad():
             for tensor in (self._found_K, self._changed_K, self.changed, self.held):
                 tensor.zero_()
             self._renew_now()
 
     def failure(self, updates: int) -> StateError | None:
-        """The error found by the checks so far, or None. Synchronises with the device."""
+        """Return the error that the checks so far have found, or None. Synchronises with the device."""
         if not float(self.changed):  # synchronises: the caller needs the answer now
             return None
         flags = zip(self._names, self._changed_K.tolist(), strict=True)
         names = [name for name, changed in flags if changed] or ["the comparison did not run"]
         return StateError(
             "state-changed",
-            "The trained weights differ from the result of the last update: memory has changed in between. They were "
-            "neither used nor saved; the last checkpoint stays valid.",
+            "The trained weights or the optimizer state have changed in memory since the last update. They were "
+            "neither used nor saved; the last checkpoint is still valid.",
             where=f"after {updates} updates: {', '.join(names)}",
             **resume_advice(
                 "Run the same command with --resume latest to continue from the last checkpoint. If it happens again, "
@@ -93,15 +94,15 @@ class StateGuard:
         )
 
     def digest(self) -> str:
-        """The fingerprints of all parts after the last update, as text. Synchronises with the device."""
+        """Return the fingerprints of all parts after the last update, as text. Synchronises with the device."""
         return " ".join(str(known) for known in self._known_K.tolist())
 
     def use_graphs(self, capture: Capture | None) -> None:
-        """Launch ``check`` and ``renew`` as one graph each; None: launch kernel by kernel and drop the graphs.
+        """Use one captured graph each for ``check`` and ``renew``. If ``capture`` is None, stop using graphs.
 
         Raises:
             WrongAnswerError: a captured graph computes wrong results.
-            RuntimeError: capture fails.
+            RuntimeError: the capture fails.
         """
         self._compare, self._renew = self._compare_now, self._renew_now
         if capture is None:
@@ -112,7 +113,11 @@ class StateGuard:
         self._compare, self._renew = graphs
 
     def _prove(self, compare_graph: Callable[[], None], renew_graph: Callable[[], None]) -> None:
-        """Verify that both graphs detect a change and accept unchanged state."""
+        """Verify that both graphs detect a change and accept unchanged state.
+
+        Raises:
+            WrongAnswerError: a graph computes wrong results.
+        """
         right_K = self._known_K.clone()
         for off in (1, 0):
             self._known_K.copy_(right_K + off)
@@ -121,13 +126,17 @@ class StateGuard:
             compare_graph()
             # Synchronises: once per capture, not per step.
             if self._changed_K.tolist() != [off] * len(right_K) or float(self.changed) != off:
-                raise WrongAnswerError("the graph that compares the trained state gives wrong results")
+                raise WrongAnswerError(
+                    "the captured graph that compares the trained state with its fingerprints gives wrong results"
+                )
         for held in (1.0, 0.0):
             self._known_K.copy_(right_K + 1)
             self.held.fill_(held)
             renew_graph()
             if not torch.equal(self._known_K, torch.where(self._stays_K * held > 0, right_K + 1, right_K)):
-                raise WrongAnswerError("the graph that fingerprints the trained state gives wrong results")
+                raise WrongAnswerError(
+                    "the captured graph that computes the fingerprints of the trained state gives wrong results"
+                )
 
     def _compare_now(self) -> None:
         add_fingerprints(self._words, self._found_K, self._implementation)

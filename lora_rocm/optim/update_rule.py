@@ -1,7 +1,7 @@
-"""The interfaces of an optimizer: update rule, its state, and the weights that it updates.
+"""The interfaces of an optimizer: the update rule, its state, and the weights that it updates.
 
 An update rule is one file. It computes weights from gradients and keeps its own state. Gating, clipping, loss scale,
-EMA, state guard and checkpoints are shared by all rules (``base``).
+EMA, state guard and checkpoints are the same for all rules (``base``).
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class TrainedWeights(Protocol):
     """All trained weights as flat tensors.
 
     Attributes:
-        masters: [N] the weights that an update changes.
-        working: [N] the compute copy in the layers; the masters themselves if both have one dtype.
-        parameters: name -> view of ``masters``.
+        masters: weights that an update changes, [N].
+        working: compute copy of the weights in the layers, [N]. The same tensor as ``masters`` if both dtypes are
+            equal.
+        parameters: views of ``masters``, keyed by name.
     """
 
     masters: Tensor
@@ -36,19 +37,19 @@ class TrainedWeights(Protocol):
 
     @property
     def gradients(self) -> Tensor:
-        """Gradients, float32 [N]."""
+        """Gradients of all weights, float32 [N]."""
 
     def views(self, flat_N: Tensor) -> dict[str, Tensor]:
-        """Name -> its view of a tensor with the layout of ``masters``."""
+        """Return views of a flat tensor with the layout of ``masters``, keyed by weight name."""
 
     def slice_of(self, names: list[str]) -> slice:
-        """The slice of neighbouring parameters in the flat tensors."""
+        """Return the slice of the flat tensors that contains these neighbouring weights."""
 
     def publish(self) -> None:
         """Copy ``masters`` to ``working`` after an update."""
 
     def drop_gradients(self) -> None:
-        """Drop all gradients."""
+        """Drop the gradients of all weights."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class ParameterGroup:
     """Neighbouring weights with one peak learning rate.
 
     Attributes:
-        place: slice of the flat tensors.
-        learning_rate: the peak.
+        place: slice of the weights in the flat tensors.
+        learning_rate: peak learning rate.
     """
 
     place: slice
@@ -65,11 +66,11 @@ class ParameterGroup:
 
 
 class Scalars:
-    """Float32 scalars of the optimizer's state in one flat tensor, so that the state guard reads them as one part.
+    """Scalars of the optimizer's state in one flat float32 tensor, so that the state guard reads them as one part.
 
     Attributes:
-        flat_S: float32 [CAPACITY]; unused entries are zero.
-        views: name -> float32 0-d view.
+        flat_S: float32 [CAPACITY]; unused elements are zero.
+        views: 0-d views of ``flat_S``, keyed by the scalar's name.
     """
 
     CAPACITY = 512
@@ -79,10 +80,10 @@ class Scalars:
         self.views: dict[str, Tensor] = {}
 
     def add(self, name: str, value: float = 0.0) -> Tensor:
-        """Add a scalar and return its 0-d view.
+        """Add a scalar with an initial value. Return its 0-d view.
 
         Raises:
-            ValueError: the name is taken, or the capacity is used up.
+            ValueError: the name exists already, or the capacity is exhausted.
         """
         if name in self.views or len(self.views) == self.CAPACITY:
             raise ValueError(f"cannot add the scalar {name!r} to {len(self.views)} others")
@@ -91,17 +92,18 @@ class Scalars:
 
 
 class UpdateRule(ABC, Generic[S]):
-    """Computes weights from gradients. ``step`` does not synchronise: all state is on the device.
+    """Computes weights from gradients. All state is on the device, so that ``step`` does not synchronise.
 
     Args:
         weights: the trained weights.
-        groups: cover all weights.
-        section: the recipe's section of this rule.
-        scalars: see ``_allocate``.
+        groups: parameter groups, which together contain all weights.
+        section: the recipe's section for this rule.
+        scalars: collection to which the rule adds its scalars.
 
     Attributes:
-        buffers: name -> state per weight, at least [N], in the layout of the weights.
-        tables: name -> other state, flat, in its own layout; a multiple of ``TABLE_MULTIPLE`` elements.
+        buffers: state per weight, keyed by name: flat tensors of at least N elements in the layout of the weights.
+        tables: other state, keyed by name: flat tensors in the rule's own layout. Their length is a multiple of
+            ``TABLE_MULTIPLE``.
     """
 
     buffers: Mapping[str, Tensor]
@@ -114,47 +116,50 @@ class UpdateRule(ABC, Generic[S]):
 
     @abstractmethod
     def _allocate(self, scalars: Scalars) -> None:
-        """Allocate all memory that ``step`` keeps: ``buffers``, ``tables``, and scalars, which are state like them."""
+        """Allocate all state that ``step`` needs: ``buffers``, ``tables``, and entries of ``scalars``."""
 
     @abstractmethod
     def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:
-        """Update the masters from ``weights.gradients``, which may be overwritten and are dropped afterwards.
+        """Update the masters from ``weights.gradients``.
 
-        The caller has disabled autograd.
+        The gradients may be overwritten; the caller drops them afterwards. The caller has disabled autograd.
 
         Args:
             factor: the schedule's factor of the peak learning rates.
-            held: float32 0-d, 0 or 1. If it is 1, no bit of weights, buffers, tables and scalars may change, whatever
-                the gradients are.
-            divisor: float32 0-d; the gradients have to be divided by it (loss scale and clipping).
+            held: whether to skip the update: float32 0-d, 0 or 1. If it is 1, no bit of weights, buffers, tables and
+                scalars may change, even if gradients are not finite.
+            divisor: number by which the gradients must be divided (loss scale and clipping), float32 0-d.
         """
 
     @property
     def logged(self) -> Mapping[str, Tensor]:
-        """Name -> 0-d tensor on the device: values of the last ``step`` for the log. The names never change."""
+        """Values of the last ``step`` for the log: 0-d tensors on the device, keyed by name. The names never change."""
         return {}
 
     @classmethod
     def averaged(cls, section: S, name: str, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """The weight that users get: its average in float32 if the rule's section ``averages``.
+        """Return the weight that users get: its float32 average if ``section.averages``, otherwise the weight.
 
-        ``state`` is by ``state_name``. Use elementwise operations only, so that every device and every layout gives the
-        same bits.
+        ``state`` is keyed by ``state_name``. Overrides must use only elementwise operations, so that every device and
+        every layout gives the same bits.
         """
         return weight
 
     def _over_groups(self, values: Sequence[Tensor]) -> Tensor:
-        """The sum of one value per group, each times the group's multiple of the learning rate."""
+        """Return the sum of one value per group, each multiplied by the group's relative learning rate.
+
+        The relative rate is the group's learning rate divided by the recipe's learning rate.
+        """
         multiples = [group.learning_rate / self._section.learning_rate for group in self._groups]
         return torch.stack([value * multiple for value, multiple in zip(values, multiples, strict=True)]).sum()
 
     def _descend(self, update_N: Tensor, rate: Tensor | float, hold: Tensor) -> None:
-        """Take ``rate`` times each group's learning rate times (update + weight decay) from the masters.
+        """Subtract ``rate`` times the group's learning rate times (update + weight decay * weight) from the masters.
 
         Args:
-            update_N: float32, overwritten.
-            rate: the schedule's factor times the rule's own factor.
-            hold: bool 0-d.
+            update_N: update without weight decay, float32 [N]; overwritten.
+            rate: the schedule's factor, times a factor of the rule itself.
+            hold: bool 0-d; if true, the masters do not change.
         """
         masters_N = self._weights.masters
         update_N.add_(masters_N, alpha=self._section.weight_decay)
@@ -164,7 +169,7 @@ class UpdateRule(ABC, Generic[S]):
 
 
 def state_name(weight: str, buffer: str) -> str:
-    """The name of a weight's part of a buffer in checkpoints."""
+    """Return the name that a weight's part of a buffer has in checkpoints."""
     return f"{weight}.{buffer}"
 
 
@@ -175,20 +180,22 @@ def shown_weights(
     ema: Mapping[str, Tensor],
     state: Callable[[], Mapping[str, Tensor]],
 ) -> Mapping[str, Tensor]:
-    """Name -> the weight that users get, in the dtype of the trained one; ``trained`` itself if no average is kept.
+    """Return the weights that users get, keyed by name.
 
-    The only place that decides this: for previews, held-out losses and files of a run, and for everything that is
-    computed from a checkpoint.
+    They are the averages in the dtype of the weights, or ``trained`` itself if no average is kept.
+
+    Only this function decides which weights users get. It is used for previews, held-out losses and files of a run, and
+    for everything that is computed from a checkpoint.
 
     Args:
         rule: the update rule.
-        section: its section of the recipe.
-        trained: name -> weight that an update changes.
-        ema: name -> average of ``train.ema_decay``; empty without.
-        state: the state of the rule by ``state_name``; called only if the rule averages.
+        section: the rule's section in the recipe.
+        trained: weights that an update changes, keyed by name.
+        ema: averages of ``train.ema_decay``, keyed by name; empty without an EMA.
+        state: function that returns the rule's state, keyed by ``state_name``. Called only if the rule averages.
 
     Raises:
-        ResumeError: "resume-optimizer-changed", the rule averages and the state is not its own.
+        ResumeError: "resume-optimizer-changed", the rule averages, but the state is from another rule.
     """
     if section.averages:
         held = state()
@@ -204,28 +211,31 @@ def shown_weights(
 
 
 def other_state(section: OptimSection, where: str) -> ResumeError:
-    """The error for a checkpoint with the optimizer state of another update rule."""
+    """Return the error for a checkpoint that has the optimizer state of another update rule.
+
+    ``where``: location of the difference, for the message.
+    """
     return ResumeError(
         "resume-optimizer-changed",
-        f"The checkpoint does not have the optimizer state of optim.optimizer: {section.optimizer}.",
+        f"The checkpoint's optimizer state does not fit optim.optimizer: {section.optimizer}.",
         where=where,
-        fix="Set optim.optimizer to the run's first value. If it has that value, an earlier version of this program "
-        "stored other state: continue with that version, or start a new run.",
+        fix="Set optim.optimizer to the value with which the run started. If it has this value already, an earlier "
+        "version of lora-rocm stored different state: continue with that version, or start a new run.",
     )
 
 
 TABLE_MULTIPLE = 64
-"""The state guard reads rows of 16 bytes."""
+"""Table lengths are multiples of this number of elements, because the state guard reads rows of 16 bytes."""
 
 
 def write(state: Tensor, new: Tensor, hold: Tensor) -> None:
-    """Write ``new`` (overwritten) into ``state`` unless ``hold`` is true; then no bit changes.
+    """Write ``new`` into ``state``. If ``hold`` is true, no bit of ``state`` changes. ``new`` is overwritten.
 
-    A product with 0 instead would let non-finite values of ``new`` through.
+    Multiplying by 0 instead of selecting would let non-finite values of ``new`` through.
     """
     state.copy_(torch.where(hold, state, new, out=new))
 
 
 def one_minus_power(base: float, exponent: Tensor) -> Tensor:
-    """``1 - base**exponent``, exact to float32 even for a base near 1."""
+    """Return ``1 - base**exponent``, exact to float32 even if the base is near 1."""
     return -torch.expm1(exponent * math.log(base)) if base else torch.ones_like(exponent)

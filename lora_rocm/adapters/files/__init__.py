@@ -1,1 +1,1 @@
-"""Adapter files of all trainers: reading them, the names in them, and starting from them."""
+"""Adapter files of all trainers: reads them, translates their module names, and starts adapters from them."""

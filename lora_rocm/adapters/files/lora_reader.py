@@ -1,8 +1,8 @@
 """Reads adapter files of any origin into one representation: kohya and diffusers files, PEFT directories.
 
-Each module becomes an ``Entry``. Modules are named ``component.path`` ("unet.mid_block..."). Names in text encoders
-omit the ``text_model`` level, which transformers 5 dropped from one of the two. ``adapter_contents`` decides which
-tensors of a file are accepted; a file with others is refused.
+Each module becomes an ``Entry`` under the name ``component.path`` ("unet.mid_block..."). Names in text encoders omit
+the ``text_model`` level, which transformers 5 dropped from one of SDXL's two text encoders. ``adapter_contents``
+decides which tensors are accepted; a file with any other tensor is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders, read_p
 
 
 class TensorNumbers:
-    """Implements ``adapter_contents.Numbers`` for tensors on the CPU."""
+    """CPU implementation of ``adapter_contents.Numbers``."""
 
     def array(self, stored: Tensor) -> Any:
         return stored.float().numpy()
@@ -45,10 +45,10 @@ class TensorNumbers:
 
 
 def components_of(family: ModelFamily, path: Path) -> set[str]:
-    """Return the model components that an adapter file names ("unet", "text_encoder"). Reads names only.
+    """Return the components that an adapter file adapts ("unet", "text_encoder"). Reads only the names of its tensors.
 
     Raises:
-        AdapterError: the file is missing, a pickle, damaged, for another family, or for no known model.
+        AdapterError: the file is missing, a pickle, damaged, for another family, or for an unknown model.
     """
     folders = peft_folders(path)
     if folders:
@@ -67,7 +67,7 @@ def components_of(family: ModelFamily, path: Path) -> set[str]:
 
 
 def _component_of(name: str, family: ModelFamily) -> str:
-    """Return the component of a tensor name; if no component is known, the first part of the name."""
+    """Return the component that a tensor's name refers to; if it is unknown, return the first part of the name."""
     found = split(family.name, name)
     return found.component if found is not None else name.split(".")[0]
 
@@ -75,10 +75,10 @@ def _component_of(name: str, family: ModelFamily) -> str:
 def read_lora(
     family: ModelFamily, components: Mapping[str, nn.Module], path: Path, notify: Notify = lambda text: None
 ) -> dict[str, Any]:
-    """Read an adapter of this model, of any kind and file format: module name -> entry.
+    """Read an adapter of any kind and file format. Return its entries, keyed by module name.
 
-    Modules and shapes of the file are checked against ``components``. ``path``: a .safetensors file or a PEFT directory
-    (one adapter, or one sub-folder per component). ``notify`` receives notices about parts that are skipped because
+    The file's modules and shapes are checked against ``components``. ``path``: a .safetensors file or a PEFT directory
+    (one adapter, or one subdirectory per component). ``notify`` receives notices about parts that are skipped because
     they change no weight.
 
     Raises:
@@ -90,13 +90,13 @@ def read_lora(
 def read_for_model(
     family: ModelFamily, model: LoadedModel, path: Path, notify: Notify, norms: dict[str, Tensor] | None = None
 ) -> tuple[FileKind, dict[str, Entry]]:
-    """As ``read_adapter``, also for a file that adapts text encoders that are not loaded."""
+    """Call ``read_adapter``, but also accept a file that adapts text encoders that the model has not loaded."""
     absent = {name: family.skeleton(name) for name in family.text_components if name not in model.components}
     return read_adapter(family, {**model.components, **absent}, path, notify, norms)
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of an adapter: one, or all of a PEFT directory.
+    """Return the paths of an adapter's files: one file, or all files of a PEFT directory.
 
     Raises:
         AdapterError: there is no such file, or it is a pickle.
@@ -111,9 +111,10 @@ def read_adapter(
     notify: Notify = lambda text: None,
     norms: dict[str, Tensor] | None = None,
 ) -> tuple[FileKind, dict[str, Entry]]:
-    """Like ``read_lora``, and also return the file's kind.
+    """Read an adapter like ``read_lora``. Return its file kind, and its entries keyed by module name.
 
-    ``norms`` gets the trained norms of a file with kohya's names; None: such a file is refused.
+    ``norms`` receives the trained norms of a file with kohya's names. If it is None, a file with trained norms is
+    refused.
     """
     try:
         folders = peft_folders(path)
@@ -145,7 +146,7 @@ def _read_file(
 
 
 def _read_folder(family: ModelFamily, folder: Path, component: str, notify: Notify) -> tuple[str, Contents[Tensor]]:
-    """Read one PEFT folder; also returns the component that its name gives, if there are several folders."""
+    """Read one PEFT folder. Return ``component`` unchanged, and the contents."""
     config = read_peft_config(folder)
     tensors = read_tensors(read_header(folder / PEFT_WEIGHTS, AdapterError), error=AdapterError)
     return component, contents_of(
@@ -159,10 +160,10 @@ def _entries(
     read: Sequence[tuple[str, Contents[Tensor]]],
     path: Path,
 ) -> tuple[FileKind, dict[str, Entry]]:
-    """Return the kind and the entries by module, in the shapes that the model's layers need."""
+    """Return the file kind, and the entries keyed by module name in the shapes that the model's layers need."""
     kind, *others = {found.kind.name: file_kind(found.kind) for _, found in read}.values()
     if others:
-        raise ValueError(f"it contains a {kind.name} and a {others[0].name}")
+        raise ValueError(f"it contains both a {kind.name} and a {others[0].name}")
     files = family.files
     ways = (files.rows, files.original, _qkv_rows(files))
     table, original, whole_qkv = (KeyTable(components, rows_of) for rows_of in ways)
@@ -186,10 +187,15 @@ def _entries(
             rank = each.rank if kind.parts.config_decides_rank else None
             module = FileModule(each.key, each.parts, each.alpha, each.rslora, rank)
             if modules.setdefault(name, module) is not module:
-                raise ValueError(f"{each.key} and {modules[name].key} are the same module")
+                raise ValueError(f"{each.key} and {modules[name].key} belong to the same module")
     count = len(modules) + len(unknown)
     if not count and not any(found.norms for _, found in read):
-        raise file_error("lora-empty", "This file holds no LoRA.", path, "Give a LoRA file; base models go in model.")
+        raise file_error(
+            "lora-empty",
+            "This file contains no LoRA.",
+            path,
+            "Use a LoRA file. Base models belong in the model section.",
+        )
     if unknown:
         raise _of_another_model(family, sorted(unknown), path, count, known=[m.key for m in modules.values()])
     fitting = {**shapes, **table.shapes, **original.shapes, **whole_qkv.shapes}
@@ -198,7 +204,11 @@ def _entries(
 
 
 def _qkv_rows(files: FileNames) -> RowsOf:
-    """As ``FileNames.original``, but only query, key and value where the original fuses more (XLabs' FLUX)."""
+    """Return a function like ``FileNames.original`` for XLabs' FLUX files.
+
+    These files fuse only query, key and value where the original release fuses them with more weights (``linear1``).
+    All other modules have no rows.
+    """
 
     def rows_of(component: str, module: str, rows: int) -> Rows:
         named = files.original(component, module, rows)
@@ -212,7 +222,10 @@ def _qkv_rows(files: FileNames) -> RowsOf:
 def _meant(
     family: ModelFamily, components: Mapping[str, nn.Module], table: KeyTable, original: KeyTable, whole_qkv: KeyTable
 ) -> dict[NamedModule, str]:
-    """Return every spelling of the model's modules -> the module, or the key of a table that covers several."""
+    """Return all names that a file may use for the model's modules, mapped to the names used here.
+
+    A name maps to a module, or to the key of a table if it covers several modules.
+    """
     main = main_component(family)
     found = {NamedModule(main, plain(key)): original.whole(key) or key for key in original.parts}
     found |= {NamedModule(main, plain(key)): key for key in whole_qkv.parts}
@@ -228,7 +241,7 @@ def _meant(
 
 
 def _foreign(family: ModelFamily, names: Iterable[str], shapes: Shapes | None) -> Origin | None:
-    """Return the origin of the names if it excludes the family; None if it includes it or is unknown."""
+    """Return the origin of the names if it is a different family; None if it is this family or unknown."""
     origin = origin_of(names, shapes)
     return None if origin is None or family.name in origin.families else origin
 
@@ -241,44 +254,48 @@ def _of_another_model(
     shapes: Shapes | None = None,
     known: Sequence[str] = (),
 ) -> AdapterError:
-    """Return the error for modules that this model lacks. It names the model that they belong to, if known.
+    """Return the error for modules that this model lacks. It names the model that they belong to, if that is known.
 
     Args:
         family: family of the base model.
-        unknown: names of the modules, or of all tensors if the model was not searched.
-        path: the file.
-        count: number of all modules; 0 if the model was not searched.
-        shapes: of the file's tensors, if they are known.
-        known: names of the modules that the model has.
+        unknown: names of the lacking modules; if the model was not searched, names of all tensors.
+        path: path of the file.
+        count: number of modules in the file; 0 if the model was not searched.
+        shapes: shapes of the file's tensors, or None if unknown.
+        known: names of the file's modules that the model has.
     """
     origin = _foreign(family, unknown, shapes)
     base = PRODUCT[family.name].title if family.name in PRODUCT else family.name
     if origin is not None:
         of_origin = min(unknown, key=lambda name: _doubt(name, origin, family))
         if own := _of_this_model(family, unknown, known, origin):
-            what = f"This file is a mixture: it names {of_origin}, of {origin.title}, and {own}, of {base}."
+            what = f"The file is a mixture: it contains {of_origin}, of {origin.title}, and {own}, of {base}."
             fix = f"Use a complete file for {base}; this one was assembled from two."
             return file_error("lora-of-another-model", what, path, fix)
-        what = f"This is a LoRA for {origin.title}, but the base model is {base}: it names {of_origin}."
+        what = f"This is a LoRA for {origin.title}, but the base model is {base}. The file contains {of_origin}."
     elif count:
         what = f"This model lacks {len(unknown)} of {count_text(count, 'module')} of this LoRA, such as {unknown[0]}."
     else:
-        what = f"This LoRA names no part of the base model, which is {base}: it names {unknown[0]}."
-    fix = f"Use a LoRA that was made for {base}, or give the base model that this one was made for."
+        what = f"This LoRA matches no part of the base model ({base}). The file contains {unknown[0]}."
+    fix = f"Use a LoRA that was made for {base}, or give the base model that this LoRA was made for."
     return file_error("lora-of-another-model", what, path, fix)
 
 
 def _doubt(name: str, origin: Origin, family: ModelFamily) -> int:
-    """Return how poor a name is as evidence that a file is of ``origin``, not of the base's family (0: clear)."""
+    """Rank a name by how poorly it proves that a file is for ``origin`` rather than ``family``.
+
+    Returns:
+        0 if the name identifies ``origin``, 1 if it is unknown or from a third origin, 2 if ``family`` uses it too.
+    """
     each = origin_of([name])
     return 0 if each == origin else 1 if each is None or family.name not in each.families else 2
 
 
 def _of_this_model(family: ModelFamily, names: Sequence[str], known: Sequence[str], origin: Origin) -> str:
-    """Return a name that only the base model's family has, in a file with names of ``origin``; empty if there is none.
+    """Return a name that only the base model's family uses, from a file with names of ``origin``; "" if there is none.
 
-    A module of the model counts if ``origin`` has no such module. If the model was not searched, a name counts if only
-    this family uses it.
+    Such a name shows that the file mixes two models. Among ``known`` modules, ``origin`` must not have the name. Among
+    ``names``, no family except the base model's may use it.
     """
     for name in known:
         each = origin_of([name])
@@ -294,11 +311,14 @@ def _one_file(path: Path) -> Path:
         if len(files) == 1:
             return files[0]
         raise file_error(
-            "lora-missing", f"This folder contains {len(files)} safetensors files.", path, "Give one file."
+            "lora-missing",
+            f"The folder contains {len(files)} safetensors files instead of one.",
+            path,
+            "Use the path of a file.",
         )
     if not path.is_file():
         raise file_error(
-            "lora-missing", "There is no such LoRA file.", path, "Give a .safetensors file or a PEFT folder."
+            "lora-missing", "There is no such LoRA file.", path, "Use the path of a .safetensors file or a PEFT folder."
         )
-    refuse_pickle(path, "Use the .safetensors edition of the LoRA.", AdapterError)
+    refuse_pickle(path, "Use the .safetensors version of the LoRA.", AdapterError)
     return path

@@ -1,7 +1,7 @@
-"""Names of adapted modules: our own, stable across library versions, and those in files of other programs.
+"""Names of adapted modules: stable names used here, and the names in files of other programs.
 
-A module is named ``component.path`` ("unet.mid_block...to_q"). A file may name it differently. One weight of the file
-may cover several modules (query, key and value as one ``qkv``), or several weights of the file may be one module.
+A module is named ``component.path`` ("unet.mid_block...to_q"), but a file may name it differently. One weight of a file
+may cover several modules (query, key and value as one ``qkv``), or several weights of a file may form one module.
 ``KeyTable`` describes both cases as ranges of rows.
 """
 
@@ -19,20 +19,20 @@ from lora_rocm.families.lora_names import RowsOf
 from lora_rocm.kernels.weight_format import dense_shape
 
 TEXT_LEVEL = "text_model."
-"""A level of a text encoder's paths that transformers 5 dropped from one of SDXL's two text encoders."""
+"""Level in a text encoder's module paths. transformers 5 dropped it from one of SDXL's two text encoders."""
 
 SD_SCRIPTS = "sd-scripts"
 COMFYUI = "comfyui"
-"""The kohya format, with a DoRA's magnitudes for ComfyUI's rule (``LoraEntry.of_base_norm``)."""
+"""File format: kohya's names, with DoRA magnitudes converted for ComfyUI (``LoraEntry.of_base_norm``)."""
 
 
 def canonical(component: str, module: str) -> str:
-    """Return the name of a module, which is the same for every version of transformers."""
+    """Return the stable name of a module, which is the same for every version of transformers."""
     return f"{component}.{module.removeprefix(TEXT_LEVEL)}"
 
 
 def adaptable(component: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, base layer) of every Linear and Conv2d that can carry an adapter or already carries one."""
+    """Yield (path, base layer) for every Linear and Conv2d that can have an adapter or already has one."""
     injected: tuple[str, ...] = ()
     for path, module in component.named_modules():
         if isinstance(module, BaseTunerLayer):
@@ -43,13 +43,19 @@ def adaptable(component: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def main_component(family: ModelFamily) -> str:
-    """Return the family's main adapted component: its UNet or transformer."""
+    """Return the name of the family's main adapted component: its UNet or transformer."""
     return next(name for name in family.files.prefixes if name not in family.text_components)
 
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """Rows from ``first`` on of a module's weight, and the position ``at`` of the same rows in a key's weight."""
+    """A range of rows that a module's weight and a key's weight share.
+
+    module: name of the module.
+    first: first row in the module's weight.
+    at: first row in the key's weight.
+    count: number of rows.
+    """
 
     module: str
     first: int
@@ -62,15 +68,15 @@ class KeyTable:
 
     Args:
         components: the model's components.
-        rows_of: the file's function (see ``FileNames``).
+        rows_of: function of the file format that names the keys of a module (see ``FileNames``).
 
     Attributes:
-        parts: key -> parts, in the order of the key's rows.
-        rows: module name -> number of rows (outputs) of its weight.
-        shapes: key -> shape of the weight that the key names.
+        parts: maps a key to its slices, ordered by their rows in the key's weight.
+        rows: maps a module name to the number of rows (outputs) of its weight.
+        shapes: maps a key to the shape of its weight.
 
     Raises:
-        ValueError: two modules claim the same rows of a key, or rows of a module are missing.
+        ValueError: two modules claim the same rows of a key, or some rows of a module have no key.
     """
 
     def __init__(self, components: Mapping[str, nn.Module], rows_of: RowsOf) -> None:
@@ -86,30 +92,30 @@ class KeyTable:
                     self.parts.setdefault(key, []).append(WeightSlice(name, first, at, count))
                     inputs[key], first = tuple(rest), first + count
                 if placed and first != rows:
-                    raise ValueError(f"{name} has {rows} rows, of which its keys name {first}")
+                    raise ValueError(f"{name} has {rows} rows, but its keys cover only {first} of them")
         self.shapes: dict[str, tuple[int, ...]] = {}
         for key, parts in self.parts.items():
             parts.sort(key=lambda part: part.at)
             end = 0
             for part in parts:
                 if part.at < end:
-                    raise ValueError(f"{part.module} claims rows of {key} that another module has")
+                    raise ValueError(f"{part.module} and another module claim the same rows of {key}")
                 end = part.at + part.count
             self.shapes[key] = (end, *inputs[key])
 
     def whole(self, key: str) -> str | None:
-        """Return the module that corresponds one to one to a key; None if the key or the module is split."""
+        """Return the module that a key names completely; None if the key covers several modules or part of one."""
         (part, *others) = self.parts[key]
         alone = not others and part.count == self.rows[part.module]
         return part.module if alone else None
 
     def of_modules(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Convert entries by key to entries by module; entries that are already by module are kept.
+        """Convert entries keyed by file key to entries keyed by module. Entries already keyed by module are kept.
 
-        A module gets no entry if its rows of a shared key do not change.
+        A module gets no entry if the shared weight does not change its rows.
 
         Raises:
-            ValueError: an entry cannot be cut, or the entries of a module cannot be joined.
+            ValueError: an entry cannot be split by rows, or the entries of a module cannot be joined.
         """
         found: dict[str, Entry] = {name: entry for name, entry in entries.items() if name not in self.parts}
         pieces: dict[str, list[tuple[int, Entry]]] = {}
@@ -121,15 +127,16 @@ class KeyTable:
         for name, several in pieces.items():
             several.sort(key=lambda piece: piece[0])
             if name in found:
-                raise ValueError(f"the file has {name} twice, under two names")
+                raise ValueError(f"the file contains the module {name} twice, under two names")
             found[name] = several[0][1].joined(several, self.rows[name])
         return found
 
     def of_keys(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Convert entries by module to entries by key.
+        """Convert entries keyed by module to entries keyed by file key.
 
         Raises:
-            ValueError: an entry cannot be cut, or the entries of a key cannot be joined; the message names the keys.
+            ValueError: an entry cannot be split by rows, or the entries of a key cannot be joined. The message names
+                the keys.
         """
         found, unfit = dict[str, Entry](), dict[str, str]()
         for key, parts in self.parts.items():

@@ -1,4 +1,4 @@
-"""Checks whether a LoRA file can start a recipe's adapter; if not, names every setting that would allow it."""
+"""Checks whether a LoRA file can start a recipe's adapter. If not, the error names every setting to change."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def check_start(
     entries: Mapping[str, Entry],
     path: Path,
 ) -> None:
-    """Refuse a file that does not fit. The error names all settings to change; with them the file is accepted.
+    """Raise an error if a file cannot start the recipe's adapter. The error names all settings to change.
 
     Args:
-        family: knows the target presets.
+        family: the model family, which defines the target presets.
         lora: the recipe's adapter section.
         adapter: the adapter that the recipe defines.
-        files: the kind of the file.
-        entries: the file's entries by module name.
-        path: the file.
+        files: the file's kind.
+        entries: the file's entries, keyed by module name.
+        path: path of the file.
 
     Raises:
         AdapterError: init-from-kind, init-from-axis, init-from-beyond, init-from-unfit.
     """
     if files is not adapter.files:
         what = f"The file is a {files.name}, but the recipe trains a {adapter.files.name}."
-        fix = f"Set lora.type to {files.name.lower()}, or start without it."
+        fix = f"Set lora.type to {files.name.lower()}, or remove lora.init_from."
         raise _unfit("init-from-kind", what, path, fix)
     adapted = adapter.modules
     unfit = adapter.unfit(lora, entries, path)
@@ -59,20 +59,20 @@ def check_start(
 
 
 def _refuse_beyond_text_targets(family: ModelFamily, text: Iterable[str], path: Path) -> None:
-    """Refuse text encoder modules that are in no preset; no setting can target them."""
+    """Raise an error if the file adapts text encoder modules outside every preset; no setting can select these."""
     presets = list(family.lora_targets.values())
     beyond = [name for name in text if not any(_covers(preset, [name]) for preset in presets)]
     if beyond:
         raise _unfit(
             "init-from-beyond",
-            f"The file adapts {_modules(beyond)}, which is not trained here.",
+            f"The file adapts {_modules(beyond)}, which lora-rocm cannot train.",
             path,
-            "Start without it, or from a LoRA without these modules. lora-rocm sample can use the file unchanged.",
+            "Remove lora.init_from, or use a LoRA without these modules. lora-rocm sample can use the file unchanged.",
         )
 
 
 def _targets_for(family: ModelFamily, lora: AdapterSection, adapted: Iterable[str], more: Iterable[str]) -> str:
-    """Return a value of ``lora.targets`` that covers ``adapted`` and ``more``: a preset's name, or a YAML list."""
+    """Return a value of ``lora.targets`` that covers ``adapted`` and ``more``: a preset's name or a YAML list."""
     others = [name for name in adapted if name.split(".")[0] not in family.text_components]
     more = list(more)
     presets = family.lora_targets
@@ -91,12 +91,12 @@ def _targets_for(family: ModelFamily, lora: AdapterSection, adapted: Iterable[st
 
 
 def _expressions(family: ModelFamily, preset: Mapping[str, str]) -> list[str]:
-    """Return a preset's expressions, without the text encoders', which ``lora.targets`` does not select."""
+    """Return a preset's expressions except those for text encoders, which ``lora.targets`` does not select."""
     return [pattern for component, pattern in preset.items() if component not in family.text_components]
 
 
 def _covers(preset: Mapping[str, str], names: Iterable[str]) -> bool:
-    """Return whether a preset (component -> expression) adapts all of these modules."""
+    """Return whether a preset selects all of these modules. ``preset`` maps a component to a regular expression."""
     parts = [name.partition(".") for name in names]
     return all(re.fullmatch(preset.get(component, ""), module) is not None for component, _, module in parts)
 

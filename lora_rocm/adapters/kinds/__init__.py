@@ -1,1 +1,1 @@
-"""The kinds of adapters, one a file: LoRA, LoKr, LoHa, OFT, IA3; and what several of them share."""
+"""The kinds of adapters, one per file (LoRA, LoKr, LoHa, OFT, IA3), and the code that several of them share."""

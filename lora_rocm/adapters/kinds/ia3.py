@@ -1,7 +1,7 @@
-"""LyCORIS' IA3 (arXiv 2205.05638): each output of a layer is stretched, ``W' = (1 + w) W``, by one trained number.
+"""LyCORIS' IA3 (arXiv 2205.05638): one trained number ``w`` per output scales a layer, ``W' = (1 + w) W``.
 
-The bias is unchanged, as in LyCORIS and A1111. PEFT's IA3 stretches it too, so its files differ. The numbers start at
-zero.
+The bias is unchanged, as in LyCORIS and A1111. PEFT's IA3 scales the bias too, so PEFT's files differ. The numbers
+start at zero.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ STRETCH = "ia3_stretch"
 
 @dataclass
 class Ia3Entry(OutputEntry):
-    """One module's ``scale * w * W``, float32 on the CPU.
+    """One module's change ``scale * w * W``: float32 on the CPU.
 
-    stretch: [out], w.
+    stretch: ``w``, of shape [out].
     scale: factor of the change (1: as trained).
     shape: shape of the weight.
     """
@@ -47,11 +47,11 @@ class Ia3Entry(OutputEntry):
         return ARITHMETIC * norm_of(self.effect(weight)) + CANCELLATION * norm_of(weight)
 
     def named(self) -> dict[str, Tensor]:
-        """Return the tensors by name."""
+        """Return the trained tensor, keyed by its name in the layer."""
         return {STRETCH: self.stretch}
 
     def tensors(self, file_format: Form, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the file's tensors, in float32: they are few."""
+        """Return the tensors of a file, keyed by name suffix. They are always float32, because they are small."""
         shape = (-1,) if len(self.shape) == 2 else (1, -1, *[1] * len(self.shape[2:]))
         return {"weight": self.stretch.view(shape), "on_input": torch.tensor(0.0)}
 
@@ -60,7 +60,7 @@ class Ia3Entry(OutputEntry):
         return replace(self, stretch=self.stretch[part], shape=(count, *self.shape[1:]))
 
     def joined(self, parts: Sequence[tuple[int, Entry]], rows: int) -> Ia3Entry:
-        """Place the parts; the rows between them do not change."""
+        """Join the parts of a weight; rows without a part do not change."""
         stretch = self.stretch.new_zeros(rows)
         for first, entry in parts:
             assert isinstance(entry, Ia3Entry), "entries of one kind"
@@ -69,10 +69,10 @@ class Ia3Entry(OutputEntry):
 
 
 def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) -> Ia3Entry:
-    """Return one module's entry.
+    """Build the entry of one module.
 
     Raises:
-        AdapterError: the tensor does not fit this layer, or stretches the inputs.
+        AdapterError: the tensor does not fit this layer, or it scales the inputs instead of the outputs.
     """
     stretch = module.parts["weight"].float().flatten()
     if len(stretch) != shape[0]:
@@ -84,7 +84,7 @@ IA3 = FileKind(kind_named("IA3"), _entry)
 
 
 class Ia3Layer(OutputLayer):
-    """A layer with stretched outputs."""
+    """A layer that scales each output by a trained number."""
 
     adapter_layer_names = (STRETCH,)
 
@@ -97,7 +97,7 @@ class Ia3Layer(OutputLayer):
 
 
 class _Ia3Model(LoHaModel):
-    """PEFT's model for LoHa with the layer class above; LoHa's config has the needed fields."""
+    """PEFT's LoHa model, but with ``Ia3Layer`` as its layer. LoHa's config has all the fields that IA3 needs."""
 
     prefix = "ia3_"
     tuner_layer_cls = Ia3Layer
@@ -105,7 +105,7 @@ class _Ia3Model(LoHaModel):
 
 
 class Ia3Adapter(OutputAdapter):
-    """The IA3 layers of a model. Role: ia3_stretch."""
+    """The IA3 layers of a model, with one trained tensor each, in the role "ia3_stretch"."""
 
     algorithm = "ia3"
     layer_type = Ia3Layer
@@ -124,7 +124,7 @@ class Ia3Adapter(OutputAdapter):
 
     @classmethod
     def smaller(cls, lora: AdapterSection) -> Iterator[tuple[str, AdapterSection]]:
-        """Yield nothing: there is no smaller IA3."""
+        """Yield nothing: IA3 has no setting that trains fewer parameters."""
         yield from ()
 
     @staticmethod

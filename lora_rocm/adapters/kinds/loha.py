@@ -1,10 +1,11 @@
-"""LyCORIS' LoHa (arXiv 2108.06098): each weight's change is ``scale * (w1 * w2)``, entry by entry, of two products.
+"""LyCORIS' LoHa (arXiv 2108.06098): a weight changes by ``scale * (w1 * w2)``, an elementwise product.
 
-A rank of R in each product gives a change of rank up to R * R. The layers are PEFT's; they build the change of a weight
-in each forward pass, and rebuild it in the backward pass. As in LyCORIS (``lycoris/modules/loha.py``) the kernel of a
-convolution counts as inputs, the scale is alpha / rank, and ``w2_a`` starts at zero.
+``w1`` and ``w2`` are matrix products of rank R, so the change has a rank of up to R * R. The layers are PEFT's. They
+compute the change in each forward pass, and recompute it in the backward pass. As in LyCORIS
+(``lycoris/modules/loha.py``), a convolution's kernel counts as inputs, the scale is alpha / rank, and ``w2_a`` starts
+at zero.
 
-Dimensions: a weight [O, I, ...] has w1_a and w2_a [O, R], w1_b and w2_b [R, I * ...].
+Dimensions: for a weight [O, I, ...], w1_a and w2_a are [O, R], and w1_b and w2_b are [R, I * ...].
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from lora_rocm.recipe.adapter_sections import AdapterSection
 
 NAMES = FactorNames("hada")
 SPREAD = {"hada_w1_a": 0.1, "hada_w1_b": 1.0, "hada_w2_a": 0.0, "hada_w2_b": 1.0}
-"""Standard deviation of each tensor at the start, as in LyCORIS."""
+"""Standard deviation of each tensor's initial values, as in LyCORIS."""
 
 
 class LohaEntry(FactorEntry):
-    """One module's ``scale * (w1 * w2)``: float32 on the CPU.
+    """One module's change ``scale * (w1 * w2)``: float32 on the CPU.
 
-    w1, w2: ([O, R], [R, I * ...]), where ... is the kernel of a convolution.
+    w1, w2: pairs of factors ([O, R], [R, I * ...]), where ... is the kernel of a convolution.
     """
 
     title, names = "LoHa", NAMES
@@ -54,7 +55,7 @@ class LohaEntry(FactorEntry):
         return norm_of(self.update())
 
     def allowance(self, dtype: torch.dtype, weight: Tensor | None = None) -> float:
-        """Bound the error of each product, and multiply it by the largest entry of the other one."""
+        """Return an error bound: each product's error, multiplied by the largest element of the other product."""
         found = []
         for factor in (self.w1, self.w2):
             size, off = product_of(*(rounded(tensor, dtype) for tensor in factor))
@@ -75,10 +76,10 @@ class LohaEntry(FactorEntry):
 
 
 def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) -> LohaEntry:
-    """Return one module's entry. Without an alpha the scale is 1.
+    """Build the entry of one module. Without an alpha the scale is 1.
 
     Raises:
-        ValueError: the tensors are not two products of one rank.
+        ValueError: the tensors are not two matrix products of the same rank.
         AdapterError: the tensors do not fit this layer.
     """
     w1, w2 = ((a, b.flatten(1)) for a, b in NAMES.of_file(module))
@@ -93,16 +94,16 @@ LOHA = FileKind(kind_named("LoHa"), _entry)
 
 
 def _change(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the change of a weight, [O, I * ...]; the backward pass keeps the four tensors alone."""
+    """Return the change of a weight, of shape [O, I * ...]. Only its four tensors are saved for the backward pass."""
     change: Tensor = HadaWeight.apply(*tensors)
     return change
 
 
 class LohaLinear(LycorisLayer, Linear):
-    """PEFT's linear layer, without storing the change of the weight between the passes."""
+    """PEFT's linear LoHa layer, but the weight's change is not stored between forward and backward pass."""
 
     def create_adapter_parameters(self, adapter_name: str, r: int, shape: tuple[int, ...]) -> None:
-        """As in PEFT, for the dense weight: in a quantised base, ``shape`` is the shape of the packed bytes."""
+        """Create PEFT's parameters for the weight's dense shape, because ``shape`` may be a packed weight's shape."""
         layer: Any = self
         Linear.create_adapter_parameters(self, adapter_name, r, dense_shape(layer.get_base_layer()))
 
@@ -114,7 +115,7 @@ class LohaLinear(LycorisLayer, Linear):
 
 
 class LohaConv2d(LycorisLayer, Conv2d):
-    """The same for a convolution."""
+    """PEFT's LoHa layer for convolutions, but the weight's change is not stored between forward and backward pass."""
 
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
         x = self.input_dropout(x)
@@ -124,13 +125,13 @@ class LohaConv2d(LycorisLayer, Conv2d):
 
 
 class _LohaModel(LoHaModel):
-    """PEFT's ``LoHaModel``, with the layer classes above."""
+    """PEFT's LoHa model, with the layer classes of this module."""
 
     layers_mapping = {nn.Linear: LohaLinear, nn.Conv2d: LohaConv2d}
 
 
 class LohaAdapter(FactorAdapter):
-    """The LoHa layers of a model. Roles: hada_w1_a, hada_w1_b, hada_w2_a, hada_w2_b."""
+    """The LoHa layers of a model. Roles of the tensors: hada_w1_a, hada_w1_b, hada_w2_a, hada_w2_b."""
 
     algorithm = "loha"
     layer_type = LoHaLayer
@@ -156,12 +157,12 @@ class LohaAdapter(FactorAdapter):
         return torch.stack(norms)
 
     def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
-        """Draw all tensors from a normal distribution, except w2_a, which is zero."""
+        """Draw w1_a, w1_b and w2_b from normal distributions, and set w2_a to zero."""
         for role, tensor in self.trained(layer, PEFT_NAME).items():
             tensor.copy_(torch.randn(tensor.shape, generator=rng) * SPREAD[role])
 
     def fill(self, layer: Any, entry: LohaEntry) -> None:
-        """Copy the entry; the layer's scale may differ from the file's, and its rank may be higher."""
+        """Copy the entry's effect. The layer may have another scale than the file, and a higher rank."""
         ours = NAMES.split(self.trained(layer, PEFT_NAME))
         for mine, theirs in zip(ours, (entry.w1, entry.w2), strict=True):
             mine[0].zero_()[:, : entry.rank].copy_(theirs[0])

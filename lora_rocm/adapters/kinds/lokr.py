@@ -1,10 +1,10 @@
-"""LyCORIS' LoKr: each weight's change is a Kronecker product, ``scale * kron(w1, w2)``, of two small matrices.
+"""LyCORIS' LoKr: a weight changes by ``scale * kron(w1, w2)``, the Kronecker product of two small matrices.
 
-Each factor is one matrix or a product of two. The layers are PEFT's, but apply the product factor by factor: the
-full-size change of a weight is never materialised. As in LyCORIS (``lycoris/modules/lokr.py``), the scale is
-alpha / rank, or 1 if neither factor is a low-rank product. ``w2`` (or its second part) starts at zero.
+Each factor is one matrix or a product of two. The layers are PEFT's, but they apply one factor after the other and
+never build the full-size change. As in LyCORIS (``lycoris/modules/lokr.py``), the scale is alpha / rank, or 1 if
+neither factor is a product. ``w2``, or its second matrix, starts at zero.
 
-Dimensions: a weight [l * k, m * n, ...] has w1 [l, m] and w2 [k, n, ...]; R is the rank.
+Dimensions: for a weight [l * k, m * n, ...], w1 is [l, m] and w2 is [k, n, ...]. R is the rank.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from lora_rocm.recipe.adapter_sections import AdapterSection, LokrSection
 
 NAMES = FactorNames("lokr", whole=True)
 FACTORS_TRIED = 1024
-"""Upper bound of the decomposition factors tried for a file; LyCORIS' own presets go up to 64."""
+"""Largest decomposition factor that is tried when reading a file. LyCORIS' own presets go up to 64."""
 
 
 class LokrEntry(FactorEntry):
-    """One module's ``scale * kron(w1, w2)``: float32 on the CPU.
+    """One module's change ``scale * kron(w1, w2)``: float32 on the CPU.
 
-    w1: ([l, m],) or ([l, R], [R, m]).
+    w1: one matrix ([l, m],), or a product of two ([l, R], [R, m]).
     w2: ([k, n, ...],) or ([k, R], [R, n * ...]), where ... is the kernel of a convolution.
     """
 
@@ -47,12 +47,12 @@ class LokrEntry(FactorEntry):
 
     @property
     def rank(self) -> int | None:
-        """Rank of w2, which divides a file's alpha; the rank of w1 if only w1 is a product, None if neither is."""
+        """Rank by which a file's alpha is divided: the rank of w2, else of w1; None if neither factor is a product."""
         return next((len(factor[1]) for factor in (self.w2, self.w1) if len(factor) == 2), None)
 
     @property
     def sides(self) -> tuple[int, int, int, int]:
-        """(l, k, m, n)."""
+        """Numbers (l, k, m, n) that split the weight's sides into l * k outputs and m * n inputs."""
         outer, inner = len(self.w1[0]), self.w1[-1].shape[1]
         return outer, self.shape[0] // outer, inner, self.shape[1] // inner
 
@@ -68,9 +68,9 @@ class LokrEntry(FactorEntry):
         return abs(self.scale) * (off + ARITHMETIC * size)
 
     def tensors(self, file_format: Form, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the file's tensors.
+        """Return the tensors of a file, keyed by name suffix.
 
-        A file's alpha counts only if a factor is a product; otherwise a scale other than 1 is folded into w1.
+        Readers ignore alpha if neither factor is a product. In this case a scale other than 1 is multiplied into w1.
         """
         folded = self.rank is None and self.scale != 1.0
         w1 = (self.w1[0] * self.scale,) if folded else self.w1
@@ -80,18 +80,21 @@ class LokrEntry(FactorEntry):
         return found
 
     def rows(self, first: int, count: int) -> LokrEntry:
-        """Cut whole blocks of rows, which are rows of w1."""
+        """Return the entry for some rows of the weight. They must be whole blocks (one per row of w1)."""
         if (first, count) == (0, self.shape[0]):
             return self
         height = self.shape[0] // len(self.w1[0])
         if first % height or count % height:
-            raise ValueError("a LoKr of several modules at once can only be cut between its blocks")
+            raise ValueError("a LoKr of a fused weight can be split into modules only between blocks")
         part = slice(first // height, (first + count) // height)
         return replace(self, w1=(self.w1[0][part], *self.w1[1:]), shape=(count, *self.shape[1:]))
 
 
 def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) -> LokrEntry:
-    """Return one module's entry. PEFT's scale is alpha / rank of its config; in other files whole factors ignore alpha.
+    """Build the entry of one module.
+
+    In PEFT's files the scale is alpha / rank, as in the config. In other files alpha is ignored if neither factor is a
+    product.
 
     Raises:
         ValueError: the tensors cannot be a Kronecker product.
@@ -117,13 +120,13 @@ LOKR = FileKind(kind_named("LoKr"), _entry)
 
 
 def _weights(layer: Any) -> tuple[Tensor, Tensor]:
-    """Return (w1, w2) of a layer, with products multiplied out."""
+    """Return w1 and w2 of a layer as one matrix each."""
     w1, w2 = NAMES.split(LokrAdapter.trained(layer, PEFT_NAME))
     return product(w1), product(w2)
 
 
 class LokrLinear(LycorisLayer, Linear):
-    """PEFT's linear layer, which applies each factor separately; PEFT's own forward builds the full weight change."""
+    """PEFT's linear LoKr layer, but it applies the factors one after the other instead of building the full change."""
 
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
         w1_LM, w2_KN = _weights(self)
@@ -133,7 +136,10 @@ class LokrLinear(LycorisLayer, Linear):
 
 
 class LokrConv2d(LycorisLayer, Conv2d):
-    """The same for a convolution: w1 mixes groups of channels, then one small convolution by w2 serves all groups."""
+    """PEFT's LoKr layer for convolutions, but it applies the factors one after the other.
+
+    w1 mixes groups of channels; a small convolution with w2 is then applied to every group.
+    """
 
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
         w1_LM, w2 = _weights(self)
@@ -146,13 +152,13 @@ class LokrConv2d(LycorisLayer, Conv2d):
 
 
 class _LokrModel(LoKrModel):
-    """PEFT's ``LoKrModel``, with the layer classes above."""
+    """PEFT's LoKr model, with the layer classes of this module."""
 
     layers_mapping = {nn.Linear: LokrLinear, nn.Conv2d: LokrConv2d}
 
 
 class LokrAdapter(FactorAdapter):
-    """The LoKr layers of a model. Roles: lokr_w1 or lokr_w1_a and lokr_w1_b, and likewise for lokr_w2."""
+    """The LoKr layers of a model. Roles of the tensors: lokr_w1, or lokr_w1_a and lokr_w1_b; likewise for lokr_w2."""
 
     algorithm = "lokr"
     layer_type = LoKrLayer
@@ -175,7 +181,7 @@ class LokrAdapter(FactorAdapter):
 
     @classmethod
     def weights_of(cls, lora: AdapterSection, shape: Sequence[int]) -> int:
-        """Count trained numbers by the rule of PEFT and LyCORIS: a factor is a product if that is clearly smaller."""
+        """Return the number of trained parameters. As in PEFT and LyCORIS, a factor is a product only at a low rank."""
         assert isinstance(lora, LokrSection), "a section of this kind"
         (outer, height), (inner, width) = (factorization(side, lora.factor) for side in shape[:2])
         kernel, rank = math.prod(shape[2:]), lora.rank
@@ -197,7 +203,7 @@ class LokrAdapter(FactorAdapter):
         return norms_n
 
     def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
-        """Draw all tensors from a Kaiming uniform distribution, except the last tensor of w2, which is zero."""
+        """Draw all tensors from a Kaiming uniform distribution, except the last matrix of w2, which is set to zero."""
         *others, last = self.trained(layer, PEFT_NAME).values()
         for tensor in others:
             drawn = torch.empty(tensor.shape)
@@ -206,7 +212,7 @@ class LokrAdapter(FactorAdapter):
         last.zero_()
 
     def fill(self, layer: Any, entry: LokrEntry) -> None:
-        """Copy the entry; the layer's scale may differ from the file's, and its rank may be higher."""
+        """Copy the entry's effect. The layer may have another scale than the file, and a higher rank."""
         ours = NAMES.split(self.trained(layer, PEFT_NAME))
         for mine, theirs in zip(ours, (entry.w1, entry.w2), strict=True):
             if len(mine) == 1:
@@ -224,12 +230,12 @@ class LokrAdapter(FactorAdapter):
         if factor is None:
             raise AdapterError(
                 "init-from-unfit",
-                "The file does not fit the recipe: no single factor cuts all its layers.",
+                "The file does not fit the recipe: no single value of lora.factor matches all its layers.",
                 where=f"lora.init_from: {path}",
-                fix="Start without it. lora-rocm sample can use the file unchanged.",
+                fix="Remove lora.init_from. lora-rocm sample can use the file unchanged.",
             )
         if any(_cut(entry.shape, lora.factor) != entry.sides for entry in entries.values()):
-            found.append((f"its layers are cut by the factor {factor}", f"lora.factor to {factor}"))
+            found.append((f"its layers were built with the factor {factor}", f"lora.factor to {factor}"))
         needed = {name: max(entry.rank or 0, _rank_of_whole(entry)) for name, entry in entries.items()}
         found += self.lacking_ranks(lora, needed)
         highest = max(needed.values(), default=0)
@@ -237,7 +243,7 @@ class LokrAdapter(FactorAdapter):
             len(entry.w1) == 1 and max(lora.rank, highest) < max(entry.sides[0], entry.sides[2]) / 2
             for entry in entries.values()
         ):
-            found.append(("its first factors are whole", "lora.decompose_both to false"))
+            found.append(("its first factors are single matrices, not products", "lora.decompose_both to false"))
         return found
 
     def config_fields(self, layers: Sequence[Any]) -> dict[str, Any]:
@@ -261,7 +267,7 @@ class LokrAdapter(FactorAdapter):
         )
 
     def _factor(self) -> int:
-        """Return a factor that reproduces the cuts of all layers."""
+        """Return a decomposition factor that splits the weights of all layers as they are split now."""
         entries = (
             self.entry_of(layer, PEFT_NAME, self.trained(layer, PEFT_NAME)) for _, _, layer in self.modules.values()
         )
@@ -271,19 +277,19 @@ class LokrAdapter(FactorAdapter):
 
 
 def _rank_of_whole(entry: LokrEntry) -> int:
-    """The least rank at which a layer has a whole second factor, like the entry; 0 if the entry's is a product."""
+    """Return the lowest rank at which a layer's w2 is one matrix, as the entry's is; 0 if the entry's is a product."""
     return -(-max(entry.sides[1], entry.sides[3]) // 2) if len(entry.w2) == 1 else 0
 
 
 def _cut(shape: Sequence[int], factor: int) -> tuple[int, int, int, int]:
-    """Return (l, k, m, n) of a weight that is cut by a factor."""
+    """Return (l, k, m, n), the split of a weight of this shape by a decomposition factor."""
     return (*factorization(shape[0], factor), *factorization(shape[1], factor))
 
 
 def _factor_of(sides: Iterable[tuple[int, int, int, int]]) -> int | None:
-    """Return a factor that gives all of these (l, k, m, n); None if there is none.
+    """Return a decomposition factor that results in all of these (l, k, m, n), or None if there is none.
 
-    Tries the largest cut first, because it is the most likely.
+    The largest split is tried first, because it is the most likely factor.
     """
     found = set(sides)
     largest: int = max(max(outer, inner) for outer, _, inner, _ in found)

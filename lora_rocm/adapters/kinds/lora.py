@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers, plain or weight-decomposed (DoRA); ``kernels.lora_layer`` computes the linear ones."""
+"""PEFT's LoRA layers, plain or weight-decomposed (DoRA). ``kernels.lora_layer`` computes the linear layers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Config(LoraConfig):  # type: ignore[misc]  # PEFT leaves its type open
 
 
 class LoraAdapter(Adapter):
-    """The LoRA layers of a model. Roles: lora_A, lora_B, magnitude (of a DoRA)."""
+    """The LoRA layers of a model. Roles of the tensors: lora_A, lora_B, and magnitude in a DoRA."""
 
     layer_type = LoraLayer
     files = LORA
@@ -129,10 +129,10 @@ class LoraAdapter(Adapter):
         return LoraEntry(tensors["lora_A"], tensors["lora_B"], trained_scale(layer, name), magnitude)
 
     def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
-        """Initialise according to ``lora.init``; by default A is Kaiming uniform and B zero.
+        """Initialise a layer as ``lora.init`` describes. By default A is Kaiming uniform and B is zero.
 
-        eva begins like the default, and gets its A later (``train.input_start``). A DoRA's magnitudes are the base's
-        norms. Ranks for which a start has no values begin like the default.
+        With eva, A begins as in the default, and ``train.input_start`` replaces it later. DoRA magnitudes are the row
+        norms of the base weight. Ranks for which ``lora.init`` has no values begin as in the default.
         """
         assert isinstance(lora, LoraSection), "a section of this kind"
         down, up = (torch.empty(pairs[PEFT_NAME].weight.shape) for pairs in (layer.lora_A, layer.lora_B))
@@ -153,12 +153,15 @@ class LoraAdapter(Adapter):
             _set_magnitude(layer, _row_norms(dense_weight(layer.get_base_layer())))
 
     def linear_downs(self) -> dict[str, Tensor]:
-        """Return module name -> the A [rank, inputs] of each linear layer, for a start that reads their inputs."""
+        """Return the A matrices [rank, inputs] of the linear layers, keyed by module name.
+
+        An initialisation that depends on the layers' inputs (eva) fills these matrices.
+        """
         found = {name: layer.lora_A[PEFT_NAME].weight for name, (_, _, layer) in self.modules.items()}
         return {name: weight for name, weight in found.items() if weight.ndim == 2}
 
     def fill(self, layer: Any, entry: LoraEntry) -> None:
-        """Copy the entry; the layer's scale may differ from the file's, and its rank may be higher."""
+        """Copy the entry's effect. The layer may have another scale than the file, and a higher rank."""
         layer.lora_A[PEFT_NAME].weight[: entry.rank].copy_(entry.down)
         layer.lora_B[PEFT_NAME].weight.zero_()[:, : entry.rank].copy_(entry.up * (entry.scale / trained_scale(layer)))
         if PEFT_NAME in layer.lora_magnitude_vector:
@@ -188,7 +191,7 @@ class LoraAdapter(Adapter):
         }
 
     def network(self) -> dict[str, str]:
-        """Return the metadata of a kohya file; its alpha is ``scale * rank``."""
+        """Return the ``ss_network_`` metadata of a kohya file, with ``scale * rank`` as its alpha."""
         layers = [layer for _, _, layer in self.modules.values()]
         ranks = {self.rank_in_files(layer) for layer in layers}
         alphas = {plain_number(round(trained_scale(layer) * self.rank_in_files(layer), 6)) for layer in layers}
@@ -209,9 +212,9 @@ class LoraAdapter(Adapter):
             if down is None or up is None:
                 raise AdapterError(
                     "adapter-mismatch",
-                    "This checkpoint lacks the start values of its LoRA.",
+                    "This checkpoint lacks the initial values of its LoRA, which lora.init needs.",
                     where=name,
-                    fix="Use the lora section of the recipe that wrote the checkpoint.",
+                    fix="Use the same lora section as the run that wrote the checkpoint.",
                 )
             held = fill_start(self.modules[name][2], down, -up)
             self.constants |= {f"{name}.{role}": tensor for role, tensor in held.items()}
@@ -255,7 +258,7 @@ class LoraAdapter(Adapter):
 
     @property
     def needs_float32(self) -> bool:
-        """Whether this is a DoRA: its norms use the base's weight in the input's dtype."""
+        """Whether the layers are DoRAs, which need float32: PEFT computes their norms in the dtype of the input."""
         return any(layer.lora_magnitude_vector for _, _, layer in self.modules.values())
 
     def narrow(self, lora: AdapterSection) -> int:
@@ -264,7 +267,10 @@ class LoraAdapter(Adapter):
         return sum(min(found["lora_A"][0].numel(), len(found["lora_B"])) < len(found["lora_A"]) for found in weights)
 
     def unstarted(self, lora: AdapterSection) -> int:
-        """As ``Adapter.unstarted``: pissa and olora start min(inputs, outputs) ranks, eva at most one per input."""
+        """Return the number of layers with more ranks than ``lora.init`` can initialise.
+
+        pissa and olora can initialise min(inputs, outputs) ranks, and eva one rank per input.
+        """
         assert isinstance(lora, LoraSection), "a section of this kind"
         if lora.reads_inputs:
             return sum(weight.shape[1] < weight.shape[0] for weight in self.linear_downs().values())
@@ -272,7 +278,7 @@ class LoraAdapter(Adapter):
 
 
 def config_for(component: str, root: nn.Module, entries: Mapping[str, LoraEntry]) -> LoraConfig | None:
-    """PEFT's config of layers at scale 1 for a file's entries of a component; None if there are none."""
+    """Return PEFT's config for a component's layers with ``entries``, at scale 1; None if it has no entries."""
     names = {path: canonical(component, path) for path, _ in adaptable(root)}
     ranks = {path: entries[name].rank for path, name in names.items() if name in entries}
     if not ranks:
@@ -284,15 +290,16 @@ def config_for(component: str, root: nn.Module, entries: Mapping[str, LoraEntry]
 
 
 def trained_scale(layer: LoraLayer, name: str = PEFT_NAME) -> float:
-    """Return the factor of B @ A at strength 1."""
+    """Return the factor of ``B @ A`` at strength 1: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
     rank = layer.r[name]
     return float(layer.lora_alpha[name] / (math.sqrt(rank) if layer.use_rslora[name] else rank))
 
 
 def _scale_inputs(layer: Any, entry: LoraEntry) -> None:
-    """Apply a DoRA's magnitudes per input, which PEFT's layers do not support: W diag(c) x = W (c x).
+    """Apply the magnitudes of a DoRA that normalises per input; PEFT's layers do not support them.
 
-    The factors are a buffer, so they move with the layer's weights.
+    Scaling the weight's columns equals scaling the input: W diag(c) x = W (c x). The factors c are registered as a
+    buffer, so they move with the layer's weights.
     """
     base = layer.get_base_layer()
     factors = entry.input_scale(dense_weight(base).cpu())
@@ -312,6 +319,6 @@ def _set_magnitude(layer: Any, magnitude_O: Tensor) -> None:
 
 
 def _row_norms(weight: Tensor) -> Tensor:
-    """Norm of each output row, in float32 (PEFT computes it in the base's dtype; bf16 is off by up to 0.4 %)."""
+    """Return the norms of the output rows, float32 [out]. In PEFT's bf16 they would be off by up to 0.4 %."""
     norms: Tensor = weight.float().flatten(1).norm(dim=1)
     return norms

@@ -1,4 +1,4 @@
-"""The LoRA of one module as values (with DoRA's magnitudes), and its file format."""
+"""The LoRA (or DoRA) of one module as values, and its file format."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from lora_rocm.model_files.adapter_parts import kind_named
 class LoraEntry(Entry):
     """One module's low-rank update, ``scale * up @ down``: float32 on the CPU.
 
-    down: [r, in] or [r, in, kh, kw].
-    up: [out, r] or [out, r, 1, 1].
+    down: matrix A, of shape [r, in] or [r, in, kh, kw].
+    up: matrix B, of shape [out, r] or [out, r, 1, 1].
     scale: factor of the product (alpha / rank, or alpha / sqrt(rank) for rsLoRA).
-    magnitude: [out] of a DoRA, or None.
-    input_magnitude: [in] of a DoRA that normalises each input's column instead (OneTrainer's default, LyCORIS with
-    wd_on_output=False), or None.
+    magnitude: magnitudes [out] of a DoRA that normalises each output's row, or None.
+    input_magnitude: magnitudes [in] of a DoRA that normalises each input's column, or None. OneTrainer does so by
+        default, and LyCORIS with wd_on_output=False.
     """
 
     down: Tensor
@@ -54,16 +54,17 @@ class LoraEntry(Entry):
         return self.magnitude is not None or self.input_magnitude is not None
 
     def update(self) -> Tensor:
-        """Return the update that is added to the weight before DoRA's normalisation, in the weight's shape."""
+        """Return the update, in the weight's shape. It is added to the weight before DoRA's normalisation."""
         product = (self.scale * self.up.flatten(1)) @ self.down.flatten(1)
         return product.reshape(self.up.shape[0], *self.down.shape[1:])
 
     def effect(self, weight: Tensor) -> Tensor:
-        """Return the total change of the weight: ``update``, or with DoRA ``m * (W + update) / ||W + update|| - W``.
+        """Return the weight's total change: ``update``, or for a DoRA ``m * (W + update) / ||W + update|| - W``.
 
         Args:
-            weight: the base weight, float32. The norm is per output row, or per input column if the magnitudes are per
-                input (DoRA, arXiv 2402.09353, eq. 5, normalises one axis; programs differ in which).
+            weight: the base weight W, float32. The norm is computed per output row, or per input column if the
+                magnitudes are per input. (DoRA, arXiv 2402.09353, eq. 5, normalises one axis; programs differ in which
+                one.)
         """
         if self.input_magnitude is not None:
             shape = (1, -1, *[1] * (weight.ndim - 2))
@@ -76,14 +77,14 @@ class LoraEntry(Entry):
         return change
 
     def input_scale(self, weight: Tensor) -> Tensor:
-        """Return [in]: ``input_magnitude / norm``, the factors of the adapted weight's inputs in a DoRA per input."""
+        """Return ``input_magnitude / ||W + update||``, [in], for a DoRA that normalises each input's column."""
         assert self.input_magnitude is not None, "a DoRA with magnitudes per input"
         norm = (weight + self.update()).transpose(0, 1).flatten(1).norm(dim=1)
         scale: Tensor = self.input_magnitude / (norm + torch.finfo(norm.dtype).eps)  # ComfyUI and LyCORIS add it, too
         return scale
 
     def norm(self) -> float:
-        """Return the norm of ``update``, computed from the small Gram matrices."""
+        """Return the Frobenius norm of ``update``, computed from the small Gram matrices of its factors."""
         up, down = self.scale * self.up.flatten(1), self.down.flatten(1)
         return math.sqrt(max(0.0, float(((up.T @ up) * (down @ down.T)).sum())))
 
@@ -91,7 +92,10 @@ class LoraEntry(Entry):
         return replace(self, magnitude=None, input_magnitude=None)
 
     def difference(self, other: Entry) -> Tensor:
-        """Compute U2 V2 - U1 V1 as (U2 - U1) V2 + U1 (V2 - V1), which avoids cancellation."""
+        """Return ``other.update() - self.update()``.
+
+        U2 V2 - U1 V1 is computed as (U2 - U1) V2 + U1 (V2 - V1), which avoids cancellation.
+        """
         if not isinstance(other, LoraEntry) or (other.up.shape, other.down.shape) != (self.up.shape, self.down.shape):
             return super().difference(other)
         ours, theirs = self.scale * self.up.flatten(1), other.scale * other.up.flatten(1)
@@ -101,7 +105,8 @@ class LoraEntry(Entry):
     def allowance(self, dtype: torch.dtype, weight: Tensor | None = None) -> float:
         """Return a first-order bound of the product's error.
 
-        With DoRA the bound is multiplied by magnitude over norm, once for the product and once for the norm.
+        For a DoRA, it is multiplied by magnitude / norm to bound the error of the scaled product. This is doubled to
+        cover the norm's error as well.
         """
         size, off = product_of(rounded(self.down, dtype), rounded(self.up, dtype))
         bound = abs(self.scale) * (off + ARITHMETIC * size)
@@ -112,13 +117,13 @@ class LoraEntry(Entry):
         return 2 * stretch * bound + CANCELLATION * (norm_of(weight) + norm_of(self.magnitude))
 
     def of_base_norm(self, weight: Tensor) -> LoraEntry:
-        """Return the entry with the same effect for readers that take DoRA's norm from the base weight, like ComfyUI.
+        """Return an entry with the same effect for programs that take DoRA's norm from the base weight (ComfyUI).
 
-        ComfyUI computes ``m * (W + update) / ||W||`` (``comfy/weight_adapter/base.py``), so ``m`` is multiplied by
-        ``||W|| / ||W + update||``.
+        ComfyUI computes ``m * (W + update) / ||W||`` (``comfy/weight_adapter/base.py``). So this method multiplies
+        ``m`` by ``||W|| / ||W + update||``.
 
         Args:
-            weight: the base weight, float32.
+            weight: the base weight W, float32.
         """
         if self.magnitude is None:
             return self
@@ -126,10 +131,10 @@ class LoraEntry(Entry):
         return replace(self, magnitude=self.magnitude * ratio_O)
 
     def tensors(self, file_format: Form, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the file's tensors.
+        """Return the tensors of a file, keyed by name suffix.
 
-        In a kohya file alpha is ``scale * rank``, so alpha / rank is the trained scale, also for rsLoRA. PEFT's
-        magnitudes have the shape of its layers: [1, out, 1, 1] for a convolution.
+        In a kohya file alpha is ``scale * rank``, so that alpha / rank is the trained scale, even for rsLoRA. In a PEFT
+        file magnitudes have the shape of PEFT's layers: [1, out, 1, 1] for a convolution.
         """
         if file_format == "kohya":
             found = {"lora_down.weight": self.down.to(dtype), "lora_up.weight": self.up.to(dtype)}
@@ -148,28 +153,28 @@ class LoraEntry(Entry):
         return found
 
     def with_scale(self, scale: float) -> LoraEntry:
-        """Return the entry with another scale and the same update."""
+        """Return an entry with the same update but another scale; ``up`` is changed accordingly."""
         return replace(self, up=self.up * (self.scale / scale), scale=scale)
 
     def folded(self) -> LoraEntry:
         return self.with_scale(1.0)
 
     def of_rank(self, rank: int) -> LoraEntry:
-        """Return a folded entry of a higher rank with the same effect: its factors are padded with zeros."""
+        """Return a folded entry (scale 1) with the same effect, with its factors padded with zeros to a higher rank."""
         more, entry = rank - self.rank, self.folded()
         down = torch.cat([entry.down, entry.down.new_zeros(more, *entry.down.shape[1:])])
         up = torch.cat([entry.up, entry.up.new_zeros(len(entry.up), more, *entry.up.shape[2:])], dim=1)
         return replace(entry, down=down, up=up)
 
     def rows(self, first: int, count: int) -> LoraEntry:
-        """Return an entry with these rows of ``up``, and only the ranks that reach them (at least one).
+        """Return an entry with these rows of ``up`` and only the ranks that these rows use (at least one).
 
-        On the meta device, where no value is known, all ranks stay.
+        On the meta device the values are unknown, so all ranks are kept.
         """
         if (first, count) == (0, len(self.up)):
             return self
         if self.input_magnitude is not None:
-            raise ValueError("a DoRA with one magnitude per input cannot be cut into modules")
+            raise ValueError("a DoRA with one magnitude per input cannot be split into modules")
         part = slice(first, first + count)
         magnitude = None if self.magnitude is None else self.magnitude[part]
         if self.up.is_meta:
@@ -179,18 +184,19 @@ class LoraEntry(Entry):
         return replace(self, down=self.down[used_R], up=self.up[part][:, used_R], magnitude=magnitude)
 
     def joined(self, parts: Sequence[tuple[int, Entry]], rows: int) -> LoraEntry:
-        """Share ``down`` if all parts have the same; otherwise concatenate the ranks, with a block-diagonal ``up``.
+        """Return the entry of a weight, joined from its parts.
 
-        On the meta device, where no value is known, parts of several modules count as different.
+        If all parts have the same ``down``, it is shared. Otherwise the ranks are concatenated, and ``up`` becomes
+        block-diagonal. On the meta device the values are unknown, so the parts of several modules count as different.
         """
         found = [(first, entry) for first, entry in parts if isinstance(entry, LoraEntry)]
         if len(found) == 1 and len(self.up) == rows:
             return self
         if any(entry.input_magnitude is not None for _, entry in found) or len(found) != len(parts):
-            raise ValueError("these modules cannot be written as one")
+            raise ValueError("these modules cannot be written as one weight")
         with_magnitude = [entry.magnitude for _, entry in found if entry.magnitude is not None]
         if with_magnitude and (len(with_magnitude) < len(found) or sum(map(len, with_magnitude)) < rows):
-            raise ValueError("a DoRA of some of the modules cannot be written as one of all")
+            raise ValueError("only some of these modules have DoRA magnitudes, so they cannot be written as one weight")
         shared = all(
             entry.down is self.down or (not self.down.is_meta and torch.equal(entry.down, self.down))
             for _, entry in found
@@ -206,9 +212,10 @@ class LoraEntry(Entry):
 
 
 def with_one_alpha(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
-    """Return entries with the same effects, and scales that are one alpha over their ranks, if all are LoRAs.
+    """Return entries with the same effects but one common alpha (scale = alpha / rank), if all of them are LoRAs.
 
-    diffusers ignores the alphas of a kohya file that differ from the most frequent one.
+    diffusers ignores the alphas of a kohya file that differ from the most frequent one. If any entry is not a LoRA, all
+    entries are returned unchanged.
     """
     loras = {name: entry for name, entry in entries.items() if isinstance(entry, LoraEntry)}
     alphas = {name: round(entry.scale * entry.rank, 6) for name, entry in loras.items()}
@@ -221,7 +228,7 @@ def with_one_alpha(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
 
 
 def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) -> LoraEntry:
-    """Return one module's entry; without an alpha the scale is 1, as every reader assumes.
+    """Build the entry of one module. Without an alpha the scale is 1, as every program assumes.
 
     Raises:
         ValueError: the tensors cannot be a low-rank update.
@@ -237,12 +244,13 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) ->
 
 
 def _magnitudes(module: FileModule, shape: tuple[int, ...], path: Path) -> tuple[Tensor | None, Tensor | None]:
-    """Return a DoRA's magnitudes as (per output, per input). For ``dora_scale`` the shape decides, by ComfyUI's rule.
+    """Return a DoRA's magnitudes as (per output, per input), each None if the file has none of this type.
 
-    [out, 1, ...] is per output, [1, in, 1, ...] per input; this also distinguishes the two for a square layer.
+    The shape of ``dora_scale`` decides, as in ComfyUI: [out, 1, ...] is per output, [1, in, 1, ...] per input. This
+    distinguishes the two even for a square weight.
 
     Raises:
-        AdapterError: lora-magnitudes.
+        AdapterError: "lora-magnitudes", the magnitudes fit neither axis of the weight.
     """
     for role in ("magnitude", "toolkit_magnitude", "dora_scale"):
         if role not in module.parts:
@@ -258,7 +266,7 @@ def _magnitudes(module: FileModule, shape: tuple[int, ...], path: Path) -> tuple
             f"The DoRA magnitudes of {module.key} have the shape {list(found.shape)}; its weight is {list(shape)}, so "
             f"{shape[0]} are needed (one per output), or {[1, shape[1]]} (one per input).",
             path,
-            "Use another file: this one is damaged, or of another model.",
+            "Use another file. This one is damaged, or made for another model.",
         )
     return None, None
 

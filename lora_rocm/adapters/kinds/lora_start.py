@@ -1,8 +1,8 @@
-"""Initial values of LoRA's factors: PEFT's ``init_lora_weights``, for linear layers and, flattened, for convolutions.
+"""Initial values of LoRA's factors, as in PEFT's ``init_lora_weights``. Convolution weights are flattened first.
 
-PiSSA and OLoRA start from a part of the base's weight. PEFT subtracts that part from the base. Here the base is
-unchanged, and a second, frozen pair of factors subtracts the part in each pass. The sum is the same, and the result is
-a LoRA for the base itself.
+PiSSA and OLoRA initialise the factors with a part of the base weight. PEFT subtracts this part from the base weight.
+Here the base weight is unchanged, and a second, frozen pair of factors subtracts the part in each forward pass. The sum
+is the same, and the result is a LoRA for the original base model.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from lora_rocm.adapters.kinds.lora_entry import LoraEntry
 
 START = "peft_start"
-"""PEFT's name of the frozen pair in a layer: the start's A, and its negated B."""
+"""PEFT's adapter name for the frozen pair of factors in a layer: the initial A, and the negated initial B."""
 EXACT_SIDE = 1024
-"""PiSSA's singular vectors are exact up to this smaller side of a weight; larger decompositions take seconds."""
+"""Size of a weight's smaller side up to which PiSSA is exact. Larger exact decompositions would take seconds."""
 ITERATIONS, LEAST_SPARE = 4, 16  # of PiSSA's fast decomposition of larger weights (arXiv 2404.02948, 4.5)
 Pair = tuple[Tensor, Tensor]
 
 
 def attach_start(layer: LoraLayer, name: str) -> None:
-    """Attach the frozen pair to a layer with the adapter ``name``, without values yet, in the weight's dtype."""
+    """Attach a zero-filled frozen pair, in the weight's dtype, to a layer with the adapter ``name``."""
     for pairs in (layer.lora_A, layer.lora_B):
         pair = copy.deepcopy(pairs[name])
         weight = pair.get_parameter("weight")
@@ -40,13 +40,17 @@ def attach_start(layer: LoraLayer, name: str) -> None:
 
 
 def cast_start(layer: Any, dtype: torch.dtype) -> None:
-    """Cast the frozen pair to the compute dtype. A packed weight's dtype is not the compute dtype."""
+    """Cast the frozen pair to the compute dtype. A packed weight needs this, because it has another dtype."""
     for pairs in (layer.lora_A, layer.lora_B):
         pairs[START].weight = pairs[START].weight.to(dtype)
 
 
 def fill_start(layer: Any, down: Tensor, up: Tensor) -> dict[str, Tensor]:
-    """Fill the frozen pair of a layer with a start. Returns role -> the values as the layer stores them, on the CPU."""
+    """Fill the frozen pair of a layer with its initial A and negated initial B.
+
+    Returns:
+        The values as the layer stores them, on the CPU, keyed by role ("start_A", "start_B").
+    """
     found = {}
     for role, pairs, values in (("start_A", layer.lora_A, down), ("start_B", layer.lora_B, -up)):
         held = pairs[START].weight
@@ -56,9 +60,9 @@ def fill_start(layer: Any, down: Tensor, up: Tensor) -> dict[str, Tensor]:
 
 
 def less_start(entry: LoraEntry, held: Mapping[str, Tensor]) -> LoraEntry:
-    """The update B A - B0 A0 as one pair of twice the rank: (B - B0) A + B0 (A - A0), which avoids cancellation.
+    """Return the update B A - B0 A0 as one pair of factors with twice the rank.
 
-    ``held``: result of ``fill_start``.
+    It is computed as (B - B0) A + B0 (A - A0), which avoids cancellation. ``held``: result of ``fill_start``.
     """
     down, up = held["start_A"].float(), -held["start_B"].float()
     joined_down = torch.cat([entry.down, entry.down - down])
@@ -66,14 +70,16 @@ def less_start(entry: LoraEntry, held: Mapping[str, Tensor]) -> LoraEntry:
 
 
 def factors(how: str, weight: Tensor, rank: int, scale: float, rng: torch.Generator) -> Pair:
-    """(A [k, in], B [out, k]) in float32; where ``weight`` has fewer rows or columns than the rank, k is less.
+    """Return initial factors (A [k, in], B [out, k]) in float32.
+
+    k is the rank; for pissa and olora it is lower if ``weight`` has fewer rows or columns than the rank.
 
     Args:
-        how: gaussian, orthogonal, pissa or olora.
-        weight: the base's weight, [out, in] in float32; a convolution's is flattened.
-        rank: the layer's rank.
+        how: initialisation method: gaussian, orthogonal, pissa or olora.
+        weight: the base weight, float32 [out, in]. A convolution's weight is flattened.
+        rank: rank of the layer.
         scale: factor of B @ A.
-        rng: a generator on the CPU.
+        rng: random generator on the CPU.
     """
     outputs, inputs = weight.shape
     if how == "gaussian":
@@ -99,7 +105,7 @@ def factors(how: str, weight: Tensor, rank: int, scale: float, rng: torch.Genera
 
 
 def _orthogonal(outputs: int, inputs: int, rank: int, rng: torch.Generator) -> Pair:
-    """Random factors with a product of zero: each uses one of two orthogonal halves of the ranks."""
+    """Return random (A, B) with B @ A = 0: each is built from one half of a set of orthogonal vectors."""
     q, _ = torch.linalg.qr(torch.randn(rank, rank, generator=rng))
     down = (torch.randn(inputs, rank // 2, generator=rng) @ q[0::2]).T / 10
     up = torch.randn(rank // 2, outputs, generator=rng).T @ q[1::2] / 10

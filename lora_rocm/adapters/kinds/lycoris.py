@@ -1,7 +1,7 @@
-"""Common code of LyCORIS' kinds of adapters: layers, the place of their tensors in files, and files of two factors.
+"""Common code of LyCORIS' adapter kinds: layers, names of their tensors, and files with two factors.
 
-The layers are PEFT's with another forward pass. It draws random numbers only for dropout; PEFT's draws one in every
-call.
+The layers are PEFT's with another forward pass. It draws random numbers only for dropout, whereas PEFT's forward pass
+draws one in every call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection, ProductSection
 
 Factor = tuple[Tensor, ...]
-"""One matrix, or the two of a product."""
+"""A factor of a product: one matrix, or two matrices that are multiplied."""
 
 
 def product(factor: Factor) -> Tensor:
@@ -42,7 +42,7 @@ class FactorNames:
     """Names of the tensors of a kind's two factors, in PEFT's layers and in files.
 
     prefix: start of the names ("lokr").
-    whole: whether a factor may be one matrix ("lokr_w1") instead of the two of a product ("lokr_w1_a", "lokr_w1_b").
+    whole: whether a factor may be one matrix ("lokr_w1") as well as a product of two ("lokr_w1_a", "lokr_w1_b").
     """
 
     prefix: str
@@ -54,26 +54,26 @@ class FactorNames:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """All names."""
+        """All names that the tensors can have."""
         endings = ("", "_a", "_b") if self.whole else ("_a", "_b")
         return tuple(f"{factor}{ending}" for factor in self.factors for ending in endings)
 
     def split(self, tensors: Mapping[str, Tensor]) -> tuple[Factor, Factor]:
-        """Return both factors from tensors by name.
+        """Return both factors, assembled from tensors keyed by name.
 
         Raises:
-            ValueError: a factor is missing, or given both whole and as a product.
+            ValueError: a factor is missing, or exists both as one matrix and as a product.
         """
         found: list[Factor] = []
         for factor in self.factors:
             whole, parts = factor in tensors, f"{factor}_a" in tensors
             if whole == parts:
-                raise ValueError(f"{factor} has to be given either whole or as a product")
+                raise ValueError(f"{factor} is missing, or present both as one matrix and as a product")
             found.append((tensors[factor],) if whole else (tensors[f"{factor}_a"], tensors[f"{factor}_b"]))
         return found[0], found[1]
 
     def named(self, w1: Factor, w2: Factor) -> dict[str, Tensor]:
-        """Return the tensors by name."""
+        """Return the tensors of both factors, keyed by name."""
         return {
             f"{name}{part}": tensor
             for name, factor in zip(self.factors, (w1, w2), strict=True)
@@ -81,10 +81,10 @@ class FactorNames:
         }
 
     def of_file(self, module: FileModule) -> tuple[Factor, Factor]:
-        """Return both factors of a module of a file, in float32.
+        """Return both factors of a file's module, in float32.
 
         Raises:
-            ValueError: they are not matrices, or the two of a product do not match.
+            ValueError: a tensor is not a matrix, or the two matrices of a product have different ranks.
         """
         found = self.split({role: tensor.float() for role, tensor in module.parts.items() if role != "alpha"})
         for factor in found:
@@ -93,21 +93,23 @@ class FactorNames:
                 or 0 in factor[0].shape
                 or (len(factor) == 2 and factor[0].shape[1] != len(factor[1]))
             ):
-                raise ValueError(f"{module.key} has factors of the shapes {[tuple(tensor.shape) for tensor in factor]}")
+                raise ValueError(
+                    f"{module.key} has factors that do not fit each other: {[tuple(tensor.shape) for tensor in factor]}"
+                )
         return found
 
 
 @dataclass
 class FactorEntry(Entry):
-    """The change of one module's weight as ``scale`` times a product of two factors, float32 on the CPU.
+    """The change of one module's weight: ``scale`` times a product of two factors, float32 on the CPU.
 
-    w1, w2: the factors.
+    w1, w2: the two factors.
     scale: factor of the product.
     shape: shape of the weight.
 
     Set by each kind:
-        title: its name.
-        names: of the tensors.
+        title: display name of the kind.
+        names: names of the kind's tensors.
     """
 
     w1: Factor
@@ -118,7 +120,7 @@ class FactorEntry(Entry):
     names: ClassVar[FactorNames]
 
     def named(self) -> dict[str, Tensor]:
-        """Return the tensors by name."""
+        """Return the tensors of both factors, keyed by name."""
         return self.names.named(self.w1, self.w2)
 
     def joined(self, parts: Sequence[tuple[int, Entry]], rows: int) -> Entry:
@@ -126,24 +128,30 @@ class FactorEntry(Entry):
 
 
 def alone(entry: Entry, parts: Sequence[tuple[int, Entry]], whole: bool, name: str) -> Entry:
-    """As ``Entry.joined``, for a kind that cannot be joined with other modules."""
+    """Implement ``Entry.joined`` for a kind that cannot join the entries of several modules.
+
+    Returns ``entry`` if it is the only part and covers the ``whole`` weight. ``name``: display name of the kind.
+
+    Raises:
+        ValueError: there are several parts, or the part does not cover the weight.
+    """
     if len(parts) == 1 and whole:
         return entry
-    raise ValueError(f"the {name} of several modules cannot be written as one for their fused weight")
+    raise ValueError(f"a {name} of several modules cannot be written as one fused weight")
 
 
 class LycorisLayer(nn.Module):
-    """The forward pass of a layer. A kind's layers have this class as a base before PEFT's layer.
+    """Base class of a kind's layers with their forward pass. It precedes PEFT's layer class in the list of bases.
 
-    input_dropout: ``change`` applies it to the tensor that it computes from.
-    dropouts: applied to the change of the output.
+    input_dropout: dropout that ``change`` applies to its input tensor.
+    dropouts: dropouts applied to the change of the output.
     """
 
     input_dropout: nn.Dropout
     dropouts: nn.Sequential
 
     def drop(self, config: PeftConfig) -> None:
-        """Set the dropout of a config."""
+        """Create the dropouts that a config describes."""
         layer: Any = self
         rates: Any = vars(config)
         self.input_dropout = nn.Dropout(rates.get("input_dropout", 0.0))
@@ -155,10 +163,10 @@ class LycorisLayer(nn.Module):
 
     @abstractmethod
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
-        """Return the change of the output at scale 1.
+        """Return the change of the layer's output at scale 1.
 
         Args:
-            x: the input, in the dtype of the trained tensors if inputs are cast.
+            x: the layer's input, cast to the dtype of the trained tensors if inputs are cast.
             output: the base layer's output.
             base: the base layer.
         """
@@ -178,7 +186,7 @@ class LycorisLayer(nn.Module):
 
 
 class OutputEntry(Entry):
-    """An entry with a change that depends completely on the base weight.
+    """An entry of a kind that multiplies the base weight, so that the change cannot be computed without it.
 
     shape: shape of the weight.
     """
@@ -194,7 +202,7 @@ class OutputEntry(Entry):
         return True
 
     def update(self) -> Tensor:
-        """Return zeros."""
+        """Return zeros: without the base weight, the change is unknown."""
         return torch.zeros(self.shape)
 
     def norm(self) -> float:
@@ -202,10 +210,10 @@ class OutputEntry(Entry):
 
 
 class OutputLayer(LycorisLayer, BaseTunerLayer):
-    """A layer of a kind that changes the base layer's output; PEFT lacks such layers. Its tensors start at zero.
+    """A layer that multiplies the base layer's output; PEFT has no such layers. Its tensors start at zero.
 
-    A change ``D W`` of a weight ``W`` changes the output by ``D`` times the output without the bias. Input dropout
-    is applied to that output.
+    Changing the weight ``W`` by ``D W`` adds ``D y`` to the output, where ``y`` is the output without the bias. Input
+    dropout is applied to ``y``.
     """
 
     other_param_names = ("r", "alpha", "scaling")
@@ -224,11 +232,11 @@ class OutputLayer(LycorisLayer, BaseTunerLayer):
     @classmethod
     @abstractmethod
     def sizes(cls, rows: int, r: int) -> dict[str, tuple[int, ...]]:
-        """Return name -> size of the tensors for a weight with this number of rows."""
+        """Return the shapes of the tensors, keyed by name, for a weight with this number of rows and rank ``r``."""
 
     @abstractmethod
     def changed(self, y: Tensor) -> Tensor:
-        """Return the change of the base layer's output without its bias, [..., O]."""
+        """Return the change of the output, of shape [..., O]. ``y``: the base layer's output without its bias."""
 
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
         channels = -3 if isinstance(base, nn.Conv2d) else -1
@@ -238,10 +246,10 @@ class OutputLayer(LycorisLayer, BaseTunerLayer):
 
 
 class LycorisAdapter(Adapter):
-    """The layers of one of LyCORIS' kinds. Roles: the names of the tensors in files.
+    """The layers of one of LyCORIS' kinds. The roles of the tensors are their names in files.
 
     Set by each kind:
-        algorithm: its name in LyCORIS.
+        algorithm: name of the kind in LyCORIS.
         tuner: PEFT's model class, with the kind's layers in its ``layers_mapping``.
     """
 
@@ -252,7 +260,7 @@ class LycorisAdapter(Adapter):
     @classmethod
     @abstractmethod
     def smallest(cls, pattern: str) -> PeftConfig:
-        """Return PEFT's config of the smallest layers; ``attach`` replaces their tensors."""
+        """Return a PEFT config that creates layers of minimal size; ``attach`` then replaces their tensors."""
 
     @classmethod
     def insert_layers(cls, component: nn.Module, config: PeftConfig) -> None:
@@ -285,11 +293,11 @@ class LycorisAdapter(Adapter):
         return {"rank_dropout": 0.0, "module_dropout": 0.0, "use_effective_conv2d": False, "init_weights": True}
 
     def arguments(self) -> dict[str, str]:
-        """Return LyCORIS' arguments other than the algorithm."""
+        """Return the arguments of LyCORIS' ``ss_network_args``, except the algorithm."""
         return {}
 
     def network(self) -> dict[str, str]:
-        """Return LyCORIS' own description, for kohya's tools."""
+        """Return the ``ss_network_`` metadata that LyCORIS itself would write, for kohya's tools."""
         layers = [layer for _, _, layer in self.modules.values()]
         layer = next((layer for layer in layers if layer.scaling[PEFT_NAME] != 1.0), layers[0])
         differs = len({layer.r[PEFT_NAME] for layer in layers}) > 1
@@ -302,10 +310,10 @@ class LycorisAdapter(Adapter):
 
 
 class FactorAdapter(LycorisAdapter):
-    """A kind with a weight change of ``scale`` times a product of its tensors.
+    """A kind that changes a weight by ``scale`` times a product of its tensors.
 
     Set by each kind:
-        config_type: PEFT's class of its configs.
+        config_type: PEFT's config class.
     """
 
     config_type: ClassVar[type[PeftConfig]]
@@ -326,7 +334,7 @@ class FactorAdapter(LycorisAdapter):
 
     @classmethod
     def options(cls, lora: Any) -> dict[str, Any]:
-        """Return the fields of PEFT's config that this kind alone has."""
+        """Return the PEFT config fields that only this kind has."""
         return {}
 
     @classmethod
@@ -336,7 +344,10 @@ class FactorAdapter(LycorisAdapter):
     @staticmethod
     @abstractmethod
     def update_norms(modules: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """Return the norms, float32 [n], of the changes at scale 1. ``modules``: tensors by role, of one shape."""
+        """Return the Frobenius norms of the modules' changes at scale 1, float32 [n].
+
+        ``modules``: n modules of one shape, each with its tensors keyed by role.
+        """
 
     def norm_limit(self, lora: AdapterSection) -> NormLimit | None:
         if lora.max_update_norm is None:
@@ -350,7 +361,7 @@ class FactorAdapter(LycorisAdapter):
 
 
 class OutputAdapter(LycorisAdapter):
-    """A kind with ``OutputLayer`` layers. PEFT's model for LoHa inserts them, and no PEFT folder is written."""
+    """A kind with ``OutputLayer`` layers. PEFT's LoHa model inserts them. It cannot be written as a PEFT folder."""
 
     readers = {"kohya": ("comfyui",)}
 
@@ -359,7 +370,7 @@ class OutputAdapter(LycorisAdapter):
         return LoHaConfig(r=1, alpha=0, target_modules=pattern)
 
     def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
-        """Start at zero."""
+        """Set the layer's tensors to zero."""
         for tensor in self.trained(layer, PEFT_NAME).values():
             tensor.zero_()
 

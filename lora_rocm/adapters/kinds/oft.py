@@ -1,9 +1,9 @@
 """LyCORIS' diag-oft (arXiv 2306.07280): rotates blocks of each weight's outputs, ``W' = R W``.
 
-``R = (I + Q) (I - Q)^-1`` is orthogonal, because ``Q`` is skew-symmetric: ``Q = B - B^T`` of the trained blocks ``B``,
-which start at zero. LyCORIS limits the norm of ``Q`` by its ``constraint`` times the number of outputs. ComfyUI limits
-it by the constraint alone, so files have the limited blocks and the constraint 0: every program reads them alike.
-PEFT's OFT rotates the inputs, so its files differ.
+``R = (I + Q) (I - Q)^-1`` is orthogonal, because ``Q = B - B^T`` is skew-symmetric. The trained blocks ``B`` start at
+zero. LyCORIS limits the norm of ``Q`` to ``constraint`` times the number of outputs, but ComfyUI limits it to the
+constraint itself. Files therefore store the already limited blocks and the constraint 0, which every program reads
+alike. PEFT's OFT rotates the inputs, so PEFT's files differ.
 
 Dimensions: a weight [K * N, I, ...] has K blocks [N, N].
 """
@@ -47,7 +47,7 @@ def _skew(blocks_KNN: Tensor) -> Tensor:
 
 
 def _limited(blocks_KNN: Tensor, limit: float) -> Tensor:
-    """Return the blocks with the norm of ``Q`` limited; 0: no limit."""
+    """Return the blocks, scaled so that the norm of ``Q`` is at most ``limit``. A limit of 0 means no limit."""
     if not limit:
         return blocks_KNN
     norm: Tensor = torch.linalg.vector_norm(_skew(blocks_KNN)) + 1e-8  # blocks start at zero
@@ -55,7 +55,7 @@ def _limited(blocks_KNN: Tensor, limit: float) -> Tensor:
 
 
 def _turn(blocks_KNN: Tensor) -> Tensor:
-    """Return ``R - I`` of each block, float32; the factors of R commute."""
+    """Return ``R - I`` of each block, float32 [K, N, N]. The two factors of R commute, so their order is irrelevant."""
     q_KNN, eye_NN = _skew(blocks_KNN), torch.eye(blocks_KNN.shape[1], device=blocks_KNN.device)
     turn: Tensor = torch.linalg.solve_ex(eye_NN - q_KNN, 2 * q_KNN)[0]  # (I + Q) - (I - Q)
     return turn
@@ -63,9 +63,9 @@ def _turn(blocks_KNN: Tensor) -> Tensor:
 
 @dataclass
 class OftEntry(OutputEntry):
-    """One module's ``scale * (R - I) W``: float32 on the CPU.
+    """One module's change ``scale * (R - I) W``: float32 on the CPU.
 
-    blocks: [K, N, N].
+    blocks: the trained blocks ``B``, of shape [K, N, N].
     scale: factor of the change (1: as trained).
     shape: shape of the weight.
     """
@@ -80,7 +80,10 @@ class OftEntry(OutputEntry):
         return change
 
     def allowance(self, dtype: torch.dtype, weight: Tensor | None = None) -> float:
-        """Bound R's error by four times the blocks' error: Q doubles it, and R's derivative is at most 2."""
+        """Return an error bound.
+
+        R's error is at most four times B's error: Q doubles it, and R's derivative is at most 2.
+        """
         if weight is None:
             return 0.0
         size, off = rounded(self.blocks, dtype)
@@ -88,17 +91,20 @@ class OftEntry(OutputEntry):
         return 4 * abs(self.scale) * (off + ARITHMETIC * size) * largest + CANCELLATION * norm_of(weight)
 
     def named(self) -> dict[str, Tensor]:
-        """Return the tensors by name."""
+        """Return the trained tensor, keyed by its name in the layer."""
         return {BLOCKS: self.blocks}
 
     def tensors(self, file_format: Form, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the file's tensors. Its alpha is the constraint."""
+        """Return the tensors of a file, keyed by name.
+
+        LyCORIS stores the constraint under the name "alpha"; it is 0 here.
+        """
         return {BLOCKS: self.blocks.to(dtype), "alpha": torch.tensor(0.0)}
 
     def rows(self, first: int, count: int) -> OftEntry:
         height = self.blocks.shape[1]
         if first % height or count % height:
-            raise ValueError("an OFT of several modules at once can only be cut between its blocks")
+            raise ValueError("an OFT of a fused weight can be split into modules only between blocks")
         part = slice(first // height, (first + count) // height)
         return replace(self, blocks=self.blocks[part], shape=(count, *self.shape[1:]))
 
@@ -107,11 +113,10 @@ class OftEntry(OutputEntry):
 
 
 def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) -> OftEntry:
-    """Return one module's entry.
+    """Build the entry of one module.
 
     Raises:
-        ValueError: the tensors are not square blocks.
-        AdapterError: the blocks do not fit this layer, or are limited by a constraint.
+        AdapterError: the blocks do not fit this layer.
     """
     blocks = module.parts[BLOCKS].float()
     rows = blocks.shape[0] * blocks.shape[1]
@@ -124,9 +129,9 @@ OFT = FileKind(kind_named("OFT"), _entry)
 
 
 class OftLayer(OutputLayer):
-    """A layer with outputs rotated in blocks.
+    """A layer that rotates its outputs block by block.
 
-    constraint: largest norm of Q divided by the number of outputs; 0: no limit.
+    constraint: limit of the norm of ``Q`` (see the module), divided by the number of outputs; 0 means no limit.
     """
 
     adapter_layer_names = (BLOCKS,)
@@ -134,12 +139,15 @@ class OftLayer(OutputLayer):
 
     @classmethod
     def sizes(cls, rows: int, r: int) -> dict[str, tuple[int, ...]]:
-        """Return the size by LyCORIS' rule: at most ``r`` rows per block, and no fewer blocks than rows per block."""
+        """Return the shape of the blocks by LyCORIS' rule.
+
+        A block has at most ``r`` rows, and there are at least as many blocks as rows in a block.
+        """
         height, count = sorted(factorization(rows, r))
         return {BLOCKS: (count, height, height)}
 
     def blocks(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the limited blocks, float32."""
+        """Return the blocks in float32, limited by the constraint."""
         blocks = tensors[BLOCKS].float()
         return _limited(blocks, self.constraint * blocks.shape[0] * blocks.shape[1])
 
@@ -149,7 +157,7 @@ class OftLayer(OutputLayer):
 
 
 class _OftModel(LoHaModel):
-    """PEFT's model for LoHa with the layer class above; LoHa's config has the needed fields."""
+    """PEFT's LoHa model, but with ``OftLayer`` as its layer. LoHa's config has all the fields that OFT needs."""
 
     prefix = "oft_"
     tuner_layer_cls = OftLayer
@@ -157,7 +165,7 @@ class _OftModel(LoHaModel):
 
 
 class OftAdapter(OutputAdapter):
-    """The OFT layers of a model. Role: oft_blocks."""
+    """The OFT layers of a model, with one trained tensor each, in the role "oft_blocks"."""
 
     algorithm = "diag-oft"
     layer_type = OftLayer
@@ -188,7 +196,7 @@ class OftAdapter(OutputAdapter):
 
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
         def fits(rank: int | None) -> bool:
-            """Whether all layers have the file's block sizes, now or at this rank."""
+            """Return whether the layers have the file's block sizes, at their present ranks (None) or at this rank."""
             return all(
                 entry.blocks.shape == OftLayer.sizes(entry.shape[0], rank or ranks.get(name, lora.rank))[BLOCKS]
                 for name, entry in entries.items()
@@ -201,9 +209,9 @@ class OftAdapter(OutputAdapter):
         if lora.overrides or not fits(size):
             raise AdapterError(
                 "init-from-unfit",
-                "The file does not fit the recipe: its block sizes do not match the ranks.",
+                "The file does not fit the recipe: no lora.rank results in its block sizes.",
                 where=f"lora.init_from: {path}",
-                fix="Start without it. lora-rocm sample can use the file unchanged.",
+                fix="Remove lora.init_from. lora-rocm sample can use the file unchanged.",
             )
         return [(f"its blocks have up to {size} rows", f"lora.rank to {size}")]
 
