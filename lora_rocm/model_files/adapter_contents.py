@@ -1,9 +1,10 @@
-"""Contents of an adapter file for a family: the modules, their strength, and checks of their numbers.
+"""Reads the contents of an adapter file for a model family: its modules, their strength and trained norms.
 
-``inspect``, ``check``, ``train``, ``sample`` and ``compare`` all call ``contents_of``, so they agree on every file.
+``inspect``, ``check``, ``train``, ``sample`` and ``compare`` all call ``contents_of``, so they judge every file alike.
 
-The strength of an update is alpha / rank, which the factors do not contain. A file that has lost it is refused: at
-another strength it would be a different adapter. A file without any alpha is read at strength 1, as every program does.
+The strength of an update is alpha / rank, which cannot be computed from the factors. A file that has lost its
+alphas is refused: at another strength it would be a different adapter. A file that never had alphas is read at
+strength 1, as every other program reads it.
 """
 
 from __future__ import annotations
@@ -25,20 +26,26 @@ from lora_rocm.model_files.peft_folder import PEFT_CONFIG
 
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 DORA_NORM = "dora_norm"
-"""Metadata of our files in the comfyui format: "base" if DoRA's magnitudes are for the norm of the base weight."""
+"""Metadata key of our files in the comfyui format. Its value is "base" if DoRA's magnitudes refer to the norm of the
+base weight.
+"""
 NORM_ENDINGS = (".w_norm", ".b_norm")
 MAGNITUDES = ("magnitude", "toolkit_magnitude", "dora_scale")
 PATTERN, MAX_WILDCARDS = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)*\$?"), 2
 
 
 NOT_UNDERSTOOD = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
-"""Errors of reading a file or a config with values of the wrong type, which ``not_understood`` explains."""
+"""Exceptions raised while reading a file or config that has values of the wrong type. ``not_understood`` explains
+them.
+"""
 IMPLAUSIBLE = 1e9
-"""A weight of a larger magnitude leads to numbers that are not finite; weights of published models are below 1e5."""
+"""Largest plausible magnitude of a weight: larger ones lead to infinities or NaN. Weights of published models are
+below 1e5.
+"""
 
 
 class Shaped(Protocol):
-    """A tensor, or its entry in a header."""
+    """A tensor, or the entry of a tensor in a file's header."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -52,26 +59,29 @@ Asked = TypeVar("Asked", contravariant=True)
 
 
 class Numbers(Protocol[Asked]):
-    """Reads the numbers of a file's tensors."""
+    """Gives access to the values of a file's tensors."""
 
     def array(self, stored: Asked) -> Any:
-        """Return the numbers as a float32 array of numpy."""
+        """Return the tensor's values as a float32 NumPy array."""
 
     def largest(self, stored: Asked) -> float:
-        """Return the largest magnitude; NaN or infinity if one number is; 0 if there are no numbers."""
+        """Return the largest magnitude in a tensor: NaN or infinity if any value is, and 0 if the tensor is empty."""
 
 
 OF_KOHYA = "ss_network_module"
-"""A field of kohya's metadata that every single file of this program has."""
+"""Metadata key from kohya's tools that every single-file adapter written by this program has."""
 
 
 @dataclass(frozen=True)
 class StoredModule(Generic[Values]):
-    """One module of a file.
+    """One adapted module in an adapter file.
 
-    key: its name in the file. place: the model's module. parts: role -> tensor. alpha: from its tensor, or from PEFT's
-    config if the config decides. rank: from PEFT's config, if the config decides. rslora: alpha is divided by the root
-    of the rank.
+    key: the module's name in the file.
+    place: the model's module that the name refers to.
+    parts: role ("up", "alpha") -> tensor.
+    alpha: value of the alpha tensor, or of PEFT's config if the module has no such tensor; None if neither exists.
+    rank: rank in PEFT's config; None if the config was not used.
+    rslora: whether alpha is divided by the square root of the rank instead of the rank.
     """
 
     key: str
@@ -83,9 +93,10 @@ class StoredModule(Generic[Values]):
 
     @property
     def per_input(self) -> bool:
-        """Whether it is a DoRA with one magnitude per input: ``dora_scale`` is [1, in, ...], by ComfyUI's rule.
+        """Whether this is a DoRA with one magnitude per input, judged by ComfyUI's rule.
 
-        [out, 1, ...] is one per output. The axis distinguishes the two for a square layer, too.
+        ``dora_scale`` has the shape [1, in, ...]. With one magnitude per output, the shape is [out, 1, ...]. So
+        square layers can be distinguished, too.
         """
         found = self.parts.get("dora_scale")
         shape = () if found is None else tuple(found.shape)
@@ -94,7 +105,12 @@ class StoredModule(Generic[Values]):
 
 @dataclass(frozen=True)
 class Contents(Generic[Values]):
-    """modules: the file's modules. unknown: keys that no model of the family has. norms: trained norms by name."""
+    """Contents of an adapter file.
+
+    modules: the adapted modules.
+    unknown: names of modules and norms that no model of the family has.
+    norms: tensor name -> trained norm.
+    """
 
     kind: KindParts
     modules: list[StoredModule[Values]]
@@ -113,21 +129,21 @@ def contents_of(
     with_norms: bool = True,
     notify: Notify = lambda text: None,
 ) -> Contents[Values]:
-    """Return the contents of a file for a family; ``notify`` receives notices.
+    """Read and check the contents of an adapter file for a family.
 
     Args:
         family: value of ``model.family``.
-        tensors: of the file, by its names.
-        path: of the file, for errors.
-        numbers: reads its tensors.
-        metadata: of the file.
-        peft: the config of a PEFT folder; None: the file is not in one.
-        with_norms: whether trained norms are accepted; else such a file is refused.
-        notify: receives notices.
+        tensors: the file's tensors, by name.
+        path: path of the file, for error messages.
+        numbers: reads the values of the tensors.
+        metadata: metadata of the file.
+        peft: config of the PEFT folder that contains the file, or None if it is not in one.
+        with_norms: whether trained norms are accepted. If not, a file with trained norms is refused.
+        notify: called with each notice for the user.
 
     Raises:
-        AdapterError: it is not an adapter, has unsupported tensors, has lost its strength, or has numbers that no model
-            computes with.
+        AdapterError: the file is not an adapter, has unsupported tensors, has lost its strength, or has numbers with
+            which no model works.
     """
     tell, notify = notify, lambda text: tell(legible(text))
     if DORA_NORM in (metadata or {}):
@@ -175,13 +191,13 @@ def _check(module: StoredModule[Values], kind: KindParts, path: Path, numbers: N
 
 
 def not_understood(error: BaseException, path: Path) -> AdapterError:
-    """Return the error for a file for which ``contents_of``, or a later step, raised one of ``NOT_UNDERSTOOD``."""
+    """Return the error to show for a file if ``contents_of`` or a later step raised one of ``NOT_UNDERSTOOD``."""
     what = f"This LoRA cannot be understood: {error}."
     return AdapterError("lora-unreadable", what, where=str(path), fix="Use another file.")
 
 
 def _configs(metadata: Mapping[str, str], dotted: Sequence[str], path: Path) -> dict[str, dict[str, Any]]:
-    """Return prefix of a component's names ("unet.", "") -> its config in the metadata of diffusers.
+    """Return the adapter configs in diffusers' metadata, by prefix of the component's module names ("unet.", or "").
 
     Raises:
         AdapterError: lora-strength: the metadata is not a JSON object.
@@ -210,12 +226,12 @@ def _by_config(
     *,
     whole_config: bool,
 ) -> StoredModule[Values]:
-    """Return a module without its own alpha: alpha and rank come from the config, if there is one.
+    """Return a module that has no alpha tensor: its alpha and rank come from the config, if there is one.
 
-    ``whole_config``: it is the file of a PEFT folder, which has all fields.
+    ``whole_config``: whether the config is the file of a PEFT folder, which has all fields.
 
     Raises:
-        AdapterError: lora-strength: the config does not give them, or belongs to another file.
+        AdapterError: lora-strength: alpha or rank is not in the config, or the config belongs to another adapter file.
     """
     if config is None or not kind.alpha_of:
         return StoredModule(key, place, parts, None, None, False)
@@ -245,13 +261,13 @@ def _by_config(
 
 
 def _peft_name(key: str, place: NamedModule) -> str:
-    """Return a module's name as the patterns of a PEFT config spell it."""
+    """Return a module's name in the spelling that the patterns of a PEFT config use."""
     starts = (PEFT_PREFIX, f"{place.component}.")
     return next((key.removeprefix(start) for start in starts if key.startswith(start)), key)
 
 
 def _config_place(path: Path, whole_config: bool) -> str:
-    """Return where the PEFT config is: a file next to the weights, or a field of their metadata."""
+    """Return the place of the PEFT config for messages: a file next to the weights, or a field of their metadata."""
     if not whole_config:
         return f"{path}: {DIFFUSERS_METADATA}"
     return str(path / PEFT_CONFIG if path.is_dir() else path.with_name(PEFT_CONFIG))
@@ -260,7 +276,7 @@ def _config_place(path: Path, whole_config: bool) -> str:
 def _name_unused_patterns(
     configs: Mapping[str, Mapping[str, Any]], modules: Sequence[StoredModule[Values]], place: str, notify: Notify
 ) -> None:
-    """Report the keys of a config's patterns that match none of its modules: their values have no effect."""
+    """Notify of keys in ``alpha_pattern`` and ``rank_pattern`` that match no module. Their values have no effect."""
     for start, config in configs.items():
         names = [
             _peft_name(each.key, each.place)
@@ -280,9 +296,9 @@ def _name_unused_patterns(
 def _check_zero_or_negative(
     modules: Sequence[StoredModule[Values]], norms: Mapping[str, Values], kind: KindParts, path: Path, notify: Notify
 ) -> None:
-    """Refuse an adapter without any effect; report modules without effect, or with a negative one.
+    """Refuse an adapter if all its modules have strength 0. Notify of single modules with zero or negative strength.
 
-    kohya's programs replace an alpha of 0 by the rank, which is strength 1; PEFT and ComfyUI read strength 0.
+    kohya's programs replace an alpha of 0 by the rank, which gives strength 1. PEFT and ComfyUI read strength 0.
 
     Raises:
         AdapterError: lora-strength: no module has an effect.
@@ -302,10 +318,10 @@ def _check_zero_or_negative(
 
 
 def _check_factors(module: StoredModule[Values]) -> None:
-    """Refuse factors that no model could use, whatever the sizes of its weights.
+    """Refuse factors that fit no weight of any size.
 
     Raises:
-        ValueError: factors are whole numbers, or do not fit each other.
+        ValueError: factors are stored as integers, or their shapes do not fit each other.
     """
     for role, value in module.parts.items():
         if role != "alpha" and len(value.shape) and re.match(r"torch\.(u?int|bool)|[IU]\d+$|BOOL$", str(value.dtype)):
@@ -320,10 +336,10 @@ def _check_factors(module: StoredModule[Values]) -> None:
 
 
 def _check_products(module: StoredModule[Values]) -> None:
-    """Refuse factors of the other kinds of adapter that do not fit each other.
+    """Refuse factors of LoKr, LoHa and OFT with shapes that do not fit each other.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not fit each other.
     """
     shapes = {role: tuple(value.shape) for role, value in module.parts.items()}
     for name in ("lokr_w1", "lokr_w2", "hada_w1", "hada_w2"):
@@ -346,7 +362,7 @@ def _check_products(module: StoredModule[Values]) -> None:
 
 
 def _check_magnitudes(module: StoredModule[Values], path: Path) -> None:
-    """Refuse a DoRA's magnitudes that are neither one per output nor one per input of the factors.
+    """Refuse DoRA magnitudes if their number matches neither the outputs nor the inputs of the factors.
 
     Raises:
         AdapterError: lora-magnitudes.
@@ -373,7 +389,7 @@ def _check_magnitudes(module: StoredModule[Values], path: Path) -> None:
 
 
 def _check_numbers(module: StoredModule[Values], kind: KindParts, path: Path, numbers: Numbers[Values]) -> None:
-    """Refuse numbers that no model computes with: in the tensors, and in the update at its strength.
+    """Refuse numbers with which no model works, both in the tensors and in the update scaled by its strength.
 
     Raises:
         AdapterError: lora-not-finite, lora-constraint, lora-parts.
@@ -397,7 +413,7 @@ def _check_numbers(module: StoredModule[Values], kind: KindParts, path: Path, nu
 
 
 def _check_constraint(module: StoredModule[Values], path: Path, numbers: Numbers[Values]) -> None:
-    """Refuse an OFT with a constraint that limits its rotation."""
+    """Refuse an OFT module if its constraint is small enough to limit the rotation."""
     assert module.alpha is not None, "asked for one with a constraint"
     blocks = numbers.array(module.parts["oft_blocks"])
     if math.isnan(module.alpha):
@@ -409,7 +425,7 @@ def _check_constraint(module: StoredModule[Values], path: Path, numbers: Numbers
 
 
 def _strength(module: StoredModule[Values], kind: KindParts) -> float | None:
-    """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA; None if there is no alpha, or it has no effect."""
+    """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA. Return None if alpha is missing or has no effect."""
     if module.alpha is None:
         return None
     # a LoKr's rank is taken from its second product if that has one
@@ -424,11 +440,11 @@ def _strength(module: StoredModule[Values], kind: KindParts) -> float | None:
 
 
 def _alpha(name: str, stored: Values, path: Path, numbers: Numbers[Values]) -> float:
-    """Return the number of an alpha's tensor.
+    """Return the value of an alpha tensor.
 
     Raises:
-        AdapterError: lora-strength: it is stored as true or false.
-        ValueError: it is not one number.
+        AdapterError: lora-strength: the tensor is a boolean.
+        ValueError: the tensor does not have exactly one value.
     """
     if math.prod(stored.shape) != 1:
         raise ValueError(f"{name:.200} has the shape {list(stored.shape)}")
@@ -439,7 +455,7 @@ def _alpha(name: str, stored: Values, path: Path, numbers: Numbers[Values]) -> f
 
 
 def _require_plausible(largest: Mapping[str, float], path: Path) -> None:
-    """Refuse a tensor with a largest magnitude that no model computes with. ``largest``: name -> magnitude.
+    """Refuse tensors with values that are too large, infinite or NaN. ``largest``: tensor name -> largest magnitude.
 
     Raises:
         AdapterError: lora-not-finite.
@@ -455,7 +471,10 @@ def _not_finite(what: str, path: Path) -> AdapterError:
 
 
 def other_axis(module: str, shape: Sequence[int], path: Path) -> AdapterError:
-    """Return the error for a run that starts from a DoRA with one magnitude per input. ``shape``: its magnitudes."""
+    """Return the error for a run that starts from a DoRA with one magnitude per input.
+
+    ``shape``: shape of the magnitudes.
+    """
     return AdapterError(
         "init-from-axis",
         f"The file is a DoRA with one magnitude per input (dora_scale of {module:.200}: {list(shape)}). Training "
@@ -469,10 +488,10 @@ def other_axis(module: str, shape: Sequence[int], path: Path) -> AdapterError:
 def _check_strength(
     modules: Sequence[StoredModule[Values]], kind: KindParts, path: Path, metadata: Mapping[str, str], notify: Notify
 ) -> None:
-    """Refuse a file in which the strength of some modules is not known.
+    """Refuse a file if the strength of some modules is unknown.
 
-    A single file of this program with PEFT's names has its strength in its factors. Its metadata distinguishes it from
-    PEFT's files, which have none of kohya's fields.
+    A single file with PEFT's names needs a PEFT config, except files of this program, which have the strength in
+    their factors. They are recognised by kohya's fields in their metadata, which PEFT's own files never have.
 
     Raises:
         AdapterError: lora-strength.
@@ -503,13 +522,13 @@ def _check_strength(
 
 
 def _value(config: Mapping[str, Any], patterns: str, default: str, module: str, place: str) -> tuple[str, Any]:
-    """Return a module's value in a PEFT config, and its field: the first pattern that matches it, else the default.
+    """Return the field and the value of a PEFT config that apply to a module.
 
-    ``place``: of the config, for errors.
+    The first key of ``patterns`` that matches the module decides, else the field ``default``. ``place``: place of
+    the config, for messages.
 
     Raises:
-        AdapterError: lora-strength: ``patterns`` does not map names to numbers; lora-unreadable: one of them cannot be
-            read.
+        AdapterError: lora-strength: ``patterns`` does not map names to numbers. lora-unreadable: a key is not a name.
     """
     own = config.get(patterns) or {}
     if not isinstance(own, Mapping):
@@ -526,19 +545,22 @@ def _value(config: Mapping[str, Any], patterns: str, default: str, module: str, 
 
 
 def as_number(value: object) -> float | None:
-    """Return a value of a config if it is a finite number, else None."""
+    """Return a config value if it is a finite number, else None."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Return whether a key of a pattern field matches a module, like PEFT's ``get_pattern_key``."""
+    """Return whether a key of ``alpha_pattern`` or ``rank_pattern`` matches a module, by PEFT's rules.
+
+    They are in PEFT's ``get_pattern_key``.
+    """
     return _is_pattern(pattern) and re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
 def _is_pattern(key: str) -> bool:
-    """Return whether a key is a pattern as PEFT's writers produce it.
+    """Return whether a key is a simple pattern, as PEFT's writers produce it.
 
-    Any other regular expression from an untrusted file could backtrack without end, so it is never tried.
+    Any other regular expression from an untrusted file is never tried, because it could backtrack endlessly.
     """
     return PATTERN.fullmatch(key) is not None and key.count(".*") <= MAX_WILDCARDS
 

@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors file, with errors for users."""
+"""Reads the header of a safetensors file, and raises errors that users understand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lora_rocm.foundation.safetensors_header import DamagedHeader, OtherFile, Te
 
 @dataclass(frozen=True)
 class TensorFileHeader:
-    """The header of one safetensors file. version: version of the file when the header was read."""
+    """The header of one safetensors file. version: identifies the file's state when the header was read."""
 
     path: Path
     tensors: dict[str, TensorEntry]
@@ -45,10 +45,10 @@ PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
 
 
 def refuse_pickle(path: Path, fix: str, error: type[UserError] = ModelError) -> None:
-    """Refuse a pickle file, by its name.
+    """Refuse a file if its suffix is a pickle suffix.
 
     Raises:
-        ModelError: pickle-refused (``error`` sets another class).
+        ModelError: pickle-refused. ``error`` replaces the class.
     """
     if path.suffix.lower() in PICKLE_SUFFIXES:
         what = "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read."
@@ -56,7 +56,7 @@ def refuse_pickle(path: Path, fix: str, error: type[UserError] = ModelError) -> 
 
 
 def refuse_gguf(path: Path, where: str) -> None:
-    """Refuse a GGUF file, by its name.
+    """Refuse a file if its suffix is .gguf.
 
     Raises:
         ModelError: gguf-refused.
@@ -71,10 +71,10 @@ def refuse_gguf(path: Path, where: str) -> None:
 
 
 def read_header(path: Path, error: type[UserError] = ModelError) -> TensorFileHeader:
-    """Read and check a header: the sizes must add up to the size of the file.
+    """Read and check a header: the sizes of its tensors must add up to the size of the file.
 
     Raises:
-        ModelError: weights-damaged, weights-unreadable, weights-format (``error`` sets another class).
+        ModelError: weights-damaged, weights-unreadable, weights-format. ``error`` replaces the class.
     """
     try:
         size = check_plain(path, sys.maxsize)

@@ -1,7 +1,7 @@
-"""Storage formats of a base's weights: unsupported ones are refused by name, and rounded ones give a notice.
+"""Storage formats of a base model's weights: unsupported formats are refused by name, and rounded ones cause a notice.
 
-A quantised or scaled weight is meaningless without its scale. Without the scale it is noise of the correct shape, and
-training on it would run to the end without an error.
+Quantised or scaled weights are meaningless without their scale. They would load as noise of the correct shape, and
+training on them would end without an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ READ = (
     (".input_scale", "scaled int8 or fp8"),
     (".scale_input", "ComfyUI's scaled fp8"),
 )
-"""Formats that ``base_models/stored_weights.py`` reads."""
+"""Formats that ``base_models/stored_weights.py`` can read: part of a tensor name -> name of the format."""
 SCALED = (
     (".SCB", "bitsandbytes in 8 bits"),
     (".qweight", "GPTQ or AWQ"),
@@ -40,7 +40,7 @@ USE_ANOTHER = "Use the edition of the model in float16, bfloat16 or float32."
 
 
 def refuse_scaled(path: Path, names: Iterable[str]) -> None:
-    """Refuse weights that are stored with scales in a format that is not read.
+    """Refuse weights that are stored with scales in an unsupported format.
 
     Raises:
         ModelError: weights-quantised.
@@ -51,13 +51,13 @@ def refuse_scaled(path: Path, names: Iterable[str]) -> None:
 
 
 def scaled(names: Iterable[str], formats: Sequence[tuple[str, str]] = (*READ, *SCALED)) -> tuple[str, str] | None:
-    """Return the name of the format of weights that are stored with scales, and a tensor that shows it."""
+    """Return the name of the storage format and a tensor that shows it; None if no format matches."""
     named = list(names)
     return next(((form, name) for part, form in formats for name in named if part in name), None)
 
 
 def refuse_quantised_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a component with a config that declares quantised weights.
+    """Refuse a component if its config declares quantised weights in an unsupported format.
 
     Raises:
         ModelError: weights-quantised.
@@ -72,7 +72,7 @@ def refuse_quantised_config(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def refuse_whole_numbers(path: Path, entries: Mapping[str, TensorEntry], names: Iterable[str]) -> None:
-    """Refuse integer weights.
+    """Refuse integer weights, which have no scale.
 
     Raises:
         ModelError: weights-quantised.
@@ -84,7 +84,7 @@ def refuse_whole_numbers(path: Path, entries: Mapping[str, TensorEntry], names: 
 
 
 def rounding(component: str, entries: Iterable[TensorEntry]) -> str:
-    """Return a notice if weights have fewer bits than any training precision, else an empty string."""
+    """Return a notice if some weights have fewer bits than any training precision, else an empty string."""
     found = sorted({entry.dtype for entry in entries} & ROUNDED.keys())
     if not found:
         return ""
@@ -95,7 +95,7 @@ def rounding(component: str, entries: Iterable[TensorEntry]) -> str:
 
 
 def scales_notice(component: str, file_formats: Sequence[str]) -> str:
-    """Return a notice if weights are stored with scales, else an empty string."""
+    """Return a notice about the storage formats with scales; an empty string if there are none."""
     if not file_formats:
         return ""
     return (
@@ -106,7 +106,7 @@ def scales_notice(component: str, file_formats: Sequence[str]) -> str:
 
 
 def quantised_error(file_format: str, path: Path, name: str) -> ModelError:
-    """Return the error for weights in a format that is not read."""
+    """Return the error for weights in an unsupported format. ``name``: a tensor in this format."""
     return _quantised(file_format, f"{path}: {printable(name):.200}")
 
 
