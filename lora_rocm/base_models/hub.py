@@ -1,4 +1,7 @@
-"""Models from the hub: the local cache first, then the network. Being offline is an error message, not a traceback."""
+"""Downloads models from the Hugging Face Hub; cached models need no network.
+
+If it is unreachable, an error explains it.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,15 @@ FILE_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES, ".yaml", ".json")
 
 
 def resembles_id(name: str) -> bool:
-    """Return whether a name that is not a path can be a hub id (``owner/model``)."""
+    """Return whether a name looks like a hub id (``owner/model``).
+
+    The caller has checked that it is not an existing path.
+    """
     return HUB_ID.fullmatch(name) is not None and not name.endswith(FILE_SUFFIXES)
 
 
 def download_model(repo: str, revision: str | None, parts: Sequence[str], tokenizers: Sequence[str]) -> Path:
-    """Return the snapshot folder of a diffusers model: configs, tokenizers and safetensors weights.
+    """Return the snapshot folder of a diffusers model, with its configs, tokenizers and safetensors weights.
 
     Half-precision weights are preferred.
 
@@ -55,9 +61,17 @@ def download_model(repo: str, revision: str | None, parts: Sequence[str], tokeni
 
 
 def download(repo: str, revision: str | None, patterns: list[str], complete: Callable[[Path], bool]) -> Path | None:
-    """Return the snapshot folder with the files of ``patterns``: from the cache if ``complete``, else from the network.
+    """Return the snapshot folder with the files that match ``patterns``.
 
-    Returns None if the snapshot is still incomplete, because the repository lacks files or the network failed.
+    The network is used unless the cache is complete.
+
+    Returns None if files are still missing, because the repository lacks them or the network failed.
+
+    Args:
+        repo: hub id of the model.
+        revision: branch, tag or commit; None for the default branch.
+        patterns: patterns of file names.
+        complete: returns whether a snapshot folder has all needed files.
 
     Raises:
         ModelError: hub-unreachable, hub-unknown, hub-gated.

@@ -1,4 +1,4 @@
-"""A run directory given as the base model."""
+"""Refuses a run directory that a recipe names as its base model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lora_rocm.rundir.results import LORA_FORMS, is_whole
 
 
 def refuse_run(folder: Path) -> None:
-    """Refuse a run directory as a base. A run directory that is also a model is accepted.
+    """Refuse a run directory as a base model, unless it also contains a model.
 
     Raises:
         ModelError: base-is-run.

@@ -1,4 +1,4 @@
-"""Files and folders of weights that a recipe names: only safetensors files are read."""
+"""Weight files and folders that a recipe names. Only safetensors files are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODEL_EDITION = "Use the .safetensors edition of the model, which nearly every p
 
 
 def existing_folder(name: str, key: str) -> Path:
-    """Return a folder that a key of the recipe names.
+    """Return the path of a folder that a recipe names. ``key``: the recipe's key, for the message.
 
     Raises:
         ModelError: model-missing.
@@ -26,7 +26,7 @@ def existing_folder(name: str, key: str) -> Path:
 
 
 def refuse_other_files(path: Path, key: str) -> None:
-    """Refuse a weights file that is not a safetensors file."""
+    """Refuse a weights file unless it is a safetensors file. ``key``: the recipe's key, for the message."""
     refuse_pickle(path, MODEL_EDITION)
     refuse_gguf(path, f"{key}: {path}")
     if path.suffix.lower() != ".safetensors":
@@ -35,7 +35,7 @@ def refuse_other_files(path: Path, key: str) -> None:
 
 
 def headers_in(folder: Path) -> list[TensorFileHeader]:
-    """Return headers of a component's weight files in a folder."""
+    """Return the headers of all weight files in a component's folder."""
     if files := weight_files(folder):
         return [read_header(file) for file in files]
     for path in sorted(folder.glob("*")):
