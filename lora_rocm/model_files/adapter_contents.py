@@ -148,7 +148,7 @@ def contents_of(
     tell, notify = notify, lambda text: tell(legible(text))
     if DORA_NORM in (metadata or {}):
         what = "This DoRA is in the comfyui format: its magnitudes fit ComfyUI's rule only."
-        fix = "Give the same run's file in the kohya or diffusers format."
+        fix = "Use the file of the same run in the kohya or diffusers format."
         raise AdapterError("lora-magnitudes", what, where=str(path), fix=fix)
     # Sort the tensors: norms, modules, configs
     standard, norms = standard_names(tensors, path), dict[str, Values]()
@@ -249,14 +249,14 @@ def _by_config(
             raise _lost(what, f"{place_of_config}: {field}", fix)
     if not isinstance(config.get("use_rslora") or False, bool):
         what = "The strength of this file is not known: use_rslora of its PEFT config is neither true nor false."
-        raise _lost(what, f"{place_of_config}: use_rslora", "Write true or false to use_rslora, as it was trained.")
+        raise _lost(what, f"{place_of_config}: use_rslora", "Set use_rslora to true or false, as in training.")
     if actual is not None and rank != actual:
-        what = f"The PEFT config of this file gives {key:.200} the rank {rank}, but the file has {actual}."
+        what = f"The PEFT config sets the rank {rank} for {key:.200}, but its factors in the file have rank {actual}."
         fix = f"Use the {PEFT_CONFIG} that was saved with this file, or write {actual} to {rank_field}."
         raise _lost(what, f"{place_of_config}: {rank_field}", fix)
     if config.get("use_dora") and set(MAGNITUDES).isdisjoint(parts):
         what = f"The PEFT config declares a DoRA (use_dora), but {key:.200} has no magnitudes."
-        raise _lost(what, f"{place_of_config}: use_dora", "Save the adapter again, or write false to use_dora.")
+        raise _lost(what, f"{place_of_config}: use_dora", "Save the adapter again, or set use_dora to false.")
     return StoredModule(key, place, parts, float(alpha), float(rank), bool(config.get("use_rslora")))
 
 
@@ -306,11 +306,11 @@ def _check_zero_or_negative(
     strengths = {each.key: strength for each in modules if (strength := _strength(each, kind)) is not None}
     zero = [key for key, strength in strengths.items() if strength == 0]
     if zero and len(zero) == len(modules) and not norms:
-        what = f"The alpha of {zero[0]:.200}, and of every other module, is 0: at strength 0 this file changes nothing."
+        what = f"This file has no effect: the alpha of {zero[0]:.200}, and of every other module, is 0."
         raise _lost(what, path, "Write the alpha used in training to the file or its config, or use another file.")
     if zero:
         named = f"{count_text(len(zero), 'module')} such as {zero[0]:.200}"
-        notify(f"{path.name}: the alpha of {named} is 0: at strength 0 they change nothing.")
+        notify(f"{path.name}: the alpha of {named} is 0, so the file does not change these modules.")
     if negative := [key for key, strength in strengths.items() if strength < 0]:
         named = f"{count_text(len(negative), 'module')} such as {negative[0]:.200}"
         factor = f"{strengths[negative[0]]:.3g}"
@@ -325,14 +325,14 @@ def _check_factors(module: StoredModule[Values]) -> None:
     """
     for role, value in module.parts.items():
         if role != "alpha" and len(value.shape) and re.match(r"torch\.(u?int|bool)|[IU]\d+$|BOOL$", str(value.dtype)):
-            raise ValueError(f"{module.key:.200} is stored as whole numbers")
+            raise ValueError(f"{module.key:.200} is stored as integers")
     shapes = {role: tuple(value.shape) for role, value in module.parts.items()}
     if "down" in shapes:
         down, up = shapes["down"], shapes["up"]
         if len(down) < 2 or len(up) < 2 or 0 in down:
-            raise ValueError(f"{module.key:.200} has factors of the shapes {up} and {down}")
+            raise ValueError(f"the factors of {module.key:.200} have invalid shapes: {up} and {down}")
         if up[1] != down[0]:
-            raise ValueError(f"{module.key:.200} has factors of the ranks {up[1]} and {down[0]}")
+            raise ValueError(f"the factors of {module.key:.200} have different ranks: {up[1]} and {down[0]}")
 
 
 def _check_products(module: StoredModule[Values]) -> None:
@@ -348,16 +348,16 @@ def _check_products(module: StoredModule[Values]) -> None:
         if factor and (
             any(len(each) < 2 or 0 in each for each in factor) or len(factor) == 2 and factor[0][1] != factor[1][0]
         ):
-            raise ValueError(f"{module.key:.200} has factors of the shapes {factor}")
+            raise ValueError(f"the factors of {module.key:.200} have shapes that do not fit each other: {factor}")
     if "hada_w1_a" in shapes:
         sides = [(shapes[f"{name}_a"][0], math.prod(shapes[f"{name}_b"][1:])) for name in ("hada_w1", "hada_w2")]
         if sides[0] != sides[1] or shapes["hada_w1_b"][0] != shapes["hada_w2_b"][0]:
             raise ValueError(
-                f"the two products of {module.key:.200} have the shapes {sides[0]} and {sides[1]}, or two ranks"
+                f"the two products of {module.key:.200} differ in shape ({sides[0]} and {sides[1]}) or in rank"
             )
     if "oft_blocks" in shapes and (len(shapes["oft_blocks"]) != 3 or len(set(shapes["oft_blocks"][1:])) != 1):
         raise ValueError(
-            f"{module.key:.200} has blocks of the shape {list(shapes['oft_blocks'])}, so it is not a diag-oft"
+            f"the blocks of {module.key:.200} have the shape {list(shapes['oft_blocks'])}, so they are not a diag-oft"
         )
 
 
@@ -380,9 +380,9 @@ def _check_magnitudes(module: StoredModule[Values], path: Path) -> None:
             continue
         raise AdapterError(
             "lora-magnitudes",
-            f"The DoRA magnitudes ({role}) of {module.key:.200} have the shape {list(shape)}; its factors are for "
-            f"{outputs} outputs and {inputs} inputs, so {outputs} are needed (one per output), or {[1, inputs]} (per "
-            "input).",
+            f"The DoRA magnitudes ({role}) of {module.key:.200} have the wrong shape {list(shape)}. The factors have "
+            f"{outputs} outputs and {inputs} inputs, so {outputs} magnitudes are needed (one per output), or the shape "
+            f"{[1, inputs]} (one per input).",
             where=str(path),
             fix="Use another file: this one is damaged, or belongs to another model.",
         )
@@ -397,7 +397,7 @@ def _check_numbers(module: StoredModule[Values], kind: KindParts, path: Path, nu
     largest = {role: numbers.largest(value) for role, value in module.parts.items() if role != "alpha"}
     _require_plausible({f"{module.key:.200}: {role}": number for role, number in largest.items()}, path)
     if largest.get("on_input"):
-        what = f"This IA3 stretches the inputs of {module.key:.200}; only outputs can be stretched here."
+        what = f"This IA3 scales the inputs of {module.key:.200}, which is not supported: it may only scale outputs."
         raise AdapterError("lora-parts", what, where=str(path), fix="Train it again without train_on_input.")
     if "oft_blocks" in module.parts and module.alpha is not None:
         _check_constraint(module, path, numbers)
@@ -406,9 +406,7 @@ def _check_numbers(module: StoredModule[Values], kind: KindParts, path: Path, nu
     factors = math.prod(number for role, number in largest.items() if role not in MAGNITUDES)
     if not abs(strength) * max(factors, 1.0) <= IMPLAUSIBLE:
         named = f"{module.key:.200}.alpha" if "alpha" in module.parts else f"{kind.config_alpha} of {module.key:.200}"
-        what = (
-            f"{named} is {module.alpha:.6g}, so the update is multiplied by {strength:.3g}, which no model works with"
-        )
+        what = f"{named} is {module.alpha:.6g}, so the update is multiplied by {strength:.3g}: no model works with that"
         raise _not_finite(what, path)
 
 
@@ -420,7 +418,7 @@ def _check_constraint(module: StoredModule[Values], path: Path, numbers: Numbers
         raise _not_finite(f"{module.key:.200}.alpha is {module.alpha}", path)
     skew = (blocks - blocks.transpose(0, 2, 1)).reshape(-1)
     if module.alpha and math.sqrt(float(skew @ skew)) > module.alpha:
-        what = f"The constraint of {module.key:.200} ({module.alpha:g}) limits it. Programs differ in how."
+        what = f"The constraint of {module.key:.200} ({module.alpha:g}) limits its rotation, which is not supported."
         raise AdapterError("lora-constraint", what, where=str(path), fix="Train it again without a constraint.")
 
 
@@ -447,7 +445,7 @@ def _alpha(name: str, stored: Values, path: Path, numbers: Numbers[Values]) -> f
         ValueError: the tensor does not have exactly one value.
     """
     if math.prod(stored.shape) != 1:
-        raise ValueError(f"{name:.200} has the shape {list(stored.shape)}")
+        raise ValueError(f"{name:.200} has the shape {list(stored.shape)} instead of a single value")
     if re.match(r"torch\.bool|BOOL$", str(stored.dtype)):
         what = f"The strength of this file is not known: {name:.200} is stored as true or false, not as a number."
         raise _lost(what, path, "Save the file again.")
@@ -462,8 +460,8 @@ def _require_plausible(largest: Mapping[str, float], path: Path) -> None:
     """
     for name, number in largest.items():
         if not number <= IMPLAUSIBLE:
-            held = f"{number:.3g}, more than any number of a model that works" if math.isfinite(number) else f"{number}"
-            raise _not_finite(f"{name} holds {held}", path)
+            held = f"{number:.3g}, which is more than any working model has" if math.isfinite(number) else f"{number}"
+            raise _not_finite(f"{name} contains {held}", path)
 
 
 def _not_finite(what: str, path: Path) -> AdapterError:
@@ -477,8 +475,8 @@ def other_axis(module: str, shape: Sequence[int], path: Path) -> AdapterError:
     """
     return AdapterError(
         "init-from-axis",
-        f"The file is a DoRA with one magnitude per input (dora_scale of {module:.200}: {list(shape)}). Training "
-        "here uses one per output, so it cannot continue from this file.",
+        f"This file is a DoRA with one magnitude per input (dora_scale of {module:.200}: {list(shape)}). Training "
+        "needs one magnitude per output, so it cannot start from this file.",
         where=f"lora.init_from: {path}",
         fix="Start without it, or from a DoRA that was trained with one magnitude per output (OneTrainer: Apply on "
         "output axis; LyCORIS: wd_on_output=True). lora-rocm sample can use this file.",
@@ -504,21 +502,23 @@ def _check_strength(
             return
         config = path / PEFT_CONFIG if path.is_dir() else path.with_name(PEFT_CONFIG)
         raise _lost(
-            f"This file uses PEFT's names ({lost[0].key:.200}). PEFT stores the strength in {config}: it is missing.",
+            f"The strength of this file is not known, because {config} is missing. The file uses PEFT's names "
+            f"({lost[0].key:.200}), and PEFT stores the strength in this config.",
             path,
-            f"Copy {PEFT_CONFIG} from the folder of the saved adapter into the same folder, and give the folder.",
+            f"Copy {PEFT_CONFIG} from the folder of the saved adapter into this file's folder, and use that folder.",
         )
     if lost and len(lost) < len(scaled):
-        raise _lost(f"This file gives the strength of other modules, but not of {named}.", path, "Save the file again.")
+        what = f"The strength of {named} is not known: this file has alphas only for other modules."
+        raise _lost(what, path, "Save the file again.")
     if any("toolkit_magnitude" in each.parts and re.match("lora_|lycoris_", each.key) for each in lost):
-        what = f"This is a DoRA of ai-toolkit, which keeps no alphas: the strength of {named} is not known."
+        what = f"The strength of {named} is not known: this is a DoRA of ai-toolkit, which stores no alphas."
         raise _lost(what, path, "Use a LoRA file, or a DoRA of another program.")
     dora = [each for each in scaled if not set(MAGNITUDES).isdisjoint(each.parts)]
     if dora and len(dora) < len(scaled):
         counts = f"{count_text(len(scaled) - len(dora), 'module')} of {len(scaled)}"
         notify(f"{path.name} is a DoRA, but {counts} have no magnitudes in it: they are read as plain LoRA.")
     if lost:
-        notify(f"{path.name} has no alphas: it is read at strength 1, as other programs read it.")
+        notify(f"{path.name} has no alphas: it is read at strength 1, as other programs do.")
 
 
 def _value(config: Mapping[str, Any], patterns: str, default: str, module: str, place: str) -> tuple[str, Any]:
@@ -536,8 +536,8 @@ def _value(config: Mapping[str, Any], patterns: str, default: str, module: str, 
         raise _lost(what, f"{place}: {patterns}", f"Use the {PEFT_CONFIG} that was saved with this file.")
     for key in own:
         if not _is_pattern(key):
-            what = f"This LoRA cannot be understood: the {patterns} {key[:80]!r} is not the name of a module."
-            fix = "Write names of modules (layers.0.self_attn.q_proj or q_proj), or remove the key if none is meant."
+            what = f"This LoRA cannot be understood: {key[:80]!r} in {patterns} is not a module name."
+            fix = "Use names of modules as keys (layers.0.self_attn.q_proj or q_proj), or remove this key."
             raise AdapterError("lora-unreadable", what, where=f"{place}: {patterns}: {key[:80]}", fix=fix)
         if _matches(key, module):
             return f"{patterns}: {key[:80]}", own[key]

@@ -122,7 +122,7 @@ def grouped(tensors: Mapping[str, Stored], path: Path, kind: KindParts, notify: 
         module, role = known
         parts = modules.setdefault(module, {})
         if role in parts:
-            raise _error("lora-parts", f"Two tensors of this file are the same part: {name} is the second.", path)
+            raise _error("lora-parts", f"This file has the same part of a module twice: {name} is the second.", path)
         parts[role] = tensor
     whole = {module: parts for module, parts in modules.items() if not kind.lacking(parts)}
     _refuse_others(rest, bool(whole), path, kind, notify)
@@ -141,15 +141,17 @@ def _refuse_others(names: Iterable[str], has_any: bool, path: Path, adapter: Kin
     unknown = found.pop(None, [])
     refused = next((kind for kind in others().refused if kind in found), None)
     if unknown and not has_any and len(unknown) >= sum(map(len, found.values())):
-        raise _error("lora-empty", "This file holds no LoRA.", path, "Give a LoRA file; base models go in model.")
+        raise _error(
+            "lora-empty", "This file contains no LoRA.", path, "Use a LoRA file; a base model belongs in model."
+        )
     if not has_any and refused is not None:
-        what = f"This file holds {refused.what} and no {adapter.name}: {_some(found[refused])}."
+        what = f"This file contains {refused.what}, not a {adapter.name}: {_some(found[refused])}."
         raise _error("lora-kind", what, path, refused.instead)
     if refused is not None:
-        what = f"This file holds {refused.what} in addition to a {adapter.name}: {_some(found[refused])}."
+        what = f"This file contains {refused.what} in addition to a {adapter.name}: {_some(found[refused])}."
         raise _error("lora-parts", f"{what} Without them the effect would differ.", path, refused.instead)
     if unknown:
-        what = f"This file holds unknown tensors in addition to a {adapter.name}: {_some(unknown)}."
+        what = f"This file contains unknown tensors in addition to a {adapter.name}: {_some(unknown)}."
         raise _error("lora-parts", f"{what} Without them the effect would differ.", path)
 
 
@@ -165,7 +167,7 @@ def _refuse_halves(halves: Mapping[str, Mapping[str, Stored]], path: Path, kind:
         raise _error(
             "lora-incomplete",
             f"A factor is missing in {count_text(len(broken), 'module')} of this file, such as {module} "
-            f"(no {lacking}).",
+            f"(without {lacking}).",
             path,
             "Download or save the file again.",
         )
@@ -188,13 +190,14 @@ def check_config(config: Mapping[str, Any], path: Path, kind: KindParts) -> None
     if isinstance(start, str) and kind.base_changing and start.lower().startswith(kind.base_changing):
         raise _error(
             "lora-kind",
-            f"This LoRA was made with init_lora_weights: {start:.40}, which also changes the base model.",
+            f"This LoRA was initialised with init_lora_weights: {start:.40}, which also changes the base model.",
             path,
-            "Save it with path_initial_model_for_weight_conversion (see PEFT's save_pretrained): then it is plain.",
+            "Convert it to a plain LoRA: save it with path_initial_model_for_weight_conversion (PEFT's "
+            "save_pretrained).",
         )
     more = [name for name in kind.config_fields if config.get(name) and (name, config[name]) != ("bias", "none")]
     if more:
-        what = f"This adapter is more than a {kind.name}: its config sets {', '.join(more)}."
+        what = f"This adapter is not a plain {kind.name}: its config sets {', '.join(more)}."
         raise _error("lora-kind", what, path, f"Use a plain {kind.name}.")
 
 

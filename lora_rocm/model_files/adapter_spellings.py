@@ -110,15 +110,18 @@ def standard_names(tensors: Mapping[str, Stored], path: Path) -> dict[str, Store
         if standard in found:
             raise AdapterError(
                 "lora-parts",
-                f"Two tensors of this file are the same part: {name:.200} is the second.",
+                f"This file has the same part of a module twice: {name:.200} is the second.",
                 where=str(path),
-                fix="Use a file of one adapter.",
+                fix="Use a file with only one adapter.",
             )
         found[standard] = tensor
     if len(adapters) > 1:
         named = ", ".join(sorted(adapters)[:4])
         raise AdapterError(
-            "lora-parts", f"This file holds several adapters: {named:.200}.", where=str(path), fix="Save one of them."
+            "lora-parts",
+            f"This file contains several adapters: {named:.200}.",
+            where=str(path),
+            fix="Save only one of them to a file.",
         )
     return found
 

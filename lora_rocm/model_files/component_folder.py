@@ -42,5 +42,5 @@ def indexed(index: Mapping[str, object], path: Path) -> list[str]:
     if not names or not all(
         isinstance(name, str) and PureWindowsPath(name).name == name not in ("", "..") for name in names
     ):
-        raise damaged(path, "it does not name files in its folder")
+        raise damaged(path, "it does not list files in its own folder")
     return sorted(set(names))

@@ -51,12 +51,12 @@ def read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(
             "config-unreadable",
-            f"A config file of the model is not readable: {json_fault(path) or 'it changed while it was read'}.",
+            f"A config file of the model cannot be read: {json_fault(path) or 'it changed while it was read'}.",
             where=str(path),
             fix=DOWNLOAD_AGAIN,
         ) from error
     if not isinstance(config, dict):
-        what = "A config file of the model holds no object."
+        what = "A config file of the model does not contain a JSON object."
         raise ModelError("config-unreadable", what, where=str(path), fix=DOWNLOAD_AGAIN)
     for key, _, value in _entries(config):  # -Infinity is in published scheduler configs
         if any(isinstance(each, float) and math.isnan(each) for each in (value, *_listed(value))):
@@ -77,7 +77,7 @@ def json_fault(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str:
         return str(error)
     except OSError as error:
         return f"{error.strerror}"
-    return "" if isinstance(found, dict) else "it holds no JSON object"
+    return "" if isinstance(found, dict) else "it does not contain a JSON object"
 
 
 @overload
@@ -184,13 +184,13 @@ class Config:
         found = value if isinstance(value, list) and several else [] if value is None else [value]
         if all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < rows for each in found):
             return list(found)
-        self._refuse(key, value, f"an id from 0 to {rows - 1}{', or a list of such' if several else ''}")
+        self._refuse(key, value, f"an id from 0 to {rows - 1}{', or a list of such ids' if several else ''}")
 
     def _refuse(self, key: str, value: object, needed: str) -> NoReturn:
         if key not in self.values:
             raise ModelError(
                 "config-unreadable",
-                f"A config file of the model is damaged: {key} is missing, which should be {needed}.",
+                f"A config file of the model is damaged: {key} is missing; it has to be {needed}.",
                 where=f"{self.path}: {key}",
                 fix=DOWNLOAD_AGAIN,
             )
@@ -301,7 +301,7 @@ def _most(value: object) -> float:
 def _absurd(path: Path, what: str, key: str = "") -> ModelError:
     return ModelError(
         "config-absurd",
-        f"A config file of the model describes what no model has: {what}.",
+        f"A config file of the model contains an impossible value: {what}.",
         where=f"{path}: {key}" if key else str(path),
         fix=DOWNLOAD_AGAIN,
     )

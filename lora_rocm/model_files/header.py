@@ -66,7 +66,7 @@ def refuse_gguf(path: Path, where: str) -> None:
             "gguf-refused",
             "This is a GGUF file; its number formats are not supported.",
             where=where,
-            fix="Give the .safetensors edition; model.quantization: nf4 stores it in as few bits.",
+            fix="Use the .safetensors files of the model; with model.quantization: nf4 they need as little memory.",
         )
 
 
@@ -83,22 +83,22 @@ def read_header(path: Path, error: type[UserError] = ModelError) -> TensorFileHe
             tensors, metadata = parse_header(file, size)
     except FileNotFoundError as problem:
         fix = "Download this file again, or correct the path. If an index names several files, all are needed."
-        raise error("weights-unreadable", "This file of weights is missing.", where=str(path), fix=fix) from problem
+        raise error("weights-unreadable", "This weight file is missing.", where=str(path), fix=fix) from problem
     except OSError as problem:
         raise error("weights-unreadable", f"Cannot read the file: {problem.strerror}.", where=str(path)) from problem
     except UnknownDtype as problem:
         raise error(
             "weights-format",
-            f"This file holds numbers in a format that is not read here: {problem}.",
+            f"This file contains numbers in an unsupported format: {problem}.",
             where=str(path),
-            fix="Use an edition of the file in float16, bfloat16 or float32.",
+            fix="Use a version of the file in float16, bfloat16 or float32.",
         ) from problem
     except OtherFile as problem:
         raise error(
             "weights-damaged",
-            f"This is not a safetensors file, in spite of its name: it is {problem}.",
+            f"This is not a safetensors file, despite its name: it is {problem}.",
             where=str(path),
-            fix="Download the model's .safetensors edition; git lfs pull replaces a pointer by its file.",
+            fix="Download the model's .safetensors files. git lfs pull replaces a Git LFS pointer by its file.",
         ) from problem
     except DamagedHeader as problem:
         raise damaged(path, str(problem), error) from problem

@@ -26,7 +26,7 @@ def read_peft_config(folder: Path) -> dict[str, Any] | None:
     try:
         found = parse_json(read_plain(path, MAX_CONFIG_BYTES).decode("utf-8"))
     except ValueError as error:
-        what = f"{PEFT_CONFIG} of this LoRA cannot be understood: {error}."
+        what = f"{PEFT_CONFIG} of this LoRA cannot be read: {error}."
         raise AdapterError("lora-unreadable", what, where=str(path), fix="Save or download it again.") from error
     if not isinstance(found, dict):
         what = f"{PEFT_CONFIG} of this LoRA is not a JSON object."

@@ -36,7 +36,7 @@ SCALED = (
 QUANTISED_KEYS = ("quantization_config", "compression_config")
 WHOLE_NUMBERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
 ROUNDED = {"F8_E4M3": "fp8 (e4m3), which has 4 significant bits", "F8_E5M2": "fp8 (e5m2), which has 3 significant bits"}
-USE_ANOTHER = "Use the edition of the model in float16, bfloat16 or float32."
+USE_ANOTHER = "Use a version of the model in float16, bfloat16 or float32."
 
 
 def refuse_scaled(path: Path, names: Iterable[str]) -> None:
@@ -68,7 +68,7 @@ def refuse_quantised_config(path: Path, config: Mapping[str, Any]) -> None:
         is_read = isinstance(found, dict) and method == "bitsandbytes" and found.get("load_in_4bit")
         # Tensors in mxfp4 fit only a component that reads them.
         if found is not None and not is_read and method != "mxfp4":
-            raise _quantised(printable(str(method or "a method that it does not name"))[:40], f"{path}: {key}")
+            raise _quantised(printable(str(method or "an unnamed method"))[:40], f"{path}: {key}")
 
 
 def refuse_whole_numbers(path: Path, entries: Mapping[str, TensorEntry], names: Iterable[str]) -> None:
@@ -79,7 +79,7 @@ def refuse_whole_numbers(path: Path, entries: Mapping[str, TensorEntry], names: 
     """
     wrong = sorted(name for name in names if entries[name].dtype in WHOLE_NUMBERS)
     if wrong:
-        form = f"whole numbers ({entries[wrong[0]].dtype}) without a scale"
+        form = f"integers ({entries[wrong[0]].dtype}) without a scale"
         raise _quantised(form, f"{path}: {printable(wrong[0]):.200} ({len(wrong)} in all)")
 
 
@@ -89,8 +89,8 @@ def rounding(component: str, entries: Iterable[TensorEntry]) -> str:
     if not found:
         return ""
     return (
-        f"The base's {component} is stored as {ROUNDED[found[0]]}: training uses these rounded weights. An edition in "
-        "float16 or bfloat16 is closer to the original."
+        f"The base model's {component} is stored as {ROUNDED[found[0]]}, and training uses these rounded weights. A "
+        "version in float16 or bfloat16 is closer to the original."
     )
 
 
@@ -99,9 +99,9 @@ def scales_notice(component: str, file_formats: Sequence[str]) -> str:
     if not file_formats:
         return ""
     return (
-        f"The base's {component} is stored as {' and '.join(file_formats)}. Its layers keep this format if "
-        "model.quantization (or model.text_encoder_quantization) asks for it. Otherwise they are converted to "
-        "the format asked for; none means dense weights."
+        f"The base model's {component} is stored as {' and '.join(file_formats)}. Its layers keep this format if "
+        "model.quantization (or model.text_encoder_quantization) specifies it. Otherwise they are converted to "
+        "the specified format, or to dense weights if it is none."
     )
 
 
