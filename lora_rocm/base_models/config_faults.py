@@ -53,9 +53,9 @@ def config_unfit(
     said = " ".join(str(error).split())[:200].rstrip(".")
     return ModelError(
         "config-unfit",
-        f"{what}.{cause} Error of the library: {type(error).__name__}{f': {said}' if said else ''}.",
+        f"{what}.{cause} Library error: {type(error).__name__}{f': {said}' if said else ''}.",
         where=f"{path}: {key}" if key else str(path),
-        fix=f"{f'Correct {key} there. ' if key else ''}{DOWNLOAD_AGAIN}",
+        fix=f"{f'Correct {key} in this file. ' if key else ''}{DOWNLOAD_AGAIN}",
     )
 
 

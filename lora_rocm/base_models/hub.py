@@ -54,7 +54,7 @@ def download_model(repo: str, revision: str | None, parts: Sequence[str], tokeni
     full = [*configs, *(f"{part}/*.safetensors" for part in parts)]
     folder = download(repo, revision, half, has_weights) or download(repo, revision, full, has_weights)
     if folder is None:
-        what = "Some parts of this model are not on this machine as safetensors weights."
+        what = "Some components of this model are not on this machine as safetensors weights."
         fix = "Connect to the network to finish the download, or choose a model that has safetensors weights."
         raise _error("hub-incomplete", what, repo, fix)
     return folder
@@ -88,7 +88,9 @@ def download(repo: str, revision: str | None, patterns: list[str], complete: Cal
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
         fix = f"Accept its terms at https://huggingface.co/{repo}, then log in: hf auth login, or set HF_TOKEN."
-        raise _error("hub-gated", "This model asks for your consent on its hub page.", repo, fix) from error
+        raise _error(
+            "hub-gated", "This model requires that you accept its terms on its hub page.", repo, fix
+        ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         fix = "Check the spelling of the hub id and the revision."
         raise _error("hub-unknown", "The hub has no such model or revision.", repo, fix) from error

@@ -290,7 +290,7 @@ class BaseSource:
             self._remember(WeightsVersion(prefix, tuple(header.version for header in headers)), sha256)
             raise StorageError(
                 "weights-changed",
-                f"The weights of {name} differ from the weights that were read before. If neither size nor times of "
+                f"The weights of {name} have changed since they were last read. If neither the size nor the times of "
                 "their file changed, the file is damaged or was altered.",
                 where=", ".join(str(header.path) for header in headers),
                 fix="Check the file (download it again, unless you changed it), then run the same command again.",
@@ -473,9 +473,9 @@ def resolve(choice: ModelChoice, layout: ModelLayout, memory: HashMemory | None 
     if choice.configs is not None and whole and not os.path.isfile(path):
         raise ModelError(
             "config-unused",
-            "A config folder is for a single-file checkpoint; this model brings its own.",
+            "model.config is only for single-file checkpoints, but this model has its own configs.",
             where=f"model.config: {choice.configs} (model.name_or_path: {name})",
-            fix="Remove model.config, or give the checkpoint file.",
+            fix="Remove model.config, or set model.name_or_path to a checkpoint file.",
         )
     # Packaged model, single file, folder or hub id
     if name.startswith(BUILTIN):
@@ -516,9 +516,9 @@ def _component_paths(path: Path, layout: ModelLayout, own: Mapping[str, Path]) -
     if missing:
         raise ModelError(
             "incomplete-model",
-            f"This file holds only the {' and the '.join(inside)} of the model.",
+            f"This file contains only the {' and the '.join(inside)} of the model.",
             where=f"model.name_or_path: {path}",
-            fix=f"Set {' and '.join(f'model.{part}' for part in missing)} too, or give a diffusers folder.",
+            fix=f"Set {' and '.join(f'model.{part}' for part in missing)} too, or use a diffusers folder.",
         )
     return found
 
@@ -535,7 +535,7 @@ def builtin_folder(name: str) -> Path:
         known = (BUILTIN + path.name.replace("_", "-") for path in package.glob("tiny_*"))
         raise ModelError(
             "model-missing",
-            "No such model ships with the package.",
+            "The package contains no such model.",
             where=f"model.name_or_path: {name}",
             fix=f"Available: {', '.join(sorted(known))}.",
         )
@@ -561,5 +561,5 @@ def _unfit(source: BaseSource, name: str, error: object) -> ModelError:
     if where.startswith(f"model.{name}:"):
         found = model_of({key: each.shape for key, each in source.tensors(name).entries.items()})
         what += f" This is {found.title}." if found is not None else ""
-        fix = f"Give the {name} that belongs to this model. If it is the correct one, download it again."
+        fix = f"Use the {name} that belongs to this model. If this is the correct one, download it again."
     return ModelError("weights-unfit", what, where=where, fix=fix)

@@ -36,7 +36,7 @@ def require_finite(source: BaseSource) -> None:
                 if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
                     raise ModelError(
                         "weights-not-finite",
-                        f"The weight {component}.{names[name]} holds numbers that are not finite.",
+                        f"The weight {component}.{names[name]} contains numbers that are not finite.",
                         where=str(header.path),
-                        fix="Download the model again, or use another edition.",
+                        fix="Download the model again, or use another version.",
                     )

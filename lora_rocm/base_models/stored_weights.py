@@ -144,10 +144,10 @@ class Storage:
         is_finite = math.isfinite(largest)
         raise ModelError(
             "weights-implausible" if is_finite else "weights-not-finite",
-            f"{printable(self.parts[role]):.200} holds numbers that "
-            + (f"no weight has: up to {largest:.3g}." if is_finite else "are not finite."),
+            f"{printable(self.parts[role]):.200} contains numbers that "
+            + (f"are impossible in a weight, up to {largest:.3g}." if is_finite else "are not finite."),
             where=str(self.path),
-            fix="Download the model again, or use another edition.",
+            fix="Download the model again, or use another version.",
         )
 
     def weight(self, tensors: Mapping[str, Tensor]) -> Stored:
@@ -249,7 +249,7 @@ def _all_stored(headers: Sequence[TensorFileHeader], prefix: str) -> dict[str, S
             else:
                 continue
             if made.parts["weight"] in found:
-                raise damaged(header.path, f"{name:.200} describes a weight that another tensor describes, too")
+                raise damaged(header.path, f"{name:.200} describes the same weight as another tensor")
             found[made.parts["weight"]] = made
     _require_one_dtype(headers, prefix, found)
     for header in headers:
@@ -287,7 +287,7 @@ def _require_one_dtype(headers: Sequence[TensorFileHeader], prefix: str, stored:
     usual = Counter(found.values()).most_common(1)
     odd = sorted(name for name, dtype in found.items() if dtype != usual[0][0])
     if odd:
-        what = f"{odd[0]:.200} is {found[odd[0]]}, where others are {usual[0][0]}"
+        what = f"{odd[0]:.200} is {found[odd[0]]}, but other weights are {usual[0][0]}"
         raise damaged(entries[odd[0]][0].path, what)
 
 
@@ -312,7 +312,7 @@ def _scaled(header: TensorFileHeader, base: str, scale: str, described: Mapping[
     if of_scale.shape not in ((), (1,), (1, 1), rows, (*rows, 1)):
         raise quantised_error("scales of blocks or columns", header.path, scale)
     if of_scale.dtype not in FLOATS:
-        raise damaged(header.path, f"{scale:.200} is {of_scale.dtype}, which is not a format for scales")
+        raise damaged(header.path, f"{scale:.200} is {of_scale.dtype}, which cannot be the dtype of a scale")
     form = (described or {}).get("format")
     parameters = (described or {}).get("params")
     turned = "convrot" in {**(described or {}), **(parameters if isinstance(parameters, dict) else {})}

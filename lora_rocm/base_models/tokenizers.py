@@ -54,8 +54,8 @@ def require_tokenizer(folder: Path, where: str) -> None:
         ModelError: tokenizer-unreadable.
     """
     if not any(file for pattern in FILES for file in folder.glob(pattern)):
-        fix = "Give the folder with tokenizer.json, or remove the key."
-        raise ModelError("tokenizer-unreadable", "This folder holds no tokenizer.", where=where, fix=fix)
+        fix = "Use the folder with tokenizer.json, or remove the key."
+        raise ModelError("tokenizer-unreadable", "This folder contains no tokenizer.", where=where, fix=fix)
 
 
 @cache

@@ -9,7 +9,7 @@ from lora_rocm.errors import ModelError
 from lora_rocm.model_files.component_folder import weight_files
 from lora_rocm.model_files.header import TensorFileHeader, read_header, refuse_gguf, refuse_pickle
 
-MODEL_EDITION = "Use the .safetensors edition of the model, which nearly every publisher offers."
+MODEL_EDITION = "Use the .safetensors files of the model, which nearly every publisher offers."
 
 
 def existing_folder(name: str, key: str) -> Path:
@@ -30,7 +30,7 @@ def refuse_other_files(path: Path, key: str) -> None:
     refuse_pickle(path, MODEL_EDITION)
     refuse_gguf(path, f"{key}: {path}")
     if path.suffix.lower() != ".safetensors":
-        fix = "Give a .safetensors file."
+        fix = "Use a .safetensors file."
         raise ModelError("not-a-model", "This is not a .safetensors file.", where=f"{key}: {path}", fix=fix)
 
 
@@ -42,7 +42,7 @@ def headers_in(folder: Path) -> list[TensorFileHeader]:
         refuse_pickle(path, MODEL_EDITION)
     raise ModelError(
         "weights-missing",
-        "There are no safetensors weights here.",
+        "This folder contains no safetensors weights.",
         where=str(folder),
         fix="Download the model again, with its .safetensors files.",
     )
