@@ -60,10 +60,13 @@ def require_place(path: Path | None, option: str) -> None:
     where = f"{option} {path}"
     if path.is_dir():
         raise UserError(
-            "output-kind", "This path is a folder, but the output is a file.", where=where, fix="Name a file."
+            "output-kind",
+            "This path is a folder, but the output is a file.",
+            where=where,
+            fix="Use the path of a file.",
         )
     if is_there is not None and not is_there.is_dir():
-        raise UserError("output-kind", f"{is_there} is not a folder.", where=where, fix="Name another place.")
+        raise UserError("output-kind", f"{is_there} is not a folder.", where=where, fix="Use another path.")
 
 
 def is_folder(path: Path) -> bool:
@@ -131,8 +134,9 @@ def write_atomic(path: Path, content: bytes, root: Path | None = None, *, read_b
     """
     mode = _mode_of(path)
     if not path.name or (mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))):
-        fix = "Give the name of a file."
-        raise StorageError("no-file", "There can be no file with that name.", where=f"{str(path)!r}", fix=fix)
+        fix = "Use the path of a file."
+        what = "No file can be written here: the path has no name, or it is a device or a pipe."
+        raise StorageError("no-file", what, where=f"{str(path)!r}", fix=fix)
     try:
         for _ in range(WRITE_ATTEMPTS):
             make_folder(path.parent, root)

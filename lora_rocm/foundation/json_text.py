@@ -58,7 +58,7 @@ def parse_json(text: str | bytes, *, repeated_keys: bool = False) -> Any:
     except json.JSONDecodeError as error:
         raise NoJson(str(error)) from error
     except RecursionError as error:
-        raise BadJson("its lists or objects are nested too deep") from error
+        raise BadJson("its lists or objects are nested too deeply") from error
     except ValueError as error:  # the only other cause: Python's limit of digits (``sys.get_int_max_str_digits``)
         raise BadJson("it has a whole number with too many digits") from error
 

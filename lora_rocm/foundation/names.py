@@ -37,13 +37,13 @@ def stem_fault(stem: str) -> str:
     if found := FORBIDDEN.search(stem):
         return f"has the character {found[0]!a}, which no file name can have on Windows"
     if LONE_SURROGATE.search(stem):
-        return "has characters that no text can have"
+        return "has characters that are not valid Unicode"
     if stem != stem.strip(" .") or not stem:
         return "is empty, or begins or ends with a blank or a dot, which file names cannot have on every system"
     if DEVICE.fullmatch(stem):
         return "is the name of a device on Windows"
     if (size := len(stem.encode("utf-8", "surrogatepass"))) > MAX_STEM_BYTES:
-        return f"is too long for the name of a file: {size} bytes, and at most {MAX_STEM_BYTES} are possible"
+        return f"is too long for a file name: it has {size} bytes, but at most {MAX_STEM_BYTES} are possible"
     return ""
 
 

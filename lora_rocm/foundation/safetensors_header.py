@@ -23,7 +23,7 @@ MAX_NAME_LETTERS = 1000  # the longest names of published files have 130
 FOREIGN = {
     b"PK\x03\x04": "a zip archive, which torch.save writes",
     b"GGUF": "a GGUF file, which is not supported",
-    b"version ": "the pointer of Git LFS to the file",
+    b"version ": "a Git LFS pointer to the file",
     b"<!DOCTYP": "a web page",
     b"<!doctyp": "a web page",
 }
@@ -118,7 +118,7 @@ def _require_short(names: Iterable[str]) -> None:
     """Refuse overlong tensor names, because later searches in them with regular expressions would take minutes."""
     longest = max(map(len, names), default=0)
     if longest > MAX_NAME_LETTERS:
-        raise DamagedHeader(f"the name of a tensor has {longest:,} letters")
+        raise DamagedHeader(f"a tensor's name has {longest:,} letters, which is too long")
 
 
 def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:

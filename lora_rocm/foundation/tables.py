@@ -124,7 +124,7 @@ class _TableReader:
             return self._functions[value]
         if origin is Literal and value in of:
             return value
-        raise _invalid(f"{short(value)} is not a value that this key takes", self._path, at)
+        raise _invalid(f"{short(value)} is not a valid value of this key", self._path, at)
 
     def _row(self, kind: type[DataclassInstance], row: dict[str, object], at: tuple[str, ...]) -> object:
         hints, needed = _fields(kind)
