@@ -148,7 +148,7 @@ def chat(
     recipe = recipe_of_run(job.recipe, registry, job.spare_cache)
     family = family_for(recipe)
     if not isinstance(family, Answering):
-        what, fix = f"{recipe.spec.title} cannot be talked to.", "Use lora-rocm sample."
+        what, fix = f"{recipe.spec.title} cannot chat.", "Use lora-rocm sample."
         raise UserError("no-chat", what, where=str(job.adapter), fix=fix)
     device, settings = start_device(recipe)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)

@@ -72,7 +72,7 @@ def _merge(path: Path, files: OwnFiles, adapter: Adapter, recipe: Recipe, root: 
     rounding = write_merged(path, files, adapter, root)
     if recipe.model.quantization != "none":
         text = f"The adapter was trained on the base quantised to {recipe.model.quantization}, but is merged into the"
-        emit(NoticeEvent(text=f"{text} weights of the original files, which differ slightly."))
+        emit(NoticeEvent(text=f"{text} original weights, which differ slightly."))
     if rounding.lost > LOST_SHARE:
         text = f"Rounding the merged weights to the base's dtype loses {rounding.lost:.0%} of the adapter's change"
         emit(NoticeEvent(text=f"{text}. The peft format keeps all of it."))

@@ -213,7 +213,7 @@ def _require_end(run_dir: RunDir, checkpoint: Checkpoint) -> None:
     ended, step = updates_of(run_dir), checkpoint.position.updates
     if ended and step != ended:
         what = f"This run ended after step {ended}, but the checkpoint to export is from step {step}."
-        fix = "Its export is not a result of the run: write it elsewhere, with --output."
+        fix = "Use --output to write it outside the run, because it is not the run's result."
         raise UserError("result-older", what, where=str(checkpoint.path), fix=fix)
 
 
@@ -260,7 +260,7 @@ def require_mask_read(job: SampleJob, family: ModelFamily) -> None:
         UserError: control-unused.
     """
     if "mask" in job.inputs and not family.inpaints:
-        what = "This base is not for inpainting, so it uses no mask."
+        what = "This base model is not for inpainting, so it uses no mask."
         raise UserError("control-unused", what, where="--mask", fix="Remove --mask and --control-image.")
 
 
@@ -276,10 +276,10 @@ def sides_of(job: SampleJob, recipe: Recipe) -> tuple[int, int]:
             continue
         where = f"--{name} {side}"
         if name[0] not in spec.axes:
-            raise UserError("image-size", f"No images are drawn by {spec.title}.", where=where, fix="Remove it.")
+            raise UserError("image-size", f"{spec.title} does not generate images.", where=where, fix="Remove it.")
         axis = spec.axes[name[0]]
         if not axis.fits(side):
-            what = f"The sides of {spec.title} images are multiples of {axis.multiple} pixels."
+            what = f"The sides of {spec.title} images have to be multiples of {axis.multiple} pixels."
             fix = f"Take {' or '.join(map(str, axis.nearest(side)))}."
             raise UserError("image-size", what, where=where, fix=fix)
     return job.width or width, job.height or height
@@ -315,7 +315,7 @@ def recipe_for(job: SampleJob, lora: Path, registry: FamilyRegistry) -> Recipe:
             "base-unknown",
             "This LoRA is not in a run directory, so its base model is not known.",
             where=str(lora),
-            fix="Name the base model: --base builtin:tiny-sdxl, a folder, a .safetensors file or a hub id.",
+            fix="Set --base to the base model: builtin:tiny-sdxl, a folder, a .safetensors file or a hub id.",
         )
     if found is None:
         return _recipe_of_base(job, lora, registry)
@@ -324,7 +324,7 @@ def recipe_for(job: SampleJob, lora: Path, registry: FamilyRegistry) -> Recipe:
     if job.family not in (None, recipe.spec.name):
         raise AdapterError(
             "family-of-run",
-            f"This LoRA was trained on {recipe.spec.title}, according to its run.",
+            f"This LoRA is for {recipe.spec.title}, according to its run.",
             where=f"--family {job.family}",
             fix="Remove --family.",
         )
@@ -352,7 +352,7 @@ def _config(job: SampleJob, spec: FamilySpec) -> dict[str, str | None]:
     if "config" in spec.model_section.model_fields:
         return {"config": job.config}
     if job.config is not None:
-        what = f"A base of {spec.title} takes no folder of configs."
+        what = f"A base model of {spec.title} takes no folder of configs."
         raise UserError("config-unused", what, where=f"--config {job.config}", fix="Remove it.")
     return {}
 
@@ -386,7 +386,7 @@ def main(registry: FamilyRegistry = PRODUCT) -> int:
         return 0
     except Exception as error:  # the edge of the process: the traceback goes to standard error
         traceback.print_exc()
-        what = f"The process met an unexpected error: {type(error).__name__}: {error}"
+        what = f"An unexpected error ended the process: {type(error).__name__}: {error}"
         explained = translated(
             error, sys.argv[-1], MachineError("internal", what, fix="Please report it with the command.")
         )

@@ -146,7 +146,7 @@ class _Limit:
 
 
 def _failed(name: str, why: str) -> MachineError:
-    what = f"{name} gets no more numbers of this run: {why}. Training goes on."
+    what = f"Logging to {name} stopped: {why}. Training continues."
     return MachineError("tracker-failed", what, fix=f"Check your network and the settings of {name}.")
 
 

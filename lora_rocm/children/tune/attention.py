@@ -101,7 +101,8 @@ class Trial:
             largest, norm = float(off.abs().max() / wanted.abs().max()), float(off.norm() / wanted.norm())
             of_one, of_all = MAX_EPS[found.dtype]
             if not (largest <= of_one * eps and norm <= of_all * eps):
-                raise RuntimeError(f"wrong: {part} of {self.call} is off by {norm:.2g}, a number by {largest:.2g}")
+                off = f"{norm:.2g} of its norm, and up to {largest:.2g} of its largest number"
+                raise RuntimeError(f"wrong: {part} of {self.call} is off by {off}")
             errors.append(norm)
         return max(errors)
 
@@ -165,7 +166,7 @@ def require_backend(backend: str, context: Context, trials: Sequence[Trial]) -> 
     try:
         context()
     except (ImportError, AttributeError) as error:
-        raise RuntimeError(f"not here: {error}") from error
+        raise RuntimeError(f"unavailable: {error}") from error
     refused = 0
     for trial in trials if backend in ORDERS else ():
         try:
@@ -177,7 +178,7 @@ def require_backend(backend: str, context: Context, trials: Sequence[Trial]) -> 
     if (refused and refused == len(trials)) or (
         backend == "sdpa-ck" and not torch.backends.cuda.is_ck_sdpa_available()
     ):
-        raise RuntimeError("not here: torch has no such kernel for this GPU and these shapes")
+        raise RuntimeError("unavailable: torch has no such kernel for this GPU and these shapes")
 
 
 def rows(job: TuneAttentionJob, work: RecipeWork) -> Iterator[tuple[dict[str, Any], Prepare]]:

@@ -87,7 +87,7 @@ def prepared(product: Product, device: torch.device, tuner: Tuner, found: dict[s
 def _require(got: Tensor, wanted: Tensor, bound: float, what: str) -> None:
     error = float((got.float() - wanted).abs().max() / wanted.abs().max())
     if not error <= bound:
-        raise RuntimeError(f"wrong: the {what} solution is off by {error:.2g} of the largest number")
+        raise RuntimeError(f"wrong: the {what} solution is off by up to {error:.2g} of the largest number")
 
 
 def rows(job: TuneProductsJob, work: RecipeWork) -> Iterator[tuple[dict[str, Any], Prepare]]:
