@@ -66,13 +66,13 @@ def _read(kind: Any, value: Any, at: str) -> Any:
         return float(value)
     if kind is Any or type(value) is kind:
         return value
-    raise MisfitError(f"{at} is {short(value)}, and not {getattr(kind, '__name__', kind)}")
+    raise MisfitError(f"{at} is {short(value)}, not {getattr(kind, '__name__', kind)}")
 
 
 def _read_items(origin: type, of: tuple[Any, ...], value: list[Any], at: str) -> Any:
     kinds = of[:1] * len(value) if origin is list or of[-1] is ... else of
     if len(kinds) != len(value):
-        raise MisfitError(f"{at} has {len(value)} items, and not {len(kinds)}")
+        raise MisfitError(f"{at} has {len(value)} items, not {len(kinds)}")
     return origin(
         _read(kind, item, f"{at}[{number}]") for number, (kind, item) in enumerate(zip(kinds, value, strict=True))
     )
@@ -144,7 +144,7 @@ def read_job_text(text: str, kinds: Mapping[str, type[T]], where: str) -> T:
         value = json.loads(text)
         child = value.pop(CHILD, None) if isinstance(value, dict) else None
         if not isinstance(child, str) or child not in kinds:
-            raise MisfitError(f"it is a job of {short(child)}, and this process does {' or '.join(kinds)}")
+            raise MisfitError(f"it is a job for {short(child)}, but this process is for {' or '.join(kinds)}")
         return from_json(kinds[child], value)
     except ValueError as error:
         raise _unreadable(error, where) from error

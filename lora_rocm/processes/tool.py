@@ -52,7 +52,7 @@ def run_tool(
     if code is None:
         raise WorkerDiedError(
             "worker-died",
-            f"The process {module} did not answer, and was ended.",
+            f"The process {module} did not answer, so it was killed.",
             fix="Run the command again; if it happens again, lora-rocm doctor lists known problems of this machine.",
         )
     if code:
@@ -235,7 +235,7 @@ def run_for_json(
     except subprocess.TimeoutExpired as error:
         raise WorkerDiedError(
             "worker-died",
-            f"The process {module} was still running after {limit_s / 60:.0f} minutes, and was ended.",
+            f"The process {module} was still running after {limit_s / 60:.0f} minutes, so it was killed.",
             fix="Check the model's files and the data for the cause. Files on the network may be slow.",
         ) from error
     finally:
