@@ -197,7 +197,7 @@ def not_understood(error: BaseException, path: Path) -> AdapterError:
 
 
 def _configs(metadata: Mapping[str, str], dotted: Sequence[str], path: Path) -> dict[str, dict[str, Any]]:
-    """Return the adapter configs in diffusers' metadata, by prefix of the component's module names ("unet.", or "").
+    """Return prefix of a component's module names ("unet.", or "") -> the component's config in diffusers' metadata.
 
     Raises:
         AdapterError: lora-strength: the metadata is not a JSON object.
@@ -318,7 +318,7 @@ def _check_zero_or_negative(
 
 
 def _check_factors(module: StoredModule[Values]) -> None:
-    """Refuse factors that fit no weight of any size.
+    """Refuse factors that cannot belong to a weight of any size.
 
     Raises:
         ValueError: factors are stored as integers, or their shapes do not fit each other.
@@ -522,10 +522,14 @@ def _check_strength(
 
 
 def _value(config: Mapping[str, Any], patterns: str, default: str, module: str, place: str) -> tuple[str, Any]:
-    """Return the field and the value of a PEFT config that apply to a module.
+    """Return the field of a PEFT config that applies to a module, and its value.
 
-    The first key of ``patterns`` that matches the module decides, else the field ``default``. ``place``: place of
-    the config, for messages.
+    Args:
+        config: the PEFT config.
+        patterns: name of the field that maps patterns of module names to values. The first match decides.
+        default: name of the field that decides if no pattern matches.
+        module: name of the module.
+        place: place of the config, for messages.
 
     Raises:
         AdapterError: lora-strength: ``patterns`` does not map names to numbers. lora-unreadable: a key is not a name.
@@ -550,10 +554,7 @@ def as_number(value: object) -> float | None:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Return whether a key of ``alpha_pattern`` or ``rank_pattern`` matches a module, by PEFT's rules.
-
-    They are in PEFT's ``get_pattern_key``.
-    """
+    """Return whether a key of a pattern field matches a module, by the rule of PEFT's ``get_pattern_key``."""
     return _is_pattern(pattern) and re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 

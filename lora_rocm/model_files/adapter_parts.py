@@ -28,10 +28,11 @@ Stored = TypeVar("Stored")
 
 @dataclass(frozen=True)
 class KindParts:
-    """The tensors that one kind of adapter has in a file. The comment at the start of the table explains all fields.
+    """The tensors that one kind of adapter has in a file. Comments in ``adapter_parts.toml`` explain the other fields.
 
-    name: display name ("LoRA"). peft_type: value of ``peft_type`` in PEFT configs. roles: ending of a tensor name
-    -> role.
+    name: display name ("LoRA").
+    peft_type: value of ``peft_type`` in PEFT configs.
+    roles: ending of a tensor name -> role.
     """
 
     name: str

@@ -10,7 +10,7 @@ from collections import Counter
 from lora_rocm.model_files.header import TensorFileHeader
 
 DOWN = re.compile(r"[._]lora[._](?:down|A)\.(?:default\.)?weight$|\.(?:hada_w1_b|lokr_w2_b)$")
-"""Matches the name of a tensor with the module's rank as its first dimension."""
+"""Matches the end of the name of a tensor that has the module's rank as its first dimension."""
 NUMBERS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
 

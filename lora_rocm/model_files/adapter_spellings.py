@@ -158,6 +158,6 @@ def place_of(family: str, key: str, norm: bool = False) -> NamedModule | None:
 
 
 def any_rewritten(names: Iterable[str]) -> bool:
-    """Whether any name contains a wrapper's prefix or an adapter name. Other programs do not remove these."""
+    """Whether any name contains a wrapper's prefix or an adapter's name, which other programs do not remove."""
     wrappers = [pattern for pattern, _ in _rewritten()[:4]]
     return any(pattern.search(name) for name in names for pattern in wrappers)

@@ -27,7 +27,8 @@ OF_MANY = re.compile(r"^(lora_te|text_encoder|clip_[lg]\.)|visual|vision")
 it.
 """
 ROWS, COLUMNS = ("up", "B", "a"), ("down", "A", "b")
-"""Roles of factors that have only the outputs of a module, and of factors that have only its inputs."""
+"""Roles of factors that only have a side for a module's outputs, and of factors that only have a side for its inputs.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class AdapterPattern:
 class Width:
     """A condition on the width of a module.
 
-    pattern: regular expression; the first module that matches it is tested.
+    pattern: regular expression. The first module that matches it is tested.
     side: the dimension that is tested.
-    sizes: accepted widths. 0 means that the width is unknown.
+    sizes: accepted widths. 0 accepts an unknown width.
     """
 
     pattern: str
@@ -102,7 +103,7 @@ def kind_of(names: Iterable[str]) -> str:
 
 
 def origin_of(names: Iterable[str], shapes: Shapes | None = None) -> Origin | None:
-    """Return the families that have these names; None if no row of the table matches.
+    """Return the row of the table that matches these names; None if no row matches.
 
     Args:
         names: names of tensors or modules.

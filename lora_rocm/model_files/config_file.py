@@ -126,14 +126,17 @@ class Config:
     path: Path
 
     def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """Return an integer from ``least`` to ``MAX_CONFIG_NUMBER``."""
+        """Return the value of a key: an integer from ``least`` to ``MAX_CONFIG_NUMBER``."""
         value = self.values.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_CONFIG_NUMBER:
             return value
         self._refuse(key, value, f"a whole number from {least} to {MAX_CONFIG_NUMBER}")
 
     def number(self, key: str, default: float, above: float = -math.inf, or_null: bool = False) -> float:
-        """Return a finite number above ``above``. ``or_null``: whether null stands for the default."""
+        """Return the value of a key: a finite number above ``above``.
+
+        ``or_null``: whether null stands for the default.
+        """
         value = self.values.get(key, default)
         if or_null and value is None:
             return default
@@ -142,7 +145,10 @@ class Config:
         self._refuse(key, value, "a number" if above == -math.inf else f"a number above {above:g}")
 
     def numbers(self, key: str, count: int, above: float = -math.inf) -> list[float] | None:
-        """Return a list of ``count`` finite numbers above ``above``; None if the key is missing or null."""
+        """Return the value of a key: a list of ``count`` finite numbers above ``above``.
+
+        None if it is missing or null.
+        """
         value = self.values.get(key)
         if value is None:
             return None
@@ -155,30 +161,30 @@ class Config:
         self._refuse(key, value, f"a list of {count} numbers{'' if above == -math.inf else f' above {above:g}'}")
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return a boolean. Null stands for the default."""
+        """Return the value of a key: a boolean. Null stands for the default."""
         value = self.values.get(key)
         if value is None or isinstance(value, bool):
             return default if value is None else value
         self._refuse(key, value, "true or false")
 
     def texts(self, key: str) -> list[str]:
-        """Return a list of texts, which is not empty."""
+        """Return the value of a key: a non-empty list of texts."""
         value = self.values.get(key)
         if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
             return list(value)
         self._refuse(key, value, "a list of texts")
 
     def length(self, key: str) -> int:
-        """Return the length of a list, which is not empty."""
+        """Return the length of a key's value, which is a non-empty list."""
         value = self.values.get(key)
         if isinstance(value, list) and value:
             return len(value)
         self._refuse(key, value, "a list that is not empty")
 
     def ids(self, key: str, rows: int, several: bool = True) -> list[int]:
-        """Return token ids below ``rows`` as a list; empty if the key is missing or null.
+        """Return the value of a key: a list of token ids below ``rows``. Empty if it is missing or null.
 
-        ``several``: whether the config may have a list of ids. Otherwise it has a single number.
+        ``several``: whether the config may have a list of ids. Otherwise it has a single id.
         """
         value = self.values.get(key)
         found = value if isinstance(value, list) and several else [] if value is None else [value]

@@ -21,7 +21,7 @@ VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 READ = ("reads it", "read it")
 REFUSES_LARGE_FACTOR = "refuses it: lora.factor is above the square root of a side"
 EXACTLY = "reads it exactly"
-"""Start of a program's text if it reads the file exactly and a remark follows."""
+"""Start of a program's text in ``Readers`` if the program reads the file exactly, and a remark follows."""
 PROGRAMS = {
     "diffusers": "diffusers",
     "comfyui": "ComfyUI",
@@ -51,13 +51,14 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Readers:
-    """Programs that can read some adapter files. The first fields are conditions on the file.
+    """A row of the table: the programs that can read some adapter files. The first fields are conditions on the file.
 
     families: values of ``model.family``.
     kinds: kinds of adapter as ``kind_of`` names them, without trained norms; empty for all kinds.
-    spelling: the file's spelling; empty if the spelling has no name.
+    spelling: name of the file's spelling; empty for a spelling without a name, "any" for all spellings.
     pattern: regular expression to find in the tensor names, with dots replaced by "_".
-    alpha: whether the file needs alphas. unlike_alphas: whether its alphas need to differ.
+    alpha: whether the file needs alphas.
+    unlike_alphas: whether its alphas need to differ.
     metadata: a field that the file's metadata need; empty for any metadata.
 
     Each other field describes what one program does with the file; it is empty if the file is not meant for the
@@ -83,12 +84,12 @@ class Readers:
 
     @property
     def with_norms(self) -> Readers:
-        """The same row, adjusted for a file that contains trained norms, too."""
+        """Return this row, adjusted for a file that also contains trained norms."""
         kohya = "leave the norms out in networks.lora; LyCORIS reads it" if self.kohya in READ else self.kohya
         return replace(self, diffusers="refuses it", kohya=kohya)
 
     def of_rank(self, rank: int) -> Readers:
-        """Return the row, adjusted for a file of this rank: vLLM may need an option for it."""
+        """Return this row, adjusted for a file of this rank: vLLM may need an option for it."""
         if self.vllm not in READ or rank <= VLLM_RANKS[0]:
             return self
         fits = next((limit for limit in VLLM_RANKS if rank <= limit), None)
@@ -96,7 +97,7 @@ class Readers:
         return replace(self, vllm=told)
 
     def differing(self, share: float) -> Readers:
-        """Return the row with a remark for ComfyUI and Forge. Their rule for DoRA changes this share of the update."""
+        """Return this row with a remark for ComfyUI and Forge: ``share`` of the update differs by their DoRA rule."""
         more = f"; {share:.1%} of the change differs"
         return replace(
             self, **{field: getattr(self, field) + more for field in ("comfyui", "forge") if field in self.by_program}

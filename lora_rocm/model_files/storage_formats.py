@@ -72,7 +72,7 @@ def refuse_quantised_config(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def refuse_whole_numbers(path: Path, entries: Mapping[str, TensorEntry], names: Iterable[str]) -> None:
-    """Refuse integer weights, which have no scale.
+    """Refuse weights that are stored as integers without a scale.
 
     Raises:
         ModelError: weights-quantised.
