@@ -1,6 +1,6 @@
 """Builds a component while its files are read.
 
-Each layer is packed at once, so the component is never dense as a whole.
+Each layer is packed (quantised) as soon as it is complete, so the component is never dense as a whole.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Assembly:
             self._build(user)
 
     def reusable(self, name: str) -> bool:
-        """Whether ``take`` keeps no reference to a file's tensor, because it packs it at once.
+        """Whether ``take`` keeps no reference to a file's tensor, because it packs the tensor immediately.
 
         Such a tensor is the weight of a single layer that is to be packed.
         """
@@ -98,7 +98,7 @@ class Assembly:
         return user in self._layers and is_source(made) and made.dtype is not torch.float8_e4m3fn  # its codes may stay
 
     def finished(self) -> nn.Module:
-        """Return the component, frozen and in eval mode. All its files must have been read."""
+        """Return the component, frozen and in eval mode. Call it after all files have been read."""
         constants = {name: tensor for name, tensor in self._made.items() if not sources_of(tensor)}
         self._module.load_state_dict({**self._dense, **constants}, strict=False, assign=True)
         return self._module.requires_grad_(False).eval()

@@ -121,7 +121,7 @@ class TensorMapping:
 def predict_loading(
     entries: Mapping[str, TensorEntry], module: nn.Module, converter: Converter, ignored: Sequence[str] = ()
 ) -> TensorMapping:
-    """Return how these tensors would be loaded. Only their headers are needed.
+    """Return the mapping with which these tensors would be loaded. Only their headers are needed.
 
     ``ignored``: regular expressions for names of unneeded tensors, in addition to ``UNREAD_ENDS``.
 

@@ -1,6 +1,6 @@
-"""Downloads models from the Hugging Face Hub; cached models need no network.
+"""Downloads models from the Hugging Face Hub. Cached models need no network.
 
-If it is unreachable, an error explains it.
+If the hub is unreachable, the user gets an error message instead of a traceback.
 """
 
 from __future__ import annotations

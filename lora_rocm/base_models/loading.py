@@ -3,8 +3,8 @@
 Only safetensors weights are read, and never memory-mapped (see ``train.checkpoint.tensors``). Configs and headers
 are read first. So a model of another family, or with missing tensors, is refused before gigabytes are read.
 
-The identity of a component is a digest of every byte of its weights, which is computed during loading. An encoder
-with a complete cache of outputs is not loaded: its files are read only for the digest. Digests are cached by the
+The identity of a component covers every byte of its weights. Its digest is computed during loading. An encoder with
+a complete cache of outputs is not loaded: its files are read only for the digest. Digests are cached by the
 versions of the files.
 """
 
@@ -78,7 +78,7 @@ class ComponentLayout:
     """Describes one component: its class, and how to convert its tensors.
 
     prefix: prefix of its tensor names in a file with all components.
-    from_single_file: converter for a one-file checkpoint, after the prefix was removed.
+    from_single_file: converter for a one-file checkpoint. It gets names without the prefix.
     other_prefixes: possible prefixes in other single files (``ModelLayout.alone``) and in the component's own file.
     from_folder: converter for the files in a folder.
     ignored: parts of names of tensors that no code needs.
@@ -122,8 +122,8 @@ class ModelLayout:
     configs: packaged folder with the family's published configs, for one-file checkpoints.
     tokenizers: folder name of a tokenizer in a model -> description.
     alone: components that every single file of the family contains. Empty if every single file has all components.
-    changed: component -> function that returns changed values for its config. It gets the config and name -> shape
-    of the component's tensors. The shapes are empty unless the tensors are in one file.
+    changed: component -> function that returns changed values for its config. It gets the config and the shapes of
+        the component's tensors by name. The shapes are empty unless the tensors are in one file.
     """
 
     parts: Mapping[str, ComponentLayout]
@@ -297,7 +297,9 @@ class BaseSource:
             )
 
     def predict_loading(self, name: str) -> TensorMapping:
-        """Return how a component would be loaded, judged by its config and the headers of its files.
+        """Return the mapping with which a component would be loaded.
+
+        Only its config and the headers of its files are read.
 
         Raises:
             ModelError: weights-unfit: a tensor is missing or has another shape.

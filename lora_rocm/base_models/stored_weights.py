@@ -277,7 +277,7 @@ def _require_scales(header: TensorFileHeader, prefix: str, stored: Mapping[str, 
 
 
 def _require_one_dtype(headers: Sequence[TensorFileHeader], prefix: str, stored: Mapping[str, Storage]) -> None:
-    """Refuse codes in several dtypes if no description defines their meaning."""
+    """Refuse weights with codes of different dtypes, unless descriptions in the file define their meaning."""
     entries = {name: (header, entry) for header in headers for name, entry in header.tensors.items()}
     undescribed = {name for name in stored if name.removesuffix(".weight") + DESCRIPTION not in entries}
     undescribed -= {name for name, each in stored.items() if each.state}
