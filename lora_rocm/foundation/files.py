@@ -1,10 +1,10 @@
 """Writes, renames and removes files. No other module does. Imports only the standard library.
 
 - A file is written completely or not at all: under a temporary name, with fsync and a rename. Then it is read back
-and compared.
+  and compared.
 - A link in place of a file is replaced or refused. Its target is never written.
 - Below a folder passed as ``root``, folders that are links are not entered. ``root`` is usually a run directory,
-which may come from another person in an archive with links.
+  which may come from another person in an archive with links.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def is_folder(path: Path) -> bool:
 def refuse_link(path: Path) -> None:
     """Refuse a path if it is a link.
 
-    For files that are modified in place, because writing would change the link's target.
+    It is used for files that are modified in place, because writing to a link would change its target.
 
     Raises:
         StorageError: "link-refused".
@@ -172,10 +172,10 @@ def json_bytes(value: Any) -> bytes:
 def new_folder(folder: Path, root: Path | None = None) -> Iterator[Path]:
     """Create a folder with all its files or not at all.
 
-    The context yields a temporary folder, which is renamed at its end.
+    The context yields a temporary folder, which is renamed at the end of the context.
 
     Args:
-        folder: path of the new folder. It must not exist, unless as an empty folder. Its parents are created.
+        folder: path of the new folder. It must not exist, or must be an empty folder. Its parents are created.
         root: see ``write_atomic``.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Parses JSON that a user or another program wrote.
+"""Parses JSON that a user or another program wrote. No other module does.
 
-Its errors describe the fault in the text. No other module does this.
+The errors describe the fault in the text.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def parse_json(text: str | bytes, *, repeated_keys: bool = False) -> Any:
 
     Args:
         text: the text, or its bytes in UTF-8, UTF-16 or UTF-32.
-        repeated_keys: whether an object may repeat a key. The last value is returned. Only for texts that are checked
-            and not used.
+        repeated_keys: whether an object may repeat a key. The last value is then returned. True is only for texts
+            with values that are not used.
 
     Raises:
-        BadJson: the text cannot be read. This includes valid JSON that is nested too deep, has an overlong number, or
+        BadJson: the text cannot be read. This includes valid JSON that is nested too deeply, has an overlong number, or
             repeats a key. For these Python's parser raises RecursionError or a bare ValueError, or keeps the last
             value.
     """

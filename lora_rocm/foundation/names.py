@@ -19,8 +19,9 @@ BUILTIN = "builtin:"
 """Prefix of names of files in this package, used in recipes and commands."""
 LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 MAX_STEM_BYTES = 160
-"""Maximum length of a stem in UTF-8. Most systems allow 255 bytes for a name, but a run adds suffixes, and longer ones
-for temporary files.
+"""Maximum length of a file name without its extension, in bytes of UTF-8.
+
+Most systems allow 255 bytes for a name, but a run adds suffixes, and longer ones for temporary files.
 """
 
 

@@ -157,7 +157,7 @@ class Private:
 
 
 LITERALS = ("system", "vendor", "gfx", "gfx_source", "arch_source", "arch_list", "status", "smart_app_control")
-"""Fields that contain only words of this program."""
+"""Fields with values that this program defines, so they are not private."""
 
 
 def private_of(environ: Mapping[str, str], node: str, texts: Iterable[str]) -> Private:

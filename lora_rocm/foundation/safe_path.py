@@ -23,7 +23,10 @@ def python_command(*arguments: str, python: str = sys.executable) -> list[str]:
 
 
 def python_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which Python processes that libraries start with ``-m`` or ``-c`` are safe, too."""
+    """Return an environment for a Python process.
+
+    With it, processes that libraries start with ``-m`` or ``-c`` do not import from the current folder, either.
+    """
     return {**without_current_folder(environ), SAFE_PATH: "1"}
 
 

@@ -85,7 +85,7 @@ def by_name(*functions: Callable[..., object]) -> dict[str, Callable[..., object
 
 
 def _content(path: Path) -> dict[str, object]:
-    """Return the content of a file without its review, which is checked."""
+    """Return the content of a file without its review. The review is only checked."""
     content = _all_content(path)
     if REVIEW in content:
         _review(path, content.pop(REVIEW))
