@@ -118,7 +118,7 @@ def _require_base_of_run(
 ) -> None:
     """Refuse a base model that differs from the one used in the LoRA's run.
 
-    If ``--base`` names it, only emit a notice.
+    If the user chose it with ``--base``, it is accepted with a notice.
 
     Raises:
         AdapterError: export-other-base.
@@ -302,7 +302,7 @@ def recipe_for(job: SampleJob, lora: Path, registry: FamilyRegistry) -> Recipe:
     ``--base`` replaces the run's base model.
 
     Raises:
-        UserError: the base model is unknown without ``--base``, or its family is unknown.
+        UserError: the LoRA is not in a run and ``--base`` is not set, or the base model's family is unknown.
     """
     # A LoRA outside of a run needs --base
     run_dir = run_of(lora)
@@ -358,7 +358,7 @@ def _config(job: SampleJob, spec: FamilySpec) -> dict[str, str | None]:
 
 
 def _free_name(folder: Path, stem: str, ending: str) -> Path:
-    """Return a path in a folder that does not exist yet."""
+    """Return a path in ``folder`` that is not in use: a number is added to the name if necessary."""
     path, number = folder / f"{stem}.{ending}", 2
     while os.path.lexists(path):
         path, number = folder / f"{stem}-{number}.{ending}", number + 1

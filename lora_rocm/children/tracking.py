@@ -66,7 +66,7 @@ def found_again(options: Mapping[str, Any]) -> dict[str, str]:
 def track(
     job: TrackJob, over: Callable[[], bool], registry: FamilyRegistry = PRODUCT, limit_s: float = CALL_LIMIT_S
 ) -> None:
-    """Log the numbers of all events from byte ``job.offset`` of the file on, until ``over()`` returns True.
+    """Log the numbers of all events in the run's file from byte ``job.offset`` on, until ``over()`` returns True.
 
     ``over`` may wait before it returns. If a call of the tracker takes longer than ``limit_s``, the process exits.
     """

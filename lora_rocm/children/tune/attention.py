@@ -109,7 +109,7 @@ class Trial:
     def seconds(self, context: Context, captured: bool) -> float:
         """Return the time of one call with its gradients.
 
-        ``captured``: whether it is captured as a graph, as in a captured pass.
+        ``captured``: whether the call is captured as a GPU graph first, as a run with captured passes does.
         """
         with context():  # once, as in a pass
             self._once()
@@ -158,7 +158,7 @@ def prepared(
 def require_backend(backend: str, context: Context, trials: Sequence[Trial]) -> None:
     """Check that a backend's package is installed, and that torch has a kernel for at least one of the shapes.
 
-    For an order of backends, only the first is checked.
+    If ``backend`` stands for an order of several backends, only the first is checked.
 
     Raises:
         RuntimeError: the package is missing, or no shape is supported.
