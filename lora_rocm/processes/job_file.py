@@ -137,8 +137,7 @@ def read_job_text(text: str, kinds: Mapping[str, type[T]], where: str) -> T:
 
     Raises:
         MachineError: job-unreadable: the text is not a job, the job is for another child, or a field is missing,
-        unknown
-            or of another type.
+            unknown or of another type.
     """
     try:
         value = json.loads(text)

@@ -1,7 +1,7 @@
 """Runs child processes that import torch and do a single job, and passes on their results.
 
-They write JSON to standard output: events (``rundir.events.emit``) or one object. They keep no state, and end when
-this process ends.
+The children write JSON to standard output: events (``rundir.events.emit``) or one object. They keep no state, and
+end when this process ends.
 """
 
 from __future__ import annotations
