@@ -29,7 +29,9 @@ SHOWN, LOOKED_AT = 3, 10_000
 
 
 def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT, family: ModelFamily | None = None) -> Seen:
-    """Inspect the first ``most`` texts of a recipe. ``family``: if set, the texts in its cache are counted, too.
+    """Inspect the first ``most`` texts of a recipe, and return counts, problems and samples.
+
+    ``family``: if set, the texts in its cache are counted, too.
 
     Raises:
         DataError: a source cannot be read, or no text can be used.

@@ -45,7 +45,7 @@ class Outlasting(io.RawIOBase):
 
 
 def outlive(stream: TextIO) -> TextIO:
-    """Return a stream that writes to the same file but ignores failures.
+    """Return a stream that writes to the same file as ``stream``, but ignores failures.
 
     A stream without a raw file is returned unchanged.
     """

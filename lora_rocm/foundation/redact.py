@@ -243,7 +243,7 @@ def _loose_path(path: str) -> str:
 
 
 def _without_names(text: str, names: Iterable[str], instead: str) -> str:
-    """Replace names that occur as whole words. An underscore separates words, too."""
+    """Return the text with names replaced that occur as whole words. An underscore separates words, too."""
     for name in sorted(names, key=len, reverse=True):
         text = re.sub(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", instead, text, flags=re.IGNORECASE)
     return text

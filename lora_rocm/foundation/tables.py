@@ -108,7 +108,7 @@ class _TableReader:
         self._path, self._functions = path, functions or {}
 
     def value(self, kind: object, value: object, at: tuple[str, ...]) -> object:
-        """Convert a value to the type annotation ``kind``."""
+        """Return a value converted to the type annotation ``kind``."""
         if type(value) is kind:
             return value
         origin, of = get_origin(kind), get_args(kind)

@@ -65,7 +65,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def json_fault(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str:
-    """The reason why a file does not contain a JSON object, as a phrase; empty if it does.
+    """Return the reason why a file does not contain a JSON object, as a phrase; empty if it does.
 
     Messages of libraries are not used, because they only name codecs and types.
     """

@@ -65,7 +65,7 @@ class Model:
     part: one of ``PARTS``, or "text encoder", "text conditioner", "vae", "embedding".
     has: beginnings of tensor names (after a prefix) that all occur in the file.
     without: beginnings of tensor names that do not occur in the file.
-    keys: value of ``model.family`` -> key of ``model`` in a recipe that names this component.
+    keys: value of ``model.family`` -> key of a recipe's ``model`` section that may be set to this component.
     """
 
     family: str
@@ -101,7 +101,10 @@ class ModelTable:
 
 @dataclass(frozen=True)
 class RecognisedModel:
-    """A model or component that was recognised in a file. title, keys: from the row's variant, if one matches."""
+    """A model or component that was recognised in a file.
+
+    title, keys: values of the row's variant that fits, or else of the row itself.
+    """
 
     family: str
     title: str

@@ -95,7 +95,7 @@ def rounding(component: str, entries: Iterable[TensorEntry]) -> str:
 
 
 def scales_notice(component: str, file_formats: Sequence[str]) -> str:
-    """Return a notice about the storage formats with scales; an empty string if there are none."""
+    """Return a notice about the formats in which weights are stored with scales; an empty string if there are none."""
     if not file_formats:
         return ""
     return (

@@ -67,7 +67,7 @@ class Asked:
 
     @property
     def level(self) -> int:
-        """0 if there is no request, 1 to finish the step, save and exit, or more to exit at once."""
+        """Level of the requests: 0 for none, 1 to finish the step, save and exit, 2 or more to exit at once."""
         return max(self.count, int(self.closing))
 
 
@@ -119,7 +119,8 @@ def _lives(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Asked]:
-    """Record Ctrl-C, SIGTERM and the closing of the terminal within this context, so that they do not end the process.
+    """Yield a record of Ctrl-C, SIGTERM and the closing of the terminal. Within the context they do not end the
+    process.
 
     Signals are recorded in the main thread only. SIGHUP is not recorded if it is ignored, as under ``nohup``.
     """

@@ -186,7 +186,9 @@ class Tool:
 
 @contextlib.contextmanager
 def started(command: Sequence[str], env: Mapping[str, str]) -> Iterator[Tool]:
-    """Start a child process with its output in files. At the end of the context it is killed if it is still running."""
+    """Start and yield a child process with its output in files. It is killed at the end of the context if it still
+    runs.
+    """
     with temporary_folder() as folder:
         log, output = folder / "tool.log", folder / "events.jsonl"
         with log.open("wb") as errors, output.open("wb") as events:
