@@ -98,7 +98,7 @@ def download(repo: str, revision: str | None, patterns: list[str], complete: Cal
         if cached is not None:
             return None
         what = "The model is neither a local folder nor cached, and the hub cannot be reached."
-        fix = "Connect to the network once, or download the model elsewhere and give its folder."
+        fix = "Connect to the network once, or download the model elsewhere and set model.name_or_path to it."
         raise _error("hub-unreachable", what, repo, fix) from error
     return folder if complete(folder) else None
 

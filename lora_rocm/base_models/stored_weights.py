@@ -145,7 +145,7 @@ class Storage:
         raise ModelError(
             "weights-implausible" if is_finite else "weights-not-finite",
             f"{printable(self.parts[role]):.200} contains numbers that "
-            + (f"are impossible in a weight, up to {largest:.3g}." if is_finite else "are not finite."),
+            + (f"are too large for a weight, up to {largest:.3g}." if is_finite else "are not finite."),
             where=str(self.path),
             fix="Download the model again, or use another version.",
         )

@@ -289,8 +289,8 @@ def _name_unused_patterns(
             unused = [key for key in keys if not any(_matches(key, name) for name in names)]
             if unused:
                 more = f" and {count_text(len(unused) - 1, 'more key')}" if len(unused) > 1 else ""
-                what = f"{place}: {field} names {unused[0]:.200}{more}, which matches no module of this file"
-                notify(f"{what}: it changes nothing.")
+                what = f"{place}: keys of {field} match no module of this file, so they have no effect"
+                notify(f"{what}: {unused[0]:.200}{more}.")
 
 
 def _check_zero_or_negative(

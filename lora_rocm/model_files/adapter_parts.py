@@ -150,10 +150,10 @@ def _refuse_others(names: Iterable[str], has_any: bool, path: Path, adapter: Kin
         raise _error("lora-kind", what, path, refused.instead)
     if refused is not None:
         what = f"This file contains {refused.what} in addition to a {adapter.name}: {_some(found[refused])}."
-        raise _error("lora-parts", f"{what} Without them the effect would differ.", path, refused.instead)
+        raise _error("lora-parts", f"{what} Without them the adapter would have another effect.", path, refused.instead)
     if unknown:
         what = f"This file contains unknown tensors in addition to a {adapter.name}: {_some(unknown)}."
-        raise _error("lora-parts", f"{what} Without them the effect would differ.", path)
+        raise _error("lora-parts", f"{what} Without them the adapter would have another effect.", path)
 
 
 def _refuse_halves(halves: Mapping[str, Mapping[str, Stored]], path: Path, kind: KindParts, notify: Notify) -> None:

@@ -119,8 +119,7 @@ def _lives(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Asked]:
-    """Yield a record of Ctrl-C, SIGTERM and the closing of the terminal. Within the context they do not end the
-    process.
+    """Yield a record of Ctrl-C, SIGTERM and the closing of the terminal, which do not end the process meanwhile.
 
     Signals are recorded in the main thread only. SIGHUP is not recorded if it is ignored, as under ``nohup``.
     """

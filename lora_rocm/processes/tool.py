@@ -186,8 +186,9 @@ class Tool:
 
 @contextlib.contextmanager
 def started(command: Sequence[str], env: Mapping[str, str]) -> Iterator[Tool]:
-    """Start and yield a child process with its output in files. It is killed at the end of the context if it still
-    runs.
+    """Start and yield a child process with its output in files.
+
+    It is killed at the end of the context if it still runs.
     """
     with temporary_folder() as folder:
         log, output = folder / "tool.log", folder / "events.jsonl"
