@@ -1,1 +1,1 @@
-"""Base models: file formats, tensor names, the hub, loading."""
+"""Finds, checks and loads base models: file formats, tensor names, the Hugging Face Hub, tokenizers."""

@@ -1,4 +1,7 @@
-"""Builds a component while its files are read, so that its packed layers are never all dense at the same time."""
+"""Builds a component while its files are read.
+
+Each layer is packed (quantised) as soon as it is complete, so the component is never dense as a whole.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,21 @@ from lora_rocm.kernels.weight_format import PackedLinear, WeightFormat
 
 
 class Assembly:
-    """Collects the tensors of a component, which arrive in any order and from several threads.
+    """Builds a component from tensors that arrive in any order and from several threads.
 
-    The thread that reads the last part of a tensor computes it and, if it belongs to a chosen layer, packs it. Then the
-    dense weight is freed.
+    When all file tensors for a weight have been read, the thread that read the last one computes the weight. If the
+    weight belongs to a layer that is to be packed, the thread packs it and frees the dense weight.
 
-    A weight stored with scales is taken as soon as all its parts were read. Its layer keeps the stored codes if the
-    wanted format is the same and gives the same numbers. So does a layer in fp8 without a scale.
+    A weight that is stored with scales is complete when all its parts have been read. If its format is the wanted
+    one and gives the same numbers, its layer keeps the stored codes. This also applies to fp8 weights without a
+    scale.
 
     Args:
         module: the component, with weights on the meta device.
-        made: each of its tensors without data, from ``conversion.traced``.
-        weights: storage format of the layers.
-        dtype: of the tensors that stay dense.
-        stored: weights of the files that are stored with scales, by name.
+        made: the component's tensors without data, as ``conversion.traced`` returns them.
+        weights: wanted storage format of the layers.
+        dtype: dtype of the tensors that stay dense.
+        stored: name -> storage of each weight that the files store with scales.
     """
 
     def __init__(
@@ -53,9 +57,9 @@ class Assembly:
         self._lock = Lock()
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor of a file; one that the component does not need is ignored.
+        """Add a tensor of a file. It is ignored if the component does not need it.
 
-        Threads compute and pack in parallel: the lock protects only their shared state.
+        Threads compute and pack in parallel. The lock only protects the state that they share.
         """
         source = self._weight_of.get(name, name)
         if source not in self._users:
@@ -82,7 +86,10 @@ class Assembly:
             self._build(user)
 
     def reusable(self, name: str) -> bool:
-        """Whether ``take`` keeps nothing of a file's tensor: it is the weight of one layer, which is packed at once."""
+        """Whether ``take`` keeps no reference to a file's tensor, because it packs the tensor immediately.
+
+        Such a tensor is the weight of a single layer that is to be packed.
+        """
         users = self._users.get(name, set())
         if name in self._weight_of or len(users) != 1:
             return False
@@ -91,7 +98,7 @@ class Assembly:
         return user in self._layers and is_source(made) and made.dtype is not torch.float8_e4m3fn  # its codes may stay
 
     def finished(self) -> nn.Module:
-        """The component, frozen and in eval mode, after all its files were read."""
+        """Return the component, frozen and in eval mode. Call it after all files have been read."""
         constants = {name: tensor for name, tensor in self._made.items() if not sources_of(tensor)}
         self._module.load_state_dict({**self._dense, **constants}, strict=False, assign=True)
         return self._module.requires_grad_(False).eval()
@@ -113,7 +120,10 @@ class Assembly:
                     self._as_stored.pop(source, None)
 
     def _kept(self, name: str, layer: nn.Linear) -> PackedLinear | None:
-        """The layer as it is stored, if that is the wanted format and gives the same numbers, else None."""
+        """Return the layer with the file's codes, or None.
+
+        It is None unless the codes have the wanted format and give the same numbers.
+        """
         made = self._made[name]
         stored = {source: self._as_stored.get(source) for source in sources_of(made)}
         scaled = {source: weight for source, weight in stored.items() if isinstance(weight, ScaledWeight)}

@@ -1,4 +1,4 @@
-"""Finds the key of a config that makes a library fail."""
+"""Finds the key of a config that causes an error in a model library."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def config_unfit(
     error: BaseException,
     use: Callable[[Mapping[str, Any]], object],
 ) -> ModelError:
-    """Return the error for a config that a library cannot use. It names the faulty key, if that is found.
+    """Return the error for a config that a library cannot use. It names the faulty key if that can be found.
 
     Args:
         what: description of the failed action.
-        cls: of the component.
-        path: of the config.
-        values: of the config.
-        error: of the library.
-        use: uses changed values, and raises one of ``UNFIT_ERRORS`` if that cannot be done.
+        cls: class of the component.
+        path: path of the config.
+        values: values of the config.
+        error: the library's exception.
+        use: tries the action with other values. It raises one of ``UNFIT_ERRORS`` if the action fails.
     """
     key = cause_of(values, defaults_of(cls), error, use)
     cause = f" {key} is {json.dumps(values[key])[:60]}." if key else ""
     said = " ".join(str(error).split())[:200].rstrip(".")
     return ModelError(
         "config-unfit",
-        f"{what}.{cause} Error of the library: {type(error).__name__}{f': {said}' if said else ''}.",
+        f"{what}.{cause} Library error: {type(error).__name__}{f': {said}' if said else ''}.",
         where=f"{path}: {key}" if key else str(path),
-        fix=f"{f'Correct {key} there. ' if key else ''}{DOWNLOAD_AGAIN}",
+        fix=f"{f'Correct {key} in this file. ' if key else ''}{DOWNLOAD_AGAIN}",
     )
 
 
@@ -65,16 +65,16 @@ def cause_of(
     error: BaseException,
     use: Callable[[Mapping[str, Any]], object],
 ) -> str:
-    """Return the key without which ``use`` succeeds, trying the likeliest first; "" if there is none.
+    """Return the first key without which ``use`` succeeds, or "" if there is none. The likeliest keys are tried first.
 
-    If only one key has another type than its default, it is the cause even if the default fails, as in a model of
-    another size.
+    If exactly one key has another type than its default, only this key is tried. It is returned even if ``use``
+    fails without it, because the default may not suit a model of this size.
 
     Args:
-        values: values that fail.
-        defaults: values of missing keys.
-        error: of the library.
-        use: as in ``config_unfit``.
+        values: the config's values, with which ``use`` fails.
+        defaults: the library's values for missing keys.
+        error: the library's exception.
+        use: see ``config_unfit``.
     """
     odd = mistyped(values, defaults)
     for key in odd if len(odd) == 1 else suspects(values, defaults, error):

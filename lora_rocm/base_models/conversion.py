@@ -1,7 +1,7 @@
-"""Converts tensor names of a file to the component's names, and reports missing and unknown tensors.
+"""Converts a file's tensor names to the component's names, and reports missing and unknown tensors.
 
-Loading and checking use the same functions. Checking passes tensors on the meta device, built from a header, which have
-shapes but no data.
+Loading and checking use the same functions. A check passes tensors on the meta device, which have the shapes in the
+file's header but no data.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lora_rocm.foundation.terminal_text import printable
 
 State = dict[str, Tensor]
 Converter = Callable[[State, nn.Module], State]
-"""(tensors by their names in a one-file checkpoint, component without weights) -> tensors by the component's names.
-Raises KeyError if a required name is missing.
+"""A function that converts tensor names. It gets the tensors of a one-file checkpoint by name, and the component
+without weights. It returns the tensors by the component's names, and raises KeyError if a required name is missing.
 """
 
 TEXT_WRAPPER = "text_model."  # prefix in transformers before 5.6 and in files saved by it
@@ -40,16 +40,16 @@ UNREAD_ENDS = (
 
 
 class UnfitError(ValueError):
-    """The tensors of a file do not fit the component described by its config. The message is part of a sentence."""
+    """The tensors of a file do not fit the component's config. The message is a clause without a final full stop."""
 
 
 def after(prefix: str, converter: Converter) -> Converter:
-    """Return a converter for names that all have a prefix, given one for names without it."""
+    """Return a converter that removes a prefix from all names before it calls ``converter``."""
     return lambda state, module: converter({name.removeprefix(prefix): t for name, t in state.items()}, module)
 
 
 def own_names(state: Mapping[str, Tensor], module: nn.Module) -> State:
-    """Rename tensors of a folder from the names of older library versions to present names."""
+    """Return the tensors of a folder under the names that the installed library version uses."""
     expected = set(module.state_dict(keep_vars=True))
     renamed = {}
     for name, tensor in state.items():
@@ -61,16 +61,16 @@ def own_names(state: Mapping[str, Tensor], module: nn.Module) -> State:
 
 
 def _present(name: str, expected: Set[str]) -> str:
-    """Return the present name of a tensor, or ``name`` if none is known."""
+    """Return the tensor name that the installed library version uses, or ``name`` itself if no match is found."""
     bare = name.removeprefix(TEXT_WRAPPER).removeprefix(LANGUAGE_WRAPPER)
     return next((way for way in (bare, TEXT_WRAPPER + name) if way in expected), name)
 
 
 def fitted(state: State, module: nn.Module) -> State:
-    """Return the tensors that a component needs.
+    """Return the tensors that a component needs, after checking their shapes.
 
     Raises:
-        UnfitError: some are missing, or have another shape.
+        UnfitError: a tensor is missing, or has another shape or integer format than the component needs.
     """
     expected = module.state_dict(keep_vars=True)
     missing = sorted(set(expected) - set(state))
@@ -93,7 +93,7 @@ def _count(names: Sequence[str], what: str) -> str:
 
 
 def converted(state: State, module: nn.Module, converter: Converter) -> State:
-    """Return the tensors converted by ``converter``.
+    """Return the tensors under the names that ``converter`` gives them.
 
     Raises:
         UnfitError: a required tensor is missing.
@@ -106,11 +106,11 @@ def converted(state: State, module: nn.Module, converter: Converter) -> State:
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """Mapping from the tensors of a component's files to the component.
+    """Relation between the tensors in a component's files and the tensors of the component.
 
     unread: names in the files that the component does not use.
-    made_of: name in the component -> names in the files.
-    codes: names in the files of tensors that the component itself keeps as whole numbers.
+    made_of: name in the component -> names in the files from which it is computed.
+    codes: names in the files of tensors that stay integers in the component.
     """
 
     unread: tuple[str, ...]
@@ -121,12 +121,12 @@ class TensorMapping:
 def predict_loading(
     entries: Mapping[str, TensorEntry], module: nn.Module, converter: Converter, ignored: Sequence[str] = ()
 ) -> TensorMapping:
-    """Predict the result of loading these tensors from their headers alone.
+    """Return the mapping with which these tensors would be loaded. Only their headers are needed.
 
-    ``ignored``: patterns in the names of tensors that are not needed, in addition to ``UNREAD_ENDS``.
+    ``ignored``: regular expressions for names of unneeded tensors, in addition to ``UNREAD_ENDS``.
 
     Raises:
-        UnfitError: as in ``converted`` and ``fitted``.
+        UnfitError: see ``converted`` and ``fitted``.
     """
     made = traced(entries, module, converter)
     made_of = {name: sources_of(tensor) for name, tensor in made.items()}
@@ -141,10 +141,10 @@ def predict_loading(
 
 
 def traced(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Converter) -> State:
-    """Return the tensors that a component needs, without data; each records how it is computed from the files' tensors.
+    """Return the tensors that a component needs, without data. Each records how to compute it from the files' tensors.
 
     Raises:
-        UnfitError: as in ``converted`` and ``fitted``.
+        UnfitError: see ``converted`` and ``fitted``.
     """
     state: State = {}
     for name, entry in entries.items():
@@ -157,24 +157,24 @@ def traced(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Con
 
 
 def sources_of(tensor: Tensor) -> frozenset[str]:
-    """Return the names of the tensors in the files that a tensor of ``traced`` is computed from."""
+    """Return the names of the file tensors from which a tensor of ``traced`` is computed."""
     return tensor.sources if isinstance(tensor, _Traced) else frozenset()
 
 
 def is_source(tensor: Tensor) -> bool:
-    """Return whether a tensor of ``traced`` is one of the files, under another name."""
+    """Return whether a tensor of ``traced`` is an unchanged tensor of the files, perhaps under another name."""
     return isinstance(tensor, _Traced) and isinstance(tensor.compute, itemgetter)
 
 
 def computed(tensor: Tensor, read: Mapping[str, Tensor]) -> Tensor:
-    """Return a tensor of ``traced`` with data, computed from the tensors that were read."""
+    """Return a tensor of ``traced`` with data. ``read``: name -> tensor, as read from the files."""
     return tensor.compute(read) if isinstance(tensor, _Traced) else tensor
 
 
 class _Traced(Tensor):
-    """A tensor without data that records which tensors it is computed from, and how.
+    """A tensor without data that records the file tensors and the operations from which it is computed.
 
-    Operations must not write into their inputs: only their results are recorded.
+    Operations must not write into their inputs, because only results are recorded.
     """
 
     sources: frozenset[str]
@@ -212,7 +212,7 @@ def _sources(value: Any) -> Iterator[frozenset[str]]:
 
 
 def _filled(value: Any, read: Mapping[str, Tensor]) -> Any:
-    """Return arguments of an operation with the data of their tensors."""
+    """Return an operation's arguments, with each traced tensor replaced by its data."""
     if isinstance(value, list | tuple):
         return type(value)([_filled(part, read) for part in value])
     return computed(value, read)

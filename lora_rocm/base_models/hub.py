@@ -1,4 +1,7 @@
-"""Models from the hub: the local cache first, then the network. Being offline is an error message, not a traceback."""
+"""Downloads models from the Hugging Face Hub. Cached models need no network.
+
+If the hub is unreachable, the user gets an error message instead of a traceback.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,15 @@ FILE_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES, ".yaml", ".json")
 
 
 def resembles_id(name: str) -> bool:
-    """Return whether a name that is not a path can be a hub id (``owner/model``)."""
+    """Return whether a name looks like a hub id (``owner/model``).
+
+    The caller has checked that it is not an existing path.
+    """
     return HUB_ID.fullmatch(name) is not None and not name.endswith(FILE_SUFFIXES)
 
 
 def download_model(repo: str, revision: str | None, parts: Sequence[str], tokenizers: Sequence[str]) -> Path:
-    """Return the snapshot folder of a diffusers model: configs, tokenizers and safetensors weights.
+    """Return the snapshot folder of a diffusers model, with its configs, tokenizers and safetensors weights.
 
     Half-precision weights are preferred.
 
@@ -48,16 +54,24 @@ def download_model(repo: str, revision: str | None, parts: Sequence[str], tokeni
     full = [*configs, *(f"{part}/*.safetensors" for part in parts)]
     folder = download(repo, revision, half, has_weights) or download(repo, revision, full, has_weights)
     if folder is None:
-        what = "Some parts of this model are not on this machine as safetensors weights."
+        what = "Some components of this model are not on this machine as safetensors weights."
         fix = "Connect to the network to finish the download, or choose a model that has safetensors weights."
         raise _error("hub-incomplete", what, repo, fix)
     return folder
 
 
 def download(repo: str, revision: str | None, patterns: list[str], complete: Callable[[Path], bool]) -> Path | None:
-    """Return the snapshot folder with the files of ``patterns``: from the cache if ``complete``, else from the network.
+    """Return the snapshot folder with the files that match ``patterns``.
 
-    Returns None if the snapshot is still incomplete, because the repository lacks files or the network failed.
+    The network is used unless the cache is complete.
+
+    Returns None if files are still missing, because the repository lacks them or the network failed.
+
+    Args:
+        repo: hub id of the model.
+        revision: branch, tag or commit; None for the default branch.
+        patterns: patterns of file names.
+        complete: returns whether a snapshot folder has all needed files.
 
     Raises:
         ModelError: hub-unreachable, hub-unknown, hub-gated.
@@ -74,7 +88,9 @@ def download(repo: str, revision: str | None, patterns: list[str], complete: Cal
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
         fix = f"Accept its terms at https://huggingface.co/{repo}, then log in: hf auth login, or set HF_TOKEN."
-        raise _error("hub-gated", "This model asks for your consent on its hub page.", repo, fix) from error
+        raise _error(
+            "hub-gated", "This model requires that you accept its terms on its hub page.", repo, fix
+        ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         fix = "Check the spelling of the hub id and the revision."
         raise _error("hub-unknown", "The hub has no such model or revision.", repo, fix) from error
@@ -82,7 +98,7 @@ def download(repo: str, revision: str | None, patterns: list[str], complete: Cal
         if cached is not None:
             return None
         what = "The model is neither a local folder nor cached, and the hub cannot be reached."
-        fix = "Connect to the network once, or download the model elsewhere and give its folder."
+        fix = "Connect to the network once, or download the model elsewhere and set model.name_or_path to it."
         raise _error("hub-unreachable", what, repo, fix) from error
     return folder if complete(folder) else None
 

@@ -1,10 +1,11 @@
-"""Finds and reads base weights: a folder, a one-file checkpoint, the hub, or the package.
+"""Finds and loads base weights: from a folder, a one-file checkpoint, the Hugging Face Hub or this package.
 
-Only safetensors weights are read. Configs and headers come first, so a model of another family, or with missing
-tensors, is refused before its gigabytes are read. Files are never mapped (see ``train.checkpoint.tensors``).
+Only safetensors weights are read, and never memory-mapped (see ``train.checkpoint.tensors``). Configs and headers
+are read first. So a model of another family, or with missing tensors, is refused before gigabytes are read.
 
-A component's identity covers every byte of its weights, and is computed while loading. If all cache entries of an
-encoder may exist, its files are read for the identity only. The digest is cached by the versions of the files.
+The identity of a component covers every byte of its weights. Its digest is computed during loading. An encoder with
+a complete cache of outputs is not loaded: its files are read only for the digest. Digests are cached by the
+versions of the files.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ VOLATILE_CONFIG_KEYS = (
 
 
 class ModelChoice(Protocol):
-    """The keys of a recipe's ``model`` section that locate the weights."""
+    """The fields of a recipe's ``model`` section that locate the weights."""
 
     @property
     def name_or_path(self) -> str: ...
@@ -74,14 +75,15 @@ Changes = Callable[[Config, Mapping[str, Sequence[int]]], dict[str, Any]]
 
 @dataclass(frozen=True)
 class ComponentLayout:
-    """One component: its class, and the prefix and converter of its tensors in a one-file checkpoint.
+    """Describes one component: its class, and how to convert its tensors.
 
-    from_single_file: the names have the prefix if one file holds all components, else none (``ModelLayout.alone``).
-    other_prefixes: further prefixes, for single files without all components and for its own file.
-    from_folder: converter of its tensors in a folder.
-    ignored: patterns in the names of its tensors in files that nothing reads.
-    unread: patterns of such names, computed from the component without weights.
-    finish: changes the component after its class built it, without weights.
+    prefix: prefix of its tensor names in a file with all components.
+    from_single_file: converter for a one-file checkpoint. It gets names without the prefix.
+    other_prefixes: possible prefixes in other single files (``ModelLayout.alone``) and in the component's own file.
+    from_folder: converter for the files in a folder.
+    ignored: parts of names of tensors that no code needs.
+    unread: returns regular expressions for further such names. It gets the component without weights.
+    finish: changes the component after its class built it, before it has weights.
     """
 
     cls: type[Any]
@@ -94,18 +96,18 @@ class ComponentLayout:
     finish: Finish = None
 
     def prefix_in(self, names: Collection[str]) -> str | None:
-        """Return which of the prefixes tensors of a file have; None: no name starts with one."""
+        """Return the prefix with which some of the names start; None if none of the component's prefixes occurs."""
         prefixes = (self.prefix, *self.other_prefixes)
         return next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in names)), None)
 
 
 @dataclass(frozen=True)
 class TokenizerOf:
-    """A tokenizer of a model.
+    """Describes a tokenizer of a model.
 
-    packaged: its name in ``base_models.tokenizers``, for a one-file checkpoint; "" if there is none.
-    component: the component with an embedding row for each of its ids.
-    pools: the component's output at the end of a text is used.
+    packaged: its name in ``base_models.tokenizers``, for one-file checkpoints; "" if none is packaged.
+    component: name of the component with the embedding table for the tokenizer's ids.
+    pools: whether the model uses the component's output at the end of the text.
     """
 
     packaged: str
@@ -115,13 +117,13 @@ class TokenizerOf:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The components of a family's models; the one that is always trained comes first.
+    """Describes the components of a family's models. The component that is always trained comes first.
 
     configs: packaged folder with the family's published configs, for one-file checkpoints.
-    tokenizers: folder of a tokenizer in a model -> the tokenizer's description.
-    alone: the components in every single file, where some files lack the others; empty if each file has all components.
-    changed: component -> function that returns the changed keys of its config. It gets the config and, if that is the
-    packaged config of a file, the shapes of the tensors by name.
+    tokenizers: folder name of a tokenizer in a model -> description.
+    alone: components that every single file of the family contains. Empty if every single file has all components.
+    changed: component -> function that returns changed values for its config. It gets the config and the shapes of
+        the component's tensors by name. The shapes are empty unless the tensors are in one file.
     """
 
     parts: Mapping[str, ComponentLayout]
@@ -133,10 +135,10 @@ class ModelLayout:
 
 @dataclass(frozen=True)
 class BaseSource:
-    """A base model that was found but not loaded.
+    """A base model that was located but not loaded.
 
-    folder: configs (and weights if ``single_file`` is None) in one sub-folder per component.
-    own: component or tokenizer -> its own file or folder.
+    folder: folder with a sub-folder for each component's config, and for its weights if ``single_file`` is None.
+    own: component or tokenizer -> the file or folder that the recipe sets for it.
     """
 
     name: str
@@ -155,7 +157,7 @@ class BaseSource:
         return None if self.single_file is None else read_header(self.single_file)
 
     def config(self, name: str) -> Config:
-        """Return the config of a component ("scheduler" too); its file is read once.
+        """Return the config of a component or of "scheduler". The file is read only once.
 
         Raises:
             ModelError: config-missing, config-unreadable.
@@ -176,7 +178,7 @@ class BaseSource:
         return folder / ("scheduler_config.json" if name == "scheduler" else "config.json")
 
     def weights(self, name: str) -> tuple[Sequence[TensorFileHeader], str]:
-        """Return (headers of a component's files, prefix of its tensors in them).
+        """Return the headers of a component's weight files, and the prefix of its tensor names in them.
 
         Raises:
             ModelError: weights-missing, weights-damaged, pickle-refused and others.
@@ -185,12 +187,12 @@ class BaseSource:
         return tensors.headers, tensors.prefix
 
     def tensors(self, name: str) -> ComponentTensors:
-        """Return a component's tensors; weights stored with scales appear as whole weights.
+        """Return the tensors of a component. A weight that is stored with scales appears as a single tensor.
 
-        The headers are read once. Reading the data refuses a file that changed since then.
+        The headers are read only once. A file that changes afterwards is refused when its data are read.
 
         Raises:
-            ModelError: as in ``weights``, and weights-quantised.
+            ModelError: weights-quantised, or an error of ``weights``.
         """
         if name not in self._tensors:
             self._tensors[name] = ComponentTensors(*self._found(name))
@@ -208,7 +210,7 @@ class BaseSource:
         return headers_in(self.folder / name), ""
 
     def _converter(self, name: str) -> Converter:
-        """Return the converter from the tensor names in a component's files to the component's names."""
+        """Return the converter from the tensor names in a component's files to the component's own names."""
         part = self.layout.parts[name]
         if not self._in_one_file(name):
             return part.from_folder
@@ -216,7 +218,7 @@ class BaseSource:
         return conversion.after(prefix, part.from_single_file)
 
     def place(self, name: str) -> str:
-        """Return the recipe key that a component comes from, and its value."""
+        """Return the recipe key that sets a component's weights, and its value, for error messages."""
         path = self.own.get(name, self.single_file)
         return f"model.name_or_path: {self.name}" if path == self.single_file else f"model.{name}: {path}"
 
@@ -225,12 +227,12 @@ class BaseSource:
         return file is not None and file.is_file()
 
     def settings(self, name: str) -> str:
-        """Return a component's config as text, without keys that do not affect the computation."""
+        """Return a component's config as JSON text, without keys that do not affect its computation."""
         found = {key: value for key, value in self.config(name).values.items() if key not in VOLATILE_CONFIG_KEYS}
         return json.dumps(found, sort_keys=True)
 
     def fingerprint(self, name: str) -> str:
-        """Return the identity of a component: a hash of its settings and every byte of its weights."""
+        """Return the identity of a component: a hash of its config and of every byte of its weights."""
         return hashlib.sha256((self.settings(name) + self._digest(name)).encode()).hexdigest()
 
     def _digest(self, name: str) -> str:
@@ -255,12 +257,12 @@ class BaseSource:
                 self.memory.remember(version, sha256)
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat = DENSE) -> nn.Module:
-        """Load one component into its own memory, frozen and in eval mode.
+        """Load a component, frozen and in eval mode. Its tensors do not share memory with other components.
 
         Args:
             name: name of the component.
             dtype: dtype of the tensors that stay dense.
-            device: device of the component.
+            device: device for the component.
             weights: storage format of the layers.
 
         Raises:
@@ -278,27 +280,29 @@ class BaseSource:
         return assembly.finished().to(device)
 
     def _require_digest(self, name: str, headers: Sequence[TensorFileHeader], prefix: str, sha256: str) -> None:
-        """Record the digest of the loaded weights; it must equal an earlier digest of the files.
+        """Record the digest of the loaded weights, and refuse them if the files had another digest before.
 
         Raises:
-            StorageError: weights-changed. The new digest is cached, so that the next start uses it.
+            StorageError: weights-changed. The new digest is cached, so the next start accepts the weights.
         """
         before = self._digests.setdefault(name, sha256)
         if before != sha256:
             self._remember(WeightsVersion(prefix, tuple(header.version for header in headers)), sha256)
             raise StorageError(
                 "weights-changed",
-                f"The weights of {name} differ from the weights that were read before. If neither size nor times of "
+                f"The weights of {name} have changed since they were last read. If neither the size nor the times of "
                 "their file changed, the file is damaged or was altered.",
                 where=", ".join(str(header.path) for header in headers),
                 fix="Check the file (download it again, unless you changed it), then run the same command again.",
             )
 
     def predict_loading(self, name: str) -> TensorMapping:
-        """Predict the result of loading a component from its config and the headers of its files.
+        """Return the mapping with which a component would be loaded.
+
+        Only its config and the headers of its files are read.
 
         Raises:
-            ModelError: weights-unfit: tensors are missing or have other shapes.
+            ModelError: weights-unfit: a tensor is missing or has another shape.
         """
         tensors, part = self.tensors(name), self.layout.parts[name]
         with self._explained(name):
@@ -307,7 +311,7 @@ class BaseSource:
             return conversion.predict_loading(tensors.entries, module, self._converter(name), ignored)
 
     def stored_names(self, name: str) -> dict[str, str]:
-        """Return name -> name in the files, for each of a component's tensors that its files store unchanged.
+        """Return name in the component -> name in the files, for all tensors that the files contain unchanged.
 
         Raises:
             ModelError: weights-unfit.
@@ -316,7 +320,7 @@ class BaseSource:
         return {key: file for key, tensor in made.items() if is_source(tensor) for file in sources_of(tensor)}
 
     def read_names(self, name: str) -> dict[str, str]:
-        """Return name in the files -> a weight computed from it, for each tensor that a component needs.
+        """Return name in the files -> name of a tensor computed from it, for all file tensors that a component needs.
 
         Raises:
             ModelError: weights-unfit.
@@ -328,13 +332,13 @@ class BaseSource:
         return found
 
     def _traced(self, name: str) -> conversion.State:
-        """Return the tensors that a component needs, as ``conversion.traced`` does."""
+        """Return the tensors that a component needs, without data (see ``conversion.traced``)."""
         tensors = self.tensors(name)
         with self._explained(name):
             return conversion.traced(tensors.entries, self._meta_component(name), self._converter(name))
 
     def files(self) -> list[Path]:
-        """Return all files of the base that are on this machine."""
+        """Return the paths of all files of the base model. Each of them exists."""
         found = [
             *(self.folder / index for index in INDEXES),
             *(self.config_path(name) for name in (*self.layout.parts, "scheduler")),
@@ -350,7 +354,7 @@ class BaseSource:
 
         Args:
             name: name of the component.
-            shared: the caller does not change the module, so one instance serves all calls.
+            shared: whether to return one instance that all such calls share. Callers must not change it.
 
         Raises:
             ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
@@ -375,7 +379,7 @@ class BaseSource:
 
     @contextlib.contextmanager
     def _explained(self, name: str) -> Iterator[None]:
-        """Translate exceptions of the model libraries into a ``ModelError``."""
+        """Convert exceptions of the model libraries, raised within this context, to a ``ModelError``."""
         try:
             yield
         except UNFIT_ERRORS as error:
@@ -384,9 +388,10 @@ class BaseSource:
             raise _unfit(self, name, error) from error
 
     def skeleton(self, name: str) -> nn.Module:
-        """Build a component from its config, with zero weights of the correct shapes that take no memory.
+        """Build a component from its config, with zero weights that take no memory.
 
-        The weights are one expanded zero instead of meta tensors, because PEFT creates new layers on the base's device.
+        Each weight is a single zero, expanded to its shape. Meta tensors do not work here, because PEFT creates new
+        layers on the device of the base model.
 
         Raises:
             ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
@@ -400,9 +405,9 @@ class BaseSource:
         return module
 
     def table_rows(self, tokenizer: str) -> int:
-        """Return the number of rows of the embedding table for a tokenizer's ids.
+        """Return the number of rows in the embedding table for a tokenizer's ids.
 
-        The config gives the number; loading and ``predict_loading`` refuse files with a table of another size.
+        The number is taken from the config. Loading and ``predict_loading`` refuse files with another number of rows.
 
         Raises:
             ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
@@ -413,11 +418,11 @@ class BaseSource:
         return len(table.weight)
 
     def tokenizer_path(self, name: str) -> Path:
-        """Return the folder of a tokenizer: the model's own, else the packaged one.
+        """Return the folder of a tokenizer: from the recipe or the model, or else the packaged one.
 
         Raises:
             ModelError: tokenizer-missing.
-            StorageError: the packaged one cannot be unpacked.
+            StorageError: the packaged tokenizer cannot be unpacked.
         """
         if name in self.own:
             require_tokenizer(self.own[name], self.place(name))
@@ -436,7 +441,7 @@ class BaseSource:
 
 @dataclass(frozen=True)
 class WeightsVersion:
-    """The key under which the digest of a component's weights is cached."""
+    """Cache key for the digest of a component's weights."""
 
     prefix: str
     files: tuple[FileVersion, ...]
@@ -447,17 +452,17 @@ class WeightsVersion:
 
     @property
     def changed_ns(self) -> int:
-        """Time of the last change of any file, in ns."""
+        """Time of the most recent change to any of the files, in nanoseconds."""
         return max(max(file.changed_ns, file.inode_changed_ns) for file in self.files)
 
 
 def resolve(choice: ModelChoice, layout: ModelLayout, memory: HashMemory | None = None) -> BaseSource:
-    """Find the recipe's base model. The network is used only for a hub id that is not cached.
+    """Locate the recipe's base model. The network is used only for a hub id that is not cached.
 
     Args:
         choice: the recipe's ``model`` section.
         layout: the layout of the family.
-        memory: cache of weight digests.
+        memory: cache of weight digests; None for no cache.
 
     Raises:
         ModelError: model-missing, base-is-run, pickle-refused, not-a-model, hub-unreachable and others.
@@ -470,9 +475,9 @@ def resolve(choice: ModelChoice, layout: ModelLayout, memory: HashMemory | None 
     if choice.configs is not None and whole and not os.path.isfile(path):
         raise ModelError(
             "config-unused",
-            "A config folder is for a single-file checkpoint; this model brings its own.",
+            "model.config is only for single-file checkpoints, but this model has its own configs.",
             where=f"model.config: {choice.configs} (model.name_or_path: {name})",
-            fix="Remove model.config, or give the checkpoint file.",
+            fix="Remove model.config, or set model.name_or_path to a checkpoint file.",
         )
     # Packaged model, single file, folder or hub id
     if name.startswith(BUILTIN):
@@ -501,7 +506,7 @@ def resolve(choice: ModelChoice, layout: ModelLayout, memory: HashMemory | None 
 
 
 def _component_paths(path: Path, layout: ModelLayout, own: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the paths of all components: the file with some of them, and the paths given for the others.
+    """Return the path of each component: from the recipe if it is set there, else ``path``.
 
     Raises:
         ModelError: incomplete-model, or the file's header cannot be read.
@@ -513,15 +518,15 @@ def _component_paths(path: Path, layout: ModelLayout, own: Mapping[str, Path]) -
     if missing:
         raise ModelError(
             "incomplete-model",
-            f"This file holds only the {' and the '.join(inside)} of the model.",
+            f"This file contains only the {' and the '.join(inside)} of the model.",
             where=f"model.name_or_path: {path}",
-            fix=f"Set {' and '.join(f'model.{part}' for part in missing)} too, or give a diffusers folder.",
+            fix=f"Set {' and '.join(f'model.{part}' for part in missing)} too, or use a diffusers folder.",
         )
     return found
 
 
 def builtin_folder(name: str) -> Path:
-    """Return the folder of a packaged model: ``builtin:tiny-sdxl`` is in ``builtin/tiny_sdxl``.
+    """Return the folder of a packaged model. For example, ``builtin:tiny-sdxl`` is in ``builtin/tiny_sdxl``.
 
     Raises:
         ModelError: model-missing.
@@ -532,7 +537,7 @@ def builtin_folder(name: str) -> Path:
         known = (BUILTIN + path.name.replace("_", "-") for path in package.glob("tiny_*"))
         raise ModelError(
             "model-missing",
-            "No such model ships with the package.",
+            "The package contains no such model.",
             where=f"model.name_or_path: {name}",
             fix=f"Available: {', '.join(sorted(known))}.",
         )
@@ -540,7 +545,7 @@ def builtin_folder(name: str) -> Path:
 
 
 def _part_path(part: str, given: str) -> Path:
-    """Return the file of a component, or its folder, which may be given as the folder of the whole model."""
+    """Return the file or folder that a recipe sets for a component. The recipe may name the folder of a whole model."""
     path = Path(os.path.expanduser(given))
     if os.path.isfile(path):
         refuse_other_files(path, f"model.{part}")
@@ -558,5 +563,5 @@ def _unfit(source: BaseSource, name: str, error: object) -> ModelError:
     if where.startswith(f"model.{name}:"):
         found = model_of({key: each.shape for key, each in source.tensors(name).entries.items()})
         what += f" This is {found.title}." if found is not None else ""
-        fix = f"Give the {name} that belongs to this model. If it is the correct one, download it again."
+        fix = f"Use the {name} that belongs to this model. If this is the correct one, download it again."
     return ModelError("weights-unfit", what, where=where, fix=fix)

@@ -1,4 +1,4 @@
-"""Components without data: built from their configs alone, with weights on the meta device."""
+"""Builds components without data: only their configs are read, and the weights are on the meta device."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 Finish = Callable[[nn.Module], None] | None
-"""Changes a component after its class built it."""
+"""A function that changes a component after its class built it, or None."""
 FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn))
 LARGE = 1 << 27  # elements: half a gigabyte of float32
 
 
 class LargeOnMeta(TorchFunctionMode):
-    """New tensors of more than ``LARGE`` elements have no data from the start.
+    """Within this context, new tensors of more than ``LARGE`` elements are created on the meta device.
 
-    ``init_empty_weights`` creates each parameter with data before it removes the data. A parameter of an absurd size,
-    or one for all experts of a large model, would allocate all its memory. Buffers keep their data; they are far
-    smaller.
+    ``init_empty_weights`` is not enough: it allocates each parameter before it removes the data. So a parameter of
+    an absurd size, or one for all experts of a large model, would take all its memory. It keeps the data of
+    buffers, which are far smaller.
     """
 
     def __torch_function__(
@@ -43,7 +43,7 @@ class LargeOnMeta(TorchFunctionMode):
 
 
 def defaults_of(cls: Any) -> dict[str, Any]:
-    """Return the declared defaults of a class for keys that its config lacks."""
+    """Return the default values that a component's class declares for keys of its config."""
     if issubclass(cls, ConfigMixin):
         declared = inspect.signature(cls.__init__).parameters.values()
         return {each.name: each.default for each in declared if each.default is not each.empty}
@@ -53,10 +53,10 @@ def defaults_of(cls: Any) -> dict[str, Any]:
 
 
 def new_meta_component(cls: Any, finish: Finish, config: str) -> nn.Module:
-    """Build a component from its config (JSON).
+    """Build a component on the meta device from its config (JSON text).
 
     Raises:
-        ValueError: a weight has a size of zero, for which PyTorch only issues a warning.
+        ValueError: a weight has zero elements. PyTorch would only warn.
     """
     with warnings.catch_warnings(), LargeOnMeta(), init_empty_weights():
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")
@@ -74,17 +74,17 @@ def new_meta_component(cls: Any, finish: Finish, config: str) -> nn.Module:
 
 @lru_cache(maxsize=16)
 def shared_meta_component(cls: Any, finish: Finish, config: str) -> nn.Module:
-    """Return a shared read-only component: all callers in a process get the same one, and must not change it."""
+    """Return a component on the meta device that all callers in this process share. They must not change it."""
     return new_meta_component(cls, finish, config)
 
 
 @lru_cache(maxsize=16)
 def _meta_component_bytes(cls: Any, finish: Finish, config: str) -> bytes:
-    """Return a component as bytes: reading a copy from them takes a seventh of the time of building one."""
+    """Return a component as pickled bytes. Unpickling a copy takes a seventh of the time needed to build one."""
     return pickle.dumps(shared_meta_component(cls, finish, config))
 
 
 def meta_copy(cls: Any, finish: Finish, config: str) -> nn.Module:
-    """Return a private copy of the component on the meta device."""
+    """Return a new copy of a component on the meta device, which the caller may change."""
     copy: nn.Module = pickle.loads(_meta_component_bytes(cls, finish, config))
     return copy

@@ -1,4 +1,4 @@
-"""Base models with random weights and the structure of a real model, without a download. For benchmarks."""
+"""Base models with the structure of a real model and random weights. Benchmarks use them to avoid a download."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ CODE = 120
 
 
 class RandomSource(BaseSource):
-    """A base with normally distributed weights on a fresh layer's scale, equal at each load. Norm weights are one."""
+    """A base model with random weights, which are the same at each load.
+
+    Weights have a normal distribution with the spread of a newly initialised layer. Weights of norms are 1.
+    """
 
     def fingerprint(self, name: str) -> str:
-        """Return the identity of a component, which is its settings."""
+        """Return the identity of a component. It depends only on the config."""
         return f"random-{json.dumps(self.config(name).values, sort_keys=True)}"
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat = DENSE) -> nn.Module:
-        """Make one component, frozen and in eval mode."""
+        """Build a component with random weights, frozen and in eval mode."""
         pool_N = torch.empty(POOL).normal_(generator=torch.Generator().manual_seed(0)).to(device, dtype)
         module, at = self.skeleton(name), 0
         packed = weights.chosen(module)
@@ -46,19 +49,21 @@ class RandomSource(BaseSource):
         return module.to(device).eval()
 
     def files(self) -> list[Path]:
-        """Return the config files."""
+        """Return the paths of the config files."""
         return [self.config_path(name) for name in (*self.layout.parts, "scheduler")]
 
     def tokenizer_path(self, name: str) -> Path:
-        """Return the tokenizer of the packaged tiny model, which is good enough for random weights."""
+        """Return the tokenizer folder of the packaged tiny model. Any tokenizer is good enough for random weights."""
         return builtin_folder(TINY) / name
 
 
 def random_source(name: str, layout: ModelLayout) -> RandomSource:
-    """Return a random base with the structure of a packaged model or local folder, else of the published configs.
+    """Return a random base model.
+
+    Its structure is from a packaged model or local folder, else from the published configs.
 
     Args:
-        name: PREFIX, then a name as in ``model.name_or_path``.
+        name: PREFIX, followed by a name as in ``model.name_or_path``.
         layout: the layout of the family, with its published configs.
     """
     model = name.removeprefix(PREFIX)
@@ -71,7 +76,10 @@ def random_source(name: str, layout: ModelLayout) -> RandomSource:
 
 
 def _weight(shape: torch.Size, key: str, pool_N: Tensor, at: int) -> Tensor:
-    """Return a new tensor filled from the pool, starting at ``at``, with the spread of a fresh layer."""
+    """Return a tensor filled from the pool, starting at index ``at``.
+
+    It has the spread of a newly initialised layer.
+    """
     if len(shape) < 2:
         return pool_N.new_full(shape, float(key == "weight"))
     spread, flat_N = 1.0 / math.sqrt(math.prod(shape[1:])), pool_N.new_empty(math.prod(shape))

@@ -1,4 +1,4 @@
-"""A run directory given as the base model."""
+"""Refuses a run directory that a recipe names as its base model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lora_rocm.rundir.results import LORA_FORMS, is_whole
 
 
 def refuse_run(folder: Path) -> None:
-    """Refuse a run directory as a base. A run directory that is also a model is accepted.
+    """Refuse a run directory as a base model, unless it also contains a model.
 
     Raises:
         ModelError: base-is-run.
@@ -22,8 +22,8 @@ def refuse_run(folder: Path) -> None:
         lora = next((path for path in loras if is_whole(path)), run_dir.lora)
         raise ModelError(
             "base-is-run",
-            "This is a run directory: it holds a LoRA trained on a base model, but no base model.",
+            "This is a run directory, which contains a LoRA but no base model.",
             where=f"model.name_or_path: {folder}",
-            fix=f"Give the base that model.name_or_path of {run_dir.recipe} names. To start from this run's LoRA, set "
-            f"lora.init_from: {lora} too.",
+            fix=f"Use the base model that model.name_or_path names in {run_dir.recipe}. To start from this run's LoRA, "
+            f"also set lora.init_from: {lora}.",
         )

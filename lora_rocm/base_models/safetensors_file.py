@@ -1,7 +1,7 @@
-"""Safetensors files: plain reads (never mapped files), and the digest of their content.
+"""Reads and hashes safetensors files. They are read into new memory, never memory-mapped.
 
-A digest covers every byte. A few threads read and hash tensors in parallel, so the digest adds almost nothing to the
-load time: hashlib and reads release the interpreter lock.
+A digest covers every byte of the tensors. A few threads read and hash tensors in parallel. Both release the
+interpreter lock, so the digest adds almost nothing to the load time.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ KOHYA_HASH_OFFSET, KOHYA_HASH_BYTES = 0x100000, 0x10000
 def read_tensors(
     header: TensorFileHeader, wanted: Callable[[str], bool] = lambda name: True, error: type[UserError] = ModelError
 ) -> dict[str, Tensor]:
-    """Read tensors with plain reads into new memory, in the order of the file.
+    """Return the tensors of a file by name, in the order of the file. They are read into new memory.
 
     Raises:
-        ModelError: weights-damaged, if the file ends early.
+        ModelError: weights-damaged: the file ends early. ``error`` replaces the class.
     """
     tensors = {}
     with header.path.open("rb") as file:
@@ -69,14 +69,14 @@ def read_hashed(
     take: Callable[[str, Tensor], None],
     reusable: Callable[[str], bool] = lambda name: False,
 ) -> str:
-    """Read tensors into new memory and return the digest of the read data.
+    """Read tensors, pass each to ``take``, and return a digest of all their bytes.
 
     Args:
         headers: headers of the files.
-        wanted: whether to read the tensor of a name.
-        take: gets each tensor as soon as it is read, in any order and from several threads.
-        reusable: whether ``take`` keeps nothing of the tensor of a name. A thread reads all such tensors into the same
-            buffer. New memory costs as much time as reading, because the system clears each page.
+        wanted: returns whether to read the tensor with a given name.
+        take: called with the name and data of each tensor, in any order and from several threads.
+        reusable: returns whether ``take`` keeps no reference to the tensor with a given name. A thread reads all such
+            tensors into the same buffer, because new memory costs as much time as reading: the system clears each page.
 
     Raises:
         ModelError: weights-damaged.
@@ -100,7 +100,7 @@ def read_hashed(
 
 
 class _Reused(threading.local):
-    """Memory of each thread for one tensor at a time."""
+    """A buffer per thread. It contains one tensor at a time."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -113,9 +113,9 @@ class _Reused(threading.local):
 
 
 def digest(headers: Sequence[TensorFileHeader], wanted: Callable[[str], bool] = lambda name: True) -> str:
-    """Return a sha256 (hex) over every byte of the tensors, their names, dtypes and shapes.
+    """Return a SHA-256 (hex) of the tensors: every byte, their names, dtypes and shapes.
 
-    The distribution of the tensors over files makes no difference.
+    It does not depend on how the tensors are distributed over files.
 
     Raises:
         ModelError: weights-damaged.
@@ -157,7 +157,7 @@ def _fill(
 
 
 def _in_order(header: TensorFileHeader, wanted: Callable[[str], bool]) -> list[tuple[str, TensorEntry]]:
-    """Return the wanted tensors in the order of the file."""
+    """Return (name, entry) of the wanted tensors, in the order of the file."""
     return sorted((item for item in header.tensors.items() if wanted(item[0])), key=lambda item: item[1].begin)
 
 
@@ -166,7 +166,10 @@ def _by_threads(
     wanted: Callable[[str], bool],
     read_tensor: Callable[[BinaryIO, TensorFileHeader, str, TensorEntry], Looked],
 ) -> dict[str, Looked]:
-    """Return ``read_tensor`` applied to every tensor, by name; the files must not change meanwhile."""
+    """Call ``read_tensor`` for every wanted tensor in several threads, and return the results by tensor name.
+
+    A file that changes meanwhile is refused.
+    """
 
     def through(header: TensorFileHeader, names: Sequence[str]) -> list[Looked]:
         try:
@@ -200,7 +203,7 @@ def _by_threads(
 
 
 def _runs(header: TensorFileHeader, wanted: Callable[[str], bool]) -> Iterator[list[str]]:
-    """Yield lists of neighbouring tensor names; one thread reads each list as one task."""
+    """Yield lists of names of neighbouring tensors. Each list is one task for a thread."""
     names: list[str] = []
     num_bytes = 0
     for name, entry in _in_order(header, wanted):
@@ -214,7 +217,7 @@ def _runs(header: TensorFileHeader, wanted: Callable[[str], bool]) -> Iterator[l
 
 
 def _require_version(header: TensorFileHeader, found: os.stat_result) -> None:
-    """Refuse a file that was changed since its header was read. Its permissions and links may have changed."""
+    """Refuse a file that changed after its header was read. Changes of permissions and hard links are accepted."""
     now = FileVersion.of(header.path, found)
     before = header.version
     if (now.num_bytes, now.changed_ns, now.inode) != (before.num_bytes, before.changed_ns, before.inode):
@@ -231,12 +234,15 @@ def _changed(header: TensorFileHeader) -> StorageError:
 
 
 def legacy_hash(file: BinaryIO) -> str:
-    """Return A1111's and kohya's short hash of a file: sha256 of 64 KiB at 1 MiB, first 8 hex digits."""
+    """Return the short hash of a file that A1111 and kohya use.
+
+    It is the first 8 hex digits of the SHA-256 of the 64 KiB that start at 1 MiB.
+    """
     file.seek(KOHYA_HASH_OFFSET)
     return hashlib.sha256(file.read(KOHYA_HASH_BYTES)).hexdigest()[:8]
 
 
 def legacy_model_hash(path: Path) -> str:
-    """Return the short hash of a checkpoint."""
+    """Return the short hash (``legacy_hash``) of a checkpoint file."""
     with path.open("rb") as file:
         return legacy_hash(file)

@@ -1,4 +1,7 @@
-"""Reads the small tensors of a base before its weights are loaded: norms and biases. One bad number ruins all."""
+"""Checks the small tensors of a base model (norms and biases) before its weights are loaded.
+
+A single number that is not finite would spoil every result.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.errors import ModelError
 
 MAX_SMALL_BYTES = 256 << 10
-"""Larger tensors are checked when a run has loaded them: reading a whole base takes minutes from a slow disk."""
+"""Size limit of this check. Larger tensors are checked when a run has loaded them, because reading a whole base model
+from a slow disk takes minutes.
+"""
 
 
 def require_finite(source: BaseSource) -> None:
-    """Refuse a base with a number that is not finite in a small tensor.
+    """Refuse a base model if a small tensor has a number that is not finite.
 
     Raises:
         ModelError: weights-not-finite.
@@ -31,7 +36,7 @@ def require_finite(source: BaseSource) -> None:
                 if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
                     raise ModelError(
                         "weights-not-finite",
-                        f"The weight {component}.{names[name]} holds numbers that are not finite.",
+                        f"The weight {component}.{names[name]} contains numbers that are not finite.",
                         where=str(header.path),
-                        fix="Download the model again, or use another edition.",
+                        fix="Download the model again, or use another version.",
                     )

@@ -1,10 +1,12 @@
-"""Weights that a file stores in few bits with separate scales; each appears as one tensor.
+"""Reads weights that a file stores in few bits with separate scales. Each such weight appears as one tensor.
 
-ComfyUI's scaled fp8 and int8: ``X.weight`` times ``X.scale_weight`` (older files) or ``X.weight_scale``, with one
-number or one per output. ``X.comfy_quant`` names the format as JSON. Scales of inputs are not used: products are
-computed in the precision of the run. bitsandbytes in 4 bits: two codes per byte in ``X.weight``, their values in
-``X.weight.quant_map``, the largest magnitude of each block in ``X.weight.absmax`` (or quantised again, with
-``nested_absmax`` and ``nested_quant_map``), and shape and sizes of blocks as JSON in ``X.weight.quant_state.*``.
+ComfyUI's scaled fp8 and int8: ``X.weight`` is multiplied by ``X.scale_weight`` (older files) or ``X.weight_scale``,
+which has one number or one per output. ``X.comfy_quant`` describes the format as JSON. Scales of inputs are
+ignored, because products are computed in the precision of the run.
+
+bitsandbytes in 4 bits: ``X.weight`` has two codes per byte, and ``X.weight.quant_map`` has the value of each code.
+``X.weight.absmax`` has the largest magnitude of each block. It may be quantised, too, with ``nested_absmax`` and
+``nested_quant_map``. ``X.weight.quant_state.*`` has the weight's shape and the block sizes as JSON.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ FOUR_BIT_TYPES = ("nf4", "fp4")
 BLOCK_SIZES = tuple(1 << power for power in range(5, 13))  # of bitsandbytes: 32 to 4096
 FP8, FLOATS = ("F8_E4M3", "F8_E5M2"), ("F64", "F32", "F16", "BF16")
 COMFY_FORMATS = {"float8_e4m3fn": ("F8_E4M3", "U8"), "float8_e5m2": ("F8_E5M2",), "int8_tensorwise": ("I8",)}
-"""Format of ComfyUI -> number formats of its codes."""
+"""Name of a ComfyUI format -> dtypes in which its codes may be stored."""
 SCALED_DTYPES = (*FP8, "I8")
-"""Number formats of codes without a description."""
+"""Dtypes of codes that have a scale but no ``comfy_quant`` description."""
 EMBEDDINGS = ("embed", "shared", "wte")
-"""Parts of the names of embedding tables, which are stored in fp8 without a scale even if the layers have one."""
+"""Words in the names of embedding tables. They may be stored in fp8 without a scale even if the layers have scales."""
 LARGEST = {
     "scale": 1024.0,
     "absmax": 65504.0,
@@ -52,30 +54,38 @@ LARGEST = {
     "quant_map": 2.0,
     "nested_quant_map": 2.0,
 }
-"""Part -> the largest magnitude of its numbers. A float16 weight is at most 65,504, a number of a map at most 1."""
+"""Role of a tensor -> largest plausible magnitude. A float16 weight is at most 65,504, and a code's value at most 1."""
 MAX_SMALL_PART = 1 << 20
 MAX_DESCRIPTION = 1 << 16
 
 
 @dataclass(frozen=True)
 class ScaledWeight:
-    """codes_OI: fp8 or int8. scale_O1: float32."""
+    """A weight with scales.
+
+    codes_OI: fp8 or int8, shape [O, I].
+    scale_O1: float32, one scale per output, shape [O, 1].
+    """
 
     codes_OI: Tensor
     scale_O1: Tensor
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight [O, I]."""
+        """Return the weight as a dense tensor, shape [O, I]."""
         return (self.codes_OI.float() * self.scale_O1).to(dtype)
 
 
 @dataclass(frozen=True)
 class FourBitWeight:
-    """A weight of bitsandbytes in 4 bits.
+    """A weight in bitsandbytes' 4-bit format.
 
-    pairs: uint8, two codes per byte, the first in its upper half. quant_map: the numbers of the codes. absmax: of each
-    block, float32; or codes with values in ``nested_quant_map``, times ``nested_absmax`` of each nested block, plus
-    ``nested_offset``. state: its JSON description in the file.
+    pairs: uint8; two codes per byte, the first one in the upper half.
+    quant_map: value of each code.
+    absmax: largest magnitude of each block: float32, or codes if it is quantised, too.
+    state: the JSON description in the file, with the block sizes.
+    nested_absmax, nested_quant_map: scale of each nested block and values of the codes, if ``absmax`` is quantised.
+
+    A quantised ``absmax`` is ``nested_quant_map[code] * nested_absmax + nested_offset``.
     """
 
     shape: tuple[int, ...]
@@ -91,7 +101,7 @@ class FourBitWeight:
         return float(self.state["nested_offset"])
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight in its shape."""
+        """Return the weight as a dense tensor in its original shape."""
         pairs = self.pairs.flatten()
         codes_N = torch.stack([pairs >> 4, pairs & 15], dim=1).flatten()
         absmax_K = self.absmax
@@ -107,7 +117,12 @@ Stored = ScaledWeight | FourBitWeight
 
 @dataclass(frozen=True)
 class Storage:
-    """Storage of one weight. path: of the file. parts: role -> name of a tensor in it. state: for 4 bits."""
+    """The parts of one weight in a file.
+
+    path: path of the file.
+    parts: role -> name of a tensor in the file.
+    state: the JSON description of a 4-bit weight; empty for other formats.
+    """
 
     path: Path
     form: str
@@ -116,7 +131,7 @@ class Storage:
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def require_numbers(self, role: str, tensor: Tensor) -> None:
-        """Refuse a part with numbers that no weight has.
+        """Refuse a tensor if it has numbers that no weight has. ``role``: its role in ``parts``.
 
         Raises:
             ModelError: weights-not-finite, weights-implausible.
@@ -129,17 +144,17 @@ class Storage:
         is_finite = math.isfinite(largest)
         raise ModelError(
             "weights-implausible" if is_finite else "weights-not-finite",
-            f"{printable(self.parts[role]):.200} holds numbers that "
-            + (f"no weight has: up to {largest:.3g}." if is_finite else "are not finite."),
+            f"{printable(self.parts[role]):.200} contains numbers that "
+            + (f"are too large for a weight, up to {largest:.3g}." if is_finite else "are not finite."),
             where=str(self.path),
-            fix="Download the model again, or use another edition.",
+            fix="Download the model again, or use another version.",
         )
 
     def weight(self, tensors: Mapping[str, Tensor]) -> Stored:
-        """The weight, built from its tensors by role.
+        """Return the weight, built from its tensors. ``tensors``: role -> tensor.
 
         Raises:
-            ModelError: as in ``require_numbers``.
+            ModelError: see ``require_numbers``.
         """
         for role, tensor in tensors.items():
             self.require_numbers(role, tensor)
@@ -155,7 +170,7 @@ class Storage:
 class ComponentTensors:
     """The tensors of a component in its files.
 
-    headers: of the files. prefix: start of the names of its tensors.
+    headers: headers of the files. prefix: prefix of the component's tensor names.
     """
 
     headers: Sequence[TensorFileHeader]
@@ -163,7 +178,10 @@ class ComponentTensors:
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        """Name -> entry of each weight as if it were not quantised, without the tensors of scales and descriptions."""
+        """Name -> entry of each tensor.
+
+        Weights with scales appear as if they were dense, and their other parts are omitted.
+        """
         hidden = {name for stored in self.stored.values() for role, name in stored.parts.items() if role != "weight"}
         found = {key: entry for key, entry in self._all.items() if key not in hidden and not key.endswith(UNUSED)}
         for name, stored in self.stored.items():
@@ -172,10 +190,10 @@ class ComponentTensors:
 
     @cached_property
     def stored(self) -> dict[str, Storage]:
-        """Name of a weight -> its storage, for weights stored with scales.
+        """Name -> storage of each weight that is stored with scales.
 
         Raises:
-            ModelError: as in ``_all_stored``.
+            ModelError: see ``_all_stored``.
         """
         return _all_stored(self.headers, self.prefix)
 
@@ -185,12 +203,12 @@ class ComponentTensors:
 
     @property
     def stored_formats(self) -> list[str]:
-        """Display names of the formats of its stored weights."""
+        """Display names of the formats in which weights with scales are stored."""
         return sorted({stored.form for stored in self.stored.values()})
 
 
 def _described(header: TensorFileHeader, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The JSON objects in small tensors."""
+    """Return tensor name -> JSON object that the tensor contains as text."""
     for name in names:
         if header.tensors[name].end - header.tensors[name].begin > MAX_DESCRIPTION:
             raise damaged(header.path, f"the description {name:.200} is too long")
@@ -208,9 +226,10 @@ def _described(header: TensorFileHeader, names: Sequence[str]) -> dict[str, dict
 
 
 def _all_stored(headers: Sequence[TensorFileHeader], prefix: str) -> dict[str, Storage]:
-    """Name of a weight -> its storage, for a component's weights with scales. Only this function judges parts.
+    """Return name -> storage of all weights of a component that are stored with scales.
 
-    Headers and small values are judged here, larger values when they are read (``Storage.weight``).
+    This is the only function that judges the parts of a weight. It checks headers and small tensors. The values of
+    large tensors are checked when they are read (``Storage.weight``).
 
     Raises:
         ModelError: weights-quantised, weights-damaged, weights-not-finite.
@@ -230,7 +249,7 @@ def _all_stored(headers: Sequence[TensorFileHeader], prefix: str) -> dict[str, S
             else:
                 continue
             if made.parts["weight"] in found:
-                raise damaged(header.path, f"{name:.200} describes a weight that another tensor describes, too")
+                raise damaged(header.path, f"{name:.200} describes the same weight as another tensor")
             found[made.parts["weight"]] = made
     _require_one_dtype(headers, prefix, found)
     for header in headers:
@@ -240,7 +259,10 @@ def _all_stored(headers: Sequence[TensorFileHeader], prefix: str) -> dict[str, S
 
 
 def _require_scales(header: TensorFileHeader, prefix: str, stored: Mapping[str, Storage]) -> None:
-    """Refuse fp8 without a scale if other weights have one: without its scale it is a different weight."""
+    """Refuse fp8 weights without a scale if other weights have one.
+
+    Such a scale was lost, and the weight is wrong without it.
+    """
     of_codes = [each.parts["weight"] for each in stored.values() if each.form == "scaled fp8"]
     for name, entry in header.tensors.items():
         if not name.startswith(prefix):
@@ -255,7 +277,7 @@ def _require_scales(header: TensorFileHeader, prefix: str, stored: Mapping[str, 
 
 
 def _require_one_dtype(headers: Sequence[TensorFileHeader], prefix: str, stored: Mapping[str, Storage]) -> None:
-    """Refuse codes in several formats if only their number format defines their meaning."""
+    """Refuse weights with codes of different dtypes, unless descriptions in the file define their meaning."""
     entries = {name: (header, entry) for header in headers for name, entry in header.tensors.items()}
     undescribed = {name for name in stored if name.removesuffix(".weight") + DESCRIPTION not in entries}
     undescribed -= {name for name, each in stored.items() if each.state}
@@ -265,12 +287,12 @@ def _require_one_dtype(headers: Sequence[TensorFileHeader], prefix: str, stored:
     usual = Counter(found.values()).most_common(1)
     odd = sorted(name for name, dtype in found.items() if dtype != usual[0][0])
     if odd:
-        what = f"{odd[0]:.200} is {found[odd[0]]}, where others are {usual[0][0]}"
+        what = f"{odd[0]:.200} is {found[odd[0]]}, but other weights are {usual[0][0]}"
         raise damaged(entries[odd[0]][0].path, what)
 
 
 def _require_numbers(header: TensorFileHeader, prefix: str, stored: Mapping[str, Storage]) -> None:
-    """Check the values of small parts, which takes no noticeable time."""
+    """Check the values of small tensors. Reading them takes no noticeable time."""
     parts = {name: (each, role) for each in stored.values() for role, name in each.parts.items()}
     small = {
         name
@@ -290,7 +312,7 @@ def _scaled(header: TensorFileHeader, base: str, scale: str, described: Mapping[
     if of_scale.shape not in ((), (1,), (1, 1), rows, (*rows, 1)):
         raise quantised_error("scales of blocks or columns", header.path, scale)
     if of_scale.dtype not in FLOATS:
-        raise damaged(header.path, f"{scale:.200} is {of_scale.dtype}, which is not a format for scales")
+        raise damaged(header.path, f"{scale:.200} is {of_scale.dtype}, which cannot be the dtype of a scale")
     form = (described or {}).get("format")
     parameters = (described or {}).get("params")
     turned = "convrot" in {**(described or {}), **(parameters if isinstance(parameters, dict) else {})}

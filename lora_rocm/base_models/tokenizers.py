@@ -1,8 +1,8 @@
-"""Tokenizers that ship with the package, for weights in a single file without a tokenizer.
+"""Tokenizers that ship with the package, for single-file checkpoints without a tokenizer.
 
-The package contains them compressed (``tokenizer_data``). For a byte-pair encoding it has only the merges, because the
-vocabulary follows from them. Transformers reads folders, so each tokenizer is unpacked once, below the program's own
-folder; the folder's name holds a digest of the content.
+They are compressed (``tokenizer_data``). A byte-pair encoding is stored as its merges, because the vocabulary
+follows from them. Transformers reads folders, so each tokenizer is unpacked once into the program's own folder. The
+name of its sub-folder contains a digest of the content.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from lora_rocm.foundation.files import holds, write_atomic
 from lora_rocm.hardware.app_dir import own_app_dir
 
 FILES = ("tokenizer*.json", "vocab.*", "*.model")
-"""Names of the files of a tokenizer."""
+"""Patterns for the file names of a tokenizer."""
 DATA = Path(__file__).with_name("tokenizer_data")
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed tokenizer. Its config is the JSON file with the tokenizer's name.
+    """A compressed tokenizer. Its config is in a JSON file named after the tokenizer.
 
-    file: the compressed file. It holds the merges of a byte-pair encoding, or a whole ``tokenizer.json``.
-    word_end: mark of a letter that ends a word, in an encoding that has one.
-    special: tokens after the tokens of the merges. Others are in the config.
+    file: the compressed file, with the merges of a byte-pair encoding or a whole ``tokenizer.json``.
+    word_end: suffix of tokens that end a word; "" if the encoding has none.
+    special: tokens that follow the merged tokens in the vocabulary. Further special tokens are in the config.
     """
 
     file: str
@@ -42,25 +42,25 @@ class Packed:
 
 CLIP = Packed("clip.merges.xz", "</w>", ("<|startoftext|>", "<|endoftext|>"))
 PACKED = {"clip_l": CLIP, "clip_g": CLIP, "t5": Packed("t5.tokenizer.xz"), "qwen3": Packed("qwen.merges.xz")}
-"""The tokenizers: CLIP-L, CLIP of OpenCLIP (it pads with "!"), T5 (32,100 pieces), and Qwen 2 and 3 with the chat
-template of Qwen 3.
+"""Name -> packaged tokenizer: CLIP-L, OpenCLIP's CLIP (which pads with "!"), T5 (32,100 pieces), and Qwen 2 and 3 with
+the chat template of Qwen 3.
 """
 
 
 def require_tokenizer(folder: Path, where: str) -> None:
-    """Refuse a folder without any file of a tokenizer. ``where``: the recipe key that gives it.
+    """Refuse a folder without tokenizer files. ``where``: the recipe key that names the folder, for the message.
 
     Raises:
         ModelError: tokenizer-unreadable.
     """
     if not any(file for pattern in FILES for file in folder.glob(pattern)):
-        fix = "Give the folder with tokenizer.json, or remove the key."
-        raise ModelError("tokenizer-unreadable", "This folder holds no tokenizer.", where=where, fix=fix)
+        fix = "Use the folder with tokenizer.json, or remove the key."
+        raise ModelError("tokenizer-unreadable", "This folder contains no tokenizer.", where=where, fix=fix)
 
 
 @cache
 def packaged(name: str) -> Path:
-    """Return the folder of a tokenizer in ``PACKED``, for ``from_pretrained``. Damaged files are replaced.
+    """Return the unpacked folder of a tokenizer in ``PACKED``, for ``from_pretrained``. Damaged files are replaced.
 
     Raises:
         StorageError: the program's own folder cannot be written.
@@ -77,7 +77,10 @@ def packaged(name: str) -> Path:
 
 
 def _byte_pairs(packed: Packed, merges: str) -> Mapping[str, str]:
-    """Return the files of a byte-pair encoding: the tokens are the letters, the joined merges and ``special``."""
+    """Return file name -> content for a byte-pair encoding.
+
+    The vocabulary consists of all letters, the merged tokens and ``special``, in this order.
+    """
     letters = sorted(ByteLevel.alphabet())
     ending = [letter + packed.word_end for letter in letters] if packed.word_end else []
     tokens = [*letters, *ending, *merges.replace(" ", "").split("\n"), *packed.special]

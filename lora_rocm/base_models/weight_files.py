@@ -1,4 +1,4 @@
-"""Files and folders of weights that a recipe names: only safetensors files are read."""
+"""Weight files and folders that a recipe names. Only safetensors files are read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from lora_rocm.errors import ModelError
 from lora_rocm.model_files.component_folder import weight_files
 from lora_rocm.model_files.header import TensorFileHeader, read_header, refuse_gguf, refuse_pickle
 
-MODEL_EDITION = "Use the .safetensors edition of the model, which nearly every publisher offers."
+MODEL_EDITION = "Use the .safetensors files of the model, which nearly every publisher offers."
 
 
 def existing_folder(name: str, key: str) -> Path:
-    """Return a folder that a key of the recipe names.
+    """Return the path of a folder that a recipe names. ``key``: the recipe's key, for the message.
 
     Raises:
         ModelError: model-missing.
@@ -26,23 +26,23 @@ def existing_folder(name: str, key: str) -> Path:
 
 
 def refuse_other_files(path: Path, key: str) -> None:
-    """Refuse a weights file that is not a safetensors file."""
+    """Refuse a weights file unless it is a safetensors file. ``key``: the recipe's key, for the message."""
     refuse_pickle(path, MODEL_EDITION)
     refuse_gguf(path, f"{key}: {path}")
     if path.suffix.lower() != ".safetensors":
-        fix = "Give a .safetensors file."
+        fix = "Use a .safetensors file."
         raise ModelError("not-a-model", "This is not a .safetensors file.", where=f"{key}: {path}", fix=fix)
 
 
 def headers_in(folder: Path) -> list[TensorFileHeader]:
-    """Return headers of a component's weight files in a folder."""
+    """Return the headers of all weight files in a component's folder."""
     if files := weight_files(folder):
         return [read_header(file) for file in files]
     for path in sorted(folder.glob("*")):
         refuse_pickle(path, MODEL_EDITION)
     raise ModelError(
         "weights-missing",
-        "There are no safetensors weights here.",
+        "This folder contains no safetensors weights.",
         where=str(folder),
         fix="Download the model again, with its .safetensors files.",
     )

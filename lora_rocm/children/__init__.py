@@ -1,1 +1,4 @@
-"""The heavy child processes of the commands, named as the command that starts them. The worker is in ``train``."""
+"""The child processes that import torch, each named after the command that starts it.
+
+The training worker is in ``train``.
+"""

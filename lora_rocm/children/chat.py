@@ -1,7 +1,7 @@
-"""``lora-rocm chat`` in the heavy child: answers prompts with the base model and with its adapter, token by token.
+"""Child process of ``lora-rocm chat``: answers prompts with the base model and with its adapter, token by token.
 
-Requests (``jobs.ChatRequest``) are lines of standard input. The generated text is sent as events. The end of standard
-input ends the child.
+It reads requests (``jobs.ChatRequest``) from standard input, one per line, and emits the generated text as events.
+It ends when standard input closes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ BASE, ADAPTER = "base", "adapter"
 
 
 class Requests(Protocol):
-    """The requests of the parent."""
+    """The source of requests from the parent process."""
 
     def next(self) -> ChatRequest | None:
-        """The next request, once there is one; None at their end.
+        """Wait for the next request and return it; None if standard input has closed.
 
         Raises:
             MachineError: job-unreadable.
@@ -47,12 +47,12 @@ class Requests(Protocol):
 
     @property
     def stopped(self) -> bool:
-        """Whether the answer that is being written should end."""
+        """Whether the parent wants the current answer to end."""
         ...
 
 
 class InputRequests:
-    """Reads requests from standard input in a thread, so that an answer can be stopped while it is written."""
+    """Reads requests from standard input in a thread, so that an answer can be stopped while it is generated."""
 
     def __init__(self) -> None:
         self._queue: queue.Queue[ChatRequest | LoraRocmError | None] = queue.Queue()
@@ -89,12 +89,12 @@ class InputRequests:
 
 @dataclass
 class ChatModel:
-    """One of the two models, and its conversation.
+    """One side of the chat, the base model or the model with its adapter, and its conversation.
 
     Attributes:
         name: BASE or ADAPTER.
-        as_it_is: a context in which the loaded model acts as this side.
-        messages: role and content of each message so far.
+        as_it_is: returns a context in which the loaded model answers for this side.
+        messages: role and content of each message of the conversation.
     """
 
     name: str
@@ -102,7 +102,13 @@ class ChatModel:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def answer(self, pieces: Generator[str, None, str], emit: Emit, is_stopped: Callable[[], bool]) -> Iterator[None]:
-        """Emit the pieces of an answer, one per step, and add the answer to the conversation."""
+        """Emit an answer piece by piece and append it to the conversation. Each step of the iterator emits one piece.
+
+        Args:
+            pieces: yields pieces of text and returns the reason why the answer ended.
+            emit: emits an event.
+            is_stopped: returns whether the answer should end now.
+        """
         written, count, ended = list[str](), 0, ""
         while not ended:
             try:
@@ -132,17 +138,17 @@ def chat(
     requests: Requests | None = None,
     emit: Emit = to_output,
 ) -> None:
-    """Load the model of ``job.recipe`` with the adapter ``job.adapter``, and answer until the requests end.
+    """Load the model of ``job.recipe`` with the adapter ``job.adapter``, and answer requests until their source ends.
 
     Raises:
-        UserError: no-chat: models of this family do not answer.
+        UserError: no-chat: models of this family cannot chat.
         LoraRocmError: the model or the adapter cannot be loaded.
     """
     requests = requests or InputRequests()
     recipe = recipe_of_run(job.recipe, registry, job.spare_cache)
     family = family_for(recipe)
     if not isinstance(family, Answering):
-        what, fix = f"{recipe.spec.title} cannot be talked to.", "Use lora-rocm sample."
+        what, fix = f"{recipe.spec.title} cannot chat.", "Use lora-rocm sample."
         raise UserError("no-chat", what, where=str(job.adapter), fix=fix)
     device, settings = start_device(recipe)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)

@@ -1,7 +1,7 @@
-"""The child of ``lora-rocm check``: checks that a recipe's base model can be trained as asked, and counts its memory.
+"""Child process of ``lora-rocm check``: checks that a recipe's base model can be trained, and computes its size.
 
-``python -m lora_rocm.children.check_base JOB.json`` prints one JSON object (``Weighed``) or an error event. It reads
-only configs, headers and tokenizers of the base model, but all of the ``lora.init_from`` file.
+``python -m lora_rocm.children.check_base JOB.json`` prints one JSON object (``Weighed``) or an error event. Of the
+base model it reads only configs, headers and tokenizers. The file of ``lora.init_from`` is read completely.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from lora_rocm.train.usable import require_startable, require_usable
 
 
 def weigh(recipe: Recipe) -> Weighed:
-    """Examine a recipe's base model, the modules that its adapter targets, and the LoRA file that it starts from.
+    """Check a recipe's base model, the modules that its adapter targets, and the LoRA file from which it starts.
+
+    Returns:
+        The size of each component, and other facts for the parent.
 
     Raises:
-        ModelError: the base model is missing, damaged, of another family, or cannot be trained as asked.
-        AdapterError: targets match nothing, or the LoRA file does not fit.
-        MachineError: a GPU is asked for and there is none, or the stored settings are damaged.
+        ModelError: the base model is missing, damaged, of another family, or cannot be trained with these settings.
+        AdapterError: the targets match no module, or the LoRA file does not fit.
+        MachineError: the recipe needs a GPU and there is none, or the stored settings are damaged.
     """
     family = family_for(recipe)
     device = choose_device(recipe.runtime.device)
@@ -50,7 +53,7 @@ def weigh(recipe: Recipe) -> Weighed:
 
 
 def main(registry: FamilyRegistry = PRODUCT) -> int:
-    """Examine the recipe of the job."""
+    """Check the base model of the job's recipe, print the result, and return the exit code."""
     return answer(CheckBaseJob, lambda job: weigh(recipe_from(job.recipe, registry)))
 
 

@@ -1,6 +1,7 @@
-"""Child of ``lora-rocm check`` for models of texts: ``python -m lora_rocm.children.check_texts JOB.json``.
+"""Child process of ``lora-rocm check``: inspects the texts of a recipe for a model that is trained on text.
 
-It prints one JSON object, ``Seen``, or an error event. It loads no weights.
+``python -m lora_rocm.children.check_texts JOB.json`` prints one JSON object (``Seen``) or an error event. No
+weights are loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ SHOWN, LOOKED_AT = 3, 10_000
 
 
 def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT, family: ModelFamily | None = None) -> Seen:
-    """Inspect the first texts of a recipe. ``family``: its entries are looked up in the cache.
+    """Inspect the first ``most`` texts of a recipe, and return counts, problems and samples.
+
+    ``family``: if set, the texts in its cache are counted, too.
 
     Raises:
         DataError: a source cannot be read, or no text can be used.
@@ -60,7 +63,7 @@ def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT, family: Mode
 
 
 def _shown(reader: TextReader, text: str) -> str:
-    """A sample as the model reads it, or why it cannot be shown."""
+    """Return a sample as the model reads it, or the reason why it cannot be shown."""
     try:
         with row_edge("This sample cannot be shown", ""):
             return reader.shown(text)
@@ -69,7 +72,7 @@ def _shown(reader: TextReader, text: str) -> str:
 
 
 def main(registry: FamilyRegistry = PRODUCT) -> int:
-    """Inspect the texts of the job's recipe."""
+    """Inspect the texts of the job's recipe, print the result, and return the exit code."""
 
     def found(job: CheckTextsJob) -> Seen:
         recipe = recipe_from(job.recipe, registry)

@@ -1,4 +1,7 @@
-"""``lora-rocm compare`` in the heavy child: images and held-out losses of a run's LoRA files, with one loaded base."""
+"""Child process of ``lora-rocm compare``: compares images and held-out losses of a run's LoRA files.
+
+The base model is loaded only once.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +49,9 @@ CONTEXT = RunContext(emit=emit)
 
 
 def compare(job: CompareJob, registry: FamilyRegistry = PRODUCT) -> None:
-    """Emit one ``ComparedEvent`` for the base alone and one for each of ``job.files``: (updates, path) pairs.
+    """Emit one ``ComparedEvent`` for the base model alone, and one for each (updates, path) in ``job.files``.
 
-    ``job.prompts`` replaces the recipe's prompts if it is not empty. Images are written to ``job.output``.
+    The prompts are ``job.prompts``, or the recipe's if these are empty. Images are written to ``job.output``.
     """
     # The recipe, the held-out samples and the prompts in the cache
     recipe = recipe_of_run(RunDir(job.source).recipe, registry, job.spare_cache)
@@ -98,7 +101,10 @@ def compare(job: CompareJob, registry: FamilyRegistry = PRODUCT) -> None:
 
 
 def _prepared(recipe: Recipe, family: ModelFamily, encoding: Encoding) -> Prepared:
-    """The prepared data of the run; only the prompts if nothing is held out or the images are no longer usable."""
+    """Return the run's prepared data.
+
+    It has only prompts if nothing is held out, or if the images can no longer be used.
+    """
     if recipe.data.validation_split:
         try:
             return prepare(recipe, family, encoding)
@@ -114,10 +120,10 @@ def _states(
     files: Sequence[tuple[int, Path]],
     tokens: Sequence[NewToken],
 ) -> dict[int, dict[str, Tensor]]:
-    """Number of updates -> trained tensors. Files that are damaged, or that the run deleted, are skipped.
+    """Return number of updates -> trained tensors. Missing and damaged files are skipped with a notice.
 
     Raises:
-        AdapterError: the first file's, if none can be read.
+        AdapterError: no file can be read. It is the error of the first file.
     """
     states, faults = dict[int, dict[str, Tensor]](), list[AdapterError]()
     for updates, path in files:
@@ -134,7 +140,7 @@ def _states(
 def _state(
     family: ModelFamily, model: LoadedModel, adapter: Adapter, path: Path, tokens: Sequence[NewToken]
 ) -> dict[str, Tensor]:
-    """The trained tensors of a LoRA file and its embedding files, on the CPU."""
+    """Return the trained tensors of a LoRA file and of the embedding files next to it, on the CPU."""
     if tokens:
         new_tokens.start(family, model, new_tokens.tokens_next_to(path, tokens)[: len(tokens)])
     norms = dict[str, Tensor]() if adapter.norms else None
@@ -145,7 +151,7 @@ def _state(
 
 
 def _held_out_batches(recipe: Recipe, family: ModelFamily, cache: LatentCache, prepared: Prepared) -> Iterator[Batch]:
-    """The held-out samples one by one, to save memory."""
+    """Yield the held-out samples in batches of one, to save memory."""
     if prepared.held_out:
         workers = open_workers(cache, prepared.entries, recipe.runtime.model_copy(update={"workers": 0}), CONTEXT)
         plan = BatchPlan(prepared.held_out, 1, 1, recipe.train.seed)
@@ -153,10 +159,10 @@ def _held_out_batches(recipe: Recipe, family: ModelFamily, cache: LatentCache, p
 
 
 def mean_losses(found: Sequence[HeldOut]) -> dict[str, float | None]:
-    """Sample key -> mean loss over all positions; a sample that is repeated in an epoch counts once.
+    """Return sample key -> mean loss over the measured timesteps. A sample that an epoch repeats counts only once.
 
-    It is multiplied by the sample's share (``Item.share``) over the mean share, so that the mean over samples is the
-    held-out loss of training, which is a mean over all trained tokens.
+    The loss is weighted by the sample's share (``Item.share``), relative to the mean share. So the mean over
+    samples equals training's held-out loss, which is a mean over all trained tokens.
     """
     of_sample, shares = defaultdict[str, list[float]](list), dict[str, int]()
     for each in found:

@@ -1,4 +1,4 @@
-"""Writes the formats of ``FamilySpec.conversions`` from a checkpoint, without loading the base model."""
+"""Exports a checkpoint in the formats of ``FamilySpec.conversions``, without loading the base model."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from lora_rocm.train.checkpoint import Checkpoint
 
 CANNOT_READ = {"merged": (), "gguf": ("PEFT and vLLM (a GGUF adapter is for llama.cpp)",)}
 LOST_SHARE = 0.05
-"""If rounding loses a larger share of the change, the user gets a notice."""
+"""Share of the adapter's update that rounding may lose. If more is lost, the user gets a notice."""
 
 
 def convert(job: ExportJob, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpoint) -> None:
-    """Write one of these formats and check it.
+    """Export a checkpoint in ``job.format`` and check the result.
 
     Raises:
-        AdapterError: the base differs from the trained one, or the format does not support a layer.
-        ExportError: the result has another effect than the adapter.
+        AdapterError: the base model is not the one used for training, or the format does not support a layer.
+        ExportError: the exported adapter has another effect than the original.
     """
     family, form = family_for(recipe), job.format
     assert isinstance(family, WritesWholeModels), "required by its spec"
@@ -72,7 +72,7 @@ def _merge(path: Path, files: OwnFiles, adapter: Adapter, recipe: Recipe, root: 
     rounding = write_merged(path, files, adapter, root)
     if recipe.model.quantization != "none":
         text = f"The adapter was trained on the base quantised to {recipe.model.quantization}, but is merged into the"
-        emit(NoticeEvent(text=f"{text} weights of the original files, which differ slightly."))
+        emit(NoticeEvent(text=f"{text} original weights, which differ slightly."))
     if rounding.lost > LOST_SHARE:
         text = f"Rounding the merged weights to the base's dtype loses {rounding.lost:.0%} of the adapter's change"
         emit(NoticeEvent(text=f"{text}. The peft format keeps all of it."))

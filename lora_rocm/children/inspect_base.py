@@ -1,6 +1,7 @@
-"""The child of ``lora-rocm inspect``: ``python -m lora_rocm.children.inspect_base JOB.json``.
+"""Child process of ``lora-rocm inspect``: ``python -m lora_rocm.children.inspect_base JOB.json``.
 
-Judges a path as a base of some families. It prints one JSON object (``Judgements``) or an error event.
+It checks for which model families a path is a base model, and prints one JSON object (``Judgements``) or an error
+event.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from lora_rocm.train.usable import judged
 
 
 def main(registry: FamilyRegistry = PRODUCT) -> int:
-    """Judge the path of the job."""
+    """Check the job's path, print the result, and return the exit code."""
 
     def found(job: InspectJob) -> Judgements:
         return Judgements({name: judged(job.path, registry[name], registry) for name in job.families})

@@ -1,4 +1,4 @@
-"""The main function of a heavy child that is asked for one JSON object (``processes.tool.ask``)."""
+"""The main function of child processes that answer with one JSON object (``processes.tool.ask``)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ J = TypeVar("J")
 
 
 def answer(kind: type[J], found_of: Callable[[J], object]) -> int:
-    """Read the job, and write the result of ``found_of`` as one JSON object.
+    """Read the job, print the result of ``found_of(job)`` as one JSON object, and return the exit code.
 
-    An error is written as an error event. Returns the exit code.
+    If there is an error, an error event is printed instead of the result.
     """
     problem: LoraRocmError | None = None
     try:

@@ -1,4 +1,4 @@
-"""Shared by all measuring children: a description of the machine, and their exit."""
+"""Functions that all measuring child processes use: they describe the machine, and end the process cleanly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lora_rocm.rundir.events import emit
 
 
 def machine(device: torch.device, settings: Settings) -> dict[str, Any]:
-    """Return a description of the measured machine, for table and file. ``gpus``: name and PCI address of each."""
+    """Return a description of the machine for tables and files. ``gpus`` lists the name and PCI address of each GPU."""
     on_gpu = device.type == "cuda"
     found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count() if on_gpu else 0)]
     return {
@@ -35,9 +35,9 @@ def machine(device: torch.device, settings: Settings) -> dict[str, Any]:
 
 
 def run_reported(measure: Callable[[], None]) -> int:
-    """Run ``measure``, exit when the device is idle, and return the exit code.
+    """Run ``measure``, wait until the device is idle, and return the exit code.
 
-    User-readable errors are emitted as events.
+    Errors for the user are emitted as events.
     """
     problem: LoraRocmError | None = None
     try:

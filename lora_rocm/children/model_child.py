@@ -1,6 +1,6 @@
-"""The heavy child of commands that need a model: ``python -m lora_rocm.children.model_child JOB.json``.
+"""Child process of ``lora-rocm sample``, ``export``, ``compare`` and ``chat``.
 
-The commands are sample, export, compare and chat. It writes events to standard output, one JSON object per line.
+``python -m lora_rocm.children.model_child JOB.json`` writes events to standard output, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WRITTEN_TOGETHER = 8  # images drawn and saved at a time, so that a stop loses f
 
 
 def sample(job: SampleJob, registry: FamilyRegistry = PRODUCT) -> None:
-    """Draw images with a LoRA file, on its run's base model or another one."""
+    """Generate images with a LoRA file, using the base model of its run or another one."""
     source = job.source
     # The LoRA file, its recipe and whether it trains text encoders
     named = source.is_file() or peft_folders(source)
@@ -116,7 +116,9 @@ def sample(job: SampleJob, registry: FamilyRegistry = PRODUCT) -> None:
 def _require_base_of_run(
     job: SampleJob, lora: Path, recipe: Recipe, family: ModelFamily, registry: FamilyRegistry
 ) -> None:
-    """Refuse a base that differs from the base of the LoRA's run; a notice if ``--base`` names it.
+    """Refuse a base model that differs from the one used in the LoRA's run.
+
+    If the user chose it with ``--base``, it is accepted with a notice.
 
     Raises:
         AdapterError: export-other-base.
@@ -132,11 +134,11 @@ def _require_base_of_run(
 
 
 def export_run(job: ExportJob, registry: FamilyRegistry = PRODUCT) -> None:
-    """Write the LoRA of a run's checkpoint (by default the newest) in another format, load it back and compare.
+    """Export the LoRA of a checkpoint (by default the newest) in another format, read it back and compare it.
 
     Raises:
-        UserError: "result-older": the file would be among the results of a finished run, but comes from an earlier
-            step.
+        UserError: "result-older": the file would be written among the results of a finished run, but the checkpoint is
+            from an earlier step.
     """
     run_dir = RunDir(job.source)
     # The recipe and the checkpoint
@@ -177,11 +179,11 @@ def export_run(job: ExportJob, registry: FamilyRegistry = PRODUCT) -> None:
 
 
 def _checkpoint_of(run_dir: RunDir, updates: int | None) -> Checkpoint:
-    """The checkpoint after ``updates`` updates; None: the newest valid one.
+    """Return the checkpoint after ``updates`` updates. If this is None, return the newest valid checkpoint.
 
     Raises:
-        AdapterError: there is none yet.
-        StorageError: the checkpoint with that number of updates is missing or damaged.
+        AdapterError: the run has no checkpoint yet.
+        StorageError: the checkpoint after ``updates`` updates is missing or damaged.
     """
     if updates is not None:
         found = read_checkpoint(run_dir.checkpoint(updates))
@@ -211,12 +213,12 @@ def _require_end(run_dir: RunDir, checkpoint: Checkpoint) -> None:
     ended, step = updates_of(run_dir), checkpoint.position.updates
     if ended and step != ended:
         what = f"This run ended after step {ended}, but the checkpoint to export is from step {step}."
-        fix = "Its export is not a result of the run: write it elsewhere, with --output."
+        fix = "Use --output to write it outside the run, because it is not the run's result."
         raise UserError("result-older", what, where=str(checkpoint.path), fix=fix)
 
 
 def require_inputs_read(job: SampleJob, recipe: Recipe) -> None:
-    """Refuse a negative prompt, a control image or a sampler that the model does not support.
+    """Refuse a negative prompt, mask, control image or sampler that models of this family do not support.
 
     Raises:
         UserError: prompt-unused, control-unused, sampler-unfit.
@@ -252,21 +254,21 @@ def require_inputs_read(job: SampleJob, recipe: Recipe) -> None:
 
 
 def require_mask_read(job: SampleJob, family: ModelFamily) -> None:
-    """Refuse a mask for a base that is not for inpainting.
+    """Refuse a mask if the base model is not for inpainting.
 
     Raises:
         UserError: control-unused.
     """
     if "mask" in job.inputs and not family.inpaints:
-        what = "This base is not for inpainting, so it uses no mask."
+        what = "This base model is not for inpainting, so it uses no mask."
         raise UserError("control-unused", what, where="--mask", fix="Remove --mask and --control-image.")
 
 
 def sides_of(job: SampleJob, recipe: Recipe) -> tuple[int, int]:
-    """(width, height) of the images in pixels: as asked, else the recipe's preview size.
+    """Return (width, height) of the images in pixels: from the job, or else the recipe's preview size.
 
     Raises:
-        UserError: the family does not take this size.
+        UserError: the family does not support this size.
     """
     spec, (width, height) = recipe.spec, recipe.preview_size
     for name, side in (("width", job.width), ("height", job.height)):
@@ -274,31 +276,33 @@ def sides_of(job: SampleJob, recipe: Recipe) -> tuple[int, int]:
             continue
         where = f"--{name} {side}"
         if name[0] not in spec.axes:
-            raise UserError("image-size", f"No images are drawn by {spec.title}.", where=where, fix="Remove it.")
+            raise UserError("image-size", f"{spec.title} does not generate images.", where=where, fix="Remove it.")
         axis = spec.axes[name[0]]
         if not axis.fits(side):
-            what = f"The sides of {spec.title} images are multiples of {axis.multiple} pixels."
+            what = f"The sides of {spec.title} images have to be multiples of {axis.multiple} pixels."
             fix = f"Take {' or '.join(map(str, axis.nearest(side)))}."
             raise UserError("image-size", what, where=where, fix=fix)
     return job.width or width, job.height or height
 
 
 def notify(text: str) -> None:
-    """Emit a notice."""
+    """Emit a notice for the user."""
     emit(NoticeEvent(text=text))
 
 
 def run_of(lora: Path) -> RunDir | None:
-    """The run directory of a LoRA file; None: it is not in one."""
+    """Return the run directory that contains a LoRA file, or None."""
     folders = (folder for folder in (lora.parent, lora.parent.parent) if RunDir(folder).recipe.exists())
     return next(map(RunDir, folders), None)
 
 
 def recipe_for(job: SampleJob, lora: Path, registry: FamilyRegistry) -> Recipe:
-    """The recipe of the run that contains the file; ``--base`` replaces its base model.
+    """Return the recipe for a LoRA file: the recipe of its run, or a new one if it is not in a run.
+
+    ``--base`` replaces the run's base model.
 
     Raises:
-        UserError: neither the run nor ``--base`` names the base model, or its family is unknown.
+        UserError: the LoRA is not in a run and ``--base`` is not set, or the base model's family is unknown.
     """
     # A LoRA outside of a run needs --base
     run_dir = run_of(lora)
@@ -311,7 +315,7 @@ def recipe_for(job: SampleJob, lora: Path, registry: FamilyRegistry) -> Recipe:
             "base-unknown",
             "This LoRA is not in a run directory, so its base model is not known.",
             where=str(lora),
-            fix="Name the base model: --base builtin:tiny-sdxl, a folder, a .safetensors file or a hub id.",
+            fix="Set --base to the base model: builtin:tiny-sdxl, a folder, a .safetensors file or a hub id.",
         )
     if found is None:
         return _recipe_of_base(job, lora, registry)
@@ -320,7 +324,7 @@ def recipe_for(job: SampleJob, lora: Path, registry: FamilyRegistry) -> Recipe:
     if job.family not in (None, recipe.spec.name):
         raise AdapterError(
             "family-of-run",
-            f"This LoRA was trained on {recipe.spec.title}, according to its run.",
+            f"This LoRA is for {recipe.spec.title}, according to its run.",
             where=f"--family {job.family}",
             fix="Remove --family.",
         )
@@ -331,7 +335,7 @@ def recipe_for(job: SampleJob, lora: Path, registry: FamilyRegistry) -> Recipe:
 
 
 def _recipe_of_base(job: SampleJob, lora: Path, registry: FamilyRegistry) -> Recipe:
-    """A recipe for a LoRA outside a run. Its family is ``--family`` if given, else detected."""
+    """Return a recipe for a LoRA file outside a run. Its family is set by ``--family``, or else detected."""
     assert job.base is not None
     spec = registry[job.family] if job.family else registry.detect(evidence(job.base, lora), job.base)
     for_control = (spec.model_section.control_keys or {}) if "control_image" in job.inputs else {}
@@ -340,21 +344,21 @@ def _recipe_of_base(job: SampleJob, lora: Path, registry: FamilyRegistry) -> Rec
 
 
 def _config(job: SampleJob, spec: FamilySpec) -> dict[str, str | None]:
-    """The ``config`` key of the model section, from the job; empty if the family has no such key.
+    """Return the ``config`` key of the model section, with the job's value; empty if the family has no such key.
 
     Raises:
-        UserError: "config-unused", the job has one but the family takes none.
+        UserError: "config-unused": the job sets a config, but the family has no such key.
     """
     if "config" in spec.model_section.model_fields:
         return {"config": job.config}
     if job.config is not None:
-        what = f"A base of {spec.title} takes no folder of configs."
+        what = f"A base model of {spec.title} takes no folder of configs."
         raise UserError("config-unused", what, where=f"--config {job.config}", fix="Remove it.")
     return {}
 
 
 def _free_name(folder: Path, stem: str, ending: str) -> Path:
-    """A path that does not exist yet."""
+    """Return a path in ``folder`` that is not in use: a number is added to the name if necessary."""
     path, number = folder / f"{stem}.{ending}", 2
     while os.path.lexists(path):
         path, number = folder / f"{stem}-{number}.{ending}", number + 1
@@ -362,7 +366,7 @@ def _free_name(folder: Path, stem: str, ending: str) -> Path:
 
 
 def run(job: RunJob, registry: FamilyRegistry) -> None:
-    """Do the job."""
+    """Run the command that belongs to the job."""
     match job:
         case SampleJob():
             sample(job, registry)
@@ -375,14 +379,14 @@ def run(job: RunJob, registry: FamilyRegistry) -> None:
 
 
 def main(registry: FamilyRegistry = PRODUCT) -> int:
-    """Do one job; every error becomes an event."""
+    """Run the job and return the exit code. Every error is emitted as an event."""
     try:
         run(job_of(SampleJob, ExportJob, CompareJob, ChatJob), registry)
         settle()
         return 0
     except Exception as error:  # the edge of the process: the traceback goes to standard error
         traceback.print_exc()
-        what = f"The process met an unexpected error: {type(error).__name__}: {error}"
+        what = f"An unexpected error ended the process: {type(error).__name__}: {error}"
         explained = translated(
             error, sys.argv[-1], MachineError("internal", what, fix="Please report it with the command.")
         )

@@ -1,6 +1,6 @@
-"""The child of ``lora-rocm plan``: ``python -m lora_rocm.children.plan JOB.json``.
+"""Child process of ``lora-rocm plan``: ``python -m lora_rocm.children.plan JOB.json``.
 
-It counts the footprint of a recipe, and prints one JSON object (``Counted``) or an error event.
+It computes the memory footprint of a recipe, and prints one JSON object (``Counted``) or an error event.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ NOT_HERE = ("hub-unreachable", "hub-incomplete")  # error codes: the model is no
 
 
 def _counted(recipe: Recipe, settings: Settings, for_card: bool, for_gpu: bool) -> Counted:
-    """The footprint as this machine would train, or as a GPU with bf16 would.
+    """Return the memory footprint of a recipe, as training would use it on this machine or on a GPU with bf16.
 
-    A hub model that is not on this machine is counted with the family's published configs.
+    A hub model that is not on this machine is replaced by the family's published configs.
 
     Args:
         recipe: see ``plan``.
-        settings: of this machine.
-        for_card: of a GPU that was named, not of one that torch sees.
-        for_gpu: of a GPU, also if torch sees none.
+        settings: settings of this machine.
+        for_card: whether the user named a GPU. The GPUs that torch sees are then ignored.
+        for_gpu: whether to compute for a GPU even if torch sees none.
     """
     for_gpu &= recipe.runtime.device != "cpu"
     device = torch.device("cpu") if for_card else choose_device(recipe.runtime.device)
@@ -61,7 +61,7 @@ def _counted(recipe: Recipe, settings: Settings, for_card: bool, for_gpu: bool) 
 
 
 def packed_encoders(family: ModelFamily) -> list[QuantisedEncoder]:
-    """The encoders with quantised weights."""
+    """Return a description of each encoder with quantised weights."""
     adapted = next(iter(family.lora_targets.values()))
     formats = {name: family.weight_format(name) for name in family.all_components if name not in adapted}
     return [
@@ -73,7 +73,7 @@ def packed_encoders(family: ModelFamily) -> list[QuantisedEncoder]:
 
 
 def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype, pin: bool, steady: bool) -> CountedGpu | None:
-    """Name, budget and measured rates of the training GPU; None on the CPU."""
+    """Return name, memory budget and measured rates of the training GPU; None if the device is the CPU."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -86,7 +86,7 @@ def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype, pin: bool
 
 
 def main(registry: FamilyRegistry = PRODUCT) -> int:
-    """Count the recipe of the job."""
+    """Compute the footprint of the job's recipe, print it, and return the exit code."""
 
     def found(job: PlanJob) -> Counted:
         recipe = recipe_from(job.recipe, registry)

@@ -1,7 +1,7 @@
-"""The process of a tracker (``jobs.TrackJob``).
+"""Child process that logs a run to a tracker such as wandb (``jobs.TrackJob``).
 
-It passes the numbers of the run's events to the tracker. The run neither waits for it nor depends on it. It ends after
-its standard input closes.
+It reads the run's events and passes their numbers to the tracker. The run neither waits for it nor depends on it.
+The process ends after its standard input closes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ POLL_S = 1.0
 
 
 TAG = "lora_rocm.run"
-"""Tag of a run of MLflow: the ``id`` that wandb gets."""
+"""Name of the tag that identifies a run in MLflow. Its value is the ``id`` that wandb gets for the same run."""
 
 
 def options_of(name: str, run_dir: RunDir) -> dict[str, Any]:
-    """Arguments of a tracker's class in addition to the project: a resumed run continues its log if the tracker can."""
+    """Return arguments for a tracker's class, in addition to the project. They let a resumed run continue its log."""
     title = run_dir.path.name
     run_id = blake2b(str(run_dir.path).encode("utf-8", "replace"), digest_size=8).hexdigest()
     known: dict[str, dict[str, Any]] = {
@@ -53,7 +53,10 @@ def options_of(name: str, run_dir: RunDir) -> dict[str, Any]:
 
 
 def found_again(options: Mapping[str, Any]) -> dict[str, str]:
-    """The ``run_id`` of the MLflow run with these tags; empty if there is none. MLflow chooses the ids itself."""
+    """Return the ``run_id`` of the MLflow run with the tag in ``options``; empty if there is none.
+
+    The search is necessary because MLflow chooses ids itself.
+    """
     mlflow: Any = import_module("mlflow")
     wanted = f"tags.`{TAG}` = '{options['tags'][TAG]}'"
     runs = mlflow.search_runs(search_all_experiments=True, filter_string=wanted, max_results=1, output_format="list")
@@ -63,9 +66,9 @@ def found_again(options: Mapping[str, Any]) -> dict[str, str]:
 def track(
     job: TrackJob, over: Callable[[], bool], registry: FamilyRegistry = PRODUCT, limit_s: float = CALL_LIMIT_S
 ) -> None:
-    """Log the numbers of all events from ``job.offset`` on until ``over()``, which may wait, returns True.
+    """Log the numbers of all events in the run's file from byte ``job.offset`` on, until ``over()`` returns True.
 
-    The process exits if a call of the tracker takes longer than ``limit_s``.
+    ``over`` may wait before it returns. If a call of the tracker takes longer than ``limit_s``, the process exits.
     """
     run_dir, name = RunDir(job.run_dir), job.tracker
     PartialState(cpu=True)  # the library asks it which process may log
@@ -95,7 +98,7 @@ def track(
 
 
 def numbers_of(event: Tracked) -> Mapping[str, float]:
-    """The finite numbers of an event: "step/loss", "validation/loss", "telemetry/gpu0/power_w" and so on."""
+    """Return the finite numbers of an event, with names such as "step/loss" and "telemetry/gpu0/power_w"."""
     if isinstance(event, TelemetryEvent):
         return telemetry_numbers(event)
     found = {name: getattr(event, name) for name in SCALARS[event.type]}
@@ -104,9 +107,11 @@ def numbers_of(event: Tracked) -> Mapping[str, float]:
 
 
 def _settings(run_dir: RunDir, registry: FamilyRegistry) -> dict[str, bool | int | float | str]:
-    """The recipe as "section.key" -> value; values other than numbers and texts become text.
+    """Return the recipe as "section.key" -> value.
 
-    A tracker may be a service in the network, so paths of this machine are omitted.
+    Values that are not numbers, booleans or texts are converted to text.
+
+    Paths are omitted, because a tracker may be a network service.
     """
     sections = settings_without_paths(load_recipe(run_dir.recipe, registry=registry).recipe)
     pairs = [
@@ -120,7 +125,7 @@ def _settings(run_dir: RunDir, registry: FamilyRegistry) -> dict[str, bool | int
 
 
 class _Limit:
-    """Ends the process if a call takes too long: a hung library cannot be interrupted from inside."""
+    """Ends the process if a call takes too long. A library that hangs cannot be interrupted within the process."""
 
     def __init__(self, name: str, limit_s: float) -> None:
         self._name, self._limit_s = name, limit_s
@@ -141,12 +146,12 @@ class _Limit:
 
 
 def _failed(name: str, why: str) -> MachineError:
-    what = f"{name} gets no more numbers of this run: {why}. Training goes on."
+    what = f"Logging to {name} stopped: {why}. Training continues."
     return MachineError("tracker-failed", what, fix=f"Check your network and the settings of {name}.")
 
 
 def main() -> int:
-    """Track one run; an error becomes an event on standard output."""
+    """Log one run and return the exit code. Errors are emitted as events on standard output."""
     try:
         job = job_of(TrackJob)
     except LoraRocmError as error:

@@ -1,1 +1,4 @@
-"""The bottom layer: files, bounded reads, terminal text, units, exit codes. Standard library only."""
+"""Lowest layer of the package: files, bounded reads, terminal text, units, exit codes.
+
+Imports only the standard library.
+"""

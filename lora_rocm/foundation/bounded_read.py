@@ -1,6 +1,7 @@
-"""Bounded reading of untrusted paths: only regular files up to a given size are read.
+"""Reads files from untrusted paths safely: only regular files up to a maximum size are accepted.
 
-A pipe or a device in place of the file would block the reader or never end. Standard library only.
+A pipe or device in place of the file could block the reader or never end. This module imports only the standard
+library.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class FileVersion:
-    """Identifies a version of a file without reading its content.
+    """The state of a file, so that changes are noticed without reading its content.
 
-    inode: the file's number in its file system. The device number changes with every mount,
-        so it is not part of the version.
+    ``inode`` is the file's number in its file system. The device number is not included, because it changes with
+    every mount.
     """
 
     path: str
@@ -28,10 +29,10 @@ class FileVersion:
 
     @classmethod
     def of(cls, path: Path, found: os.stat_result | None = None) -> FileVersion:
-        """The version of the file now, or of an earlier ``found = path.stat()``.
+        """Return the file's version, now or at the time of ``found``, which is an earlier result of ``path.stat()``.
 
         Raises:
-            OSError: the file cannot be examined.
+            OSError: the file's status cannot be read.
         """
         found = path.stat() if found is None else found
         return cls(str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
@@ -41,7 +42,7 @@ def check_plain(path: Path, max_bytes: int) -> int:
     """Return the size of a regular file in bytes. Links are followed.
 
     Raises:
-        OSError: the file is missing, is a folder, pipe or device, or is larger than ``max_bytes``.
+        OSError: the path is missing, is a folder, pipe or device, or the file is larger than ``max_bytes``.
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
@@ -55,7 +56,7 @@ def read_plain(path: Path, max_bytes: int) -> bytes:
     """Return the content of a regular file.
 
     Raises:
-        OSError: as ``check_plain``, or the file cannot be read.
+        OSError: see ``check_plain``, or the file cannot be read.
     """
     check_plain(path, max_bytes)
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Maps the end of a command to an exit code, and an exception to a message instead of a traceback."""
+"""Converts the end of a command to an exit code, and exceptions to messages without a traceback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lora_rocm.foundation.terminal_text import legible
 
 
 def report_error(error: LoraRocmError) -> None:
-    """Report an error on standard error."""
+    """Write an error message to standard error."""
     sys.stderr.write(legible(str(error), keep="\n") + "\n")
 
 
@@ -25,12 +25,12 @@ def exit_code_of(
     outlives_output: bool = False,
     report: Callable[[LoraRocmError], None] = report_error,
 ) -> int:
-    """Run a command and return its exit code.
+    """Run a command and return its exit code. Errors are reported.
 
     Args:
-        command: returns its exit code; None counts as 0.
-        outlives_output: keep running if standard output cannot be written. The command's results go elsewhere.
-        report: reports the error with which the command ends.
+        command: returns an exit code, or None for 0.
+        outlives_output: whether the command continues if standard output cannot be written.
+        report: called with the error if the command fails.
     """
     error: LoraRocmError
     # Run the command, and turn every exception into one of our errors.
@@ -64,6 +64,9 @@ def exit_code_of(
 
 
 def _without_reader() -> int:
-    """Replace a standard output that lost its reader, and return the exit code. Otherwise Python complains at exit."""
+    """Redirect standard output to the null device after its reader has gone, and return the exit code.
+
+    Otherwise Python complains when it flushes standard output at exit.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return StoppedError.exit_code

@@ -1,9 +1,10 @@
-"""The one module that writes, renames and removes files. Standard library only.
+"""Writes, renames and removes files. No other module does. Imports only the standard library.
 
-- A file is written whole or not at all: temporary name, fsync, rename, then read back and compared.
-- A link in place of a file is replaced or refused, never written through.
-- Below a ``root``, no folder that is a link is entered. A ``root`` is a run directory, which may come from somebody
-  else: archives keep links.
+- A file is written completely or not at all: under a temporary name, with fsync and a rename. Then it is read back
+  and compared.
+- A link in place of a file is replaced or refused. Its target is never written.
+- Below a folder passed as ``root``, folders that are links are not entered. ``root`` is usually a run directory,
+  which may come from another person in an archive with links.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from lora_rocm.errors import StorageError, UserError, storage_error
 
 RENAME_ATTEMPTS, RENAME_PAUSE_S = 20, 0.1
 WRITE_ATTEMPTS = 3
-"""Attempts to write a file, if its bytes read back differently."""
+"""Maximum number of attempts to write a file if the bytes read back differ from those written."""
 PIECE_BYTES = 1 << 20
 PROBE_BYTES = 1 << 16
 NAME_SURROGATE = 0x20000000
-"""The bit of a Windows reparse tag that marks a name surrogate: a symbolic link or a junction."""
+"""Bit in a Windows reparse tag that marks a symbolic link or a junction."""
 
 
 def is_link(path: Path) -> bool:
-    """Whether a path is a symbolic link or a Windows junction. False if nothing is there.
+    """Whether the path is a symbolic link or a Windows junction. False if the path does not exist.
 
-    ``Path.is_symlink`` takes a junction for a folder, and ``Path.is_junction`` is new in Python 3.12.
+    ``Path.is_symlink`` takes a junction for a folder, and ``Path.is_junction`` only exists since Python 3.12.
     """
     try:
         found = os.lstat(path)
@@ -44,11 +45,11 @@ def is_link(path: Path) -> bool:
 
 
 def require_place(path: Path | None, option: str) -> None:
-    """Check before a long computation that a path can take a file. Only the folders are checked.
+    """Check before a long computation that its output file can be created. Only the folders are checked.
 
     Args:
-        path: of the file; its folder may be missing. None: no file is written.
-        option: names the path.
+        path: path of the file, or None if no file will be written. Its folder may be missing.
+        option: the command-line option that names the path, for the message.
 
     Raises:
         UserError: output-kind: the path is a folder, or one of its parents is a file.
@@ -59,19 +60,24 @@ def require_place(path: Path | None, option: str) -> None:
     where = f"{option} {path}"
     if path.is_dir():
         raise UserError(
-            "output-kind", "This path is a folder, but the output is a file.", where=where, fix="Name a file."
+            "output-kind",
+            "This path is a folder, but the output is a file.",
+            where=where,
+            fix="Use the path of a file.",
         )
     if is_there is not None and not is_there.is_dir():
-        raise UserError("output-kind", f"{is_there} is not a folder.", where=where, fix="Name another place.")
+        raise UserError("output-kind", f"{is_there} is not a folder.", where=where, fix="Use another path.")
 
 
 def is_folder(path: Path) -> bool:
-    """Whether the path is a real folder, not a link to one."""
+    """Whether the path is a folder, and not a link to one."""
     return path.is_dir() and not is_link(path)
 
 
 def refuse_link(path: Path) -> None:
-    """Refuse a link at a path that is written in place.
+    """Refuse a path if it is a link.
+
+    It is used for files that are modified in place, because writing to a link would change its target.
 
     Raises:
         StorageError: "link-refused".
@@ -90,18 +96,18 @@ def refuse_link(path: Path) -> None:
 
 
 def followed(path: Path) -> Path:
-    """The file that the user means: the target of the path if it is a link, else the path itself."""
+    """Return the target of the path if it is a link, else the path itself."""
     return path.resolve() if is_link(path) else path
 
 
 def make_folder(folder: Path, root: Path | None = None) -> None:
-    """Make a folder and its parents.
+    """Create a folder and its missing parents.
 
-    With ``root``, only folders below it are made, and no link is entered. If the drive of ``root`` is gone, nothing is
-    created.
+    With ``root``, only folders below it are created, and folders that are links are refused. Nothing is created if
+    ``root`` itself does not exist, for example because its drive was removed.
 
     Raises:
-        OSError: no permission, disk full, or ``root`` is gone.
+        OSError: permission is missing, the disk is full, or ``root`` does not exist.
         StorageError: a folder below ``root`` is a link.
     """
     if root is None:
@@ -113,23 +119,24 @@ def make_folder(folder: Path, root: Path | None = None) -> None:
 
 
 def write_atomic(path: Path, content: bytes, root: Path | None = None, *, read_back: bool = True) -> None:
-    """Write a whole file or nothing: temporary name, fsync, rename, read back.
+    """Write a file completely or not at all: under a temporary name, with fsync and a rename. Then it is read back.
 
     Args:
-        path: the file. Its folder is made (``make_folder``). An existing file or link is replaced.
-        content: all of the file.
-        root: a folder that has to exist; no folder below it may be a link.
-        read_back: compare the file with ``content``, and write it again if it differs. False is for files that are
-            checked whenever they are read.
+        path: path of the file. Its folder is created. An existing file or link is replaced.
+        content: the complete content.
+        root: a folder that must exist. No folder below it may be a link.
+        read_back: whether to compare the written file with ``content``, and write it again if it differs. False is for
+            files that are checked whenever they are read.
 
     Raises:
-        StorageError: disk full, no permission or a link in the way; or every attempt reads back differently (the file
-            is then removed); or ``path`` is a device or pipe, which a rename would replace.
+        StorageError: the disk is full, permission is missing, a folder is a link, or the path is a device or pipe. Or
+            the file read back differently after every attempt. It is then removed.
     """
     mode = _mode_of(path)
     if not path.name or (mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))):
-        fix = "Give the name of a file."
-        raise StorageError("no-file", "There can be no file with that name.", where=f"{str(path)!r}", fix=fix)
+        fix = "Use the path of a file."
+        what = "No file can be written here: the path has no name, or it is a device or a pipe."
+        raise StorageError("no-file", what, where=f"{str(path)!r}", fix=fix)
     try:
         for _ in range(WRITE_ATTEMPTS):
             make_folder(path.parent, root)
@@ -149,28 +156,30 @@ def write_atomic(path: Path, content: bytes, root: Path | None = None, *, read_b
 
 
 def write_json(path: Path, value: Any, root: Path | None = None) -> None:
-    """``write_atomic`` of ``json_bytes``."""
+    """Write ``json_bytes`` of a value with ``write_atomic``."""
     write_atomic(path, json_bytes(value), root)
 
 
 def json_bytes(value: Any) -> bytes:
-    """Sorted, indented JSON in UTF-8: equal values give equal bytes.
+    """Return a value as sorted, indented JSON in UTF-8. Equal values give equal bytes.
 
-    A lone surrogate, as in a path that is not UTF-8, becomes a JSON escape, which reads back as the same path.
+    A lone surrogate, as in a path that is not UTF-8, is written as a JSON escape. Reading it gives the same path.
     """
     return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path, root: Path | None = None) -> Iterator[Path]:
-    """Make a folder with all its files or not at all: a temporary folder is filled inside the context, then renamed.
+    """Create a folder with all its files or not at all.
+
+    The context yields a temporary folder, which is renamed at the end of the context.
 
     Args:
-        folder: nothing may be there but an empty folder. Its parents are made (``make_folder``).
-        root: as in ``write_atomic``.
+        folder: path of the new folder. It must not exist, or must be an empty folder. Its parents are created.
+        root: see ``write_atomic``.
 
     Raises:
-        StorageError: disk full, no permission or a link in the way, or something else is there.
+        StorageError: the disk is full, permission is missing, a parent is a link, or the path exists.
     """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
@@ -190,10 +199,10 @@ def new_folder(folder: Path, root: Path | None = None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A new folder among the system's temporary files, removed with its content at the end of the context.
+    """Yield a new temporary folder, which is removed with its content at the end of the context.
 
     Raises:
-        StorageError: it cannot be made; the error names the place.
+        StorageError: it cannot be created. The error names the system's folder for temporary files.
     """
     place = os.environ.get("TMPDIR") or os.environ.get("TEMP") or "the folder of temporary files"
     try:
@@ -206,10 +215,10 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def require_room(folder: Path) -> None:
-    """Write and remove a small file.
+    """Check that a folder has room for new files, by writing and removing a small file.
 
     Raises:
-        StorageError: this fails; the error names the folder.
+        StorageError: the file cannot be written. The error names the folder.
     """
     probe = folder / f".probe.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
@@ -231,7 +240,7 @@ def write_through(path: Path, content: bytes) -> None:
 
 
 def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """``write_through`` of content that is produced in pieces and is never whole in memory."""
+    """Write a new file from pieces, so that its content is never in memory as a whole. Flush it to the disk (fsync)."""
     with path.open("xb") as file:
         for piece in pieces:
             file.write(piece)
@@ -240,9 +249,9 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 def open_in_place(path: Path, *, again: bool = False, buffering: int = -1) -> IO[bytes]:
-    """Open a file that is written in place (a log, a heartbeat). Links are refused.
+    """Open a file that is modified in place, such as a log. A link is refused.
 
-    ``again`` truncates the file; otherwise writes are appended. ``buffering``: as for ``open``.
+    ``again``: whether to truncate the file instead of appending to it. ``buffering``: see the built-in ``open``.
 
     Raises:
         StorageError: the path is a link, a folder, a pipe or a device, or cannot be opened.
@@ -264,7 +273,7 @@ def open_in_place(path: Path, *, again: bool = False, buffering: int = -1) -> IO
 
 
 def holds(path: Path, content: bytes) -> bool:
-    """Whether a flushed file has exactly these bytes on the disk. False if it cannot be read."""
+    """Whether a flushed file on the disk has exactly this content. False if the file cannot be read."""
     wanted, position = memoryview(content), 0
     drop = getattr(os, "posix_fadvise", None)  # without it Linux reads its page cache, not the disk
     try:
@@ -282,12 +291,12 @@ def holds(path: Path, content: bytes) -> bool:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename ``source`` to ``target``, over an existing file too.
+    """Rename ``source`` to ``target``. An existing file at ``target`` is replaced.
 
-    On Windows a virus scanner may have either file open for a moment, so a refused rename is retried.
+    On Windows a refused rename is retried, because a virus scanner may have one of the files open for a moment.
 
     Raises:
-        OSError: it cannot be renamed.
+        OSError: the file cannot be renamed.
     """
     for attempt in range(RENAME_ATTEMPTS):
         try:
@@ -300,10 +309,10 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a folder with its content, or a link (never its target). A missing path is fine.
+    """Remove a file, a folder with its content, or a link (but not its target). A missing path is ignored.
 
     Raises:
-        OSError: it cannot be removed.
+        OSError: the path cannot be removed.
     """
     if is_folder(path):
         shutil.rmtree(path)  # removes links in it as links
@@ -312,10 +321,10 @@ def remove(path: Path) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Flush a folder, so that a rename in it survives a power cut. Windows needs no such call.
+    """Flush a folder to the disk, so that a rename in it survives a power failure. Does nothing on Windows.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: the flush failed.
     """
     if os.name == "nt":
         return
@@ -339,7 +348,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def _mode_of(path: Path) -> int:
-    """``st_mode`` of the path itself (``os.lstat``); 0 if nothing is there."""
+    """Return ``st_mode`` of the path itself, not of a link's target. Return 0 if the path does not exist."""
     try:
         return os.lstat(path).st_mode
     except (OSError, ValueError):
@@ -347,7 +356,7 @@ def _mode_of(path: Path) -> int:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """Open a file for reading, with retries: on Windows a virus scanner may have a new file open for a moment."""
+    """Open a file for reading. On Windows it retries, because a virus scanner may have a new file open for a moment."""
     for attempt in range(RENAME_ATTEMPTS):
         try:
             return path.open("rb")

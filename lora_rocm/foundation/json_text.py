@@ -1,4 +1,7 @@
-"""The one parser of JSON that a user or another program wrote. Its errors name the fault of the text."""
+"""Parses JSON that a user or another program wrote. No other module does.
+
+The errors describe the fault in the text.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ Pairs = list[tuple[str, Any]]
 
 
 class BadJson(ValueError):
-    """A text that cannot be read as JSON. The message is the reason, as a clause ("it is not JSON: ...")."""
+    """The text cannot be read as JSON. The message is a clause without a final full stop ("it is not JSON: ...")."""
 
     @property
     def sentence(self) -> str:
-        """The reason as a full sentence."""
+        """The message as a full sentence."""
         return f"{str(self)[:1].upper()}{str(self)[1:]}."
 
 
 class NoJson(BadJson):
-    """A text with invalid JSON or encoding, so it may be another kind of text. ``detail``: the fault and its place."""
+    """The text is not valid JSON or not in a valid encoding. ``detail``: the fault and its position."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(f"it is not JSON: {detail}")
@@ -33,15 +36,17 @@ class NoJson(BadJson):
 
 
 def parse_json(text: str | bytes, *, repeated_keys: bool = False) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Args:
         text: the text, or its bytes in UTF-8, UTF-16 or UTF-32.
-        repeated_keys: accept repeated keys; the last value counts. Only for text of which no value is used.
+        repeated_keys: whether an object may repeat a key. The last value is then returned. True is only for texts
+            with values that are not used.
 
     Raises:
-        BadJson: it cannot be read. Python's own parser raises RecursionError or a bare ValueError for valid JSON that
-            nests too deep or has a very long number, and takes the last value of a repeated key.
+        BadJson: the text cannot be read. This includes valid JSON that is nested too deeply, has an overlong number, or
+            repeats a key. For these Python's parser raises RecursionError or a bare ValueError, or keeps the last
+            value.
     """
     hook: Callable[[Pairs], dict[str, Any]] | None = None if repeated_keys else _without_repeated_keys
     try:
@@ -53,13 +58,16 @@ def parse_json(text: str | bytes, *, repeated_keys: bool = False) -> Any:
     except json.JSONDecodeError as error:
         raise NoJson(str(error)) from error
     except RecursionError as error:
-        raise BadJson("its lists or objects are nested too deep") from error
+        raise BadJson("its lists or objects are nested too deeply") from error
     except ValueError as error:  # the only other cause: Python's limit of digits (``sys.get_int_max_str_digits``)
         raise BadJson("it has a whole number with too many digits") from error
 
 
 def object_in(path: Path, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file is missing, damaged or too large, or holds something else."""
+    """Return the JSON object in a file.
+
+    Empty if the file is missing, damaged or too large, or contains something else.
+    """
     try:
         value = parse_json(read_plain(path, max_bytes))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""File names: comparison across systems, and names that a system may refuse."""
+"""Compares file names across operating systems, and finds names that some system refuses."""
 
 from __future__ import annotations
 
@@ -12,50 +12,53 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 FORBIDDEN = re.compile(r'[\x00-\x1f\x7f<>:"/\\|?*]')
-"""Characters that a file name cannot have on Windows."""
+"""Characters that Windows forbids in file names."""
 DEVICE = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9\u00b9\u00b2\u00b3]) *(\..*)?", re.IGNORECASE)
-"""Device names of Windows. They are reserved in every folder and with any ending."""
+"""Device names that Windows reserves in every folder, with any file extension."""
 BUILTIN = "builtin:"
-"""Prefix of the names of shipped files, in recipes and commands."""
+"""Prefix of names of files in this package, used in recipes and commands."""
 LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 MAX_STEM_BYTES = 160
-"""In UTF-8. Most systems allow 255 bytes; a run adds endings, and longer ones for temporary files."""
+"""Maximum length of a file name without its extension, in bytes of UTF-8.
+
+Most systems allow 255 bytes for a name, but a run adds suffixes, and longer ones for temporary files.
+"""
 
 
 def name_key(name: str) -> str:
-    """The name normalised for comparison (NFC).
+    """Return the name in Unicode's NFC, for comparisons.
 
-    A Mac may store ``é`` as a letter and an accent (NFD); the other systems store what was typed, which is NFC.
+    macOS may store ``é`` as a letter and an accent (NFD). Other systems store it as it was typed, which is NFC.
     """
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
 def stem_fault(stem: str) -> str:
-    """The reason why some system refuses this name before the ending, as a phrase; empty if none does."""
+    """Return the reason why some system refuses this stem of a file name, as a phrase; empty if all accept it."""
     if found := FORBIDDEN.search(stem):
         return f"has the character {found[0]!a}, which no file name can have on Windows"
     if LONE_SURROGATE.search(stem):
-        return "has characters that no text can have"
+        return "has characters that are not valid Unicode"
     if stem != stem.strip(" .") or not stem:
         return "is empty, or begins or ends with a blank or a dot, which file names cannot have on every system"
     if DEVICE.fullmatch(stem):
         return "is the name of a device on Windows"
     if (size := len(stem.encode("utf-8", "surrogatepass"))) > MAX_STEM_BYTES:
-        return f"is too long for the name of a file: {size} bytes, and at most {MAX_STEM_BYTES} are possible"
+        return f"is too long for a file name: it has {size} bytes, but at most {MAX_STEM_BYTES} are possible"
     return ""
 
 
 def usable_stem(stem: str) -> str:
-    """A similar name without such a fault."""
+    """Return a similar stem that all systems accept."""
     bare = FORBIDDEN.sub("-", stem).encode("utf-8", "ignore")[: MAX_STEM_BYTES - len("lora-")]
     cleaned = bare.decode("utf-8", "ignore").strip(" .")
     return cleaned if not stem_fault(cleaned) else f"lora-{cleaned}".rstrip("-")
 
 
 class NameIndex(Generic[T]):
-    """Values by name or path, as ``name_key`` compares them: for pairing files, rows and images by name.
+    """A mapping from names or paths to values, used to pair files, rows and images by name.
 
-    A lookup finds the exact spelling, or else the only name with the same ``name_key``.
+    A lookup finds the exact name, or else the only name with the same ``name_key``.
     """
 
     def __init__(self, values: Iterable[tuple[str, T]] = ()) -> None:
@@ -81,7 +84,7 @@ class NameIndex(Generic[T]):
         return len(self._values)
 
     def find(self, name: str) -> tuple[str, T] | None:
-        """The name as it is spelled here, and its value; None if it is missing or ambiguous."""
+        """Return the stored spelling of a name and its value; None if the name is missing or ambiguous."""
         if name in self._values:
             return name, self._values[name]
         found = [] if name.isascii() else self._spellings.get(name_key(name), [])
@@ -92,7 +95,7 @@ class NameIndex(Generic[T]):
 
 
 def spelled(path: Path) -> Path:
-    """The path as the file system spells it. An existing path, or one without a match, is returned unchanged."""
+    """Return the path as the file system spells it. A path that exists or matches nothing is returned unchanged."""
     if str(path).isascii() or os.path.lexists(path):
         return path
     parent = spelled(path.parent)

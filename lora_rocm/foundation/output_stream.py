@@ -1,4 +1,4 @@
-"""Standard output that never fails: a run continues if its terminal or pipe is gone or the disk of its log is full."""
+"""Makes standard output safe: a run continues if its terminal or pipe is gone, or the disk of its log is full."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ if TYPE_CHECKING:
 
 
 class Outlasting(io.RawIOBase):
-    """A raw stream that passes bytes on to a file and drops those that the file refuses.
+    """A raw stream that passes bytes to a file, and drops them if the file cannot be written.
 
     Args:
-        file: the unbuffered file below a text stream.
-        stream: that text stream. The reference keeps it alive, because it closes the file when collected.
+        file: the unbuffered file of a text stream.
+        stream: the text stream. It is kept referenced: if it were garbage-collected, it would close the file.
     """
 
     def __init__(self, file: io.RawIOBase, stream: TextIO) -> None:
         self._file, self._stream = file, stream
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Return the number of bytes that the file accepted, or all of them if it accepted none."""
+        """Write bytes; return the number of bytes that the file accepted.
+
+        If the write failed, all bytes count as written.
+        """
         try:
             taken = self._file.write(data)
         except OSError:  # the reader is gone, the disk is full or the terminal is closed
@@ -42,7 +45,10 @@ class Outlasting(io.RawIOBase):
 
 
 def outlive(stream: TextIO) -> TextIO:
-    """The stream with failed writes dropped. A stream without a raw file below is returned unchanged."""
+    """Return a stream that writes to the same file as ``stream``, but ignores failures.
+
+    A stream without a raw file is returned unchanged.
+    """
     below = getattr(stream, "buffer", None)
     file = below if isinstance(below, io.RawIOBase) else getattr(below, "raw", None)
     if not isinstance(file, io.RawIOBase):
@@ -55,7 +61,7 @@ def outlive(stream: TextIO) -> TextIO:
 
 @contextmanager
 def outliving_stdout() -> Iterator[None]:
-    """Replace ``sys.stdout`` by a stream that drops failed writes."""
+    """Replace ``sys.stdout`` within this context by a stream that ignores failed writes."""
     before = sys.stdout
     sys.stdout = outlive(before)
     try:

@@ -1,4 +1,4 @@
-"""The packages that the heavy half imports: finds missing ones, builds the error for a broken one, imports fast."""
+"""Finds missing packages among those that are slow to import (torch and others), and explains failed imports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensor
 
 
 def require_packages() -> None:
-    """Check that the packages of the heavy half are installed, without importing them.
+    """Check that torch and the other packages for training are installed, without importing them.
 
     Raises:
         MachineError: a package is missing.
@@ -27,7 +27,7 @@ def require_packages() -> None:
 
 
 def versions_of(names: Iterable[str]) -> dict[str, str]:
-    """Name -> version, of the packages that are installed."""
+    """Return name -> version of those packages that are installed."""
     found = {}
     for name in names:
         with suppress(PackageNotFoundError):
@@ -36,9 +36,12 @@ def versions_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def imported() -> None:
-    """Enable garbage collection, but exclude all existing objects from it. Does nothing if it is enabled already.
+    """Enable garbage collection and exclude all existing objects from it.
 
-    A heavy child imports with collection off: scanning a million permanent objects takes a sixth of the import time.
+    Does nothing if collection is already enabled.
+
+    A child process that imports torch starts with collection disabled. Otherwise scanning a million permanent
+    objects would take a sixth of the import time.
     """
     if not gc.isenabled():
         gc.freeze()
@@ -47,7 +50,7 @@ def imported() -> None:
 
 
 def unusable(error: BaseException) -> MachineError:
-    """The error to show if a package could not be imported.
+    """Return the error to show if a package cannot be imported.
 
     Args:
         error: the exception that the import raised.
@@ -70,7 +73,10 @@ def unusable(error: BaseException) -> MachineError:
 
 
 def installer(windows: bool, *, repair: bool = False) -> str:
-    """The command that installs everything, run in the repository's folder. repair: reinstall a present torch, too."""
+    """Return the command that installs all packages, to be run in the repository's folder.
+
+    ``repair``: whether an installed torch is installed again.
+    """
     if windows:
         return r"scripts\windows\install.bat" + (" --repair" if repair else "")
     return "make install" + (" ARGS=--repair" if repair else "")

@@ -1,8 +1,7 @@
-r"""Removes private data from texts and facts: user paths, names of user and host, tokens, addresses, serials.
+r"""Removes private data from reports: user paths, names of users and hosts, tokens, addresses, serial numbers.
 
-A report is built from redacted facts, so later code needs no care. Names come from this machine's environment and from
-every path that contains one (/home/NAME, C:\Users\NAME). They are removed wherever they occur as words. When in doubt,
-text is removed.
+All facts are redacted before a report is built. Names come from environment variables and from paths that contain
+them (/home/NAME, C:\Users\NAME). They are removed wherever they occur as whole words. Doubtful text is removed.
 """
 
 from __future__ import annotations
@@ -31,22 +30,24 @@ USER_PATHS = (
     rf"{SEPARATOR}(?:run{SEPARATOR})?media{SEPARATOR}({POSIX_NAME})",
     rf"(?<![\w~])~({POSIX_NAME})(?={SEPARATOR})",
 )
-"""Paths that contain a user's name. Names contain spaces on Windows only."""
+"""Patterns of paths that contain a user name. Such names contain spaces on Windows only."""
 SHARE = r"(\\\\(?:[?.]\\UNC\\)?)(?![?.]\\)[^\\/\s;<]+\\"
 OTHER_PATHS = (
     r"(?<![\w/\\])[a-z]:[\\/]+(?!windows\b|program files|program ?data|amd\b)[^;,:\"'<>|()\r\n]+"
     r"|(?<![\w/\\.:<>~%$*-])/(?!(?:opt|usr|lib\w*|etc|dev|sys|proc|bin|sbin|tmp|run|boot|var)\b)"
     r"[^\s/:;,\"'<>|()]+/[^\s:;,\"'<>|()]+"
 )
-"""In sentences: paths outside the system's own folders, such as paths of recipes and images."""
+"""Pattern of other private paths in sentences, such as paths of recipes and images. Paths of the system are not
+matched.
+"""
 PATH_LISTS = ("path", "hip_path", "app_dir", "variables")
-"""Names of facts with a value that may be a list of paths."""
+"""Names of facts that may contain a list of paths."""
 SHARED_FOLDERS = {"public", "default", "all users", "shared", "linuxbrew"}
 COMMON_NAMES = set(
     "root user admin administrator system default home localhost desktop laptop test dev build runner docker wsl "
     "linux windows ubuntu debian fedora arch archlinux amd nvidia radeon ryzen gpu rocm torch".split()
 )
-"""Names that reveal nothing; removed from paths, kept in other texts."""
+"""User and host names that reveal nothing. They are removed from paths, but kept elsewhere."""
 USER_VARIABLES = ("USER", "USERNAME", "LOGNAME", "SUDO_USER")
 HOST_VARIABLES = ("HOSTNAME", "COMPUTERNAME", "USERDOMAIN", "NAME", "LOGONSERVER")
 HOME_VARIABLES = ("HOME", "USERPROFILE", "OneDrive", "LOCALAPPDATA", "APPDATA")
@@ -62,15 +63,15 @@ SETTING_WORDS = frozenset(
     "pinned_num_register_threads pinned_use_background_threads release_lock_on_cudamalloc math mem flash aiter triton "
     "ck hipblaslt rocblas rccl graph init env tuning coll net p2p shm xnack sramecc".split()
 )
-"""Words of values of the variables that ROCm and torch read."""
+"""Harmless words in values of the environment variables that ROCm and torch read."""
 SETTING = re.compile(r"(?:-?\d{1,6}(?:\.\d{1,6}){0,3}[kmg]?|0x[0-9a-f]{1,8}|gfx[0-9a-f-]{3,10}|<[a-z -]+>)?")
-"""Numbers, versions, architectures, and placeholders for private words, in lower case."""
+"""Pattern of harmless values in lower case: numbers, versions, architectures, and placeholders for removed words."""
 PATH_START = re.compile(r"(?:/|[A-Za-z]:[\\/]|\\\\)")
 
 
 @dataclasses.dataclass(frozen=True)
 class PrivatePattern:
-    """A pattern of private data, and its replacement."""
+    """A regular expression for private data, and its replacement."""
 
     find: str
     put: str
@@ -83,14 +84,14 @@ def _patterns() -> tuple[PrivatePattern, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Private:
-    """The data to remove: names of users and hosts, and home folders as whole paths."""
+    """The private data of a machine: names of users and hosts, and paths of home folders."""
 
     users: frozenset[str] = frozenset()
     hosts: frozenset[str] = frozenset()
     homes: tuple[str, ...] = ()
 
     def text(self, text: str) -> str:
-        """The text without private data."""
+        """Return the text without private data."""
         cleaned = self.without_homes(_plain(text))
         cleaned = re.sub(SHARE, lambda found: f"{found[1]}{HOST}\\", cleaned, flags=re.IGNORECASE)
         cleaned = re.sub(OTHER_PATHS, "<path>", cleaned, flags=re.IGNORECASE)
@@ -100,7 +101,7 @@ class Private:
         return _without_names(cleaned, self.hosts, HOST)
 
     def without_homes(self, text: str) -> str:
-        """The text with the home folders in it replaced; everything else stays."""
+        """Return the text with home folders replaced. Nothing else is changed."""
         for home in sorted(self.homes, key=len, reverse=True):
             text = re.sub(_loose_path(home), HOME, text, flags=re.IGNORECASE)
         for pattern in USER_PATHS:
@@ -108,7 +109,10 @@ class Private:
         return text
 
     def path_list(self, text: str) -> str:
-        """A value that may be a list of paths; paths outside the system's own folders are removed."""
+        """Return a value that may be a list of paths, without private data.
+
+        Paths that are not the system's are removed.
+        """
         cleaned = self.without_homes(_plain(text))
         if "://" in cleaned:
             return self.text(cleaned)
@@ -118,7 +122,10 @@ class Private:
         return self.text(separator.join("<path>" if _is_private_path(part) else part for part in parts))
 
     def setting(self, text: str) -> str:
-        """The value of a variable: only numbers, architectures, known words and the system's own paths are kept."""
+        """Return an environment variable's value.
+
+        Only numbers, architectures, known words and paths of the system are kept.
+        """
         cleaned = self.path_list(text)
         parts = re.split(r"([;:])(?![\\/])", cleaned) if PATH_START.search(cleaned) else [cleaned]
         return "".join(
@@ -127,7 +134,12 @@ class Private:
         )
 
     def value(self, value: T, name: str = "") -> T:
-        """A dataclass, dict, tuple or text with every text redacted; keys and literals stay."""
+        """Return a dataclass, dict, list, tuple or text with all texts redacted.
+
+        Keys, and fields in ``LITERALS``, are kept.
+
+        ``name``: name of the fact that has this value.
+        """
         return self._value(value, name)  # type: ignore[no-any-return]
 
     def _value(self, value: Any, name: str) -> Any:
@@ -145,11 +157,17 @@ class Private:
 
 
 LITERALS = ("system", "vendor", "gfx", "gfx_source", "arch_source", "arch_list", "status", "smart_app_control")
-"""Fields that hold our own words."""
+"""Fields with values that this program defines, so they are not private."""
 
 
 def private_of(environ: Mapping[str, str], node: str, texts: Iterable[str]) -> Private:
-    """The private data of a machine, from its variables, its host name, and the paths in ``texts``."""
+    """Return the private data of a machine.
+
+    Args:
+        environ: environment variables.
+        node: the host name.
+        texts: texts with paths that may contain names of users and hosts.
+    """
     users = {environ.get(name, "") for name in USER_VARIABLES}
     hosts = {environ.get(name, "").strip("\\") for name in HOST_VARIABLES} | {node, node.partition(".")[0]}
     homes = {environ[name] for name in HOME_VARIABLES if len(environ.get(name, "")) > 3}
@@ -164,7 +182,7 @@ def private_of(environ: Mapping[str, str], node: str, texts: Iterable[str]) -> P
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """All texts in nested dataclasses, dicts and lists."""
+    """Yield all texts in nested dataclasses, dicts, lists and tuples."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -195,7 +213,7 @@ def _telling(names: Iterable[str]) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """The text in NFC, with percent-encoding decoded if it is UTF-8."""
+    """Return the text in NFC. Percent-encoded parts are decoded if they are UTF-8."""
     for _ in range(3):
         if not re.search(r"%[0-9a-fA-F]{2}", text):
             break
@@ -220,12 +238,12 @@ def _to_home(found: re.Match[str]) -> str:
 
 
 def _loose_path(path: str) -> str:
-    """A pattern for the path with either separator, single or doubled."""
+    """Return a regular expression for a path, with slashes or backslashes, single or doubled."""
     return SEPARATOR.join(re.escape(part) for part in re.split(SEPARATOR, path.rstrip("\\/"))) + r"(?![^\W_])"
 
 
 def _without_names(text: str, names: Iterable[str], instead: str) -> str:
-    """Replace names that occur as whole words. An underscore ends a word too."""
+    """Return the text with names replaced that occur as whole words. An underscore separates words, too."""
     for name in sorted(names, key=len, reverse=True):
         text = re.sub(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", instead, text, flags=re.IGNORECASE)
     return text

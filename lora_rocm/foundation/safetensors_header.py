@@ -1,8 +1,8 @@
-"""The header of a safetensors file: the one reader, which checks it, and the one writer. Standard library only.
+"""Reads and writes the header of a safetensors file. No other module does. Imports only the standard library.
 
-Format: 8 bytes little-endian header size, a JSON header, then the tensors' bytes (safetensors specification). A header
-is not trusted: every byte of the data has to belong to exactly one tensor, and each tensor needs the bytes that its
-shape implies. A reader can trust the checked offsets and shapes.
+Format: header size (8 bytes, little-endian), JSON header, bytes of the tensors (safetensors specification). Headers
+are not trusted, so they are checked: every byte of the data must belong to exactly one tensor, and each tensor must
+have the size of its shape. Offsets and shapes that were returned are valid.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MAX_NAME_LETTERS = 1000  # the longest names of published files have 130
 FOREIGN = {
     b"PK\x03\x04": "a zip archive, which torch.save writes",
     b"GGUF": "a GGUF file, which is not supported",
-    b"version ": "the pointer of Git LFS to the file",
+    b"version ": "a Git LFS pointer to the file",
     b"<!DOCTYP": "a web page",
     b"<!doctyp": "a web page",
 }
-"""First bytes of other files, at most eight -> the kind of file."""
+"""First bytes of a file (at most eight) -> description of a file that is not a safetensors file."""
 DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64"), 8),
     **dict.fromkeys(("F32", "I32"), 4),
@@ -37,20 +37,20 @@ DTYPE_BYTES = {
 
 
 class DamagedHeader(Exception):
-    """The file is not a complete safetensors file; the message is the reason."""
+    """The file is not a complete safetensors file. The message is the reason."""
 
 
 class OtherFile(DamagedHeader):
-    """It is a file of another kind, which the message names."""
+    """The file is of another kind. The message describes it."""
 
 
 class UnknownDtype(DamagedHeader):
-    """The file has numbers in an unsupported format, which the message names."""
+    """The file has a tensor with an unsupported dtype, which is the message."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """The place of one tensor: ``begin`` and ``end`` are offsets in the file, in bytes."""
+    """The header's entry for a tensor. begin, end: offsets of its data from the start of the file, in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -59,11 +59,11 @@ class TensorEntry:
 
 
 def parse_header(file: BinaryIO, num_bytes: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors by name and the metadata of an open file of ``num_bytes``.
+    """Return the tensors by name, and the metadata. ``num_bytes``: size of the file.
 
     Raises:
-        DamagedHeader: the header is invalid, or does not match the size.
-        OSError: it cannot be read.
+        DamagedHeader: the header is invalid, or does not match the file's size.
+        OSError: the file cannot be read.
     """
     # Read the JSON header.
     start = file.read(8)
@@ -99,7 +99,10 @@ def parse_header(file: BinaryIO, num_bytes: int) -> tuple[dict[str, TensorEntry]
 
 
 def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a file before its tensors: (name, dtype, shape) in the order of the file. Metadata are sorted."""
+    """Return all bytes of a safetensors file that precede the data. Metadata are sorted.
+
+    ``tensors``: (name, dtype, shape) in the order of the file.
+    """
     fields: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     begin = 0
     for name, dtype, shape in tensors:
@@ -112,10 +115,10 @@ def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: 
 
 
 def _require_short(names: Iterable[str]) -> None:
-    """Refuse names longer than any tensor's: a search in such a name takes minutes."""
+    """Refuse overlong tensor names, because later searches in them with regular expressions would take minutes."""
     longest = max(map(len, names), default=0)
     if longest > MAX_NAME_LETTERS:
-        raise DamagedHeader(f"the name of a tensor has {longest:,} letters")
+        raise DamagedHeader(f"a tensor's name has {longest:,} letters, which is too long")
 
 
 def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:

@@ -1,4 +1,4 @@
-"""Random numbers as pure functions of their purpose: no generator, no hidden state, equal on every machine."""
+"""Random numbers as pure functions of their arguments. There is no state, and results are equal on every machine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from hashlib import blake2b
 
 
 def draw(*parts: int | str) -> int:
-    """A uniform integer in [0, 2**64) that depends on ``parts`` alone."""
+    """Return a uniform random integer in [0, 2**64) that depends only on ``parts``."""
     return int.from_bytes(blake2b(repr(parts).encode("utf-8"), digest_size=8).digest(), "little")
 
 
 def drawer(*parts: int | str) -> Callable[..., int]:
-    """``draw`` with its first parts fixed and hashed once; ``drawer(a)(b) == draw(a, b)``."""
+    """Return ``draw`` with fixed first arguments, which are hashed only once: ``drawer(a)(b) == draw(a, b)``."""
     begun = blake2b(("(" + "".join(f"{part!r}, " for part in parts)).encode("utf-8"), digest_size=8)
 
     def rest(*more: int | str) -> int:
@@ -24,5 +24,5 @@ def drawer(*parts: int | str) -> Callable[..., int]:
 
 
 def fraction(*parts: int | str) -> float:
-    """A uniform number in [0, 1) that depends on ``parts`` alone."""
+    """Return a uniform random number in [0, 1) that depends only on ``parts``."""
     return (draw(*parts) >> 11) / 2**53

@@ -1,8 +1,8 @@
-"""Tables of the package: TOML files next to the code that reads them, as frozen dataclasses. Standard library only.
+"""Reads the package's tables: TOML files next to the modules that use them. Imports only the standard library.
 
-The keys of a file or row are the fields of its dataclass. A row names a function by a key of the dictionary
-that the reading module passes. A file of facts that age has one more key at its head: ``review``, the fields of
-``Review``.
+A file or row becomes a frozen dataclass with a field for each key. A row names a function by a key of the
+dictionary that the module passes. A file with facts that become outdated has an additional key ``review`` with the
+fields of ``Review``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ REVIEW = "review"
 
 @dataclass(frozen=True)
 class Review:
-    """The last check of all rows of a file against current releases.
+    """The date of the last check of a whole file against current releases.
 
-    newest: the newest releases on that day ("ROCm 10.1, torch 2.14").
+    newest: the newest releases at that time ("ROCm 10.1, torch 2.14").
     """
 
     day: date
@@ -40,7 +40,7 @@ class Review:
 
 
 def read_review(path: Path) -> Review:
-    """The review at the head of a file.
+    """Return the review of a file.
 
     Raises:
         MachineError: the file cannot be read, or has no review.
@@ -58,10 +58,10 @@ def _review(path: Path, value: object) -> Review:
 
 
 def read_table(path: Path, table: type[Table], functions: Functions | None = None) -> Table:
-    """The file as one ``table``. An array of tables is a tuple of dataclasses, an array is a tuple.
+    """Return a file as a dataclass. Arrays become tuples, and tables in arrays become dataclasses.
 
     Raises:
-        MachineError: the file cannot be read, or a row does not fit. It names the row and the key.
+        MachineError: the file cannot be read, or a row is invalid. The error names the row and the key.
     """
     found = _TableReader(path, functions).value(table, _content(path), ())
     assert isinstance(found, table)
@@ -69,7 +69,7 @@ def read_table(path: Path, table: type[Table], functions: Functions | None = Non
 
 
 def read_rows(path: Path, row: type[Table], functions: Functions | None = None) -> tuple[Table, ...]:
-    """The rows of a file that is one array of tables. See ``read_table`` for errors."""
+    """Return the rows of a file that contains a single array of tables. Errors are raised as in ``read_table``."""
     content = _content(path)
     if len(content) != 1:
         raise _invalid("it is not one array of tables", path)
@@ -80,12 +80,12 @@ def read_rows(path: Path, row: type[Table], functions: Functions | None = None) 
 
 
 def by_name(*functions: Callable[..., object]) -> dict[str, Callable[..., object]]:
-    """The functions by the names that rows use: the function's name without a leading underscore."""
+    """Return the functions by the name that rows use: the function's name without a leading underscore."""
     return {function.__name__.lstrip("_"): function for function in functions}
 
 
 def _content(path: Path) -> dict[str, object]:
-    """The file without its review, which is checked too."""
+    """Return the content of a file without its review. The review is only checked."""
     content = _all_content(path)
     if REVIEW in content:
         _review(path, content.pop(REVIEW))
@@ -102,13 +102,13 @@ def _all_content(path: Path) -> dict[str, object]:
 
 
 class _TableReader:
-    """Converts the values of a file. ``at`` in its methods is the place of a value: keys and names of rows."""
+    """Converts TOML values to dataclasses. ``at``: keys and row names that lead to a value, for messages."""
 
     def __init__(self, path: Path, functions: Functions | None) -> None:
         self._path, self._functions = path, functions or {}
 
     def value(self, kind: object, value: object, at: tuple[str, ...]) -> object:
-        """The value as a ``kind``, which is an annotation."""
+        """Return a value converted to the type annotation ``kind``."""
         if type(value) is kind:
             return value
         origin, of = get_origin(kind), get_args(kind)
@@ -124,7 +124,7 @@ class _TableReader:
             return self._functions[value]
         if origin is Literal and value in of:
             return value
-        raise _invalid(f"{short(value)} is not a value that this key takes", self._path, at)
+        raise _invalid(f"{short(value)} is not a valid value of this key", self._path, at)
 
     def _row(self, kind: type[DataclassInstance], row: dict[str, object], at: tuple[str, ...]) -> object:
         hints, needed = _fields(kind)
@@ -137,13 +137,13 @@ class _TableReader:
 
 @cache
 def _fields(kind: type[DataclassInstance]) -> tuple[Mapping[str, object], frozenset[str]]:
-    """The annotations of a dataclass, and the names of the fields without a default."""
+    """Return the annotations of a dataclass, and the names of fields without a default."""
     needed = (field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING)
     return get_type_hints(kind), frozenset(needed)
 
 
 def _member(members: tuple[object, ...], value: object) -> object:
-    """The member of a union that a value is parsed as: a dataclass for a table, another type for anything else."""
+    """Return the member of a union that fits a value: a dataclass for a TOML table, another type for other values."""
     given = [member for member in members if member is not NoneType]
     return next((member for member in given if is_dataclass(member) is isinstance(value, dict)), given[0])
 

@@ -1,4 +1,4 @@
-"""Makes text from outside (device names, kernel log, variables) safe for a terminal. Standard library only."""
+"""Makes external text (device names, kernel log, variables) safe for a terminal. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ TURNING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  #
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Escape characters that are not printable (controls, line ends, lone surrogates), except those in ``keep``."""
+    """Return the text with unprintable characters escaped, except those in ``keep``.
+
+    Unprintable are controls, line ends and lone surrogates, among others.
+    """
     return "".join(
         letter if letter.isprintable() or letter in keep else letter.encode("unicode_escape").decode("ascii")
         for letter in text
@@ -21,10 +24,10 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def legible(text: str, keep: str = "") -> str:
-    """Escape control characters, line ends and bidirectional controls, except those in ``keep``.
+    """Return the text with controls, line ends and bidirectional controls escaped, except those in ``keep``.
 
-    For names in messages and files. Unlike ``printable`` it keeps invisible characters that belong to others (joiners
-    of emoji).
+    For names in messages and files. Unlike ``printable`` it keeps invisible characters that are part of a visible
+    one, such as the joiners in emoji.
     """
     return "".join(
         letter.encode("unicode_escape").decode("ascii") if _steers(letter) and letter not in keep else letter
@@ -33,12 +36,12 @@ def legible(text: str, keep: str = "") -> str:
 
 
 def quoted(words: Sequence[str]) -> str:
-    """A command line for the shell of this system, with each word quoted if it needs it."""
+    """Return a command line for this system's shell. Words are quoted if necessary."""
     return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
 
 
 def one_line(text: str) -> str:
-    """The text on one line; each run of white space or control characters becomes a single space."""
+    """Return the text on one line. Each run of white space and control characters becomes a single space."""
     return " ".join("".join(" " if _steers(letter) else letter for letter in text).split())
 
 

@@ -1,4 +1,7 @@
-"""File names that are not text: JSON, YAML and reports, which hold paths, are UTF-8."""
+"""Explains file names that are not valid text.
+
+Such names cannot be written to JSON, YAML and reports, which are UTF-8.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ NOT_TEXT = "This name is not valid UTF-8, so the files of a run cannot contain i
 
 
 def fix_of_name(path: Path) -> str | None:
-    """The remedy for a path that cannot be written to a text file; None if it can be.
+    """Return advice on a path that cannot be written to a text file; None if it can be written.
 
-    Python turns bytes that it cannot decode in a file name into lone surrogates. On Linux a name may have any bytes;
-    in the locale C without UTF-8 mode, Python cannot decode any letter beyond ASCII.
+    Linux allows any bytes in file names. Python decodes invalid bytes to lone surrogates. In the locale C without
+    UTF-8 mode, these are all bytes that are not ASCII.
     """
     try:
         str(path).encode("utf-8")

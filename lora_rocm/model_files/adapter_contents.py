@@ -1,9 +1,10 @@
-"""Contents of an adapter file for a family: the modules, their strength, and checks of their numbers.
+"""Reads the contents of an adapter file for a model family: its modules, their strength and trained norms.
 
-``inspect``, ``check``, ``train``, ``sample`` and ``compare`` all call ``contents_of``, so they agree on every file.
+``inspect``, ``check``, ``train``, ``sample`` and ``compare`` all call ``contents_of``, so they judge every file alike.
 
-The strength of an update is alpha / rank, which the factors do not contain. A file that has lost it is refused: at
-another strength it would be a different adapter. A file without any alpha is read at strength 1, as every program does.
+The strength of an update is alpha / rank, which cannot be computed from the factors. A file that has lost its
+alphas is refused: at another strength it would be a different adapter. A file that never had alphas is read at
+strength 1, as every other program reads it.
 """
 
 from __future__ import annotations
@@ -25,20 +26,26 @@ from lora_rocm.model_files.peft_folder import PEFT_CONFIG
 
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 DORA_NORM = "dora_norm"
-"""Metadata of our files in the comfyui format: "base" if DoRA's magnitudes are for the norm of the base weight."""
+"""Metadata key of our files in the comfyui format. Its value is "base" if DoRA's magnitudes refer to the norm of the
+base weight.
+"""
 NORM_ENDINGS = (".w_norm", ".b_norm")
 MAGNITUDES = ("magnitude", "toolkit_magnitude", "dora_scale")
 PATTERN, MAX_WILDCARDS = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)*\$?"), 2
 
 
 NOT_UNDERSTOOD = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
-"""Errors of reading a file or a config with values of the wrong type, which ``not_understood`` explains."""
+"""Exceptions raised while reading a file or config that has values of the wrong type. ``not_understood`` explains
+them.
+"""
 IMPLAUSIBLE = 1e9
-"""A weight of a larger magnitude leads to numbers that are not finite; weights of published models are below 1e5."""
+"""Largest plausible magnitude of a weight: larger ones lead to infinities or NaN. Weights of published models are
+below 1e5.
+"""
 
 
 class Shaped(Protocol):
-    """A tensor, or its entry in a header."""
+    """A tensor, or the entry of a tensor in a file's header."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -52,26 +59,29 @@ Asked = TypeVar("Asked", contravariant=True)
 
 
 class Numbers(Protocol[Asked]):
-    """Reads the numbers of a file's tensors."""
+    """Gives access to the values of a file's tensors."""
 
     def array(self, stored: Asked) -> Any:
-        """Return the numbers as a float32 array of numpy."""
+        """Return the tensor's values as a float32 NumPy array."""
 
     def largest(self, stored: Asked) -> float:
-        """Return the largest magnitude; NaN or infinity if one number is; 0 if there are no numbers."""
+        """Return the largest magnitude in a tensor: NaN or infinity if any value is, and 0 if the tensor is empty."""
 
 
 OF_KOHYA = "ss_network_module"
-"""A field of kohya's metadata that every single file of this program has."""
+"""Metadata key from kohya's tools that every single-file adapter written by this program has."""
 
 
 @dataclass(frozen=True)
 class StoredModule(Generic[Values]):
-    """One module of a file.
+    """One adapted module in an adapter file.
 
-    key: its name in the file. place: the model's module. parts: role -> tensor. alpha: from its tensor, or from PEFT's
-    config if the config decides. rank: from PEFT's config, if the config decides. rslora: alpha is divided by the root
-    of the rank.
+    key: the module's name in the file.
+    place: the model's module that the name refers to.
+    parts: role ("up", "alpha") -> tensor.
+    alpha: value of the alpha tensor, or of PEFT's config if the module has no such tensor; None if neither exists.
+    rank: rank in PEFT's config; None if the config was not used.
+    rslora: whether alpha is divided by the square root of the rank instead of the rank.
     """
 
     key: str
@@ -83,9 +93,10 @@ class StoredModule(Generic[Values]):
 
     @property
     def per_input(self) -> bool:
-        """Whether it is a DoRA with one magnitude per input: ``dora_scale`` is [1, in, ...], by ComfyUI's rule.
+        """Whether this is a DoRA with one magnitude per input, judged by ComfyUI's rule.
 
-        [out, 1, ...] is one per output. The axis distinguishes the two for a square layer, too.
+        ``dora_scale`` has the shape [1, in, ...]. With one magnitude per output, the shape is [out, 1, ...]. So
+        square layers can be distinguished, too.
         """
         found = self.parts.get("dora_scale")
         shape = () if found is None else tuple(found.shape)
@@ -94,7 +105,12 @@ class StoredModule(Generic[Values]):
 
 @dataclass(frozen=True)
 class Contents(Generic[Values]):
-    """modules: the file's modules. unknown: keys that no model of the family has. norms: trained norms by name."""
+    """Contents of an adapter file.
+
+    modules: the adapted modules.
+    unknown: names of modules and norms that no model of the family has.
+    norms: tensor name -> trained norm.
+    """
 
     kind: KindParts
     modules: list[StoredModule[Values]]
@@ -113,26 +129,26 @@ def contents_of(
     with_norms: bool = True,
     notify: Notify = lambda text: None,
 ) -> Contents[Values]:
-    """Return the contents of a file for a family; ``notify`` receives notices.
+    """Read and check the contents of an adapter file for a family.
 
     Args:
         family: value of ``model.family``.
-        tensors: of the file, by its names.
-        path: of the file, for errors.
-        numbers: reads its tensors.
-        metadata: of the file.
-        peft: the config of a PEFT folder; None: the file is not in one.
-        with_norms: whether trained norms are accepted; else such a file is refused.
-        notify: receives notices.
+        tensors: the file's tensors, by name.
+        path: path of the file, for error messages.
+        numbers: reads the values of the tensors.
+        metadata: metadata of the file.
+        peft: config of the PEFT folder that contains the file, or None if it is not in one.
+        with_norms: whether trained norms are accepted. If not, a file with trained norms is refused.
+        notify: called with each notice for the user.
 
     Raises:
-        AdapterError: it is not an adapter, has unsupported tensors, has lost its strength, or has numbers that no model
-            computes with.
+        AdapterError: the file is not an adapter, has unsupported tensors, has lost its strength, or has numbers with
+            which no model works.
     """
     tell, notify = notify, lambda text: tell(legible(text))
     if DORA_NORM in (metadata or {}):
         what = "This DoRA is in the comfyui format: its magnitudes fit ComfyUI's rule only."
-        fix = "Give the same run's file in the kohya or diffusers format."
+        fix = "Use the file of the same run in the kohya or diffusers format."
         raise AdapterError("lora-magnitudes", what, where=str(path), fix=fix)
     # Sort the tensors: norms, modules, configs
     standard, norms = standard_names(tensors, path), dict[str, Values]()
@@ -175,13 +191,13 @@ def _check(module: StoredModule[Values], kind: KindParts, path: Path, numbers: N
 
 
 def not_understood(error: BaseException, path: Path) -> AdapterError:
-    """Return the error for a file for which ``contents_of``, or a later step, raised one of ``NOT_UNDERSTOOD``."""
+    """Return the error to show for a file if ``contents_of`` or a later step raised one of ``NOT_UNDERSTOOD``."""
     what = f"This LoRA cannot be understood: {error}."
     return AdapterError("lora-unreadable", what, where=str(path), fix="Use another file.")
 
 
 def _configs(metadata: Mapping[str, str], dotted: Sequence[str], path: Path) -> dict[str, dict[str, Any]]:
-    """Return prefix of a component's names ("unet.", "") -> its config in the metadata of diffusers.
+    """Return prefix of a component's module names ("unet.", or "") -> the component's config in diffusers' metadata.
 
     Raises:
         AdapterError: lora-strength: the metadata is not a JSON object.
@@ -210,12 +226,12 @@ def _by_config(
     *,
     whole_config: bool,
 ) -> StoredModule[Values]:
-    """Return a module without its own alpha: alpha and rank come from the config, if there is one.
+    """Return a module that has no alpha tensor: its alpha and rank come from the config, if there is one.
 
-    ``whole_config``: it is the file of a PEFT folder, which has all fields.
+    ``whole_config``: whether the config is the file of a PEFT folder, which has all fields.
 
     Raises:
-        AdapterError: lora-strength: the config does not give them, or belongs to another file.
+        AdapterError: lora-strength: alpha or rank is not in the config, or the config belongs to another adapter file.
     """
     if config is None or not kind.alpha_of:
         return StoredModule(key, place, parts, None, None, False)
@@ -233,25 +249,25 @@ def _by_config(
             raise _lost(what, f"{place_of_config}: {field}", fix)
     if not isinstance(config.get("use_rslora") or False, bool):
         what = "The strength of this file is not known: use_rslora of its PEFT config is neither true nor false."
-        raise _lost(what, f"{place_of_config}: use_rslora", "Write true or false to use_rslora, as it was trained.")
+        raise _lost(what, f"{place_of_config}: use_rslora", "Set use_rslora to true or false, as in training.")
     if actual is not None and rank != actual:
-        what = f"The PEFT config of this file gives {key:.200} the rank {rank}, but the file has {actual}."
+        what = f"The PEFT config sets the rank {rank} for {key:.200}, but its factors in the file have rank {actual}."
         fix = f"Use the {PEFT_CONFIG} that was saved with this file, or write {actual} to {rank_field}."
         raise _lost(what, f"{place_of_config}: {rank_field}", fix)
     if config.get("use_dora") and set(MAGNITUDES).isdisjoint(parts):
         what = f"The PEFT config declares a DoRA (use_dora), but {key:.200} has no magnitudes."
-        raise _lost(what, f"{place_of_config}: use_dora", "Save the adapter again, or write false to use_dora.")
+        raise _lost(what, f"{place_of_config}: use_dora", "Save the adapter again, or set use_dora to false.")
     return StoredModule(key, place, parts, float(alpha), float(rank), bool(config.get("use_rslora")))
 
 
 def _peft_name(key: str, place: NamedModule) -> str:
-    """Return a module's name as the patterns of a PEFT config spell it."""
+    """Return a module's name in the spelling that the patterns of a PEFT config use."""
     starts = (PEFT_PREFIX, f"{place.component}.")
     return next((key.removeprefix(start) for start in starts if key.startswith(start)), key)
 
 
 def _config_place(path: Path, whole_config: bool) -> str:
-    """Return where the PEFT config is: a file next to the weights, or a field of their metadata."""
+    """Return the place of the PEFT config for messages: a file next to the weights, or a field of their metadata."""
     if not whole_config:
         return f"{path}: {DIFFUSERS_METADATA}"
     return str(path / PEFT_CONFIG if path.is_dir() else path.with_name(PEFT_CONFIG))
@@ -260,7 +276,7 @@ def _config_place(path: Path, whole_config: bool) -> str:
 def _name_unused_patterns(
     configs: Mapping[str, Mapping[str, Any]], modules: Sequence[StoredModule[Values]], place: str, notify: Notify
 ) -> None:
-    """Report the keys of a config's patterns that match none of its modules: their values have no effect."""
+    """Notify of keys in ``alpha_pattern`` and ``rank_pattern`` that match no module. Their values have no effect."""
     for start, config in configs.items():
         names = [
             _peft_name(each.key, each.place)
@@ -273,16 +289,16 @@ def _name_unused_patterns(
             unused = [key for key in keys if not any(_matches(key, name) for name in names)]
             if unused:
                 more = f" and {count_text(len(unused) - 1, 'more key')}" if len(unused) > 1 else ""
-                what = f"{place}: {field} names {unused[0]:.200}{more}, which matches no module of this file"
-                notify(f"{what}: it changes nothing.")
+                what = f"{place}: keys of {field} match no module of this file, so they have no effect"
+                notify(f"{what}: {unused[0]:.200}{more}.")
 
 
 def _check_zero_or_negative(
     modules: Sequence[StoredModule[Values]], norms: Mapping[str, Values], kind: KindParts, path: Path, notify: Notify
 ) -> None:
-    """Refuse an adapter without any effect; report modules without effect, or with a negative one.
+    """Refuse an adapter if all its modules have strength 0. Notify of single modules with zero or negative strength.
 
-    kohya's programs replace an alpha of 0 by the rank, which is strength 1; PEFT and ComfyUI read strength 0.
+    kohya's programs replace an alpha of 0 by the rank, which gives strength 1. PEFT and ComfyUI read strength 0.
 
     Raises:
         AdapterError: lora-strength: no module has an effect.
@@ -290,11 +306,11 @@ def _check_zero_or_negative(
     strengths = {each.key: strength for each in modules if (strength := _strength(each, kind)) is not None}
     zero = [key for key, strength in strengths.items() if strength == 0]
     if zero and len(zero) == len(modules) and not norms:
-        what = f"The alpha of {zero[0]:.200}, and of every other module, is 0: at strength 0 this file changes nothing."
+        what = f"This file has no effect: the alpha of {zero[0]:.200}, and of every other module, is 0."
         raise _lost(what, path, "Write the alpha used in training to the file or its config, or use another file.")
     if zero:
         named = f"{count_text(len(zero), 'module')} such as {zero[0]:.200}"
-        notify(f"{path.name}: the alpha of {named} is 0: at strength 0 they change nothing.")
+        notify(f"{path.name}: the alpha of {named} is 0, so the file does not change these modules.")
     if negative := [key for key, strength in strengths.items() if strength < 0]:
         named = f"{count_text(len(negative), 'module')} such as {negative[0]:.200}"
         factor = f"{strengths[negative[0]]:.3g}"
@@ -302,28 +318,28 @@ def _check_zero_or_negative(
 
 
 def _check_factors(module: StoredModule[Values]) -> None:
-    """Refuse factors that no model could use, whatever the sizes of its weights.
+    """Refuse factors that cannot belong to a weight of any size.
 
     Raises:
-        ValueError: factors are whole numbers, or do not fit each other.
+        ValueError: factors are stored as integers, or their shapes do not fit each other.
     """
     for role, value in module.parts.items():
         if role != "alpha" and len(value.shape) and re.match(r"torch\.(u?int|bool)|[IU]\d+$|BOOL$", str(value.dtype)):
-            raise ValueError(f"{module.key:.200} is stored as whole numbers")
+            raise ValueError(f"{module.key:.200} is stored as integers")
     shapes = {role: tuple(value.shape) for role, value in module.parts.items()}
     if "down" in shapes:
         down, up = shapes["down"], shapes["up"]
         if len(down) < 2 or len(up) < 2 or 0 in down:
-            raise ValueError(f"{module.key:.200} has factors of the shapes {up} and {down}")
+            raise ValueError(f"the factors of {module.key:.200} have invalid shapes: {up} and {down}")
         if up[1] != down[0]:
-            raise ValueError(f"{module.key:.200} has factors of the ranks {up[1]} and {down[0]}")
+            raise ValueError(f"the factors of {module.key:.200} have different ranks: {up[1]} and {down[0]}")
 
 
 def _check_products(module: StoredModule[Values]) -> None:
-    """Refuse factors of the other kinds of adapter that do not fit each other.
+    """Refuse factors of LoKr, LoHa and OFT with shapes that do not fit each other.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not fit each other.
     """
     shapes = {role: tuple(value.shape) for role, value in module.parts.items()}
     for name in ("lokr_w1", "lokr_w2", "hada_w1", "hada_w2"):
@@ -332,21 +348,21 @@ def _check_products(module: StoredModule[Values]) -> None:
         if factor and (
             any(len(each) < 2 or 0 in each for each in factor) or len(factor) == 2 and factor[0][1] != factor[1][0]
         ):
-            raise ValueError(f"{module.key:.200} has factors of the shapes {factor}")
+            raise ValueError(f"the factors of {module.key:.200} have shapes that do not fit each other: {factor}")
     if "hada_w1_a" in shapes:
         sides = [(shapes[f"{name}_a"][0], math.prod(shapes[f"{name}_b"][1:])) for name in ("hada_w1", "hada_w2")]
         if sides[0] != sides[1] or shapes["hada_w1_b"][0] != shapes["hada_w2_b"][0]:
             raise ValueError(
-                f"the two products of {module.key:.200} have the shapes {sides[0]} and {sides[1]}, or two ranks"
+                f"the two products of {module.key:.200} differ in shape ({sides[0]} and {sides[1]}) or in rank"
             )
     if "oft_blocks" in shapes and (len(shapes["oft_blocks"]) != 3 or len(set(shapes["oft_blocks"][1:])) != 1):
         raise ValueError(
-            f"{module.key:.200} has blocks of the shape {list(shapes['oft_blocks'])}, so it is not a diag-oft"
+            f"the blocks of {module.key:.200} have the shape {list(shapes['oft_blocks'])}, so they are not a diag-oft"
         )
 
 
 def _check_magnitudes(module: StoredModule[Values], path: Path) -> None:
-    """Refuse a DoRA's magnitudes that are neither one per output nor one per input of the factors.
+    """Refuse DoRA magnitudes if their number matches neither the outputs nor the inputs of the factors.
 
     Raises:
         AdapterError: lora-magnitudes.
@@ -364,16 +380,16 @@ def _check_magnitudes(module: StoredModule[Values], path: Path) -> None:
             continue
         raise AdapterError(
             "lora-magnitudes",
-            f"The DoRA magnitudes ({role}) of {module.key:.200} have the shape {list(shape)}; its factors are for "
-            f"{outputs} outputs and {inputs} inputs, so {outputs} are needed (one per output), or {[1, inputs]} (per "
-            "input).",
+            f"The DoRA magnitudes ({role}) of {module.key:.200} have the wrong shape {list(shape)}. The factors have "
+            f"{outputs} outputs and {inputs} inputs, so {outputs} magnitudes are needed (one per output), or the shape "
+            f"{[1, inputs]} (one per input).",
             where=str(path),
             fix="Use another file: this one is damaged, or belongs to another model.",
         )
 
 
 def _check_numbers(module: StoredModule[Values], kind: KindParts, path: Path, numbers: Numbers[Values]) -> None:
-    """Refuse numbers that no model computes with: in the tensors, and in the update at its strength.
+    """Refuse numbers with which no model works, both in the tensors and in the update scaled by its strength.
 
     Raises:
         AdapterError: lora-not-finite, lora-constraint, lora-parts.
@@ -381,7 +397,7 @@ def _check_numbers(module: StoredModule[Values], kind: KindParts, path: Path, nu
     largest = {role: numbers.largest(value) for role, value in module.parts.items() if role != "alpha"}
     _require_plausible({f"{module.key:.200}: {role}": number for role, number in largest.items()}, path)
     if largest.get("on_input"):
-        what = f"This IA3 stretches the inputs of {module.key:.200}; only outputs can be stretched here."
+        what = f"This IA3 scales the inputs of {module.key:.200}, which is not supported: it may only scale outputs."
         raise AdapterError("lora-parts", what, where=str(path), fix="Train it again without train_on_input.")
     if "oft_blocks" in module.parts and module.alpha is not None:
         _check_constraint(module, path, numbers)
@@ -390,26 +406,24 @@ def _check_numbers(module: StoredModule[Values], kind: KindParts, path: Path, nu
     factors = math.prod(number for role, number in largest.items() if role not in MAGNITUDES)
     if not abs(strength) * max(factors, 1.0) <= IMPLAUSIBLE:
         named = f"{module.key:.200}.alpha" if "alpha" in module.parts else f"{kind.config_alpha} of {module.key:.200}"
-        what = (
-            f"{named} is {module.alpha:.6g}, so the update is multiplied by {strength:.3g}, which no model works with"
-        )
+        what = f"{named} is {module.alpha:.6g}, so the update is multiplied by {strength:.3g}: no model works with that"
         raise _not_finite(what, path)
 
 
 def _check_constraint(module: StoredModule[Values], path: Path, numbers: Numbers[Values]) -> None:
-    """Refuse an OFT with a constraint that limits its rotation."""
+    """Refuse an OFT module if its constraint is small enough to limit the rotation."""
     assert module.alpha is not None, "asked for one with a constraint"
     blocks = numbers.array(module.parts["oft_blocks"])
     if math.isnan(module.alpha):
         raise _not_finite(f"{module.key:.200}.alpha is {module.alpha}", path)
     skew = (blocks - blocks.transpose(0, 2, 1)).reshape(-1)
     if module.alpha and math.sqrt(float(skew @ skew)) > module.alpha:
-        what = f"The constraint of {module.key:.200} ({module.alpha:g}) limits it. Programs differ in how."
+        what = f"The constraint of {module.key:.200} ({module.alpha:g}) limits its rotation, which is not supported."
         raise AdapterError("lora-constraint", what, where=str(path), fix="Train it again without a constraint.")
 
 
 def _strength(module: StoredModule[Values], kind: KindParts) -> float | None:
-    """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA; None if there is no alpha, or it has no effect."""
+    """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA. Return None if alpha is missing or has no effect."""
     if module.alpha is None:
         return None
     # a LoKr's rank is taken from its second product if that has one
@@ -424,14 +438,14 @@ def _strength(module: StoredModule[Values], kind: KindParts) -> float | None:
 
 
 def _alpha(name: str, stored: Values, path: Path, numbers: Numbers[Values]) -> float:
-    """Return the number of an alpha's tensor.
+    """Return the value of an alpha tensor.
 
     Raises:
-        AdapterError: lora-strength: it is stored as true or false.
-        ValueError: it is not one number.
+        AdapterError: lora-strength: the tensor is a boolean.
+        ValueError: the tensor does not have exactly one value.
     """
     if math.prod(stored.shape) != 1:
-        raise ValueError(f"{name:.200} has the shape {list(stored.shape)}")
+        raise ValueError(f"{name:.200} has the shape {list(stored.shape)} instead of a single value")
     if re.match(r"torch\.bool|BOOL$", str(stored.dtype)):
         what = f"The strength of this file is not known: {name:.200} is stored as true or false, not as a number."
         raise _lost(what, path, "Save the file again.")
@@ -439,15 +453,15 @@ def _alpha(name: str, stored: Values, path: Path, numbers: Numbers[Values]) -> f
 
 
 def _require_plausible(largest: Mapping[str, float], path: Path) -> None:
-    """Refuse a tensor with a largest magnitude that no model computes with. ``largest``: name -> magnitude.
+    """Refuse tensors with values that are too large, infinite or NaN. ``largest``: tensor name -> largest magnitude.
 
     Raises:
         AdapterError: lora-not-finite.
     """
     for name, number in largest.items():
         if not number <= IMPLAUSIBLE:
-            held = f"{number:.3g}, more than any number of a model that works" if math.isfinite(number) else f"{number}"
-            raise _not_finite(f"{name} holds {held}", path)
+            held = f"{number:.3g}, which is more than any working model has" if math.isfinite(number) else f"{number}"
+            raise _not_finite(f"{name} contains {held}", path)
 
 
 def _not_finite(what: str, path: Path) -> AdapterError:
@@ -455,11 +469,14 @@ def _not_finite(what: str, path: Path) -> AdapterError:
 
 
 def other_axis(module: str, shape: Sequence[int], path: Path) -> AdapterError:
-    """Return the error for a run that starts from a DoRA with one magnitude per input. ``shape``: its magnitudes."""
+    """Return the error for a run that starts from a DoRA with one magnitude per input.
+
+    ``shape``: shape of the magnitudes.
+    """
     return AdapterError(
         "init-from-axis",
-        f"The file is a DoRA with one magnitude per input (dora_scale of {module:.200}: {list(shape)}). Training "
-        "here uses one per output, so it cannot continue from this file.",
+        f"This file is a DoRA with one magnitude per input (dora_scale of {module:.200}: {list(shape)}). Training "
+        "needs one magnitude per output, so it cannot start from this file.",
         where=f"lora.init_from: {path}",
         fix="Start without it, or from a DoRA that was trained with one magnitude per output (OneTrainer: Apply on "
         "output axis; LyCORIS: wd_on_output=True). lora-rocm sample can use this file.",
@@ -469,10 +486,10 @@ def other_axis(module: str, shape: Sequence[int], path: Path) -> AdapterError:
 def _check_strength(
     modules: Sequence[StoredModule[Values]], kind: KindParts, path: Path, metadata: Mapping[str, str], notify: Notify
 ) -> None:
-    """Refuse a file in which the strength of some modules is not known.
+    """Refuse a file if the strength of some modules is unknown.
 
-    A single file of this program with PEFT's names has its strength in its factors. Its metadata distinguishes it from
-    PEFT's files, which have none of kohya's fields.
+    A single file with PEFT's names needs a PEFT config, except files of this program, which have the strength in
+    their factors. They are recognised by kohya's fields in their metadata, which PEFT's own files never have.
 
     Raises:
         AdapterError: lora-strength.
@@ -485,31 +502,37 @@ def _check_strength(
             return
         config = path / PEFT_CONFIG if path.is_dir() else path.with_name(PEFT_CONFIG)
         raise _lost(
-            f"This file uses PEFT's names ({lost[0].key:.200}). PEFT stores the strength in {config}: it is missing.",
+            f"The strength of this file is not known, because {config} is missing. The file uses PEFT's names "
+            f"({lost[0].key:.200}), and PEFT stores the strength in this config.",
             path,
-            f"Copy {PEFT_CONFIG} from the folder of the saved adapter into the same folder, and give the folder.",
+            f"Copy {PEFT_CONFIG} from the folder of the saved adapter into this file's folder, and use that folder.",
         )
     if lost and len(lost) < len(scaled):
-        raise _lost(f"This file gives the strength of other modules, but not of {named}.", path, "Save the file again.")
+        what = f"The strength of {named} is not known: this file has alphas only for other modules."
+        raise _lost(what, path, "Save the file again.")
     if any("toolkit_magnitude" in each.parts and re.match("lora_|lycoris_", each.key) for each in lost):
-        what = f"This is a DoRA of ai-toolkit, which keeps no alphas: the strength of {named} is not known."
+        what = f"The strength of {named} is not known: this is a DoRA of ai-toolkit, which stores no alphas."
         raise _lost(what, path, "Use a LoRA file, or a DoRA of another program.")
     dora = [each for each in scaled if not set(MAGNITUDES).isdisjoint(each.parts)]
     if dora and len(dora) < len(scaled):
         counts = f"{count_text(len(scaled) - len(dora), 'module')} of {len(scaled)}"
         notify(f"{path.name} is a DoRA, but {counts} have no magnitudes in it: they are read as plain LoRA.")
     if lost:
-        notify(f"{path.name} has no alphas: it is read at strength 1, as other programs read it.")
+        notify(f"{path.name} has no alphas: it is read at strength 1, as other programs do.")
 
 
 def _value(config: Mapping[str, Any], patterns: str, default: str, module: str, place: str) -> tuple[str, Any]:
-    """Return a module's value in a PEFT config, and its field: the first pattern that matches it, else the default.
+    """Return the field of a PEFT config that applies to a module, and its value.
 
-    ``place``: of the config, for errors.
+    Args:
+        config: the PEFT config.
+        patterns: name of the field that maps patterns of module names to values. The first match decides.
+        default: name of the field that decides if no pattern matches.
+        module: name of the module.
+        place: place of the config, for messages.
 
     Raises:
-        AdapterError: lora-strength: ``patterns`` does not map names to numbers; lora-unreadable: one of them cannot be
-            read.
+        AdapterError: lora-strength: ``patterns`` does not map names to numbers. lora-unreadable: a key is not a name.
     """
     own = config.get(patterns) or {}
     if not isinstance(own, Mapping):
@@ -517,8 +540,8 @@ def _value(config: Mapping[str, Any], patterns: str, default: str, module: str, 
         raise _lost(what, f"{place}: {patterns}", f"Use the {PEFT_CONFIG} that was saved with this file.")
     for key in own:
         if not _is_pattern(key):
-            what = f"This LoRA cannot be understood: the {patterns} {key[:80]!r} is not the name of a module."
-            fix = "Write names of modules (layers.0.self_attn.q_proj or q_proj), or remove the key if none is meant."
+            what = f"This LoRA cannot be understood: {key[:80]!r} in {patterns} is not a module name."
+            fix = "Use names of modules as keys (layers.0.self_attn.q_proj or q_proj), or remove this key."
             raise AdapterError("lora-unreadable", what, where=f"{place}: {patterns}: {key[:80]}", fix=fix)
         if _matches(key, module):
             return f"{patterns}: {key[:80]}", own[key]
@@ -526,19 +549,19 @@ def _value(config: Mapping[str, Any], patterns: str, default: str, module: str, 
 
 
 def as_number(value: object) -> float | None:
-    """Return a value of a config if it is a finite number, else None."""
+    """Return a config value if it is a finite number, else None."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Return whether a key of a pattern field matches a module, like PEFT's ``get_pattern_key``."""
+    """Return whether a key of a pattern field matches a module, by the rule of PEFT's ``get_pattern_key``."""
     return _is_pattern(pattern) and re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
 def _is_pattern(key: str) -> bool:
-    """Return whether a key is a pattern as PEFT's writers produce it.
+    """Return whether a key is a simple pattern, as PEFT's writers produce it.
 
-    Any other regular expression from an untrusted file could backtrack without end, so it is never tried.
+    Any other regular expression from an untrusted file is never tried, because it could backtrack endlessly.
     """
     return PATTERN.fullmatch(key) is not None and key.count(".*") <= MAX_WILDCARDS
 

@@ -1,10 +1,10 @@
-"""Sorts an adapter file's tensors by the endings of their names: accepted, noticed or refused (``adapter_parts.toml``).
+"""Sorts the tensors of an adapter file into accepted, ignored and refused ones (``adapter_parts.toml``).
 
-Every tensor is accounted for: it is accepted, it is named in a notice because it changes no weight of the model, or the
-file is refused. Skipping a part silently would produce other images than the file's author got.
+No tensor is skipped silently, because the result would differ from the author's. Each is either accepted, or named
+in a notice because it changes no weight of the model, or the file is refused.
 
-Names of parts: kohya-ss/sd-scripts ``networks``, LyCORIS ``lycoris/modules`` (``weight_list`` of each kind), ComfyUI
-``comfy/lora.py`` and ``comfy/weight_adapter``, diffusers ``utils/state_dict_utils.py``, PEFT
+Sources of the part names: kohya-ss/sd-scripts ``networks``, LyCORIS ``lycoris/modules`` (``weight_list`` of each
+kind), ComfyUI ``comfy/lora.py`` and ``comfy/weight_adapter``, diffusers ``utils/state_dict_utils.py``, PEFT
 ``utils/save_and_load.py``, OneTrainer ``modelSaver`` (bundled embeddings).
 """
 
@@ -23,14 +23,16 @@ from lora_rocm.foundation.units import count_text
 
 Notify = Callable[[str], None]
 Stored = TypeVar("Stored")
-"""A tensor, or its entry in a header."""
+"""A tensor, or the entry of a tensor in a file's header."""
 
 
 @dataclass(frozen=True)
 class KindParts:
-    """A kind of adapter in files (see the head of the table).
+    """The tensors that one kind of adapter has in a file. Comments in ``adapter_parts.toml`` explain the other fields.
 
-    name: display name ("LoRA"). peft_type: the type in PEFT's configs. roles: ending of a tensor's name -> role.
+    name: display name ("LoRA").
+    peft_type: value of ``peft_type`` in PEFT configs.
+    roles: ending of a tensor name -> role.
     """
 
     name: str
@@ -46,12 +48,12 @@ class KindParts:
     not_peft: tuple[str, ...] = ()
 
     def role_of(self, tensor: str) -> tuple[str, str] | None:
-        """Return (module, role) of a tensor's name; None if it is not part of this kind."""
+        """Return (module, role) for a tensor name, or None if this kind of adapter has no such tensor."""
         ending = next((ending for ending in self.roles if tensor.endswith("." + ending)), None)
         return None if ending is None else (tensor.removesuffix("." + ending), self.roles[ending])
 
     def lacking(self, roles: Collection[str]) -> list[str]:
-        """Return the missing parts of a module with these roles."""
+        """Return the roles that a module with these roles lacks."""
         missing: list[str] = []
         for ways in self.needed:
             begun = [way for way in ways if any(role in roles for role in way)]
@@ -61,9 +63,11 @@ class KindParts:
 
 @dataclass(frozen=True)
 class Other:
-    """Tensors that are not part of a plain LoRA.
+    """Tensors that are not part of a supported adapter.
 
-    pattern: found in their names. what: description of such tensors. instead: advice for the file's author.
+    pattern: regular expression searched in tensor names.
+    what: description of such tensors, for messages.
+    instead: advice on what to use instead of the file.
     """
 
     pattern: str
@@ -73,7 +77,7 @@ class Other:
 
 @dataclass(frozen=True)
 class OtherTable:
-    """The file. ``noticed``: tensors that change no weight of the model."""
+    """The table ``adapter_parts.toml``. ``noticed``: tensors that change no weight, so they only cause a notice."""
 
     kinds: tuple[KindParts, ...]
     refused: tuple[Other, ...]
@@ -82,17 +86,20 @@ class OtherTable:
 
 @cache
 def others() -> OtherTable:
-    """The table. See ``read_table`` for errors."""
+    """Return the table ``adapter_parts.toml``. Errors are raised as in ``read_table``."""
     return read_table(Path(__file__).with_name("adapter_parts.toml"), OtherTable)
 
 
 def kind_named(name: str) -> KindParts:
-    """Return the kind of this display name."""
+    """Return the kind of adapter with this display name."""
     return next(kind for kind in others().kinds if kind.name == name)
 
 
 def kind_with(names: Iterable[str]) -> KindParts:
-    """Return the first kind with factors in a file; else the first kind, because its checks report that."""
+    """Return the first kind of adapter that has factors among these tensor names.
+
+    If there is none, return the first kind in the table: its checks then report that the file has no adapter.
+    """
     names = list(names)
     for kind in others().kinds:
         if any((known := kind.role_of(name)) is not None and known[1] in kind.factors for name in names):
@@ -101,7 +108,7 @@ def kind_with(names: Iterable[str]) -> KindParts:
 
 
 def grouped(tensors: Mapping[str, Stored], path: Path, kind: KindParts, notify: Notify) -> dict[str, dict[str, Stored]]:
-    """Group all tensors of a file as module (the file's own name) -> role -> tensor; ``notify`` receives notices.
+    """Return all tensors of a file as module name in the file -> role -> tensor. ``notify`` is called with notices.
 
     Raises:
         AdapterError: lora-kind, lora-empty, lora-parts, lora-incomplete.
@@ -116,7 +123,7 @@ def grouped(tensors: Mapping[str, Stored], path: Path, kind: KindParts, notify: 
         module, role = known
         parts = modules.setdefault(module, {})
         if role in parts:
-            raise _error("lora-parts", f"Two tensors of this file are the same part: {name} is the second.", path)
+            raise _error("lora-parts", f"This file has the same part of a module twice: {name} is the second.", path)
         parts[role] = tensor
     whole = {module: parts for module, parts in modules.items() if not kind.lacking(parts)}
     _refuse_others(rest, bool(whole), path, kind, notify)
@@ -135,20 +142,25 @@ def _refuse_others(names: Iterable[str], has_any: bool, path: Path, adapter: Kin
     unknown = found.pop(None, [])
     refused = next((kind for kind in others().refused if kind in found), None)
     if unknown and not has_any and len(unknown) >= sum(map(len, found.values())):
-        raise _error("lora-empty", "This file holds no LoRA.", path, "Give a LoRA file; base models go in model.")
+        raise _error(
+            "lora-empty", "This file contains no LoRA.", path, "Use a LoRA file; a base model belongs in model."
+        )
     if not has_any and refused is not None:
-        what = f"This file holds {refused.what} and no {adapter.name}: {_some(found[refused])}."
+        what = f"This file contains {refused.what}, not a {adapter.name}: {_some(found[refused])}."
         raise _error("lora-kind", what, path, refused.instead)
     if refused is not None:
-        what = f"This file holds {refused.what} in addition to a {adapter.name}: {_some(found[refused])}."
-        raise _error("lora-parts", f"{what} Without them the effect would differ.", path, refused.instead)
+        what = f"This file contains {refused.what} in addition to a {adapter.name}: {_some(found[refused])}."
+        raise _error("lora-parts", f"{what} Without them the adapter would have another effect.", path, refused.instead)
     if unknown:
-        what = f"This file holds unknown tensors in addition to a {adapter.name}: {_some(unknown)}."
-        raise _error("lora-parts", f"{what} Without them the effect would differ.", path)
+        what = f"This file contains unknown tensors in addition to a {adapter.name}: {_some(unknown)}."
+        raise _error("lora-parts", f"{what} Without them the adapter would have another effect.", path)
 
 
 def _refuse_halves(halves: Mapping[str, Mapping[str, Stored]], path: Path, kind: KindParts, notify: Notify) -> None:
-    """Refuse modules that lack a factor. An alpha alone has no effect in any program, so it only gets a notice."""
+    """Refuse modules that lack a factor.
+
+    Modules with only an alpha cause a notice, because no program uses a lone alpha.
+    """
     broken = {module: parts for module, parts in halves.items() if parts.keys() != {"alpha"}}
     if broken:
         module, parts = next(iter(sorted(broken.items())))
@@ -156,7 +168,7 @@ def _refuse_halves(halves: Mapping[str, Mapping[str, Stored]], path: Path, kind:
         raise _error(
             "lora-incomplete",
             f"A factor is missing in {count_text(len(broken), 'module')} of this file, such as {module} "
-            f"(no {lacking}).",
+            f"(without {lacking}).",
             path,
             "Download or save the file again.",
         )
@@ -165,7 +177,7 @@ def _refuse_halves(halves: Mapping[str, Mapping[str, Stored]], path: Path, kind:
 
 
 def check_config(config: Mapping[str, Any], path: Path, kind: KindParts) -> None:
-    """Refuse a PEFT config that asks for anything but a plain adapter of this kind.
+    """Refuse a PEFT config that declares more than a plain adapter of this kind, or another kind.
 
     Raises:
         AdapterError: lora-kind.
@@ -179,18 +191,19 @@ def check_config(config: Mapping[str, Any], path: Path, kind: KindParts) -> None
     if isinstance(start, str) and kind.base_changing and start.lower().startswith(kind.base_changing):
         raise _error(
             "lora-kind",
-            f"This LoRA was made with init_lora_weights: {start:.40}, which also changes the base model.",
+            f"This LoRA was initialised with init_lora_weights: {start:.40}, which also changes the base model.",
             path,
-            "Save it with path_initial_model_for_weight_conversion (see PEFT's save_pretrained): then it is plain.",
+            "Convert it to a plain LoRA: save it with path_initial_model_for_weight_conversion (PEFT's "
+            "save_pretrained).",
         )
     more = [name for name in kind.config_fields if config.get(name) and (name, config[name]) != ("bias", "none")]
     if more:
-        what = f"This adapter is more than a {kind.name}: its config sets {', '.join(more)}."
+        what = f"This adapter is not a plain {kind.name}: its config sets {', '.join(more)}."
         raise _error("lora-kind", what, path, f"Use a plain {kind.name}.")
 
 
 def _some(names: Iterable[str]) -> str:
-    """Return the number of names and one example."""
+    """Return a phrase with the number of names and one example, or the name itself if it is the only one."""
     found = sorted(names)
     return found[0] if len(found) == 1 else f"{len(found)} tensors such as {found[0]}"
 

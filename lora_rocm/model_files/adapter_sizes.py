@@ -1,4 +1,4 @@
-"""Ranks and alphas of an adapter file, from its header and its few bytes of alphas."""
+"""Reads the ranks and alphas of an adapter file: its header, and the few bytes of the alpha tensors."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from collections import Counter
 from lora_rocm.model_files.header import TensorFileHeader
 
 DOWN = re.compile(r"[._]lora[._](?:down|A)\.(?:default\.)?weight$|\.(?:hada_w1_b|lokr_w2_b)$")
-"""The end of the name of the tensor with a module's rank as its first size."""
+"""Matches the end of the name of a tensor that has the module's rank as its first dimension."""
 NUMBERS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
 
 def ranks_of(header: TensorFileHeader) -> Counter[int]:
-    """Return rank -> number of modules. Undecomposed factors of a LoKr, and other kinds, have no rank."""
+    """Return rank -> number of modules.
+
+    Modules without a rank, such as LoKr with undecomposed factors, are not counted.
+    """
     return Counter(entry.shape[0] for name, entry in header.tensors.items() if entry.shape and DOWN.search(name))
 
 
 def alphas_of(header: TensorFileHeader, *, of_ranks: bool = False) -> dict[str, float]:
-    """Return name of an alpha's tensor -> alpha. ``of_ranks``: only for modules with a rank, which divides the alpha.
+    """Return name of the alpha tensor -> alpha.
+
+    ``of_ranks``: only modules with a rank are included, because their alpha is divided by the rank.
 
     Raises:
         OSError: the file cannot be read.

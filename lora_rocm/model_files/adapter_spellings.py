@@ -1,6 +1,6 @@
-"""Names of tensors and modules in adapter files, in every spelling that is read.
+"""Interprets the names of tensors and modules in adapter files, in every supported spelling.
 
-Code that reads a file and code that only reports its readers (``inspect``) use the same functions.
+``inspect`` uses the same functions to report which programs can read a file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A regular expression that is searched in a tensor's name, and its replacement."""
+    """A rule that rewrites tensor names: regular expression to search for, and its replacement."""
 
     pattern: str
     by: str
@@ -28,10 +28,11 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Component:
-    """The spelling of one component in the adapter files of some families.
+    """The names of one model component in the adapter files of some families.
 
-    prefixes: before names of its modules; own_prefixes: "lora_NAME_" and "NAME.", too. modules, norms: regular
-    expressions for whole names after the prefix, with dots as _.
+    prefixes: possible prefixes of module names.
+    own_prefixes: whether "lora_NAME_" and "NAME." are prefixes, too.
+    modules, norms: regular expressions for the whole name after the prefix, with dots replaced by "_".
     """
 
     name: str
@@ -43,13 +44,13 @@ class Component:
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """All prefixes."""
+        """All prefixes that module names of this component may have."""
         return (*self.prefixes, *((f"lora_{self.name}_", f"{self.name}.") if self.own_prefixes else ()))
 
 
 @dataclass(frozen=True)
 class SpellingTable:
-    """The file."""
+    """The table ``adapter_spellings.toml``."""
 
     rewritten: tuple[Rewritten, ...]
     components: tuple[Component, ...]
@@ -57,7 +58,10 @@ class SpellingTable:
 
 @dataclass(frozen=True)
 class NamedModule:
-    """The module that a file's name means. name: after the prefix, as returned by ``plain``."""
+    """The model's module to which a name in a file refers.
+
+    name: module name without the component's prefix, as returned by ``plain``.
+    """
 
     component: str
     name: str
@@ -79,15 +83,20 @@ def _known(patterns: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def plain(name: str) -> str:
-    """Return a module's name with dots as _, and without CLIP's "text_model" level, which only some versions have."""
+    """Return a module name with dots replaced by "_", and without CLIP's "text_model" level.
+
+    Only some versions of transformers have this level.
+    """
     return name.replace(".", "_").removeprefix("text_model_")
 
 
 def standard_names(tensors: Mapping[str, Stored], path: Path) -> dict[str, Stored]:
-    """Return the tensors of a file by standard names: without wrappers, adapters' names and outdated spellings.
+    """Return the tensors of a file under standard names.
+
+    Prefixes of wrappers and names of adapters are removed, and outdated spellings are replaced.
 
     Raises:
-        AdapterError: "lora-parts": two names mean the same tensor, or there are several adapters in the file.
+        AdapterError: "lora-parts": two names refer to the same tensor, or the file contains several adapters.
     """
     found: dict[str, Stored] = {}
     adapters: set[str] = set()
@@ -101,35 +110,39 @@ def standard_names(tensors: Mapping[str, Stored], path: Path) -> dict[str, Store
         if standard in found:
             raise AdapterError(
                 "lora-parts",
-                f"Two tensors of this file are the same part: {name:.200} is the second.",
+                f"This file has the same part of a module twice: {name:.200} is the second.",
                 where=str(path),
-                fix="Use a file of one adapter.",
+                fix="Use a file with only one adapter.",
             )
         found[standard] = tensor
     if len(adapters) > 1:
         named = ", ".join(sorted(adapters)[:4])
         raise AdapterError(
-            "lora-parts", f"This file holds several adapters: {named:.200}.", where=str(path), fix="Save one of them."
+            "lora-parts",
+            f"This file contains several adapters: {named:.200}.",
+            where=str(path),
+            fix="Save only one of them to a file.",
         )
     return found
 
 
 def components(family: str) -> tuple[Component, ...]:
-    """Return the components of a family that adapter files name."""
+    """Return the components of a family's models that adapter files may contain."""
     return tuple(row for row in _table().components if family in row.families)
 
 
 def split(family: str, key: str) -> NamedModule | None:
-    """Return component and name of a module by its prefix; None if the prefix is unknown."""
+    """Return the component and module to which a key refers, by its prefix; None if the prefix is unknown."""
     fits = ((start, row) for row in components(family) for start in row.starts if start and key.startswith(start))
     best = max(fits, key=lambda fit: len(fit[0]), default=None)
     return None if best is None else NamedModule(best[1].name, plain(key.removeprefix(best[0])))
 
 
 def place_of(family: str, key: str, norm: bool = False) -> NamedModule | None:
-    """Return the module that a key of a file means in a family; None if no model of the family has such a module.
+    """Return the model's module to which a key of a file refers; None if no model of the family has such a module.
 
-    The number of blocks is not checked: it depends on the base. A name in PEFT's spelling may belong to any component.
+    Block numbers are not checked, because the number of blocks depends on the base model. A name in PEFT's spelling
+    may belong to any component.
     """
     found = split(family, key)
     main = next((row for row in components(family) if "" in row.prefixes), None)
@@ -145,6 +158,6 @@ def place_of(family: str, key: str, norm: bool = False) -> NamedModule | None:
 
 
 def any_rewritten(names: Iterable[str]) -> bool:
-    """Whether a name has the mark of a wrapper or an adapter's name, which other programs do not remove."""
+    """Whether any name contains a wrapper's prefix or an adapter's name, which other programs do not remove."""
     wrappers = [pattern for pattern, _ in _rewritten()[:4]]
     return any(pattern.search(name) for name in names for pattern in wrappers)

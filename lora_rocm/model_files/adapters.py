@@ -1,7 +1,7 @@
-"""Recognises adapter files: their kind, and the model family by the names and widths of modules (``adapters.toml``).
+"""Recognises an adapter file: its kind, and its model family by the names and widths of modules (``adapters.toml``).
 
-Knows the names that kohya-ss/sd-scripts, musubi-tuner, diffusers, ai-toolkit and ComfyUI write (``comfy/lora.py``,
-``comfy/lora_convert.py``); dots and underscores are treated as equal.
+It knows the names that kohya-ss/sd-scripts, musubi-tuner, diffusers, ai-toolkit and ComfyUI write (sources:
+``comfy/lora.py``, ``comfy/lora_convert.py``). Dots and underscores are treated as equal.
 """
 
 from __future__ import annotations
@@ -18,18 +18,22 @@ from lora_rocm.foundation.tables import read_table
 from lora_rocm.model_files.models import Shapes
 
 SAMPLED = 4000
-"""Maximum number of names inspected per file. Further names of a LoRA are repetitions."""
+"""Maximum number of names that are checked per file. A LoRA's further names only repeat the pattern for other blocks.
+"""
 FACTOR = re.compile(r"[._](?:lora[._](down|up|A|B)\.(?:default\.)?weight|(?:hada_w1|lokr_w[12])(?:_([ab]))?)$")
-"""The end of the name of a factor of a LoRA, of a LoHa's first product, or of a LoKr's Kronecker product."""
+"""Matches the end of a factor's name: of a LoRA, of the first product of a LoHa, or of a LoKr."""
 OF_MANY = re.compile(r"^(lora_te|text_encoder|clip_[lg]\.)|visual|vision")
-"""Names of components that families share, or that come with a language model."""
+"""Matches module names that do not identify a family: several families share the component, or a language model has
+it.
+"""
 ROWS, COLUMNS = ("up", "B", "a"), ("down", "A", "b")
-"""Factors that have only the rows of a product, its outputs, and those that have only its columns."""
+"""Roles of factors that only have a side for a module's outputs, and of factors that only have a side for its inputs.
+"""
 
 
 @dataclass(frozen=True)
 class AdapterPattern:
-    """A kind of adapter, by a regular expression that is found in a tensor's name."""
+    """A kind of adapter, and the regular expression that identifies it when found in a tensor name."""
 
     name: str
     pattern: str
@@ -37,7 +41,12 @@ class AdapterPattern:
 
 @dataclass(frozen=True)
 class Width:
-    """A condition on modules: the first one that matches has one of these numbers of inputs or outputs; 0: unknown."""
+    """A condition on the width of a module.
+
+    pattern: regular expression. The first module that matches it is tested.
+    side: the dimension that is tested.
+    sizes: accepted widths. 0 accepts an unknown width.
+    """
 
     pattern: str
     side: Literal["inputs", "outputs"]
@@ -46,10 +55,12 @@ class Width:
 
 @dataclass(frozen=True)
 class Origin:
-    """One or more families with distinctive module names.
+    """One or more model families with the same module names.
 
-    families: values of ``model.family``. title: display name. pattern: regular expression to find in the names that
-    ``_plain`` returns. without: regular expression that must not be found in any name.
+    families: values of ``model.family``.
+    title: display name.
+    pattern: regular expression that has to be found in a name (as ``_plain`` returns it).
+    without: regular expression that must not be found in any name.
     """
 
     families: tuple[str, ...]
@@ -61,7 +72,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class FamilyMetadata:
-    """A family, by the starts of ``ss_base_model_version`` and ``modelspec.architecture`` in small letters."""
+    """A model family, recognised by the start of two metadata fields, compared in lower case.
+
+    base_versions: starts of ``ss_base_model_version``. architectures: starts of ``modelspec.architecture``.
+    """
 
     family: str
     base_versions: tuple[str, ...]
@@ -70,7 +84,7 @@ class FamilyMetadata:
 
 @dataclass(frozen=True)
 class AdapterTable:
-    """The file."""
+    """The table ``adapters.toml``."""
 
     kinds: tuple[AdapterPattern, ...]
     metadata: tuple[FamilyMetadata, ...]
@@ -83,17 +97,17 @@ def _table() -> AdapterTable:
 
 
 def kind_of(names: Iterable[str]) -> str:
-    """Return the kinds of adapter in a file with these tensors ("LoRA and DoRA"); empty if it holds none."""
+    """Return the kinds of adapter in a file with these tensor names ("LoRA and DoRA"), or "" if there are none."""
     text = "\n".join(names)
     return " and ".join(kind.name for kind in _table().kinds if re.search(kind.pattern, text, re.MULTILINE))
 
 
 def origin_of(names: Iterable[str], shapes: Shapes | None = None) -> Origin | None:
-    """Return the origin that matches these names; None if they are ambiguous.
+    """Return the row of the table that matches these names; None if no row matches.
 
     Args:
         names: names of tensors or modules.
-        shapes: shapes of the file's tensors, if they are known.
+        shapes: shapes of the file's tensors, or None if unknown.
     """
     text = "\n".join(map(_plain, islice(names, SAMPLED)))
     widths = _widths(shapes or {})
@@ -106,7 +120,7 @@ def origin_of(names: Iterable[str], shapes: Shapes | None = None) -> Origin | No
 
 
 def foreign_name(names: Iterable[str], families: Collection[str]) -> tuple[str, Origin] | None:
-    """Return a name that no adapter of these families has, and its origin; None if all may belong to one of them."""
+    """Return the first name that belongs only to other families, with its origin; None if there is no such name."""
     own = [re.compile(origin.pattern) for origin in _table().origins if not set(families).isdisjoint(origin.families)]
     for name in islice(names, SAMPLED):
         if not OF_MANY.search(name) and not any(pattern.search(_plain(name)) for pattern in own):
@@ -116,7 +130,10 @@ def foreign_name(names: Iterable[str], families: Collection[str]) -> tuple[str, 
 
 
 def families_of(shapes: Shapes, metadata: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the possible families of an adapter file: by its names, and by its metadata where names leave a choice."""
+    """Return the families to which an adapter file may belong.
+
+    The names decide. If several families share them, the metadata narrow the choice.
+    """
     origin = origin_of(shapes, shapes)
     named = origin.families if origin is not None else ()
     version = metadata.get("ss_base_model_version", "").lower()
@@ -130,12 +147,12 @@ def families_of(shapes: Shapes, metadata: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _plain(name: str) -> str:
-    """Return a name without diffusers' name of the component, and with dots as ``_``."""
+    """Return a name without diffusers' prefix "transformer.", and with dots replaced by "_"."""
     return name.removeprefix("transformer.").replace(".", "_")
 
 
 def _widths(shapes: Shapes) -> dict[str, dict[str, int]]:
-    """Return side -> module (as ``_plain`` spells it) -> number of inputs or outputs."""
+    """Return "inputs" or "outputs" -> module name (as ``_plain`` returns it) -> width."""
     widths: dict[str, dict[str, int]] = {"inputs": {}, "outputs": {}}
     for name, shape in islice(shapes.items(), SAMPLED):
         factor = FACTOR.search(name)

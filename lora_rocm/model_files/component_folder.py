@@ -1,4 +1,4 @@
-"""Finds the files of weights of one component: in a sub-folder of a diffusers folder, or a folder of transformers."""
+"""Finds the weight files of one component of a diffusers model, or of a transformers model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ VARIANTS = ("", ".fp16", ".bf16")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files to read in a component's folder, float32 preferred; empty if it has none.
+    """Return the weight files of a component's folder; float32 is preferred over fp16 and bf16.
+
+    Empty if there are none.
 
     Raises:
-        ModelError: config-unreadable, weights-damaged: an index of several files.
+        ModelError: config-unreadable or weights-damaged: the index that lists the files is faulty.
     """
     for stem in STEMS:
         for variant in VARIANTS:
@@ -30,15 +32,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed(index: Mapping[str, object], path: Path) -> list[str]:
-    """Return the file names in an index of weights; all must be in its folder: no other file belongs to the model.
+    """Return the file names in an index of weight files. Files outside the index's folder do not belong to the model.
 
     Raises:
-        ModelError: weights-damaged: the index names anything else.
+        ModelError: weights-damaged: the index lists anything but files in its own folder.
     """
     named = index.get("weight_map")
     names = list(named.values()) if isinstance(named, dict) else []
     if not names or not all(
         isinstance(name, str) and PureWindowsPath(name).name == name not in ("", "..") for name in names
     ):
-        raise damaged(path, "it does not name files in its folder")
+        raise damaged(path, "it does not list files in its own folder")
     return sorted(set(names))

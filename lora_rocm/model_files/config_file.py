@@ -1,4 +1,4 @@
-"""Reads the JSON config of a component, and refuses sizes that no model has."""
+"""Reads the JSON config of a component, and refuses impossible values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES: Mapping[type, str] = {
     type(None): "null",
 }
 POSITIVE = re.compile(r"(^|_)(eps|epsilon|theta|scale|scaling|factor|multiplier|scalar|softcapping|max_distance)$")
-"""Keys with numbers that a model divides by, takes the root of, or multiplies everything with."""
+"""Keys for numbers by which a model divides or multiplies, or from which it takes a root. They have to be positive."""
 OF_ANY_SIGN = ("shift_factor",)
 EPSILON = re.compile(r"(^|_)(eps|epsilon)$")
 COUNT = re.compile(r"^(num|n)_|_(size|dim|channels|layers|heads|groups)$")
@@ -37,7 +37,7 @@ DOWNLOAD_AGAIN = "Download the model again; configs and weights must come from t
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a JSON config.
+    """Read the JSON config of a component.
 
     Raises:
         ModelError: config-missing, config-unreadable.
@@ -51,12 +51,12 @@ def read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(
             "config-unreadable",
-            f"A config file of the model is not readable: {json_fault(path) or 'it changed while it was read'}.",
+            f"A config file of the model cannot be read: {json_fault(path) or 'it changed while it was read'}.",
             where=str(path),
             fix=DOWNLOAD_AGAIN,
         ) from error
     if not isinstance(config, dict):
-        what = "A config file of the model holds no object."
+        what = "A config file of the model does not contain a JSON object."
         raise ModelError("config-unreadable", what, where=str(path), fix=DOWNLOAD_AGAIN)
     for key, _, value in _entries(config):  # -Infinity is in published scheduler configs
         if any(isinstance(each, float) and math.isnan(each) for each in (value, *_listed(value))):
@@ -65,7 +65,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def json_fault(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str:
-    """Why a file holds no JSON object, as a phrase; empty if it does. Library errors only name codecs and types."""
+    """Return the reason why a file does not contain a JSON object, as a phrase; empty if it does.
+
+    Messages of libraries are not used, because they only name codecs and types.
+    """
     try:
         found = parse_json(read_plain(path, max_bytes).decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -74,7 +77,7 @@ def json_fault(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str:
         return str(error)
     except OSError as error:
         return f"{error.strerror}"
-    return "" if isinstance(found, dict) else "it holds no JSON object"
+    return "" if isinstance(found, dict) else "it does not contain a JSON object"
 
 
 @overload
@@ -82,12 +85,12 @@ def given(config: Mapping[str, Any], key: str, kind: type[dict[Any, Any]], path:
 @overload
 def given(config: Mapping[str, Any], key: str, kind: type[T], path: Path, or_null: bool = ...) -> T | None: ...
 def given(config: Mapping[str, Any], key: str, kind: type[Any], path: Path, or_null: bool = False) -> Any:
-    """Return the value of a key of a foreign config, checked to have the type ``kind``; None if the key is not there.
+    """Return the value of a key in a config of another program, or None if the key is missing.
 
-    or_null: null means the same as no key.
+    ``or_null``: whether null means the same as a missing key.
 
     Raises:
-        ModelError: config-unreadable: it is of another type.
+        ModelError: config-unreadable: the value is not of the type ``kind``.
     """
     value = config.get(key)
     if key not in config or (or_null and value is None):
@@ -109,28 +112,31 @@ def _refuse(path: Path, key: str, value: object, needed: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Config:
-    """A config file. Its values are read by key and type, so that a damaged one is refused by name.
+    """A config file. Its values are read by key and type, so that errors name the faulty key.
 
-    Each method raises ``ModelError`` (config-unreadable, with the key) for a value of another type or range, and for a
-    missing one that has no default.
+    Each method raises ``ModelError`` (config-unreadable) if the value has the wrong type or range, or if it is
+    missing and has no default.
 
     Attributes:
-        values: all values as the file has them, for code that passes them to a library.
-        path: of the file.
+        values: all values of the file, for code that passes them to a library.
+        path: path of the file.
     """
 
     values: Mapping[str, Any]
     path: Path
 
     def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """Return a whole number of at least ``least`` and at most ``MAX_CONFIG_NUMBER``."""
+        """Return the value of a key: an integer from ``least`` to ``MAX_CONFIG_NUMBER``."""
         value = self.values.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_CONFIG_NUMBER:
             return value
         self._refuse(key, value, f"a whole number from {least} to {MAX_CONFIG_NUMBER}")
 
     def number(self, key: str, default: float, above: float = -math.inf, or_null: bool = False) -> float:
-        """Return a finite number larger than ``above``. ``or_null``: null means the default."""
+        """Return the value of a key: a finite number above ``above``.
+
+        ``or_null``: whether null stands for the default.
+        """
         value = self.values.get(key, default)
         if or_null and value is None:
             return default
@@ -139,7 +145,10 @@ class Config:
         self._refuse(key, value, "a number" if above == -math.inf else f"a number above {above:g}")
 
     def numbers(self, key: str, count: int, above: float = -math.inf) -> list[float] | None:
-        """Return a list of ``count`` finite numbers larger than ``above``; None if it is missing or null."""
+        """Return the value of a key: a list of ``count`` finite numbers above ``above``.
+
+        None if it is missing or null.
+        """
         value = self.values.get(key)
         if value is None:
             return None
@@ -152,42 +161,42 @@ class Config:
         self._refuse(key, value, f"a list of {count} numbers{'' if above == -math.inf else f' above {above:g}'}")
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return true or false; null means the default."""
+        """Return the value of a key: a boolean. Null stands for the default."""
         value = self.values.get(key)
         if value is None or isinstance(value, bool):
             return default if value is None else value
         self._refuse(key, value, "true or false")
 
     def texts(self, key: str) -> list[str]:
-        """Return a list of at least one text."""
+        """Return the value of a key: a non-empty list of texts."""
         value = self.values.get(key)
         if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
             return list(value)
         self._refuse(key, value, "a list of texts")
 
     def length(self, key: str) -> int:
-        """Return the length of a list that is not empty."""
+        """Return the length of a key's value, which is a non-empty list."""
         value = self.values.get(key)
         if isinstance(value, list) and value:
             return len(value)
         self._refuse(key, value, "a list that is not empty")
 
     def ids(self, key: str, rows: int, several: bool = True) -> list[int]:
-        """Return ids of tokens: a whole number below ``rows``, several of them in a list, or none if null or missing.
+        """Return the value of a key: a list of token ids below ``rows``. Empty if it is missing or null.
 
-        several: a list is allowed.
+        ``several``: whether the config may have a list of ids. Otherwise it has a single id.
         """
         value = self.values.get(key)
         found = value if isinstance(value, list) and several else [] if value is None else [value]
         if all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < rows for each in found):
             return list(found)
-        self._refuse(key, value, f"an id from 0 to {rows - 1}{', or a list of such' if several else ''}")
+        self._refuse(key, value, f"an id from 0 to {rows - 1}{', or a list of such ids' if several else ''}")
 
     def _refuse(self, key: str, value: object, needed: str) -> NoReturn:
         if key not in self.values:
             raise ModelError(
                 "config-unreadable",
-                f"A config file of the model is damaged: {key} is missing, which should be {needed}.",
+                f"A config file of the model is damaged: {key} is missing; it has to be {needed}.",
                 where=f"{self.path}: {key}",
                 fix=DOWNLOAD_AGAIN,
             )
@@ -199,7 +208,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def mistyped(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a config with values of another type than the defaults. Null may mean false."""
+    """Return the keys with values of another type than their defaults. Null is accepted in place of a boolean."""
 
     def kind(value: object) -> type:
         return float if _is_number(value) else list if isinstance(value, list | tuple) else type(value)
@@ -213,10 +222,10 @@ def mistyped(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str
 
 
 def suspects(values: Mapping[str, Any], defaults: Mapping[str, Any], error: BaseException) -> Sequence[str]:
-    """Return the keys of a config in the order in which a library's error suggests them as its cause.
+    """Return the keys of a config, sorted by the probability that they caused a library's error.
 
-    Keys with another type than the default come first, then keys with their name or value in the message, then numbers
-    that are not above zero.
+    First come keys with a value of another type than the default, then keys named in the message by name or value,
+    then numbers that are zero or negative.
     """
     said, odd = str(error), mistyped(values, defaults)
 
@@ -229,7 +238,7 @@ def suspects(values: Mapping[str, Any], defaults: Mapping[str, Any], error: Base
 
 
 def require_bounded(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse a config with absurd sizes, which would take minutes and memory to build.
+    """Refuse a config with absurd sizes, because building such a model would take minutes and much memory.
 
     Raises:
         ModelError: config-absurd.
@@ -267,7 +276,7 @@ def require_bounded(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
-    """Yield (dotted key, key, value) of a config and of the objects in it, at any depth."""
+    """Yield (dotted key, key, value) for each entry of a config, including entries of nested objects."""
     parts: list[tuple[str, Mapping[str, Any]]] = [("", config)]
     while parts:
         before, part = parts.pop()
@@ -278,7 +287,7 @@ def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
 
 
 def _numbers(value: object) -> Iterator[float]:
-    """Yield all numbers in a config value, at any depth."""
+    """Yield all numbers in a config value, including those in nested lists and objects."""
     parts = [value]
     while parts:
         part = parts.pop()
@@ -298,7 +307,7 @@ def _most(value: object) -> float:
 def _absurd(path: Path, what: str, key: str = "") -> ModelError:
     return ModelError(
         "config-absurd",
-        f"A config file of the model describes what no model has: {what}.",
+        f"A config file of the model contains an impossible value: {what}.",
         where=f"{path}: {key}" if key else str(path),
         fix=DOWNLOAD_AGAIN,
     )

@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors file, with errors for users."""
+"""Reads the header of a safetensors file, and raises errors that users understand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lora_rocm.foundation.safetensors_header import DamagedHeader, OtherFile, Te
 
 @dataclass(frozen=True)
 class TensorFileHeader:
-    """The header of one safetensors file. version: version of the file when the header was read."""
+    """The header of one safetensors file. version: identifies the file's state when the header was read."""
 
     path: Path
     tensors: dict[str, TensorEntry]
@@ -45,10 +45,10 @@ PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
 
 
 def refuse_pickle(path: Path, fix: str, error: type[UserError] = ModelError) -> None:
-    """Refuse a pickle file, by its name.
+    """Refuse a file if its suffix is a pickle suffix.
 
     Raises:
-        ModelError: pickle-refused (``error`` sets another class).
+        ModelError: pickle-refused. ``error`` replaces the class.
     """
     if path.suffix.lower() in PICKLE_SUFFIXES:
         what = "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read."
@@ -56,7 +56,7 @@ def refuse_pickle(path: Path, fix: str, error: type[UserError] = ModelError) -> 
 
 
 def refuse_gguf(path: Path, where: str) -> None:
-    """Refuse a GGUF file, by its name.
+    """Refuse a file if its suffix is .gguf.
 
     Raises:
         ModelError: gguf-refused.
@@ -66,15 +66,15 @@ def refuse_gguf(path: Path, where: str) -> None:
             "gguf-refused",
             "This is a GGUF file; its number formats are not supported.",
             where=where,
-            fix="Give the .safetensors edition; model.quantization: nf4 stores it in as few bits.",
+            fix="Use the .safetensors files of the model; with model.quantization: nf4 they need as little memory.",
         )
 
 
 def read_header(path: Path, error: type[UserError] = ModelError) -> TensorFileHeader:
-    """Read and check a header: the sizes must add up to the size of the file.
+    """Read and check a header: the sizes of its tensors must add up to the size of the file.
 
     Raises:
-        ModelError: weights-damaged, weights-unreadable, weights-format (``error`` sets another class).
+        ModelError: weights-damaged, weights-unreadable, weights-format. ``error`` replaces the class.
     """
     try:
         size = check_plain(path, sys.maxsize)
@@ -83,22 +83,22 @@ def read_header(path: Path, error: type[UserError] = ModelError) -> TensorFileHe
             tensors, metadata = parse_header(file, size)
     except FileNotFoundError as problem:
         fix = "Download this file again, or correct the path. If an index names several files, all are needed."
-        raise error("weights-unreadable", "This file of weights is missing.", where=str(path), fix=fix) from problem
+        raise error("weights-unreadable", "This weight file is missing.", where=str(path), fix=fix) from problem
     except OSError as problem:
         raise error("weights-unreadable", f"Cannot read the file: {problem.strerror}.", where=str(path)) from problem
     except UnknownDtype as problem:
         raise error(
             "weights-format",
-            f"This file holds numbers in a format that is not read here: {problem}.",
+            f"This file contains numbers in an unsupported format: {problem}.",
             where=str(path),
-            fix="Use an edition of the file in float16, bfloat16 or float32.",
+            fix="Use a version of the file in float16, bfloat16 or float32.",
         ) from problem
     except OtherFile as problem:
         raise error(
             "weights-damaged",
-            f"This is not a safetensors file, in spite of its name: it is {problem}.",
+            f"This is not a safetensors file, despite its name: it is {problem}.",
             where=str(path),
-            fix="Download the model's .safetensors edition; git lfs pull replaces a pointer by its file.",
+            fix="Download the model's .safetensors files. git lfs pull replaces a Git LFS pointer by its file.",
         ) from problem
     except DamagedHeader as problem:
         raise damaged(path, str(problem), error) from problem

@@ -12,24 +12,28 @@ from lora_rocm.foundation.tables import read_table
 
 Shapes = Mapping[str, tuple[int, ...]]
 OTHER = "other"
-"""The family of models without a value of ``model.family``."""
+"""Family of models that are recognised but not supported: ``model.family`` has no value for them."""
 PARTS = ("whole", "unet", "transformer", "language model")
-"""The parts that identify a model of their family, unlike text encoders and VAEs."""
+"""Parts from which the model's family is known. Text encoders and VAEs are shared by families."""
 BASES = ("whole", "transformer")
-"""The parts that a file of ``model.name_or_path`` may hold. UNets come in whole files, language models in folders."""
+"""Parts that a file in ``model.name_or_path`` may contain. UNets only come in whole files, language models in folders.
+"""
 CLASSES = {"unet": "UNet", "transformer": "Transformer", "vae": "Autoencoder"}
-"""Part -> text in the names of its classes in diffusers. Classes of other parts have none of these."""
+"""Part -> word in the names of its diffusers classes. Class names of other parts contain none of these words."""
 INDEXES = ("model_index.json", "modular_model_index.json")
-"""Names of the file that names the pipeline of a diffusers folder; the second is for modular pipelines."""
+"""Names of the index file in a diffusers folder, which names the pipeline. The second is for modular pipelines."""
 BASE_JUDGED_BY = (
     "judged by configs, headers and small tensors: a run checks the numbers of large tensors when it loads them"
 )
-"""Remark of ``check`` and ``inspect`` on a base that they accept."""
+"""Remark with which ``check`` and ``inspect`` accept a base model."""
 
 
 @dataclass(frozen=True)
 class TensorCondition:
-    """A condition on a tensor's shape: the size of one axis, or the number of axes. No missing tensor meets it."""
+    """A condition on a tensor's shape: the size of one axis, or the number of dimensions.
+
+    A missing tensor does not meet it.
+    """
 
     name: str
     axis: int = 0
@@ -39,7 +43,10 @@ class TensorCondition:
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the models of a row. family: if it differs from the row's. keys: as in ``Model``."""
+    """One of several models that share a row of the table.
+
+    family: the variant's family; empty if it is the row's family. keys: see ``Model``.
+    """
 
     title: str
     family: str = ""
@@ -51,13 +58,14 @@ class Variant:
 
 @dataclass(frozen=True)
 class Model:
-    """A model or component.
+    """A row of the table: a model or component.
 
-    family: value of ``model.family``, ``OTHER``, or the kind of a component that several families share.
+    family: value of ``model.family``, or ``OTHER``, or the kind of a component that several families share.
     title: name with its article.
     part: one of ``PARTS``, or "text encoder", "text conditioner", "vae", "embedding".
-    has, without: starts of tensor names after a prefix. All of ``has`` occur, and none of ``without``.
-    keys: value of ``model.family`` -> key of ``model`` that takes this component.
+    has: beginnings of tensor names (after a prefix) that all occur in the file.
+    without: beginnings of tensor names that do not occur in the file.
+    keys: value of ``model.family`` -> key of a recipe's ``model`` section that may be set to this component.
     """
 
     family: str
@@ -72,7 +80,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A diffusers pipeline, by the start of its class name."""
+    """A diffusers pipeline, recognised by the beginning of its class name."""
 
     start: str
     families: tuple[str, ...]
@@ -81,7 +89,10 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class ModelTable:
-    """The file. prefixes: of tensor names in files with several components, and of some programs."""
+    """The table ``models.toml``.
+
+    prefixes: prefixes of tensor names in files with several components, or in files of some programs.
+    """
 
     prefixes: tuple[str, ...]
     pipelines: tuple[Pipeline, ...]
@@ -90,7 +101,10 @@ class ModelTable:
 
 @dataclass(frozen=True)
 class RecognisedModel:
-    """A model or component in a file. title, keys: the variant's, if one is known."""
+    """A model or component that was recognised in a file.
+
+    title, keys: values of the row's variant that fits, or else of the row itself.
+    """
 
     family: str
     title: str
@@ -105,28 +119,28 @@ def _table() -> ModelTable:
 
 
 def models_in(shapes: Shapes) -> tuple[RecognisedModel, ...]:
-    """Return all models and components in a file with these tensors, in the order of the table."""
+    """Return all models and components that are recognised by these tensor shapes, in the order of the table."""
     return tuple(_found(sorted(shapes), shapes))
 
 
 def model_of(shapes: Shapes) -> RecognisedModel | None:
-    """Return the model in a file, or its only component; None if nothing is known in it."""
+    """Return the model in a file; if it has only components, the first one; None if nothing is recognised."""
     found = models_in(shapes)
     return next((each for each in found if each.part in PARTS), found[0] if found else None)
 
 
 def is_of_class(found: RecognisedModel, class_name: str) -> bool:
-    """Return whether a class of this name is for the model or component found in a file."""
+    """Return whether a class name fits the recognised model or component."""
     return {part for part, mark in CLASSES.items() if mark in class_name} == {found.part} & CLASSES.keys()
 
 
 def pipeline_of(class_name: str) -> Pipeline | None:
-    """Return the pipeline of a diffusers folder by its ``_class_name``."""
+    """Return the pipeline for the ``_class_name`` of a diffusers folder; None if it is unknown."""
     return next((row for row in _table().pipelines if class_name.startswith(row.start)), None)
 
 
 def index_of(folder: Path) -> Path | None:
-    """Return the index of a diffusers folder; None if it has none."""
+    """Return the path of the index file of a diffusers folder; None if it has none."""
     return next((folder / name for name in INDEXES if (folder / name).is_file()), None)
 
 
@@ -148,7 +162,7 @@ def _fits(row: Model | Variant, names: list[str], shapes: Shapes, prefix: str) -
 
 
 def _starts(names: list[str], start: str) -> bool:
-    """Whether one of the sorted names has this start."""
+    """Whether one of the names begins with ``start``. ``names`` is sorted."""
     place = bisect_left(names, start)
     return place < len(names) and names[place].startswith(start)
 

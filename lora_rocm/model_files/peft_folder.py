@@ -1,4 +1,4 @@
-"""Finds the adapters of a PEFT folder by the names of its files, and reads their configs."""
+"""Finds the adapters in a PEFT folder by file name, and reads their configs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MAX_CONFIG_BYTES = 1 << 22
 
 
 def read_peft_config(folder: Path) -> dict[str, Any] | None:
-    """Return the config of a PEFT folder; None if it has none. Its values are not checked.
+    """Return the config of a PEFT folder, or None if the folder has none. The values are not checked.
 
     Raises:
-        AdapterError: lora-unreadable: it is not a JSON object.
-        OSError: it cannot be read.
+        AdapterError: lora-unreadable: the config is not a JSON object.
+        OSError: the config cannot be read.
     """
     path = folder / PEFT_CONFIG
     if not path.is_file():
@@ -26,7 +26,7 @@ def read_peft_config(folder: Path) -> dict[str, Any] | None:
     try:
         found = parse_json(read_plain(path, MAX_CONFIG_BYTES).decode("utf-8"))
     except ValueError as error:
-        what = f"{PEFT_CONFIG} of this LoRA cannot be understood: {error}."
+        what = f"{PEFT_CONFIG} of this LoRA cannot be read: {error}."
         raise AdapterError("lora-unreadable", what, where=str(path), fix="Save or download it again.") from error
     if not isinstance(found, dict):
         what = f"{PEFT_CONFIG} of this LoRA is not a JSON object."
@@ -35,11 +35,12 @@ def read_peft_config(folder: Path) -> dict[str, Any] | None:
 
 
 def peft_folders(path: Path) -> dict[str, Path]:
-    """Component ("" if there is only one adapter) -> PEFT folder; empty if ``path`` is not a PEFT folder.
+    """Return component ("" for a single adapter) -> PEFT folder; empty if ``path`` is not a PEFT folder.
 
-    With several components, each folder with a config or weights counts: one of the two without the other is damaged.
+    With several components, a folder is included if it has a config or weights. If either is missing, the folder is
+    reported as damaged later.
 
-    ``path``: the folder of an adapter, its file of weights, or the folder above the folders of several components.
+    ``path``: the folder of an adapter, its weight file, or the folder that contains the folders of several components.
     """
     if path.name == PEFT_WEIGHTS and (path.parent / PEFT_CONFIG).is_file():
         path = path.parent

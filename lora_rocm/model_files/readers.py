@@ -1,4 +1,4 @@
-"""Which programs read an adapter file, by its family, spelling and kind (``readers.toml``)."""
+"""Lists the programs that can read an adapter file, by its family, spelling and kind (``readers.toml``)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ UNKNOWN = "not known"
 ANY, PLAIN = "any", "LoRA"
 NORMS = " and trained norms"
 VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's --max-lora-rank, the default first (vllm/config/lora.py)."""
+"""Accepted values of vLLM's --max-lora-rank; the first is the default (vllm/config/lora.py)."""
 READ = ("reads it", "read it")
 REFUSES_LARGE_FACTOR = "refuses it: lora.factor is above the square root of a side"
 EXACTLY = "reads it exactly"
-"""Starts the text of a program that reads the file, before a remark."""
+"""Start of a program's text in ``Readers`` if the program reads the file exactly, and a remark follows."""
 PROGRAMS = {
     "diffusers": "diffusers",
     "comfyui": "ComfyUI",
@@ -33,17 +33,17 @@ PROGRAMS = {
     "lycoris": "LyCORIS",
     "peft": "PEFT",
 }
-"""Field -> program."""
+"""Field of ``Readers`` -> display name of the program."""
 
 
 def is_read(text: str) -> bool:
-    """Whether a program reads a file exactly, according to its text in ``Readers``."""
+    """Whether a program reads a file exactly. ``text``: the program's field in ``Readers``."""
     return text in READ or text.startswith(EXACTLY)
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """A spelling of module names, by a regular expression that is found in the names of a file's tensors."""
+    """A spelling of module names, and the regular expression that identifies it at the start of a tensor name."""
 
     name: str
     pattern: str
@@ -51,13 +51,18 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Readers:
-    """Compatibility of an adapter file with programs.
+    """A row of the table: the programs that can read some adapter files. The first fields are conditions on the file.
 
-    families: values of ``model.family``. kinds: kinds of adapter as ``kind_of`` names them, without trained norms;
-    none: all. spelling: the file's spelling; empty: one without a name. pattern: found in the names of tensors, with
-    dots as ``_``.
-    alpha: the file has alphas. unlike_alphas: its alphas differ. metadata: a field of its metadata, or any if it
-    is empty. The other fields describe what each program does; empty: the file is not meant for it.
+    families: values of ``model.family``.
+    kinds: kinds of adapter as ``kind_of`` names them, without trained norms; empty for all kinds.
+    spelling: name of the file's spelling; empty for a spelling without a name, "any" for all spellings.
+    pattern: regular expression to find in the tensor names, with dots replaced by "_".
+    alpha: whether the file needs alphas.
+    unlike_alphas: whether its alphas need to differ.
+    metadata: a field that the file's metadata need; empty for any metadata.
+
+    Each other field describes what one program does with the file; it is empty if the file is not meant for the
+    program.
     """
 
     families: tuple[str, ...]
@@ -79,12 +84,12 @@ class Readers:
 
     @property
     def with_norms(self) -> Readers:
-        """The same for a file that holds trained norms, too."""
+        """Return this row, adjusted for a file that also contains trained norms."""
         kohya = "leave the norms out in networks.lora; LyCORIS reads it" if self.kohya in READ else self.kohya
         return replace(self, diffusers="refuses it", kohya=kohya)
 
     def of_rank(self, rank: int) -> Readers:
-        """The same for a file of this rank, which vLLM may need as an option."""
+        """Return this row, adjusted for a file of this rank: vLLM may need an option for it."""
         if self.vllm not in READ or rank <= VLLM_RANKS[0]:
             return self
         fits = next((limit for limit in VLLM_RANKS if rank <= limit), None)
@@ -92,7 +97,7 @@ class Readers:
         return replace(self, vllm=told)
 
     def differing(self, share: float) -> Readers:
-        """The same if ComfyUI's rule for a DoRA, which Forge uses too, alters this share of the trained change."""
+        """Return this row with a remark for ComfyUI and Forge: ``share`` of the update differs by their DoRA rule."""
         more = f"; {share:.1%} of the change differs"
         return replace(
             self, **{field: getattr(self, field) + more for field in ("comfyui", "forge") if field in self.by_program}
@@ -100,24 +105,27 @@ class Readers:
 
     @property
     def by_program(self) -> dict[str, str]:
-        """Field of a program -> what it does with the file; without programs that such files are not meant for."""
+        """Field of a program -> what the program does with the file.
+
+        Programs that the file is not meant for are omitted.
+        """
         return {field: text for field in PROGRAMS if (text := str(getattr(self, field)))}
 
     @property
     def cannot_read(self) -> tuple[str, ...]:
-        """The programs that do not read the file, or not exactly, as text."""
+        """Programs that do not read the file exactly, each with the reason in parentheses."""
         return tuple(f"{PROGRAMS[field]} ({text})" for field, text in self.by_program.items() if not is_read(text))
 
     @property
     def can_read(self) -> tuple[str, ...]:
-        """The programs that read the file, with a remark where there is one."""
+        """Programs that read the file exactly, some with a remark in parentheses."""
         read = {PROGRAMS[field]: text for field, text in self.by_program.items() if is_read(text)}
         return tuple(program if text in READ else f"{program} ({text})" for program, text in read.items())
 
 
 @dataclass(frozen=True)
 class ReaderTable:
-    """The file."""
+    """The table ``readers.toml``."""
 
     spellings: tuple[Spelling, ...]
     readers: tuple[Readers, ...]
@@ -129,20 +137,20 @@ def _table() -> ReaderTable:
 
 
 def spelling_of(names: Collection[str]) -> str:
-    """Return the spelling of a file's tensor names; empty if it has no name."""
+    """Return the spelling of a file's tensor names; empty if it is not in the table."""
     return next((row.name for row in _table().spellings if any(re.match(row.pattern, name) for name in names)), "")
 
 
 def readers_of(
     names: Collection[str], families: Collection[str], metadata: Collection[str] = (), *, unlike_alphas: bool = False
 ) -> Readers | None:
-    """Return the compatibility of an adapter file; None: not known.
+    """Return the programs that can read an adapter file, or None if this is unknown.
 
     Args:
-        names: names of its tensors.
-        families: the families it may be of.
-        metadata: the fields of its metadata.
-        unlike_alphas: whether its alphas differ.
+        names: names of the file's tensors.
+        families: families to which the file may belong.
+        metadata: names of its metadata fields.
+        unlike_alphas: whether its alphas differ from each other.
     """
     spelling, text, kind = spelling_of(names), "\n".join(name.replace(".", "_") for name in names), kind_of(names)
     has_alpha = any(name.endswith(".alpha") for name in names)
@@ -157,7 +165,7 @@ def readers_of(
 
 
 def readers_line(can_read: Collection[str], cannot_read: Collection[str]) -> str:
-    """Return one line about the programs that read a file, from the texts of ``Readers``; empty if nothing is known."""
+    """Return one line that lists the programs that read a file, and those that do not; empty if there are none."""
     if not cannot_read:
         return f"Read by {', '.join(can_read)}" if can_read else ""
     read = f"Read by {', '.join(can_read)}; not" if can_read else "Not"
@@ -165,9 +173,9 @@ def readers_line(can_read: Collection[str], cannot_read: Collection[str]) -> str
 
 
 def is_cut_above_root(shapes: Mapping[str, Sequence[int]]) -> bool:
-    """Whether a first matrix of a LoKr file has a larger side than the second one.
+    """Whether the first matrix of any module in a LoKr file is larger than the second one in some dimension.
 
-    LyCORIS gives the first matrix the smaller of a side's two divisors (``factorization``), and refuses other files.
+    LyCORIS always makes the first matrix the smaller one (``factorization``), and refuses files that differ.
     """
     for name, shape in shapes.items():
         module, _, role = name.rpartition(".")
@@ -181,7 +189,10 @@ def is_cut_above_root(shapes: Mapping[str, Sequence[int]]) -> bool:
 
 
 def readers_of_file(header: TensorFileHeader, families: Collection[str]) -> Readers | None:
-    """Return ``readers_of`` for the adapter file with this header, adjusted for its ranks."""
+    """Return the programs that can read the adapter file with this header, as ``readers_of`` does.
+
+    Its alphas, ranks and shapes are considered, too.
+    """
     unlike = len({round(alpha, 4) for alpha in alphas_of(header).values()}) > 1
     row = readers_of(header.tensors, families, header.metadata, unlike_alphas=unlike)
     if row is not None and row.lycoris in READ and is_cut_above_root(header.shapes):

@@ -1,1 +1,1 @@
-"""The toolkit for child processes: start, follow, stop and kill them, on every operating system."""
+"""Starts, follows, stops and kills child processes, on every operating system."""

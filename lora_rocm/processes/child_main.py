@@ -1,6 +1,7 @@
-"""The entry point of every heavy child: ``python -P -m ...child_main [--leave-with-parent] MODULE [ARGUMENT ...]``.
+"""Entry point of all child processes that import torch. It imports another module and calls its ``main``.
 
-It imports nothing heavy itself, so it can report to the parent that torch, or another package, cannot be imported.
+Command: ``python -P -m ...child_main [--leave-with-parent] MODULE [ARGUMENT ...]``. This module itself does not
+import torch. So it can report to the parent that a package cannot be imported.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ ORPHANED_CODE = 1
 
 
 def main() -> int:
-    """Import the module that the first argument names and call its ``main``, which reads ``sys.argv``."""
+    """Import the module named by the first argument, call its ``main``, and return the exit code.
+
+    ``main`` reads ``sys.argv``.
+    """
     sys.stderr = outlive(sys.stderr)
     sys.argv = sys.argv[1:]
     if sys.argv[:1] == [LEAVE_WITH_PARENT]:
@@ -42,9 +46,9 @@ def main() -> int:
 
 
 def _leave_with_parent() -> None:
-    """Exit when standard input, a pipe from the parent, closes: then no process waits for an answer.
+    """Exit when standard input closes. It is a pipe from the parent, so no process then waits for an answer.
 
-    The system closes the pipe however the parent ends, even if it is killed.
+    The system closes the pipe whenever the parent ends, even if it is killed.
     """
     while os.read(sys.stdin.fileno(), 4096):  # unbuffered: a buffer's lock would be held at interpreter exit
         pass

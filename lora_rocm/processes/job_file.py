@@ -1,7 +1,7 @@
-"""Jobs and answers of child processes as JSON: dataclasses, written and read back with the same types.
+"""Writes jobs and answers of child processes as JSON, and reads them back as the same dataclasses.
 
-Fields may be texts, numbers, bool, None, ``Path``, tuples, lists, dictionaries, unions with None, other dataclasses,
-and ``Any`` for values that are JSON already.
+Fields may be texts, numbers, bool, None, ``Path``, tuples, lists, dictionaries, unions with None, other
+dataclasses, and ``Any`` for JSON values.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from lora_rocm.errors import MachineError
 from lora_rocm.foundation.files import write_json
 
 CHILD = "child"
-"""The key of a job that names its child, and of a request its type; the other keys are the fields."""
+"""JSON key for the child's name in a job, and for the type in a request. The other keys are the fields."""
 T = TypeVar("T")
 
 
 class MisfitError(ValueError):
-    """A value is not of the type that is asked for."""
+    """A JSON value does not have the required type."""
 
 
 def to_json(value: Any) -> Any:
-    """The value in the types of JSON."""
+    """Return a value with dataclasses, paths and tuples converted to JSON types."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, PurePath):
@@ -41,10 +41,10 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[T], value: object) -> T:
-    """The value of ``to_json`` as a ``kind``.
+    """Return a result of ``to_json`` converted back to the type ``kind``.
 
     Raises:
-        MisfitError: a field is missing, unknown or of another type. It names the field.
+        MisfitError: a field is missing, unknown or of another type. The message names the field.
     """
     return cast(T, _read(kind, value, kind.__name__))
 
@@ -66,13 +66,13 @@ def _read(kind: Any, value: Any, at: str) -> Any:
         return float(value)
     if kind is Any or type(value) is kind:
         return value
-    raise MisfitError(f"{at} is {short(value)}, and not {getattr(kind, '__name__', kind)}")
+    raise MisfitError(f"{at} is {short(value)}, not {getattr(kind, '__name__', kind)}")
 
 
 def _read_items(origin: type, of: tuple[Any, ...], value: list[Any], at: str) -> Any:
     kinds = of[:1] * len(value) if origin is list or of[-1] is ... else of
     if len(kinds) != len(value):
-        raise MisfitError(f"{at} has {len(value)} items, and not {len(kinds)}")
+        raise MisfitError(f"{at} has {len(value)} items, not {len(kinds)}")
     return origin(
         _read(kind, item, f"{at}[{number}]") for number, (kind, item) in enumerate(zip(kinds, value, strict=True))
     )
@@ -101,24 +101,24 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def write_job_file(path: Path, child: str, job: object) -> None:
-    """Write a job for the child of this name.
+    """Write a job for the child with this name.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
     write_json(path, {CHILD: child, **to_json(job)})
 
 
 def job_text(name: str, job: object) -> str:
-    """The content of a job file as one line of ASCII, for a child's arguments or its standard input."""
+    """Return the content of a job file as one line of ASCII, for a child's command line or standard input."""
     return json.dumps({CHILD: name, **to_json(job)})
 
 
 def read_job_file(path: Path, kinds: Mapping[str, type[T]]) -> T:
-    """The job in a file.
+    """Return the job in a file. ``kinds``: child's name -> class of its job.
 
     Raises:
-        MachineError: job-unreadable: see ``read_job_text``, or the file cannot be read.
+        MachineError: job-unreadable: the file cannot be read, or its text is invalid (see ``read_job_text``).
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -128,17 +128,22 @@ def read_job_file(path: Path, kinds: Mapping[str, type[T]]) -> T:
 
 
 def read_job_text(text: str, kinds: Mapping[str, type[T]], where: str) -> T:
-    """The job in a text: ``kinds`` are the jobs that the reader takes, by the names of their children.
+    """Return the job in a text.
+
+    Args:
+        text: the content of a job file.
+        kinds: child's name -> class of its job. Only these jobs are accepted.
+        where: origin of the text, for the message.
 
     Raises:
-        MachineError: job-unreadable: the text is not a job, is a job of another child, or a field is missing, unknown
-            or of another type.
+        MachineError: job-unreadable: the text is not a job, the job is for another child, or a field is missing,
+            unknown or of another type.
     """
     try:
         value = json.loads(text)
         child = value.pop(CHILD, None) if isinstance(value, dict) else None
         if not isinstance(child, str) or child not in kinds:
-            raise MisfitError(f"it is a job of {short(child)}, and this process does {' or '.join(kinds)}")
+            raise MisfitError(f"it is a job for {short(child)}, but this process is for {' or '.join(kinds)}")
         return from_json(kinds[child], value)
     except ValueError as error:
         raise _unreadable(error, where) from error

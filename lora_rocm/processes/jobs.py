@@ -1,8 +1,8 @@
-"""The heavy children of the commands: their jobs and their answers. ``CHILDREN`` lists all of them.
+"""Jobs, requests and answers of all child processes that import torch, except the training worker. See ``CHILDREN``.
 
-A child gets a file with its job (``processes.tool`` writes it, ``job_of`` reads it there), and answers by events on
-standard output, or by one object. A child that outlives its parent's folder (a tracker) gets the job as its argument.
-The worker of a run has a command line instead.
+A child gets its job in a file, which ``processes.tool`` writes and ``job_of`` reads in the child. It answers with
+events on standard output, or with one JSON object. A tracker gets its job as an argument instead, because it may
+outlive its parent and the parent's temporary folder. The training worker has no job, but command-line options.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ from lora_rocm.rundir.event_types import (
 )
 
 RecipeValues = dict[str, Any]
-"""A recipe as ``Recipe.model_dump(mode="json")`` gives it; ``recipe.kinds.recipe_from`` reads it."""
+"""A recipe as ``Recipe.model_dump(mode="json")`` returns it. ``recipe.kinds.recipe_from`` converts it back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunJob:
-    """A job on a run, which may come from somebody else, so its recipe does not decide where caches are written.
+    """A job that reads a run.
 
-    spare_cache: a folder of the parent, which removes it afterwards. It is set when the child is started.
+    The run may come from another person, so caches are not written where its recipe specifies.
+
+    spare_cache: cache folder in the parent's temporary folder. ``write_job`` sets it.
     """
 
     spare_cache: Path = Path()
@@ -51,20 +53,20 @@ class RunJob:
 
 @dataclass(frozen=True, kw_only=True)
 class RowsJob:
-    """A job that is measured row by row. start: number of the first row, set when the child is started."""
+    """A job that measures rows. start: number of the first row to measure, set at each start of the child."""
 
     start: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleJob(RunJob):
-    """Draw images.
+    """Job to generate images with a LoRA.
 
     Attributes:
         source: a run directory, a LoRA file or a PEFT folder.
         output: folder for the images.
-        inputs: images that the previews are given, by name (``sample_section.PREVIEW_INPUTS``).
-        base, config, family: of the base model, if it is not the run's.
+        inputs: input images of the model, by name (``sample_section.PREVIEW_INPUTS``).
+        base, config, family: the base model, its configs and its family; None to use the run's.
     """
 
     source: Path
@@ -87,14 +89,14 @@ class SampleJob(RunJob):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportJob(RunJob):
-    """Write the LoRA of a run's checkpoint in a format.
+    """Job to export the LoRA of a run's checkpoint in a format.
 
     Attributes:
         source: the run directory.
-        output: None: in the run.
-        dtype: of the weights; None: as in the recipe.
-        updates: of the checkpoint; None: of the newest.
-        converter: llama.cpp's script, for the format gguf.
+        output: path of the exported file, or None to write it to the run directory.
+        dtype: dtype of the weights, or None for the recipe's.
+        updates: number of updates of the checkpoint, or None for the newest.
+        converter: path of llama.cpp's script, for the format gguf only.
     """
 
     source: Path
@@ -107,7 +109,10 @@ class ExportJob(RunJob):
 
 @dataclass(frozen=True, kw_only=True)
 class CompareJob(RunJob):
-    """Images and losses of LoRA files of a run. files: (updates, path). prompts: empty: the recipe's prompts."""
+    """Job to compare LoRA files of a run by images and losses.
+
+    files: (number of updates, path) of each file. prompts: prompts of the images; empty to use the recipe's.
+    """
 
     source: Path
     prompts: tuple[str, ...]
@@ -118,7 +123,7 @@ class CompareJob(RunJob):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatJob(RunJob):
-    """Answer with a model and its adapter. recipe: the file of the adapter's run."""
+    """Job to chat with a model and its adapter. recipe: path of the recipe of the adapter's run."""
 
     adapter: Path
     recipe: Path
@@ -126,7 +131,11 @@ class ChatJob(RunJob):
 
 @dataclass(frozen=True, kw_only=True)
 class AskRequest:
-    """Answer a prompt in the conversations of these sides. For the last four see ``families.base.Sampling``."""
+    """Request to answer a prompt.
+
+    sides: names of the sides that answer, each in its own conversation.
+    temperature, top_p, max_tokens, seed: see ``families.base.Sampling``.
+    """
 
     prompt: str
     sides: tuple[str, ...]
@@ -138,14 +147,14 @@ class AskRequest:
 
 @dataclass(frozen=True)
 class ResetRequest:
-    """Begin new conversations. system: their system prompt; empty: none."""
+    """Request to begin new conversations. system: the system prompt; empty for none."""
 
     system: str
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """End the answer that is being written."""
+    """Request to end the current answer."""
 
 
 ChatRequest = AskRequest | ResetRequest | StopRequest
@@ -154,21 +163,20 @@ ChatRequest = AskRequest | ResetRequest | StopRequest
 
 @dataclass(frozen=True)
 class CheckBaseJob:
-    """Examine the base model of a recipe."""
+    """Job to check the base model of a recipe."""
 
     recipe: RecipeValues
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """Facts about a base model before it is loaded.
+    """Facts about a base model that are known before it is loaded.
 
     Attributes:
-        num_bytes: size of each component as loaded: trained components in the run's precision, encoders in their own.
+        num_bytes: component -> size in memory: trained components in the run's precision, encoders in their own.
         notices: messages for the user.
-        files: path, size, two times of change and inode of every file that was examined. The other fields are valid as
-            long as these are unchanged.
-        tokenizers: of the text encoders.
+        files: ``FileVersion`` of each checked file, as a list. The other fields are valid while these are unchanged.
+        tokenizers: limits of the text encoders' tokenizers.
     """
 
     num_bytes: dict[str, int]
@@ -179,14 +187,14 @@ class Weighed:
 
 @dataclass(frozen=True)
 class CheckTextsJob:
-    """Inspect the first texts of a recipe with the model's tokenizer."""
+    """Job to inspect the first texts of a recipe with the model's tokenizer."""
 
     recipe: RecipeValues
 
 
 @dataclass(frozen=True)
 class InspectJob:
-    """Judge a path as a base of each of these families."""
+    """Job to check for which of these families a path is a base model."""
 
     path: Path
     families: tuple[str, ...]
@@ -194,10 +202,12 @@ class InspectJob:
 
 @dataclass(frozen=True)
 class BaseVerdict:
-    """Whether a path can be ``model.name_or_path`` of a family.
+    """Result of checking whether a path can be ``model.name_or_path`` of a family.
 
-    refusal: why not; empty if it can. needed: keys of ``model`` that have to be set, too. notices: about an accepted
-    base. problem: the refusal as in an error of ``check`` (code, what, where, fix); empty if it can.
+    refusal: reason why it cannot; empty if it can.
+    needed: further keys of ``model`` that the recipe has to set.
+    notices: notices about an accepted base model.
+    problem: the refusal with the fields of ``check``'s errors (code, what, where, fix); empty if it can.
     """
 
     refusal: str
@@ -207,23 +217,24 @@ class BaseVerdict:
 
     @classmethod
     def refused(cls, error: UserError) -> BaseVerdict:
-        """Return the judgement for an error."""
+        """Return the result for a path that was refused with this error."""
         problem = {"code": error.code, "what": error.what, "where": error.where, "fix": error.fix}
         return cls(f"{error.what} ({error.where})", problem=problem)
 
 
 @dataclass(frozen=True)
 class Judgements:
-    """The judgement of each family."""
+    """The result for each family."""
 
     of_family: dict[str, BaseVerdict]
 
 
 @dataclass(frozen=True)
 class PlanJob:
-    """Count the footprint of a recipe.
+    """Job to compute the memory footprint of a recipe.
 
-    for_card: for a GPU that was named, not for one that torch sees. for_gpu: for a GPU, even if torch sees none.
+    for_card: whether the user named a GPU. The GPUs that torch sees are then ignored.
+    for_gpu: whether to compute for a GPU even if torch sees none.
     """
 
     recipe: RecipeValues
@@ -233,7 +244,7 @@ class PlanJob:
 
 @dataclass(frozen=True)
 class CountedGpu:
-    """The GPU that torch sees. rates: measured on this GPU."""
+    """The training GPU. rates: transfer and compute rates measured on it."""
 
     name: str
     integrated: bool
@@ -243,13 +254,13 @@ class CountedGpu:
 
 @dataclass(frozen=True)
 class QuantisedEncoder:
-    """A quantised text encoder.
+    """A text encoder with quantised weights.
 
     Attributes:
-        component: its name.
-        format: of its weights.
-        weight_bytes: its memory while captions are encoded.
-        dense_bytes: the same without quantisation.
+        component: name of the component.
+        format: storage format of the weights.
+        weight_bytes: memory of the weights while captions are encoded.
+        dense_bytes: memory of the weights without quantisation.
     """
 
     component: str
@@ -260,7 +271,13 @@ class QuantisedEncoder:
 
 @dataclass(frozen=True)
 class Counted:
-    """The footprint (``Footprint.to_json``). model_is_here: else it is counted from the family's published configs."""
+    """Memory footprint of a recipe.
+
+    footprint: result of ``Footprint.to_json``.
+    model_is_here: whether the model is on this machine. If not, the family's published configs were used.
+    encoders: the text encoders with quantised weights.
+    gpu: the training GPU, or None if the device is the CPU.
+    """
 
     footprint: dict[str, Any]
     precision: str
@@ -271,26 +288,26 @@ class Counted:
 
 @dataclass(frozen=True)
 class TransferJob(RowsJob):
-    """Measure copies between host and GPU."""
+    """Job to measure copies between host and GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeJob(RowsJob):
-    """Measure the matrix products, attention and convolutions of a recipe's pass."""
+    """Job to measure the matrix products, attention and convolutions in a recipe's pass."""
 
     recipe: RecipeValues
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderJob(RowsJob):
-    """Measure the rate at which batches of a recipe are read."""
+    """Job to measure how fast a recipe's batches are loaded."""
 
     recipe: RecipeValues
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneAttentionJob(RowsJob):
-    """Try attention backends at a recipe's shapes. limit_s: for each."""
+    """Job to compare attention backends with the tensor shapes of a recipe. limit_s: time limit for each backend."""
 
     recipe: RecipeValues
     ways: tuple[str, ...]
@@ -299,7 +316,7 @@ class TuneAttentionJob(RowsJob):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneProductsJob(RowsJob):
-    """Tune the matrix products of a recipe. limit_s: for each."""
+    """Job to tune the matrix products of a recipe. limit_s: time limit for each product."""
 
     recipe: RecipeValues
     limit_s: float
@@ -307,12 +324,12 @@ class TuneProductsJob(RowsJob):
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTestJob:
-    """Test the GPU.
+    """Job to test the GPU.
 
     Attributes:
-        on_cpu: make the checks on the CPU, at smaller sizes.
-        only: groups of checks; empty: all.
-        skip: checks, families of checks ("conv.miopen") and groups that are skipped.
+        on_cpu: whether to run the checks on the CPU, with smaller sizes.
+        only: groups of checks to run; empty for all.
+        skip: checks, kinds of checks ("conv.miopen") and groups of checks to skip.
     """
 
     on_cpu: bool = False
@@ -322,13 +339,13 @@ class SelfTestJob:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackJob:
-    """Hand the numbers of a run to a tracker until standard input ends.
+    """Job to pass a run's numbers to a tracker until standard input closes.
 
     Attributes:
-        run_dir: the run.
-        tracker: a name of ``output.log_with``.
-        project: ``output.log_project``.
-        offset: bytes of the run's events that an earlier start has handed on.
+        run_dir: the run directory.
+        tracker: a value of ``output.log_with``.
+        project: value of ``output.log_project``.
+        offset: position in the file of the run's events, in bytes. Events before it were logged by an earlier process.
     """
 
     run_dir: Path
@@ -339,13 +356,13 @@ class TrackJob:
 
 @dataclass(frozen=True)
 class Child:
-    """A heavy child.
+    """Describes a child process that imports torch.
 
     Attributes:
-        module: its ``main`` is called.
-        job: its task.
-        answers: its events except ``ErrorEvent``, or the one object that it prints.
-        requests: sent to its standard input while it runs.
+        module: name of the module with the child's ``main``.
+        job: class of its job.
+        answers: classes of its events, except ``ErrorEvent``; or the class of the JSON object that it prints.
+        requests: classes of requests that the parent may send to its standard input.
     """
 
     module: str
@@ -375,22 +392,24 @@ CHILDREN: Mapping[str, Child] = {
     "self-test": Child("lora_rocm.checks.selftest", SelfTestJob, (ChecksEvent, CheckEvent, ResultEvent)),
     "track": Child("lora_rocm.children.tracking", TrackJob, ()),
 }
-"""Name -> child."""
+"""Name of a child process -> description."""
 J = TypeVar("J")
 
 
 def name_of(job: object) -> str:
-    """The name of the child that does this job."""
+    """Return the name of the child process for this job."""
     return next(name for name, child in CHILDREN.items() if child.job is type(job))
 
 
 def argument_of(job: object) -> str:
-    """The job itself as a child's last argument, for a child that may start after its parent has ended."""
+    """Return the job as JSON text, to be the last argument of a child that may read it after its parent has ended."""
     return job_text(name_of(job), job)
 
 
 def job_of(*kinds: type[J]) -> J:
-    """In a child: its job, which is of one of these types. The last argument names its file, or is ``argument_of``.
+    """Return the job of this child process, which has one of these types.
+
+    The last command-line argument is the path of the job file or the text of ``argument_of``.
 
     Raises:
         MachineError: job-unreadable.
@@ -403,12 +422,12 @@ def job_of(*kinds: type[J]) -> J:
 
 
 def request_line(request: object) -> bytes:
-    """A request as a line of the child's standard input."""
+    """Return a request as a line for the child's standard input."""
     return job_text(type(request).__name__, request).encode("ascii") + b"\n"
 
 
 def chat_request(line: bytes) -> ChatRequest:
-    """In the chat's child: the request in a line.
+    """Return the request in a line of the chat child's standard input.
 
     Raises:
         MachineError: job-unreadable.

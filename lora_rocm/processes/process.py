@@ -1,4 +1,4 @@
-"""Child processes on every operating system: their command, stop requests, errors, and how to kill them."""
+"""Functions for child processes on every operating system: commands, stop requests, errors, and killing them."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ OnEvent = Callable[[Event], None]
 
 
 def heavy_command(module: str, *arguments: str, reads_input: bool = False) -> list[str]:
-    """The command of a heavy child, which starts in ``processes.child_main``.
+    """Return the command of a child process that imports torch. It starts in ``processes.child_main``.
 
-    Its standard input is a pipe that this process keeps open: the child exits as soon as the pipe closes.
+    The child exits when its standard input closes. The caller has to keep this pipe open.
 
     Args:
-        module: its ``main`` is called.
-        arguments: its ``sys.argv``.
-        reads_input: the module reads its standard input itself, and ends by itself when that closes.
+        module: name of the module with the child's ``main``.
+        arguments: the child's command-line arguments.
+        reads_input: whether the module reads standard input itself. It then has to end by itself when the pipe closes.
 
     Raises:
-        MachineError: a package that it needs is not installed.
+        MachineError: a required package is not installed.
     """
     require_packages()
     watch = [] if reads_input else [LEAVE_WITH_PARENT]
@@ -54,12 +54,12 @@ def heavy_command(module: str, *arguments: str, reads_input: bool = False) -> li
 
 @dataclass
 class Asked:
-    """Stop requests of the user and the system.
+    """Requests to stop that came from the user or the system.
 
     Attributes:
-        count: how often the user pressed Ctrl-C.
-        closing: SIGTERM, or the terminal is gone. A system may repeat these for one request (a shell and the kernel
-            each send SIGHUP; ``timeout`` sends SIGTERM twice), so they are not counted.
+        count: number of times that the user pressed Ctrl-C.
+        closing: whether SIGTERM arrived or the terminal closed. These are not counted, because a system may repeat them
+            for one request: a shell and the kernel each send SIGHUP, and ``timeout`` sends SIGTERM twice.
     """
 
     count: int = 0
@@ -67,12 +67,12 @@ class Asked:
 
     @property
     def level(self) -> int:
-        """0: no request; 1: finish the step, save and exit; 2 and more: exit at once."""
+        """Level of the requests: 0 for none, 1 to finish the step, save and exit, 2 or more to exit at once."""
         return max(self.count, int(self.closing))
 
 
 def error_from_event(event: ErrorEvent) -> LoraRocmError:
-    """A child's error event as an exception with the same exit code."""
+    """Return a child's error event as an exception with the same exit code."""
     branch = BRANCHES.get(event.exit_code, MachineError)
     return branch(
         event.code, event.what, where=event.where, fix=event.fix, fix_without_checkpoint=event.fix_without_checkpoint
@@ -80,10 +80,11 @@ def error_from_event(event: ErrorEvent) -> LoraRocmError:
 
 
 def kill_tree(pid: int, job: JobObject | None = None) -> bool:
-    """Kill a process and everything that it started; processes that are already gone are ignored.
+    """Kill a process and all its descendants. Return whether the process itself is gone.
 
-    Returns whether the process itself is gone. Its descendants are collected first, because they cannot be found once
-    it has ended. Its process group (its job on Windows) also covers descendants without a living parent.
+    The descendants are listed first, because they cannot be found after the process has ended. Descendants without
+    a living parent are found by its process group, or by its job object on Windows. Processes that have already
+    ended are ignored.
     """
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -100,7 +101,7 @@ def kill_tree(pid: int, job: JobObject | None = None) -> bool:
 
 
 def kill_group(pid: int, job: JobObject | None) -> None:
-    """Kill the rest of a child's process group (its job on Windows)."""
+    """Kill all processes in a child's process group, or in its job object on Windows."""
     if sys.platform != "win32":
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)  # if the child leads no group, no group has its id
@@ -109,7 +110,7 @@ def kill_group(pid: int, job: JobObject | None) -> None:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Whether the process still runs. A zombie does not; it is not reaped here, because Popen has to do that."""
+    """Whether a process is still running. A zombie is not; it is not reaped here, because Popen has to do that."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -118,9 +119,9 @@ def _lives(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Asked]:
-    """Record Ctrl-C, SIGTERM and the end of the terminal instead of dying from them. Works in the main thread only.
+    """Yield a record of Ctrl-C, SIGTERM and the closing of the terminal, which do not end the process meanwhile.
 
-    A hang-up that is already ignored, as under ``nohup``, stays ignored.
+    Signals are recorded in the main thread only. SIGHUP is not recorded if it is ignored, as under ``nohup``.
     """
     asked = Asked()
 
@@ -152,10 +153,12 @@ def stop_signals() -> Iterator[Asked]:
 
 
 def own_group() -> dict[str, Any]:
-    """Popen arguments that keep Ctrl-C and the end of the terminal from the child, because the parent handles them.
+    """Return Popen arguments that protect a child from Ctrl-C and the closing of the terminal.
 
-    On Windows, closing a console ends all processes attached to it, whatever their group. So the child gets its own
-    console, without a window.
+    The parent handles these.
+
+    On Windows, closing a console ends all processes attached to it, whatever their process group. So the child gets
+    its own console, without a window.
     """
     if sys.platform == "win32":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}

@@ -1,4 +1,4 @@
-"""Runs a heavy child that measures row by row. If a row ends the child, or hangs, a new child continues after it."""
+"""Runs a child process that measures rows. If a row crashes or hangs, a new process continues with the next row."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lora_rocm.processes.tool import run_tool, write_job
 from lora_rocm.rundir.event_types import BeginEvent, Event, RowEvent
 
 Row = dict[str, Any]
-"""Measurements of a child, by name."""
+"""Results of one measurement, by name."""
 MAX_DEATHS = 5
-"""The limit of rows that may end the child process before the measurement stops."""
+"""Number of crashed or hung child processes after which the measurement stops."""
 GRACE_S = 15.0
-"""A child ends itself at a row's limit; after this much longer it is killed."""
+"""Extra time after a row's time limit, at which a child ends itself. After that the parent kills the child."""
 
 
 def run_rows(
@@ -31,19 +31,19 @@ def run_rows(
     start_limit_s: float = math.inf,
     module: str | None = None,
 ) -> None:
-    """Pass each row to ``on_row``; ``problem`` is None, or the reason why it was not measured.
+    """Run a measuring job, and pass each row to ``on_row``. ``problem`` of a row is the reason why it failed, or None.
 
     Args:
-        job: the child's job; ``start`` is set again for each start.
+        job: the child's job. ``start`` is set for each new process.
         env: the child's environment.
-        on_row: gets the fields of each row.
-        on_event: gets the child's other events.
-        start_limit_s: the child has to begin its first row within this time.
-        module: replaces the module of the job's child.
+        on_row: called with the fields of each row.
+        on_event: called with each other event.
+        start_limit_s: time limit for the start of the child, until its first row begins.
+        module: replaces the module of the child.
 
     Raises:
-        LoraRocmError: the error that the child reported.
-        WorkerDiedError: the child ended before its first row, or too often.
+        LoraRocmError: the child reported this error.
+        WorkerDiedError: a child ended before its first row, or too many children ended early.
     """
     begun: BeginEvent | None = None
     begun_at_s, deadline = 0.0, math.inf
@@ -82,17 +82,17 @@ def run_rows(
 
 
 def _died(begun: BeginEvent, after_s: float, error: WorkerDiedError) -> Row:
-    """The row that ended the child process, after ``after_s`` seconds."""
+    """Return the row during which the child ended. ``after_s``: seconds since the row began."""
     hung = after_s >= begun.limit_s
     how = f"did not end in {begun.limit_s:g} s" if hung else f"ended the process: {how_it_died(error)}"
     return {**begun.fields, "amount": None, "seconds": None, "per_second": None, "problem": how}
 
 
 def how_it_died(error: WorkerDiedError) -> str:
-    """The reason from the first line of the error: "killed by signal SIGSEGV"."""
+    """Return the reason in the first line of the error, such as "killed by signal SIGSEGV"."""
     return error.what.splitlines()[0].partition("saying why: ")[2].rstrip(".") or error.what
 
 
 def fields_of(event: Event) -> Row:
-    """An event's own fields, without those that all events have."""
+    """Return an event's fields, without the fields that all events have."""
     return {key: value for key, value in event.to_json().items() if key not in ("type", "number")}

@@ -1,6 +1,7 @@
-"""Heavy children other than the training worker: each does one thing, keeps no state, and reports its result.
+"""Runs child processes that import torch and do a single job, and passes on their results.
 
-They write JSON to standard output: events (``rundir.events.emit``), or one object. They end when this process ends.
+The children write JSON to standard output: events (``rundir.events.emit``) or one object. They keep no state, and
+end when this process ends.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lora_rocm.rundir.exit_status import died, tail_bytes
 
 A = TypeVar("A")
 JSON_LIMIT_S = 3600.0
-"""Time limit of a child that is asked for one object. It usually takes seconds, or minutes with huge data."""
+"""Time limit of a child that answers with one object. It usually takes seconds, or minutes with huge data."""
 
 
 def run_tool(
@@ -37,21 +38,21 @@ def run_tool(
     on_event: process.OnEvent,
     is_late: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Run a heavy child that writes one JSON event per line to standard output; return its exit code.
+    """Run a child process that writes events, one JSON object per line of standard output. Return its exit code.
 
-    Ctrl-C, SIGTERM and the end of the terminal end it at once, because it keeps nothing that could be lost.
+    Ctrl-C, SIGTERM and the closing of the terminal end the child at once, because it has nothing to save.
 
     Raises:
         KeyboardInterrupt: one of these signals arrived.
-        LoraRocmError: the error event that it wrote.
-        StorageError: there is no room for its events.
-        WorkerDiedError: it failed without one, or was late (``follow_tool``) and killed.
+        LoraRocmError: the child reported this error.
+        StorageError: the disk has no room for the child's events.
+        WorkerDiedError: the child failed without reporting an error, or ``is_late`` returned True.
     """
     code, log = follow_tool(process.heavy_command(module, *arguments), env, on_event, is_late)
     if code is None:
         raise WorkerDiedError(
             "worker-died",
-            f"The process {module} did not answer, and was ended.",
+            f"The process {module} did not answer, so it was killed.",
             fix="Run the command again; if it happens again, lora-rocm doctor lists known problems of this machine.",
         )
     if code:
@@ -65,14 +66,14 @@ def follow_tool(
     on_event: process.OnEvent,
     is_late: Callable[[], bool] = lambda: False,
 ) -> tuple[int | None, bytes]:
-    """Run a heavy child that writes events until it ends; return its exit code and the end of its standard error.
+    """Run a child process that writes events until it ends. Return its exit code and the end of its standard error.
 
-    ``is_late`` is called in every round. If it reports a hang, the child is killed and the code is None. The child's
-    standard input ends when this process does.
+    ``is_late`` is called regularly. If it returns True, the child is killed, and the returned exit code is None.
+    The child's standard input closes when this process ends.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, SIGTERM or the end of the terminal.
-        LoraRocmError: the error event that it wrote.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or the closing of the terminal.
+        LoraRocmError: the child reported this error.
     """
     problem: ErrorEvent | None = None
     ended = late = False
@@ -99,10 +100,10 @@ def follow_tool(
 
 
 def write_job(folder: Path, job: object) -> Path:
-    """The file of a job, in a folder that lasts as long as the child.
+    """Write a job file and return its path. ``folder`` has to exist as long as the child runs.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
     if isinstance(job, RunJob):
         job = replace(job, spare_cache=folder / "cache")
@@ -112,13 +113,13 @@ def write_job(folder: Path, job: object) -> Path:
 
 
 def run_job(job: object, env: Mapping[str, str], on_event: process.OnEvent) -> int:
-    """Start the child of a job; see ``run_tool``."""
+    """Run the child process of a job and return its exit code. See ``run_tool`` for errors."""
     with temporary_folder() as folder:
         return run_tool(CHILDREN[name_of(job)].module, [str(write_job(folder, job))], env, on_event)
 
 
 def ask(job: object, answer: type[A], env: Mapping[str, str]) -> A:
-    """Start the child of a job and return its one answer.
+    """Run the child process of a job and return the object with which it answers.
 
     Raises:
         LoraRocmError: see ``run_for_json``.
@@ -137,19 +138,22 @@ def ask(job: object, answer: type[A], env: Mapping[str, str]) -> A:
 
 @dataclass(frozen=True)
 class Tool:
-    """A running heavy child. log: the file of its standard error. reader: reads the events that it writes."""
+    """A running child process. log: file with its standard error. reader: reads its events."""
 
     child: subprocess.Popen[bytes]
     log: Path
     reader: EventReader
 
     def poll(self) -> tuple[bool, list[Event]]:
-        """Whether it has ended, and its new events."""
+        """Return whether the process has ended, and its new events."""
         ended = self.child.poll() is not None
         return ended, self.reader.poll()
 
     def send(self, request: object) -> None:
-        """Write a request (``Child.requests``) to its standard input. If it has ended, ``heard`` reports it."""
+        """Write a request (``Child.requests``) to the child's standard input.
+
+        If the child has ended, nothing happens here; ``heard`` then raises the error.
+        """
         assert self.child.stdin is not None
         with contextlib.suppress(BrokenPipeError, OSError):  # Windows has OSError for a closed pipe
             self.child.stdin.write(request_line(request))
@@ -158,11 +162,13 @@ class Tool:
     def heard(
         self, last: type[Event], count: int = 1, each_round: Callable[[], None] = lambda: None
     ) -> Iterator[Event]:
-        """Its events, up to the ``count``-th of the type ``last``. ``each_round`` is called while waiting for them.
+        """Yield the child's events, up to the ``count``-th event of the type ``last``.
+
+        ``each_round`` is called regularly while waiting.
 
         Raises:
-            LoraRocmError: the error event that it wrote.
-            WorkerDiedError: it has ended before.
+            LoraRocmError: the child reported this error.
+            WorkerDiedError: the child ended too early.
         """
         while count > 0:
             each_round()
@@ -180,7 +186,10 @@ class Tool:
 
 @contextlib.contextmanager
 def started(command: Sequence[str], env: Mapping[str, str]) -> Iterator[Tool]:
-    """A heavy child with its output in files. It is killed at the end of the context if it still runs."""
+    """Start and yield a child process with its output in files.
+
+    It is killed at the end of the context if it still runs.
+    """
     with temporary_folder() as folder:
         log, output = folder / "tool.log", folder / "events.jsonl"
         with log.open("wb") as errors, output.open("wb") as events:
@@ -199,7 +208,7 @@ def started(command: Sequence[str], env: Mapping[str, str]) -> Iterator[Tool]:
 
 
 def _end(tool: subprocess.Popen[bytes]) -> None:
-    """Kill a child that still runs. One that hangs inside a driver cannot die and is left behind."""
+    """Kill a child if it is still running. A process that hangs inside a driver cannot be killed, and is abandoned."""
     if tool.poll() is None:
         process.kill_tree(tool.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -211,11 +220,11 @@ def _end(tool: subprocess.Popen[bytes]) -> None:
 def run_for_json(
     module: str, arguments: Sequence[str], env: Mapping[str, str], limit_s: float = JSON_LIMIT_S
 ) -> dict[str, Any]:
-    """Run a heavy child that writes one JSON object to standard output; return that object.
+    """Run a child process that writes one JSON object to standard output. Return this object.
 
     Raises:
-        LoraRocmError: the child's error (an error event, or text on standard error with one of our exit codes).
-        WorkerDiedError: it failed without either, or took longer than the limit and was ended.
+        LoraRocmError: the child reported this error, as an event or as text on standard error with a known exit code.
+        WorkerDiedError: the child failed without reporting an error, or exceeded the time limit and was killed.
     """
     alive, ours = os.pipe()  # ``subprocess.run`` would close its own pipe at once, which ends the child
     try:
@@ -229,7 +238,7 @@ def run_for_json(
     except subprocess.TimeoutExpired as error:
         raise WorkerDiedError(
             "worker-died",
-            f"The process {module} was still running after {limit_s / 60:.0f} minutes, and was ended.",
+            f"The process {module} was still running after {limit_s / 60:.0f} minutes, so it was killed.",
             fix="Check the model's files and the data for the cause. Files on the network may be slow.",
         ) from error
     finally:

@@ -1,7 +1,7 @@
-"""Treats the closing of a Windows console, and the end of the session, as a stop request. No effect elsewhere.
+"""Handles the closing of a Windows console, and the end of the session, as a request to stop.
 
-Windows ends a process some seconds after notifying it (HungAppTimeout, 5 s), or at once when the handler returns.
-Source: learn.microsoft.com, HandlerRoutine and SetConsoleCtrlHandler.
+Windows ends a process a few seconds after notifying it (HungAppTimeout, 5 s), or at once when the handler returns.
+Source: learn.microsoft.com, HandlerRoutine and SetConsoleCtrlHandler. On other systems this module has no effect.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ HANDLER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_ulong)  # 64-bit Windows has o
 
 @contextmanager
 def on_console_close(on_closing: Callable[[], None], kernel32: Any = None) -> Iterator[None]:
-    """Call ``on_closing``, in a thread of the system, when the console closes; the process then has seconds left.
+    """Call ``on_closing`` in a system thread if the console closes within this context. A few seconds are then left.
 
     Args:
-        on_closing: must be quick.
-        kernel32: the library's functions, as ``ctypes`` gives them; None: this system's, if it has them.
+        on_closing: has to return quickly.
+        kernel32: the library as ``ctypes`` loads it. None to load it on Windows, and to do nothing on other systems.
     """
     library = kernel32 if kernel32 is not None else _kernel32()
     if library is None:

@@ -1,7 +1,8 @@
-"""Windows job objects: a process and everything that it starts, which can be killed together. No effect elsewhere.
+"""Windows job objects: a process and all its descendants in one object, so that they can be killed together.
 
-A job outlives its last handle (JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE is not set), because a worker saves and exits by
-itself after its parent died. Source: learn.microsoft.com, Win32 API, Job Objects.
+A job object survives its last handle (JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE is not set), so that a worker can save and
+exit by itself after its parent died. Source: learn.microsoft.com, Win32 API, Job Objects. On other systems this
+module has no effect.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ KILLED_CODE = 137
 
 
 class JobObject:
-    """One job object.
+    """A Windows job object.
 
     Args:
-        kernel32: the library's functions, as ``ctypes`` gives them; None: there is no job, and every call does nothing.
-        pid: the process to add to the job. Processes that it started before are not in the job.
+        kernel32: the library as ``ctypes`` loads it; None to create no job object, so that all methods do nothing.
+        pid: id of the process to add. Processes that it started earlier are not added.
     """
 
     def __init__(self, kernel32: Any, pid: int) -> None:
@@ -30,7 +31,7 @@ class JobObject:
 
     @classmethod
     def of(cls, pid: int) -> JobObject:
-        """A job with this process in it; without effect except on Windows."""
+        """Return a job object that contains a process. On systems other than Windows its methods do nothing."""
         return cls(_kernel32() if sys.platform == "win32" else None, pid)
 
     def _assign(self, pid: int) -> bool:
@@ -43,19 +44,22 @@ class JobObject:
             self._kernel32.CloseHandle(process)
 
     def terminate(self) -> None:
-        """End every process in the job."""
+        """End all processes in the job object."""
         if self._handle:
             self._kernel32.TerminateJobObject(self._handle, KILLED_CODE)
 
     def close(self) -> None:
-        """Close the handle; the processes in the job continue."""
+        """Close the handle. The processes in the job object continue to run."""
         if self._handle:
             self._kernel32.CloseHandle(self._handle)
         self._handle = None
 
 
 def _kernel32() -> Any:
-    """The functions with their types: handles are as wide as pointers, and ctypes would truncate them to int."""
+    """Return the library with typed functions.
+
+    Without types, ctypes would truncate handles, which are as wide as pointers.
+    """
     if sys.platform != "win32":
         return None
     from ctypes import wintypes

@@ -1,4 +1,4 @@
-"""Benchmarks copies between host and GPU (each direction, and both together), on one GPU, and between GPUs."""
+"""Benchmarks copies: between host and GPU (each direction, and both at once), within one GPU, and between GPUs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SIZES = tuple(2**power for power in (12, 16, 20, 24, 28))  # 4 KiB to 256 MiB
 CPU = torch.device("cpu")
 SYSFS = Path("/sys/bus/pci/devices")
 GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
-"""Transfer rate of a lane in GT/s -> generation (PCI-SIG base specifications)."""
+"""Transfer rate of a PCIe lane in GT/s -> PCIe generation (PCI-SIG base specifications)."""
 
 
 def run(device: torch.device, start: int) -> None:
-    """Measure and emit events; without a GPU measure copies in main memory."""
+    """Measure all copies from row ``start`` on and emit events. Without a GPU, copies in main memory are measured."""
     if device.type == "cuda":
         gpus = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
         emit(LinkEvent(links=_links(gpus)))
@@ -34,7 +34,7 @@ def run(device: torch.device, start: int) -> None:
 
 
 def gpu_works(gpus: list[torch.device]) -> list[MeasuredRow]:
-    """Return all rows of a machine with GPUs; host copies are measured with the first GPU only."""
+    """Return the rows to measure on a machine with GPUs. Copies from and to the host use only the first GPU."""
     first = gpus[0]
     works = []
     for memory in ("pageable", "pinned"):
@@ -51,24 +51,24 @@ def gpu_works(gpus: list[torch.device]) -> list[MeasuredRow]:
 
 
 def host_works() -> list[MeasuredRow]:
-    """Return the rows that can be measured without a GPU."""
+    """Return the rows to measure without a GPU."""
     return [_work("host to host", "main memory", size, partial(between, CPU, CPU), size) for size in SIZES]
 
 
 def to_device(device: torch.device, pinned: bool, size: int) -> Call:
-    """Return a call that copies ``size`` bytes from the host."""
+    """Return a function that copies ``size`` bytes from the host to a device."""
     source, target = _host(size, pinned), torch.empty(size, dtype=torch.uint8, device=device)
     return lambda: target.copy_(source, non_blocking=pinned)
 
 
 def to_host(device: torch.device, pinned: bool, size: int) -> Call:
-    """Return a call that copies ``size`` bytes to the host."""
+    """Return a function that copies ``size`` bytes from a device to the host."""
     source, target = torch.ones(size, dtype=torch.uint8, device=device), _host(size, pinned)
     return lambda: target.copy_(source, non_blocking=pinned)
 
 
 def both_directions(device: torch.device, size: int) -> Call:
-    """Return a call that starts a copy of ``size`` bytes in each direction, on two streams."""
+    """Return a function that starts copies of ``size`` bytes in both directions at once, on two streams."""
     down, up = to_device(device, True, size), to_host(device, True, size)
     first, second = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
@@ -82,14 +82,14 @@ def both_directions(device: torch.device, size: int) -> Call:
 
 
 def between(source_device: torch.device, target_device: torch.device, size: int) -> Call:
-    """Return a call that copies ``size`` bytes within one memory, or from one GPU to another."""
+    """Return a function that copies ``size`` bytes within a device's memory or from one device to another."""
     source = torch.ones(size, dtype=torch.uint8, device=source_device)
     target = torch.empty(size, dtype=torch.uint8, device=target_device)
     return lambda: target.copy_(source, non_blocking=True)
 
 
 def _host(size: int, pinned: bool) -> Tensor:
-    """Return touched memory; pages that were never written have no physical memory to copy from."""
+    """Return host memory that has been written. Memory that was never written has no physical pages to copy from."""
     tensor = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     return tensor.fill_(1)
 
@@ -99,7 +99,7 @@ def _work(copy: str, memory: str, size: int, prepare: partial[Call], num_bytes: 
 
 
 def _links(gpus: list[torch.device]) -> list[dict[str, object] | None]:
-    """Return the PCIe link of each GPU, read while copies keep it out of power saving."""
+    """Return the PCIe link of each GPU. It is read while copies are running, so that the GPU does not save power."""
     found: list[dict[str, object] | None] = []
     for gpu in gpus:
         copy = to_device(gpu, True, SIZES[-1])
@@ -115,7 +115,10 @@ def _links(gpus: list[torch.device]) -> list[dict[str, object] | None]:
 
 @dataclass(frozen=True)
 class Link:
-    """The narrowest link between a GPU and the processor. ``gb_per_s``: raw, one direction, 10^9 bytes per second."""
+    """The slowest PCIe link between a GPU and the processor.
+
+    gb_per_s: raw rate of one direction in 10^9 bytes per second.
+    """
 
     address: str
     generation: int
@@ -126,8 +129,8 @@ class Link:
 def link_to(address: str, devices: Path = SYSFS) -> Link | None:
     """Return the link to the device at a PCI address ("0000:03:00.0"); None if it cannot be read.
 
-    A Radeon has its own switch with a wide inner link. So all bridges are compared, and the narrowest link is the bus.
-    Read it while the device works: an idle link runs slower.
+    A Radeon contains a switch with a wide inner link. So all links up to the processor are compared, and the
+    slowest is returned. The device has to be busy during the call, because an idle link runs at a lower rate.
     """
     try:
         device = (devices / address).resolve(strict=True)

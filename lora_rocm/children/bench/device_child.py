@@ -1,11 +1,12 @@
-"""Child of ``lora-rocm bench transfer`` and ``compute``: ``python -m lora_rocm.children.bench.device_child JOB.json``.
+"""Child process of ``lora-rocm bench transfer`` and ``bench compute``: measures copies, or a recipe's operations.
 
-``compute`` measures what a recipe's pass computes: products, attention by each backend, convolutions with each library,
-with the calls that ``lora-rocm tune`` and a run's start try (``children.tune.job``).
+Command: ``python -m lora_rocm.children.bench.device_child JOB.json``. The operations are those in a recipe's pass:
+matrix products, attention with each backend, and convolutions with each library. ``lora-rocm tune`` and the start
+of a run measure the same calls (``children.tune.job``).
 
-Reports measurements as events, one JSON object per line of standard output: ``machine`` once, then for each row
-``begin`` before and ``row`` after. A row that hangs or crashes ends the process; the parent knows which row it was, and
-continues after it.
+It writes events to standard output, one JSON object per line: ``machine`` once, then ``begin`` before each row and
+``row`` after it. If a row crashes or hangs, the process ends. The parent starts a new one, which continues with the
+next row.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BACKENDS_OF = {"cpu": ("math", "flash"), "hip": ("math", "efficient", "flash"), 
 
 
 def main() -> int:
-    """Do the job. An unexpected error ends in a traceback on standard error, which the parent reads."""
+    """Run the job and return the exit code. An unexpected error leaves a traceback on standard error for the parent."""
     return run_reported(_measure)
 
 
@@ -55,12 +56,15 @@ def _measure() -> None:
 
 
 def all_works(work: RecipeWork) -> list[MeasuredRow]:
-    """Return all rows of a recipe."""
+    """Return all rows to measure for a recipe."""
     return [*_products(work), *_attentions(work), *_convolutions(work)]
 
 
 def _products(work: RecipeWork) -> Iterator[MeasuredRow]:
-    """Yield the products in the order of a pass; they are numbered, because some differ only in strides."""
+    """Yield a row for each matrix product in a pass, in order.
+
+    The rows are numbered, because some differ only in strides.
+    """
     for number, (product, count) in enumerate(work.products.items(), 1):
         left, right = product.inputs[-2:]
         fields = _fields(
@@ -75,10 +79,10 @@ def _product(device: torch.device, product: Product) -> Call:
 
 
 def _attentions(work: RecipeWork) -> Iterator[MeasuredRow]:
-    """Yield each call with its gradients, by each backend.
+    """Yield a row for each attention call and backend. A row measures the call and its gradients.
 
-    The FLOP count is four multiplications per pair forward and eight backward, regardless of recomputation in the
-    backend.
+    The FLOP count is four multiplications per pair for the forward pass and eight for the backward pass.
+    Recomputation in a backend is not counted.
     """
     names = BACKENDS_OF["cpu" if work.device.type == "cpu" else "hip" if torch.version.hip else "cuda"]
     for number, (call, count) in enumerate(work.attention.items(), 1):
@@ -97,7 +101,10 @@ def _attention(work: RecipeWork, call: AttentionCall, backend: str) -> Call:
 
 
 def _convolutions(work: RecipeWork) -> Iterator[MeasuredRow]:
-    """Yield convolutions through MIOpen or cuDNN ("on") and by torch's own kernels ("off"); a CPU has only torch's."""
+    """Yield two rows for each convolution: with MIOpen or cuDNN ("on") and with torch's own kernels ("off").
+
+    On a CPU, yield one.
+    """
     library = "MIOpen" if torch.version.hip else "cuDNN"
     ways = ((f"{library} on", True), (f"{library} off", False)) if work.device.type == "cuda" else (("CPU", True),)
     for number, (call, count) in enumerate(work.convolutions.items(), 1):
@@ -108,7 +115,7 @@ def _convolutions(work: RecipeWork) -> Iterator[MeasuredRow]:
 
 
 def convolution(device: torch.device, what: Convolution, enabled: bool) -> Call:
-    """Return a call of a convolution, with the library on or off."""
+    """Return a function that runs a convolution. ``enabled``: whether it uses MIOpen or cuDNN."""
     own = torch.Generator(device).manual_seed(0)
     pixels, kernel = what.pixels.random(device, own), what.kernel.random(device, own)
 

@@ -1,7 +1,7 @@
 """Child process of ``lora-rocm bench loader``: ``python -m lora_rocm.children.bench.loader_child JOB.json``.
 
-Measures the loading rate of a recipe's batches, from the cache and decoded from the images, by number of workers. Emits
-the same events as ``lora_rocm.children.bench.device_child``.
+It measures how fast a recipe's batches are loaded from the cache and decoded from image files, with different
+numbers of workers. It emits the same events as ``lora_rocm.children.bench.device_child``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.run_context import RunContext
 
 BATCHES, BATCHES_S = 400, 4.0
-"""A row ends after this many batches or seconds, whichever comes first."""
+"""Limits of a row: it ends after this number of batches or seconds, whichever comes first."""
 WARM_UP = 16  # excludes batches that the workers prefetched during start-up
 
 
@@ -51,9 +51,10 @@ Timed = Callable[[], float]
 
 @dataclass(frozen=True)
 class Decoder:
-    """Reads the images themselves: decodes, scales and crops them, as when the cache is filled.
+    """Loads batches from the image files: it decodes, scales and crops them, as when the cache is filled.
 
-    entry: name of a cache entry that depends on the image alone. images: cache key -> item and sample.
+    entry: name of a cache entry that depends only on the image.
+    images: cache key -> item and sample.
     """
 
     entry: str
@@ -71,19 +72,22 @@ class Decoder:
 
 
 def decoder_of(prepared: Prepared, family: ModelFamily) -> Decoder:
-    """Return a decoder for the images of a run."""
+    """Return a decoder for the images of a recipe."""
     entry = next(encoder.entry.name for encoder in family.encoders() if encoder.entry.inputs == (IMAGE,))
     pairs = zip(prepared.items, prepared.samples, strict=True)
     return Decoder(entry, {key: (item, sample) for item, sample in pairs for (key,) in item.keys[entry]})
 
 
 def worker_counts() -> list[int]:
-    """Return 0 to 4 workers, and the number of CPU cores."""
+    """Return the numbers of workers to measure: up to 4, and the number of CPU cores."""
     return sorted({0, 1, 2, 4, max(4, os.cpu_count() or 1)})
 
 
 def reading(found: dict[str, Any], workers: Workers, reported: list[str], plan: BatchPlan) -> Timed:
-    """Return a call that reads batches and returns the seconds per batch; the time to the first goes into ``found``."""
+    """Return a function that loads batches and returns the seconds per batch.
+
+    It stores the seconds until the first batch in ``found``. It raises RuntimeError if the workers reported a notice.
+    """
 
     def call() -> float:
         started = time.perf_counter()
@@ -113,7 +117,7 @@ def _note(reported: list[str], event: Event) -> None:
 def works_of(
     recipe: Recipe, prepared: Prepared, cache: LatentCache, plan: BatchPlan, family: ModelFamily
 ) -> list[MeasuredRow]:
-    """Return all rows: both sources, each with all numbers of workers."""
+    """Return all rows to measure: each number of workers with both sources, the cache and the image files."""
     works = []
     for source in ("cache", "images"):
         for count in worker_counts():
@@ -135,7 +139,10 @@ def _called(call: Call) -> float:
 
 
 def main() -> int:
-    """Fill the cache as training would, and measure. An unexpected error ends in a traceback."""
+    """Fill the cache as training does, measure all rows, and return the exit code.
+
+    An unexpected error leaves a traceback.
+    """
     return run_reported(_measure)
 
 

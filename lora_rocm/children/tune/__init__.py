@@ -1,1 +1,1 @@
-"""Child processes that measure matrix products and attention at a recipe's shapes."""
+"""Child processes that measure matrix products and attention with the tensor shapes of a recipe."""

@@ -1,7 +1,8 @@
-"""Tries attention backends at a recipe's shapes: ``python -m lora_rocm.children.tune.attention JOB``.
+"""Compares attention backends with the tensor shapes of a recipe: ``python -m lora_rocm.children.tune.attention JOB``.
 
-Output and gradients of each backend are compared with plain attention in float32, and a correct backend is timed. A
-backend that crashes or hangs ends the process; the parent continues after it (``checks.timing``).
+The output and gradients of each backend are compared with attention by the formula in float32. Correct backends are
+timed. If a backend crashes or hangs, the process ends. The parent starts a new one, which continues with the next
+backend (``checks.timing``).
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from lora_rocm.processes.jobs import TuneAttentionJob
 
 PARTS = ("output", "gradient of q", "gradient of k", "gradient of v")
 MAX_EPS = {torch.float32: (256.0, 128.0), torch.float16: (8.0, 2.0), torch.bfloat16: (8.0, 2.0)}
-"""Allowed error in units of eps: of one number relative to the largest, and of the tensor's norm relative to the norm.
+"""Largest errors of a correct backend, in units of eps: (largest error / largest magnitude, norm of error / norm).
 
-In 16 bits, scores, probabilities, their gradients and the result are rounded, each by at most eps / 2 and by 0.3 eps in
-the mean. The errors of four roundings are independent, so the norm of their sum is near 0.6 eps. A score of 4 that is
-rounded to 16 bits changes a probability by up to 2 eps. In float32, kernels compose products from TF32 parts.
+In 16 bits, scores, probabilities, their gradients and the result are rounded. Each rounding error is at most eps /
+2, and 0.3 eps on average. Four independent errors have a sum with a norm of about 0.6 eps. Rounding a score of 4
+changes a probability by up to 2 eps. In float32, kernels build products from TF32 parts.
 """
 
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""q, k, v and the gradient of the output."""
+"""q, k, v and the gradient of the output, in this order."""
 
 
 def random_inputs(call: AttentionCall, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Inputs of a call."""
+    """Return random inputs with the shapes of an attention call."""
     own = torch.Generator(device).manual_seed(0)
 
     def random(length: int) -> Tensor:
@@ -53,7 +54,7 @@ def random_inputs(call: AttentionCall, device: torch.device, dtype: torch.dtype)
 
 
 def computed(given: Inputs, is_causal: bool, context: Callable[[], AbstractContextManager[Any]]) -> tuple[Tensor, ...]:
-    """Output and gradients within a context."""
+    """Return the output of attention and the gradients of q, k and v, computed within ``context()``."""
     q, k, v, gradient = given
     with context():
         output = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
@@ -62,11 +63,12 @@ def computed(given: Inputs, is_causal: bool, context: Callable[[], AbstractConte
 
 @dataclass
 class Trial:
-    """The inputs of one call with the known results, output and gradients, in float32.
+    """Random inputs of one attention call, with the correct results.
 
     Attributes:
-        count: number of such calls in a pass.
-        given: q, k, v and the gradient of the output, in the dtype of the run.
+        count: number of calls with these shapes in a pass.
+        given: q, k, v and the gradient of the output, in the run's dtype.
+        wanted: the correct output and gradients of q, k and v, in float32.
     """
 
     call: AttentionCall
@@ -80,14 +82,16 @@ class Trial:
         return cls(call, count, given, plain(*given, call.is_causal))
 
     def run(self, context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> tuple[Tensor, ...]:
-        """Output and gradients by one backend."""
+        """Return the output and the gradients of q, k and v, computed within ``context()``, which selects a backend."""
         return computed(self.given, self.call.is_causal, context)
 
     def error(self, context: Context) -> float:
-        """The largest error of a tensor as a norm, relative to the tensor's.
+        """Return the largest relative error among the output and the gradients.
+
+        It is the norm of the error, divided by the norm of the correct tensor.
 
         Raises:
-            RuntimeError: an error exceeds its bound, or a number is not finite.
+            RuntimeError: an error exceeds its limit, or a number is not finite.
         """
         poison(self.given[0].device, *(tensor.nbytes for tensor in self.given))
         errors = []
@@ -97,12 +101,16 @@ class Trial:
             largest, norm = float(off.abs().max() / wanted.abs().max()), float(off.norm() / wanted.norm())
             of_one, of_all = MAX_EPS[found.dtype]
             if not (largest <= of_one * eps and norm <= of_all * eps):
-                raise RuntimeError(f"wrong: {part} of {self.call} is off by {norm:.2g}, a number by {largest:.2g}")
+                off = f"{norm:.2g} of its norm, and up to {largest:.2g} of its largest number"
+                raise RuntimeError(f"wrong: {part} of {self.call} is off by {off}")
             errors.append(norm)
         return max(errors)
 
     def seconds(self, context: Context, captured: bool) -> float:
-        """Time of one call with its gradients. ``captured``: as in a captured pass."""
+        """Return the time of one call with its gradients.
+
+        ``captured``: whether the call is captured as a GPU graph first, as a run with captured passes does.
+        """
         with context():  # once, as in a pass
             self._once()
             run = self._once
@@ -116,7 +124,7 @@ class Trial:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
-    """Output and gradients by the formula in float32, one head after the other."""
+    """Return the output and the gradients of q, k and v, computed by attention's formula in float32, head by head."""
     results = []
     for heads in zip(*(tensor.detach().flatten(0, 1) for tensor in (q, k, v, gradient)), strict=True):
         q_SD, k_TD, v_TD, d_out_SD = (tensor.float() for tensor in heads)
@@ -133,7 +141,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, is_causal: bool) ->
 def prepared(
     backend: str, context: Context, trials: Sequence[Trial], captured: bool, found: dict[str, Any]
 ) -> Callable[[], float]:
-    """Check a backend at every shape; return a function that times a pass's attention with it. See ``Prepare``."""
+    """Check a backend with every shape. Return a function that times a pass's attention calls (see ``Prepare``)."""
     require_backend(backend, context, trials)
     errors = [trial.error(context) for trial in trials]
     found["error"] = max(errors)
@@ -148,15 +156,17 @@ def prepared(
 
 
 def require_backend(backend: str, context: Context, trials: Sequence[Trial]) -> None:
-    """Check that a package is installed, and that the first backend of an order computes at least one of the shapes.
+    """Check that a backend's package is installed, and that torch has a kernel for at least one of the shapes.
+
+    If ``backend`` stands for an order of several backends, only the first is checked.
 
     Raises:
-        RuntimeError: the package is missing, or the backend computes none.
+        RuntimeError: the package is missing, or no shape is supported.
     """
     try:
         context()
     except (ImportError, AttributeError) as error:
-        raise RuntimeError(f"not here: {error}") from error
+        raise RuntimeError(f"unavailable: {error}") from error
     refused = 0
     for trial in trials if backend in ORDERS else ():
         try:
@@ -168,18 +178,18 @@ def require_backend(backend: str, context: Context, trials: Sequence[Trial]) -> 
     if (refused and refused == len(trials)) or (
         backend == "sdpa-ck" and not torch.backends.cuda.is_ck_sdpa_available()
     ):
-        raise RuntimeError("not here: torch has no such kernel for this GPU and these shapes")
+        raise RuntimeError("unavailable: torch has no such kernel for this GPU and these shapes")
 
 
 def rows(job: TuneAttentionJob, work: RecipeWork) -> Iterator[tuple[dict[str, Any], Prepare]]:
-    """A row for each backend."""
+    """Yield (fields, preparation) of a row for each backend."""
     trials = [Trial.of(call, count, work.device, work.dtype) for call, count in work.attention.items()]
     for way in job.ways:
         yield {"way": way}, partial(prepared, way, context_of(way), trials, work.captures)
 
 
 def main() -> int:
-    """Try the backends of the job."""
+    """Compare the backends of the job, and return the exit code."""
     return report_rows(TuneAttentionJob, rows)
 
 

@@ -1,6 +1,6 @@
-"""Shared by the tuning processes: the job file, the calls of a pass of its recipe, and timed rows.
+"""Used by all tuning child processes: counts the operations in a recipe's pass, and reports measured rows.
 
-The calls are counted on a model without weights.
+The operations are counted on a model without weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Shapes of one call without mask and dropout: query [B, H, S, D], key and value [B, H, T, D]."""
+    """Shapes of an attention call without mask and dropout: query [B, H, S, D], key and value [B, H, T, D]."""
 
     batch: int
     heads: int
@@ -74,7 +74,7 @@ class Laid:
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product as PyTorch's operation."""
+    """A matrix product: the name of PyTorch's operation and the layouts of its inputs."""
 
     name: str
     inputs: tuple[Laid, ...]
@@ -95,7 +95,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Convolution:
-    """One convolution without its bias: pixels [B, C, ...], kernel [O, C / groups, ...]."""
+    """A convolution without its bias: pixels [B, C, ...], kernel [O, C / groups, ...]."""
 
     pixels: Laid
     kernel: Laid
@@ -151,7 +151,10 @@ class _Products(TorchDispatchMode):
 def count_calls(
     recipe: Recipe, family: ModelFamily, dtype: torch.dtype, settings: Settings, on_gpu: bool = True
 ) -> tuple[Counter[AttentionCall], Counter[Product], Counter[Convolution]]:
-    """Count one forward and backward pass of a micro-batch in the largest shape."""
+    """Return how often each attention call, matrix product and convolution occurs in a forward and backward pass.
+
+    The pass has a micro-batch of the recipe's largest shape.
+    """
     model = meta_model(family, recipe, dtype, on_gpu and settings.triton)
     rows = -(-recipe.train.batch_size // settings.micro_batch_parts)
     batch, draws = inputs_on_meta(family, largest_of(recipe), rows)
@@ -162,12 +165,12 @@ def count_calls(
 
 @dataclass(frozen=True)
 class RecipeWork:
-    """The work of a recipe on this machine."""
+    """The operations in a recipe's pass, and the settings with which this machine computes them."""
 
     device: torch.device
     dtype: torch.dtype
     captures: bool
-    """Passes of the run are captured as graphs, so the host's time for a call does not count."""
+    """Whether the run's passes are captured as graphs. The host's time per call is then not measured."""
     attention: Counter[AttentionCall]
     products: Counter[Product]
     convolutions: Counter[Convolution]
@@ -184,9 +187,9 @@ class RecipeWork:
 
 
 Prepare = Callable[[dict[str, Any]], Callable[[], float]]
-"""Checks a row's results, and returns a function that times it, in seconds. It adds figures to the dictionary.
+"""Prepares a row: it checks the results, and returns a function that measures the row's time in seconds.
 
-It raises RuntimeError if a result is wrong.
+It adds further results to the dictionary. It raises RuntimeError if a result is wrong.
 """
 
 
@@ -200,7 +203,10 @@ J = TypeVar("J", TuneAttentionJob, TuneProductsJob)
 
 
 def report_rows(kind: type[J], rows_of: Callable[[J, RecipeWork], Iterable[tuple[dict[str, Any], Prepare]]]) -> int:
-    """Report the rows (fields, preparation) of this process's job; return the exit code."""
+    """Measure and report the rows of this process's job. Return the exit code.
+
+    ``rows_of`` returns (fields, preparation) of each row.
+    """
 
     def run() -> None:
         job = job_of(kind)

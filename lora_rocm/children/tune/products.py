@@ -1,8 +1,8 @@
 """Child process that tunes a recipe's matrix products: ``python -m lora_rocm.children.tune.products JOB``.
 
-Each product is computed by the library's default, then tuned, and computed by the chosen solution. Its row has the
-table's entries only if both agree with float32. A product that crashes or hangs ends the process; the parent continues
-after it (``checks.timing``).
+Each product is computed with the library's default solution. Then it is tuned and computed with the chosen
+solution. If both results agree with float32, its row gets the entries for TunableOp's table. If a product crashes
+or hangs, the process ends. The parent starts a new one, which continues with the next product (``checks.timing``).
 """
 
 from __future__ import annotations
@@ -22,43 +22,47 @@ from lora_rocm.children.tune.job import Prepare, Product, RecipeWork, report_row
 from lora_rocm.processes.jobs import TuneProductsJob
 
 SOLUTION_MS = 10
-"""Time for one solution of a product; a product has hundreds to thousands of solutions."""
+"""Time limit for tuning one solution, in milliseconds. A product has hundreds to thousands of solutions."""
 MAX_EPS = 4.0
-"""Allowed error in units of eps of the dtype, relative to the result's largest number: the result is rounded once, and
-once more for each partial sum that a solution keeps in the dtype. In float32 the sum itself rounds, which adds up to
-the root of its terms.
+"""Largest error of a correct solution, in units of the dtype's eps and relative to the result's largest magnitude.
+
+The result is rounded once, and once more for each partial sum that a solution stores in the dtype. In float32 the
+sum is rounded, too, so the error grows with the square root of the number of terms.
 """
 
 
 class Tuner:
-    """PyTorch's TunableOp."""
+    """Access to PyTorch's TunableOp."""
 
     def __init__(self) -> None:
         tunable.set_filename(os.devnull)  # else it reads and writes a file in the current folder
         tunable.set_max_tuning_duration(SOLUTION_MS)
 
     def default(self, product: Callable[[], Tensor]) -> Tensor:
-        """Compute by the library's own choice."""
+        """Return the product, computed with the library's default solution."""
         tunable.enable(False)
         return product()
 
     def tuned(self, product: Callable[[], Tensor], first: bool) -> Tensor:
-        """Compute by the fastest solution; ``first``: find it."""
+        """Return the product, computed with the fastest solution.
+
+        ``first``: whether that solution has to be found first.
+        """
         tunable.enable(True)
         tunable.tuning_enable(first)
         return product()
 
     def entries(self) -> list[list[Any]]:
-        """(operation, parameters, solution, milliseconds) of all products tuned in this process."""
+        """Return (operation, parameters, solution, milliseconds) of all products that were tuned in this process."""
         return [[*entry] for entry in tunable.get_results()]  # type: ignore[misc]
 
     def validators(self) -> list[list[str]]:
-        """(name, version) of the software that the entries are valid for."""
+        """Return (name, version) of the software for which the entries are valid."""
         return [[str(part) for part in pair] for pair in tunable.get_validators()]
 
 
 def prepared(product: Product, device: torch.device, tuner: Tuner, found: dict[str, Any]) -> Callable[[], float]:
-    """Tune a product and check the chosen solution; return a function that times it. See ``Prepare``."""
+    """Tune a product, check the chosen solution, and return a function that times it (see ``Prepare``)."""
     own = torch.Generator(device).manual_seed(0)
     inputs = [laid.random(device, own) for laid in product.inputs]
     run = partial(product.run, inputs)
@@ -83,18 +87,18 @@ def prepared(product: Product, device: torch.device, tuner: Tuner, found: dict[s
 def _require(got: Tensor, wanted: Tensor, bound: float, what: str) -> None:
     error = float((got.float() - wanted).abs().max() / wanted.abs().max())
     if not error <= bound:
-        raise RuntimeError(f"wrong: the {what} solution is off by {error:.2g} of the largest number")
+        raise RuntimeError(f"wrong: the {what} solution is off by up to {error:.2g} of the largest number")
 
 
 def rows(job: TuneProductsJob, work: RecipeWork) -> Iterator[tuple[dict[str, Any], Prepare]]:
-    """A row for each product."""
+    """Yield (fields, preparation) of a row for each matrix product."""
     tuner = Tuner()
     for product, count in work.products.items():
         yield {"product": str(product), "count": count}, partial(prepared, product, work.device, tuner)
 
 
 def main() -> int:
-    """Tune the products of the recipe of the job."""
+    """Tune the matrix products of the job's recipe, and return the exit code."""
     return report_rows(TuneProductsJob, rows)
 
 

@@ -90,7 +90,7 @@ def test_what_is_not_here_is_told(trials: list[Trial], monkeypatch: pytest.Monke
 
     monkeypatch.setitem(OTHERS, "aiter", missing)
     ways = {way: context_of(way) for way in ("aiter", "sdpa-cudnn")}
-    assert [row["problem"][:8] for row in rows_of(ways, trials, capfd)] == ["not here"] * 2
+    assert [row["problem"][:11] for row in rows_of(ways, trials, capfd)] == ["unavailable"] * 2
 
 
 def test_one_that_raises_is_told_and_the_next_is_tried(trials: list[Trial], capfd: Any) -> None:
