@@ -65,14 +65,14 @@ RESUMED = " with --resume latest"
 """The words of advice that hold only for a run with a checkpoint."""
 
 
-class Advice(TypedDict):
+class ResumeAdvice(TypedDict):
     """Two fields of an error of a run."""
 
     fix: str
     fix_without_checkpoint: str
 
 
-def resume_advice(fix: str, without_checkpoint: str = "") -> Advice:
+def resume_advice(fix: str, without_checkpoint: str = "") -> ResumeAdvice:
     """The advice to go on from the last checkpoint.
 
     Args:

@@ -175,7 +175,7 @@ def check(
     if texts is None:
         notes = (*_cut_captions(recipe, samples, base.tokenizers), *_unused_tokens(recipe, samples))
     else:
-        data, plan = texts.looked_at()
+        data, plan = texts.inspected()
         found = replace(found, data=data, plan=plan)
         notes = _cut_captions(recipe, texts.samples() if base.tokenizers else (), base.tokenizers)
     return replace(found, weight_bytes=base.num_bytes, notes=(*base.notices, *notes))
@@ -292,7 +292,7 @@ class _CheckedTexts:
         found = texts_of(self.recipe.data, Notes(), pairs=self.recipe.objective.compares_pairs)
         return (each.sample for each in found if isinstance(each, FoundText))
 
-    def looked_at(self) -> tuple[DataFacts, RunPlan]:
+    def inspected(self) -> tuple[DataFacts, RunPlan]:
         """The texts and their use by a run, after a child process has inspected the first ones.
 
         Raises:

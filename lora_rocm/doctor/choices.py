@@ -111,7 +111,7 @@ def _override(situation: Situation, plan: EnvPlan) -> Finding | None:
     return finding("owner-gfx1151", situation, row=row, known=known)
 
 
-def _price_of_safe(situation: Situation, plan: EnvPlan) -> Finding | None:
+def _cost_of_safe(situation: Situation, plan: EnvPlan) -> Finding | None:
     """The profile safe does not use hipBLASLt, which is slow on this card."""
     off = any(row.rule == "torch-hipblaslt" and row.value == "0" for row in plan.variables)
     arch = arch_of(situation.gpu.gfx) if situation.gpu is not None else None
@@ -168,5 +168,5 @@ NOTES: dict[str, Check] = {
     "owner-ipc": _ipc,
     "owner-gfx1151": _override,
     "unread": _unread,
-    "price-of-safe": _price_of_safe,
+    "price-of-safe": _cost_of_safe,
 }

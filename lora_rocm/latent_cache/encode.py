@@ -302,7 +302,7 @@ class _Images:
     def fill(self) -> None:
         """Look up all samples in the cache, then encode the missing entries."""
         name, missing, num_missing, there = self.encoder.entry.name, array("q"), 0, 0
-        for index, looked in enumerate(self._looked_at()):
+        for index, looked in enumerate(self._lookups()):
             if looked.problem is not None:
                 self._skip(self.samples[index], looked)
             elif looked.entries and not any(entry.fault for entry in looked.entries):
@@ -331,7 +331,7 @@ class _Images:
             entries.append(replace(entry, fault=fault, in_tiles=in_tiles))
         return tuple(entries)
 
-    def _looked_at(self) -> Iterator[LookupResult]:
+    def _lookups(self) -> Iterator[LookupResult]:
         samples = self.samples
         progress = Progress("hashes", len(samples), self.caches.encoding.report)
         starts = range(0, len(samples), LOOKED_AT_ONCE)

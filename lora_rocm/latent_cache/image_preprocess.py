@@ -227,10 +227,10 @@ def lookup_all(memory: HashMemory, entries_of: EntriesOf, samples: Sequence[Enco
     Image files are not read. If the hash of an image is not remembered, its result has no entries. Dataset rows are
     read and hashed.
     """
-    return [_looked_at(memory, entries_of, wanted) for wanted in samples]
+    return [_lookup(memory, entries_of, wanted) for wanted in samples]
 
 
-def _looked_at(memory: HashMemory, entries_of: EntriesOf, wanted: EncodeRequest) -> LookupResult:
+def _lookup(memory: HashMemory, entries_of: EntriesOf, wanted: EncodeRequest) -> LookupResult:
     try:
         if wanted.file is not None:
             sha256 = memory.recall(FileState.of(wanted.file)) or ""

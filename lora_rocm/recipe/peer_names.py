@@ -71,7 +71,7 @@ def peer_names() -> PeerNames:
 @cache
 def advice() -> Mapping[str, str]:
     """Name -> its advice."""
-    samplings = "; ".join(f"{row.program}'s {row.name} is {row.ours}" for row in peer_names().samplings)
+    samplings = ". ".join(f"{row.program}'s {row.name} is {row.ours}" for row in peer_names().samplings)
     texts = {row: row.text.replace("{samplings}", samplings) for row in peer_names().advice}
     return {name: text for row, text in texts.items() for name in row.names}
 

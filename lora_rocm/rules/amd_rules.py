@@ -84,7 +84,7 @@ def _plain_where_images_differ(situation: Situation) -> str | None:
     return json.dumps("math") if misfit is not None else None
 
 
-def _price_of_safe(situation: Situation) -> str:
+def _cost_of_safe(situation: Situation) -> str:
     """Evidence: the cost of not using hipBLASLt, if it is large."""
     gpu = situation.gpu
     arch = arch_of(gpu.gfx) if gpu is not None else None
@@ -93,7 +93,7 @@ def _price_of_safe(situation: Situation) -> str:
 
 FUNCTIONS = {
     **by_name(_global_override, _node_override, _node_override_name, _override, _chosen_gpu, _chosen_gpus),
-    **by_name(_plain_where_images_differ, _price_of_safe),
+    **by_name(_plain_where_images_differ, _cost_of_safe),
     "miopen_db": _miopen_folder("db"),
     "miopen_cache": _miopen_folder("cache"),
 }

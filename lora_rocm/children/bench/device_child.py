@@ -126,8 +126,14 @@ def convolution(device: torch.device, what: Convolution, enabled: bool) -> Call:
     return call
 
 
-def _fields(group: str, name: str, way: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-    return {"group": group, "name": name, "way": way, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
+def _fields(group: str, name: str, backend: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "group": group,
+        "name": name,
+        "way": backend,
+        "shape": list(shape),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
 
 
 if __name__ == "__main__":

@@ -101,8 +101,8 @@ class Trial:
             largest, norm = float(off.abs().max() / wanted.abs().max()), float(off.norm() / wanted.norm())
             of_one, of_all = MAX_EPS[found.dtype]
             if not (largest <= of_one * eps and norm <= of_all * eps):
-                off = f"{norm:.2g} of its norm, and up to {largest:.2g} of its largest number"
-                raise RuntimeError(f"wrong: {part} of {self.call} is off by {off}")
+                size = f"{norm:.2g} of its norm, and up to {largest:.2g} of its largest number"
+                raise RuntimeError(f"wrong: {part} of {self.call} is off by {size}")
             errors.append(norm)
         return max(errors)
 
