@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from diffusers import ConfigMixin
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -42,9 +41,14 @@ class LargeOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _of_diffusers(cls: type) -> bool:
+    """Whether a class is a ``ConfigMixin`` of diffusers. This does not import diffusers."""
+    return any(base.__name__ == "ConfigMixin" for base in cls.__mro__)
+
+
 def defaults_of(cls: Any) -> dict[str, Any]:
     """Return the default values that a component's class declares for keys of its config."""
-    if issubclass(cls, ConfigMixin):
+    if _of_diffusers(cls):
         declared = inspect.signature(cls.__init__).parameters.values()
         return {each.name: each.default for each in declared if each.default is not each.empty}
     config = cls.config_class
@@ -60,7 +64,7 @@ def new_meta_component(cls: Any, finish: Finish, config: str) -> nn.Module:
     """
     with warnings.catch_warnings(), LargeOnMeta(), init_empty_weights():
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")
-        known = issubclass(cls, ConfigMixin)
+        known = _of_diffusers(cls)
         made: nn.Module = (
             cls.from_config(json.loads(config)) if known else cls(cls.config_class.from_dict(json.loads(config)))
         )

@@ -15,6 +15,7 @@ import traceback
 
 from lora_rocm.foundation.output_stream import outlive
 from lora_rocm.foundation.packages import imported, unusable
+from lora_rocm.processes import lazy_packages
 from lora_rocm.rundir.event_types import ErrorEvent
 from lora_rocm.rundir.events import emit
 
@@ -33,6 +34,7 @@ def main() -> int:
         sys.argv = sys.argv[1:]
         threading.Thread(target=_leave_with_parent, daemon=True, name="parent-watch").start()
     gc.disable()
+    lazy_packages.install()
     try:
         module = importlib.import_module(sys.argv[0])
     except Exception as error:  # the edge of the process: a broken package may raise anything while it is imported

@@ -14,6 +14,7 @@ from PIL import Image
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.training_adapter import TrainingAdapter
+from lora_rocm.dataset.images.preview_images import CONTROL_UNUSABLE
 from lora_rocm.dataset.sources.folders import DEMO_IMAGES
 from lora_rocm.dataset.sources.sample_image import load_image
 from lora_rocm.device.allocator import empty_pools
@@ -24,7 +25,6 @@ from lora_rocm.errors import DataError, ExportError, LoraRocmError, MachineError
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import RunFacts
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.families.common.vae import CONTROL_UNUSABLE
 from lora_rocm.foundation.files import write_json
 from lora_rocm.loader.batches import Prepared
 from lora_rocm.memory.controller import MemoryManager

@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
+from lora_rocm.dataset.images.preview_images import CONTROL_UNUSABLE
 from lora_rocm.errors import DataError
 from lora_rocm.families.base import PreviewRequest
-from lora_rocm.families.common.vae import CONTROL_UNUSABLE
 from lora_rocm.foundation.files import write_atomic, write_json
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lora_rocm.dataset.images.buckets import Size
     from lora_rocm.recipe.load import LoadedRecipe
 
+CONTROL_UNUSABLE = "control-unusable"  # error code
 READ_FIX = "Name another file, or repair this one."
 MISFIT_FIX = "Give a mask of the size of its image, or of the same proportions."
 

@@ -14,10 +14,10 @@ from lora_rocm.device.placement.base import Placement
 from lora_rocm.families.base import Tensors
 from lora_rocm.families.common.caption_encoder import CaptionEncoder, EncodeCaption
 from lora_rocm.families.common.tokenizers import digest, load_tokenizer, require_rows, token_ids, tokenizer_identity
-from lora_rocm.families.common.vae import CPU
 from lora_rocm.kernels.weight_format import WeightFormat
 
 ENCODING_VERSION = 1  # increase it if the same weights would give other tensors
+CPU = torch.device("cpu")
 DTYPE = torch.bfloat16  # of weights and states
 STATES, REAL, OWN = "prompt_embeds", "prompt_real", "prompt_mask"
 

@@ -26,7 +26,6 @@ from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, HIDDEN_MASK, MEAN, SEEN_LATENTS, STD, LatentSpace
-from lora_rocm.families.common.vae import pixels_per_latent
 from lora_rocm.families.lora_names import FileNames
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
@@ -223,3 +222,10 @@ class LatentFamily(ABC):
 
     def skeleton(self, component: str) -> nn.Module:
         return self.source.skeleton(component)
+
+
+def pixels_per_latent(source: BaseSource) -> int:
+    """Return the number of pixels per latent along a side (8 in SDXL and in Stable Diffusion 1.x and 2.x)."""
+    config = source.config("vae")
+    levels = "dim_mult" if config.values.keys() & {"dim_mult", "z_dim"} else "block_out_channels"
+    return int(2 ** (config.length(levels) - 1))

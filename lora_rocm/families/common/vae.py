@@ -20,11 +20,12 @@ from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.images.buckets import Size, covering
 from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, UnreadableImage, cut
 from lora_rocm.dataset.images.image_io import decode as decode_image
-from lora_rocm.dataset.images.preview_images import READ_FIX
+from lora_rocm.dataset.images.preview_images import CONTROL_UNUSABLE, READ_FIX
 from lora_rocm.device.backend_settings import plain_attention
 from lora_rocm.device.placement.base import Placement
 from lora_rocm.errors import DataError
 from lora_rocm.families.base import Encode, Inputs, Tensors
+from lora_rocm.families.common.latent_family import pixels_per_latent
 from lora_rocm.families.common.objectives.base import MEAN, STD, LatentSpace
 from lora_rocm.foundation.bounded_read import read_plain
 
@@ -64,7 +65,6 @@ VAE = ComponentLayout(
 ENCODING_VERSION = 1  # increase it if the same weights would give other tensors
 TILING_PIXELS = 1_200_000  # larger images use the VAE's own overlapping, blended tiles
 CPU = torch.device("cpu")
-CONTROL_UNUSABLE = "control-unusable"  # error code
 SMALL_TILE_PX = 512  # tile side if memory is short; the VAE's default of 1024 saves little
 
 
@@ -191,10 +191,3 @@ def decode(
             pixels_BCHW = vae.decode((latents_CHW / scale + shift)[None], return_dict=False)[0]
         images += processor.postprocess(pixels_BCHW, output_type="pil")
     return images
-
-
-def pixels_per_latent(source: BaseSource) -> int:
-    """Return the number of pixels per latent along a side (8 in SDXL and in Stable Diffusion 1.x and 2.x)."""
-    config = source.config("vae")
-    levels = "dim_mult" if config.values.keys() & {"dim_mult", "z_dim"} else "block_out_channels"
-    return int(2 ** (config.length(levels) - 1))

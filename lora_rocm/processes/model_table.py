@@ -1,0 +1,102 @@
+"""Keeps the table of names that ``transformers`` makes of the files of its models.
+
+The table is valid for one installation: its key is the folder, and size and time of the installation's list of files
+(``RECORD``), which each installation writes again. An editable installation has changing files, so nothing is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lora_rocm.errors import StorageError
+from lora_rocm.foundation.files import write_atomic
+from lora_rocm.hardware.app_dir import own_app_dir
+
+MODULE = "transformers.utils.import_utils"
+FUNCTION = "create_import_structure_from_path"
+PREFIX = "transformers-models-"
+FORMAT = 1
+
+Table = dict[Any, Any]
+"""Folder -> its table, and set of required packages -> module -> set of names."""
+
+
+def use_kept_table(module: ModuleType) -> None:
+    """Let transformers take the table of the folder of all models from a file. Other folders are read as before."""
+    read = getattr(module, FUNCTION, None)
+    if read is None or module.__file__ is None:  # another version: it reads its files itself
+        return
+    package = Path(module.__file__).parents[1]
+    setattr(module, FUNCTION, _kept(read, package))
+
+
+def _kept(read: Callable[[Any], Table], package: Path) -> Callable[[Any], Table]:
+    models, tables = package / "models", list[Table]()
+
+    def kept(module_path: Any) -> Table:
+        path = Path(module_path)
+        if path not in (models, models / "__init__.py"):
+            return read(module_path)
+        if not tables:
+            tables.append(_from_file_or(lambda: read(str(models)), package))
+        return decoded(encoded(tables[0]))  # a copy, because transformers changes it
+
+    return kept
+
+
+def _from_file_or(read: Callable[[], Table], package: Path) -> Table:
+    """Return the table from its file; else read the models, and write the file."""
+    path = path_of(package)
+    if path is None:
+        return read()
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        whole = json.loads(path.read_bytes())
+        if whole["sha256"] == _digest(whole["table"]):
+            return decoded(whole["table"])
+    table = read()
+    with suppress(StorageError, TypeError, ValueError):  # the next start reads the models again
+        content = {"table": (told := encoded(table)), "sha256": _digest(told)}
+        write_atomic(path, json.dumps(content).encode("utf-8"), read_back=False)
+    return table
+
+
+def path_of(package: Path) -> Path | None:
+    """Return the path of the kept table, or None if the installation may change without a trace."""
+    records = sorted(package.parent.glob("transformers-*.dist-info/RECORD"))
+    if len(records) != 1:
+        return None
+    listed = records[0].stat()
+    key = repr((FORMAT, str(package), records[0].parent.name, listed.st_size, listed.st_mtime_ns))
+    return own_app_dir() / f"{PREFIX}{hashlib.sha256(os.fsencode(key)).hexdigest()[:16]}.json"
+
+
+def encoded(table: Table) -> list[Any]:
+    """Return a table as lists and texts. The order of keys is kept, because transformers depends on it."""
+    rows: list[Any] = []
+    for key, value in table.items():
+        if isinstance(key, str):
+            rows.append([key, encoded(value)])
+        else:
+            rows.append([sorted(key), [[module, sorted(names)] for module, names in value.items()]])
+    return rows
+
+
+def decoded(rows: list[Any]) -> Table:
+    """Return the table of ``encoded`` rows."""
+    return {
+        key if isinstance(key, str) else frozenset(key): (
+            decoded(value) if isinstance(key, str) else {module: set(names) for module, names in value}
+        )
+        for key, value in rows
+    }
+
+
+def _digest(rows: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(rows).encode("utf-8")).hexdigest()
