@@ -2,8 +2,8 @@
 
 The kernels run on cards and compilers that they were not tested on. So before they are used, the kernels of the run's
 step are compiled and compared here, forward and backward. Integer kernels must match bit for bit. If a kernel fails,
-the run uses the eager implementations and sends a notice. A case that passed is not compared again until its code, the
-libraries, the driver or the GPU change.
+the run uses the eager implementations and sends a notice (``kernel_choice``). A case that passed is not compared again
+until its code, the libraries, the driver or the GPU change.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from lora_rocm.checks.kernel_proof import Proof
 from lora_rocm.checks.selftest_base import Check, WrongAnswerError, poison
 from lora_rocm.checks.selftest_base import first_wrong as first_wrong_of
 from lora_rocm.device.torch_errors import device_fault, out_of_memory
-from lora_rocm.foundation.units import count_text
-from lora_rocm.kernels.backend import Implementation, refusal, triton_version
+from lora_rocm.kernels.backend import Implementation, nothing_plain, triton_version
 from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew
 from lora_rocm.kernels.fingerprint_weights import TILE
 from lora_rocm.kernels.gated import activated, gated
@@ -437,41 +436,6 @@ IN_FP16 = (
 """Further cases for float16 models, which have a residual stream in float32."""
 
 
-def trusted(
-    device: torch.device, dtype: torch.dtype, notify: Callable[[str], None], kernels: Collection[str] | None = None
-) -> bool:
-    """Return whether the run may use the Triton kernels on this device.
-
-    Cases that have not passed yet for this code, libraries, driver and GPU are compared now (``kernel_proof``). Call
-    this before the device is full, because it briefly needs about 400 MB.
-
-    Args:
-        device: the run's device.
-        dtype: the run's dtype.
-        notify: receives a notice if kernels are compiled, or if a GPU cannot use them.
-        kernels: names of the kernels that the run uses (``Footprint.kernels``), or None to check all kernels.
-
-    Raises:
-        RuntimeError: the device is full, or reported a fault, after which this process can no longer use it.
-    """
-    reason = refusal(device)
-    if reason is not None:
-        if device.type == "cuda":
-            notify(f"Steps cannot use lora-rocm's Triton kernels, and are slower: {reason}.")
-        return False
-    proofs = {case: proof_of(case, dtype) for case in cases_for(kernels, dtype)}
-    unproven = [case for case, proof in proofs.items() if not proof.is_known]
-    if unproven:
-        notify(f"Compiling and checking {count_text(len(unproven), 'kernel')}, once for this GPU and its driver.")
-    for case in unproven:
-        wrong = first_wrong(device, dtype, [case])
-        if wrong is not None:
-            notify(f"Steps cannot use lora-rocm's Triton kernels, and are slower: {wrong}")
-            return False
-        proofs[case].keep()
-    return True
-
-
 def cases_for(kernels: Collection[str] | None, dtype: torch.dtype) -> tuple[Case | ExactCase, ...]:
     """Return the cases that test these kernels in a dtype, at the widths of real models. None returns all cases.
 
@@ -510,7 +474,7 @@ def first_wrong(
     ``cases``: None means all cases for the dtype.
 
     Raises:
-        RuntimeError: as in ``trusted``.
+        RuntimeError: the device is full, or reported a fault, after which this process can no longer use it.
     """
     given = f" in {str(dtype).removeprefix('torch.')}"
     checks = (
@@ -519,7 +483,7 @@ def first_wrong(
         else Check(f"{case}{given}", partial(_near, case, device, dtype))
         for case in (cases_for(None, dtype) if cases is None else cases)
     )
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    with nothing_plain(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         wrong = first_wrong_of(checks)
     return None if wrong is None else " ".join(map(str, wrong))
 
@@ -549,7 +513,7 @@ def _computed(compute: Callable[[], Made]) -> Made:
 
     Raises:
         WrongAnswerError: the kernel cannot be compiled or run. The text explains why.
-        RuntimeError: as in ``trusted``.
+        RuntimeError: the device is full, or reported a fault, after which this process can no longer use it.
     """
     from triton.errors import TritonError
 

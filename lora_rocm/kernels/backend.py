@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -76,6 +76,34 @@ def note_kernel(x: Tensor, kernel: Callable[[], str]) -> None:
     if x.is_meta:
         for names in _collecting:
             names.add(kernel())
+
+
+_plain = frozenset[str]()
+
+
+def use_plain(kernels: Collection[str]) -> None:
+    """Compute these kernels (see ``launches``) in plain PyTorch from now on, also where Triton is asked for."""
+    global _plain
+    _plain = frozenset(kernels)
+
+
+@contextmanager
+def nothing_plain() -> Iterator[None]:
+    """Within this context every kernel is launched that Triton is asked for. For comparisons with plain PyTorch."""
+    before = _plain
+    use_plain(())
+    try:
+        yield
+    finally:
+        use_plain(before)
+
+
+def decided(implementation: Implementation, kernel: Callable[[], str]) -> Implementation:
+    """Return the implementation of one kernel: "eager" if this run computes it in plain PyTorch (``use_plain``).
+
+    ``kernel``: returns the name, as for ``launches``. It is called only if some kernel is computed in plain PyTorch.
+    """
+    return "eager" if implementation == "triton" and _plain and kernel() in _plain else implementation
 
 
 _collecting: list[set[str]] = []

@@ -40,6 +40,7 @@ def gated(activation: Activation, implementation: Implementation, a: Tensor, g: 
             overwrites it with its gradient, so no other operation may need it after that.
         g: [..., N], overwritten like ``a``; or None.
     """
+    implementation = backend.decided(implementation, lambda: f"gated.gated: {activation}")
     if torch.compiler.is_compiling():  # the compiler fuses it, and refuses writes into halves
         a, g = _halves(a, g)
         output: Tensor = a * ACTIVATIONS[activation][0](g)
@@ -61,6 +62,7 @@ def activated(activation: Activation, implementation: Implementation, g: Tensor)
     a bfloat16 gradient (0.002 to 0.004). In the backward pass they overwrite the output's gradient with the gradient of
     ``g``.
     """
+    implementation = backend.decided(implementation, lambda: f"gated.activated: {activation}")
     if torch.compiler.is_compiling():
         output: Tensor = ACTIVATIONS[activation][0](g)
     elif implementation == "triton" and g.dtype is torch.bfloat16:

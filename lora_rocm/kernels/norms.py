@@ -35,7 +35,9 @@ def group_norm(
     second, so a residual path needs no extra sum.
     """
     inputs, activation = "one input" if shift_BC is None else "sum", "SiLU" if silu else "no SiLU"
-    if backend.launches(implementation, x_BCHW, lambda: f"norms.group_norm: {inputs}, {activation}"):
+    kernel = f"norms.group_norm: {inputs}, {activation}"
+    implementation = backend.decided(implementation, lambda: kernel)
+    if backend.launches(implementation, x_BCHW, lambda: kernel):
         from lora_rocm.kernels.group_norm_triton import TritonGroupNorm
 
         outputs: tuple[Tensor, Tensor] = TritonGroupNorm.apply(
@@ -105,7 +107,9 @@ def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, implementation: Im
         norm: norm to apply to the sum.
         implementation: see ``backend``.
     """
-    if backend.launches(implementation, x, partial(_name, "add_norm", x, branch, norm)):
+    kernel = partial(_name, "add_norm", x, branch, norm)
+    implementation = backend.decided(implementation, kernel)
+    if backend.launches(implementation, x, kernel):
         total, y = _triton(x, branch, norm)
         assert y is not None, "there is a norm"
         return total, y
@@ -134,9 +138,9 @@ def normal_again(total: Tensor, norm: RowNorm, implementation: Implementation) -
 
 def add_branch(x: Tensor, branch: Branch, implementation: Implementation) -> Tensor:
     """Return ``x`` plus the branch, [B, ..., D]."""
-    if (branch.eps is not None or branch.gate is not None) and backend.launches(
-        implementation, x, partial(_name, "add_branch", x, branch, None)
-    ):
+    kernel = partial(_name, "add_branch", x, branch, None)
+    implementation = backend.decided(implementation, kernel)
+    if (branch.eps is not None or branch.gate is not None) and backend.launches(implementation, x, kernel):
         return _triton(x, branch, None)[0]
     y = branch.y if branch.eps is None else rms_normal(branch.y, branch.eps)
     if branch.gate is None:
@@ -238,6 +242,7 @@ def residual(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor | None, implementati
     """Return ``x + y + bias``; the bias is frozen and has one number per channel, or is None."""
     if bias_C is None:
         return x_BCHW + y_BCHW
+    implementation = backend.decided(implementation, lambda: "norms.residual: bias")
     if backend.launches(implementation, x_BCHW, lambda: "norms.residual: bias"):
         from lora_rocm.kernels.group_norm_triton import TritonResidual
 

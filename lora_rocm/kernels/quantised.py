@@ -114,7 +114,7 @@ class ScaledRows(QuantisedLinears):
 
     def unpack(self, layer: PackedLinear, implementation: Implementation, out_OI: Tensor) -> None:
         scale_O1 = layer.get_buffer("weight_scale")
-        if implementation == "triton":
+        if backend.decided(implementation, lambda: f"quantised.unpack: {self.name}") == "triton":
             if backend.launches(implementation, out_OI, lambda: f"quantised.unpack: {self.name}"):
                 from lora_rocm.kernels.unpack_triton import launch_rows
 
@@ -167,7 +167,7 @@ class Nf4(QuantisedLinears):
 
     def unpack(self, layer: PackedLinear, implementation: Implementation, out_OI: Tensor) -> None:
         table, pairs = layer.get_buffer("table"), layer.weight.view(torch.uint8)
-        if implementation == "triton":
+        if backend.decided(implementation, lambda: f"quantised.unpack: {self.name}") == "triton":
             if backend.launches(implementation, out_OI, lambda: f"quantised.unpack: {self.name}"):
                 from lora_rocm.kernels.unpack_triton import launch_nf4
 

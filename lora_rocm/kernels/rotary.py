@@ -64,6 +64,7 @@ def norm_rotary(
         pairs_of = "neighbours" if rotation.interleaved else "halves"
         return f"rotary.norm_rotary: {pairs_of}, {'no norm' if streams[0][1] is None else 'norm'}"
 
+    implementation = backend.decided(implementation, name)
     if backend.launches(implementation, streams[0][0], name):
         from lora_rocm.kernels.rotary_triton import TritonNormRotary
 

@@ -34,9 +34,9 @@ def to_loss_gradient(
         scale: factor of the logits.
         cap: limit on the magnitude of the logits, or None.
     """
-    if backend.launches(
-        implementation, logits_NV, lambda: f"token_loss.to_loss_gradient: {'no cap' if cap is None else 'cap'}"
-    ):
+    kernel = f"token_loss.to_loss_gradient: {'no cap' if cap is None else 'cap'}"
+    implementation = backend.decided(implementation, lambda: kernel)
+    if backend.launches(implementation, logits_NV, lambda: kernel):
         from lora_rocm.kernels.token_loss_triton import launch
 
         return launch(logits_NV, labels_N, ignored, scale, cap)

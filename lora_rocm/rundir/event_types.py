@@ -166,6 +166,21 @@ class CompileEvent(Event):
     total: Whole
 
 
+class KernelsEvent(Event):
+    """Progress of compiling and checking the program's Triton kernels.
+
+    Attributes:
+        kernel: the kernel that is being checked, or empty.
+        done, total: number of kernels that were not known to be correct on this machine.
+        plain: at the end, the kernels that this run computes in plain PyTorch instead.
+    """
+
+    kernel: Text
+    done: Whole
+    total: Whole
+    plain: list[Text] = []
+
+
 class RepairedEvent(Event):
     """A damaged cache entry was encoded again. kind: image or text. item: the image or caption. reason: the damage."""
 

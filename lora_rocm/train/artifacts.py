@@ -65,7 +65,7 @@ class Artifacts:
     transfer: DeviceTransfer
     guard: Guard
     prepared: Prepared
-    run_facts: Mapping[str, str | bool]
+    run_facts: Mapping[str, Any]
     base_seals: Seals
     steps_per_epoch: int
     room: DiskForecast

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -15,7 +15,8 @@ from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.files.module_names import SD_SCRIPTS
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.adapters.training_adapter import TrainingAdapter, attach_training_adapter
-from lora_rocm.checks import kernel_check
+from lora_rocm.checks import kernel_choice
+from lora_rocm.checks.kernel_choice import KernelChoice
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.allocator import LimitFollower, empty_pools
 from lora_rocm.device.attention import training_context
@@ -53,16 +54,15 @@ def choose_memory(start: StartContext, family: ModelFamily, shapes: Collection[S
 
 def load_model(
     start: StartContext, family: ModelFamily, transfer: DeviceTransfer, memory: MemoryManager
-) -> tuple[LoadedModel, Adapter, TrainingAdapter, bool]:
+) -> tuple[LoadedModel, Adapter, TrainingAdapter, KernelChoice]:
     """Load the base and attach the adapters on the CPU, then send the model to the device.
 
-    Returns the model, its adapter, its training adapter, and whether Triton kernels are used.
+    Returns the model, its adapter, its training adapter, and the implementation of its kernels.
     """
     recipe = start.recipe
     compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # from the unfused modules
-    triton = start.settings.triton and kernel_check.trusted(
-        start.device, start.dtype, start.context.notice, memory.kernels
-    )
+    choice = choose_kernels(start, memory)
+    triton = choice.triton
     model = family.load(start.dtype, torch.device("cpu"))
     resumed = start.checkpoint is not None
     adapter = inject(family, model, recipe.lora, recipe.train.seed, start.context.notice, resumed=resumed)
@@ -83,7 +83,33 @@ def load_model(
         use_implementation(component, implementation_for(start.device, triton and not compiled))
     memory.apply(family, model)
     empty_pools()
-    return model, adapter, training_adapter, triton
+    return model, adapter, training_adapter, choice
+
+
+def choose_kernels(start: StartContext, memory: MemoryManager) -> KernelChoice:
+    """Decide about the implementation of the step's kernels, as the checkpoint did if there is one."""
+    if not start.settings.triton:  # after a failure
+        return KernelChoice(triton=False)
+    facts = None if start.checkpoint is None else start.checkpoint.facts
+    return kernel_choice.choose(
+        start.device,
+        start.dtype,
+        memory.kernels,
+        kept=KernelChoice.stored_in(facts),
+        limit_s=None if start.recipe.runtime.deterministic or start.world.size > 1 else kernel_choice.LIMIT_S,
+        context=start.context,
+    )
+
+
+def kernels_fact(start: StartContext, choice: KernelChoice) -> dict[str, Any] | None:
+    """Return the decision about kernels for the next checkpoint.
+
+    A start on the CPU decides nothing: it keeps the decision of an earlier start on a GPU.
+    """
+    if start.device.type == "cuda" or choice.triton:
+        return choice.to_fact()
+    kept = KernelChoice.stored_in(None if start.checkpoint is None else start.checkpoint.facts)
+    return None if kept is None else kept.to_fact()
 
 
 def _require_finite(component: nn.Module, name: str, start: StartContext) -> None:

@@ -14,6 +14,7 @@ from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.checks.canary import Canary
 from lora_rocm.checks.graph_check import capture_on_gpu
+from lora_rocm.checks.kernel_choice import FACT
 from lora_rocm.dataset.order.update_note import larger_updates_note
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.precision import FLOATS
@@ -44,7 +45,7 @@ from lora_rocm.train.disk_forecast import CacheRoom, DiskForecast
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard, Validation
 from lora_rocm.train.input_start import start_from_inputs
-from lora_rocm.train.load_model import choose_memory, load_model
+from lora_rocm.train.load_model import choose_memory, kernels_fact, load_model
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.session import Session
 from lora_rocm.train.start_encoder import start_encoders
@@ -166,7 +167,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     # Model, adapter and optimizer
     transfer = transfer_of(start)
     memory = choose_memory(start, family, data.prepared.facts.bucket_counts)
-    model, adapter, training_adapter, triton = load_model(start, family, transfer, memory)
+    model, adapter, training_adapter, kernels = load_model(start, family, transfer, memory)
     if checkpoint is None and (text := recipe.lora.unstarted_text(adapter.unstarted(recipe.lora))):
         start.context.notice(text)
     start_from_inputs(start, family, model, adapter, transfer, data, memory.parts)
@@ -179,7 +180,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
         max_train_steps=data.max_train_steps,
         ema_decay=recipe.train.ema_decay,
         use_loss_scale=start.dtype is torch.float16,
-        triton=triton,
+        triton=kernels.triton,
         limit=adapter.norm_limit(recipe.lora),
     )
     # Checkpoint: compare, then restore
@@ -211,7 +212,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
         transfer=transfer,
         guard=guard,
         prepared=data.prepared,
-        run_facts={**data.facts(), **identities(family)},
+        run_facts={**data.facts(), **identities(family), FACT: kernels_fact(start, kernels)},
         base_seals=seals,
         steps_per_epoch=data.steps_per_epoch,
         room=DiskForecast(session.run_dir, recipe, data.max_train_steps, start.context, data.steps_per_epoch),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,14 @@ from benchmarks.training_step import child, measurement
 from benchmarks.training_step.bare_loop import EAGER, BareStep, inputs_of
 from benchmarks.training_step.measurement import flagged_waits, times, variants, with_rates
 from benchmarks.training_step.setup import open_bench, recipe_for
-from lora_rocm.checks import kernel_check
+from lora_rocm.checks import kernel_choice
+from lora_rocm.checks.kernel_choice import KernelChoice
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory.controller import MemoryManager
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.rundir.run_context import NOBODY
+from lora_rocm.rundir.run_context import NOBODY, RunContext
 from lora_rocm.train import compilation
 from lora_rocm.train.compilation import Compiler
 from tests.supervisor.fake_run import as_heard
@@ -111,12 +111,12 @@ def test_what_cannot_be_compiled_is_told(
 def test_what_is_given_up_before_the_first_step_is_among_the_figures(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, trusted: bool
 ) -> None:
-    def judged(device: torch.device, dtype: torch.dtype, notify: Callable[[str], None]) -> bool:
+    def judged(*_: object, context: RunContext, **__: object) -> KernelChoice:
         if not trusted:
-            notify("Steps do without this program's Triton kernels.")
-        return trusted
+            context.notice("Steps do without this program's Triton kernels.")
+        return KernelChoice(trusted)
 
-    monkeypatch.setattr(kernel_check, "trusted", judged)
+    monkeypatch.setattr(kernel_choice, "choose", judged)
     *_, ours = events_of(tmp_path, capfd, recipe_of())
     assert ours["incidents"] == ([] if trusted else ["Steps do without this program's Triton kernels."])
 

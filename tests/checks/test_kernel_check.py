@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_rocm.checks import kernel_check
+from lora_rocm.checks import kernel_choice
 from lora_rocm.checks.kernel_check import (
     CASES,
     FINGERPRINTS,
@@ -24,14 +24,19 @@ from lora_rocm.checks.kernel_check import (
     ExactCase,
     cases_for,
     first_wrong,
-    trusted,
 )  # fmt: skip
+from lora_rocm.checks.kernel_choice import choose
 from lora_rocm.kernels import backend
 from lora_rocm.kernels.quantised import quantised
+from tests.event_lines import hearing
 from tests.wording import says, worded
 
 pytest.importorskip("triton")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def trusted(device: torch.device, dtype: torch.dtype, said: list[str]) -> bool:
+    return choose(device, dtype, None, context=hearing(said)).triton
 
 
 def with_kernel(case: Case, kernel: Callable[..., Any]) -> Case:
@@ -176,16 +181,16 @@ def test_the_generator_of_the_run_is_not_moved() -> None:
 
 def test_it_is_said_where_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(kernel_check, "first_wrong", lambda *_: None)
-    assert not trusted(CPU, torch.bfloat16, said.append) and said == [], "no GPU: nothing to say"
-    assert trusted(GPU, torch.bfloat16, said.append) and len(said) == 1, "what takes long is announced"
+    monkeypatch.setattr(kernel_choice, "first_wrong", lambda *_: None)
+    assert not trusted(CPU, torch.bfloat16, said) and said == [], "no GPU: nothing to say"
+    assert trusted(GPU, torch.bfloat16, said) and len(said) == 1, "what takes long is announced"
     said.clear()
-    monkeypatch.setattr(kernel_check, "first_wrong", lambda *_: "GEGLU of 3x5x140 in bfloat16 has wrong numbers")
-    assert not trusted(GPU, torch.bfloat16, said.append) and "GEGLU" in said.pop() and len(said) == 1
+    monkeypatch.setattr(kernel_choice, "first_wrong", lambda *_: "GEGLU of 3x5x140 in bfloat16 has wrong numbers")
+    assert not trusted(GPU, torch.bfloat16, said) and "GEGLU" in said.pop() and len(said) == 1
     said.clear()
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
-    assert not trusted(GPU, torch.bfloat16, said.append) and "no Triton" in said.pop() and said == []
-    assert not trusted(CPU, torch.bfloat16, said.append) and said == []
+    assert not trusted(GPU, torch.bfloat16, said) and "no Triton" in said.pop() and said == []
+    assert not trusted(CPU, torch.bfloat16, said) and said == []
 
 
 def test_kernels_with_a_float32_stream_are_proven_for_float16_alone() -> None:
@@ -221,4 +226,4 @@ def test_a_variant_without_a_case_of_its_own_is_compared_by_all_cases_of_its_fun
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_sound_gpu_passes(dtype: torch.dtype) -> None:
     said: list[str] = []
-    assert trusted(GPU, dtype, said.append), said
+    assert trusted(GPU, dtype, said), said

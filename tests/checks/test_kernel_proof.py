@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from lora_rocm.checks import kernel_check, kernel_proof
+from lora_rocm.checks import kernel_check, kernel_choice, kernel_proof
+from lora_rocm.checks.kernel_choice import choose
 from lora_rocm.checks.kernel_proof import Proof, with_imported
 from lora_rocm.hardware.software_stack import STACK
+from tests.event_lines import hearing
 
 pytest.importorskip("triton")
 HERE = {STACK: "driver 1, GPU 1", "HOME": "/home/somebody"}
@@ -51,21 +53,21 @@ def test_it_is_asked_for_again_after_any_change(tmp_path: Path, monkeypatch: pyt
 
 
 def test_each_kernel_is_compared_once_and_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared, wrong = list[str](), ["GEGLU has wrong numbers"]
+    compared, wrong, fingerprints = list[str](), ["it has wrong numbers"], kernel_check.FINGERPRINTS.name
 
     def first_wrong(device: torch.device, dtype: torch.dtype, cases: Any) -> str | None:
         compared.extend(case.name for case in cases)
         return wrong.pop(0) if wrong else None
 
-    monkeypatch.setattr(kernel_check, "first_wrong", first_wrong)
+    monkeypatch.setattr(kernel_choice, "first_wrong", first_wrong)
     monkeypatch.setenv(STACK, HERE[STACK])
     said = list[str]()
 
     def trusted(*kernels: str) -> bool:
-        return kernel_check.trusted(torch.device("cuda"), torch.bfloat16, said.append, kernels)
+        return choose(torch.device("cuda"), torch.bfloat16, kernels, context=hearing(said)).triton
 
-    assert not trusted("gated.gated: gelu") and compared == ["GEGLU"]
-    assert trusted("gated.gated: gelu") and compared == ["GEGLU", "GEGLU", kernel_check.FINGERPRINTS.name]
+    assert not trusted("gated.gated: gelu") and compared == [fingerprints]
+    assert trusted("gated.gated: gelu") and compared == [fingerprints, fingerprints, "GEGLU"]
     said.clear()
     assert trusted("gated.gated: gelu") and len(compared) == 3 and not said
     assert trusted("gated.gated: gelu", "norms.residual: bias") and compared[3:] == ["residual sum"]

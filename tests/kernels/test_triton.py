@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from lora_rocm.checks import kernel_check
+from lora_rocm.checks import kernel_check, kernel_choice
+from lora_rocm.checks.kernel_choice import choose
 from lora_rocm.hardware import archs
 from lora_rocm.kernels import backend
 from lora_rocm.rules.rule import release
+from tests.event_lines import hearing
 from tests.wording import says
 
 triton = pytest.importorskip("triton")
@@ -268,13 +270,13 @@ def test_a_triton_that_does_not_take_the_card_is_said_in_one_sentence_and_not_tr
 ) -> None:
     said: list[str] = []
     on_gpu(monkeypatch, gfx, version)
-    monkeypatch.setattr(kernel_check, "first_wrong", lambda *_: pytest.fail("it was compiled"))
+    monkeypatch.setattr(kernel_choice, "first_wrong", lambda *_: pytest.fail("it was compiled"))
     for device in (
         torch.device("cuda"),
         torch.device("meta"),
     ):  # the memory count uses the implementation that will run
         assert backend.implementation_for(device) == "eager"
-    assert not kernel_check.trusted(torch.device("cuda"), torch.float16, said.append)
+    assert not choose(torch.device("cuda"), torch.float16, None, context=hearing(said)).triton
     assert len(said) == 1 and says(
         said[0], "kernels/slower-triton-version-compiles-nothing-for-this", version=version, gfx=gfx, others=others
     )

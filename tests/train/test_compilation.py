@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.checks import kernel_check
+from lora_rocm.checks import kernel_choice
+from lora_rocm.checks.kernel_choice import KernelChoice
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
@@ -155,7 +156,7 @@ def test_where_it_cannot_be_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert (
         how_asked("regional", GPU, {"TORCHDYNAMO_DISABLE": "0"}) == "regional" and how_asked("full", GPU, {}) == "full"
     )
-    for device, environ, word in ((CPU, {}, "processor"), (GPU, {"TORCHDYNAMO_DISABLE": "1"}, "TORCHDYNAMO_DISABLE")):
+    for device, environ, word in ((CPU, {}, "on the CPU"), (GPU, {"TORCHDYNAMO_DISABLE": "1"}, "TORCHDYNAMO_DISABLE")):
         with pytest.raises(UserError, match=word):
             how_asked("regional", device, environ)
     monkeypatch.setattr(choice, "find_spec", lambda name: None)
@@ -235,7 +236,7 @@ def test_triton_is_used_where_it_is_proven_allowed_and_nothing_is_compiled(
         raise FusedError
 
     monkeypatch.setattr(compilation, "how_asked", lambda asked, device: None if asked == "auto" else asked)
-    monkeypatch.setattr(kernel_check, "trusted", lambda *_: proven)
+    monkeypatch.setattr(kernel_choice, "choose", lambda *_, **__: KernelChoice(proven))
     recipe = make_recipe(material, runtime={"compile": compile_what})
     family = family_for(recipe)
     monkeypatch.setattr(family, "fuse", fuse)

@@ -1,0 +1,138 @@
+"""Decides, once for a run, which implementation each kernel has: Triton, or plain PyTorch.
+
+Both round differently. So the decision of a run's first start is stored in its checkpoints, and each resume keeps it,
+whatever has been proven on the machine since: a resumed run gives the bytes of one that was never interrupted.
+
+A kernel computes only after its cases were compared with plain PyTorch (``kernel_check``). Cases that passed before are
+known (``kernel_proof``). A new run compares the others for a limited time. Kernels that are not proven by then run in
+plain PyTorch until the end of this run; the next run may use them. A start waits for all comparisons without a limit if
+results have to be the same on other starts: with ``runtime.deterministic``, on several GPUs, and in each resume.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lora_rocm.checks.kernel_check import Case, ExactCase, cases_for, first_wrong, proof_of
+from lora_rocm.checks.kernel_proof import Proof
+from lora_rocm.foundation.units import count_text, time_text
+from lora_rocm.kernels.backend import refusal, use_plain
+from lora_rocm.rundir.event_types import KernelsEvent
+from lora_rocm.rundir.run_context import NOBODY, RunContext
+
+FACT = "kernels"
+"""Name of the decision among a checkpoint's facts. Checkpoints of earlier versions have none."""
+LIMIT_S = 300.0
+"""Seconds after which a new run no longer waits for comparisons. A compiler takes about 2 s for each kernel."""
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """The implementation of each kernel in a run.
+
+    Attributes:
+        triton: whether Triton kernels are used.
+        plain: names of kernels (``backend.launches``) that are computed in plain PyTorch nevertheless.
+    """
+
+    triton: bool
+    plain: tuple[str, ...] = ()
+
+    def to_fact(self) -> dict[str, Any]:
+        return {"triton": self.triton, "plain": list(self.plain)}
+
+    @classmethod
+    def stored_in(cls, facts: Mapping[str, Any] | None) -> KernelChoice | None:
+        """Return the decision among a checkpoint's facts, or None if there is none."""
+        found = None if facts is None else facts.get(FACT)
+        return None if found is None else cls(bool(found["triton"]), tuple(found["plain"]))
+
+
+def choose(
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: Collection[str] | None,
+    *,
+    kept: KernelChoice | None = None,
+    limit_s: float | None = LIMIT_S,
+    context: RunContext = NOBODY,
+    clock: Callable[[], float] = time.monotonic,
+) -> KernelChoice:
+    """Return the implementation of each kernel, and let this process compute so.
+
+    Call this before the device is full, because a comparison briefly needs about 400 MB.
+
+    Args:
+        device: the run's device.
+        dtype: the run's dtype.
+        kernels: names of the kernels that the run uses (``Footprint.kernels``), or None for all kernels.
+        kept: the decision that a resumed run keeps, or None to decide now.
+        limit_s: seconds to wait for comparisons, or None to wait for all. A kept decision waits for all.
+        context: receives ``kernels`` events, a heartbeat after each comparison, and notices.
+        clock: seconds.
+
+    Raises:
+        RuntimeError: the device is full, or reported a fault, after which this process can no longer use it.
+    """
+    use_plain(())
+    reason = refusal(device)
+    if reason is not None:
+        if device.type == "cuda":
+            context.notice(f"Steps cannot use lora-rocm's Triton kernels, and are slower: {reason}.")
+        return KernelChoice(triton=False)
+    if kept is not None and not kept.triton:
+        context.notice("The run goes on without lora-rocm's Triton kernels, because it began without them.")
+        return kept
+    # Compare the cases that are not proven yet
+    plain = set(() if kept is None else kept.plain)
+    needed = None if kernels is None else set(kernels) - plain
+    unproven = {case: proof for case in cases_for(needed, dtype) if not (proof := proof_of(case, dtype)).is_known}
+    deadline = None if kept is not None or limit_s is None or needed is None else clock() + limit_s
+    wrong, late = _compare(device, dtype, unproven, context, lambda: deadline is not None and clock() > deadline)
+    if wrong is not None:
+        context.notice(f"Steps cannot use lora-rocm's Triton kernels, and are slower: {wrong}")
+        return KernelChoice(triton=False)
+    # Kernels whose comparison would take too long
+    slow = sorted(kernel for kernel in needed or () if late & {*cases_for([kernel], dtype)})
+    if slow:
+        context.notice(
+            f"{count_text(len(slow), 'kernel')} not proven within {time_text(limit_s)}: this run computes them in "
+            f"plain PyTorch, also when it is resumed. The next run may use them. ({'; '.join(slow)})"
+        )
+    choice = KernelChoice(triton=True, plain=tuple(sorted(plain | {*slow})))
+    context.emit(KernelsEvent(kernel="", done=len(unproven) - len(late), total=len(unproven), plain=list(choice.plain)))
+    use_plain(choice.plain)
+    return choice
+
+
+def _compare(
+    device: torch.device,
+    dtype: torch.dtype,
+    unproven: Mapping[Case | ExactCase, Proof],
+    context: RunContext,
+    is_late: Callable[[], bool],
+) -> tuple[str | None, set[Case | ExactCase]]:
+    """Compare cases, and record those that pass; return what is wrong with the first that fails, and late cases.
+
+    The kernels of fingerprints guard each step, so they are compared first, and always.
+    """
+    ordered: Sequence[Case | ExactCase] = sorted(unproven, key=lambda case: not isinstance(case, ExactCase))
+    if ordered:
+        context.notice(
+            f"Compiling and checking {count_text(len(ordered), 'kernel')}, once for this GPU and its driver."
+        )
+    for done, case in enumerate(ordered):
+        if is_late() and not isinstance(case, ExactCase):
+            return None, {*ordered[done:]}
+        context.emit(KernelsEvent(kernel=str(case), done=done, total=len(ordered)))
+        wrong = first_wrong(device, dtype, [case])
+        if wrong is not None:
+            return wrong, set()
+        unproven[case].keep()
+        context.beat("load")
+    return None, set()
