@@ -53,6 +53,11 @@ class KernelChoice:
         return None if found is None else cls(bool(found["triton"]), tuple(found["plain"]))
 
 
+def decides(device: torch.device) -> bool:
+    """Whether a start on this device decides about kernels; none on the CPU does."""
+    return device.type == "cuda" or refusal(device) is None
+
+
 def choose(
     device: torch.device,
     dtype: torch.dtype,
@@ -93,19 +98,21 @@ def choose(
     needed = None if kernels is None else set(kernels) - plain
     unproven = {case: proof for case in cases_for(needed, dtype) if not (proof := proof_of(case, dtype)).is_known}
     deadline = None if kept is not None or limit_s is None or needed is None else clock() + limit_s
-    wrong, late = _compare(device, dtype, unproven, context, lambda: deadline is not None and clock() > deadline)
+    wrong, left = _compare(device, dtype, unproven, context, lambda: deadline is not None and clock() > deadline)
+    progress = KernelsEvent(kernel="", done=len(unproven) - len(left), total=len(unproven))
     if wrong is not None:
+        context.emit(progress.model_copy(update={"plain": sorted(needed or ())}))
         context.notice(f"Steps cannot use lora-rocm's Triton kernels, and are slower: {wrong}")
         return KernelChoice(triton=False)
     # Kernels whose comparison would take too long
-    slow = sorted(kernel for kernel in needed or () if late & {*cases_for([kernel], dtype)})
+    slow = sorted(kernel for kernel in needed or () if left & {*cases_for([kernel], dtype)})
     if slow:
         context.notice(
             f"{count_text(len(slow), 'kernel')} not proven within {time_text(limit_s)}: this run computes them in "
             f"plain PyTorch, also when it is resumed. The next run may use them. ({'; '.join(slow)})"
         )
     choice = KernelChoice(triton=True, plain=tuple(sorted(plain | {*slow})))
-    context.emit(KernelsEvent(kernel="", done=len(unproven) - len(late), total=len(unproven), plain=list(choice.plain)))
+    context.emit(progress.model_copy(update={"plain": list(choice.plain)}))
     use_plain(choice.plain)
     return choice
 
@@ -117,7 +124,7 @@ def _compare(
     context: RunContext,
     is_late: Callable[[], bool],
 ) -> tuple[str | None, set[Case | ExactCase]]:
-    """Compare cases, and record those that pass; return what is wrong with the first that fails, and late cases.
+    """Compare cases, and record those that pass; return what is wrong with the first that fails, and cases not proven.
 
     The kernels of fingerprints guard each step, so they are compared first, and always.
     """
@@ -132,7 +139,7 @@ def _compare(
         context.emit(KernelsEvent(kernel=str(case), done=done, total=len(ordered)))
         wrong = first_wrong(device, dtype, [case])
         if wrong is not None:
-            return wrong, set()
+            return wrong, {*ordered[done:]}
         unproven[case].keep()
         context.beat("load")
     return None, set()

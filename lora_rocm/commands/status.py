@@ -12,7 +12,16 @@ from lora_rocm.foundation.units import number_text, rate_text, time_text, times_
 from lora_rocm.model_files.readers import readers_line
 from lora_rocm.recipe.saved_recipe import recipe_fault
 from lora_rocm.report.figures import Figures
-from lora_rocm.rundir.event_types import AlarmEvent, ChangeEvent, ErrorEvent, ExportEvent, IncidentEvent, RestartEvent
+from lora_rocm.rundir.event_types import (
+    AlarmEvent,
+    ChangeEvent,
+    ErrorEvent,
+    ExportEvent,
+    IncidentEvent,
+    KernelsEvent,
+    RestartEvent,
+    StartEvent,
+)
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_view import RunView
 from lora_rocm.telemetry.numbers import long_text
@@ -48,6 +57,7 @@ class StatusDocument:
         loss: smoothed.
         rate_per_s: steps per second; null unless it is running.
         eta_s: seconds left; null unless it is running.
+        activity: what it does before its first step, if that takes long; null: nothing of this kind.
         last_event_s_ago: seconds since the last event.
         incidents: number of faults that the loop handled.
         restarts: how often the worker was restarted.
@@ -68,6 +78,7 @@ class StatusDocument:
     loss: float | None
     rate_per_s: float | None
     eta_s: float | None
+    activity: str | None
     last_event_s_ago: float | None
     incidents: int
     restarts: int
@@ -108,6 +119,7 @@ def status(run_dir: RunDir) -> StatusDocument:
         loss=Figures.of(view).loss.value,
         rate_per_s=1 / step_s if step_s else None,
         eta_s=step_s * (total - view.updates) if step_s and total else None,
+        activity=_activity(view),
         last_event_s_ago=round(time.time() - latest_s, 1) if latest_s is not None else None,
         incidents=len(view.all(IncidentEvent)),
         restarts=sum(isinstance(event, RestartEvent) for event in view.trouble),
@@ -122,6 +134,16 @@ def status(run_dir: RunDir) -> StatusDocument:
     )
 
 
+def _activity(view: RunView) -> str | None:
+    """Return the kernels that a running run is checking, as text; None if it does not check any."""
+    checked, started = view.last(KernelsEvent), view.last(StartEvent)
+    if not view.is_running or checked is None or started is None or checked.session != started.session:
+        return None
+    if not checked.kernel:
+        return None
+    return f"compiling and checking kernels: {checked.done} of {checked.total} done, now {checked.kernel}"
+
+
 def status_text(found: StatusDocument) -> str:
     """Return ``status`` as text."""
     total = found.max_train_steps
@@ -133,6 +155,8 @@ def status_text(found: StatusDocument) -> str:
     if found.rate_per_s:
         left = f", {time_text(found.eta_s)} left" if found.eta_s is not None else ""
         lines.append(f"  {rate_text(found.rate_per_s)}{left}")
+    if found.activity:
+        lines.append(f"  {found.activity}")
     if found.last_event_s_ago is not None:
         lines.append(f"  last word {time_text(found.last_event_s_ago)} ago")
     lines += _watched_lines(found)

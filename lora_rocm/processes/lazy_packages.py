@@ -34,6 +34,8 @@ PACKAGES = (
     "diffusers.models.unets",
 )
 """Packages with an ``__init__`` that only collects names, of which a run uses a few."""
+FIRST = {"peft": "peft.config", "diffusers.models.unets": "diffusers.models.unets.unet_2d_blocks"}
+"""Submodules that a package imports at once. These packages have circular imports, which work in few orders."""
 POSTPONE = "__postpone__"
 """Name in the changed ``__init__`` of the function that notes a postponed import."""
 
@@ -96,6 +98,8 @@ class _Loader(SourceFileLoader):
         setattr(module, "__getattr__", read)  # noqa: B010 - of a module, which mypy knows no attributes of
         setattr(module, "__dir__", lambda: sorted({*vars(module), *sources}))  # noqa: B010
         super().exec_module(module)
+        if module.__name__ in FIRST:
+            import_module(FIRST[module.__name__])
 
 
 def postponed(tree: ast.Module, folder: Path) -> ast.Module:

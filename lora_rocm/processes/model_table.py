@@ -17,6 +17,7 @@ from typing import Any
 
 from lora_rocm.errors import StorageError
 from lora_rocm.foundation.files import write_atomic
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.hardware.app_dir import own_app_dir
 
 MODULE = "transformers.utils.import_utils"
@@ -57,7 +58,7 @@ def _from_file_or(read: Callable[[], Table], package: Path) -> Table:
     if path is None:
         return read()
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        whole = json.loads(path.read_bytes())
+        whole = parse_json(path.read_bytes())
         if whole["sha256"] == _digest(whole["table"]):
             return decoded(whole["table"])
     table = read()

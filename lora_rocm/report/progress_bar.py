@@ -138,6 +138,8 @@ class ProgressDisplay:
                 self.view.show(what, event.done, event.total, [rate])
             case event_types.CompileEvent():
                 self.view.show("Compiling", event.done, event.total, [event.size])
+            case event_types.KernelsEvent(total=total) if total:
+                self.view.show("Compiling and checking kernels", event.done, total, [event.kernel])
             case event_types.StepEvent():
                 self._on_step(event)
             case event_types.TelemetryEvent(number=0):

@@ -106,7 +106,7 @@ def kernels_fact(start: StartContext, choice: KernelChoice) -> dict[str, Any] | 
 
     A start on the CPU decides nothing: it keeps the decision of an earlier start on a GPU.
     """
-    if start.device.type == "cuda" or choice.triton:
+    if kernel_choice.decides(start.device):
         return choice.to_fact()
     kept = KernelChoice.stored_in(None if start.checkpoint is None else start.checkpoint.facts)
     return None if kept is None else kept.to_fact()

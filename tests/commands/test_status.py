@@ -91,6 +91,22 @@ def test_running(run_dir: RunDir) -> None:
     assert "5.00 it/s, 0:07 left" in status_text(found)
 
 
+def test_kernels_that_are_checked_are_counted(run_dir: RunDir) -> None:
+    begun = ("start", start_fields(resumed_from=3))
+    write(run_dir, begun, ("kernels", {"kernel": "GEGLU of 3x53x2560", "done": 3, "total": 9}))
+    with locked(run_dir):
+        found = status(run_dir)
+    assert found.activity == "compiling and checking kernels: 3 of 9 done, now GEGLU of 3x53x2560"
+    assert found.activity in status_text(found) and status(run_dir).activity is None, "nothing runs"
+    for later in (("kernels", {"kernel": "", "done": 9, "total": 9}), begun):
+        write(run_dir, ("kernels", {"kernel": "GEGLU", "done": 3, "total": 9}))
+        writer = EventWriter(run_dir.events(), session=2)
+        writer.write(event(later[0], **later[1]))
+        writer.close()
+        with locked(run_dir):
+            assert status(run_dir).activity is None, "they are checked, or another start has begun"
+
+
 def test_readings_are_no_word_of_the_worker(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reading is not an event of the worker. A hanging worker counts as silent, however often the GPU is read."""
     with monkeypatch.context() as patch:

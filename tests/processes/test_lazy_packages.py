@@ -200,3 +200,32 @@ def test_a_damaged_file_is_read_and_written_again(package: Path, damage: bytes) 
 def test_nothing_is_kept_of_files_that_may_change(package: Path) -> None:
     (package.parent / "transformers-9.9.dist-info" / "RECORD").unlink()
     assert read(package)[1] == read(package)[1] == 1 and path_of(package) is None
+
+
+EACH_FIRST = """
+import ast, importlib, os, pathlib, sys
+import transformers.models.auto, accelerate, diffusers
+from transformers import BloomPreTrainedModel
+from lora_rocm.processes import lazy_packages
+lazy_packages.install()
+for package in lazy_packages.PACKAGES:
+    tree = ast.parse(pathlib.Path(sys.argv[1], *package.split("."), "__init__.py").read_text(encoding="utf-8"))
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1]
+    for name in {alias.asname or alias.name for node in froms for alias in node.names}:
+        if (child := os.fork()) == 0:
+            getattr(importlib.import_module(package), name)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            print(package, name)
+print("all")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="each name in a process of its own")
+def test_each_name_can_be_the_first_to_be_imported(home: Path) -> None:
+    """The packages have circular imports, which work in some orders only."""
+    env = {**os.environ, "LORA_ROCM_HOME": str(home)}
+    command = [sys.executable, "-c", EACH_FIRST, sysconfig.get_path("purelib")]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=1200)
+    assert done.stdout == "all\n", done.stderr[-2000:]

@@ -38,6 +38,9 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("phase", {"phase": "compile", "state": "begin", "seconds": 0.0}),
     ("compile", {"size": "1024x768", "done": 2, "total": 5}),
     ("compile", {"size": "", "done": 5, "total": 5}),
+    ("kernels", {"kernel": "GEGLU of 3x53x2560", "done": 3, "total": 9}),
+    ("kernels", {"kernel": "", "done": 9, "total": 9}),
+    ("kernels", {"kernel": "", "done": 0, "total": 0}),
     ("repaired", {"kind": "image", "item": "a.png", "reason": "cut short"}),
     ("data", data_fields()),
     ("step", step_fields(1, loss=0.5)),
@@ -106,6 +109,8 @@ def test_plain_lines() -> None:
     )
     assert wrote in text and "by D" not in text, "who reads them is said of the first file"
     assert says(text, "report/compiling-the-model") and "Compiling 2/5  1024x768\nCompiling 5/5\n" in text
+    checking = "Compiling and checking kernels"
+    assert f"{checking} 3/9  GEGLU of 3x53x2560\n{checking} 9/9\n" in text and f"{checking} 0/0" not in text
     assert "skipped: pics/<bad>.png: broken" in text
     assert "Training 1/40  loss 0.5  5.00 it/s  0:08 left  1.0 GiB  checks 5, failed 0" in text
     assert re.search(r"^Training 2/40 .* failed 0  80 °C, 200 W$", text, re.MULTILINE)
