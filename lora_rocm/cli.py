@@ -165,6 +165,19 @@ def plan(
 
 @app.command(cls=Command)
 @printed
+def prepare(output: Output, recipe: RecipePath, overrides: Overrides = None) -> int:
+    """Fill a recipe's caches, and compile and check the kernels of its step, without training."""
+    from lora_rocm.commands import prepare
+    from lora_rocm.report.progress_bar import make_progress
+
+    with make_progress(output.stream) as progress:
+        found = prepare.prepare(recipe, overrides or (), notify=progress.notify, on_event=progress.on_event)
+    output.show(found, prepare.render(found))
+    return found.exit_code
+
+
+@app.command(cls=Command)
+@printed
 def tune(output: Output, recipe: RecipePath, overrides: Overrides = None) -> int:
     """Tune the matrix products of a recipe (ROCm): runs with runtime.profile: fast use the fastest correct kernels."""
     from lora_rocm.commands import tune

@@ -53,6 +53,7 @@ COMMANDS: dict[str, set[str]] = {
     },
     "chat": {"RUN", "--prompt", "--system", "--side", "--temperature", "--top-p", "--max-tokens", "--seed"},
     "export": {"RUN", "--format", "--output", "--dtype", "--converter", "--step"},
+    "prepare": {"RECIPE", "--set"},
     "tune": {"RECIPE", "--set"},
     "status": {"RUN"},
     "runs": {"FOLDER"},

@@ -129,6 +129,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "chat": ("chat", "texts/run", "--side", "adapter", "--prompt", "x"),
     "compare": ("compare", "run", "--prompt", "a cat", "--strength", "1"),
     "export": ("export", "run", "--format", "peft"),
+    "prepare": ("prepare", "r.yaml"),
     "tune": ("tune", "r.yaml"),
     "status": ("status", "run"),
     "runs": ("runs", "."),

@@ -42,6 +42,8 @@ LAST_WORDS_S = 1.0
 """Time for the other workers to report their own errors after one has failed."""
 STOPPING = "Finishing the step and saving; Ctrl-C again ends it now (the last checkpoint is kept)."
 WORKER = "lora_rocm.train.worker"
+PREPARE = "--prepare"
+"""Option of the worker: it does not train (``commands.prepare``)."""
 E = TypeVar("E", bound=LoraRocmError)
 
 

@@ -86,8 +86,12 @@ def load_model(
     return model, adapter, training_adapter, choice
 
 
-def choose_kernels(start: StartContext, memory: MemoryManager) -> KernelChoice:
-    """Decide about the implementation of the step's kernels, as the checkpoint did if there is one."""
+def choose_kernels(start: StartContext, memory: MemoryManager, *, waits: bool = False) -> KernelChoice:
+    """Decide about the implementation of the step's kernels, as the checkpoint did if there is one.
+
+    ``waits``: wait for all comparisons. Deterministic runs and runs on several GPUs always do.
+    """
+    waits = waits or start.recipe.runtime.deterministic or start.world.size > 1
     if not start.settings.triton:  # after a failure
         return KernelChoice(triton=False)
     facts = None if start.checkpoint is None else start.checkpoint.facts
@@ -96,7 +100,7 @@ def choose_kernels(start: StartContext, memory: MemoryManager) -> KernelChoice:
         start.dtype,
         memory.kernels,
         kept=KernelChoice.stored_in(facts),
-        limit_s=None if start.recipe.runtime.deterministic or start.world.size > 1 else kernel_choice.LIMIT_S,
+        limit_s=None if waits else kernel_choice.LIMIT_S,
         context=start.context,
     )
 

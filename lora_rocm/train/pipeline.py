@@ -45,7 +45,7 @@ from lora_rocm.train.disk_forecast import CacheRoom, DiskForecast
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard, Validation
 from lora_rocm.train.input_start import start_from_inputs
-from lora_rocm.train.load_model import choose_memory, kernels_fact, load_model
+from lora_rocm.train.load_model import choose_kernels, choose_memory, kernels_fact, load_model
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.session import Session
 from lora_rocm.train.start_encoder import start_encoders
@@ -120,6 +120,19 @@ def train(start: StartContext) -> tuple[bool, int]:
         with session.phase("export"):
             start.world.first("export", lambda: artifacts.finish(position))
     return finished, position.updates
+
+
+def prepare_without_training(start: StartContext) -> None:
+    """Fill the caches, and compile and check the kernels of the largest step, as ``train`` would."""
+    session, family = start.session, family_for(start.recipe)
+    compilation.how_asked(start.recipe.runtime.compile, start.device)
+    with session.phase("cache"):
+        _require_trainable(start, family)
+        data = prepare_data(start, family)
+    data.workers.close()
+    with session.phase("load"):
+        memory = choose_memory(start, family, data.prepared.facts.bucket_counts)
+        choose_kernels(start, memory, waits=True)
 
 
 def _require_trainable(start: StartContext, family: ModelFamily) -> None:

@@ -66,6 +66,7 @@ def main(arguments: list[str] | None = None, registry: FamilyRegistry = PRODUCT)
     parser.add_argument(
         "--stacks-after", type=json.loads, help="JSON: phase -> seconds of silence after which all stacks are written"
     )
+    parser.add_argument("--prepare", action="store_true", help="fill the caches and check the kernels, then end")
     parser.add_argument("--began", type=float, help="when the command began, in seconds since the epoch")
     parser.add_argument("--recipe", type=Path, help="use this recipe instead of the run directory's (for torchrun)")
     options = parser.parse_args(arguments)
@@ -156,7 +157,11 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     start = StartContext(
         session, recipe, device, dtype, settings, checkpoint, options.accept_changes, options.attempt, world
     )
-    finished, updates = pipeline.train(start)
+    if options.prepare:
+        pipeline.prepare_without_training(start)
+        finished, updates = True, 0
+    else:
+        finished, updates = pipeline.train(start)
     world.close()
     code = 0 if finished else StoppedError.exit_code
     session.emit(EndEvent(reason="done" if finished else "stopped", updates=updates, exit_code=code))
