@@ -1,17 +1,17 @@
-"""What a start of the worker imports, and the processor time of that.
+"""The imports of a start of the worker, and their processor time.
 
 usage: python benchmarks/start_imports.py ROOT [--checkout FOLDER] [--rounds 3] [--family sdxl|flux|causal-lm]...
 
-Trains one step of a tiny model of each family on the CPU: SDXL and a Llama are those of the demos, FLUX.1 is a random
-one, which is written under ROOT. The worker is the real one, in a process of its own, and starts as ``lora-rocm train``
-starts it. The first run fills the caches of samples; the following ones are measured.
+Trains one step of a tiny model of each family on the CPU: SDXL and a Llama are the models of the demos, FLUX.1 is a
+random one, which is written under ROOT. The worker is the real one, and starts as ``lora-rocm train`` starts it. The
+first run fills the caches of samples; the following ones are measured.
 
 Columns: seconds of processor time (user and system) and number of modules when the worker has imported what it needs
 to start (its event ``imports``), the same after the first step, and the largest packages by number of modules. Each
 time is the smallest of all rounds, because other programs disturb it.
 
 ``--checkout`` measures the code in another folder, to compare two versions. Files that the operating system has to read
-from a disk first are not measured; their number is about that of the modules.
+from a disk first are not measured; there are at least as many as modules.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class KernelChoice:
     triton: bool
     plain: tuple[str, ...] = ()
 
-    def to_fact(self) -> dict[str, Any]:
+    def to_fact(self) -> dict[str, object]:
         return {"triton": self.triton, "plain": list(self.plain)}
 
     @classmethod
@@ -104,7 +104,7 @@ def choose(
         context.emit(progress.model_copy(update={"plain": sorted(needed or ())}))
         context.notice(f"Steps cannot use lora-rocm's Triton kernels, and are slower: {wrong}")
         return KernelChoice(triton=False)
-    # Kernels whose comparison would take too long
+    # Kernels that are not compared in time
     slow = sorted(kernel for kernel in needed or () if left & {*cases_for([kernel], dtype)})
     if slow:
         context.notice(

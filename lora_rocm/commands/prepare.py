@@ -1,7 +1,7 @@
 """``lora-rocm prepare``: fill a recipe's caches, and compile and check the kernels of its step, without training.
 
-A run afterwards starts as one that was started before. The worker, its environment and its watching are those of
-``train``; its run directory is temporary.
+A run afterwards starts as one that was started before. Worker, environment and supervisor are the same as in ``train``;
+the run directory is temporary.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _command(
 def render(result: PrepareResult) -> str:
     """Return the result as text."""
     if result.exit_code:
-        return "Stopped. What is in the caches is kept; the same command goes on from there."
+        return "Stopped. The encoded entries are kept; the same command goes on from there."
     skipped = f", {result.skipped} skipped" if result.skipped else ""
     sizes = count_text(len(result.buckets), "bucket")
     checked = f"{count_text(result.kernels, 'kernel')} compiled and checked" if result.kernels else "No kernel to check"

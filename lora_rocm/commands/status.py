@@ -57,7 +57,7 @@ class StatusDocument:
         loss: smoothed.
         rate_per_s: steps per second; null unless it is running.
         eta_s: seconds left; null unless it is running.
-        activity: what it does before its first step, if that takes long; null: nothing of this kind.
+        activity: the check of its kernels while it runs, with a counter; null: none.
         last_event_s_ago: seconds since the last event.
         incidents: number of faults that the loop handled.
         restarts: how often the worker was restarted.

@@ -7,8 +7,8 @@ until somebody reads the name. The name is then the same object. All other code 
 An import stays where it is if the ``__init__`` itself uses its name, if a name is also the name of a submodule, and in
 ``try`` blocks. So a future version of a package may import more, but it never gets other objects.
 
-``transformers`` reads all 1,600 files of its models at each import, twice, to learn which names they define. The table
-that it makes of them is kept in the program's folder, until transformers is installed again (``model_table``).
+``transformers`` reads all 1,600 files of its models at each import, twice, to learn which names they define. The
+resulting table is kept in the program's folder, until transformers is installed again (``model_table``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
 
 from lora_rocm.processes.model_table import MODULE as MODEL_TABLE
 from lora_rocm.processes.model_table import use_kept_table
@@ -31,11 +30,10 @@ PACKAGES = (
     "peft.tuners",
     "diffusers.models.autoencoders",
     "diffusers.models.transformers",
-    "diffusers.models.unets",
 )
 """Packages with an ``__init__`` that only collects names, of which a run uses a few."""
-FIRST = {"peft": "peft.config", "diffusers.models.unets": "diffusers.models.unets.unet_2d_blocks"}
-"""Submodules that a package imports at once. These packages have circular imports, which work in few orders."""
+FIRST = {"peft": "peft.config"}
+"""Submodules that a package imports at once. It has circular imports, which work in few orders."""
 POSTPONE = "__postpone__"
 """Name in the changed ``__init__`` of the function that notes a postponed import."""
 
@@ -86,11 +84,11 @@ class _Loader(SourceFileLoader):
         def postpone(submodule: str, names: dict[str, str]) -> None:
             sources.update({shown: (submodule, name) for shown, name in names.items()})
 
-        def read(name: str) -> Any:
+        def read(name: str) -> object:
             if name not in sources:
                 raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
             submodule, original = sources[name]
-            value = getattr(import_module(f"{module.__name__}.{submodule}"), original)
+            value: object = getattr(import_module(f"{module.__name__}.{submodule}"), original)
             setattr(module, name, value)
             return value
 

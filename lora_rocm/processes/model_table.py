@@ -1,4 +1,4 @@
-"""Keeps the table of names that ``transformers`` makes of the files of its models.
+"""Keeps the table of names that ``transformers`` reads from the files of its models.
 
 The table is valid for one installation: its key is the folder, and size and time of the installation's list of files
 (``RECORD``), which each installation writes again. An editable installation has changing files, so nothing is kept.
@@ -27,6 +27,9 @@ FORMAT = 1
 
 Table = dict[Any, Any]
 """Folder -> its table, and set of required packages -> module -> set of names."""
+Rows = list[Any]
+"""The same as JSON; see ``encoded``."""
+Reader = Callable[[str], Table]
 
 
 def use_kept_table(module: ModuleType) -> None:
@@ -38,10 +41,10 @@ def use_kept_table(module: ModuleType) -> None:
     setattr(module, FUNCTION, _kept(read, package))
 
 
-def _kept(read: Callable[[Any], Table], package: Path) -> Callable[[Any], Table]:
+def _kept(read: Reader, package: Path) -> Reader:
     models, tables = package / "models", list[Table]()
 
-    def kept(module_path: Any) -> Table:
+    def kept(module_path: str) -> Table:
         path = Path(module_path)
         if path not in (models, models / "__init__.py"):
             return read(module_path)
@@ -78,9 +81,9 @@ def path_of(package: Path) -> Path | None:
     return own_app_dir() / f"{PREFIX}{hashlib.sha256(os.fsencode(key)).hexdigest()[:16]}.json"
 
 
-def encoded(table: Table) -> list[Any]:
+def encoded(table: Table) -> Rows:
     """Return a table as lists and texts. The order of keys is kept, because transformers depends on it."""
-    rows: list[Any] = []
+    rows: Rows = []
     for key, value in table.items():
         if isinstance(key, str):
             rows.append([key, encoded(value)])
@@ -89,7 +92,7 @@ def encoded(table: Table) -> list[Any]:
     return rows
 
 
-def decoded(rows: list[Any]) -> Table:
+def decoded(rows: Rows) -> Table:
     """Return the table of ``encoded`` rows."""
     return {
         key if isinstance(key, str) else frozenset(key): (
@@ -99,5 +102,5 @@ def decoded(rows: list[Any]) -> Table:
     }
 
 
-def _digest(rows: list[Any]) -> str:
+def _digest(rows: Rows) -> str:
     return hashlib.sha256(json.dumps(rows).encode("utf-8")).hexdigest()

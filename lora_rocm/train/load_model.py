@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -105,7 +105,7 @@ def choose_kernels(start: StartContext, memory: MemoryManager, *, waits: bool = 
     )
 
 
-def kernels_fact(start: StartContext, choice: KernelChoice) -> dict[str, Any] | None:
+def kernels_fact(start: StartContext, choice: KernelChoice) -> dict[str, object] | None:
     """Return the decision about kernels for the next checkpoint.
 
     A start on the CPU decides nothing: it keeps the decision of an earlier start on a GPU.

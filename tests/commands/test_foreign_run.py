@@ -37,9 +37,9 @@ train: {max_train_steps: 1, mixed_precision: "no"}
 runtime: {device: cpu}
 """
 TRAIN_OR_ONLY_READ = {
-    "commands.bench", "commands.check", "commands.env", "commands.plan", "commands.start_run", "commands.train",
-    "commands.tune", "train.worker", "supervisor.resume", "supervisor.run_recipe", "children.tracking", "report.report",
-    "recipe.saved_recipe",
+    "commands.bench", "commands.check", "commands.env", "commands.plan", "commands.prepare", "commands.start_run",
+    "commands.train", "commands.tune", "train.worker", "supervisor.resume", "supervisor.run_recipe",
+    "children.tracking", "report.report", "recipe.saved_recipe",
 }  # fmt: skip
 """Modules that get a recipe that the user names, or write nothing that it decides."""
 

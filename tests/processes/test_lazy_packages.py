@@ -83,7 +83,7 @@ print(json.dumps({"modules": modules, "same": same, "missing": missing, "table":
 
 @functools.cache
 def started(family: str, how: str, home: Path) -> dict[str, Any]:
-    """What a process has after the imports of a worker of this family."""
+    """The modules of a process after the imports of a worker of this family, and some of its objects."""
     env = {**os.environ, "LORA_ROCM_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", STARTED, family, how]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=600)

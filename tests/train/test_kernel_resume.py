@@ -34,7 +34,7 @@ __all__ = ["material"]
 
 
 class Proofs:
-    """Which kernels can be proven in time."""
+    """In place of the comparisons, which are in time or late, and pass or fail."""
 
     def __init__(self) -> None:
         self.in_time, self.compared, self.wrong = True, list[str](), False
@@ -109,7 +109,7 @@ def test_a_resume_gives_the_same_bytes_on_both_sides_of_a_proof(
 
 
 def test_a_checkpoint_without_a_decision_resumes_as_before(proofs: Proofs, material: Path, tmp_path: Path) -> None:
-    """It decides again at each start: the control, whose bytes differ."""
+    """It decides again at each start: the control, with other bytes."""
     recipe, run = make_recipe(material), tmp_path / "run"
     proofs.in_time = False
     plain = straight(recipe, tmp_path / "plain")
