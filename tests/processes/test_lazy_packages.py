@@ -52,7 +52,7 @@ OTHERS = {
         "diffusers.models.transformers.transformer_flux",
         "transformers.models.t5",
     ),
-    "flux": ("lora_rocm.families.sdxl.family", "diffusers.models.unets.unet_2d_condition", "transformers.models.qwen3"),
+    "flux": ("lora_rocm.families.sdxl.family", "diffusers.pipelines", "transformers.models.qwen3"),
     "causal_lm": ("diffusers", "lora_rocm.families.sdxl.family"),
 }
 """Modules of other families, by family."""
