@@ -108,8 +108,9 @@ def choose(
     slow = sorted(kernel for kernel in needed or () if left & {*cases_for([kernel], dtype)})
     if slow:
         context.notice(
-            f"{count_text(len(slow), 'kernel')} not proven within {time_text(limit_s or 0.0)}: this run computes them in "
-            f"plain PyTorch, also when it is resumed. The next run may use them. ({'; '.join(slow)})"
+            f"{count_text(len(slow), 'kernel')} not proven within {time_text(limit_s or 0.0)}: "
+            "this run computes them in plain PyTorch, also when it is resumed. "
+            f"The next run may use them. ({'; '.join(slow)})"
         )
     choice = KernelChoice(triton=True, plain=tuple(sorted(plain | {*slow})))
     context.emit(progress.model_copy(update={"plain": list(choice.plain)}))
