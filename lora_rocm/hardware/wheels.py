@@ -1,6 +1,6 @@
-"""Chooses the torch for a machine, its package index and the reason: ``wheels.toml``, and a function that reads it.
+"""Chooses the torch for a machine and its package index from ``wheels.toml``, with the reason for the choice.
 
-Standard library only: the installer uses it before anything is installed.
+Standard library only, because the installer uses it before anything is installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Kind = Literal["rocm", "cuda", "cpu"]
 
 ANY_TORCH = "torch>=2.11"  # as pyproject.toml
 NEWEST_TORCH = (2, 13)
-"""The newest torch that this program was run with. A newer one may be installed; the user gets a notice."""
+"""The newest torch with which this program was tested. A newer one may be installed, but the user gets a notice."""
 PYTHONS = ((3, 11), (3, 14))
 """Oldest and newest Python for which every index below has wheels (TheRock RELEASES.md; torch 2.13)."""
 TORCH_VARIABLE, INDEX_VARIABLE = VARIABLES = "LORA_ROCM_TORCH", "LORA_ROCM_TORCH_INDEX"
@@ -32,8 +32,8 @@ TORCH_VARIABLE, INDEX_VARIABLE = VARIABLES = "LORA_ROCM_TORCH", "LORA_ROCM_TORCH
 class Index:
     """A package index that has torch.
 
-    url: None is pip's default index.
-    torch: the requirement; ``{gfx}`` stands for the extra of an architecture.
+    url: address of the index, or None for pip's default index.
+    torch: requirement to install. ``{gfx}`` is replaced by the extra of an architecture.
     """
 
     id: str
@@ -46,12 +46,13 @@ class Index:
     url: str | None = None
     rocm: str = ""
     only_asked: bool = False
-    """Used only if the user asks for it, or if it alone has kernels (``WheelTable.only_in``)."""
+    """Whether the index is used only on the user's request, or if no other index has kernels (``WheelTable.only_in``).
+    """
 
 
 @dataclass(frozen=True)
 class Known:
-    """A known fault of an index's wheel on some architectures."""
+    """A known fault of an index's wheel on certain architectures."""
 
     index: str
     system: System
@@ -61,7 +62,7 @@ class Known:
 
 @dataclass(frozen=True)
 class LeadsTo:
-    """The kind of torch that a requirement or URL outside the table leads to."""
+    """The kind of torch that is expected from a requirement or URL outside the table, if it matches ``pattern``."""
 
     pattern: str
     kind: Kind
@@ -69,14 +70,14 @@ class LeadsTo:
 
 @dataclass(frozen=True)
 class WheelTable:
-    """The file.
+    """Contents of ``wheels.toml``.
 
-    wsl: a warning about WSL.
-    second_class: a note about torch of a kind.
-    unserved: architecture -> why no system has a usable wheel for it.
-    as_cpu: integrated graphics that are used only if asked for -> why.
-    only_in: architecture that archs.toml does not have yet -> the index that has an extra for it.
-    oldest_drm: ROCm -> the oldest version of amdgpu's interface that it needs.
+    wsl: warning about WSL.
+    second_class: note for the user about each kind of torch.
+    unserved: for each architecture without any usable wheel, the reason.
+    as_cpu: for each integrated GPU that is used only on request, the reason.
+    only_in: for architectures that archs.toml lacks, the index that has an extra for them.
+    oldest_drm: for each ROCm version, the oldest version of the amdgpu driver's interface that it needs.
     """
 
     wsl: str
@@ -92,23 +93,23 @@ class WheelTable:
 
 @cache
 def wheel_table() -> WheelTable:
-    """The table. See ``read_table`` for errors."""
+    """Return the contents of ``wheels.toml``. Errors are as in ``read_table``."""
     return read_table(Path(__file__).with_name("wheels.toml"), WheelTable)
 
 
 @cache
 def indexes() -> Mapping[str, Index]:
-    """The indexes by name."""
+    """Return the indexes by their id."""
     return {index.id: index for index in wheel_table().index}
 
 
 @dataclass(frozen=True)
 class WheelChoice:
-    """The requirement to install and its index.
+    """The torch requirement to install, and the index to install it from.
 
-    url: None is pip's default index.
-    kind: the kind that the installed torch must have; None if the user chose and it cannot be known.
-    else_default: use the default index if ``url`` does not answer.
+    url: address of the index, or None for pip's default index.
+    kind: kind of torch that the installation must result in; None if the user chose the source and the kind is unknown.
+    else_default: whether to use pip's default index if ``url`` does not respond.
     """
 
     requirement: str
@@ -121,13 +122,13 @@ class WheelChoice:
     else_default: bool = False
     by_user: bool = False
     override: str | None = None
-    """HSA_OVERRIDE_GFX_VERSION with which kernels of another architecture work on this GPU (Linux)."""
+    """HSA_OVERRIDE_GFX_VERSION with which kernels of another architecture run on this GPU (Linux), or None."""
     for_wsl: bool = False
 
 
 @dataclass(frozen=True)
 class _Use:
-    """The kind of device that training will use on this machine, and notes on unused GPUs."""
+    """The kind of torch that training will use on this machine, and notes on GPUs that it will not use."""
 
     kind: Kind
     gpu: Gpu | None
@@ -136,10 +137,10 @@ class _Use:
 
 
 def choose(facts: HostFacts, environ: Mapping[str, str]) -> WheelChoice:
-    """Choose the torch for a machine, whatever is installed there already.
+    """Choose the torch for a machine. The torch that is already installed does not matter.
 
     Raises:
-        MachineError: there is no torch for this machine. It gives the reason and a remedy.
+        MachineError: there is no torch for this machine. The message gives the reason and a remedy.
         UserError: LORA_ROCM_TORCH or LORA_ROCM_TORCH_INDEX is invalid.
     """
     use = _use(facts, select(replace(facts, torch=None), environ))
@@ -172,7 +173,10 @@ def _check_python(facts: HostFacts, asked: bool) -> None:
 
 
 def _use(facts: HostFacts, selection: Selection) -> _Use:
-    """AMD before NVIDIA, but a discrete NVIDIA GPU before an integrated or unknown AMD GPU."""
+    """Choose the GPU and with it the kind of torch.
+
+    An AMD GPU precedes an NVIDIA one, but a discrete NVIDIA GPU precedes an integrated or unknown AMD GPU.
+    """
     nvidia = next((gpu for gpu in facts.gpus if gpu.vendor == "nvidia"), None)
     amd = None if facts.system == "macos" else selection.gpu
     if amd is not None and not selection.by_user:
@@ -207,7 +211,7 @@ def _skipped(facts: HostFacts, used: Gpu) -> tuple[str, ...]:
 
 
 def named(gpu: Gpu) -> str:
-    """Name and architecture: "Radeon RX 7900 XTX (gfx1100)"."""
+    """Return a GPU's name and architecture: "Radeon RX 7900 XTX (gfx1100)"."""
     return f"{gpu.name} ({gpu.gfx or 'architecture unknown'})"
 
 
@@ -242,7 +246,7 @@ def _rocm(facts: HostFacts, gpu: Gpu, notes: tuple[str, ...]) -> WheelChoice:
 
 
 def _warned(facts: HostFacts, gpu: Gpu, index: Index, choice: WheelChoice) -> WheelChoice:
-    """The choice with warnings about its known faults on this machine."""
+    """Return the choice, with warnings about the known faults of this index on this machine."""
     table, warnings, arch = wheel_table(), list(choice.warnings), arch_of(gpu.gfx)
     if arch is not None and index.id != "pytorch" and arch.wheels(facts.system, index.rocm) == "building":
         system = facts.system.capitalize()
@@ -269,7 +273,11 @@ def _no_wheel(gpu: Gpu, why: str) -> MachineError:
 
 
 def _as_asked(facts: HostFacts, use: _Use, asked: str, place: str) -> WheelChoice:
-    """The choice by the user's two variables. They win; objections become warnings."""
+    """Return the choice made by the user's two variables. Objections to it become warnings.
+
+    asked: value of LORA_ROCM_TORCH.
+    place: value of LORA_ROCM_TORCH_INDEX, an index's id or an address.
+    """
     of_url = (each for each in indexes().values() if each.url and each.url.rstrip("/") == place.rstrip("/"))
     known = indexes().get(place) or next(of_url, None)
     if asked and not re.fullmatch(r"torch(?![\w.-])[\w .,:=<>!~+*@/\[\]-]*", asked):
@@ -317,7 +325,9 @@ def _against(facts: HostFacts, use: _Use, known: Index | None, requirement: str,
 
 
 def mismatch(torch: Torch, choice: WheelChoice) -> str | None:
-    """The reason why an installed torch does not fit the choice, as the end of a sentence; None if it fits."""
+    """Return the reason why an installed torch does not match the choice, as the end of a sentence; None if it
+    matches.
+    """
     built = f"ROCm {torch.rocm_version}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "the CPU alone"
     if choice.kind == "rocm" and torch.hip is None:
         return f"it is built for {built} and cannot use the AMD GPU"
@@ -330,10 +340,12 @@ def mismatch(torch: Torch, choice: WheelChoice) -> str | None:
 
 
 def lacking_packages(release: str, gfx: str, installed: Mapping[str, str]) -> tuple[str, ...]:
-    """The packages with an architecture's kernels that do not match AMD's multi-arch torch, as texts.
+    """Return the packages with kernels for an architecture that are missing or do not match AMD's multi-arch torch.
+
+    Each text has the required and the installed version.
 
     release: version of torch ("2.14.0+rocm10.1.0").
-    installed: versions of packages by name ("rocm-sdk-device-gfx1201").
+    installed: versions of all installed packages by name ("rocm-sdk-device-gfx1201").
     """
     rocm = release.partition("+rocm")[2]
     wanted = {f"amd-torch-device-{gfx}": release, f"rocm-sdk-device-{gfx}": rocm or installed.get("rocm", "")}
@@ -342,7 +354,7 @@ def lacking_packages(release: str, gfx: str, installed: Mapping[str, str]) -> tu
 
 
 def makeshift(torch: Torch, choice: WheelChoice) -> str | None:
-    """The reason why an installed torch works only with restrictions, as the end of a sentence, or None."""
+    """Return the reason why an installed torch works only with restrictions, as the end of a sentence, or None."""
     if choice.for_wsl and torch.is_pytorch_org_rocm:
         return "it is one of download.pytorch.org, which may abort under WSL (unsloth#11212)"
     if choice.override is None or torch.hip is None or has_kernels(torch.arch_list, choice.gfx) is not False:
@@ -356,6 +368,6 @@ def makeshift(torch: Torch, choice: WheelChoice) -> str | None:
 
 
 def is_newer_than_run(torch: Torch) -> bool:
-    """Whether torch is newer than any that lora-rocm was run with; patch versions do not count."""
+    """Whether this torch is newer than any with which lora-rocm was tested. Patch versions do not count."""
     numbers = re.match(r"(\d+)\.(\d+)", torch.version)
     return numbers is not None and (int(numbers[1]), int(numbers[2])) > NEWEST_TORCH

@@ -1,6 +1,7 @@
-"""Before a run: measures the attention backends if asked for, and applies the run's measured choices.
+"""Before a run, measures the attention backends if the recipe asks for it, and applies the measured choices.
 
-The run directory gets a copy of the choices. A resume uses that copy, or refuses if it is no longer valid.
+The run directory gets a copy of the choices. A resumed run uses that copy; if it is no longer valid, the resume is
+refused.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ from lora_rocm.supervisor.selftest_runner import Notify
 WAYS = ("sdpa", *get_args(Attention)[1:])
 PACKAGES = ("flash", "aiter")
 WORTH = 0.97
-"""Another backend replaces torch's choice if it takes at most this share of its time."""
+"""Share of torch's own time that another backend may take at most to be chosen."""
 LIMIT_S, START_LIMIT_S = 120.0, 600.0
 KINDS: tuple[Kind, ...] = ("attention", "products")
 
 
 def without(situation: Situation) -> Situation:
-    """The situation without measured choices: processes of ``torchrun`` have no common parent that could choose.
+    """Return the situation without measured choices, for processes of ``torchrun``, which have no parent that could
+    choose.
 
     Raises:
-        UserError: the recipe names a package for attention, which was not tried here.
+        UserError: the recipe names an attention package, which was not tested on this machine.
     """
     if situation.recipe is not None:
         _require_measurable(situation.recipe, "processes that torchrun starts use torch's own attention")
@@ -50,12 +52,12 @@ def without(situation: Situation) -> Situation:
 def ensure(
     run: RunDir, situation: Situation, accept_changes: bool, notify: Notify, module: str | None = None
 ) -> Situation:
-    """The situation with the measured choices of this run, which are stored in its directory.
+    """Return the situation with the measured choices of this run, after storing them in the run directory.
 
     Raises:
-        UserError: the attention backend that the recipe names is missing, or wrong.
+        UserError: the attention backend that the recipe names is missing, or gives wrong results.
         MachineError: no attention backend is correct at the shapes of this recipe.
-        ResumeError: the run's own choices are no longer valid.
+        ResumeError: the choices stored in the run are no longer valid.
     """
     stack, recipe = stack_of(situation.facts, situation.selection), situation.recipe
     if recipe is None or rank_of(os.environ).size > 1:
@@ -92,7 +94,7 @@ def _require_measurable(recipe: Recipe, why: str) -> None:
 
 
 def unavailable(backend: str, why: str) -> UserError:
-    """The error for an attention backend that the recipe names but that cannot be used."""
+    """Return the error for an attention backend that the recipe names but that cannot be used."""
     return UserError(
         "attention-unavailable",
         f"This attention cannot be used here: {why}.",
@@ -104,10 +106,14 @@ def unavailable(backend: str, why: str) -> UserError:
 def _kept(
     run: RunDir, asked: Mapping[str, Any], keys: Mapping[Kind, Mapping[str, Any]], accept_changes: bool
 ) -> dict[Kind, Choice | None] | None:
-    """The choices of a run with checkpoints; None if it has none, or the recipe now asks for others.
+    """Return the stored choices of a run with checkpoints, or None if there are none or the recipe now asks for
+    others.
+
+    asked: recipe values that control the measurement.
+    keys: current conditions for each kind of choice.
 
     Raises:
-        ResumeError: they were made on another GPU, driver or software, or are damaged.
+        ResumeError: the choices were made on another GPU, driver or software, or are damaged.
     """
     try:
         value = parse_json(run.tuned.read_text(encoding="utf-8"))
@@ -133,7 +139,7 @@ def _kept(
 
 
 def _in_force_before(run: RunDir, keys: Mapping[Kind, Mapping[str, Any]]) -> bool:
-    """Whether the last start of a run used measured choices of these kinds, according to its environment."""
+    """Whether the last start of a run used measured choices of these kinds, according to its environment file."""
     rules = {"attention": "measured-attention", "products": "tuned-products"}
     try:
         rows = parse_json(run.environment.read_text(encoding="utf-8"))["settings"]
@@ -164,7 +170,7 @@ def _refused(run: RunDir, what: str, where: str) -> ResumeError:
 
 
 def _forget(run: RunDir, notify: Notify) -> None:
-    """Remove the choices of an earlier start, because the recipe asks for none now."""
+    """Remove the choices of an earlier start, because the recipe no longer asks for any."""
     if run.tuned.exists():
         notify("From now on the run does not use the measured choices that it began with, as the recipe asks.")
         with suppress(OSError):
@@ -174,11 +180,11 @@ def _forget(run: RunDir, notify: Notify) -> None:
 def measure_attention(
     situation: Situation, recipe: Recipe, key: Mapping[str, Any], notify: Notify, module: str | None = None
 ) -> Choice:
-    """Try the attention backends in children, and store the fastest correct one.
+    """Try the attention backends in child processes, store the choice of the fastest correct one, and return it.
 
     Raises:
-        UserError: the recipe names one that is missing, or wrong.
-        MachineError: none is correct.
+        UserError: the backend that the recipe names is missing, or gives wrong results.
+        MachineError: no backend is correct.
     """
     asked, rows, ways = recipe.runtime.attention, list[Row](), backends_for(situation)
     if asked == "sdpa" and asked not in ways:
@@ -216,7 +222,10 @@ def _none_right(asked: str, rows: Sequence[Row], died: str) -> LoraRocmError:
 
 
 def backends_for(situation: Situation) -> tuple[str, ...]:
-    """The backends to try here. Backends that failed the self-test are excluded, and then torch's own choice, too."""
+    """Return the attention backends to try on this machine.
+
+    Backends that failed the self-test are excluded. If there are any, torch's own choice is excluded, too.
+    """
     verdict, names = situation.verdict, ("flash", "efficient", "cudnn")
     failed = {name for name in names if verdict is not None and verdict.failed(f"attention.{name}.")}
     held_out = {name for name in names if f"attention-{name}-off" in situation.changes}
@@ -226,7 +235,10 @@ def backends_for(situation: Situation) -> tuple[str, ...]:
 
 
 def fastest(rows: Sequence[Row]) -> str:
-    """The fastest correct backend; torch's own choice if no other is clearly faster; "" if none is correct."""
+    """Return the fastest correct backend; "" if none is correct.
+
+    Torch's own choice is returned if no other backend is clearly faster.
+    """
     right = {row["way"]: row["seconds"] for row in rows if row["problem"] is None}
     if not right:
         return ""
