@@ -1,4 +1,4 @@
-"""Checks whether this user's programs reach the GPU on Linux and WSL: driver, device files, groups, container, bus."""
+"""Checks whether this user's programs can use the GPU on Linux and WSL: driver, device files, groups, container, bus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ CONTAINER_FLAGS = (
 
 
 def _native(situation: Situation) -> Linux | None:
-    """Linux facts if this run uses an AMD GPU outside WSL, which has none of these files; else None."""
+    """Return the Linux facts if this run uses an AMD GPU, else None. WSL gives None, because it has none of these
+    files.
+    """
     linux = situation.facts.linux
     return linux if linux is not None and situation.gpu is not None and not linux.wsl else None
 
@@ -100,7 +102,7 @@ def _render_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _node_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """The driver is loaded and computes, but KFD does not list the run's GPU."""
+    """Report that KFD does not list the run's GPU, although the driver is loaded."""
     linux, gpu = _native(situation), situation.gpu
     if linux is None or gpu is None or gpu.node is not None or gpu.gfx_source == "kfd":
         return None
@@ -161,7 +163,7 @@ def _iommu(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _boot_parameters_unread(facts: HostFacts) -> bool:
-    """Whether the kernel's command line could not be read; a parameter that is missing then means nothing."""
+    """Whether the kernel's command line could not be read. In that case, a missing parameter proves nothing."""
     return any("cmdline" in item.what for item in facts.unread)
 
 

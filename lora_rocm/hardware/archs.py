@@ -1,5 +1,4 @@
-"""AMD GPU architectures, read from ``archs.toml``: their cards, their features, and the wheels with kernels for them.
-"""
+"""AMD GPU architectures, read from ``archs.toml``: their cards, their features, and the wheels with kernels for them."""
 
 from __future__ import annotations
 

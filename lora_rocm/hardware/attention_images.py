@@ -61,7 +61,6 @@ def _serves(folder: str, gfx: str | None) -> bool:
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    """Return major and minor number of a version ("0.12.50" gives (0, 12)); () if it does not start with two numbers.
-    """
+    """Return major and minor number of a version ("0.12.50" gives (0, 12)); () if it does not start with two numbers."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else ()

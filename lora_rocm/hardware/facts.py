@@ -262,8 +262,7 @@ def _without_features(gfx: str | None) -> str | None:
 
 
 def _read(wanted: Any, value: Any, where: str) -> Any:
-    """Convert ``value`` to the type of the annotation ``wanted``; lists become tuples. ``where`` locates it in errors.
-    """
+    """Convert ``value`` to the type of the annotation ``wanted``; lists become tuples. ``where`` locates it in errors."""
     if is_dataclass(wanted):
         return _read_fields(wanted, value, where)
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)

@@ -76,8 +76,7 @@ class MemoryBudget:
 
 
 def parts_text(parts: tuple[BudgetItem, ...]) -> str:
-    """Return the items as text: "24.0 GiB memory of the card, 1.4 GiB held by other programs, 1.2 GiB for libraries".
-    """
+    """Return the items as text: "24.0 GiB memory of the card, 1.4 GiB held by other programs, 1.2 GiB for libraries"."""
     return ", ".join(f"{size_text(abs(part.num_bytes))} {part.name}" for part in parts)
 
 

@@ -34,8 +34,7 @@ The conclusion holds if in each of the groups every kind has a failed check.
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one check. ``name`` is "group.detail" ("gemm.lora-bf16-TN"); ``detail`` describes the observation.
-    """
+    """The result of one check. ``name`` is "group.detail" ("gemm.lora-bf16-TN"); ``detail`` describes the observation."""
 
     name: str
     status: Status

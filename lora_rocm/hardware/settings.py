@@ -30,8 +30,7 @@ Attention = Literal[
 
 @dataclass(frozen=True)
 class Settings:
-    """Decisions of the parent for the processes that load torch. The defaults are for a machine without known faults.
-    """
+    """Decisions of the parent for the processes that load torch. The defaults are for a machine without known faults."""
 
     miopen: bool = True
     """Whether convolutions may use MIOpen. If False, torch.backends.cudnn.enabled is set to False."""
@@ -88,8 +87,7 @@ class Settings:
     """Whether previews of every size are decoded in tiles."""
 
     def pins(self, asked: str) -> bool:
-        """Whether copies to the GPU use pinned memory. ``asked`` is the value of ``runtime.pin_memory`` in the recipe.
-        """
+        """Whether copies to the GPU use pinned memory. ``asked`` is the value of ``runtime.pin_memory`` in the recipe."""
         return (self.pin_memory if asked == "auto" else asked == "yes") and self.copy_method == "auto"
 
     def to_text(self) -> str:

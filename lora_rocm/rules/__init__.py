@@ -1,1 +1,3 @@
-"""Rules for a machine: environment variables, mitigations after failures, and their store."""
+"""Rules that set environment variables and settings for a machine, mitigations after failures, and the mitigations'
+store.
+"""

@@ -1,6 +1,6 @@
-"""Refuses to train with a torch if its attention library has GPU images of another version.
+"""Refuses training if torch's attention library and its GPU images have different versions.
 
-Other processes (samples, encoders of a measurement) get plain attention by the rule "attention-misfit".
+In other processes that load torch, the rule "attention-misfit" selects plain attention.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from lora_rocm.rules.rule import Situation
 
 
 def require_fitting_attention(situation: Situation) -> None:
-    """Check the files of torch's attention library, if training on this GPU may use it.
+    """Check that torch's attention library and its GPU images match, if training on this GPU may use them.
 
     Raises:
-        MachineError: the library and its images are of different versions.
+        MachineError: the library and its images have different versions.
     """
     gpu, recipe, torch = situation.gpu, situation.recipe, situation.facts.torch
     plain = recipe is not None and (recipe.runtime.device == "cpu" or recipe.runtime.attention == "math")

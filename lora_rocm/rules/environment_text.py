@@ -1,4 +1,4 @@
-"""The plan of environment variables as text: as a table, and as the lines of a shell."""
+"""The plan of environment variables as text, either as a table or as commands for a shell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ UNKNOWN_GPU = "This GPU is not in the table of architectures: the plan is the sa
 
 
 def described(situation: Situation, env_plan: EnvPlan, shell: str | None, *, explain: bool) -> str:
-    """Return a plan in words or commands, without a final line end."""
+    """Return a plan as a table, or as commands if ``shell`` is given, without a final line end.
+
+    explain: whether to add the reason and source of each row.
+    """
     lines = _table(situation, env_plan, explain) if shell is None else _commands(situation, env_plan, shell, explain)
     return "\n".join(lines)
 
@@ -72,7 +75,7 @@ def _name(row: EnvRow) -> str:
 
 
 def _value(row: EnvRow) -> str:
-    """Return the row's value; JSON quotes of a setting are removed."""
+    """Return the value of a row, without the JSON quotes of a setting."""
     return row.value.strip('"') if row.variable.startswith(SETTING) else printable(row.value)
 
 
@@ -109,7 +112,7 @@ def _commands(situation: Situation, env_plan: EnvPlan, shell: str, explain: bool
 
 
 def _for_comment(line: str, shell: str) -> str:
-    """Return one line that the shell reads only as a comment; cmd expands variables even in comments."""
+    """Return the text as one line that is safe in a comment of the shell; cmd expands variables even in comments."""
     flat = printable(" ".join(line.split()))
     return flat.replace("%", "%%") if shell == "cmd" else flat
 
@@ -125,7 +128,10 @@ def _powershell(name: str, value: str) -> str:
 
 
 def _cmd(name: str, value: str) -> str:
-    """Return a line of a batch file: percent signs are doubled, and special characters outside quotes are escaped."""
+    """Return the line of a batch file that sets a variable.
+
+    Percent signs are doubled, and special characters outside quotes are escaped.
+    """
     if "\n" in value or "\r" in value:
         return f"rem {name}: cmd cannot hold a value of several lines"
     quoted, inside = [], True
@@ -141,4 +147,4 @@ SHELLS: dict[str, tuple[Callable[[str, str], str], str]] = {
     "cmd": (_cmd, "rem "),
     "powershell": (_powershell, "# "),
 }
-"""Shell -> (command that sets a variable, start of a comment)."""
+"""For each shell, the function that returns the command to set a variable, and the start of a comment."""

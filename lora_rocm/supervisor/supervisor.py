@@ -263,8 +263,7 @@ class Supervisor:
     def _failure(
         self, end: End, hung: Mapping[int, Hung], states: Sequence[WatchState], began: ClockReading
     ) -> policy.WorkerFailure:
-        """Return the failure of a start. An error reported by the worker takes precedence over a hang during its exit.
-        """
+        """Return the failure of a start. An error reported by the worker takes precedence over a hang during its exit."""
         error, state = end.error, states[end.worker.rank]
         late = hung.get(end.worker.rank) if error.code in (DIED, UNKILLABLE) else None
         if late is not None and error.code == DIED:

@@ -71,8 +71,7 @@ def _numbered(gpus: list[Gpu]) -> list[Gpu]:
 
 
 def gfx_of_version(version: int) -> str | None:
-    """Return the architecture for KFD's gfx_target_version (110501 is gfx1151, 90010 is gfx90a), or None for 0, a CPU.
-    """
+    """Return the architecture for KFD's gfx_target_version (110501 is gfx1151, 90010 is gfx90a), or None for 0, a CPU."""
     major, minor, step = version // 10000, version // 100 % 100, version % 100
     return f"gfx{major}{minor:x}{step:x}" if 0 < major < 64 and minor < 16 and step < 16 else None
 

@@ -100,8 +100,7 @@ def _text(reads: ProbeReads, path: Path) -> str:
 
 
 def _field(text: str, name: str) -> str | None:
-    """Return the string that a Python file assigns to a name ("hip = '7.2.53211'"), or None if it does not assign one.
-    """
+    """Return the string that a Python file assigns to a name ("hip = '7.2.53211'"), or None if it does not assign one."""
     found = re.search(VERSION_FIELD.format(name=name), text, re.MULTILINE)
     return found.group(1) if found else None
 
