@@ -43,9 +43,8 @@ def findings(situation: Situation, plan: EnvPlan) -> tuple[Finding, ...]:
 def as_intended(situation: Situation) -> Situation:
     """Return the situation with the GPU that training on this machine should use, independent of the installed torch.
 
-    Without this, a CUDA torch would hide an unusable AMD GPU from ``select``. If another vendor's GPU or the CPU
-    should be
-    used, no GPU is selected, because findings about an AMD GPU do not matter.
+    Without this, a CUDA torch would hide an unusable AMD GPU from ``select``. If another vendor's GPU or the CPU should
+    be used, no GPU is selected, because findings about an AMD GPU do not matter.
     """
     facts, environ = situation.facts, situation.environ
     try:

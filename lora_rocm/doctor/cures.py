@@ -41,8 +41,9 @@ class Family:
 
 @cache
 def families() -> tuple[Family, ...]:
-    """Return the families. The last one, ``OTHER``, is for all distributions that no family lists. Errors:
-    ``read_rows``.
+    """Return the families of distributions. Errors are as in ``read_rows``.
+
+    The last one, ``OTHER``, is for all distributions that no other family lists.
     """
     return read_rows(Path(__file__).with_name("cures.toml"), Family)
 
@@ -107,8 +108,9 @@ def install_torch(situation: Situation) -> tuple[str, ...]:
 
 
 def torch_of_the_table(situation: Situation) -> tuple[str, ...]:
-    """Return lines that install the torch chosen from the table, ignoring the installer's variables; empty if there is
-    none.
+    """Return lines that install the torch from the table, or () if there is none for this machine.
+
+    The installer's variables LORA_ROCM_TORCH and LORA_ROCM_TORCH_INDEX are ignored.
     """
     environ = {name: value for name, value in situation.environ.items() if name not in wheels.VARIABLES}
     try:

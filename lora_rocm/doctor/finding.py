@@ -19,7 +19,10 @@ GIVEN_LINES = "{cure}"
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem or note about the machine. ``cure``: lines to type or follow on this system, shell and distribution."""
+    """One problem or note about the machine.
+
+    ``cure``: lines to type or follow on this system, shell and distribution.
+    """
 
     id: str
     level: Level
@@ -38,8 +41,9 @@ Check = Callable[[Situation, EnvPlan], Finding | None]
 
 @cache
 def texts() -> Mapping[str, Finding]:
-    """Return the findings in ``findings.toml`` by id. Their texts have placeholders (``str.format``). Errors:
-    ``read_rows``.
+    """Return the findings in ``findings.toml`` by id.
+
+    Their texts have placeholders (``str.format``). Errors are as in ``read_rows``.
     """
     rows = read_rows(Path(__file__).with_name("findings.toml"), Finding)
     return {row.id: row for row in rows}
@@ -53,7 +57,7 @@ def finding(
     Args:
         name: id of the finding in ``findings.toml``.
         situation: the machine, which replaces the placeholders ``facts``, ``linux``, ``windows``, ``torch`` and
-        ``gpu``.
+            ``gpu``.
         level: severity, or None for the one in the file.
         cure: lines that replace ``GIVEN_LINES``, without changes.
         values: replacements of the other placeholders.

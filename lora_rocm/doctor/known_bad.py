@@ -23,8 +23,9 @@ Cure = Callable[[Situation, str], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Bad:
-    """A range of bad versions: ``low`` <= version < ``below``. For each ``subject``, only the first matching row is
-    reported.
+    """A range of bad versions: ``low`` <= version < ``below``.
+
+    For each ``subject``, only the first matching row is reported.
 
     good: version to install, or line to type.
     eased_by: name of a planned variable that mitigates the fault.
@@ -99,8 +100,9 @@ def _rocm(situation: Situation) -> str | None:
 
 
 def _rocm_of_unproven_attention(situation: Situation) -> str | None:
-    """Return the ROCm version, or None if the attention library's own files show whether it fits, which is better
-    evidence.
+    """Return the ROCm version, unless the attention library's own files show whether it works.
+
+    If they do, the result is None, because the files are better evidence than the version.
     """
     facts, gfx = situation.facts, situation.gpu.gfx if situation.gpu is not None else None
     proven = attention_fits(facts.torch, gfx) or attention_misfit(facts.torch, gfx) is not None

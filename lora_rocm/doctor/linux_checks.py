@@ -1,4 +1,4 @@
-"""Checks whether this user's programs can use the GPU on Linux and WSL: driver, device files, groups, container, bus."""
+"""Checks whether this user's programs can use the GPU on Linux or WSL: driver, device files, groups, container, bus."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ CONTAINER_FLAGS = (
 
 
 def _native(situation: Situation) -> Linux | None:
-    """Return the Linux facts if this run uses an AMD GPU, else None. WSL gives None, because it has none of these
-    files.
+    """Return the Linux facts if this run uses an AMD GPU, else None.
+
+    WSL gives None, because it has none of these files.
     """
     linux = situation.facts.linux
     return linux if linux is not None and situation.gpu is not None and not linux.wsl else None

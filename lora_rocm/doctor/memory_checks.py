@@ -1,7 +1,7 @@
 """Checks whether a training run fits: memory of APUs, main memory, swap, shared memory and disk.
 
-Sources: TheRock docs/faq.md (torch uses the larger of carve-out and GTT; ttm.pages_limit); unsloth#7960
-(amdgpu.gttsize alone does not raise the limit). The thresholds are lora-rocm's own.
+Sources: TheRock docs/faq.md (torch uses the larger of carve-out and GTT; ttm.pages_limit); unsloth#7960 (amdgpu.gttsize
+alone does not raise the limit). The thresholds are lora-rocm's own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ FREE_MEMORY_BYTES = 8 * GIB
 """Least free main memory. A base model such as SDXL is a file of 7 GB that is read into main memory."""
 SHM_BYTES, DISK_BYTES = GIB, 20 * GIB
 STRIX_HALO, MOST_DEDICATED_GIB = "gfx1151", 64
-"""Architecture of Strix Halo, and the largest dedicated memory in GiB reported to work well on Windows (TheRock#3032).
+"""Architecture of Strix Halo, and the largest dedicated memory in GiB that is reported to work well on Windows.
+
+Source: TheRock#3032.
 """
 
 

@@ -29,7 +29,10 @@ class SelftestGroup:
 
 @cache
 def groups() -> tuple[SelftestGroup, ...]:
-    """Return the groups. ``OTHER`` contains the checks that belong to no other group. Errors are as in ``read_rows``."""
+    """Return the groups of self-test checks.
+
+    ``OTHER`` contains the checks that belong to no other group. Errors are as in ``read_rows``.
+    """
     return read_rows(Path(__file__).with_name("selftest_checks.toml"), SelftestGroup)
 
 

@@ -53,8 +53,9 @@ class PackageConflict:
 
 @dataclass(frozen=True)
 class SoftwareTable:
-    """Contents of ``software_checks.toml``. ``torchvision``: for each torch version, the torchvision that belongs to
-    it.
+    """Contents of ``software_checks.toml``.
+
+    ``torchvision``: for each torch version, the torchvision that belongs to it.
     """
 
     torchvision: Mapping[str, str]
@@ -161,9 +162,7 @@ def _no_kernels(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _device_packages(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """Report that packages with kernels for this GPU are missing, or do not match the version of AMD's multi-arch
-    torch.
-    """
+    """Report packages with kernels for this GPU that are missing or do not match AMD's multi-arch torch."""
     torch, gpu, libraries = situation.facts.torch, situation.gpu, situation.facts.libraries
     if torch is None or gpu is None or gpu.gfx is None or torch.arch_source != "metadata":
         return None

@@ -41,8 +41,7 @@ def _stale_dll(situation: Situation, plan: EnvPlan) -> Finding | None:
     """Report a driver with an old copy of HIP.
 
     The file version of this copy is not HIP's version. The age of the driver is therefore compared with that in the
-    wheel's
-    version.
+    wheel's version.
     """
     windows, hip, gpu = _windows(situation), _hip(situation), situation.gpu
     if windows is None or gpu is None or not hip or situation.facts.torch is None:

@@ -1,5 +1,6 @@
-"""Location of the program's own folder for kernel caches and stored knowledge about this machine. Standard library
-only.
+"""Location of the program's own folder for kernel caches and stored knowledge about this machine.
+
+Standard library only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""AMD GPU architectures, read from ``archs.toml``: their cards, their features, and the wheels with kernels for them."""
+"""AMD GPU architectures from ``archs.toml``: their cards, their features, and the wheels with kernels for them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ Wheels = Literal["release", "building", "none"]
 class Arch:
     """One GPU architecture.
 
-    override: HSA_OVERRIDE_GFX_VERSION value with which, on Linux, a wheel without kernels for this architecture
-    works; or
-        None.
+    override: HSA_OVERRIDE_GFX_VERSION value with which, on Linux, a wheel without kernels for this architecture works;
+        or None.
     """
 
     gfx: str

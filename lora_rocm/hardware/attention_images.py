@@ -1,7 +1,7 @@
 """Check whether torch's attention library (AOTriton) and its precompiled GPU kernels ("images") have the same version.
 
-If the versions differ, attention silently returns zeros, or every later kernel of the process fails
-(ROCm/aotriton#210, TheRock#7315, #7992: torch 2.11 and 2.12 for Windows of August 2026). Standard library only.
+If the versions differ, attention silently returns zeros, or every later kernel of the process fails (ROCm/aotriton#210,
+TheRock#7315, #7992: torch 2.11 and 2.12 for Windows of August 2026). Standard library only.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Misfit:
 def attention_misfit(torch: Torch | None, gfx: str | None) -> Misfit | None:
     """Return the version mismatch between library and GPU images, or None if they match or the files do not show it.
 
-    Only major and minor version are compared, because images record nothing else. If ``gfx`` is None, all folders of images
-    are compared.
+    Only major and minor version are compared, because images record nothing else. If ``gfx`` is None, all folders of
+    images are compared.
     """
     if torch is None or torch.hip is None or torch.aotriton is None:
         return None
@@ -61,6 +61,6 @@ def _serves(folder: str, gfx: str | None) -> bool:
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    """Return major and minor number of a version ("0.12.50" gives (0, 12)); () if it does not start with two numbers."""
+    """Return the first two numbers of a version ("0.12.50" gives (0, 12)); () if it does not start with two numbers."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else ()

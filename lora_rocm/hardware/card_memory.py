@@ -1,8 +1,8 @@
 """Memory of a card that all programs together use, from the driver's counters. Standard library only.
 
 The free memory that HIP reports is not enough: on Linux it ignores the memory of the desktop and of games (ROCm#6389,
-rocm-systems#7993), and on Windows it is too high (librocdxg#57). Under WSL HIP's value is correct, and the driver
-has no counters.
+rocm-systems#7993), and on Windows it is too high (librocdxg#57). Under WSL HIP's value is correct, and the driver has
+no counters.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ class CardMemory:
 def read_card_memory(pci_address: str | None, devices: Path = PCI_DEVICES) -> CardMemory | None:
     """Return the memory counters of the card at a PCI address, read from Linux' sysfs; None if they are unknown.
 
-    They are unknown if the driver has none (only amdgpu has) or they cannot be read. The counters of a sleeping
-    card are
-    not read, because reading may wake it.
+    They are unknown if the driver has none (only amdgpu has) or they cannot be read. The counters of a sleeping card
+    are not read, because reading may wake it.
 
     Args:
         pci_address: the card's address as sysfs writes it ("0000:03:00.0").

@@ -166,8 +166,7 @@ class Torch:
 
     @property
     def rocm_version(self) -> str | None:
-        """Return the ROCm version: torch's own value, else the number in "+rocm7.2", else the first two numbers of
-        HIP.
+        """Return the ROCm version: torch's own value, else the number in "+rocm7.2", else the first two numbers of HIP.
 
         HIP's and ROCm's numbers are equal only up to 7.14: ROCm 10.0 has HIP 7.15, and 10.1 has HIP 7.16.
         """
@@ -178,8 +177,9 @@ class Torch:
 
     @property
     def is_pytorch_org_rocm(self) -> bool:
-        """Whether this is a ROCm build of download.pytorch.org ("+rocm7.2"). AMD's own builds have three numbers
-        ("+rocm7.2.1").
+        """Whether this is a ROCm build of download.pytorch.org ("+rocm7.2").
+
+        AMD's own builds have three numbers ("+rocm7.2.1").
         """
         return re.search(r"\+rocm\d+\.\d+$", self.version) is not None
 
@@ -233,8 +233,7 @@ def facts_from_json(value: Any, where: str) -> HostFacts:
 
 
 def load_facts(path: Path) -> HostFacts:
-    """Load facts from a file: the output of ``env --json`` or ``doctor --json``, or only the facts as in
-    ``tests/hosts``.
+    """Load facts from a file: the output of ``env --json`` or ``doctor --json``, or facts alone as in ``tests/hosts``.
 
     Raises:
         UserError: the file cannot be read, is not JSON, or does not describe a machine.
@@ -262,7 +261,10 @@ def _without_features(gfx: str | None) -> str | None:
 
 
 def _read(wanted: Any, value: Any, where: str) -> Any:
-    """Convert ``value`` to the type of the annotation ``wanted``; lists become tuples. ``where`` locates it in errors."""
+    """Convert ``value`` to the type of the annotation ``wanted``; lists become tuples.
+
+    ``where`` locates it in errors.
+    """
     if is_dataclass(wanted):
         return _read_fields(wanted, value, where)
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)

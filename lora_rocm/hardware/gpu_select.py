@@ -12,8 +12,7 @@ ROCR = "ROCR_VISIBLE_DEVICES"
 HIP = "HIP_VISIBLE_DEVICES"
 CUDA = "CUDA_VISIBLE_DEVICES"
 """Last of the three visibility variables, which the runtimes read in this order. First, ROCr hides GPUs (Linux). HIP
-then
-numbers the remaining GPUs by the second variable, or by the third if the second is empty (ROCm/clr
+then numbers the remaining GPUs by the second variable, or by the third if the second is empty (ROCm/clr
 rocclr/device/rocm/rocdevice.cpp, device/pal/paldevice.cpp).
 """
 
@@ -38,8 +37,7 @@ def select(facts: HostFacts, environ: Mapping[str, str]) -> Selection:
     """Select the GPU that the user made visible, or else the best one.
 
     Criteria in order: a discrete GPU; kernels for it in the installed torch; a row in the architecture table; more
-    memory.
-    If the installed torch is a CUDA build, no AMD GPU is selected.
+    memory. If the installed torch is a CUDA build, no AMD GPU is selected.
     """
     amd = facts.amd_gpus
     if not amd or (facts.torch is not None and facts.torch.cuda is not None and facts.torch.hip is None):

@@ -17,7 +17,9 @@ from lora_rocm.hardware.facts import Gpu, HostFacts
 
 GIB, MIB = 2**30, 2**20
 HOST_RESERVE_SHARE, HOST_RESERVE_BYTES = 0.2, 16 * GIB
-"""Main memory left to the system on an APU: the smaller of this share and this size (unsloth's worker.py, Strix Halo).
+"""Main memory left to the system on an APU: the smaller of this share and this size.
+
+Source: unsloth's worker.py (Strix Halo).
 """
 DISPLAY_SHARE, DISPLAY_MIN_BYTES, DISPLAY_MAX_BYTES = 0.05, GIB // 2, GIB
 """Estimated memory of the desktop on a GPU with dedicated memory, used where it cannot be measured."""
@@ -36,7 +38,7 @@ class Reserves:
         libraries_mib: memory that libraries use outside of torch's allocator during a run.
         kept_free_mib: memory kept free on Linux, because a nearly full card faults.
         headless_mib: memory kept free on a card without a desktop. Less is enough, as other programs' use does not
-        change.
+            change.
     """
 
     libraries_mib: int
@@ -76,7 +78,10 @@ class MemoryBudget:
 
 
 def parts_text(parts: tuple[BudgetItem, ...]) -> str:
-    """Return the items as text: "24.0 GiB memory of the card, 1.4 GiB held by other programs, 1.2 GiB for libraries"."""
+    """Return the items as text.
+
+    Example: "24.0 GiB memory of the card, 1.4 GiB held by other programs, 1.2 GiB for libraries".
+    """
     return ", ".join(f"{size_text(abs(part.num_bytes))} {part.name}" for part in parts)
 
 

@@ -1,5 +1,6 @@
-"""PCI ids and adapter names of AMD GPUs with their architectures (``pci.toml``), and PCI addresses. Standard library
-only.
+"""PCI ids and adapter names of AMD GPUs with their architectures (``pci.toml``), and PCI addresses.
+
+Standard library only.
 """
 
 from __future__ import annotations

@@ -76,8 +76,7 @@ def select_several(facts: HostFacts, environ: Mapping[str, str], count: int, *, 
     """Select the GPUs of ``count`` processes on this machine; the process with local rank n uses the n-th.
 
     Every process sees all of these GPUs, because RCCL copies directly only between GPUs that both processes can see
-    (rccl
-    src/transport/p2p.cc, p2pCanConnect). Integrated GPUs are excluded unless the user made them visible.
+    (rccl src/transport/p2p.cc, p2pCanConnect). Integrated GPUs are excluded unless the user made them visible.
 
     Raises:
         UserError: there are fewer than ``count`` GPUs.

@@ -34,7 +34,10 @@ The conclusion holds if in each of the groups every kind has a failed check.
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one check. ``name`` is "group.detail" ("gemm.lora-bf16-TN"); ``detail`` describes the observation."""
+    """The result of one check.
+
+    ``name`` is "group.detail" ("gemm.lora-bf16-TN"). ``detail`` describes the observation.
+    """
 
     name: str
     status: Status
@@ -70,8 +73,7 @@ class SelftestVerdict:
     Attributes:
         fast: results without the variables of the profile "safe"; empty if that was not tried.
         remedies: ids of the remedies (``rules/selftest_rules.toml``) with which ``results`` were obtained. Training
-        needs
-            the same remedies.
+            needs the same remedies.
     """
 
     stack: SoftwareAndGpu

@@ -30,14 +30,16 @@ Attention = Literal[
 
 @dataclass(frozen=True)
 class Settings:
-    """Decisions of the parent for the processes that load torch. The defaults are for a machine without known faults."""
+    """Decisions of the parent for the processes that load torch.
+
+    The defaults are for a machine without known faults.
+    """
 
     miopen: bool = True
     """Whether convolutions may use MIOpen. If False, torch.backends.cudnn.enabled is set to False."""
     attention: Attention = "auto"
     """The attention backend in training (``device.attention``). With "auto", torch chooses it. With "math", fused
-    attention is
-    disabled in the whole process.
+    attention is disabled in the whole process.
     """
     flash_attention: bool = True
     """Whether torch may use its flash attention. This backend and the next three are False if they gave wrong numbers
@@ -56,8 +58,7 @@ class Settings:
     """Whether to copy tensors of memory-mapped files to the heap before they are sent to the device."""
     expect_gpu: bool = False
     """Whether this torch is built for this machine's GPU. If torch then sees no GPU, runtime.device: auto raises an
-    error and
-    does not fall back to the CPU.
+    error and does not fall back to the CPU.
     """
     memory_limit_bytes: int | None = None
     """Allocator size above which torch raises an error, before the desktop freezes or the driver swaps; None for no
@@ -87,7 +88,10 @@ class Settings:
     """Whether previews of every size are decoded in tiles."""
 
     def pins(self, asked: str) -> bool:
-        """Whether copies to the GPU use pinned memory. ``asked`` is the value of ``runtime.pin_memory`` in the recipe."""
+        """Whether copies to the GPU use pinned memory.
+
+        ``asked`` is the value of ``runtime.pin_memory`` in the recipe.
+        """
         return (self.pin_memory if asked == "auto" else asked == "yes") and self.copy_method == "auto"
 
     def to_text(self) -> str:

@@ -8,8 +8,7 @@ from lora_rocm.hardware.selftest_result import SoftwareAndGpu
 
 STACK = "LORA_ROCM_STACK"
 """Name of the variable that passes ``SoftwareAndGpu.key`` to the processes that load torch; its value is empty without
-a
-GPU.
+a GPU.
 """
 
 

@@ -25,7 +25,7 @@ class Choice:
 
     Attributes:
         key: conditions under which it is valid: software stack, packages, and the recipe values that determine the
-        shapes.
+            shapes.
         chosen: the attention backend, or the table of matrix products in TunableOp's format.
         rows: the measurements, one row per candidate or product.
     """

@@ -325,8 +325,9 @@ def _against(facts: HostFacts, use: _Use, known: Index | None, requirement: str,
 
 
 def mismatch(torch: Torch, choice: WheelChoice) -> str | None:
-    """Return the reason why an installed torch does not match the choice, as the end of a sentence; None if it
-    matches.
+    """Return the reason why an installed torch does not match the choice, or None if it matches.
+
+    The reason is the end of a sentence.
     """
     built = f"ROCm {torch.rocm_version}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "the CPU alone"
     if choice.kind == "rocm" and torch.hip is None:

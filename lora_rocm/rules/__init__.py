@@ -1,3 +1,1 @@
-"""Rules that set environment variables and settings for a machine, mitigations after failures, and the mitigations'
-store.
-"""
+"""Rules that set a machine's variables and settings, mitigations after failures, and the mitigations' store."""

@@ -1,4 +1,4 @@
-"""Rules for AMD GPUs (``amd_rules.toml``), and functions for the variable names and values that depend on the machine."""
+"""Rules for AMD GPUs (``amd_rules.toml``), and functions for variable names and values that depend on the machine."""
 
 from __future__ import annotations
 
@@ -110,7 +110,10 @@ FUNCTIONS = {
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """Variables that other programs set and lora-rocm deliberately does not set. They are listed in the documentation."""
+    """Variables that other programs set and lora-rocm deliberately does not set.
+
+    They are listed in the documentation.
+    """
 
     variables: str
     why: str

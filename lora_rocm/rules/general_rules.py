@@ -1,4 +1,4 @@
-"""Rules for every machine (``general_rules.toml``), and functions for the values that depend on the machine or recipe."""
+"""Rules for every machine (``general_rules.toml``), and functions for values that depend on the machine or recipe."""
 
 from __future__ import annotations
 

@@ -49,9 +49,7 @@ def at_least(limit: int) -> Test:
 
 
 def _numbers(value: str) -> Numbers | None:
-    """Return major, minor and stepping of an override value as libhsakmt parses it; None if libhsakmt rejects the
-    value.
-    """
+    """Return major, minor and stepping of an override as libhsakmt parses it; None if libhsakmt rejects the value."""
     found = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", value)
     numbers = tuple(int(part) for part in found.groups()) if found else ()
     return numbers if numbers and numbers[0] <= 63 and max(numbers[1:]) <= 255 else None
@@ -87,9 +85,7 @@ def other_generation(value: str, situation: Situation) -> bool:
 
 
 def other_card(value: str, situation: Situation) -> bool:
-    """Whether the override makes a GPU of this run pass for another GPU of its generation, and no need for that is
-    known.
-    """
+    """Whether the override makes a GPU of this run pass for another GPU of its generation without a known need."""
     theirs = _numbers(value)
     if theirs is None or other_generation(value, situation):
         return False
@@ -100,8 +96,9 @@ def other_card(value: str, situation: Situation) -> bool:
 
 
 def _works(value: str, gpu: Gpu, situation: Situation) -> bool:
-    """Whether an override value is the planned one, or one that is known to work where torch may lack kernels for the
-    GPU.
+    """Whether an override value is harmless for this GPU.
+
+    It is if the plan sets the same value, or if torch may lack kernels for the GPU and the value is known to help.
     """
     planned = [found[1] for rule in override_rules() if (found := rule.planned(situation)) is not None]
     torch, arch = situation.facts.torch, arch_of(gpu.gfx)
@@ -154,8 +151,9 @@ def bad_options(value: str, situation: Situation) -> bool:
 
 
 def hidden_by(*others: str) -> Test:
-    """Return a function that tests whether one of ``others`` is also set, so that torch reads that one and not this
-    variable.
+    """Return a function that tests whether one of ``others`` is also set.
+
+    torch then reads the other variable and ignores this one.
     """
     return lambda value, situation: any(name in situation.environ for name in others)
 

@@ -45,7 +45,9 @@ def pattern_of(line: str) -> LogPattern | None:
 
 FAULT, HANG = "log-page-fault", "log-hang"
 KILLED = re.compile(r"out of memory: Killed process (\d+)", re.IGNORECASE)
-"""Pattern of the line about a process that was killed because memory ran out, also by a memory cgroup (mm/oom_kill.c).
+"""Pattern of the log line about a process that was killed because memory ran out.
+
+It also matches a kill by a memory cgroup (mm/oom_kill.c).
 """
 STAMP = re.compile(r"\[ *(\d+\.\d+)\] ")
 TOOL_TIMEOUT_S = 10.0
@@ -67,8 +69,8 @@ class ClockReading:
 
 
 def lines_since(moment: ClockReading, run: Run = run_tool, system: str = sys.platform) -> tuple[str, ...]:
-    """Return the newest relevant lines of the kernel log since ``moment``; empty if there are none or they cannot be
-    read.
+    """Return the newest relevant lines of the kernel log since ``moment``, or () if there are none or they are
+    unreadable.
 
     The function runs a tool, which takes a moment.
     """

@@ -12,7 +12,9 @@ from lora_rocm.hardware.memory_budget import GIB, MemoryBudget, Reserves, budget
 from lora_rocm.rules.rule import MachineRule, Situation
 
 MIN_LIMIT_BYTES = GIB
-"""Smallest value of the allocator's limit. Below it, not even the GPU's libraries start, and the error is misleading.
+"""Smallest value of the allocator's limit.
+
+Below it, not even the GPU's libraries start, and the error is misleading.
 """
 
 

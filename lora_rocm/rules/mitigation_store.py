@@ -1,9 +1,8 @@
 """Stores the mitigations that past runs on this machine needed, until the software changes or the user deletes them.
 
 Each machine and software stack has one small JSON file in the program's folder. A mitigation for runs of one size
-(``Change.size``) is used for these runs only. Training does not depend on the store. If the folder cannot be
-written, or
-if another run writes at the same time, a mitigation may be lost, and the next run finds it again. Standard library
+(``Change.size``) is used for these runs only. Training does not depend on the store. If the folder cannot be written,
+or if another run writes at the same time, a mitigation may be lost, and the next run finds it again. Standard library
 only.
 """
 
@@ -38,8 +37,9 @@ FORGET = "lora-rocm forget"
 
 
 def key_of(facts: HostFacts, selection: Selection) -> str:
-    """Return a key that identifies the machine and its software. If torch can use no GPU, it identifies only the torch
-    version.
+    """Return a key that identifies the machine and its software.
+
+    If torch can use no GPU, it identifies only the torch version.
     """
     torch = facts.torch.version if facts.torch is not None else "none"
     return (stack_of(facts, selection) or SoftwareAndGpu(torch, "cpu", "", "")).key
@@ -51,8 +51,9 @@ def path_of(folder: Path, key: str) -> Path:
 
 
 def workload_of(recipe: Recipe, size: Size) -> Workload:
-    """Return the workload of a recipe's training or previews. Most values at their default are not mentioned in its
-    text.
+    """Return the workload of a recipe's training or previews.
+
+    Most values at their default are not mentioned in its text.
     """
     text = ", ".join(_words_of_training(recipe) if size == "training" else _words_of_previews(recipe))
     return Workload(hashlib.sha256(text.encode("utf-8")).hexdigest()[:16], text)
@@ -116,9 +117,8 @@ def recall(folder: Path, key: str) -> Remembered:
 def in_force(remembered: Remembered, workloads: Collection[str]) -> tuple[str, ...]:
     """Return the ids of the stored mitigations that apply to a run, for ``Situation.changes``.
 
-    These are the mitigations for all runs, and the ones for these workloads (``workloads_of``). Ids that this
-    version does
-    not know are omitted.
+    These are the mitigations for all runs, and the ones for these workloads (``workloads_of``). Ids that this version
+    does not know are omitted.
     """
     entries = remembered.entries
     return known(entry.change for entry in entries if entry.workload is None or entry.workload.id in workloads)
@@ -134,11 +134,9 @@ def keep(
 ) -> None:
     """Store mitigations for the next runs on this machine, all in one write.
 
-    A repeatable mitigation is stored as often as it is in ``situation.changes``, however often this function is
-    called. A
-    mitigation for runs of one size is stored only if the situation has a recipe. If the file cannot be written,
-    ``notify``
-    is called with a message and the run continues.
+    A repeatable mitigation is stored as often as it is in ``situation.changes``, however often this function is called.
+    A mitigation for runs of one size is stored only if the situation has a recipe. If the file cannot be written,
+    ``notify`` is called with a message and the run continues.
 
     Raises:
         KeyError: there is no mitigation with this id.
@@ -183,9 +181,7 @@ def forget(folder: Path) -> list[tuple[Path, tuple[Kept, ...]]]:
 
 
 def described(entries: Iterable[Kept]) -> list[str]:
-    """Return the entries as text: each mitigation once per workload, with its first day and the failures that it is
-    for.
-    """
+    """Return the entries as text: each mitigation once per workload, with its first day and the kinds of failure."""
     groups: dict[tuple[str, Workload | None], list[Kept]] = {}
     for entry in entries:
         groups.setdefault((entry.change, entry.workload), []).append(entry)

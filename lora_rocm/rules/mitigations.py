@@ -32,7 +32,7 @@ Seen = Literal[
 loader-hang: the worker hung while it waited for the next batch.
 hang: the worker hung at any other place.
 corruption: data or weights did not arrive as sent, or have changed since. A non-finite weight or optimizer moment is of
-this kind, because no update can cause it.
+    this kind, because no update can cause it.
 sum: the sum of gradients from several GPUs was wrong.
 graph: a captured GPU graph computed wrong results.
 illegal-access: the GPU reported a fault, or was lost.
@@ -73,9 +73,8 @@ class Change:
         phases: phases of the worker in which it can help; empty for all phases.
         applies: function that returns whether the mitigation can have an effect in this run, in addition to ``when``.
         most: number of times that it can be applied, each time with a larger effect.
-        size: workload that decides when a stored mitigation is used again (``mitigation_store.workload_of``), or
-        None for
-            all runs.
+        size: workload that decides when a stored mitigation is used again (``mitigation_store.workload_of``), or None
+            for all runs.
     """
 
     id: str
@@ -92,7 +91,7 @@ class Change:
 
 
 def seen_of_code(code: str) -> Seen | None:
-    """Return the kind of failure for an error code, or None if no restart can help or the code is of another version."""
+    """Return the kind of failure for an error code, or None if no restart can help or the code is unknown."""
     return next((seen for known_code, seen in mitigation_table().seen_of_code.items() if known_code == code), None)
 
 
@@ -105,7 +104,10 @@ def change_event(change_id: str, seen: str) -> ChangeEvent:
 
 
 def parts(situation: Situation) -> int:
-    """Return the number of parts in which a micro-batch is computed. Each mitigation "micro-batch-halved" doubles it."""
+    """Return the number of parts in which a micro-batch is computed.
+
+    Each mitigation "micro-batch-halved" doubles it.
+    """
     return 1 << situation.changes.count("micro-batch-halved")
 
 
@@ -207,10 +209,9 @@ def known(names: Iterable[str]) -> tuple[str, ...]:
 def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:
     """Return the mitigations that are left for a failure in ``phase``, from the mildest.
 
-    ``environment.plan`` decides whether a mitigation has an effect. If none is left, the run is restarted unchanged
-    or ends.
-    There is no mitigation if memory runs out while the base model is loaded, or if a loader hangs without workers and
-    pinning. On the CPU, there is none for a hang, wrong results, an illegal access or non-finite numbers.
+    ``environment.plan`` decides whether a mitigation has an effect. If none is left, the run is restarted unchanged or
+    ends. There is no mitigation if memory runs out while the base model is loaded, or if a loader hangs without workers
+    and pinning. On the CPU, there is none for a hang, wrong results, an illegal access or non-finite numbers.
     """
     return [
         change
@@ -238,7 +239,10 @@ def _planned(change: Change, row: Sets) -> Callable[[Situation], str | None]:
 
 
 def _when(change: Change) -> Callable[[Situation], str]:
-    """Return a function for a text with day and kind of the failure, if the mitigation is stored from an earlier run."""
+    """Return a function for a text about the earlier failure for which the mitigation was stored.
+
+    The text has the day and kind of the failure. It is empty if the mitigation was not stored.
+    """
 
     def evidence(situation: Situation) -> str:
         entries = situation.remembered.entries if situation.remembered is not None else ()

@@ -146,8 +146,9 @@ Source: pytorch cmake/External/aotriton.cmake.
 
 
 def aotriton_of(facts: HostFacts) -> str | None:
-    """Return the version of AOTriton, as read from its files, or else the one bundled with this torch version; None if
-    unknown.
+    """Return the version of AOTriton, or None if unknown.
+
+    It is read from AOTriton's files, or else derived from the torch version.
     """
     if facts.torch is None or facts.torch.hip is None:
         return None

@@ -24,7 +24,10 @@ FUSED = ("attention.flash", "attention.efficient", "attention.cudnn", "attention
 
 @dataclass(frozen=True)
 class Remedy:
-    """A variable that is tried if a group of the self-test failed. It is kept if fewer checks of the group then fail."""
+    """A variable that is tried if a group of the self-test failed.
+
+    It is kept if fewer checks of the group then fail.
+    """
 
     id: str
     group: str
@@ -49,12 +52,10 @@ def uses(result: Result, dtype: str) -> bool:
 
 
 def trains_in(verdict: SelftestVerdict, dtype: str) -> bool:
-    """Whether all checks passed that training in ``dtype`` needs: matrix products, convolutions, plain attention,
-    steps.
+    """Whether all checks passed that training in ``dtype`` needs.
 
-    Failures of fused attention are ignored, because another rule disables it. Failures of MIOpen are ignored if
-    torch's own
-    convolutions passed.
+    These are matrix products, convolutions, plain attention and training steps. Failures of fused attention are
+    ignored, because another rule disables it. Failures of MIOpen are ignored if torch's own convolutions passed.
     """
     convolutions = "conv.native" if avoids_miopen(verdict) else "conv.miopen"
     needed = ("gemm", "training", "attention.math", convolutions)
@@ -66,11 +67,9 @@ def trains_in(verdict: SelftestVerdict, dtype: str) -> bool:
 def avoids_miopen(verdict: SelftestVerdict) -> bool:
     """Whether convolutions fail with MIOpen and pass with torch's own kernels.
 
-    Torch's kernels compute one matrix product per image, with as many rows as the image has pixels. If products
-    with so many
-    rows are wrong (ROCm#6595, beyond 2**19 rows), the result is False. A VAE would then be wrong on image sizes
-    that the
-    self-test does not try.
+    Torch's kernels compute one matrix product per image, with as many rows as the image has pixels. If products with so
+    many rows are wrong (ROCm#6595, beyond 2**19 rows), the result is False. A VAE would then be wrong on image sizes
+    that the self-test does not try.
     """
     tall_is_wrong = bool(verdict.failed("gemm.tall"))
     return bool(verdict.failed("conv.miopen")) and verdict.passed("conv.native") and not tall_is_wrong
@@ -94,8 +93,9 @@ def _where(holds: Callable[[SelftestVerdict], object], value: str) -> Callable[[
 
 
 def _failed(*prefixes: str, dtypes: tuple[str, ...] = ()) -> Callable[[Situation], str]:
-    """Return a function for a text with the names of the first failed checks in these groups; the text is empty
-    without any.
+    """Return a function for a text with the names of the first failed checks in these groups.
+
+    The text is empty if none failed. With ``dtypes``, only checks of these dtypes are named.
     """
 
     def evidence(situation: Situation) -> str:

@@ -25,8 +25,9 @@ NAMED = ("sdpa", "flash", "aiter")
 
 
 def key_of(kind: Kind, stack: SoftwareAndGpu, recipe: Recipe) -> dict[str, Any]:
-    """Return the conditions under which a choice is valid: GPU, driver, versions, and recipe values that determine
-    shapes.
+    """Return the conditions under which a choice is valid.
+
+    They are GPU, driver, software versions, and the recipe values that determine the shapes.
     """
     versions = {"lora-rocm": __version__, **versions_of(PACKAGES)}
     shapes = {
@@ -107,8 +108,7 @@ def attention_text(situation: Situation) -> str:
 
 
 def _table(situation: Situation) -> str | None:
-    """Return the path of the table of tuned products as JSON, or None if there is no table or hipBLASLt was turned
-    off.
+    """Return the path of the table of tuned products as JSON, or None if there is no table or hipBLASLt was turned off.
 
     Without hipBLASLt the table is not used, because it may name hipBLASLt's solutions.
     """

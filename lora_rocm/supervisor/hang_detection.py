@@ -1,5 +1,4 @@
-"""Hang detection: a state that is updated from the worker's events and heartbeats, and a function that decides from
-it.
+"""Hang detection: a state that is updated from the worker's events and heartbeats, and a function that decides from it.
 
 The module reads no clock and no file. The caller passes the time of each sign of life, in seconds of a monotonic clock.
 """
@@ -124,8 +123,8 @@ class Limits:
         """Return the seconds of silence after which the worker writes its stacks, for each limit.
 
         This is half of the limit's smallest possible value. It is not less, because writing the stacks of running
-        threads reads
-        data that they change, and can crash the process (faulthandler, CPython 3.11: each time in imports).
+        threads reads data that they change, and can crash the process (faulthandler, CPython 3.11: each time in
+        imports).
         """
         least_s = {name: self.given_s.get(RECIPE_KEYS.get(name, name), limit.least_s) for name, limit in LIMITS.items()}
         return {name: max(seconds / 2, LEAST_STACKS_S) for name, seconds in least_s.items() if name != LEAVING}

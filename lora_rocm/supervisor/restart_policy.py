@@ -1,5 +1,4 @@
-"""The restart policy: after a failure of the worker, decides whether to restart it, with which mitigation, or to give
-up.
+"""The restart policy: decides after a worker's failure whether to restart, with which mitigation, or to give up.
 
 The functions only compute; they start nothing and read no file.
 """
@@ -20,8 +19,9 @@ from lora_rocm.supervisor.hang_detection import Hung
 
 MAX_ROLLBACKS = 3
 PAUSES_S = (0.0, 2.0, 5.0, 10.0, 20.0, 30.0)
-"""Seconds to wait before a restart, by the number of consecutive starts without progress. A device needs time to
-reset.
+"""Seconds to wait before a restart, by the number of consecutive starts without progress.
+
+A device needs time to reset.
 """
 LONGER_AFTER: dict[Seen | None, int] = {"illegal-access": 2, "out-of-memory": 1}
 """Number of entries by which the pause moves on in ``PAUSES_S`` after these failures.
@@ -97,8 +97,8 @@ class History:
         budget: value of ``runtime.max_restarts``.
         spent: used part of the budget, without the failure to judge.
         attempt: number of times that the run was rolled back and given other noise, over all its commands.
-        progressed: for each start of this command, whether it got further than the previous one. The failed start
-        is last.
+        progressed: for each start of this command, whether it got further than the previous one. The failed start is
+            last.
         failures: failures of this command. The one to judge is last.
     """
 
@@ -121,9 +121,8 @@ class History:
     def may_fit(self) -> bool:
         """Whether a new process with unfragmented memory could fit, if memory ran out and no mitigation is left.
 
-        It cannot if the previous start also ran out of memory and there was no progress. The next start would fail
-        in the same
-        way.
+        It cannot if the previous start also ran out of memory and there was no progress. The next start would fail in
+        the same way.
         """
         last, *before = reversed(self.failures)
         if self.progress or last.changed:
@@ -205,8 +204,9 @@ def after(failure: WorkerFailure, history: History, situation: Situation) -> Jud
 
 
 def next_change(seen: Seen, phase: str, situation: Situation) -> Change | None:
-    """Return the mildest change against this failure that would have an effect, or None. The user's own settings are
-    kept.
+    """Return the mildest change against this failure that would have an effect, or None.
+
+    The user's own settings are kept.
     """
     now = _outcome(situation)
     return next(
@@ -233,8 +233,9 @@ def _outcome(situation: Situation) -> tuple[dict[str, str], object]:
 def seen_of(
     error: LoraRocmError, hung: Hung | None, kernel_log: tuple[str, ...], pid: int, *, first: bool = True
 ) -> Seen | None:
-    """Return the kind of a failure, or None if no restart can help. ``first``: whether it is this command's first
-    failure.
+    """Return the kind of a failure, or None if no restart can help.
+
+    ``first``: whether it is this command's first failure.
     """
     if hung is not None:
         seen: Seen | None = "loader-hang" if (hung.phase, hung.activity) == ("step", "loader") else "hang"

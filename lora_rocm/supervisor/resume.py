@@ -57,9 +57,8 @@ def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Ch
         resume: value of --resume: None, "latest", a run directory, or a checkpoint folder in one.
 
     Raises:
-        ResumeError: there is nothing to resume, the two options disagree, the directory contains something else
-        than a run,
-            or its name is not valid text.
+        ResumeError: there is nothing to resume, the two options disagree, the directory contains something else than a
+            run, or its name is not valid text.
         StorageError: the run directory contains a link in place of a file or folder that the run writes.
     """
     if resume is None:
@@ -108,8 +107,9 @@ def _new_directory(loaded: LoadedRecipe) -> Path:
 
 
 def newest_run(folder: Path, name: str) -> Path | None:
-    """Return the newest run directory in ``folder`` for the recipe ``name``, by the time in its name; None if there is
-    none.
+    """Return the newest run directory of the recipe ``name`` in ``folder``, by the time in the directory's name.
+
+    It is None if there is no such directory.
     """
     pattern = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
     if not folder.is_dir():
@@ -131,11 +131,9 @@ def holds_run(run_dir: RunDir) -> bool:
 def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
     """Prepare the run directory for the worker; return whether there is anything left to train.
 
-    There is not if the run is complete and the recipe asks for no further steps. The caller must have the
-    directory's lock.
-    If the worker could still refuse the recipe because of existing checkpoints, it is written to ``recipe_asked``.
-    Otherwise
-    it is written to recipe.yaml.
+    There is not if the run is complete and the recipe asks for no further steps. The caller must have the directory's
+    lock. If the worker could still refuse the recipe because of existing checkpoints, it is written to
+    ``recipe_asked``. Otherwise it is written to recipe.yaml.
 
     Raises:
         ResumeError: the directory contains a run and --resume was not given, or the recipe does not fit the run.
@@ -174,8 +172,7 @@ def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
 
 
 def settle_rank(chosen: Chosen, loaded: LoadedRecipe, rank: int) -> bool:
-    """Prepare one rank that ``torchrun`` started: write its own recipe. Return whether there is anything left to
-    train.
+    """Prepare one rank that ``torchrun`` started: write its own recipe. Return whether there is anything left to train.
 
     Unlike ``settle``, it leaves the rest of the run directory to rank 0.
 

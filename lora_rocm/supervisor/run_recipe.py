@@ -20,9 +20,8 @@ def recipe_of_run(file: Path, registry: FamilyRegistry, spare_cache: Path | None
     Args:
         file: path of the recipe.
         registry: the model families.
-        spare_cache: cache folder to use if neither the recipe's nor the current folder's contains a cache. None is
-        for a
-            process that opens no cache.
+        spare_cache: cache folder to use if neither the recipe's nor the current folder's contains a cache. None is for
+            a process that opens no cache.
 
     Raises:
         UserError: run-without-recipe: the recipe is missing, or is not a file.

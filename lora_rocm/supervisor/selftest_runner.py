@@ -1,6 +1,4 @@
-"""The GPU self-test, from the parent's side: child processes that may crash or hang, and the verdict from their
-results.
-"""
+"""The GPU self-test, from the parent's side: runs checks in children that may crash or hang, and gives a verdict."""
 
 from __future__ import annotations
 
@@ -171,8 +169,9 @@ def _fast(plain: Situation, verdict: SelftestVerdict, notify: Notify, command: C
 def run_checks(
     job: SelfTestJob, env: Mapping[str, str], notify: Notify, command: Command = child_command
 ) -> tuple[Result, ...]:
-    """Run all checks of a job and return their results. If a child hangs or crashes, another one continues after that
-    check.
+    """Run all checks of a job and return their results.
+
+    If a child hangs or crashes, another one continues after that check.
 
     Raises:
         MachineError: a child ended before its first check, or too many children failed.

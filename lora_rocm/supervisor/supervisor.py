@@ -57,8 +57,7 @@ def in_force(run_dir: RunDir, situation: Situation, notify: Callable[[str], None
     """Return the situation with the changes that this run uses.
 
     Only a new run takes over the changes stored for this machine, and records them. A resumed run keeps the changes
-    that it
-    started with, even if other runs have stored new ones since.
+    that it started with, even if other runs have stored new ones since.
     """
     events = read_events(run_dir.events())
     trouble = trouble_of(run_dir, events)
@@ -263,7 +262,10 @@ class Supervisor:
     def _failure(
         self, end: End, hung: Mapping[int, Hung], states: Sequence[WatchState], began: ClockReading
     ) -> policy.WorkerFailure:
-        """Return the failure of a start. An error reported by the worker takes precedence over a hang during its exit."""
+        """Return the failure of a start.
+
+        An error reported by the worker takes precedence over a hang during its exit.
+        """
         error, state = end.error, states[end.worker.rank]
         late = hung.get(end.worker.rank) if error.code in (DIED, UNKILLABLE) else None
         if late is not None and error.code == DIED:

@@ -116,8 +116,9 @@ class Telemetry:
 
     @contextlib.contextmanager
     def watching(self, pids: Sequence[int], notify: Tell) -> Iterator[None]:
-        """Read the sensors within this context. ``notify`` records an event of the run, in the thread that calls
-        ``poll``.
+        """Read the sensors within this context.
+
+        ``notify`` records an event of the run, in the thread that calls ``poll``.
         """
         self._tell, self._training = notify, False
         for alarms in self._alarms.values():

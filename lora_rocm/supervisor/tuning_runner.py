@@ -38,8 +38,9 @@ KINDS: tuple[Kind, ...] = ("attention", "products")
 
 
 def without(situation: Situation) -> Situation:
-    """Return the situation without measured choices, for processes of ``torchrun``, which have no parent that could
-    choose.
+    """Return the situation without measured choices.
+
+    It is for processes of ``torchrun``, which have no common parent that could choose.
 
     Raises:
         UserError: the recipe names an attention package, which was not tested on this machine.
@@ -106,8 +107,7 @@ def unavailable(backend: str, why: str) -> UserError:
 def _kept(
     run: RunDir, asked: Mapping[str, Any], keys: Mapping[Kind, Mapping[str, Any]], accept_changes: bool
 ) -> dict[Kind, Choice | None] | None:
-    """Return the stored choices of a run with checkpoints, or None if there are none or the recipe now asks for
-    others.
+    """Return the stored choices of a run with checkpoints, or None if there are none or the recipe now asks for others.
 
     asked: recipe values that control the measurement.
     keys: current conditions for each kind of choice.

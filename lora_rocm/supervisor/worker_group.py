@@ -91,8 +91,9 @@ def run_workers(
     notify: Callable[[str], None],
     asked: Asked | None = None,
 ) -> int:
-    """Run several workers without hang detection until they end, and return their exit code. If one fails, all are
-    ended.
+    """Run several workers without hang detection until they end, and return their exit code.
+
+    If one fails, all are ended.
 
     Raises:
         LoraRocmError: the error of a failed worker, as in ``worker_process.Worker.verdict``.

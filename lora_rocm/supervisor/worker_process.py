@@ -113,8 +113,9 @@ class Worker:
         self._job.close()
 
     def poll_ended(self, number: int) -> bool:
-        """Return whether the worker is still running. If not, record that its end was noticed in round ``number`` of
-        ``follow``.
+        """Return whether the worker is still running.
+
+        If not, record that its end was noticed in round ``number`` of ``follow``.
         """
         if self._child.poll() is None:
             return True
@@ -178,8 +179,9 @@ class Worker:
         return self._child.returncode is not None
 
     def verdict(self) -> int:
-        """Return the worker's exit code. Its last event (``end``, ``error``) takes precedence over the system's exit
-        status.
+        """Return the worker's exit code.
+
+        Its last event (``end``, ``error``) takes precedence over the system's exit status.
 
         Raises:
             LoraRocmError: the error that the worker reported.
@@ -202,9 +204,8 @@ def follow(
     """Pass on events with their rank until all workers have ended. Return True as soon as ``is_late`` reports a hang.
 
     ``is_late`` is called in every round. The first stop request asks the workers to finish their step and save; the
-    second
-    kills them. If one of several workers fails, the others have a moment to report their own errors before they are
-    killed.
+    second kills them. If one of several workers fails, the others have a moment to report their own errors before they
+    are killed.
     """
     seen, failed_at, number = 0, None, 0
     while running := [worker for worker in workers if worker.poll_ended(number)]:

@@ -16,18 +16,18 @@ STEADY = 3
 MAX_EACH = 20
 """Maximum number of warnings of one kind about a GPU in one command."""
 HOT_MARGIN_C, COOL_MARGIN_C = 3.0, 10.0
-"""Degrees below a sensor's critical temperature at which the GPU counts as hot, and at which it counts as cool again.
-"""
+"""Degrees below a sensor's critical temperature at which the GPU counts as hot, and at which it counts as cool."""
 MOVED_BYTES = 256 << 20
 """Bytes that the driver may move to main memory for a moment, when other programs request memory, without a warning."""
 GROWN_BYTES, GROWN_SHARE, FULL_SHARE = 1 << 30, 0.05, 0.9
 """Limits for a warning about shared memory: its growth in bytes, its growth as a share of the card's memory, and the
-used
-share of the card's memory. All must be reached. Growth is measured from the start of training, when shared memory is as
-large as pinned buffers need.
+used share of the card's memory. All must be reached. Growth is measured from the start of training, when shared memory
+is as large as pinned buffers need.
 """
 SPILL_TIMES_SLOWER = 17
-"""Measured slowdown of spilled memory: attention of 16,000 tokens on an RX 6800 under Windows took 3,226 ms, not 187.
+"""Measured slowdown of attention if its memory has spilled.
+
+Attention of 16,000 tokens on an RX 6800 under Windows took 3,226 ms in place of 187.
 """
 WHAT_TO_DO = (
     "Close other programs that use this GPU. Or stop the run and continue with train.gradient_checkpointing: true or "

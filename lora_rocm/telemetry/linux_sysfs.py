@@ -1,9 +1,9 @@
 """Reads AMD GPUs on Linux from files of the kernel: sysfs, hwmon, and the DRM clients of processes.
 
-Reading most of these files wakes a sleeping card, and the first values are then wrong. ``power/runtime_status``
-does not
-wake it and is therefore read first. ``gpu_busy_percent`` is not read, because it is 100 as long as a compute context
-exists. Sources: kernel docs, gpu/amdgpu/thermal and gpu/drm-usage-stats; ROCm/rocm-systems#8024; ROCm/amdgpu#221.
+Reading most of these files wakes a sleeping card, and the first values are then wrong. ``power/runtime_status`` does
+not wake it and is therefore read first. ``gpu_busy_percent`` is not read, because it is 100 as long as a compute
+context exists. Sources: kernel docs, gpu/amdgpu/thermal and gpu/drm-usage-stats; ROCm/rocm-systems#8024;
+ROCm/amdgpu#221.
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ class SysfsReader:
         return reader.reading(address, number, files.unread, **values)
 
     def _own(self, address: str, unread: dict[str, str]) -> dict[str, object]:
-        """Return the memory of the run's processes on this GPU. A DRM client counts once, even if several files show
-        it.
+        """Return the memory of the run's processes on this GPU.
+
+        A DRM client counts once, even if several files show it.
         """
         clients: dict[str, dict[str, int]] = {}
         for pid in self._pids():

@@ -90,8 +90,9 @@ def read_on(reader: GpuReader, notify: Emit, wait: Callable[[], object]) -> None
 
 
 def main() -> int:
-    """Do the job that is the command's argument, and return the exit code. An error becomes a notice on standard
-    output.
+    """Do the job that is the command's argument, and return the exit code.
+
+    An error becomes a notice on standard output.
     """
     if sys.argv[1:2] == ["--show"]:
         return show(int(sys.argv[2]))

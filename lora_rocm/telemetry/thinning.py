@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from lora_rocm.rundir.event_types import TelemetryEvent
 
 FIRST_GAP_S, LAST_GAP_S, AGE_PER_GAP = 30.0, 300.0, 1000.0
-"""Shortest and longest time between two events, in seconds. In between, it is the run's age divided by
-``AGE_PER_GAP``.
+"""Shortest and longest time between two events, in seconds.
+
+In between, it is the run's age divided by ``AGE_PER_GAP``.
 """
 
 

@@ -1,8 +1,8 @@
 """Reads GPU memory on Windows from its performance counters (PDH), which need no driver of the vendor.
 
-These counters contain no temperature or power. AMD's own library (ADL) has them, but it is not used.
-Sources: learn.microsoft.com, PdhAddEnglishCounterW and PdhGetFormattedCounterArrayW; winsiderss/systeminformer,
-ExtendedTools (names and meaning of the counter sets).
+These counters contain no temperature or power. AMD's own library (ADL) has them, but it is not used. Sources:
+learn.microsoft.com, PdhAddEnglishCounterW and PdhGetFormattedCounterArrayW; winsiderss/systeminformer, ExtendedTools
+(names and meaning of the counter sets).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads the GPUs of a Linux machine (AMD from KFD or PCI, NVIDIA, Intel), and the chip and memory of a Mac.
 
-AMD GPUs are numbered by KFD node, as in ROCr. KFD's ``gfx_target_version`` is the true architecture; it does not
-depend on HSA_OVERRIDE_GFX_VERSION. Standard library only.
+AMD GPUs are numbered by KFD node, as in ROCr. KFD's ``gfx_target_version`` is the true architecture; it does not depend
+on HSA_OVERRIDE_GFX_VERSION. Standard library only.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ def _numbered(gpus: list[Gpu]) -> list[Gpu]:
 
 
 def gfx_of_version(version: int) -> str | None:
-    """Return the architecture for KFD's gfx_target_version (110501 is gfx1151, 90010 is gfx90a), or None for 0, a CPU."""
+    """Return the architecture for KFD's gfx_target_version, or None for 0, which is a CPU.
+
+    110501 is gfx1151, and 90010 is gfx90a.
+    """
     major, minor, step = version // 10000, version // 100 % 100, version % 100
     return f"gfx{major}{minor:x}{step:x}" if 0 < major < 64 and minor < 16 and step < 16 else None
 

@@ -128,8 +128,9 @@ def _device(reads: ProbeReads, path: str) -> DeviceFile:
 
 
 def _groups(reads: ProbeReads) -> tuple[str, ...]:
-    """Return the GPU groups of this process. A group that the user was added to takes effect only after the next
-    login.
+    """Return the GPU groups of this process.
+
+    A group that the user was added to takes effect only after the next login.
     """
     status = reads.text("/proc/self/status", expected=True) or ""
     ids = dict(re.findall(r"^(Uid|Groups):[ \t]*([\d \t]*)$", status, re.MULTILINE))

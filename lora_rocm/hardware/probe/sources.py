@@ -209,8 +209,9 @@ class ProbeReads:
         return None if found is None else self.parsed(found.strip(), path)
 
     def parsed(self, text: str, what: str) -> int | None:
-        """Parse a decimal number, or a hexadecimal one with 0x. Other text is recorded as unread, and None is
-        returned.
+        """Parse a decimal number, or a hexadecimal one with 0x.
+
+        Other text is recorded as unread, and None is returned.
         """
         try:
             number = int(text, 0) if text.lower().startswith("0x") else int(text)

@@ -2,10 +2,9 @@
 
 Kernels in AMD wheels: Wheels of download.pytorch.org have rocBLAS's kernels in ``torch/lib/rocblas/library``, with the
 architecture in each file name (TensileLibrary_lazy_gfx1100.dat). AMD's older wheels have the same files in a package
-``_rocm_sdk_libraries_*``. AMD's multi-arch torch contains no kernels. They are in a package
-``amd-torch-device-<gfx>`` for each architecture (TheRock RELEASES.md; packages like amd-torch-device-gfx11 have only
-attention kernels). MIOpen's databases also name architectures for which the wheel has no kernels, so they prove
-nothing.
+``_rocm_sdk_libraries_*``. AMD's multi-arch torch contains no kernels. They are in a package ``amd-torch-device-<gfx>``
+for each architecture (TheRock RELEASES.md; packages like amd-torch-device-gfx11 have only attention kernels). MIOpen's
+databases also name architectures for which the wheel has no kernels, so they prove nothing.
 
 AOTriton, the attention library of ROCm's torch, has two parts: a library, with its version in
 ``torch/include/aotriton/config.h``, and folders of GPU images, each with a file ``__signature__``. This file is JSON
@@ -100,7 +99,7 @@ def _text(reads: ProbeReads, path: Path) -> str:
 
 
 def _field(text: str, name: str) -> str | None:
-    """Return the string that a Python file assigns to a name ("hip = '7.2.53211'"), or None if it does not assign one."""
+    """Return the text that a Python file assigns to a name ("hip = '7.2.53211'"), or None if there is none."""
     found = re.search(VERSION_FIELD.format(name=name), text, re.MULTILINE)
     return found.group(1) if found else None
 
@@ -154,8 +153,9 @@ def _aotriton(folder: Path) -> str | None:
 
 
 def _aotriton_images(folder: Path) -> dict[str, str]:
-    """Return the AOTriton version for which each folder of GPU images was built. Folders without this version are
-    omitted.
+    """Return the AOTriton version for which each folder of GPU images was built.
+
+    Folders without this version are omitted.
     """
     images = folder / "torch" / "lib" / "aotriton.images"
     try:

@@ -226,8 +226,9 @@ def _gpu(adapter: DisplayAdapter, vendor: Vendor) -> Gpu:
 
 
 def _hip_libraries(reads: ProbeReads) -> list[Library]:
-    """Return every amdhip64*.dll that Windows may load in place of the wheel's: first System32, then the folders of
-    PATH.
+    """Return every amdhip64*.dll that Windows may load in place of the wheel's.
+
+    Files in System32 come first, then files in the folders of PATH.
     """
     system_root = reads.sources.environ.get("SystemRoot") or reads.sources.environ.get("SYSTEMROOT") or r"C:\Windows"
     folders = [rf"{system_root}\System32"]
