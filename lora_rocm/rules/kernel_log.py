@@ -69,8 +69,7 @@ class ClockReading:
 
 
 def lines_since(moment: ClockReading, run: Run = run_tool, system: str = sys.platform) -> tuple[str, ...]:
-    """Return the newest relevant lines of the kernel log since ``moment``, or () if there are none or they are
-    unreadable.
+    """Return the newest relevant lines of the kernel log since ``moment``, or () if none can be read.
 
     The function runs a tool, which takes a moment.
     """

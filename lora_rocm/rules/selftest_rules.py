@@ -67,9 +67,9 @@ def trains_in(verdict: SelftestVerdict, dtype: str) -> bool:
 def avoids_miopen(verdict: SelftestVerdict) -> bool:
     """Whether convolutions fail with MIOpen and pass with torch's own kernels.
 
-    Torch's kernels compute one matrix product per image, with as many rows as the image has pixels. If products with so
-    many rows are wrong (ROCm#6595, beyond 2**19 rows), the result is False. A VAE would then be wrong on image sizes
-    that the self-test does not try.
+    Torch's kernels compute one matrix product per image, with as many rows as the image has pixels. If products of this
+    size are wrong (ROCm#6595, beyond 2**19 rows), the result is False. A VAE would then be wrong on image sizes that
+    the self-test does not try.
     """
     tall_is_wrong = bool(verdict.failed("gemm.tall"))
     return bool(verdict.failed("conv.miopen")) and verdict.passed("conv.native") and not tall_is_wrong
