@@ -74,7 +74,7 @@ def _variable(rule: str, situation: Situation, plan: EnvPlan) -> Finding | None:
     return Finding(
         f"variable-{rule}",
         found[0].level,
-        f"A variable that harms is set: {', '.join(names)}",
+        f"A variable has a harmful value: {', '.join(names)}",
         "; ".join(f"{warned.variable}={warned.value}" for warned in found),
         found[0].what,
         unset(situation, names),
@@ -147,11 +147,11 @@ def _remembered(situation: Situation, plan: EnvPlan) -> Finding | None:
         return None
     if remembered.damaged:
         title, evidence = "The record of this machine's failures cannot be read", "the file is damaged"
-        effect = "it is ignored: the next run learns it again"
+        effect = "it is ignored, so the next run has to find the mitigations again"
     else:
         title = "Runs on this machine are changed because earlier runs failed"
         evidence = "; ".join(described(remembered.entries))
-        effect = "runs no longer fail there; some of these changes cost speed. A new driver, torch or GPU clears them"
+        effect = "runs no longer fail there; some of these changes cost speed. A new driver, torch or GPU resets them"
     return finding("remembered", situation, title=title, evidence=evidence, effect=effect, forget=FORGET)
 
 

@@ -70,7 +70,7 @@ def newer_kernel(facts: HostFacts, wanted: str) -> tuple[str, ...]:
     }
     for name, value in names.items():
         lines = tuple(line.replace(name, value) for line in lines)
-    return (*lines, f"Restart; uname -r has to print {wanted}.")
+    return (*lines, f"Restart. Then uname -r must show {wanted}.")
 
 
 def newer_firmware(facts: HostFacts, wanted: str) -> tuple[str, ...]:
@@ -82,7 +82,10 @@ def unset(situation: Situation, names: Sequence[str]) -> tuple[str, ...]:
     """Return lines that remove variables from the current shell and find the files that set them."""
     if situation.facts.system == "windows":
         lines = [f'reg delete "HKCU\\Environment" /v {name} /f' for name in names]
-        return (*lines, "Then open a new window. (Not found there: it is a system variable; remove it in sysdm.cpl.)")
+        return (
+            *lines,
+            "Then open a new window. (If it is not found there, it is a system variable: remove it in sysdm.cpl.)",
+        )
     shell = situation.environ.get("SHELL", "")
     word = "set --erase" if shell.endswith("fish") else "unset"
     files = "~/.config/fish" if shell.endswith("fish") else "~/.bashrc ~/.profile ~/.zshrc ~/.config/environment.d"
@@ -91,7 +94,7 @@ def unset(situation: Situation, names: Sequence[str]) -> tuple[str, ...]:
     return (
         f"{word} {' '.join(names)}",
         f"grep -rns '{pattern}' {files} /etc/environment /etc/profile.d",
-        "Remove the lines that this finds, or the variable comes back.",
+        "Remove the lines that this finds. Otherwise the variable is set again.",
         *(("In a container: it may come from ENV in the Dockerfile, or from docker run -e.",) if contained else ()),
     )
 
@@ -143,7 +146,7 @@ def newest_rocm(facts: HostFacts) -> tuple[str, ...]:
     """Return lines that test the GPU and then install AMD's newest ROCm, which lora-rocm does not choose by itself."""
     index = wheels.indexes()["amd-next"]
     driver = ", which requires Adrenalin 26.8.1 or newer" if facts.system == "windows" else ""
-    why = f"If the self-test fails, take ROCm {index.rocm}{driver}:"
+    why = f"If the self-test fails, install ROCm {index.rocm}{driver}:"
     return ("lora-rocm doctor", why, _install_from(facts, index.id, "--upgrade"))
 
 

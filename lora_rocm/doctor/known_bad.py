@@ -144,7 +144,7 @@ def _check(row: Bad, situation: Situation, plan: EnvPlan) -> Finding | None:
     effect = row.effect
     eased = next((planned for planned in plan.variables if planned.variable == row.eased_by), None)
     if eased is not None:
-        effect += f"; lora-rocm runs with {eased.variable}={eased.value} against it, which costs speed"
+        effect += f"; lora-rocm runs with {eased.variable}={eased.value} to avoid it, which costs speed"
     cure = row.cure(situation, row.good)
     return Finding(row.id, row.level, row.title, _evidence(row, situation), effect, cure, row.source)
 

@@ -34,7 +34,7 @@ def _driver(situation: Situation, plan: EnvPlan) -> Finding | None:
         evidence += f"; a module of version {linux.amdgpu_version} is installed by DKMS"
         cure = (
             "mokutil --sb-state",
-            "If Secure Boot is on, it refuses a module that is not signed: enrol the key of DKMS, then restart:",
+            "If Secure Boot is on, it rejects unsigned modules: enrol the key of DKMS, then restart:",
             "sudo mokutil --import /var/lib/dkms/mok.pub",
             *cure,
         )
@@ -50,8 +50,8 @@ def _kfd_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
     if linux.container:
         title, cure = "The container was started without the GPU's device files", CONTAINER_FLAGS
     elif linux.amdgpu_loaded:
-        title = "The kernel offers no compute interface"
-        cure = ("sudo dmesg | grep -i kfd", "Take a kernel of your distribution: it has CONFIG_HSA_AMD.")
+        title = "The kernel has no compute interface"
+        cure = ("sudo dmesg | grep -i kfd", "Use a kernel of your distribution, which has CONFIG_HSA_AMD.")
     else:
         return None
     evidence = f"{linux.kfd.path} does not exist"
@@ -83,7 +83,7 @@ def _permission_cure(linux: Linux) -> tuple[str, ...]:
         return (f"sudo usermod -a -G {','.join(missing)} $USER", "Log out and in again.")
     return (
         "Log out and in again, if the groups are new.",
-        "Else the files belong to another group; give them to render:",
+        "Otherwise the files belong to another group. Assign them to render:",
         """echo 'SUBSYSTEM=="kfd", GROUP="render", MODE="0660"' | sudo tee /etc/udev/rules.d/70-kfd.rules""",
         "sudo udevadm control --reload-rules && sudo udevadm trigger",
     )

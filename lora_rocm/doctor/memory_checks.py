@@ -120,7 +120,7 @@ def _dedicated(situation: Situation, plan: EnvPlan) -> Finding | None:
     if too_much:
         effect = "little main memory is left: loading a base model swaps"
     elif beyond:
-        effect = "a model was reported to go to shared memory and run out of it with 96 GB, but not with 64 GB"
+        effect = "with 96 GB, a model was reported to run out of shared memory; with 64 GB it did not"
     else:
         effect = "data that does not fit is silently moved to shared memory, which is reported to be slow"
     return finding(
@@ -173,7 +173,10 @@ def _memory_in_use(situation: Situation, plan: EnvPlan) -> Finding | None:
 def _swap_cure(situation: Situation) -> tuple[str, ...]:
     linux = situation.facts.linux
     if situation.facts.system == "windows":
-        return ("SystemPropertiesPerformance", "Advanced, Virtual memory, Change: custom size, 32768 MB for both.")
+        return (
+            "SystemPropertiesPerformance",
+            "Advanced, Virtual memory, Change: custom size, initial and maximum 32768 MB.",
+        )
     if linux is None:
         return ("Close other programs before a run.",)
     if linux.container:

@@ -50,8 +50,8 @@ def _require_own(path: Path) -> None:
     except OSError as error:
         raise storage_error(error, str(path)) from error
     if not there.startswith(TITLE.encode()):
-        what = "Another file, not a report, is already there."
-        raise StorageError("report-exists", what, where=str(path), fix="Give the name of a new file.")
+        what = "There is already a file at this path, and it is not a report."
+        raise StorageError("report-exists", what, where=str(path), fix="Choose another file name.")
 
 
 def without_private(situation: Situation) -> Situation:

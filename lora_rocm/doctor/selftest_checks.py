@@ -52,7 +52,7 @@ def _failed(group: SelftestGroup, situation: Situation, plan: EnvPlan) -> Findin
     answers = [row for row in plan.rows if row.rule in group.rules]
     effect = group.effect
     if answers:
-        effect += f". Settings against it: {'; '.join(f'{row.variable}={row.value}' for row in answers)}"
+        effect += f". Settings that avoid it: {'; '.join(f'{row.variable}={row.value}' for row in answers)}"
     return Finding(
         f"selftest-{group.id}",
         "slows" if answers and group.id in ("attention", "conv") else "harms",

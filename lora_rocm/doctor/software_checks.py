@@ -19,7 +19,7 @@ from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Level, Situation, When, release
 
 OLDEST_TORCH = (2, 11)
-SLOW = "training would run on the CPU, some hundred times slower; a model such as SDXL is out of reach"
+SLOW = "training would run on the CPU, hundreds of times slower; a model such as SDXL is out of reach"
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _wrong_build(situation: Situation, plan: EnvPlan) -> Finding | None:
         cure=install_torch(situation),
         built_for=words[built],
         gpus=gpus,
-        effect=f"training would run on the {nvidia[0]}, which is not tuned for, and not on the AMD GPU"
+        effect=f"training would run on the {nvidia[0]}, for which lora-rocm is not tuned, and not on the AMD GPU"
         if nvidia
         else SLOW,
     )
@@ -151,7 +151,7 @@ def _no_kernels(situation: Situation, plan: EnvPlan) -> Finding | None:
     if _problem(situation) is not None or has_kernels(torch.arch_list, gpu.gfx) or _overridden(torch, plan):
         return None
     if not torch.arch_list:
-        title, seen = "This torch has no device code at all", "it has no kernels for any GPU"
+        title, seen = "This torch has no GPU kernels at all", "it has no kernels for any GPU"
     else:
         title, seen = f"This torch has no kernels for {gpu.gfx}", f"it has kernels for {', '.join(torch.arch_list)}"
     evidence = f"torch {torch.version}: {seen}; GPU: {gpu.name} ({gpu.gfx})"

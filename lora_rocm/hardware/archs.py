@@ -126,8 +126,8 @@ def triton_refusal(version: str, gfx: str) -> str | None:
     if triton_takes(version, gfx) is not False:
         return None
     taking = triton_versions(gfx)
-    others = "no known version does" if taking == "none" else f"Triton {taking} does"
-    return f"Triton {version} compiles nothing for this GPU ({gfx}); {others}"
+    others = "no known version can" if taking == "none" else f"Triton {taking} can"
+    return f"Triton {version} cannot compile for this GPU ({gfx}); {others}"
 
 
 def has_kernels(arch_list: Sequence[str] | None, gfx: str | None) -> bool | None:

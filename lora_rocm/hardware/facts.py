@@ -246,10 +246,12 @@ def load_facts(path: Path) -> HostFacts:
         value = parse_json(content)  # UTF-8, or UTF-16 from a redirect in Windows PowerShell
     except OSError as error:
         what = f"The file of facts cannot be read: {error.strerror}."
-        raise UserError("facts-unreadable", what, where=str(path), fix="Give a file that exists.") from None
+        raise UserError("facts-unreadable", what, where=str(path), fix="Pass the path of an existing file.") from None
     except (ValueError, RecursionError) as error:
         what = f"The file of facts cannot be used: {error}."
-        raise UserError("facts-no-json", what, where=str(path), fix="Give a file made by this program.") from None
+        raise UserError(
+            "facts-no-json", what, where=str(path), fix="Use a file written by lora-rocm env --json or doctor --json."
+        ) from None
     if isinstance(value, dict) and isinstance(value.get("facts"), dict):
         return facts_from_json(value["facts"], f"{path}: facts")
     return facts_from_json(value, str(path))

@@ -135,7 +135,7 @@ def card_budget(
     parts = (card, others, BudgetItem(LIBRARIES, -libraries), BudgetItem(KEPT_FREE, -kept))
     total = max(0, sum(part.num_bytes for part in parts))
     limit = max(0, card.num_bytes - libraries - kept) if others.name == HELD else total
-    why = "the card's own memory, less what other programs and libraries need"
+    why = "the card's own memory, minus the memory of other programs and libraries"
     return MemoryBudget(total, why, tuple(p for p in parts if p.num_bytes), True, limit, kept, libraries)
 
 
@@ -163,12 +163,12 @@ def _windows_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
     dedicated = BudgetItem("dedicated memory", gpu.vram_bytes)
     shared = facts.memory_bytes // 2
     if gpu.vram_bytes >= shared:
-        why = "dedicated memory, less what the desktop needs; more would be spilled, and slow"
+        why = "dedicated memory, minus the desktop's share; a larger run would spill and be slow"
         return _less_display(why, gpu.vram_bytes, (dedicated,))
     free = _free_for_gpu(facts)
     parts = (dedicated, BudgetItem("main memory that can be shared", shared), *free)
     total = gpu.vram_bytes + min([shared, *_sum_if_any(free)])
-    return MemoryBudget(total, "dedicated and shared memory, less what the system keeps", parts, limit_bytes=total)
+    return MemoryBudget(total, "dedicated and shared memory, minus the system's reserve", parts, limit_bytes=total)
 
 
 def _linux_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
@@ -188,10 +188,10 @@ def _linux_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
         *limits,
     )
     if carved >= mapped:
-        return _less_display("the BIOS's carve-out, less what the desktop needs", carved, parts)
+        return _less_display("the BIOS's carve-out, minus the desktop's share", carved, parts)
     free = _free_for_gpu(facts)
     total = max(0, min([mapped, *_sum_if_any(free)]))
-    why = "main memory that can be mapped, less what the system keeps"
+    why = "main memory that can be mapped, minus the system's reserve"
     return MemoryBudget(total, why, (*parts, *free), limit_bytes=total)
 
 

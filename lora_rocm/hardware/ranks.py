@@ -66,9 +66,9 @@ def rank_of(environ: Mapping[str, str]) -> Rank:
             return found
     raise UserError(
         "rank-unknown",
-        "The variables that number the processes of this training contradict each other.",
+        "The environment variables for training with several processes contradict each other.",
         where=" ".join(f"{name}={text}" for name, text in texts.items()),
-        fix="Start it with torchrun or with lora-rocm train --gpus N; or unset WORLD_SIZE to train on one GPU.",
+        fix="Start training with torchrun or lora-rocm train --gpus N; or unset WORLD_SIZE to train on one GPU.",
     )
 
 
@@ -91,9 +91,9 @@ def select_several(facts: HostFacts, environ: Mapping[str, str], count: int, *, 
         _require(count, _number(environ.get(CUDA), len(cards)), _listed(cards, environ, (CUDA,)))
         return best
     if torch is None or torch.hip is None or best.gpu is None:
-        version = torch.version if torch is not None else "that is missing"
+        version = torch.version if torch is not None else "not installed"
         usable = 0 if count > 1 else 1  # one process needs no GPU
-        _require(count, usable, f"This PyTorch ({version}) can use no GPU of this machine.")
+        _require(count, usable, f"PyTorch ({version}) can use no GPU of this machine.")
         return best
     if best.by_user:
         named = visible(facts, environ)
@@ -131,5 +131,5 @@ def _require(wanted: int, there_are: int, what_there_is: str) -> None:
 def _listed(gpus: list[Gpu] | tuple[Gpu, ...], environ: Mapping[str, str], names: tuple[str, ...]) -> str:
     """Return a sentence that lists the GPUs and the variables among ``names`` that limit them."""
     said = [f"{gpu.index}: {gpu.name}{' (integrated, excluded)' if gpu.integrated else ''}" for gpu in gpus]
-    limits = [f"{name}={environ[name]} limits them." for name in names if environ.get(name)]
-    return " ".join([f"There is {'; '.join(said)}." if said else "There is no GPU.", *limits])
+    limits = [f"{name}={environ[name]} limits the visible GPUs." for name in names if environ.get(name)]
+    return " ".join([f"GPUs of this machine: {'; '.join(said)}." if said else "There is no GPU.", *limits])

@@ -22,7 +22,7 @@ The check's detail contains the difference.
 """
 FORMATS = ("fp32", "fp16", "bf16")
 UNUSABLE = (
-    (("copies",), ("pageable", "pinned", "mapped"), "no way of copying to the GPU and back works"),
+    (("copies",), ("pageable", "pinned", "mapped"), "no method of copying data to the GPU and back works"),
     (("gemm",), FORMATS, "matrix products fail in every number format"),
     (("conv.miopen", "conv.native"), FORMATS, "convolutions fail in every number format"),
 )

@@ -111,7 +111,7 @@ def settings_from(environ: Mapping[str, str]) -> Settings:
     except (ValueError, RecursionError):
         raise _damaged(text, "it is not JSON") from None
     if not isinstance(value, dict):
-        raise _damaged(text, "it is not a table of settings")
+        raise _damaged(text, "it is not a JSON object")
     known = get_type_hints(Settings)
     for key, item in value.items():
         if key not in known:

@@ -164,11 +164,11 @@ def _check_python(facts: HostFacts, asked: bool) -> None:
         return
     version, bits = (int(found[1]), int(found[2])), found[3]
     oldest, newest = (".".join(map(str, bound)) for bound in PYTHONS)
-    fix = f"Install a 64-bit Python {newest} or older, not below {oldest}, and start this with it."
+    fix = f"Install a 64-bit Python from {oldest} to {newest}, and run this again with it."
     if bits == "32":
         raise MachineError("python-32-bit", "There is no torch for a 32-bit Python.", where=facts.python, fix=fix)
     if version < PYTHONS[0] or (version > PYTHONS[1] and not asked):
-        what = f"Python {oldest} to {newest} is needed: these are the versions that torch has wheels for."
+        what = f"torch has no wheels for this Python version: Python {oldest} to {newest} is needed."
         raise MachineError("python-unfit", what, where=f"Python {facts.python}", fix=fix)
 
 
@@ -181,13 +181,13 @@ def _use(facts: HostFacts, selection: Selection) -> _Use:
     amd = None if facts.system == "macos" else selection.gpu
     if amd is not None and not selection.by_user:
         weak = wheel_table().as_cpu.get(amd.gfx or "")
-        hint = f" To use it all the same: {INDEX_VARIABLE}=amd" if arch_of(amd.gfx) is not None else ""
+        hint = f" To use it anyway: {INDEX_VARIABLE}=amd" if arch_of(amd.gfx) is not None else ""
         if nvidia is not None and (amd.integrated or arch_of(amd.gfx) is None):
             note = f"{named(amd)} is not used: training uses the NVIDIA card.{hint}"
             return _Use("cuda", nvidia, f"there is an NVIDIA GPU ({nvidia.name}).", (note,))
         if weak is not None:
             note = f"{named(amd)} is not used: {weak}.{hint}"
-            return _Use("cpu", amd, "there is no GPU worth training on, so for the CPU.", (note,))
+            return _Use("cpu", amd, "no GPU is fast enough for training, so the build is for the CPU.", (note,))
     if amd is not None:
         return _Use("rocm", amd, "", _skipped(facts, amd))
     hidden = selection.by_user and facts.system != "macos"
@@ -198,16 +198,16 @@ def _use(facts: HostFacts, selection: Selection) -> _Use:
         return _Use(
             "cpu", None, "this is a Mac; lora-rocm does not use Apple's GPU, so training runs on the CPU.", notes
         )
-    return _Use("cpu", None, "no GPU seen that training could use, so for the CPU.", notes)
+    return _Use("cpu", None, "no GPU was found that training can use, so the build is for the CPU.", notes)
 
 
 def _skipped(facts: HostFacts, used: Gpu) -> tuple[str, ...]:
     index = "cuda-windows" if facts.system == "windows" else "cuda"
-    instead = f"AMD comes first here; {INDEX_VARIABLE}={index} would choose it"
+    instead = f"AMD GPUs take precedence. To use it: {INDEX_VARIABLE}={index}"
     nvidia = tuple(f"{gpu.name} is not used: {instead}" for gpu in facts.gpus if gpu.vendor == "nvidia")
     others = dict.fromkeys(gpu for gpu in facts.amd_gpus if gpu.gfx != used.gfx)
     variable = "HIP_VISIBLE_DEVICES" if facts.system == "windows" else "ROCR_VISIBLE_DEVICES"
-    return nvidia + tuple(f"{named(gpu)} is not used; {variable}={gpu.index} would choose it" for gpu in others)
+    return nvidia + tuple(f"{named(gpu)} is not used. To use it: {variable}={gpu.index}" for gpu in others)
 
 
 def named(gpu: Gpu) -> str:
@@ -222,11 +222,11 @@ def _rocm(facts: HostFacts, gpu: Gpu, notes: tuple[str, ...]) -> WheelChoice:
     if arch is None:
         if gpu.gfx is not None and (name := wheel_table().only_in.get(gpu.gfx)) is not None:
             index = indexes()[name]
-            why = f"{named(gpu)} is not in our table; of AMD's indexes only this one has kernels for it."
+            why = f"{named(gpu)} is not in our table; this is AMD's only index with kernels for it."
             made = WheelChoice(index.torch.format(gfx=gpu.gfx), index.url, why, "rocm", gpu.gfx, notes=notes)
             return _warned(facts, gpu, index, made)
-        why = f"{named(gpu)} is not in our table: AMD's wheel with the kernels for all its GPUs is the safe choice."
-        warning = "a download of about 10 GB; only the installation shows whether it has kernels for this GPU"
+        why = f"{named(gpu)} is not in our table: AMD's wheel with kernels for all AMD GPUs is the safe choice."
+        warning = "the download is about 10 GB; only the installed wheel shows whether it has kernels for this GPU"
         index = indexes()["amd"]
         made = WheelChoice(index.torch.format(gfx="all"), index.url, why, "rocm", gpu.gfx, (warning,))
         return _warned(facts, gpu, index, replace(made, notes=notes))
@@ -239,7 +239,7 @@ def _rocm(facts: HostFacts, gpu: Gpu, notes: tuple[str, ...]) -> WheelChoice:
             why += f" So no HSA_OVERRIDE_GFX_VERSION={arch.override} is needed, unlike with download.pytorch.org's."
         if arch.wheels(facts.system, index.rocm) == "none":
             reported = f"; reported: {arch.reported}" if arch.reported else ""
-            raise _no_wheel(gpu, f"AMD names no wheel for it on {facts.system.capitalize()}{reported}")
+            raise _no_wheel(gpu, f"AMD lists no wheel for it on {facts.system.capitalize()}{reported}")
     override = None if windows else arch.override
     made = WheelChoice(index.torch.format(gfx=arch.gfx), index.url, why, "rocm", arch.gfx, notes=notes)
     return _warned(facts, gpu, index, replace(made, override=override, for_wsl=facts.is_wsl))
@@ -261,14 +261,14 @@ def _warned(facts: HostFacts, gpu: Gpu, index: Index, choice: WheelChoice) -> Wh
     if oldest is not None and found is not None and (int(found[1]), int(found[2])) < oldest:
         wanted = ".".join(map(str, oldest))
         warnings.append(
-            f"ROCm {index.rocm} requires interface {wanted} of the amdgpu driver, this kernel has {drm}: if no GPU is "
-            "found after the installation, a newer kernel is the cure"
+            f"ROCm {index.rocm} requires interface {wanted} of the amdgpu driver, but this kernel has {drm}. If no GPU "
+            "is found after the installation, install a newer kernel"
         )
     return replace(choice, warnings=tuple(warnings))
 
 
 def _no_wheel(gpu: Gpu, why: str) -> MachineError:
-    fix = f"Use another GPU; or set {INDEX_VARIABLE}=cpu and run this again for a torch that uses the CPU alone."
+    fix = f"Use another GPU; or set {INDEX_VARIABLE}=cpu and run this again for a torch that uses only the CPU."
     return MachineError("no-wheel", f"No torch for {named(gpu)}: {why.rstrip('.')}.", fix=fix)
 
 
@@ -281,10 +281,10 @@ def _as_asked(facts: HostFacts, use: _Use, asked: str, place: str) -> WheelChoic
     of_url = (each for each in indexes().values() if each.url and each.url.rstrip("/") == place.rstrip("/"))
     known = indexes().get(place) or next(of_url, None)
     if asked and not re.fullmatch(r"torch(?![\w.-])[\w .,:=<>!~+*@/\[\]-]*", asked):
-        what = f"{TORCH_VARIABLE} is not a requirement of torch."
+        what = f"The value of {TORCH_VARIABLE} is not a valid requirement for torch."
         raise UserError("torch-variable", what, where=asked, fix=f"For example: {TORCH_VARIABLE}=torch==2.13.0")
     if place and known is None and not re.fullmatch(r"\w+://[\w.,:=~+*@/%?#\[\]-]+", place):
-        what = f"{INDEX_VARIABLE} is neither an address nor one of: {', '.join(indexes())}."
+        what = f"The value of {INDEX_VARIABLE} is neither an address nor one of: {', '.join(indexes())}."
         raise UserError("torch-index-variable", what, where=place, fix=f"For example: {INDEX_VARIABLE}=amd")
     gpu = use.gpu if use.gpu is not None and use.gpu.vendor == "amd" else None
     gfx = gpu.gfx if gpu is not None else None
@@ -293,7 +293,7 @@ def _as_asked(facts: HostFacts, use: _Use, asked: str, place: str) -> WheelChoic
     kind = known.kind if known is not None else _leads_to(requirement, url, facts.system)
     warnings = _against(facts, use, known, requirement, kind)
     variables = " and ".join(name for name, value in ((TORCH_VARIABLE, asked), (INDEX_VARIABLE, place)) if value)
-    why = f"as {variables} asks."
+    why = f"as requested by {variables}."
     sure = kind if url is not None or known is not None else None
     made = WheelChoice(requirement, url, why, sure, gfx if kind == "rocm" else None, warnings, by_user=True)
     return _warned(facts, gpu, known, made) if gpu is not None and known is not None and kind == "rocm" else made
@@ -314,7 +314,7 @@ def _against(facts: HostFacts, use: _Use, known: Index | None, requirement: str,
         warnings.append(f"{known.what}: there are none for {facts.system.capitalize()}")
     if known is not None and "{gfx}" in known.torch and "[" not in requirement:
         warnings.append(
-            f"without the extra for the card this torch has no device code: {known.torch.format(gfx='gfx...')}"
+            f"without an extra for the GPU, this torch has no GPU kernels. Use {known.torch.format(gfx='gfx...')}"
         )
     if kind is not None and use.kind != "cpu" and use.gpu is not None and kind != use.kind:
         is_for = "the CPU alone" if kind == "cpu" else {"cuda": "NVIDIA", "rocm": "AMD"}[kind]
@@ -357,7 +357,7 @@ def lacking_packages(release: str, gfx: str, installed: Mapping[str, str]) -> tu
 def makeshift(torch: Torch, choice: WheelChoice) -> str | None:
     """Return the reason why an installed torch works only with restrictions, as the end of a sentence, or None."""
     if choice.for_wsl and torch.is_pytorch_org_rocm:
-        return "it is one of download.pytorch.org, which may abort under WSL (unsloth#11212)"
+        return "it is a wheel from download.pytorch.org, which may abort under WSL (unsloth#11212)"
     if choice.override is None or torch.hip is None or has_kernels(torch.arch_list, choice.gfx) is not False:
         return None
     pretended = "gfx" + choice.override.replace(".", "")

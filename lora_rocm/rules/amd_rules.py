@@ -18,8 +18,9 @@ OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 STRIX_HALO = "gfx1151"
 STRIX_HALO_OVERRIDE = "11.5.1"
 PRICE_OF_SAFE = (
-    "On RX 9000 this costs speed: products may take several times longer (batched fp16 on gfx1200: 7 TFLOP/s without "
-    "hipBLASLt, 54 with it; TheRock#7881). runtime.profile: fast uses it where the self-test passes, best on ROCm 10.1"
+    "On RX 9000 this costs speed: matrix products may take several times longer (batched fp16 on gfx1200: 7 TFLOP/s "
+    "without hipBLASLt, 54 with it; TheRock#7881). runtime.profile: fast uses it where the self-test passes, best on "
+    "ROCm 10.1"
 )
 
 

@@ -25,8 +25,8 @@ def require_fitting_attention(situation: Situation) -> None:
     install = installer(situation.facts.system == "windows", repair=True)
     raise MachineError(
         "attention-images-differ",
-        f"The installed torch {torch.version} cannot be used: its attention library is AOTriton {misfit.library}, and "
-        f"the GPU images of that library are of {misfit.images}. Attention would silently give zeros.",
+        f"The installed torch {torch.version} cannot be used: its attention library is AOTriton {misfit.library}, but "
+        f"its precompiled GPU kernels are from AOTriton {misfit.images}. Attention would silently return zeros.",
         where=misfit.where,
         fix=f"Install another torch: {install} (lora-rocm doctor has the command for pip). Until then, plain attention "
         "is correct, but slower and takes more memory: --set runtime.attention=math",

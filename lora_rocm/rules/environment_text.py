@@ -13,7 +13,7 @@ from lora_rocm.rules.this_machine import RECORDED_APP_DIR
 
 # A PowerShell string ends at any of these.
 POWERSHELL_QUOTES = "'\u2018\u2019\u201a\u201b"
-UNKNOWN_GPU = "This GPU is not in the table of architectures: the plan is the safe one."
+UNKNOWN_GPU = "This GPU is not in the table of architectures, so the plan has only safe settings."
 
 
 def described(situation: Situation, env_plan: EnvPlan, shell: str | None, *, explain: bool) -> str:
@@ -37,7 +37,7 @@ def _table(situation: Situation, env_plan: EnvPlan, explain: bool) -> Iterator[s
             if explain:
                 yield from (f"      {printable(line)}" for line in _reasons(row))
     if env_plan.warnings:
-        yield "\nSet by you, kept, and known to harm (unset it)"
+        yield "\nHarmful values that you set (they are kept: unset them)"
     for warning in env_plan.warnings:
         yield f"  {warning.level}: {warning.variable}={printable(warning.value)}\n      {warning.what}"
         if explain:
@@ -67,7 +67,9 @@ def _machine(situation: Situation) -> Iterator[str]:
     if gpu is not None:
         refused = situation.profile == "fast" and not is_fast(situation)
         profile = "fast" if is_fast(situation) else "safe"
-        yield f"Profile: {profile}" + (" (the self-test has not cleared fast on this software)" if refused else "")
+        yield f"Profile: {profile}" + (
+            " (the self-test has not cleared the profile fast on this software)" if refused else ""
+        )
 
 
 def _name(row: EnvRow) -> str:
@@ -97,7 +99,7 @@ def _commands(situation: Situation, env_plan: EnvPlan, shell: str, explain: bool
     is_recorded = situation.app_dir in RECORDED_APP_DIR.values()
     if is_recorded and any(row.value.startswith(situation.app_dir) for row in env_plan.variables):
         folder = _for_comment(situation.app_dir, shell)
-        yield f"{comment}{folder} stands for a folder on the machine described: write it out"
+        yield f"{comment}replace {folder} by the actual folder on the described machine"
     if explain:
         yield from (comment + _for_comment(line, shell) for line in _machine(situation))
     for row in env_plan.variables:
@@ -133,7 +135,7 @@ def _cmd(name: str, value: str) -> str:
     Percent signs are doubled, and special characters outside quotes are escaped.
     """
     if "\n" in value or "\r" in value:
-        return f"rem {name}: cmd cannot hold a value of several lines"
+        return f"rem {name}: cmd cannot set a value with several lines"
     quoted, inside = [], True
     for letter in value:
         inside = inside != (letter == '"')

@@ -155,12 +155,12 @@ def keep(
     if len(entries) == len(old.entries):
         return
     if old.damaged:
-        notify(f"The record of this machine's failures cannot be read, and a new one is started: {path}")
+        notify(f"The record of this machine's failures cannot be read, so a new one is started: {path}")
     try:
         text = json.dumps({"format": FORMAT, "entries": [asdict(entry) for entry in entries]}, indent=1)
         write_atomic(path, text.encode("utf-8"), read_back=False)
     except StorageError as error:
-        notify(f"The next run will have to learn this again, because it cannot be saved: {path}\n  {error.what}")
+        notify(f"A mitigation cannot be saved, so the next run has to find it again: {path}\n  {error.what}")
 
 
 def forget(folder: Path) -> list[tuple[Path, tuple[Kept, ...]]]:
@@ -189,7 +189,7 @@ def described(entries: Iterable[Kept]) -> list[str]:
 
 
 def _described(change: str, workload: Workload | None, same: list[Kept]) -> str:
-    what = changes_by_id()[change].text if change in changes_by_id() else "a change of another version of this program"
+    what = changes_by_id()[change].text if change in changes_by_id() else "a mitigation of another version of lora-rocm"
     times = f", {len(same)} times" if len(same) > 1 else ""
     because = ", ".join(dict.fromkeys(entry.seen for entry in same))
     runs = f"; for runs of this size: {workload.text}" if workload is not None else ""
@@ -204,9 +204,9 @@ def notices(situation: Situation) -> list[str]:
     workloads = workloads_of(situation.recipe)
     mine = [entry for entry in remembered.entries if entry.workload is None or entry.workload.id in workloads]
     known = [entry for entry in mine if entry.change in situation.changes and entry.change in changes_by_id()]
-    texts = [f"Remembered from a run before, {text}" for text in described(known)]
+    texts = [f"Mitigation from an earlier run: {text}" for text in described(known)]
     if texts:
-        texts.append(f"To try again without: {FORGET}")
+        texts.append(f"To run without stored mitigations: {FORGET}")
     if remembered.damaged:
         texts.append(f"The record of this machine's failures cannot be read and is ignored ({FORGET} deletes it).")
     return texts

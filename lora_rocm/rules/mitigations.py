@@ -227,7 +227,7 @@ def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:
 def _rules(change: Change) -> Iterator[MachineRule]:
     for number, row in enumerate(change.sets, 1):
         name = f"change-{change.id}" + (f"-{number}" if len(change.sets) > 1 else "")
-        why = f"{change.text}, since a run here met: {' or '.join(change.seen)}"
+        why = f"{change.text}, because a run on this machine failed with: {' or '.join(change.seen)}"
         value = Computed(_planned(change, row), f"`{row.value}`" if isinstance(row.value, str) else row.value.shown)
         yield MachineRule(
             name, row.variable, value, why, change.source, row.when or change.when, evidence=_when(change)
@@ -247,7 +247,7 @@ def _when(change: Change) -> Callable[[Situation], str]:
     def evidence(situation: Situation) -> str:
         entries = situation.remembered.entries if situation.remembered is not None else ()
         mine = [entry for entry in entries if entry.change == change.id]
-        return f" (met on {mine[-1].when}: {mine[-1].seen})" if mine else ""
+        return f" (failure on {mine[-1].when}: {mine[-1].seen})" if mine else ""
 
     return evidence
 

@@ -78,10 +78,10 @@ def forget_here() -> str:
     """
     gone = forget(own_app_dir())
     if not gone:
-        return "Nothing was remembered about this machine."
-    lines = ["Forgotten; the next run begins without:"]
+        return "No mitigations are stored for this machine."
+    lines = ["Deleted mitigations, which the next run does not use:"]
     for path, entries in gone:
-        lines += [f"  {text}" for text in described(entries)] or [f"  what {path} held (damaged)"]
+        lines += [f"  {text}" for text in described(entries)] or [f"  the contents of {path} (damaged)"]
     return "\n".join(map(printable, lines))
 
 

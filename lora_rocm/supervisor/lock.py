@@ -44,9 +44,9 @@ def locked(run_dir: RunDir) -> Iterator[None]:
         pid = last_worker_pid(run_dir)
         raise ResumeError(
             "run-dir-in-use",
-            "Another lora-rocm is running in this directory" + (f" (its worker is process {pid})." if pid else "."),
+            "Another lora-rocm process uses this run directory" + (f" (its worker is process {pid})." if pid else "."),
             where=str(run_dir.path),
-            fix="Wait for it, stop it with Ctrl-C in its window, or give another --run-dir.",
+            fix="Wait for it, stop it with Ctrl-C in its window, or choose another --run-dir.",
         ) from None
     except OSError as error:
         raise storage_error(error, run_dir.parent_lock) from error
@@ -95,7 +95,7 @@ def _end_holder(
     beat = read_heartbeat(run_dir.heartbeat(rank))
     for pid in {last_worker_pid(run_dir, rank), beat.pid if beat else None} - {None}:
         if pid is not None and _is_worker_of(run_dir, pid, worker):
-            notify(f"It does not exit by itself, so it is killed (process {pid}).")
+            notify(f"The worker does not exit by itself, so it is killed (process {pid}).")
             if not kill_tree(pid):
                 raise unkillable(pid)
             return
@@ -103,7 +103,7 @@ def _end_holder(
         "run-dir-in-use",
         "Another process has locked this directory, and it is not one of the run's workers.",
         where=str(path),
-        fix="Wait for it, end it, or give another --run-dir.",
+        fix="Wait for it, end it, or choose another --run-dir.",
     )
 
 

@@ -54,9 +54,9 @@ def require_place(me: Rank, gpus: int | None, run_dir: Path | None, resume: str 
     if run_dir is None and resume in (None, LATEST):
         raise UserError(
             "run-dir-needed",
-            "Processes that torchrun starts need one run directory, the same for all of them.",
+            "Processes that torchrun starts need a common run directory.",
             where=f"rank {me.rank} of {me.size}",
-            fix="Add --run-dir DIR --resume latest: it works for a new run and for a resumed one.",
+            fix="Add --run-dir DIR --resume latest, which works for new and for resumed runs.",
         )
 
 

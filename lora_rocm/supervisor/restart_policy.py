@@ -39,12 +39,12 @@ REMEMBERED = "remembered"
 WORDS: dict[Seen, str] = {
     "loader-hang": "hung while it waited for the next batch",
     "hang": "hung",
-    "corruption": "data, weights or state were altered",
+    "corruption": "data, weights or state were corrupted",
     "sum": "the sum of gradients of several GPUs was wrong",
     "illegal-access": "the GPU reported a fault or was reset",
     "out-of-memory": "memory ran out",
     "canary": "a calculation with a known answer came out wrong",
-    "graph": "a captured graph gave another result than the same work launched kernel by kernel",
+    "graph": "a captured GPU graph gave a different result than the same work launched kernel by kernel",
     "nonfinite": "loss or gradient was not finite",
     "died": "ended without an error message",
     "attention": "an attention backend gave wrong numbers",
@@ -191,7 +191,7 @@ def after(failure: WorkerFailure, history: History, situation: Situation) -> Jud
     rollback = failure.seen == "nonfinite"
     if rollback and history.attempt >= MAX_ROLLBACKS:
         return GiveUp(
-            f"{failure.error.what} The run was rolled back {history.attempt} times, each time to other noise."
+            f"{failure.error.what} The run was rolled back {history.attempt} times, each time with different noise."
         )
     change = next_change(failure.seen, failure.phase, situation)
     if failure.seen == "out-of-memory" and change is None and not history.may_fit:
@@ -253,7 +253,7 @@ def hung_error(hung: Hung, where: str) -> WorkerHungError:
     """Return the error for a worker that was killed because it was silent for too long."""
     return WorkerHungError(
         "worker-hung",
-        f"The training process was silent for {hung.silent_s:.3g} s in the phase {hung.phase} and was ended.",
+        f"The training process was silent for {hung.silent_s:.3g} s in the phase {hung.phase} and was killed.",
         where=where,
         fix=f"lora-rocm doctor lists known problems of this machine. If it is only slow: --set timeouts.{hung.limit}="
         f"{max(round(2 * hung.limit_s), 1)} allows more than {hung.limit_s:g} s.",

@@ -75,7 +75,7 @@ def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Ch
             "nothing-to-resume",
             "There is no run to resume here.",
             where=f"--resume {resume}",
-            fix=_run_meant(path) or "Give a run directory, a checkpoint in one (checkpoints/step-...), or latest.",
+            fix=_run_meant(path) or "Use a run directory, a checkpoint in one (checkpoints/step-...), or latest.",
         )
     if run_dir is not None and run_dir.absolute() != found:
         raise ResumeError(
@@ -142,9 +142,9 @@ def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
     if holds_run(run_dir) and not chosen.resume:
         raise ResumeError(
             "run-dir-taken",
-            "This directory already holds a run.",
+            "This directory already contains a run.",
             where=str(run_dir.path),
-            fix="Continue it with --resume latest, or give another --run-dir.",
+            fix="Continue it with --resume latest, or choose another --run-dir.",
         )
     # Remove what an earlier start left
     run_dir.discard_unfinished(of_parent=True)
@@ -194,7 +194,7 @@ def _old_recipe(run_dir: RunDir, registry: FamilyRegistry) -> Recipe:
     except RecipeError as error:
         raise ResumeError(
             "run-recipe-damaged",
-            f"The recipe saved in this run cannot be read: {error.problems[0].what}",
+            f"The recipe stored in this run cannot be read: {error.problems[0].what}",
             where=error.problems[0].where,
             fix="Restore the recipe of this run there, or start a new run.",
         ) from None
@@ -259,7 +259,7 @@ def open_run(path: Path) -> RunDir:
     run_dir = RunDir(path.absolute())
     if run_dir.path.is_dir() and holds_run(run_dir):
         return run_dir
-    fix = _run_meant(run_dir.path) or "Give a run directory (runs/...)."
+    fix = _run_meant(run_dir.path) or "Use a run directory (runs/...)."
     raise UserError("no-run", "There is no run here.", where=str(path), fix=fix)
 
 
@@ -267,10 +267,10 @@ def _run_meant(path: Path) -> str:
     """Return advice that names the run that contains a path, or the newest runs below it; empty if there are none."""
     for folder in path.parents[:3]:
         if _is_run(folder):
-            return f"Give the run directory that it is in: {folder}."
+            return f"Use the run directory that contains it: {folder}."
     inside = filter(_is_run, islice(path.iterdir(), MAX_RUNS) if path.is_dir() else ())
     newest = sorted(inside, key=lambda run: run.stat().st_mtime, reverse=True)[:3]
-    return f"Runs in it: {', '.join(map(str, newest))}." if newest else ""
+    return f"Runs in this folder: {', '.join(map(str, newest))}." if newest else ""
 
 
 def _is_run(path: Path) -> bool:

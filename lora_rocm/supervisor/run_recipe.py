@@ -30,7 +30,7 @@ def recipe_of_run(file: Path, registry: FamilyRegistry, spare_cache: Path | None
     if not file.is_file():
         raise UserError(
             "run-without-recipe",
-            "This run has lost its recipe, so its base model is not known.",
+            "The recipe of this run is missing, so its base model is unknown.",
             where=str(file),
             fix="Copy the recipe of the run to this path.",
         )

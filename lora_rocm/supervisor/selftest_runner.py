@@ -52,7 +52,7 @@ def ensure(situation: Situation, recipe: Recipe, notify: Notify) -> Situation:
     new = situation.verdict is None and stack_of(situation.facts, situation.selection) is not None
     if not wanted or not new or situation.gpu is None:
         return situation
-    notify("Testing this GPU once; it takes a minute or a few (runtime.self_test: no skips it) ...")
+    notify("Testing this GPU once, which takes one or a few minutes (runtime.self_test: no skips it) ...")
     verdict = self_test(situation, notify)
     if verdict.unusable:
         bad = [result for result in verdict.results if not result.ok]
@@ -144,7 +144,7 @@ def _with_remedy(
 
     If the remedy does not reduce the group's failures, or adds others, ``before`` is returned.
     """
-    notify(f"  once more with {remedy.variable}={remedy.value}:")
+    notify(f"  repeated with {remedy.variable}={remedy.value}:")
     trial = SelftestVerdict(before.stack, (), remedies=(*before.remedies, remedy.id))
     again = {result.name: result for result in _tested(replace(plain, verdict=trial), notify, command, (remedy.group,))}
     failed_before = {result.name for result in before.failed(f"{remedy.group}.")}
@@ -162,7 +162,7 @@ def _fast(plain: Situation, verdict: SelftestVerdict, notify: Notify, command: C
     fast = replace(safe, profile="fast", verdict=replace(verdict, results=(), fast=assumed))
     if _environment(fast) == _environment(safe):
         return tuple(result for result in verdict.results if _group(result.name) in FAST_GROUPS)
-    notify('  once more with the faster libraries of the profile "fast":')
+    notify('  repeated with the faster libraries of the profile "fast":')
     return _tested(fast, notify, command, FAST_GROUPS)
 
 
@@ -253,7 +253,7 @@ class _Progress:
 
     def all_results(self) -> tuple[Result, ...]:
         """Return the results in the order of the table, including skipped checks."""
-        reason = f"skipped: {MAX_CRASHES} checks before it ended the process"
+        reason = f"skipped: {MAX_CRASHES} earlier checks of this kind ended the process"
         return tuple(self.results.get(name) or Result(name, "skipped", 0.0, reason) for name in self.names)
 
     def _missing(self) -> list[str]:

@@ -198,8 +198,8 @@ class Supervisor:
                 worker.kill()  # also kills remaining processes that it started
             if hung and found.error.code == DIED and self._stops(asked):
                 limit_s = hung[found.worker.rank].limit_s
-                what = f"It did not stop within {limit_s:g} s and was ended. {last_checkpoint_text(run_dir)}"
-                raise StoppedError("killed", what) from None
+                what = f"The training process did not stop within {limit_s:g} s and was killed."
+                raise StoppedError("killed", f"{what} {last_checkpoint_text(run_dir)}") from None
             return self._failure(found, hung, states, began), states[0]
 
     def _state(self, limits: Limits, rank: int) -> WatchState:

@@ -27,9 +27,7 @@ LIMIT_S = 60.0
 """Seconds of silence after which the reading process is killed."""
 END_WAIT_S = 0.2
 CHUNK_BYTES, MAX_LINE_BYTES, MAX_WAITING = 1 << 16, 1 << 20, 1000
-LEFT_ALONE = (
-    "The sensors of the GPU did not answer for {limit:g} s and are no longer read. Training does not need them."
-)
+LEFT_ALONE = "The GPU's sensors did not respond for {limit:g} s and are no longer read. Training does not need them."
 
 Tell = Callable[[Event], None]
 

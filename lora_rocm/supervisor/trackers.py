@@ -33,7 +33,7 @@ def require_trackers(output: OutputSection) -> None:
     for name in output.log_with:
         if find_spec(name) is None:
             what, where = f"The package {name} is not installed.", f"output.log_with: {name}"
-            fix = f"Install it with {sys.executable} -m pip install {name}, or remove it."
+            fix = f"Install it with {sys.executable} -m pip install {name}, or remove it from output.log_with."
             raise UserError("tracker-missing", what, where=where, fix=fix)
 
 
@@ -89,7 +89,9 @@ class Trackers:
             said = [f"{error.what} {error.fix}" for error in errors if isinstance(error, ErrorEvent)]
             if said or code is not None:
                 _close(self._running.pop(name)[0])
-                ended = f"{name} ended with exit code {code} and receives no further numbers of this run."
+                ended = (
+                    f"{name} ended with exit code {code}, so this run is no longer logged to it. Training continues."
+                )
                 self._notify(said[-1] if said else ended)
 
     def __exit__(

@@ -68,7 +68,9 @@ def ensure(
     # Which choices this run wants
     wanted = [kind for kind in KINDS if wants(kind, recipe)] if stack is not None else []
     if "attention" not in wanted:
-        _require_measurable(recipe, "it needs a GPU, and neither runtime.deterministic nor runtime.compile")
+        _require_measurable(
+            recipe, "it needs a GPU and cannot be combined with runtime.deterministic or runtime.compile"
+        )
     if stack is None or not wanted:
         if not any(wants(kind, recipe) for kind in KINDS):  # else the GPU is only not visible now
             _forget(run, notify)
@@ -98,7 +100,7 @@ def unavailable(backend: str, why: str) -> UserError:
     """Return the error for an attention backend that the recipe names but that cannot be used."""
     return UserError(
         "attention-unavailable",
-        f"This attention cannot be used here: {why}.",
+        f"This attention backend cannot be used here: {why}.",
         where=f"runtime.attention: {backend}",
         fix="Set runtime.attention to auto: torch's own attention needs no other package.",
     )
@@ -124,7 +126,7 @@ def _kept(
     except FileNotFoundError:
         if accept_changes or not _in_force_before(run, keys):
             return None
-        raise _refused(run, "The file with the measured choices of this run is gone.", "") from None
+        raise _refused(run, "The file with the measured choices of this run is missing.", "") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         if accept_changes:
             return None
@@ -172,7 +174,7 @@ def _refused(run: RunDir, what: str, where: str) -> ResumeError:
 def _forget(run: RunDir, notify: Notify) -> None:
     """Remove the choices of an earlier start, because the recipe no longer asks for any."""
     if run.tuned.exists():
-        notify("From now on the run does not use the measured choices that it began with, as the recipe asks.")
+        notify("The run no longer uses the measured choices that it began with: the recipe no longer asks for them.")
         with suppress(OSError):
             remove(run.tuned)
 
@@ -206,7 +208,7 @@ def measure_attention(
     try:
         store(Path(situation.app_dir), choice)
     except StorageError as error:
-        notify(f"The measurement could not be stored, so it will be repeated. {error}")
+        notify(f"The measurement could not be stored, so the next run repeats it. {error}")
     return choice
 
 

@@ -40,7 +40,7 @@ from lora_rocm.rundir.layout import RunDir
 
 LAST_WORDS_S = 1.0
 """Seconds that the other workers have to report their own errors after one has failed."""
-STOPPING = "Finishing the step and saving; Ctrl-C again ends it now (the last checkpoint is kept)."
+STOPPING = "Finishing the step and saving. Press Ctrl-C again to end at once (the last checkpoint is kept)."
 WORKER = "lora_rocm.train.worker"
 E = TypeVar("E", bound=LoraRocmError)
 
@@ -216,7 +216,7 @@ def follow(
         if asked.level > seen:
             seen = asked.level
             first = seen == 1
-            notify(STOPPING if first else "Ending it now.")
+            notify(STOPPING if first else "Ending the training process now.")
             for worker in workers:
                 worker.stop(at_once=not first)
         # Hangs and failed ranks

@@ -110,8 +110,8 @@ class Alarms:
         used, total = reading.memory_bytes, reading.memory_total_bytes
         full = f" ({size_text(used)} of {size_text(total)} are used)" if used is not None and total else ""
         text = (
-            f"GPU memory spills: {size_text(moved_bytes)} of this run are in main memory, and not on the GPU "
-            f"{reading.gpu}{full}. Work on it is far slower there ({SPILL_TIMES_SLOWER} times was measured once). "
+            f"GPU memory spills: {size_text(moved_bytes)} of this run's data are in main memory, and not on the GPU "
+            f"{reading.gpu}{full}. They are used far more slowly there ({SPILL_TIMES_SLOWER} times was measured once). "
             f"{WHAT_TO_DO}"
         )
         return moved_bytes > 0, moved_bytes == 0, text

@@ -53,7 +53,7 @@ class _Files:
         try:
             return int(text) / divisor
         except ValueError:
-            self.unread[what] = f"no number in {name}: {text[:40]!r}"
+            self.unread[what] = f"not a number in {name}: {text[:40]!r}"
             return None
 
     def first(self, names: tuple[str, ...], what: str, divisor: float = 1) -> float | None:
@@ -93,7 +93,7 @@ class SysfsReader:
         files = _Files(self._root / PCI_DEVICES / address)
         status = files.text("power/runtime_status", reader.CARD)
         if not files.folder.is_dir():
-            return reader.reading(address, number, {reader.CARD: "its files are gone"})
+            return reader.reading(address, number, {reader.CARD: "its files are missing"})
         if reader.CARD in files.unread:  # unknown whether it sleeps
             return reader.reading(address, number, files.unread)
         if status is not None and status not in AWAKE:

@@ -80,11 +80,17 @@ def read_on(reader: GpuReader, notify: Emit, wait: Callable[[], object]) -> None
             if new:
                 said |= {(event.gpu, what) for what in new}
                 listed = "; ".join(f"{what} ({why})" for what, why in new.items())
-                notify(NoticeEvent(text=f"GPU {event.gpu}: not readable: {listed}. Training does not need it."))
+                notify(
+                    NoticeEvent(
+                        text=f"Some values of GPU {event.gpu} cannot be read: {listed}. Training does not need them."
+                    )
+                )
         empty = 0 if found else empty + 1
         if empty == UNFOUND_READS:
             notify(
-                NoticeEvent(text="Temperature, power and memory are not read: the run is not seen on any GPU so far.")
+                NoticeEvent(
+                    text="Temperature, power and memory are not read: the run has not been found on any GPU so far."
+                )
             )
         wait()
 

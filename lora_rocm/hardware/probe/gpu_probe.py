@@ -99,7 +99,7 @@ def _node(reads: ProbeReads, number: int) -> dict[str, str]:
         return {}
     found = dict(re.findall(r"^(\w+) (.+)$", text, re.MULTILINE))
     if "simd_count" not in found:
-        reads.note(path, "no line simd_count")
+        reads.note(path, "the line simd_count is missing")
     return found
 
 
@@ -115,7 +115,7 @@ def _kfd_gpu(reads: ProbeReads, number: int, node: dict[str, str], cpus: set[int
     pci_id = f"{AMD}:{device_id:04x}" if device_id is not None and 0 <= device_id < 1 << 16 else None
     gfx = gfx_of_version(version) if version is not None else None
     if version is not None and gfx is None:
-        reads.note(f"{folder}/properties: gfx_target_version", f"no architecture: {version}")
+        reads.note(f"{folder}/properties: gfx_target_version", f"unknown architecture: {version}")
     by_id = gfx_of_id(pci_id)
     gpu = Gpu(
         vendor="amd",
@@ -213,7 +213,7 @@ def _amd_on_bus(reads: ProbeReads, address: str, device: tuple[str, str]) -> Gpu
 def _windows_gpus(reads: ProbeReads) -> list[Gpu]:
     """Return the GPUs under WSL. They are read from Windows, because Linux lists no PCI devices there."""
     if not reads.exists(WSL_POWERSHELL):
-        reads.note("GPUs of the Windows host", "powershell.exe is not there")
+        reads.note("GPUs of the Windows host", "powershell.exe was not found")
         return []
     from lora_rocm.hardware.probe.windows_probe import ADAPTERS_SCRIPT, adapters_from_json, gpus_of_adapters
 
@@ -234,7 +234,7 @@ def nvidia_gpus(reads: ProbeReads) -> list[Gpu]:
     rows = [[part.strip() for part in line.split(",")] for line in (said or "").splitlines() if line.strip()]
     gpus = [_smi_gpu(row) for row in rows if len(row) == 6 and re.fullmatch(NUMBER, row[0])]
     if said is not None and len(gpus) < len(rows):
-        reads.note("nvidia-smi", "it writes another format")
+        reads.note("nvidia-smi", "its output has an unexpected format")
     return gpus or _nvidia_of_proc(reads, about)
 
 

@@ -42,7 +42,7 @@ def read(reads: ProbeReads, base: HostFacts, deep: bool) -> HostFacts:
     reads.boot = reads.line("/proc/sys/kernel/random/boot_id")
     kernel = reads.line("/proc/sys/kernel/osrelease")
     if not kernel:
-        reads.note("version of the kernel", "/proc/sys/kernel/osrelease is empty or not there")
+        reads.note("version of the kernel", "/proc/sys/kernel/osrelease is empty or missing")
     wsl = "microsoft" in kernel.lower() or reads.exists("/dev/dxg")
     log = _log(reads) if deep else None
     gpus = tuple(_with_firmware(reads, gpu) for gpu in linux_gpus(reads, wsl))
@@ -98,7 +98,7 @@ def _memory(reads: ProbeReads) -> tuple[int | None, int | None, int | None]:
     found = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d{1,15}) kB", text, re.MULTILINE)}
     total, available, swap = found.get("MemTotal"), found.get("MemAvailable"), found.get("SwapTotal")
     if text and total is None:
-        reads.note("/proc/meminfo", "no line MemTotal")
+        reads.note("/proc/meminfo", "the line MemTotal is missing")
     limit = reads.line("/sys/fs/cgroup/memory.max")  # "max" means no limit
     if not re.fullmatch(r"\d{1,18}", limit) or total is None or int(limit) >= total:
         return total, available, swap

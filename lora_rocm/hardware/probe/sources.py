@@ -219,7 +219,7 @@ class ProbeReads:
             number = -1
         if number in NUMBERS:
             return number
-        self.note(what, f"no number: {text[:40]!r}")
+        self.note(what, f"not a number: {text[:40]!r}")
         return None
 
     def names(self, folder: str) -> list[str]:
@@ -265,7 +265,7 @@ class ProbeReads:
         known = recalled(self.sources.app_dir, tool, key)
         if known is not None and not (self.again and known.get("failed")):
             if known.get("failed"):
-                self.note(tool, f"{known['failed']} (remembered; lora-rocm doctor asks again)")
+                self.note(tool, f"{known['failed']} (result of an earlier attempt; lora-rocm doctor tries again)")
             return known.get("said")
         before = len(self.unread)
         said = self.run(tool, command, timeout_s)

@@ -70,7 +70,7 @@ def _torch(reads: ProbeReads, folder: Path, packages: dict[str, str], deep: bool
     text = _text(reads, folder / "torch" / "version.py")
     version = _field(text, "__version__") or packages.get("torch")
     if version is None:
-        reads.note("version of torch", f"{folder / 'torch' / 'version.py'} does not have it")
+        reads.note("version of torch", f"{folder / 'torch' / 'version.py'} does not contain it")
         return None
     torch = Torch(version, hip=_field(text, "hip"), cuda=_field(text, "cuda"))
     if torch.hip is not None:
@@ -193,5 +193,5 @@ def _ask(reads: ProbeReads, folder: Path, torch: Torch) -> tuple[str, ...]:
     reads.boot = boot
     found = re.search(r"^archs: *(.*)$", said or "", re.MULTILINE)
     if said is not None and found is None:
-        reads.note("architectures of torch", "it writes another format")
+        reads.note("architectures of torch", "its output has an unexpected format")
     return tuple(found.group(1).split()) if found else ()

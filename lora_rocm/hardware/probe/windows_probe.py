@@ -157,7 +157,7 @@ def adapters_from_json(reads: ProbeReads, text: str) -> list[DisplayAdapter]:
     try:
         found = json.loads(text.lstrip("\ufeff").strip() or "[]")
     except (ValueError, RecursionError):
-        reads.note("powershell", f"it writes another format: {text.strip()[:40]!r}")
+        reads.note("powershell", f"its output has an unexpected format: {text.strip()[:40]!r}")
         return []
     rows = found if isinstance(found, list) else [found]
     return [adapter for row in rows if isinstance(row, dict) and (adapter := _adapter(row))]
@@ -172,7 +172,7 @@ def _hip(reads: ProbeReads, adapters: Sequence[DisplayAdapter]) -> list[Hip]:
     said = reads.ask("hipInfo", [str(tool)], TOOL_TIMEOUT_S, " ".join(adapter.driver or "" for adapter in amd))
     found = hip_info(said or "")
     if said is not None and not found:
-        reads.note("hipInfo", "it writes another format")
+        reads.note("hipInfo", "its output has an unexpected format")
     return found
 
 
