@@ -19,10 +19,7 @@ GIVEN_LINES = "{cure}"
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem or note about the machine.
-
-    ``cure``: lines to type or follow on this system, shell and distribution.
-    """
+    """A problem or note about the machine. ``cure``: lines to type or follow on this system."""
 
     id: str
     level: Level

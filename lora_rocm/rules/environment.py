@@ -56,8 +56,8 @@ def rules() -> tuple[MachineRule, ...]:
 class EnvRow:
     """One planned variable or setting.
 
-    from_user: whether the user's value is used. If the rule has another value, that is in ``planned``.
-    replaced: the user's value if the rule replaced it, else None.
+    from_user: whether the user's value is used. ``planned`` then is the rule's value if it differs.
+    replaced: the user's value that the rule replaced, if any.
     """
 
     rule: str
