@@ -276,7 +276,7 @@ def test_the_plan_says_when_it_was_met() -> None:
               if row.rule == "change-sdma-off"]  # fmt: skip
     assert row.why.endswith("(failure on 2026-11-20: hang)")
     (fresh,) = [row for row in after("sdma-off").rows if row.rule == "change-sdma-off"]
-    assert "met on" not in fresh.why
+    assert "failure on" not in fresh.why
 
 
 @given(
