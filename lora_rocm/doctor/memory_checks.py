@@ -23,9 +23,11 @@ WORTH_RAISING = 0.75
 """Share of the possible limit below which the current limit is reported."""
 SMALL_CARVE_OUT_BYTES = 4 * GIB
 LEAST_MEMORY_BYTES = 20 * GIB
-"""Least main memory plus swap, into which a base model is read, in the worst case as float32."""
+"""Smallest sum of main memory and swap that is not reported. A base model is read into it, in the worst case as
+float32.
+"""
 FREE_MEMORY_BYTES = 8 * GIB
-"""Least free main memory. A base model such as SDXL is a file of 7 GB that is read into main memory."""
+"""Smallest free main memory that is not reported. A base model such as SDXL is a file of 7 GB that is read into it."""
 SHM_BYTES, DISK_BYTES = GIB, 20 * GIB
 STRIX_HALO, MOST_DEDICATED_GIB = "gfx1151", 64
 """Architecture of Strix Halo, and the largest dedicated memory in GiB that is reported to work well on Windows.

@@ -19,8 +19,8 @@ Wheels = Literal["release", "building", "none"]
 class Arch:
     """One GPU architecture.
 
-    override: HSA_OVERRIDE_GFX_VERSION value with which, on Linux, a wheel without kernels for this architecture works;
-        or None.
+    override: HSA_OVERRIDE_GFX_VERSION for wheels that lack kernels for this architecture (Linux), or None if no value
+        helps.
     """
 
     gfx: str

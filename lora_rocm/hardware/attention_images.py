@@ -19,9 +19,11 @@ FOLDER = re.compile(r"amd-gfx([0-9a-fx]+)")
 
 @dataclass(frozen=True)
 class Misfit:
-    """Versions of an AOTriton library and of its GPU images that differ.
+    """A version mismatch between an AOTriton library and its GPU images.
 
-    where: the files that prove it, relative to site-packages, with the version in each.
+    library: version of the library.
+    images: version for which the images were built.
+    where: files that prove the mismatch, relative to site-packages, with the version in each.
     """
 
     library: str

@@ -177,9 +177,9 @@ class Torch:
 
     @property
     def is_pytorch_org_rocm(self) -> bool:
-        """Whether this is a ROCm build of download.pytorch.org ("+rocm7.2").
+        """Whether this is a ROCm build from download.pytorch.org ("+rocm7.2").
 
-        AMD's own builds have three numbers ("+rocm7.2.1").
+        The versions of AMD's own builds have three numbers ("+rocm7.2.1").
         """
         return re.search(r"\+rocm\d+\.\d+$", self.version) is not None
 

@@ -1,4 +1,4 @@
-"""Memory that a GPU's work may use, with its parts, computed from facts. Standard library only.
+"""Budget of GPU memory for a run, and the items that it is calculated from. Standard library only.
 
 An APU has no dedicated memory. The BIOS carves out part of main memory, and the GPU can map more (on Linux as GTT, on
 Windows as shared memory). Other programs cannot use the GPU's share.

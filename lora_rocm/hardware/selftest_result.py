@@ -1,7 +1,7 @@
 """Self-test results of a software stack, stored until the stack changes, and conclusions from them.
 
-Results are stored by torch, HIP or CUDA, driver and architecture: a new driver needs a new self-test. Standard library
-only.
+There is one result per GPU and version of torch, HIP or CUDA, and driver. A new driver therefore needs a new self-test.
+Standard library only.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class Settings:
     attention is disabled in the whole process.
     """
     flash_attention: bool = True
-    """Whether torch may use its flash attention. This backend and the next three are False if they gave wrong numbers
-    here.
+    """Whether torch may use flash attention. This and the next three fields are False for backends that gave wrong
+    numbers on this machine.
     """
     efficient_attention: bool = True
     cudnn_attention: bool = True
@@ -51,9 +51,9 @@ class Settings:
     products: str | None = None
     """Path of a table of tuned matrix products (``device.backend_settings``), or None."""
     pin_memory: bool = True
-    """Whether runtime.pin_memory: auto means "yes" on a GPU."""
+    """Whether batches are pinned on a GPU with ``runtime.pin_memory: auto``."""
     precision: Literal["bf16", "fp16", "no"] | None = None
-    """Precision that train.mixed_precision: auto means on the GPU; None if the process that loads torch chooses it."""
+    """Precision on a GPU with ``train.mixed_precision: auto``, or None if the process that loads torch chooses it."""
     heap_copy: bool = False
     """Whether to copy tensors of memory-mapped files to the heap before they are sent to the device."""
     expect_gpu: bool = False
@@ -61,8 +61,8 @@ class Settings:
     error and does not fall back to the CPU.
     """
     memory_limit_bytes: int | None = None
-    """Allocator size above which torch raises an error, before the desktop freezes or the driver swaps; None for no
-    limit.
+    """Limit of torch's allocator in bytes, or None. Above it, torch raises an error before the desktop freezes or the
+    driver swaps.
 
     The run itself subtracts the memory that other programs use (``device.allocator``).
     """

@@ -273,10 +273,10 @@ def _no_wheel(gpu: Gpu, why: str) -> MachineError:
 
 
 def _as_asked(facts: HostFacts, use: _Use, asked: str, place: str) -> WheelChoice:
-    """Return the choice made by the user's two variables. Objections to it become warnings.
+    """Return the choice made by the user's two variables. Objections to their values become warnings.
 
     asked: value of LORA_ROCM_TORCH.
-    place: value of LORA_ROCM_TORCH_INDEX, an index's id or an address.
+    place: value of LORA_ROCM_TORCH_INDEX, which is an index's id or an address.
     """
     of_url = (each for each in indexes().values() if each.url and each.url.rstrip("/") == place.rstrip("/"))
     known = indexes().get(place) or next(of_url, None)

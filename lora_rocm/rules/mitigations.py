@@ -122,7 +122,10 @@ def _on_gpu(situation: Situation) -> bool:
 
 
 def _pins(situation: Situation) -> bool:
-    """Whether batches are pinned: with "yes", or with "auto" unless pinned copies failed the self-test."""
+    """Whether the run pins batches.
+
+    It does if ``runtime.pin_memory`` is "yes", or if it is "auto" and pinned copies did not fail the self-test.
+    """
     asked = situation.recipe.runtime.pin_memory if situation.recipe is not None else "auto"
     fails = situation.verdict is not None and bool(situation.verdict.failed("copies.pinned"))
     return _on_gpu(situation) and (asked == "yes" or (asked == "auto" and not fails))
@@ -133,7 +136,10 @@ def _captures(situation: Situation) -> bool:
 
 
 def _convolves_without_miopen(situation: Situation) -> bool:
-    """Whether torch's own convolutions passed the self-test, as in ``selftest_rules.avoids_miopen``."""
+    """Whether the run can compute convolutions on the GPU without MIOpen.
+
+    It can if torch's own convolutions passed the self-test. See ``selftest_rules.avoids_miopen`` about tall products.
+    """
     verdict = situation.verdict
     sound = verdict is not None and verdict.passed("conv.native") and not verdict.failed("gemm.tall")
     return sound and _on_gpu(situation)

@@ -77,7 +77,8 @@ class When:
     safe_profile: bool = False
     """Whether the rule applies only in the profile "safe", which is also used if the self-test did not clear "fast"."""
     hip_from: str | None = None
-    """Lowest HIP version. It equals the ROCm version only up to 7.14: ROCm 10.0 has HIP 7.15, and 10.1 has HIP 7.16."""
+    """Lowest HIP version. HIP's version equals ROCm's only up to 7.14: ROCm 10.0 has HIP 7.15, and 10.1 has HIP 7.16.
+    """
     hip_below: str | None = None
     rocm_from: str | None = None
     """Lowest ROCm version (``Torch.rocm_version``). From ROCm 10 on, HIP's version differs from it."""
@@ -207,7 +208,9 @@ def text_of(text: str | Computed, situation: Situation) -> str | None:
 
 
 Level = Literal["breaks", "harms", "slows", "note"]
-"""Severity of a finding: breaks (training is impossible or wrong), harms (it may break), slows, or note."""
+"""Severity of a finding. breaks: training is impossible or wrong. harms: training may break. slows: training is slower.
+note: good to know.
+"""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def uses(result: Result, dtype: str) -> bool:
 
 
 def trains_in(verdict: SelftestVerdict, dtype: str) -> bool:
-    """Whether all checks passed that training in ``dtype`` needs.
+    """Whether all self-test checks that training in ``dtype`` needs have passed.
 
     These are matrix products, convolutions, plain attention and training steps. Failures of fused attention are
     ignored, because another rule disables it. Failures of MIOpen are ignored if torch's own convolutions passed.

@@ -273,7 +273,7 @@ def culprit(states: Sequence[WatchState]) -> int:
 
 
 def decide(state: WatchState, now: float) -> Hung | None:
-    """Return the hang of the worker, or None if it does not hang."""
+    """Return a description of the worker's hang, or None if it does not hang."""
     name = state.limit
     limit_s = state.limits.seconds(name, state.learned)
     if name == "step" and state.activity == "loader":

@@ -110,7 +110,7 @@ def _end_holder(
 def _is_worker_of(run_dir: RunDir, pid: int, worker: str) -> bool:
     """Whether the process is a worker of this run.
 
-    Its command line is checked, because its pid may have been reused.
+    The process's command line is checked, because the pid of a dead worker may have been reused.
     """
     try:
         words = psutil.Process(pid).cmdline()

@@ -119,10 +119,11 @@ class History:
 
     @property
     def may_fit(self) -> bool:
-        """Whether a new process with unfragmented memory could fit, if memory ran out and no mitigation is left.
+        """Whether a restarted worker might fit, because its memory is not fragmented. It is used if no mitigation is
+        left.
 
-        It cannot if the previous start also ran out of memory and there was no progress. The next start would fail in
-        the same way.
+        It cannot fit if the previous start also ran out of memory and there was no progress. The next start would fail
+        in the same way.
         """
         last, *before = reversed(self.failures)
         if self.progress or last.changed:

@@ -335,7 +335,7 @@ class Supervisor:
         return further
 
     def _change(self, changes: Sequence[str], seen: str) -> None:
-        """Apply changes, and store them together for this machine, because a part of them may not help."""
+        """Apply changes, and store them together for this machine, because only some of them may not be enough."""
         for change in changes:
             self.situation = policy.changed(self.situation, change)
         if changes:

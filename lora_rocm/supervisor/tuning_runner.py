@@ -32,7 +32,7 @@ from lora_rocm.supervisor.selftest_runner import Notify
 WAYS = ("sdpa", *get_args(Attention)[1:])
 PACKAGES = ("flash", "aiter")
 WORTH = 0.97
-"""Share of torch's own time that another backend may take at most to be chosen."""
+"""Another attention backend is chosen only if it takes at most this share of the time of torch's default."""
 LIMIT_S, START_LIMIT_S = 120.0, 600.0
 KINDS: tuple[Kind, ...] = ("attention", "products")
 

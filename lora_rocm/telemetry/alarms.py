@@ -18,7 +18,9 @@ MAX_EACH = 20
 HOT_MARGIN_C, COOL_MARGIN_C = 3.0, 10.0
 """Degrees below a sensor's critical temperature at which the GPU counts as hot, and at which it counts as cool."""
 MOVED_BYTES = 256 << 20
-"""Bytes that the driver may move to main memory for a moment, when other programs request memory, without a warning."""
+"""Bytes that the driver may move to main memory without a warning. It moves some for a moment when other programs
+request memory.
+"""
 GROWN_BYTES, GROWN_SHARE, FULL_SHARE = 1 << 30, 0.05, 0.9
 """Limits for a warning about shared memory: its growth in bytes, its growth as a share of the card's memory, and the
 used share of the card's memory. All must be reached. Growth is measured from the start of training, when shared memory

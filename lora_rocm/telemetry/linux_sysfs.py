@@ -178,7 +178,7 @@ def _sensors(files: _Files) -> dict[str, object]:
 
 
 def _region(client: dict[str, int], name: str) -> int:
-    """Return the resident bytes of a memory region. Older kernels have only the second or third of the keys."""
+    """Return the resident bytes of a memory region. Older kernels report them with another key."""
     keys = (f"drm-resident-{name}", f"drm-memory-{name}", f"drm-total-{name}")
     return next((client[key] for key in keys if key in client), 0)
 

@@ -148,7 +148,7 @@ class Sources:
     python: str = sys.executable
 
     def path(self, text: str) -> Path:
-        """Return a path of the machine, moved below ``root`` if that is set."""
+        """Return a path on the machine. If ``root`` is set, the path is below it."""
         if self.root is None:
             return Path(text)
         if text[1:2] == ":":
