@@ -20,7 +20,7 @@ from lora_rocm.rules.rule import Situation
 COMFORTABLE_BYTES = 16 * GIB
 """Approximate GPU memory for SDXL LoRA training without offloading or recomputation."""
 WORTH_RAISING = 0.75
-"""Share of the possible limit below which the current limit is reported."""
+"""The limit of mapped memory is reported if it is below this share of the possible limit."""
 SMALL_CARVE_OUT_BYTES = 4 * GIB
 LEAST_MEMORY_BYTES = 20 * GIB
 """Smallest sum of main memory and swap that is not reported. A base model is read into it, in the worst case as

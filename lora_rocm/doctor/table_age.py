@@ -40,7 +40,10 @@ def reviews() -> Mapping[str, Review]:
 
 
 def old(today: date) -> Mapping[str, Review]:
-    """Return the tables that are too old. If ``today`` is before a review, the clock is wrong and the result is empty."""
+    """Return the tables that are too old.
+
+    If ``today`` is before a review, the clock is wrong and the result is empty.
+    """
     if any(today < review.day for review in reviews().values()):
         return {}
     return {name: review for name, review in reviews().items() if (today - review.day).days > OLD_DAYS}

@@ -40,8 +40,8 @@ def _in_system32(library: Library) -> bool:
 def _stale_dll(situation: Situation, plan: EnvPlan) -> Finding | None:
     """Report a driver with an old copy of HIP.
 
-    The file version of this copy is not HIP's version. The age of the driver is therefore compared with that in the
-    wheel's version.
+    The file version of this copy is not HIP's version. Therefore the month of the driver's version is compared with the
+    build month in the wheel's HIP version.
     """
     windows, hip, gpu = _windows(situation), _hip(situation), situation.gpu
     if windows is None or gpu is None or not hip or situation.facts.torch is None:

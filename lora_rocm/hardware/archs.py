@@ -52,7 +52,8 @@ class Arch:
     def wheels(self, system: str, rocm: str | None) -> Wheels:
         """Return the state of AMD's wheels for an operating system.
 
-        rocm: ROCm version of the wheels ("10.1"). With None or "nightly", ``windows_ready_from`` is ignored.
+        rocm: ROCm version of the wheels ("10.1"). Without a number (None, "nightly"), wheels that a later ROCm made
+            ready count as building.
         """
         state, ready = (self.amd_windows, self.windows_ready_from) if system == "windows" else (self.amd_linux, ())
         numbers = tuple(int(number) for number in re.findall(r"\d+", rocm or ""))

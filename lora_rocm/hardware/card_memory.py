@@ -15,7 +15,7 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.IGNORECASE)
 MAX_BYTES = 2**63
 SAME_POOL = 0.9
-"""Smallest ratio of two reported totals at which they are taken as the same memory pool of an integrated GPU."""
+"""Two reported sizes of an integrated GPU's memory count as the same pool if their ratio is at least this."""
 
 
 @dataclass(frozen=True)

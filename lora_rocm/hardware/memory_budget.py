@@ -63,9 +63,9 @@ class MemoryBudget:
     Attributes:
         total_bytes: bytes that tensors on the GPU can use now.
         capped: whether torch's allocator is limited to the budget.
-        limit_bytes: the budget without subtracting other programs' measured memory, which the run reads itself.
-        kept_free_bytes: memory of a card that is kept free, already subtracted.
-        library_bytes: memory of a card for libraries, already subtracted.
+        limit_bytes: budget before other programs' measured memory is subtracted. The run itself subtracts that.
+        kept_free_bytes: memory of the card that is kept free. It is already subtracted.
+        library_bytes: memory of the card for libraries. It is already subtracted.
     """
 
     total_bytes: int
@@ -140,10 +140,11 @@ def card_budget(
 
 
 def _shows_desktop(facts: HostFacts, gpu: Gpu) -> bool:
-    """Whether the GPU may show the desktop. If unknown, it is assumed to.
+    """Whether the GPU may show the desktop; True if unknown.
 
-    It does not if it has no display outputs, or if an integrated GPU can show the desktop. More than a little memory in
-    use proves that it does. Windows takes part of every GPU's memory, and silently moves excess data into main memory.
+    The result is False for a GPU without display outputs, or if an integrated GPU can show the desktop. It is True if
+    more than a little of the GPU's memory is in use. It is also True on Windows, which takes part of every GPU's memory
+    and silently moves excess data into main memory.
     """
     arch = arch_of(gpu.gfx)
     if arch is not None and arch.is_cdna:  # no display outputs

@@ -56,7 +56,7 @@ def rules() -> tuple[MachineRule, ...]:
 class EnvRow:
     """One planned variable or setting.
 
-    from_user: whether the user's value is used. ``planned`` then is the rule's value if it differs.
+    from_user: whether the user's value is used. If so, ``planned`` is the rule's value, unless both are equal.
     replaced: the user's value that the rule replaced, if any.
     """
 

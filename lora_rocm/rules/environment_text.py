@@ -114,7 +114,7 @@ def _commands(situation: Situation, env_plan: EnvPlan, shell: str, explain: bool
 
 
 def _for_comment(line: str, shell: str) -> str:
-    """Return the text as one line that is safe in a comment of the shell; cmd expands variables even in comments."""
+    """Return the text as one line that is safe in a comment, because cmd expands variables even in comments."""
     flat = printable(" ".join(line.split()))
     return flat.replace("%", "%%") if shell == "cmd" else flat
 

@@ -37,7 +37,7 @@ class Kept:
 class Remembered:
     """The stored mitigations of a software stack.
 
-    damaged: whether the file cannot be read. There are no entries then.
+    damaged: whether the file cannot be read. If so, there are no entries.
     """
 
     entries: tuple[Kept, ...] = ()

@@ -140,7 +140,7 @@ class When:
 
 
 AOTRITON_OF_TORCH = (("2.12", "0.12"), ("2.11", "0.11.2"), ("2.10", "0.11.1"), ("2.9", "0.11"), ("2.8", "0.10"))
-"""For torch versions from the newest: the version, and the AOTriton that torch bundles from this version on.
+"""Pairs of a torch version and the AOTriton that torch bundles from this version on, from the newest to the oldest.
 
 Source: pytorch cmake/External/aotriton.cmake.
 """
@@ -203,7 +203,7 @@ class MachineRule:
 
 
 def text_of(text: str | Computed, situation: Situation) -> str | None:
-    """Return the text for this machine, or None if there is none."""
+    """Return the text for this machine. It is None if the text is computed and its rule does not apply."""
     return text if isinstance(text, str) else text.by(situation)
 
 

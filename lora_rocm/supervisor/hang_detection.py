@@ -87,12 +87,14 @@ LIMITS: dict[str, Limit] = {
 """Limits by phase, with special names for some parts of phases. Unlisted phases, and the time between phases, have the
 limit "start".
 
+Work that some of the limits must allow for:
+
 class-images: the base model is loaded, or some of the images are generated.
 cache_first: an encoder is loaded before the first image and before the first caption.
 compile: a whole component can be compiled at once, which takes many minutes on a slow host.
 """
 RECIPE_KEYS = {"cache_first": "cache", CLASS_IMAGES: "preview"}
-"""Keys of ``timeouts`` in the recipe for limits with a different name there."""
+"""Name in the recipe's ``timeouts`` of each limit that has a different name there."""
 
 
 def _median(values: deque[float]) -> float | None:

@@ -119,8 +119,7 @@ class History:
 
     @property
     def may_fit(self) -> bool:
-        """Whether a restarted worker might fit, because its memory is not fragmented. It is used if no mitigation is
-        left.
+        """Whether a restarted worker might fit if no mitigation is left, because its memory is not fragmented.
 
         It cannot fit if the previous start also ran out of memory and there was no progress. The next start would fail
         in the same way.
@@ -136,7 +135,7 @@ class History:
     def cost(self) -> int:
         """Cost of a restart in the budget: 1, or 2 if the failed start made no progress.
 
-        The first start always costs 1, because its progress cannot be compared with that made before.
+        The first start always costs 1, because there is no earlier start to compare its progress with.
         """
         return 1 if self.progress or len(self.progressed) < 2 else 2
 
