@@ -35,7 +35,7 @@ AGEING = (
 
 @cache
 def reviews() -> Mapping[str, Review]:
-    """Return the last review of each of these tables, by path in the package. Errors are as in ``read_review``."""
+    """Return the last review of each table in ``AGEING``, by path in the package. Errors are as in ``read_review``."""
     return {name: read_review(PACKAGE / name) for name in AGEING}
 
 

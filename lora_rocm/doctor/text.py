@@ -22,9 +22,9 @@ LEVEL_WORDS = {
     "note": "NOTES",
 }
 QUIET: Level = "note"
-"""Severity that is not shown: a machine that has only notes is healthy and gets one line.
+"""Severity of the findings that a healthy machine may have. Without other findings, the output is a single line.
 
---json and --report contain the notes.
+--json and --report contain these findings.
 """
 
 

@@ -32,8 +32,8 @@ class Arch:
     amd_linux: Wheels = "release"
     amd_windows: Wheels = "release"
     windows_ready_from: tuple[int, ...] = ()
-    """First ROCm version for which AMD lists Windows wheels although ``amd_windows`` is "building"; () if there is
-    none.
+    """First ROCm version with Windows wheels that AMD lists as ready, if ``amd_windows`` is "building" for older
+    versions. It is () if there is none.
     """
     override: str | None = None
     bf16: bool = True
@@ -52,8 +52,8 @@ class Arch:
     def wheels(self, system: str, rocm: str | None) -> Wheels:
         """Return the state of AMD's wheels for an operating system.
 
-        rocm: ROCm version of the wheels ("10.1"). Without a number (None, "nightly"), wheels that a later ROCm made
-            ready count as building.
+        rocm: ROCm version of the wheels ("10.1"). Without a number (None, "nightly"), wheels that are ready only in a
+            later ROCm count as building.
         """
         state, ready = (self.amd_windows, self.windows_ready_from) if system == "windows" else (self.amd_linux, ())
         numbers = tuple(int(number) for number in re.findall(r"\d+", rocm or ""))

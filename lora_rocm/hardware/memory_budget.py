@@ -155,7 +155,7 @@ def _shows_desktop(facts: HostFacts, gpu: Gpu) -> bool:
 
 
 def _windows_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
-    """Return the budget of an APU on Windows: its dedicated memory, plus shared memory if there is more of it.
+    """Return the budget of an APU on Windows: its dedicated memory, plus shared memory if that is larger.
 
     If shared memory is included, the system's reserve is subtracted.
     """

@@ -53,7 +53,7 @@ def path_of(folder: Path, key: str) -> Path:
 def workload_of(recipe: Recipe, size: Size) -> Workload:
     """Return the workload of a recipe's training or previews.
 
-    Most values at their default are not mentioned in its text.
+    Its text mentions few of the values that are at their default.
     """
     text = ", ".join(_words_of_training(recipe) if size == "training" else _words_of_previews(recipe))
     return Workload(hashlib.sha256(text.encode("utf-8")).hexdigest()[:16], text)

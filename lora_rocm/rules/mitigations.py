@@ -41,8 +41,8 @@ attention: an attention backend gave wrong numbers at the start of a run. The wo
 """
 Size = Literal["training", "previews"]
 Effect = Literal["exact", "rounding"]
-"""Effect of a mitigation on results. exact: they equal those without it bit for bit. rounding: they are equal up to
-rounding errors.
+"""Effect of a mitigation on results. exact: they equal the results without it bit for bit. rounding: they are equal up
+to rounding errors.
 """
 
 

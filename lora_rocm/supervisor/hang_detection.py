@@ -141,7 +141,7 @@ def limits_of(recipe: Recipe, settings: Settings, system: str = sys.platform) ->
 
 @dataclass(frozen=True)
 class Hung:
-    """A hang: the worker was silent for longer than its limit.
+    """A hang: the worker was silent for longer than the limit.
 
     limit: name of the limit in the recipe's ``timeouts``, or "leaving".
     """

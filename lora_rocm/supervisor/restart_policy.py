@@ -24,7 +24,7 @@ PAUSES_S = (0.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 A device needs time to reset.
 """
 LONGER_AFTER: dict[Seen | None, int] = {"illegal-access": 2, "out-of-memory": 1}
-"""Number of entries by which the pause moves on in ``PAUSES_S`` after these failures.
+"""Number of steps by which these failures advance in ``PAUSES_S``, for a longer pause.
 
 A GPU after a reset, and the memory of a dead process, are not available at once.
 """

@@ -131,9 +131,9 @@ def holds_run(run_dir: RunDir) -> bool:
 def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
     """Prepare the run directory for the worker; return whether there is anything left to train.
 
-    There is not if the run is complete and the recipe asks for no further steps. The caller must have the directory's
-    lock. If the worker could still refuse the recipe because of existing checkpoints, it is written to
-    ``recipe_asked``. Otherwise it is written to recipe.yaml.
+    Nothing is left if the run is complete and the recipe asks for no further steps. The caller must have the
+    directory's lock. The recipe is written to ``recipe_asked`` if the worker could still refuse it because of existing
+    checkpoints, and otherwise to recipe.yaml.
 
     Raises:
         ResumeError: the directory contains a run and --resume was not given, or the recipe does not fit the run.

@@ -276,9 +276,9 @@ def _group(name: str) -> str:
 
 
 def _family(name: str) -> str:
-    """Return a check's family, which has the checks of one kernel library: "conv.miopen" for "conv.miopen.3x3-bf16".
+    """Return a check's family, which has the checks of one kernel library.
 
-    For "gemm.square-bf16-NN" it is "gemm".
+    It is "conv.miopen" for "conv.miopen.3x3-bf16", and "gemm" for "gemm.square-bf16-NN".
     """
     return name.rpartition(".")[0]
 

@@ -335,7 +335,7 @@ class Supervisor:
         return further
 
     def _change(self, changes: Sequence[str], seen: str) -> None:
-        """Apply changes, and store them together for this machine, because only some of them may not be enough."""
+        """Apply changes, and store all of them at once for this machine, because single ones may not be enough."""
         for change in changes:
             self.situation = policy.changed(self.situation, change)
         if changes:

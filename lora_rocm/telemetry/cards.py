@@ -65,7 +65,9 @@ class TelemetryJob:
 def cards_of(
     facts: HostFacts, selection: Selection, environ: Mapping[str, str], device: str, count: int = 1
 ) -> Cards | str:
-    """Return the cards to read, or a sentence with the reason why none is read; empty if the run uses no GPU.
+    """Return the cards to read, or a sentence with the reason why none is read.
+
+    The sentence is empty if the run uses no GPU.
 
     Args:
         facts: facts about the machine.

@@ -13,7 +13,7 @@ PLAIN = {
     "own_main_bytes": "own_main_memory_bytes",
     "moved_bytes": "moved_memory_bytes",
 }
-"""Names of telemetry fields in trackers."""
+"""Name in trackers of each telemetry field."""
 
 
 def numbers_of(event: TelemetryEvent) -> dict[str, float]:
