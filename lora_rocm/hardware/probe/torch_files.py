@@ -57,9 +57,7 @@ def installed(reads: ProbeReads, deep: bool) -> tuple[Torch | None, dict[str, st
 
 
 def _packages(reads: ProbeReads, folder: Path) -> dict[str, str]:
-    """Return the versions of the packages installed in a folder, by package name. Names are spelled as in the file
-    names.
-    """
+    """Return the versions of the packages in a folder, by package name as spelled in the file names."""
     try:
         names = os.listdir(folder)
     except OSError:  # sys.path often has entries that are not folders
