@@ -233,7 +233,7 @@ def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:
 def _rules(change: Change) -> Iterator[MachineRule]:
     for number, row in enumerate(change.sets, 1):
         name = f"change-{change.id}" + (f"-{number}" if len(change.sets) > 1 else "")
-        why = f"{change.text}, because a run on this machine failed with: {' or '.join(change.seen)}"
+        why = f"{change.text}. Reason: a run on this machine failed with: {' or '.join(change.seen)}"
         value = Computed(_planned(change, row), f"`{row.value}`" if isinstance(row.value, str) else row.value.shown)
         yield MachineRule(
             name, row.variable, value, why, change.source, row.when or change.when, evidence=_when(change)
