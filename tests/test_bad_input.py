@@ -535,7 +535,7 @@ def test_sample_and_export_of_what_is_not_there(program: Program, files: Path, t
     program("export", young, "--format", "kohya").refused(2, f"{young / 'recipe.yaml'}:1 lora.rank", "'x'")
     for command in ("status", "report"):
         for place in ("pics", "nowhere", "afile"):
-            program(command, place).refused(2, place, "Give a run directory")
+            program(command, place).refused(2, place, "Use a run directory")
     program("sample", alone, *SMALL, "--base", "model", "--output", "afile").refused(
         2, "afile", "Give the name of a folder"
     )

@@ -263,7 +263,7 @@ def test_a_complete_cache_that_may_only_be_read(
 
 def test_a_directory_that_holds_a_run(program: Program, folder: Path) -> None:
     before = snapshot(folder / "runs" / "ok")
-    program.train("runs/ok").refused(2, "already holds a run", "runs/ok", "--resume latest")
+    program.train("runs/ok").refused(2, "already contains a run", "runs/ok", "--resume latest")
     assert says(program.train("runs/ok", FORMATS, resume="latest").out, "bad_places/this-run-is-complete")
     assert snapshot(folder / "runs" / "ok") == before
 
