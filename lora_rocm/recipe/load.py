@@ -1,4 +1,4 @@
-"""Load a recipe file into a ``Recipe``: base recipe, ``--set``, and all problems at once with file, line and key."""
+"""Load a recipe file into a ``Recipe``: merge base recipe, file and ``--set``, and report all problems together."""
 
 from __future__ import annotations
 
@@ -60,15 +60,22 @@ CONTROL, VARIABLE = re.compile(r"[\0-\x1f]"), re.compile(r"\$\w|\$\{|%\w+%")
 KEY_PATH = re.compile(r"(\w+)(\.\w+|\[\d+\])+")
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 FOR_IMAGES = "sdxl.yaml"
-"""The shipped recipe in the advice for a user who gives a folder of images in place of a recipe."""
+"""The shipped recipe that is suggested to a user who gives a folder of images in place of a recipe."""
 TABLE_FIX = "Give a table as dataset, in an entry of data.sources or in data.watched; path is a folder."
 
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """recipe: with absolute paths. name: for run directories. notices: sentences to show the user.
+    """A valid recipe with the facts about how it was loaded.
 
-    registry: the families that it was read with. overrides: the values of --set.
+    Attributes:
+        recipe: the recipe, with absolute paths.
+        path: the recipe file.
+        name: the file's stem, used for run directories.
+        notices: sentences to show the user.
+        layers: the merged data with the origin of each key.
+        registry: the families with which it was read.
+        overrides: the values of --set.
     """
 
     recipe: Recipe
@@ -80,10 +87,14 @@ class LoadedRecipe:
     overrides: tuple[str, ...] = ()
 
     def require_files(self, begun: bool = False) -> None:
-        """Check that the input files and folders of the recipe exist, and that its output folders can be created.
+        """Check that the recipe's input files and folders exist, and that its output folders can be created.
 
-        ``begun``: skip the image folders, which a run with complete training does not need; the file of lora.init_from,
-        which is already in the checkpoints; and output.name, because such a run keeps the names of its files.
+        Args:
+            begun: whether the run has already started. If so, three things are not checked: the image folders,
+            which a run
+                with finished training does not need; the file of lora.init_from, which is already in the
+                checkpoints; and
+                output.name, because the run keeps its file names.
 
         Raises:
             RecipeError: with one problem per path.
@@ -109,7 +120,7 @@ class LoadedRecipe:
             raise RecipeError(problems)
 
     def name_problems(self) -> list[Problem]:
-        """A problem if ``output.name`` is not a valid file name on every system."""
+        """Return a problem if ``output.name`` is not a valid file name on every system, else an empty list."""
         name = name_key(self.recipe.output.name)
         if not (fault := output_name_fault(name)):
             return []
@@ -119,7 +130,7 @@ class LoadedRecipe:
         return [Problem(self.layers.where(("output", "name")), f"{shown(name)} {fault}", fix)]
 
     def placed(self, error: LoraRocmError) -> Problem:
-        """The problem of an error. If ``where`` begins with a recipe key, it gets the key's file and line."""
+        """Turn an error into a problem. If its ``where`` begins with a recipe key, add the key's file and line."""
         named = KEY_PATH.match(error.where)
         if named is None or named[1] not in Recipe.model_fields:
             return Problem(error.where, error.what, error.fix)
@@ -135,7 +146,7 @@ class LoadedRecipe:
 
 
 def _path_fix(path: str) -> str:
-    """The remedy for a path that does not exist."""
+    """Return the fix to suggest for a path that does not exist."""
     if CONTROL.search(path):
         return ESCAPE_FIX
     if VARIABLE.search(path):
@@ -147,8 +158,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Famil
     """Read, merge and validate a recipe.
 
     Args:
-        path: a file; if it does not exist, the name of a shipped recipe.
-        overrides: ``section.key=value``; the value is parsed as YAML.
+        path: path of a recipe file, or name of a shipped recipe if there is no such file.
+        overrides: ``section.key=value`` settings; each value is parsed as YAML.
         registry: the available families.
 
     Raises:
@@ -190,10 +201,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Famil
 
 
 def _require_text_names(recipe: Recipe, found: Path) -> None:
-    """Check the recipe's file name, which run directories are named after, and the absolute paths.
+    """Check that the recipe's file name, after which run directories are named, and its absolute paths are valid text.
 
     Raises:
-        RecipeError: one of them is not text. Paths in a recipe are text; the current folder may not be.
+        RecipeError: one of them is not valid text, for example because the current folder's name is not.
     """
     for place in (Path(found.name), *map(Path, paths_of(recipe))):
         if (fix := fix_of_name(place)) is not None:
@@ -203,7 +214,7 @@ def _require_text_names(recipe: Recipe, found: Path) -> None:
 
 
 def questions(recipe: Recipe, layers: Layered) -> list[str]:
-    """Notices about valid but unusual values."""
+    """Return notices about values that are valid but unusual."""
     # learning rate and warm-up
     found = []
     steps = recipe.train.max_train_steps
@@ -246,9 +257,9 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
 
 
 def _sides_of_a_size(data: DataSection) -> tuple[int, ...] | None:
-    """The two resolutions of ``data`` if a source uses them and the user may mean a width and a height.
+    """Return the two values of ``data.resolution`` if the user may have meant a width and a height, else None.
 
-    Two multiples of 256, the smaller one first, count as resolutions.
+    Two multiples of 256 with the smaller one first are taken as resolutions. Unused values are ignored too.
     """
     sides = data.resolution
     if not isinstance(sides, tuple) or len(sides) != 2:
@@ -264,7 +275,7 @@ VALIDATION = ("validation_every_n_steps", "validation_every_n_epochs")
 
 
 def _in_order(problems: list[Problem], layers: Layered) -> list[Problem]:
-    """The problems sorted by file and line; those without a line come last in their file."""
+    """Return the problems sorted by file and line. In each file, problems without a line come last."""
     origins = list(dict.fromkeys([layers.origin, *(place.origin for place in layers.places.values())]))
 
     def order(problem: Problem) -> tuple[int, float]:
@@ -278,7 +289,7 @@ def _in_order(problems: list[Problem], layers: Layered) -> list[Problem]:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The shipped recipes, by file name: inside the package, or next to it in a checkout."""
+    """Return the shipped recipes by file name. They are inside the package, or next to it in a checkout."""
     package = Path(str(files("lora_rocm")))
     found: dict[str, Path] = {}
     for folder in (package.parent / "recipes", package / "recipes"):
@@ -287,7 +298,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The whole recipe as YAML with all defaults written out. ``load_recipe`` reads it back to an equal recipe.
+    """Return the whole recipe as YAML, including all defaults. ``load_recipe`` reads it back to an equal recipe.
 
     Keys that the family does not read are omitted.
     """
@@ -299,7 +310,10 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _quoted(value: Any) -> Any:
-    """The value; strings with NEXT_LINE are quoted, because the YAML library would not read them back unchanged."""
+    """Return the value with all strings that contain NEXT_LINE quoted.
+
+    Unquoted, the YAML library would read them back changed.
+    """
     if isinstance(value, dict):
         return {_quoted(key): _quoted(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -308,7 +322,7 @@ def _quoted(value: Any) -> Any:
 
 
 def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
-    """The file itself, or a shipped recipe of that name."""
+    """Return the recipe file at a path, or the shipped recipe of that name if there is no such file."""
     here = (folder or Path()) / path
     if os.path.isfile(here):  # False for names that are too long, where pathlib raises
         return here
@@ -328,7 +342,7 @@ def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
 
 
 def _folder_fix(folder: Path) -> str:
-    """The command to type in place of ``train FOLDER``: for a run, for the recipes in it, or for its images."""
+    """Return advice for a user who gave a folder as a recipe: the command for its run, its recipes or its images."""
     train = ["lora-rocm", "train"]
     if RunDir(folder).holds_run():
         words = [*train, str(RunDir(folder).recipe), "--run-dir", str(folder), "--resume", "latest"]
@@ -368,7 +382,10 @@ def _read_text(path: Path) -> str:
 
 
 def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], dict[Key, ValueOrigin]]:
-    """Data and origins of one file. Problems inside go to ``problems``; a file without a mapping raises."""
+    """Read one recipe file. Return its data and the origin of each key.
+
+    Problems inside the file are added to ``problems``. A file that is not a mapping raises RecipeError.
+    """
     text, unreadable = _read_text(path), None
     try:
         tree = parse_yaml(text)
@@ -396,7 +413,10 @@ def _places(tree: YamlTree, origin: str) -> dict[Key, ValueOrigin]:
 def _lay_base(
     layers: Layered, base: Any, path: Path, places: dict[Key, ValueOrigin], notices: list[str], problems: list[Problem]
 ) -> None:
-    """Merge the base recipe. Its problems go to ``problems``; an unreadable base raises, as its keys are unknown."""
+    """Merge the base recipe into ``layers`` and add its problems to ``problems``.
+
+    An unreadable base raises RecipeError at once, because its keys are unknown.
+    """
     where = f"{places[('base',)]} base"
     if not isinstance(base, str) or not base:
         wrong = Problem(where, f"expected the path of another recipe, got {shown(base)}", "Give a .yaml file.")
@@ -425,7 +445,13 @@ def _lay_base(
 
 
 def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> list[Problem]:
-    """Merge one ``--set`` on top. ``set_names``: new place of each key of ``MOVED`` that is set -> the name used."""
+    """Merge one ``--set`` on top and return its problems.
+
+    Args:
+        layers: the layers so far; changed in place.
+        override: the value of ``--set``, as section.key=value.
+        set_names: name under which the user has set each key of ``MOVED``, by its new place; changed in place.
+    """
     # parse key and value
     name, equals, text = override.partition("=")
     key: Key = tuple(name.strip().split("."))
@@ -468,7 +494,10 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
 def _moved(
     data: dict[str, Any], places: dict[Key, ValueOrigin], problems: list[Problem]
 ) -> tuple[dict[str, Any], dict[Key, ValueOrigin]]:
-    """A layer with each key of ``MOVED`` at its new place. A key given at both places becomes a problem."""
+    """Return a layer with each key of ``MOVED`` moved to its new place.
+
+    A key given at both places is added to ``problems``.
+    """
     data, places = dict(data), dict(places)
     for old, new in MOVED.items():
         section = data.get(old[0])
@@ -489,7 +518,7 @@ def _moved(
 
 
 def _notice_of_moved(layers: Layered) -> list[str]:
-    """One notice about the keys given at their old place."""
+    """Return one notice about all keys that the user gave at their old place, or an empty list."""
     given = [
         (layers.where(key), dotted(key)) for key, place in layers.places.items() if place.name and key in MOVED.values()
     ]
@@ -501,7 +530,13 @@ def _notice_of_moved(layers: Layered) -> list[str]:
 
 @dataclass(frozen=True)
 class JudgedRecipe:
-    """The result of ``judge``. recipe: None if a value is wrong (see ``error``). broken: all broken rules."""
+    """The result of ``judge``.
+
+    Attributes:
+        recipe: the recipe, or None if a value is wrong.
+        error: pydantic's error if a value is wrong.
+        broken: all broken rules.
+    """
 
     recipe: Recipe | None
     error: ValidationError | None
@@ -509,11 +544,11 @@ class JudgedRecipe:
 
 
 def judge(data: Mapping[str, Any], kinds: Kinds, failed: Collection[Key] = ()) -> JudgedRecipe:
-    """Validate each value of recipe data by itself, and check all rules over the values that are valid.
+    """Validate each value of recipe data, and check the rules over several keys with all valid values.
 
     Args:
-        data: unvalidated sections by name, as a user has written them.
-        kinds: of the data.
+        data: unvalidated sections by name, as written by a user.
+        kinds: the kinds of the data.
         failed: keys that already have a problem. No rule reads them.
     """
     cls, spec, rules = kinds.recipe, kinds.family, rules_for(kinds.family)
@@ -530,9 +565,12 @@ def judge(data: Mapping[str, Any], kinds: Kinds, failed: Collection[Key] = ()) -
 def _validate(
     layers: Layered, registry: FamilyRegistry, spoiled: Collection[str]
 ) -> tuple[Recipe | None, list[Problem]]:
-    """The recipe, if its values are valid, and all problems: of single values, of unknown keys, of broken rules.
+    """Return the recipe, or None if a value is wrong, and all problems: wrong values, unknown keys and broken rules.
 
-    ``spoiled``: the places that already have a problem.
+    Args:
+        layers: the merged recipe data.
+        registry: the available families.
+        spoiled: places that already have a problem.
     """
     data, where = layers.data, layers.where
     kinds = kinds_of(data, registry)
@@ -555,11 +593,16 @@ AUTO = "auto"
 
 
 def resolve_rank(data: dict[str, Any], where: Callable[[tuple[str, ...]], str]) -> list[Problem]:
-    """Set ``lora.rank`` to the highest rank in the file, and ``lora.alpha``, if unset, to the highest alpha.
+    """Replace ``lora.rank: auto`` by the highest rank in the file of ``lora.init_from``.
+
+    An unset ``lora.alpha`` becomes the highest alpha in the file.
 
     Args:
-        data: of a recipe, before its validation; changed in place.
-        where: the file, line and name of a key.
+        data: recipe data before validation; changed in place.
+        where: returns the file, line and name of a key.
+
+    Returns:
+        At most one problem, if the rank or alpha cannot be taken from the file.
     """
     lora = data.get("lora")
     if not isinstance(lora, dict) or lora.get("rank") != AUTO:

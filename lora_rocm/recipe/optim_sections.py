@@ -1,4 +1,4 @@
-"""The ``optim`` section of a recipe: the shared keys of all optimizers and schedules, and each optimizer's own keys."""
+"""The ``optim`` section of a recipe: keys shared by all optimizers and schedules, and each optimizer's own keys."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ READ_BY_SCHEDULE: Mapping[str, tuple[str, ...]] = {
     "lr_scheduler_power": ("polynomial",),
     "lr_min_ratio": ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex"),
 }
-"""Key of ``optim`` -> the values of ``lr_scheduler`` that read it."""
+"""Key of ``optim`` -> the values of ``lr_scheduler`` that use it."""
 
 
 ARGUMENTS_KEY = "optimizer_args"
-"""The key that takes an optimizer's keys in the format of other trainers."""
+"""The key under which a user can give the optimizer's keys in the format of other trainers."""
 
 
 def _describe_arguments(schema: JsonDict) -> None:
-    """Add ``ARGUMENTS_KEY`` to a section's schema. It is not a field, because the loader replaces it by typed keys."""
+    """Add ``ARGUMENTS_KEY`` to a section's JSON Schema.
+
+    It is not a field, because the loader replaces it by typed keys.
+    """
     text: JsonDict = {"type": "array", "items": {"type": "string"}}
     description = (
         "Keys of the optimizer as kohya's scripts write them, such as [weight_decay=0.01, betas=0.9,0.99], or as a "
@@ -44,12 +47,12 @@ class OptimSection(Section):
     """Optimizer and schedule: the keys that every optimizer reads. Steps are optimizer updates.
 
     Attributes:
-        usual_rates: (lowest, highest) learning rate without a notice.
-        rate_advice: half a sentence about its usual learning rate.
-        published: the library class that users of other trainers know, for metadata.
-        implied: arguments that this class always gets.
-        averages: it keeps an average of the weights, which is the result.
-        weight_dtypes: the valid values of ``lora.weight_dtype``.
+        usual_rates: lowest and highest learning rate that cause no notice.
+        rate_advice: half a sentence about the optimizer's usual learning rate.
+        published: library class known to users of other trainers, for the metadata.
+        implied: arguments with which that class is always called.
+        averages: whether the optimizer averages the weights and this average is the result.
+        weight_dtypes: valid values of ``lora.weight_dtype``.
     """
 
     model_config = ConfigDict(json_schema_extra=_describe_arguments)
@@ -104,38 +107,38 @@ class OptimSection(Section):
     max_grad_norm: float = Field(1.0, ge=0, le=1e9, description="Clip the total gradient norm; 0 disables it.")
 
     def warmup_steps(self, max_train_steps: int) -> int:
-        """The number of updates of the warm-up in a run of ``max_train_steps``."""
+        """Return the number of warm-up updates of a run with ``max_train_steps`` updates."""
         return self.lr_warmup_steps or math.ceil(self.lr_warmup_ratio * max_train_steps)
 
     @property
     def embedding_until_key(self) -> str:
-        """The key that is set, of embedding_until_step and embedding_until_ratio; empty if neither is."""
+        """Name of the key that is set, either embedding_until_step or embedding_until_ratio; empty if neither is."""
         return next((key for key in ("embedding_until_step", "embedding_until_ratio") if getattr(self, key)), "")
 
     def embedding_until(self, max_train_steps: int) -> int | None:
-        """The number of updates after which new tokens are no longer trained; None: they always are."""
+        """Return the number of updates after which new tokens are no longer trained, or None if they always are."""
         if not self.embedding_until_key:
             return None
         return self.embedding_until_step or math.ceil(self.embedding_until_ratio * max_train_steps)
 
     @property
     def text_rate(self) -> float:
-        """The peak learning rate of the text encoders."""
+        """Peak learning rate of the text encoders."""
         return self.text_encoder_learning_rate or self.learning_rate
 
     @property
     def embedding_rate(self) -> float:
-        """The peak learning rate of new tokens."""
+        """Peak learning rate of new tokens."""
         return self.embedding_learning_rate or self.text_rate
 
     @classmethod
     def arguments(cls) -> list[str]:
-        """The keys that the optimizer itself reads: its own, and the weight decay."""
+        """Return the keys that are passed to the optimizer itself: its own keys and the weight decay."""
         return ["weight_decay", *(name for name in cls.model_fields if name not in OptimSection.model_fields)]
 
     @property
     def description(self) -> str:
-        """Class and arguments in the format of kohya's metadata field ``ss_optimizer``."""
+        """Optimizer class and arguments, in the format of kohya's metadata field ``ss_optimizer``."""
         values = {name: getattr(self, name) for name in self.arguments()}
         given = {"eps" if name == "epsilon" else name: value for name, value in values.items()}
         return f"{self.published}({','.join(f'{name}={value}' for name, value in {**self.implied, **given}.items())})"
@@ -174,7 +177,7 @@ class EstimatedRateSection(OptimSection):
 
 
 class ProdigyKeys(EstimatedRateSection):
-    """The keys of Prodigy (arXiv 2306.06101), with a schedule and without."""
+    """The keys shared by Prodigy (arXiv 2306.06101) with and without a schedule."""
 
     rate_advice: ClassVar[str] = (
         "which estimates the learning rate itself and takes 1.0 as its factor. Tune it with optim.d_coef."
@@ -201,7 +204,7 @@ class ProdigySection(ProdigyKeys):
 
 
 class Adamw8bitSection(AdamwSection):
-    """AdamW with moments of 8 bits in blocks of 256 (arXiv 2110.02861). Steps are optimizer updates."""
+    """AdamW with 8-bit moments, quantised in blocks of 256 (arXiv 2110.02861). Steps are optimizer updates."""
 
     published: ClassVar[str] = "bitsandbytes.optim.AdamW8bit"
     weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
@@ -210,7 +213,7 @@ class Adamw8bitSection(AdamwSection):
 
 
 class LionSection(OptimSection):
-    """Lion: the sign of a momentum (arXiv 2302.06675). Steps are optimizer updates."""
+    """Lion, which uses only the sign of a momentum (arXiv 2302.06675). Steps are optimizer updates."""
 
     usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-3)
     rate_advice: ClassVar[str] = "which usually takes a third to a tenth of AdamW's rate, such as 3.0e-5."
@@ -221,7 +224,7 @@ class LionSection(OptimSection):
 
 
 class AdafactorSection(OptimSection):
-    """Adafactor: second moments by rows and columns (arXiv 1804.04235). Steps are optimizer updates."""
+    """Adafactor, with second moments factored into rows and columns (arXiv 1804.04235). Steps are optimizer updates."""
 
     usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-2)
     rate_advice: ClassVar[str] = "which takes rates like AdamW's; with scale_parameter up to 1.0e-2."
@@ -243,7 +246,7 @@ class AdafactorSection(OptimSection):
 
 
 class CameSection(OptimSection):
-    """CAME: Adafactor guided by confidence (arXiv 2307.02047). Steps are optimizer updates."""
+    """CAME, which is Adafactor with a confidence-guided update (arXiv 2307.02047). Steps are optimizer updates."""
 
     usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-2)
     rate_advice: ClassVar[str] = "which usually takes 1.0e-4."
@@ -259,7 +262,7 @@ class CameSection(OptimSection):
 
 
 class ScheduleFreeSection(OptimSection):
-    """AdamW with an average in place of a schedule (arXiv 2405.15682). Steps are optimizer updates."""
+    """AdamW with weight averaging in place of a schedule (arXiv 2405.15682). Steps are optimizer updates."""
 
     usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-1)
     rate_advice: ClassVar[str] = "which takes one to ten times AdamW's rate, such as 5.0e-4."
@@ -279,7 +282,7 @@ class ScheduleFreeSection(OptimSection):
 
 
 class ProdigyScheduleFreeSection(ProdigyKeys):
-    """Prodigy with an average in place of a schedule. Steps are optimizer updates."""
+    """Prodigy with weight averaging in place of a schedule. Steps are optimizer updates."""
 
     published: ClassVar[str] = "prodigyplus.ProdigyPlusScheduleFree"
     implied: ClassVar[Mapping[str, object]] = {"factored": False, "use_stableadamw": False, "split_groups": False}
@@ -327,7 +330,7 @@ class MuonSection(OptimSection):
 
 
 class AdamwBf16Section(AdamwSection):
-    """AdamW for lora.weight_dtype: bf16 that does not lose small updates to rounding. Steps are optimizer updates."""
+    """AdamW for lora.weight_dtype: bf16, without losing small updates to rounding. Steps are optimizer updates."""
 
     published: ClassVar[str] = "lora_rocm.AdamWBF16"
     weight_dtypes: ClassVar[tuple[str, ...]] = ("bf16",)
@@ -353,4 +356,4 @@ SECTIONS: tuple[type[OptimSection], ...] = (
     DAdaptAdamSection,
 )
 OPTIMIZERS: Mapping[str, type[OptimSection]] = {each.model_fields["optimizer"].default: each for each in SECTIONS}
-"""The section of each ``optim.optimizer``; the first is the default."""
+"""Section class of each value of ``optim.optimizer``; the first is the default."""

@@ -37,7 +37,7 @@ Resolution = Annotated[int, Field(gt=0, le=MAX_SIDE_PX)]
 
 
 LIST_TAG = "list"
-"""The part of a pydantic location that names the list variant of a field for one value or several."""
+"""The part of a pydantic error location that means the list variant of a field, which takes one value or several."""
 
 
 def _kind_of_value(value: object) -> str:
@@ -62,11 +62,14 @@ Resolutions = Annotated[
     ],
     Discriminator(_kind_of_value),  # so that an error names only the variant that the user wrote
 ]
-"""One resolution, or a list of different ones."""
+"""One resolution, or a list of distinct ones."""
 
 
 def caption_endings(extension: str | Sequence[str]) -> tuple[str, ...]:
-    """The endings of caption files, in lower case. A leading dot is added unless there is one, or an underscore."""
+    """Return the endings of caption file names in lower case.
+
+    A dot is prepended unless they start with a dot or underscore.
+    """
     given = (extension,) if isinstance(extension, str) else extension
     return tuple(each.lower() if each.startswith("_") else "." + each.lower().lstrip(".") for each in given)
 
@@ -86,7 +89,7 @@ CaptionExtension = Annotated[
     ],
     Discriminator(_kind_of_value),
 ]
-"""The ending of the names of caption files, or a list of different ones."""
+"""The ending of caption file names, or a list of distinct ones."""
 Batch = Annotated[int, Field(gt=0, le=MAX_BATCH)]
 Crops = bool | Annotated[int, Field(gt=0, le=MAX_VIEWS)]
 Colours = Annotated[int, Field(ge=0, le=MAX_VIEWS)]
@@ -99,12 +102,12 @@ PathText = Annotated[str, Field(min_length=1)]  # an empty path would mean the c
 
 @dataclass(frozen=True)
 class PathRule:
-    """Handling of a path in a recipe.
+    """The treatment of a path in a recipe.
 
     Attributes:
-        absolute: when it is made absolute, because the worker and a later resume run in other folders. "if there"
-            leaves a hub id unchanged, "unless builtin" a built-in name.
-        must_be: the kind of file that has to exist before a run; "": none, or it is checked later.
+        absolute: when the path is made absolute, because the worker and a later resume run in other folders. "if there"
+            keeps a hub id unchanged, "unless builtin" a built-in name.
+        must_be: the kind of file that has to exist before a run; empty if none has to, or if it is checked later.
         words: values that are not paths.
     """
 
@@ -114,14 +117,14 @@ class PathRule:
 
     @property
     def is_output(self) -> bool:
-        """Whether the program creates the folder and writes to it; all other paths of a recipe are only read."""
+        """Whether the program creates this folder and writes to it. It only reads all other paths of a recipe."""
         return self.absolute == "always"
 
 
 InputFolder = Annotated[PathText, PathRule("unless builtin", "folder")]
 BESIDE = "beside"
 FolderOrBeside = Annotated[PathText, PathRule("unless builtin", "folder", words=(BESIDE,))]
-"""A folder, or ``BESIDE``: the files are with the images and have other trainers' names."""
+"""A folder, or ``BESIDE`` if the files are next to the images and named as other trainers do."""
 Frames = Annotated[int, Field(gt=0, le=MAX_FRAMES)]
 Lengths = Annotated[
     Annotated[Frames, Tag("one")]
@@ -130,14 +133,14 @@ Lengths = Annotated[
     ],
     Discriminator(_kind_of_value),
 ]
-"""One number of frames, or a list of different ones."""
+"""One frame count, or a list of distinct ones."""
 MAX_CONTROLS = 8
 ControlPath = Annotated[
     Annotated[FolderOrBeside, Tag("one")]
     | Annotated[tuple[FolderOrBeside, ...], Field(min_length=1, max_length=MAX_CONTROLS), Tag(LIST_TAG)],
     Discriminator(_kind_of_value),
 ]
-"""The places of control images: a folder with one per image, or a list with one per image in each folder."""
+"""Places of control images: one folder with one control image per image, or a list of such folders."""
 Columns = Annotated[
     Annotated[PathText, Tag("one")]
     | Annotated[
@@ -145,7 +148,7 @@ Columns = Annotated[
     ],
     Discriminator(_kind_of_value),
 ]
-"""A column of a table, or a list of different ones."""
+"""A table's column, or a list of distinct columns."""
 InputFile = Annotated[PathText, PathRule("unless builtin", "file")]
 PathOrHubId = Annotated[PathText, PathRule("if there")]
 OutputFolder = Annotated[PathText, PathRule("always")]

@@ -1,4 +1,4 @@
-"""Rules about the keys of ``lora``, alone and with the base's storage and computation."""
+"""Rules about the keys of ``lora``, some in combination with how the base is stored and computed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _odd_ranks(init: str, rank: int, conv_rank: int | None, others: Sequence[int
 
 
 def _unread_by(kind: str, names: Sequence[str], why: str) -> tuple[RecipeRule, ...]:
-    """Keys that a kind of adapter does not read, in ``lora`` and in its overrides."""
+    """Return rules that refuse keys which a kind of adapter does not read, in ``lora`` and in its overrides."""
     return tuple(
         replace(
             no_effect(f"{place}.{name}", ("lora.type",), lambda found: found == kind, why, "Remove it."),

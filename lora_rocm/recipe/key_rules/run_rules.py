@@ -1,4 +1,4 @@
-"""Rules about a run: its length, its batches, the machine, and keys that do nothing without another."""
+"""Rules about the length of a run, its batches and the machine, and about keys without effect unless another is set."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ MANY_CAPTIONS = tuple(
 
 
 def _alone(key: str, others: tuple[str, ...], off: str) -> RecipeRule:
-    """A key that is read only if one of the others is set.
+    """Return a rule against a key that has no effect because none of ``others`` is set.
 
-    A user who sets one of these to off (false, 0 or []) has switched a feature off and keeps its settings: that is
-    fine. ``off``: the first one's default, as YAML.
+    The rule does not apply if the user has written one of ``others`` as off (false, 0 or []). Such a user has
+    switched the
+    feature off and keeps its settings.
+
+    Args:
+        key: the key without effect.
+        others: the keys of which at least one must be set.
+        off: default of the first of ``others``, as YAML.
     """
     named = " or ".join(others)
     return RecipeRule(
