@@ -30,9 +30,8 @@ class Kinds:
         family: family of the base model.
         adapter: class of the ``lora`` section.
         optimizer: class of the ``optim`` section.
-        unknown: kind keys without a usable value. Their default is used. The value is unknown, or the recipe writes
-        the key
-            under another name (such as ``optimizer_type``).
+        unknown: kind keys without a usable value, so that their default is used. The value is unknown, or the recipe
+            writes the key under another name (such as ``optimizer_type``).
     """
 
     registry: FamilyRegistry

@@ -90,11 +90,9 @@ class LoadedRecipe:
         """Check that the recipe's input files and folders exist, and that its output folders can be created.
 
         Args:
-            begun: whether the run has already started. If so, three things are not checked: the image folders,
-            which a run
-                with finished training does not need; the file of lora.init_from, which is already in the
-                checkpoints; and
-                output.name, because the run keeps its file names.
+            begun: whether the run has already started. If so, three things are not checked: the image folders, which a
+                run with finished training does not need; the file of lora.init_from, which is already in the
+                checkpoints; and output.name, because the run keeps its file names.
 
         Raises:
             RecipeError: with one problem per path.

@@ -39,13 +39,12 @@ class RecipeRule:
     Attributes:
         id: short name that never changes.
         keys: dotted keys that the rule reads; it can read no others. With ``data.sources[each].path``, the rule is
-        checked
-            once per entry of the list. With ``data.sources[all].path``, the value is a tuple with all entries'
-            values. A
-            list of sections has its length as value, an optional section whether it is given, and ``model.family`` its
-            ``FamilySpec``. A key that ends in ``?`` may be missing in some kinds, and its value is then None.
+            checked once per entry of the list. With ``data.sources[all].path``, the value is a tuple with all entries'
+            values. A list of sections has its length as value, an optional section whether it is given, and
+            ``model.family`` its ``FamilySpec``. A key that ends in ``?`` may be missing in some kinds, and its value is
+            then None.
         broken: takes the values of ``keys`` in their order. Returns whether the rule is broken, or one breach per
-        fault.
+            fault.
         what: the problem, as a format string for the values ({0}, {1}) and the words of the breach.
         fix: the remedy, as a format string like ``what``.
         at: key at which the problem is reported. If empty, the key written last, or else the section with all keys.

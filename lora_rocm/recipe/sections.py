@@ -156,11 +156,11 @@ OutputFolder = Annotated[PathText, PathRule("always")]
 
 @dataclass(frozen=True)
 class AddedLater:
-    """Mark of a key that was added after 2026-11-27: recipes of earlier runs lack it, see ``comparison``."""
+    """Marks a key that was added after 2026-11-27. Recipes of earlier runs do not have it (see ``comparison``)."""
 
 
 def path_rule(field: FieldInfo) -> PathRule | None:
-    """The path rule of a field; None if the field is not a path."""
+    """Return the path rule of a field, or None if the field is not a path."""
     return next(
         (rule for rule in (*field.metadata, *_metadata_in(field.annotation)) if isinstance(rule, PathRule)), None
     )
@@ -173,14 +173,14 @@ def _metadata_in(annotation: Any) -> Iterator[Any]:
 
 
 def on_resume(default: Any, description: str, **limits: Any) -> Any:
-    """A field that may change when a run is resumed (more steps, sample, output, runtime)."""
+    """Return a field that may change when a run is resumed, such as the number of steps, previews or outputs."""
     return Field(default, description=description, json_schema_extra={"resume": "may change"}, **limits)
 
 
 class Section(BaseModel):
-    """Base class of all sections: unknown keys are refused, values are immutable.
+    """Base class of all sections. Unknown keys are refused, and values cannot be changed.
 
-    above_limit: key -> remedy for a value above its limit, where the description of the key does not help.
+    above_limit: advice for a value above a key's limit, by key. It replaces the key's description as the fix.
     """
 
     above_limit: ClassVar[Mapping[str, str]] = {}
@@ -199,11 +199,11 @@ class ModelSection(Section):
     """The base model.
 
     Attributes:
-        part_keys: the keys, named like components and tokenizers, that load these from elsewhere.
-        control_keys: keys and values with which a base takes control images; None: no base of this family does.
-        max_controls: the maximum number of control images per image.
-        controls_keep_size: a control image is encoded in its own bucket, not in the bucket of its image.
-        may_inpaint: the family has inpainting bases; their previews take control images with masks.
+        part_keys: keys that load a component or tokenizer from elsewhere. Each is named like the part that it loads.
+        control_keys: keys and values that a base with control images must have, or None if the family has no such base.
+        max_controls: largest number of control images per image.
+        controls_keep_size: whether a control image is encoded in its own bucket, not in its image's bucket.
+        may_inpaint: whether the family has inpainting bases. Previews with such a base take control images with masks.
     """
 
     part_keys: ClassVar[tuple[str, ...]] = ()
@@ -234,7 +234,7 @@ class ModelSection(Section):
 
     @property
     def configs(self) -> str | None:
-        """Folder of configs and tokenizers for a single-file checkpoint."""
+        """Folder with the configs and tokenizers of a single-file checkpoint, or None."""
         return None
 
     @property
@@ -245,11 +245,14 @@ class ModelSection(Section):
 
     @property
     def for_control(self) -> str:
-        """``control_keys`` as written in a recipe."""
+        """The entries of ``control_keys`` as a user writes them in a recipe."""
         return ", ".join(f"model.{key}: {value}" for key, value in (self.control_keys or {}).items())
 
     def metadata(self) -> Mapping[str, object]:
-        """Kohya's ``ss_`` fields for these keys, for the metadata of a LoRA file. None omits a field."""
+        """Return kohya's ``ss_`` fields for these keys, for a LoRA file's metadata.
+
+        A field with the value None is omitted.
+        """
         return {}
 
 
@@ -258,21 +261,24 @@ class ObjectiveSection(Section):
 
     @property
     def compares_pairs(self) -> bool:
-        """Whether a sample is a pair: a preferred answer and a rejected one."""
+        """Whether each sample is a pair of a preferred and a rejected answer."""
         return False
 
     @property
     def watching(self) -> ObjectiveSection:
-        """The objective for the loss on the samples of ``data.watched``."""
+        """The objective with which the loss on the samples of ``data.watched`` is measured."""
         return self
 
     def metadata(self) -> Mapping[str, object]:
-        """Kohya's ``ss_`` fields for these keys, for the metadata of a LoRA file. None omits a field."""
+        """Return kohya's ``ss_`` fields for these keys, for a LoRA file's metadata.
+
+        A field with the value None is omitted.
+        """
         return {}
 
 
 class DenoisingSection(ObjectiveSection):
-    """The keys of all denoising objectives. Timesteps count from 0 (the image) to 1000 (noise)."""
+    """The keys of all denoising objectives. Timesteps range from 0 (the image) to 1000 (noise)."""
 
     timestep_sampling: Literal["logit-normal", "uniform"] = Field(
         "uniform",
