@@ -61,7 +61,7 @@ class ChatSide(StrEnum):
 
 
 class Shell(StrEnum):
-    """Shells in whose syntax variables can be printed."""
+    """Shells that the printed commands can be for."""
 
     bash = "bash"
     cmd = "cmd"

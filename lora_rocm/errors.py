@@ -142,7 +142,7 @@ class Problem:
 
     Attributes:
         where: place of the problem: a file and line, or a sample.
-        what: what is wrong.
+        what: the problem itself.
         fix: how to fix it; may be empty.
     """
 

@@ -63,8 +63,8 @@ class RunResult:
 
     Attributes:
         run_dir: the run directory.
-        outcome: done; stopped, if the user stopped it; complete, if it was already finished at the start; ended, if its
-            worker had another exit code, or it was one of several processes of ``torchrun``.
+        outcome: done; stopped by the user; complete, if nothing was left to train; or ended. It is ended if the worker
+            had another exit code, or was one of several processes of ``torchrun``.
         exit_code: exit code of the command.
         files: LoRA files of a finished run.
         remarks: sentences about files of an earlier step.
