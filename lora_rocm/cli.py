@@ -75,8 +75,10 @@ Overrides = Annotated[
 FactsPath = Annotated[
     Path | None, typer.Option("--facts", metavar="FILE", help="Facts of another machine (output of its env --json).")
 ]
-ConfigPath = Annotated[Path | None, typer.Option(metavar="DIR", help="Configs and tokenizers of a one-file base.")]
-FamilyOfBase = Annotated[str | None, typer.Option(metavar="NAME", help="Model family of --base; default: recognised.")]
+ConfigPath = Annotated[Path | None, typer.Option(metavar="DIR", help="Configs and tokenizers of a single-file base.")]
+FamilyOfBase = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Model family of --base; default: recognised from its files.")
+]
 FiguresPath = Annotated[
     Path | None, typer.Option("--output", metavar="FILE", help="Also write the figures to this file as JSON.")
 ]
@@ -137,7 +139,7 @@ def check(
     output: Output,
     recipe: RecipePath,
     overrides: Overrides = None,
-    schema_only: Annotated[bool, typer.Option("--schema-only", help="Only the recipe, not the images.")] = False,
+    schema_only: Annotated[bool, typer.Option("--schema-only", help="Check only the recipe, not the images.")] = False,
 ) -> int:
     """Check a recipe and its images, and show what training would do."""
     from lora_rocm.commands import check
@@ -208,10 +210,11 @@ def sample(
         Path | None, typer.Option(metavar="FILE", help="Image that the model edits, if it takes one.")
     ] = None,
     control_image_2: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Second such image, if the model takes two.")
+        Path | None, typer.Option(metavar="FILE", help="Second control image, if the model takes two.")
     ] = None,
     mask: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Mask of that image; an inpainting base redraws the white part.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Mask of the control image; an inpainting base redraws the white part."),
     ] = None,
     folder: Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Folder for the images.")] = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model; default: the run's.")] = None,
@@ -281,7 +284,9 @@ def compare(
         list[float] | None,
         typer.Option(min=-100.0, max=100.0, help="Strength of the LoRA; may be given several times."),
     ] = None,
-    most: Annotated[int, typer.Option(min=1, max=1000, help="Most LoRA files, evenly spread over the run.")] = 8,
+    most: Annotated[
+        int, typer.Option(min=1, max=1000, help="Largest number of LoRA files, spread evenly over the run.")
+    ] = 8,
 ) -> int:
     """Compare the LoRA files of a run on one page: images from the same seeds, and held-out losses."""
     from lora_rocm.commands import compare
@@ -384,7 +389,7 @@ def doctor(
         typer.Option("--report", metavar="FILE", help="Write a file for a bug report, without private data."),
     ] = None,
     facts: FactsPath = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Without the self-test of the GPU.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the self-test of the GPU.")] = False,
 ) -> int:
     """Show problems of this machine and how to fix them, the most harmful first."""
     from lora_rocm.commands import doctor as command

@@ -13,7 +13,7 @@
     |   +-- ExportError           a written file did not load back with the same effect
     |   +-- RestartError          a restart may help; the code is a ``RestartCode``
     |       +-- TransferError     data did not arrive on the device as sent, by any method
-    |       +-- NonFiniteError    loss or gradient was not finite several times in a row, or a weight or moment to be saved
+    |       +-- NonFiniteError    loss or gradient was not finite several times in a row, or a weight or moment to save
     |       +-- StateError        the trained weights differ from the result of the last update
     |       +-- CanaryError       a calculation with a known answer gave a wrong result, or the frozen base has changed
     |       +-- WorkerDiedError   the training process ended without giving a reason
@@ -282,8 +282,8 @@ def storage_error(error: OSError, path: object) -> StorageError:
         if (free_bytes := _useless_bytes(str(path))) is not None:
             return StorageError(
                 "disk-full",
-                f"The disk is full: {free_bytes / 2**20:,.0f} MiB are free, but no more files can be created on it "
-                "(no inodes are left).",
+                "The disk has no inodes left: no more files can be created on it, although "
+                f"{free_bytes / 2**20:,.0f} MiB are free.",
                 where=str(path),
                 fix="Delete files on it, whatever their size, then run the same command again.",
             )

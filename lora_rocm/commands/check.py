@@ -206,7 +206,7 @@ def _unused_tokens(recipe: Recipe, samples: Iterable[Sample]) -> Iterator[str]:
         texts = variants(sample.captions, sample.options, recipe.data.caption_variants, recipe.train.seed)
         left = [token for token in left if not any(map(token.is_in, texts))]
     for token in left:
-        yield f"no caption has the token {token.token} of lora.new_tokens: its vectors are not trained."
+        yield f"no caption contains the token {token.token} of lora.new_tokens, so its vectors are not trained."
 
 
 def _images(recipe: Recipe) -> tuple[DataFacts, RunPlan, list[Sample]]:

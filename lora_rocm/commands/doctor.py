@@ -146,7 +146,7 @@ def _tested(situation: Situation, notify: Notify) -> tuple[Situation, tuple[Find
             "breaks",
             "The self-test of the GPU could not run",
             f"{error.what} {error.where}".strip(),
-            "torch cannot use the GPU, and neither could a run",
+            "torch cannot use the GPU, so a run could not either",
             (error.fix or "lora-rocm doctor --quick",),
             "self-test of this machine",
         )

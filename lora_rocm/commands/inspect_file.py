@@ -164,7 +164,7 @@ def _inspected(path: Path, registry: FamilyRegistry) -> Found:
             "pickle-refused",
             "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read.",
             where=str(path),
-            fix="Use the .safetensors edition of the file.",
+            fix="Use the .safetensors version of the file.",
         )
     refuse_gguf(path, str(path))
     if path.is_file() and path.suffix.lower() not in WEIGHTS:
@@ -387,7 +387,7 @@ def _given_instead(path: Path) -> str:
     inside = path.glob(f"*/{INDEXES[0]}")
     near = sorted([*(file.parent for file in inside), *path.glob("*.safetensors")])[:MAX_NEAR]
     if near:
-        return f"Give one of these in it: {', '.join(map(str, near))}."
+        return f"Give one of the models in it: {', '.join(map(str, near))}."
     return "Give a .safetensors file, a folder of diffusers or transformers, or a PEFT folder."
 
 
@@ -450,14 +450,16 @@ def _adapter(header: TensorFileHeader, kind: str, registry: FamilyRegistry) -> F
         problem = {"code": error.code, "what": error.what, "where": error.where, "fix": error.fix}
         others = {"unusable": error.what, "problem": problem}
     if trained and kind.removesuffix(" and trained norms") not in STARTERS:
-        others = {"unusable": f"no run starts from a {kind.removesuffix(' and trained norms')}"}
+        others = {"unusable": f"a run cannot start from a {kind.removesuffix(' and trained norms')}"}
     # find the programs that read it; a faulty file gets none
     spelling, ranks = spelling_of(header.tensors), ranks_of(standard)
     is_faulty = "unusable" in others and has_fault(refused)
     readers = None if is_faulty or any_rewritten(header.tensors) else readers_of_file(header, families)
     if trained and (foreign := foreign_name(standard.tensors, families)) is not None:
         name, other = foreign
-        others = {"unusable": f"no run starts from a mixture: it names {one_line(name)[:MAX_SHOWN]}, of {other.title}"}
+        others = {
+            "unusable": f"a run cannot start from a mixture: it contains {one_line(name)[:MAX_SHOWN]}, of {other.title}"
+        }
         of, families, readers = f"{of} and {other.title}", (), None
     # describe its modules, ranks and alphas
     config = peft_config(header)

@@ -238,7 +238,7 @@ def _room_here(situation: Situation, gpu: CountedGpu | None) -> AvailableMemory:
         counted = f": {parts_text(parts)}" if parts else ""
         return AvailableMemory(gpu.budget_bytes, f"{gpu.name}, as training sees it{counted}", gpu.integrated, parts)
     if known is None or situation.gpu is None:
-        return AvailableMemory(None, "no GPU is seen here; --card 24GB shows whether the recipe fits a card")
+        return AvailableMemory(None, "there is no usable GPU here; --card 24GB shows whether the recipe fits a card")
     if not known.capped:  # the runtime's own memory is not subtracted yet
         return AvailableMemory(max(0, known.total_bytes - CONTEXT_BYTES), known.why)
     return AvailableMemory(known.total_bytes, parts_text(known.parts), bool(situation.gpu.integrated), known.parts)
@@ -333,7 +333,7 @@ def _remarks(recipe: Recipe, precision: str, gpu: Gpu | None, encoders: Sequence
         share = 100 * PRECISION_ERROR[precision]
         yield f"{precision} changes the gradients by up to about {share:.1f} % of their size"
     elif recipe.train.mixed_precision == "auto":
-        yield "train.mixed_precision: auto is no (float32): this machine would train on the CPU"
+        yield "train.mixed_precision: auto means no (float32), because this machine would train on the CPU"
     if recipe.spec.trains_on_texts:
         of_full = "rows are full" if recipe.data.packing else "rows may be shorter"
         yield f"the texts were not read: data.max_length is counted, and {of_full}; lora-rocm check counts tokens"

@@ -124,7 +124,7 @@ def sample(
     if output is None:
         output = Path("samples") if source.is_file() or peft_folders(source) else RunDir(source).asked
     elif not output.is_dir() and os.path.lexists(output):
-        what = "There is a file at the path of the folder for the images."
+        what = "The folder for the images cannot be created, because a file has this name."
         raise UserError("output-no-folder", what, where=f"--output {output}", fix="Give the name of a folder.")
     # draw in a child process
     job = SampleJob(
@@ -170,7 +170,10 @@ def _check_options(options: dict[str, Any], unused_config: Path | None) -> None:
     for name in ("prompt", "negative_prompt"):
         require_image_prompt(f"--{name.replace('_', '-')}", options.get(name, ""))
     if unused_config is not None:
-        what, fix = "--config belongs to a single-file model given by --base.", "Also give --base, or remove --config."
+        what, fix = (
+            "--config has no effect without a single-file model in --base.",
+            "Also give --base, or remove --config.",
+        )
         raise UserError("config-unused", what, where=f"--config {unused_config}", fix=fix)
 
 
@@ -245,17 +248,19 @@ def export(
     if output is not None and (output.is_file() if file_format in FOLDER_FORMS else output.is_dir()):
         is_now, wanted = ("file", "folder") if file_format in FOLDER_FORMS else ("folder", "file")
         what = f"There is a {is_now} at this path, but the format {file_format} writes a {wanted}."
-        raise UserError("output-kind", what, where=f"--output {output}", fix=f"Move it away, or name a {wanted}.")
+        raise UserError(
+            "output-kind", what, where=f"--output {output}", fix=f"Move it away, or give the name of a {wanted}."
+        )
     if output is not None:
         _require_suffix(output, file_format)
     if file_format not in FOLDER_FORMS:
         require_place(output, "--output")
     # check options that apply only to some formats
     if file_format == MERGED and dtype is not None:
-        what = "Merged weights have the dtype of the base."
+        what = "--dtype has no effect, because merged weights have the dtype of the base."
         raise UserError("dtype-unused", what, where=f"--dtype {dtype}", fix="Remove this option.")
     if file_format != GGUF and converter is not None:
-        what = f"The format {file_format} is written without a converter."
+        what = f"--converter has no effect, because the format {file_format} needs no converter."
         raise UserError("converter-unused", what, where=f"--converter {converter}", fix="Remove this option.")
     script = _converter(converter) if file_format == GGUF else None
     # choose the checkpoint
@@ -270,8 +275,10 @@ def export(
     # export in a child process
     place = output or run_dir.export_of(file_format)
     if file_format == MERGED and place.is_dir() and any(place.iterdir()):
-        what = "There are files in the folder for the merged model."
-        raise UserError("output-not-empty", what, where=str(place), fix="Remove it, or name another: --output FOLDER.")
+        what = "The folder for the merged model is not empty."
+        raise UserError(
+            "output-not-empty", what, where=str(place), fix="Remove the folder, or name another: --output FOLDER."
+        )
     return _export(run_dir, file_format, notify, output=output, dtype=dtype, updates=step, converter=script)
 
 
@@ -288,7 +295,7 @@ def _require_suffix(output: Path, file_format: str) -> None:
         fits, what = not names_file, f"The format {file_format} writes a folder, but this is the name of a file."
     else:
         wanted = (GGUF_SUFFIX,) if file_format == GGUF else SAFETENSORS_SUFFIXES
-        fits, what = suffix in wanted, f"The name of a {file_format} file ends in {wanted[0]}."
+        fits, what = suffix in wanted, f"The name of a {file_format} file has to end in {wanted[0]}."
         name += wanted[0]
     if not fits:
         fix = f"Give --output {output.with_name(name)}."

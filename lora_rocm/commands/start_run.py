@@ -101,7 +101,9 @@ def render(result: RunResult) -> str:
         lines.append(f"Report: {result.report}")
     if result.report_fault:
         later = quoted([str(result.run_dir)])
-        lines.append(f"The report could not be written; later: lora-rocm report {later}\n{result.report_fault}")
+        lines.append(
+            f"The report could not be written. To write it later: lora-rocm report {later}\n{result.report_fault}"
+        )
     return "\n".join(lines)
 
 
@@ -121,7 +123,7 @@ def prepare_run(request: RunRequest, notify: Notify = unheard) -> PreparedRun:
     chosen = choose(loaded, request.run_dir, request.resume)
     if request.resume == LATEST and not holds_run(chosen.run_dir):
         where = f"in {request.run_dir}" if request.run_dir else f"of {loaded.name} in {loaded.recipe.output.dir}"
-        notify(f"--resume latest: there is no run {where} to go on with, so a new one begins in {chosen.run_dir.path}")
+        notify(f"--resume latest: there is no run {where} to continue, so a new one starts in {chosen.run_dir.path}")
     begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
     loaded.require_files(begun)  # the worker requires them if there are steps left to train
     require_preview_images(loaded)

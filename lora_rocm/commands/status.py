@@ -134,7 +134,7 @@ def status_text(found: StatusDocument) -> str:
         left = f", {time_text(found.eta_s)} left" if found.eta_s is not None else ""
         lines.append(f"  {rate_text(found.rate_per_s)}{left}")
     if found.last_event_s_ago is not None:
-        lines.append(f"  last word {time_text(found.last_event_s_ago)} ago")
+        lines.append(f"  last event {time_text(found.last_event_s_ago)} ago")
     lines += _watched_lines(found)
     if found.incidents:
         lines.append(f"  {found.incidents} incidents, see the report")

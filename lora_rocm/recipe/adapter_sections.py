@@ -71,14 +71,16 @@ class NewToken(Section):
     """A token that the vocabulary lacks. Each text encoder gets its own trained vectors for it."""
 
     token: Token = Field(
-        description="The word in captions and prompts, without blanks, such as <zibu>. Small and capital letters are "
-        "the same."
+        description="The word to use in captions and prompts, without blanks, such as <zibu>. Upper and lower "
+        "case are the same."
     )
     vectors: int = Field(1, gt=0, le=75, description="Number of vectors, each of which takes a token's place.")
     init: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="A text of the vocabulary, such as creature: the vectors start at the mean of its tokens."
+        None, description="Text of known words, such as creature. The vectors start at the mean of its tokens."
     )
-    init_from: InputFile | None = Field(None, description="Start from this embedding file (.safetensors) instead.")
+    init_from: InputFile | None = Field(
+        None, description="Embedding file (.safetensors) to start from, in place of init."
+    )
 
     @property
     def file_stem(self) -> str:
@@ -156,7 +158,7 @@ class AdapterSection(Section):
         "are not fused.",
     )
     overrides: Annotated[tuple[ModuleOverride, ...], Field(max_length=MAX_OVERRIDES)] = Field(
-        (), description="Other ranks, alphas and learning rates for some modules. The first entry that matches counts."
+        (), description="Other ranks, alphas and learning rates for some modules. The first entry that matches is used."
     )
 
     @property

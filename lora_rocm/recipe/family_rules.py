@@ -79,7 +79,7 @@ def unwritten(spec: FamilySpec, lora: AdapterSection, file_format: str, file_for
     elif file_format in (MERGED, GGUF) and file_format not in spec.conversions:
         why = "it is a format for language models"
     elif file_format == "comfyui" and "kohya" in file_formats:
-        why, take = "it differs from kohya only in the magnitudes of a DoRA", "Use kohya. "
+        why, take = "only the magnitudes of a DoRA would differ from kohya", "Use kohya. "
     return f"{title} cannot be written as {file_format}: {why}", f"{take}Formats of {title}: {', '.join(file_formats)}."
 
 
@@ -99,14 +99,14 @@ def _unfit_side(px: int | None, spec: FamilySpec, most: int) -> list[Breach]:
     if not px or px % step == 0:
         return []
     near = [str(side) for side in (px // step * step, -(-px // step) * step) if 0 < side <= most]
-    return [{"step": step, "take": f"Take {' or '.join(near)}." if near else ""}]
+    return [{"step": step, "take": f"Use {' or '.join(near)}." if near else ""}]
 
 
 def _unfit_frames(frames: int | Sequence[int] | None, spec: FamilySpec) -> list[Breach]:
     axis = spec.axes["frames"]
     wrong = [each for each in ((frames,) if isinstance(frames, int) else frames or ()) if not axis.fits(each)]
     near = [" or ".join(map(str, axis.nearest(each))) for each in wrong[:1]]
-    return [{"lengths": axis.lengths, "wrong": wrong[0], "take": f"Take {each}."} for each in near]
+    return [{"lengths": axis.lengths, "wrong": wrong[0], "take": f"Use {each}."} for each in near]
 
 
 FAMILY_RULES: tuple[RecipeRule, ...] = (
@@ -125,15 +125,15 @@ FAMILY_RULES: tuple[RecipeRule, ...] = (
         "precision-of-family",
         ("train.mixed_precision", FAMILY),
         lambda precision, spec: precision == "fp16" and not spec.takes_fp16,
-        "products of {1.title} have factors that are too large for fp16",
-        "Take auto, bf16 or no.",
+        "{1.title} cannot compute in fp16: factors of its matrix products are too large",
+        "Use auto, bf16 or no.",
         at="train.mixed_precision",
     ),
     RecipeRule(
         "text-encoder-of-family",
         (f"lora.{TEXT_KEY}", FAMILY),
         lambda trained, spec: trained and not spec.text_components,
-        "no text encoder of {1.title} can be trained",
+        "the text encoders of {1.title} cannot be trained",
         "Remove it, or set it to false.",
         at=f"lora.{TEXT_KEY}",
     ),
@@ -141,7 +141,7 @@ FAMILY_RULES: tuple[RecipeRule, ...] = (
         "new-tokens-of-family",
         (f"lora.{TOKENS_KEY}", FAMILY),
         lambda tokens, spec: bool(tokens) and not spec.embedding_keys,
-        "no text encoder of {1.title} can get new tokens",
+        "the text encoders of {1.title} cannot get new tokens",
         "Remove it.",
         at=f"lora.{TOKENS_KEY}",
     ),
@@ -180,8 +180,8 @@ def rules_of_spec(spec: FamilySpec) -> tuple[RecipeRule, ...]:
         name = f"{spec.name}:control-images"
         if spec.model_section.may_inpaint:
             name = f"{spec.name}:an-image-has-a-mask"
-            what = f"only inpainting bases of {spec.title} take an image in previews, and it needs a mask"
-            fix = "Name its mask too (mask, or sample.masks), or remove it."
+            what = f"previews of {spec.title} take an image only with an inpainting base and a mask"
+            fix = "Also give its mask (mask, or sample.masks), or remove the image."
         rules.append(RecipeRule(name, (*INPUTS, *keys), _preview_images, what, fix))
     return tuple(rules)
 

@@ -61,7 +61,7 @@ KEY_PATH = re.compile(r"(\w+)(\.\w+|\[\d+\])+")
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 FOR_IMAGES = "sdxl.yaml"
 """The shipped recipe that is suggested to a user who gives a folder of images in place of a recipe."""
-TABLE_FIX = "Give a table as dataset, in an entry of data.sources or in data.watched; path is a folder."
+TABLE_FIX = "Write dataset for a table, in an entry of data.sources or in data.watched. path is only for folders."
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
         given = "lr_warmup_steps" if recipe.optim.lr_warmup_steps else "lr_warmup_ratio"
         found.append(
             f"{layers.where(('optim', given))}: the warm-up is as long as the run "
-            f"({count_text(steps, 'step')}), which never reaches its learning rate. A tenth of the run is usual."
+            f"({count_text(steps, 'step')}), so the learning rate never reaches its peak. A tenth of the run is usual."
         )
     for name in (name for name in type(recipe.optim).model_fields if name.endswith("learning_rate")):
         rate, (lowest, highest) = getattr(recipe.optim, name), recipe.optim.usual_rates
@@ -235,12 +235,12 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
         every = " or ".join(f"train.{key}" for key in VALIDATION)
         found.append(
             f"{layers.where(('data', 'validation_split'))}: these samples are not trained on, and only "
-            f"`lora-rocm compare` measures their loss. For their loss during the run, set {every}."
+            f"`lora-rocm compare` measures their loss. To measure it during the run, set {every}."
         )
     if (sides := _sides_of_a_size(recipe.data)) is not None:
         found.append(
-            f"{layers.where(('data', 'resolution'))}: each image is seen at {sides[0]} and at {sides[1]}. If that is a "
-            f"width and a height, write one number, {round((sides[0] * sides[1]) ** 0.5)}: buckets have many shapes."
+            f"{layers.where(('data', 'resolution'))}: each image is seen at {sides[0]} and at {sides[1]}. If you mean "
+            f"a width and a height, write only {round((sides[0] * sides[1]) ** 0.5)}: buckets have many shapes anyway."
         )
     if steps and recipe.train.validation_every_n_steps > steps:
         found.append(
@@ -368,7 +368,9 @@ def _read_text(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_RECIPE_BYTES + 1)
         if len(content) > MAX_RECIPE_BYTES:
-            raise RecipeError([Problem(str(path), f"is larger than {MAX_RECIPE_BYTES >> 10} KiB: not a recipe")])
+            raise RecipeError(
+                [Problem(str(path), f"is larger than {MAX_RECIPE_BYTES >> 10} KiB, so it is not a recipe")]
+            )
         return content.decode("utf-8-sig")
     except OSError as error:
         raise RecipeError([Problem(str(path), f"cannot be read: {error.strerror}")]) from None
@@ -436,8 +438,8 @@ def _lay_base(
     problems += inside
     if "base" in data:
         del data["base"]
-        what = f"{path} builds on this recipe, which has a base itself"
-        fix = "Only one level is possible: copy what you need into one of them."
+        what = f"a base recipe cannot have a base itself, and {path} builds on this one"
+        fix = "Only one level is possible: copy the keys that you need into one of the two."
         problems.append(Problem(f"{base_places[('base',)]} base", what, fix))
     layers.merge(*_moved(data, base_places, problems))
 
@@ -483,8 +485,8 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
     for new in set(MOVED.values()) & places.keys():
         given = places[new].name or dotted(new)
         if (before := set_names.setdefault(new, given)) != given:
-            what = f"is given twice: {before}, which is also set, is the same key"
-            problems.append(Problem(f"--set {given}", what, f"Remove one of them: {dotted(new)} is its name now."))
+            what = f"is given twice: {before} is the same key and is set too"
+            problems.append(Problem(f"--set {given}", what, f"Remove one of them. The name is now {dotted(new)}."))
     layers.merge(data, places)
     return problems
 
@@ -506,7 +508,7 @@ def _moved(
         place = below.get(old, places.get(old[:1], ValueOrigin("--set")))
         places = {key: place for key, place in places.items() if key not in below}
         if new in places:
-            what = f"is the old name of {dotted(new)}, which is also given, in {places[new]}"
+            what = f"is the old name of {dotted(new)}, which is also given in {places[new]}"
             problems.append(Problem(f"{place} {dotted(old)}", what, f"Remove one of them: {dotted(old)}."))
         elif isinstance(target := data.get(new[0], {}), dict):
             data[new[0]] = {**target, new[1]: section[old[1]]}
@@ -523,7 +525,7 @@ def _notice_of_moved(layers: Layered) -> list[str]:
     if not given:
         return []
     moves = ", ".join(f"{where} is now {new}" for where, new in given)
-    return [f"{moves}. The old place still works; write the new one."]
+    return [f"{moves}. The old place still works, but write the new one."]
 
 
 @dataclass(frozen=True)
@@ -574,7 +576,7 @@ def _validate(
     kinds = kinds_of(data, registry)
     found = boolean_problems(data, where, kinds)
     if FAMILY not in kinds.unknown:
-        what = f"this key is not read by {kinds.family.title}"
+        what = f"{kinds.family.title} does not read this key"
         found |= {key: Problem(where(key), what, "Remove it.") for key in given_unread(data, kinds.family)}
     known = {problem.where for problem in found.values()}
     failed = {key for key in layers.places if spoiled and where(key) in spoiled}
@@ -629,7 +631,9 @@ def resolve_rank(data: dict[str, Any], where: Callable[[tuple[str, ...]], str]) 
         return []
     for (of_file, name), alpha in alphas.items():
         if not 0 < alpha <= IMPLAUSIBLE:
-            what = f"auto takes the alpha from {of_file}, but {legible(name):.200} there is {alpha:g}: it is not usable"
+            what = (
+                f"auto takes the alpha from {of_file}, but {legible(name):.200} in it is {alpha:g}, which is not usable"
+            )
             return [Problem(place, what, "Use another file, or give lora.rank and lora.alpha as numbers.")]
     lora["alpha"] = max(alphas.values())
     return []

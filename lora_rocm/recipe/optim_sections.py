@@ -104,7 +104,7 @@ class OptimSection(Section):
     lr_warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.0, description="The warm-up as a share of the run, in place of lr_warmup_steps."
     )
-    max_grad_norm: float = Field(1.0, ge=0, le=1e9, description="Clip the total gradient norm; 0 disables it.")
+    max_grad_norm: float = Field(1.0, ge=0, le=1e9, description="Clip the total gradient norm to this; 0 disables it.")
 
     def warmup_steps(self, max_train_steps: int) -> int:
         """Return the number of warm-up updates of a run with ``max_train_steps`` updates."""
@@ -144,8 +144,8 @@ class OptimSection(Section):
         return f"{self.published}({','.join(f'{name}={value}' for name, value in {**self.implied, **given}.items())})"
 
 
-BETAS = "Decay of the two moments."
-EPSILON = "Added to the denominator."
+BETAS = "Decay rates of the two moments."
+EPSILON = "Constant added to the denominator."
 
 
 class AdamwSection(OptimSection):
@@ -184,9 +184,9 @@ class ProdigyKeys(EstimatedRateSection):
     )
 
     beta3: Decay | None = Field(
-        None, description="Decay of the sums behind the estimate; unset means the square root of the second beta."
+        None, description="Decay rate of the sums behind the estimate; unset means the square root of the second beta."
     )
-    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator, times the estimate.")
+    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Constant added to the denominator, times the estimate.")
     d0: float = Field(1e-6, gt=0, le=1.0, description="The estimate at the start.")
     d_coef: float = Field(1.0, gt=0, le=1000.0, description="Factor of the estimate; 0.5 and 2 are usual too.")
 
@@ -220,7 +220,9 @@ class LionSection(OptimSection):
     published: ClassVar[str] = "lion_pytorch.lion_pytorch.Lion"
 
     optimizer: Literal["lion"] = Field("lion", description="Optimizer.")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.99), description="Share of the momentum in the sign; its decay.")
+    betas: tuple[Decay, Decay] = Field(
+        (0.9, 0.99), description="Share of the momentum in the sign, and decay rate of the momentum."
+    )
 
 
 class AdafactorSection(OptimSection):
@@ -233,14 +235,17 @@ class AdafactorSection(OptimSection):
 
     optimizer: Literal["adafactor"] = Field("adafactor", description="Optimizer.")
     eps: tuple[Small, Small] = Field(
-        (1e-30, 1e-3), description="Added to squared gradients; lowest size of weights for scale_parameter."
+        (1e-30, 1e-3),
+        description="Constant added to squared gradients, and lowest size of weights for scale_parameter.",
     )
     clip_threshold: float = Field(1.0, gt=0, le=1e9, description="Largest root mean square of an update.")
-    decay_rate: float = Field(-0.8, lt=0, ge=-10.0, description="Power of the step in the second moment's decay.")
-    beta1: Decay | None = Field(None, description="Decay of a first moment; unset means none.")
+    decay_rate: float = Field(
+        -0.8, lt=0, ge=-10.0, description="Exponent of the step number in the second moment's decay."
+    )
+    beta1: Decay | None = Field(None, description="Decay rate of a first moment; unset means no first moment.")
     scale_parameter: bool = Field(False, description="Multiply the rate by the root mean square of each weight.")
     relative_step: bool = Field(
-        False, description="The rate is 1 / sqrt(step), at most 0.01, in place of learning_rate and lr_scheduler."
+        False, description="Use the rate 1 / sqrt(step), at most 0.01, in place of learning_rate and lr_scheduler."
     )
     warmup_init: bool = Field(False, description="With relative_step: the rate starts at step * 1e-6.")
 
@@ -255,9 +260,11 @@ class CameSection(OptimSection):
 
     optimizer: Literal["came"] = Field("came", description="Optimizer.")
     betas: tuple[Decay, Decay, Decay] = Field(
-        (0.9, 0.999, 0.9999), description="Decay of the update, of the second moment, and of the instability."
+        (0.9, 0.999, 0.9999), description="Decay rates of the update, the second moment and the instability."
     )
-    eps: tuple[Small, Small] = Field((1e-30, 1e-16), description="Added to squared gradients; to the instability.")
+    eps: tuple[Small, Small] = Field(
+        (1e-30, 1e-16), description="Constants added to squared gradients and to the instability."
+    )
     clip_threshold: float = Field(1.0, gt=0, le=1e9, description="Largest root mean square of an update.")
 
 
@@ -272,12 +279,12 @@ class ScheduleFreeSection(OptimSection):
 
     optimizer: Literal["adamw_schedule_free"] = Field("adamw_schedule_free", description="Optimizer.")
     betas: tuple[Share, Decay] = Field(
-        (0.9, 0.999), description="Share of the average in the trained weights; decay of the second moment."
+        (0.9, 0.999), description="Share of the average in the trained weights, and decay rate of the second moment."
     )
     epsilon: float = Field(1e-8, gt=0, le=1.0, description=EPSILON)
-    r: float = Field(0.0, ge=0, le=100.0, description="Power of the step in the weights of the average.")
+    r: float = Field(0.0, ge=0, le=100.0, description="Exponent of the step number in the weights of the average.")
     weight_lr_power: float = Field(
-        2.0, ge=0, le=100.0, description="Power of the learning rate in the weights of the average, for the warm-up."
+        2.0, ge=0, le=100.0, description="Exponent of the learning rate in the weights of the average, for the warm-up."
     )
 
 
@@ -291,7 +298,7 @@ class ProdigyScheduleFreeSection(ProdigyKeys):
 
     optimizer: Literal["prodigy_schedule_free"] = Field("prodigy_schedule_free", description="Optimizer.")
     betas: tuple[Share, Decay] = Field(
-        (0.9, 0.99), description="Share of the average in the trained weights; decay of the second moment."
+        (0.9, 0.99), description="Share of the average in the trained weights, and decay rate of the second moment."
     )
     d_limiter: bool = Field(True, description="Limit the growth of the estimate to a fifth per update.")
 
@@ -306,7 +313,10 @@ class DAdaptAdamSection(EstimatedRateSection):
     epsilon: float = Field(1e-8, gt=0, le=1.0, description=EPSILON)
     d0: float = Field(1e-6, gt=0, le=1.0, description="The estimate at the start.")
     growth_rate: float | None = Field(
-        None, gt=1.0, le=1e9, description="Largest growth of the estimate per update, such as 1.02; unset: any."
+        None,
+        gt=1.0,
+        le=1e9,
+        description="Largest growth of the estimate per update, such as 1.02; unset means no limit.",
     )
     use_bias_correction: bool = Field(False, description="Adam's bias correction of the rate.")
 
@@ -319,14 +329,14 @@ class MuonSection(OptimSection):
     published: ClassVar[str] = "torch.optim.Muon"
 
     optimizer: Literal["muon"] = Field("muon", description="Optimizer.")
-    momentum: Decay = Field(0.95, description="Decay of the momentum of matrices.")
+    momentum: Decay = Field(0.95, description="Decay rate of the momentum of matrices.")
     nesterov: bool = Field(True, description="Nesterov's momentum.")
     ns_steps: int = Field(5, gt=0, le=100, description="Steps of the Newton-Schulz iteration.")
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
         "match_rms_adamw", description="Scaling of the rate by a matrix's shape; original needs rates near 0.02."
     )
-    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of AdamW's two moments.")
-    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to AdamW's denominator.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay rates of AdamW's two moments.")
+    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Constant added to AdamW's denominator.")
 
 
 class AdamwBf16Section(AdamwSection):
@@ -338,7 +348,8 @@ class AdamwBf16Section(AdamwSection):
     optimizer: Literal["adamw_bf16"] = Field("adamw_bf16", description="Optimizer.")  # type: ignore[assignment]
     rounding: Literal["stochastic", "kahan"] = Field(
         "stochastic",
-        description="Round the weights up or down by chance, or keep the rounding error (2 more bytes per weight).",
+        description="stochastic: round the weights up or down at random. kahan: keep the rounding error (2 more bytes "
+        "per weight).",
     )
 
 

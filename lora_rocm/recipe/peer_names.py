@@ -126,7 +126,7 @@ def _warmup_advice(value: object) -> str:
     except (TypeError, ValueError):
         return ""
     return (
-        f"It counts optimizer updates. Write lr_warmup_ratio: {share:g} for a share of the run."
+        f"lr_warmup_steps counts optimizer updates. Write lr_warmup_ratio: {share:g} for a share of the run."
         if 0 < share < 1
         else ""
     )

@@ -203,7 +203,7 @@ class _NodeReader:
         except (ValueError, KeyError):
             if tag == STANDARD_TAG + "float":
                 named = "inf" in text.lower() or "nan" in text.lower()
-                fix = "Write a number in digits, or remove the key." if named else "Write a number that is smaller."
+                fix = "Write a number in digits, or remove the key." if named else "Write a smaller number."
                 self.problem(node, key, f"expected a finite number, got {text:.60}", fix)
             else:
                 self.problem(node, key, f"{text!a:.60} is not a usable value", "Quote text, and use no tag (!).")

@@ -163,8 +163,8 @@ def _of_rows(key: str, instead: str) -> tuple[RecipeRule, ...]:
         wrong = path is not None and holding(own, shared, class_prompt)
         return [{"at": f"data.{key}" if own is None else f"{SOURCE}.{key}"}] if wrong else []
 
-    what, fix = f"cannot have {key}, because it is a folder of images", f"Name a folder in {instead}, or write dataset "
-    fix += "for path, if a table in the folder names the images."
+    what, fix = f"cannot have {key}, because it is a folder of images", f"Set {instead} to a folder. If a table in "
+    fix += "the folder lists the images, write dataset in place of path."
     return (
         RecipeRule(
             f"source-not-both:{key},path",
@@ -196,7 +196,7 @@ def not_of_videos(key: str) -> tuple[RecipeRule, ...]:
 
     keys = (f"{SOURCE}.{key}", f"data.{key}", f"{SOURCE}.frames", "data.frames", f"{SOURCE}.class_prompt")
     what = f"cannot have both {key} and clips (frames above 1)"
-    fix = f"Remove {key}, or set frames: 1. {key} is read for single images only: give these their own source."
+    fix = f"Remove {key}, or set frames: 1. {key} is only for single images: move these to their own source."
     return (
         RecipeRule(f"source-not-both:{key},frames", (*keys, f"{SOURCE}.path"), broken, f"{{5}} {what}", fix),
         RecipeRule(
@@ -254,8 +254,8 @@ def _changes_the_image(key: str) -> str:
 
 
 FOLDER_ALONE, ROWS_ALONE = (
-    "on a folder, which has no splits and no columns of images",
-    "Remove it, or write dataset for path.",
+    "on a folder, which has no splits and no image columns",
+    "Remove it, or write dataset in place of path.",
 )
 
 RULES: tuple[RecipeRule, ...] = (
@@ -306,7 +306,7 @@ RULES: tuple[RecipeRule, ...] = (
         "class-images-are-regularisation",
         (f"{SOURCE}.class_prompt", f"{SOURCE}.is_reg"),
         lambda prompt, is_reg: prompt is not None and not is_reg,
-        "images that the base draws are regularisation images",
+        "class_prompt needs is_reg, because the images that the base draws are regularisation images",
         "Add is_reg: true.",
         at=f"{SOURCE}.class_prompt",
     ),
@@ -363,8 +363,8 @@ RULES: tuple[RecipeRule, ...] = (
         "all-sources-have-controls",
         (f"{SOURCES}.path", f"{SOURCES}.dataset", *CONTROLS),
         _without_controls,
-        "an image of {name} has {has} control images, and an image of another source has {most}",
-        f"Add its {' or '.join(CONTROL_KEYS)} with as many places, or train on it in a separate run.",
+        "an image of {name} has {has} control images, but an image of another source has {most}",
+        f"Add its {' or '.join(CONTROL_KEYS)} with {{most}} places, or train on it in a separate run.",
         at="data.sources",
     ),
     RecipeRule(
@@ -401,7 +401,7 @@ RULES: tuple[RecipeRule, ...] = (
             *("data.path", f"{SOURCES}.path", f"{SOURCES}.dataset", f"{SOURCES}.split"),
         ),
         _is_trained,
-        "is trained on, so its loss would not show what the model forgets",
+        "is also trained on, so its loss would not show what the model forgets",
         "Watch other samples.",
         at=WATCHED,
     ),

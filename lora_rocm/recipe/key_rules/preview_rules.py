@@ -78,21 +78,21 @@ RULES: tuple[RecipeRule, ...] = (
         ("model.family", *PROMPTS, "sample.sampler"),
         _samplers,
         "{family} cannot use the sampler {sampler}",
-        "Take {usual}.",
+        "Use {usual}.",
     ),
     RecipeRule(
         "negative-prompt-of-family",
         ("model.family", *PROMPTS, NEGATIVE_PROMPT),
         _negative_prompts,
-        "{0.title} reads no negative prompt",
+        "{0.title} does not read a negative prompt",
         "Remove it.",
     ),
     RecipeRule(
         "sides-of-a-prompt",
         ("model.family", *PROMPTS),
         _sides,
-        "the sides of images of {0.title} are multiples of {step} pixels, and one is {px}",
-        "Take {less} or {more}.",
+        "the sides of {0.title} images have to be multiples of {step} pixels, but one is {px}",
+        "Use {less} or {more}.",
     ),
     RecipeRule(
         "masks-of-family",
@@ -108,6 +108,6 @@ RULES: tuple[RecipeRule, ...] = (
             "mask", lambda spec, preview: spec.model_section.may_inpaint and preview.mask and not preview.control_image
         ),
         "this mask has no image",
-        "Name the image too: control_image, or sample.control_images.",
+        "Also give the image: control_image, or sample.control_images.",
     ),
 )
