@@ -40,7 +40,7 @@ def format_errors() -> dict[str, FormatError]:
 
 def weights_text(name: str) -> str:
     """Return a clause on how much a format changes the weights."""
-    return f"{name} rounds the frozen weights by {100 * format_errors()[name].weights:.1f} % of their size"
+    return f"{name} rounds the frozen weights: {100 * format_errors()[name].weights:.1f} % of their size"
 
 
 def loss_text(name: str) -> str:

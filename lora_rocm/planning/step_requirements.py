@@ -108,9 +108,9 @@ def _nearest(recipe: Recipe, footprint: Footprint, job: StepRequirements, rates:
             slimmed = [adapter.setting] if adapter is not None else []
             return f"Set {_listed([*resized, *slimmed, *more])}: that would fit."
     if not recipe.spec.reads("data.resolution"):
-        return "Free GPU memory, or use a smaller model: no rank would fit."
+        return "Free memory of the GPU, or use a smaller model: no rank would fit."
     least = min(SMALLEST_RESOLUTION, _resolution(recipe))
-    return f"Free GPU memory, or use a smaller model: no rank would fit, at any resolution from {least} on."
+    return f"Free memory of the GPU, or use a smaller model: no rank would fit, at any resolution from {least} on."
 
 
 def _changes(recipe: Recipe, job: StepRequirements) -> list[tuple[tuple[str, ...], StepRequirements]]:

@@ -99,14 +99,14 @@ def _unfit_side(px: int | None, spec: FamilySpec, most: int) -> list[Breach]:
     if not px or px % step == 0:
         return []
     near = [str(side) for side in (px // step * step, -(-px // step) * step) if 0 < side <= most]
-    return [{"step": step, "take": f"Use {' or '.join(near)}." if near else ""}]
+    return [{"step": step, "take": f"Take {' or '.join(near)}." if near else ""}]
 
 
 def _unfit_frames(frames: int | Sequence[int] | None, spec: FamilySpec) -> list[Breach]:
     axis = spec.axes["frames"]
     wrong = [each for each in ((frames,) if isinstance(frames, int) else frames or ()) if not axis.fits(each)]
     near = [" or ".join(map(str, axis.nearest(each))) for each in wrong[:1]]
-    return [{"lengths": axis.lengths, "wrong": wrong[0], "take": f"Use {each}."} for each in near]
+    return [{"lengths": axis.lengths, "wrong": wrong[0], "take": f"Take {each}."} for each in near]
 
 
 FAMILY_RULES: tuple[RecipeRule, ...] = (

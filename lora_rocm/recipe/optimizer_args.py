@@ -167,7 +167,7 @@ def _set_key(optim: dict[str, object], key: str, entry: Argument, layers: Layere
     if key in optim:
         other = layers.places.get(at, ValueOrigin(layers.origin))
         if other.origin == place.origin and optim[key] != value:
-            what = f"{entry.name} is {shown(value)}, but {other} {other.name or f'optim.{key}'} is {shown(optim[key])}"
+            what = f"{entry.name} is {shown(value)}, and {other} {other.name or f'optim.{key}'} is {shown(optim[key])}"
             return [Problem(_where(layers, entry), what, "Remove one of them.")]
         if _height(other, layers) >= _height(place, layers):
             return []
@@ -186,7 +186,7 @@ def _height(place: ValueOrigin, layers: Layered) -> int:
 def _unknown(entry: Argument, optimizer: str, where: str) -> Problem:
     section = OPTIMIZERS[optimizer]
     fixed = [row.value for row in _fixed(entry.name, optimizer)]
-    what = f"{optimizer} has no argument {shown(entry.name)}"
+    what = f"{optimizer} takes no {shown(entry.name)}"
     if fixed:
         what = f"{entry.name} of {optimizer} is always {' or '.join(fixed)}, got {shown(entry.value)}"
     owners = [name for name, each in OPTIMIZERS.items() if entry.name in each.arguments()]

@@ -101,7 +101,7 @@ RULES: tuple[RecipeRule, ...] = (
             (f"lora.{name}", "runtime.compile"),
             lambda share, compile: bool(share) and compile in ("regional", "full"),
             f"lora.{name} cannot be used with compiled blocks",
-            "Remove it, or remove runtime.compile.",
+            "Remove this key, or runtime.compile.",
             at=f"lora.{name}",
         )
         for name in DROPOUTS

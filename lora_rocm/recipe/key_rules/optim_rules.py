@@ -105,7 +105,7 @@ RULES: tuple[RecipeRule, ...] = (
             f"average-after:{key}",
             (OPTIMIZER, f"optim.{key}"),
             lambda optimizer, until: _averages(optimizer) and bool(until),
-            f"{{0}} cannot be used with {key}, because it would still average the embeddings afterwards",
+            f"{{0}} averages the weights even after {key}, so the new tokens would still change",
             "Use another optimizer, or remove it.",
             at=f"optim.{key}",
         )

@@ -78,7 +78,7 @@ RULES: tuple[RecipeRule, ...] = (
         ("model.family", *PROMPTS, "sample.sampler"),
         _samplers,
         "{family} cannot use the sampler {sampler}",
-        "Use {usual}.",
+        "Take {usual}.",
     ),
     RecipeRule(
         "negative-prompt-of-family",
@@ -92,7 +92,7 @@ RULES: tuple[RecipeRule, ...] = (
         ("model.family", *PROMPTS),
         _sides,
         "the sides of {0.title} images have to be multiples of {step} pixels, but one is {px}",
-        "Use {less} or {more}.",
+        "Take {less} or {more}.",
     ),
     RecipeRule(
         "masks-of-family",
