@@ -61,7 +61,7 @@ class ChatSide(StrEnum):
 
 
 class Shell(StrEnum):
-    """Shells that the printed commands can be for."""
+    """Shells for which ``lora-rocm env`` can print commands."""
 
     bash = "bash"
     cmd = "cmd"

@@ -192,7 +192,7 @@ class ModelFileError(UserError):
 def _escaped(text: str) -> str:
     """Escape control characters, lone surrogates and line ends.
 
-    (Characters that reorder text are escaped when printed.)
+    Characters that reorder text are escaped later, when they are printed.
     """
     return "".join(
         letter.encode("unicode_escape").decode("ascii") if unicodedata.category(letter) in STEERING else letter

@@ -1,4 +1,4 @@
-"""Check for ``lora-rocm inspect`` whether a run can start from an adapter file, as ``lora.init_from`` would."""
+"""Check for ``lora-rocm inspect`` whether ``lora.init_from`` can start a run from an adapter file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Any other code means a faulty file.
 """
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1"}
-"""numpy's dtype for each number format that it supports. BOOL takes one byte."""
+"""numpy dtype of each number format that numpy supports. BOOL takes one byte."""
 
 
 def peft_config(header: TensorFileHeader) -> Mapping[str, Any] | None:

@@ -72,7 +72,7 @@ def compute_table(rows: Sequence[Row], group: str, variants: Sequence[str]) -> l
 
 
 def loader_table(rows: Sequence[Row]) -> list[str]:
-    """Return a table of the rate of batches by number of workers, from the cache and from the images."""
+    """Return a table of batches per second by number of workers, read from the cache and from the images."""
     lines = [["read from", "workers", "samples/s", "batches/s", "first batch"]]
     for row in rows:
         batches = {**row, "per_second": row["per_second"] and row["per_second"] / row["batch_size"]}

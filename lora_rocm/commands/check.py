@@ -182,7 +182,7 @@ def check(
 
 
 def _failure(loaded: LoadedRecipe, errors: Sequence[LoraRocmError]) -> Failure:
-    """Return one error with its recipe key's file and line, or several errors as problems of the recipe."""
+    """Return a single error with its recipe key's file and line, or several errors as problems of the recipe."""
     problems = [loaded.placed(error) for error in errors]
     if len(errors) == 1:
         return replace(Failure.of(errors[0]), where=problems[0].where)

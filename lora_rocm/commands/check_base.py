@@ -96,7 +96,7 @@ def _files(path: Path) -> list[Path]:
 def _recalled(cache: Path, kept: Any) -> Weighed | None:
     """Return the facts stored by an earlier check, or None if they are out of date.
 
-    They are if a file of the base has changed, or a stored tokenizer is gone.
+    They are out of date if a file of the base has changed, or a stored tokenizer is gone.
     """
     from lora_rocm.dataset.captions.caption_length import recall_limits
 

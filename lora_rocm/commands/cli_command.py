@@ -20,7 +20,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the resul
 class Command(TyperCommand):
     """A command with a plain usage line: RECIPE for a required argument, [RECIPE] for an optional one.
 
-    Messages about wrong options are free of the command-line library's own terms.
+    Messages about wrong options do not contain the command-line library's own terms.
     """
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -60,9 +60,8 @@ def printed(
 ) -> Callable[..., None]:
     """Turn a handler into a command with the options ``--json`` and ``--quiet``.
 
-    The handler gets an ``Output`` as its first argument and returns the exit code. Its errors are shown as
-    messages, never
-    as tracebacks.
+    The handler gets an ``Output`` as its first argument and returns the exit code. Its errors are shown as messages,
+    never as tracebacks.
 
     Args:
         command: the handler.

@@ -79,7 +79,8 @@ def doctor(
 ) -> Examined:
     """Examine this machine, or a recorded one.
 
-    The GPU self-test runs too, unless the machine is a recorded one, a finding already prevents training, or ``quick``.
+    The GPU self-test runs too, unless ``quick`` is set, the machine is a recorded one, or a finding already prevents
+    training.
 
     Args:
         facts_path: file with a recorded machine, or None for this machine.

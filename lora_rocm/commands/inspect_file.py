@@ -110,8 +110,7 @@ def inspect(path: Path, registry: FamilyRegistry = PRODUCT, judge: Judge = judge
     """Return the description of a file or folder, ready for JSON. ``documents.InspectDocument`` explains the keys.
 
     ``unusable`` is omitted if a family can be trained, or if the family is unknown. ``problem`` and ``notices`` can
-    also be
-    about an adapter.
+    also be about an adapter.
 
     Args:
         path: the file or folder.
@@ -482,7 +481,7 @@ def _adapter(header: TensorFileHeader, kind: str, registry: FamilyRegistry) -> F
 
 
 def _modules(header: TensorFileHeader) -> dict[str, dict[str, int]]:
-    """Return the number of modules of each kind, by component. Components have their names in the file."""
+    """Return the number of modules of each kind, by the component's name in the file."""
     counts: dict[str, Counter[str]] = {}
     for name in sorted({name.rpartition(".lora")[0] or name.rpartition(".")[0] for name in header.tensors}):
         start = re.match(r"(?:lora|lycoris)_[a-z]+\d?(?=_)|base_model\.model|[^.]+", name)

@@ -32,7 +32,7 @@ SLACK_SHARE = 0.06
 SLACK_RECOMPUTED = 0.5
 """Extra fragmentation allowance, as a fraction of the activations of a fully recomputed pass."""
 GRAPH_BYTES = 512 * MIB
-"""Extra memory if steps are captured as graphs: for the graphs' nodes and their memory pool."""
+"""Extra memory for steps captured as graphs: the graphs' nodes and their memory pool."""
 PROOF_BUFFERS, SUM_BUFFERS = 1, 1
 """Extra gradient buffers while a captured pass is compared with the eager pass.
 
@@ -393,9 +393,8 @@ def resident_bytes(footprint: Footprint, offloaded: Sequence[int]) -> int:
 def activation_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded: Sequence[int] = ()) -> int:
     """Return the peak activations of one sample if the ``recomputed`` blocks do not keep their activations.
 
-    A recomputed block's kept bytes are in memory only from its own backward pass on. Its recomputation then adds
-    the memory
-    of its forward pass.
+    A recomputed block's kept bytes are in memory only from its own backward pass on. Its recomputation then adds the
+    memory of its forward pass.
     """
     chosen = set(recomputed)
     if footprint.recomputed_bytes is not None and len(chosen) == len(footprint.blocks) and not offloaded:
@@ -456,10 +455,9 @@ def step_seconds(
 ) -> float:
     """Return the estimated time of a step.
 
-    Matrix products count by FLOPs, all other work by bytes moved, and each launch has a minimum time. Copies
-    overlap with
-    computation, so only the longer of the two counts. Each offloaded block is fetched twice, in the forward and in the
-    backward pass.
+    Matrix products count by FLOPs, all other work by bytes moved, and each launch has a minimum time. Copies overlap
+    with computation, so only the longer of the two counts. Each offloaded block is fetched twice, in the forward and in
+    the backward pass.
     """
     samples = job.batch_size
     total = _seconds(footprint.work, samples, parts, rates)

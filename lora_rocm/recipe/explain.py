@@ -174,8 +174,7 @@ def _near_choice(value: Any, choices: Collection[str]) -> str:
     """Suggest the valid value that is spelled most like ``value``; empty if none is close.
 
     Names with digits, such as number formats, often differ in one letter only. They are suggested only if they have
-    exactly
-    the same letters in another order.
+    exactly the same letters in another order.
     """
     if isinstance(value, str) and value.strip().lower() in choices:
         return f"Write {value.strip().lower()}."

@@ -252,9 +252,9 @@ def _at(parts: Parts, index: int | None) -> Key:
 
 
 def _place(keys: Sequence[Key], written: Mapping[str, Any]) -> Key:
-    """Return the last of the keys in the order in which they are written.
+    """Return the key that is written last in the recipe.
 
-    If none is written, return the section with all of them.
+    If none of the keys is written, return the section that contains all of them.
     """
     given = [key for key in keys if _is_written(key, written)]
     if given:

@@ -272,7 +272,7 @@ class Recipe(Section):
     def unwritten(self, file_format: str, file_formats: Sequence[str]) -> tuple[str, str]:
         """Return (problem, fix) for a file format in which the adapter cannot be written.
 
-        ``file_formats``: the formats that can be.
+        ``file_formats``: the formats in which it can be written.
         """
         return unwritten(self.spec, self.lora, file_format, file_formats)
 

@@ -1,7 +1,7 @@
 """Suggestions for unknown keys: another trainer's name, a key of another section, or a similar spelling.
 
 Users follow a suggestion, so a wrong one does harm. A key is suggested only if it has the same meaning. Either the
-table of other trainers' names has it, or only letters differ, never a word, a number or the unit.
+table of other trainers' names has it, or it differs in letters but not in words, numbers or the unit.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def suggest(name: str, siblings: list[str], section: str, value: str, recipe: ty
 def _for(target: str, siblings: list[str], section: str) -> str:
     """Return the key to suggest.
 
-    An entry of ``data.sources`` has most keys of ``data``, so the entry's own key is preferred.
+    In an entry of ``data.sources``, the entry's own key is preferred to a key of ``data``.
     """
     owner, _, leaf = target.rpartition(".")
     return f"{section}.{leaf}" if owner == "data" and leaf in siblings and leaf in DataSection.model_fields else target

@@ -24,7 +24,7 @@ def with_trigger(text: str, trigger_word: str | None) -> str:
 
 
 def has_words(text: str, words: str) -> bool:
-    """Return whether a text contains whole words, in any case, as CLIP's tokenizers read it."""
+    """Return whether ``text`` contains ``words`` as whole words. Case is ignored, as by CLIP's tokenizers."""
     return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text, re.IGNORECASE) is not None
 
 

@@ -136,7 +136,7 @@ def _both_of_a_source(key: str, other: str, fix: str) -> tuple[RecipeRule, ...]:
 
 
 def _of_folders(key: str) -> RecipeRule:
-    """Return a rule that forbids an option about companion files for datasets. Their rows have no file names."""
+    """Return a rule that forbids a companion-file option for a dataset. The rows of a dataset have no file names."""
 
     def broken(own: object, shared: object, dataset: str | None, class_prompt: str | None) -> list[Breach]:
         wrong = dataset is not None and holding(own, shared, class_prompt)
@@ -152,7 +152,7 @@ def _of_folders(key: str) -> RecipeRule:
 
 
 def _of_rows(key: str, instead: str) -> tuple[RecipeRule, ...]:
-    """Return rules that forbid an option about a table column for a folder of images, which has no rows.
+    """Return rules that forbid a table-column option for a folder of images, which has no rows.
 
     Args:
         key: the option.
@@ -185,7 +185,7 @@ def _of_rows(key: str, instead: str) -> tuple[RecipeRule, ...]:
 
 
 def not_of_videos(key: str) -> tuple[RecipeRule, ...]:
-    """Return rules that forbid an option about single images for a source of video clips."""
+    """Return rules that forbid a single-image option for a source of video clips."""
 
     def broken(
         own: object, shared: object, own_frames: Lengths, shared_frames: Lengths, class_prompt: str | None, *_: object

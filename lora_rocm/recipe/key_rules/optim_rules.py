@@ -1,4 +1,4 @@
-"""Rules about the keys of ``optim``, alone and with the weights that are trained."""
+"""Rules about the keys of ``optim``, some in combination with the trained weights."""
 
 from __future__ import annotations
 

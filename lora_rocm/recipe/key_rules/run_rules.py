@@ -1,4 +1,6 @@
-"""Rules about the length of a run, its batches and the machine, and about keys without effect unless another is set."""
+"""Rules about the length of a run, its batches and the machine, and about keys that need another key to have an
+effect.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,8 @@ MANY_CAPTIONS = tuple(
 def _alone(key: str, others: tuple[str, ...], off: str) -> RecipeRule:
     """Return a rule against a key that has no effect because none of ``others`` is set.
 
-    The rule does not apply if the user has written one of ``others`` as off (false, 0 or []). Such a user has
-    switched the
-    feature off and keeps its settings.
+    The rule does not apply if the user has written one of ``others`` as off (false, 0 or []). Such a user has switched
+    the feature off and keeps its settings.
 
     Args:
         key: the key without effect.

@@ -29,6 +29,6 @@ def rules_for(spec: FamilySpec) -> tuple[RecipeRule, ...]:
 
 
 def rules_of(key: str, registry: FamilyRegistry = PRODUCT) -> tuple[RecipeRule, ...]:
-    """Return all families' rules that read a key, such as "lora.rank" or "data.sources[0].path", or a section."""
+    """Return the rules of all families that read a key ("data.sources[0].path") or any key of a section ("data")."""
     found = {rule.id: rule for spec in registry for rule in rules_for(spec) if rule.reads(key)}
     return tuple(found.values())
