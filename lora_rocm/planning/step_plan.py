@@ -30,7 +30,7 @@ SLACK_BYTES = 256 * MIB
 SLACK_SHARE = 0.06
 """Allowance for fragmentation: SLACK_BYTES, plus this fraction of the activations."""
 SLACK_RECOMPUTED = 0.5
-"""Extra fragmentation allowance, as a fraction of the activations of a fully recomputed pass."""
+"""Extra allowance for fragmentation with recomputed blocks: a fraction of a fully recomputed pass's activations."""
 GRAPH_BYTES = 512 * MIB
 """Extra memory for steps captured as graphs: the graphs' nodes and their memory pool."""
 PROOF_BUFFERS, SUM_BUFFERS = 1, 1

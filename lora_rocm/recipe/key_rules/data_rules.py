@@ -41,7 +41,7 @@ def any_holding(shared: object, number: int, own: Sequence[object], class_prompt
 
 
 CONTROL_KEYS = ("control_path", "control_column")
-"""The options that give a source control images. Each takes one place or a list of places."""
+"""The source options that add control images. Each takes one place or a list of places."""
 CONTROLS = (
     *("data.sources", f"{SOURCES}.class_prompt"),
     *(key for name in CONTROL_KEYS for key in (f"data.{name}", f"{SOURCES}.{name}")),
@@ -70,7 +70,7 @@ def controls_of(number: int, class_prompts: Paths, *values: Any) -> list[tuple[i
 
 
 MASK_KEYS = ("mask_path", "alpha_mask")
-"""The options that give a source masks."""
+"""The source options that add masks."""
 MASKS = (
     *("data.mask_path", "data.alpha_mask", "data.sources", f"{SOURCES}.mask_path", f"{SOURCES}.alpha_mask"),
     f"{SOURCES}.class_prompt",

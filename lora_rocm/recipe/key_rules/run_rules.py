@@ -1,6 +1,4 @@
-"""Rules about the length of a run, its batches and the machine, and about keys that need another key to have an
-effect.
-"""
+"""Rules about the run's length, batches and machine, and about keys without effect unless another key is set."""
 
 from __future__ import annotations
 
