@@ -62,7 +62,7 @@ STEERING = ("Cc", "Cs", "Zl", "Zp")
 
 
 RESUMED = " with --resume latest"
-"""Part of an advice that applies only if the run has a checkpoint."""
+"""Part of a fix that applies only if the run has a checkpoint."""
 
 
 class Advice(TypedDict):

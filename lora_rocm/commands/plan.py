@@ -245,9 +245,9 @@ def _room_here(situation: Situation, gpu: CountedGpu | None) -> AvailableMemory:
 
 
 def _parts_of(known: MemoryBudget | None, budget_bytes: int) -> tuple[BudgetItem, ...]:
-    """Return the breakdown of a GPU's memory into the budget that the worker measures; empty if it is unknown.
+    """Return the amounts from which the memory budget measured by the worker is derived; empty if they are unknown.
 
-    Memory that neither libraries use nor a reserve holds is counted as used by other programs.
+    Memory that remains after the budget, the libraries and the reserve is counted as used by other programs.
     """
     if known is None or not known.library_bytes:
         return known.parts if known is not None and known.capped else ()

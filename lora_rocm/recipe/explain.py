@@ -32,7 +32,10 @@ NOT_ALLOWED = {
     "string_too_long": "is too long:",
     "string_too_short": "is empty:",
 }
-"""Words that a message has before the refused value, by type of pydantic error. The value has the correct type."""
+"""Words that a message has before a refused value, by type of pydantic error.
+
+These values have the correct type, but are not allowed.
+"""
 MAX_VALUE_LETTERS = 64  # comparing long strings is slow
 COMPARED = {
     "greater_than": ("greater than", "gt"),
