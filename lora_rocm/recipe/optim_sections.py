@@ -78,7 +78,7 @@ class OptimSection(Section):
         description="Number of updates after which lora.new_tokens are no longer trained; 0: they always are.",
     )
     embedding_until_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.0, description="The same as a share of the run, in place of embedding_until_step."
+        0.0, description="This number of updates as a share of the run, in place of embedding_until_step."
     )
     weight_decay: float = Field(0.01, ge=0, le=100.0, description="Decoupled weight decay.")
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "rex"] = Field(

@@ -61,7 +61,9 @@ class PreviewPrompt(Section):
     sampler: Sampler | None = Field(None, description="Sampler.")
     lora_scale: float | None = Field(None, ge=-100.0, le=100.0, description="Strength of the LoRA.")
     control_image: InputFile | None = Field(None, description="Its control image, as in sample.control_images.")
-    control_image_2: InputFile | None = Field(None, description="Its second one, as in sample.control_images_2.")
+    control_image_2: InputFile | None = Field(
+        None, description="Its second control image, as in sample.control_images_2."
+    )
     mask: InputFile | None = Field(None, description="The mask of its control image, as in sample.masks.")
 
     @property
@@ -132,7 +134,9 @@ class SampleSection(Section):
     control_prompts: tuple[Prompt, ...] = on_resume(
         (), "Prompts without the concept, which the LoRA should not change.", max_length=MAX_ITEMS
     )
-    images_per_prompt: int = on_resume(1, "Images of each prompt, from seeds that count up.", gt=0, le=MAX_ITEMS)
+    images_per_prompt: int = on_resume(
+        1, "Number of images per prompt; the seed increases by one per image.", gt=0, le=MAX_ITEMS
+    )
     negative_prompt: str = on_resume("", "Negative prompt of the previews.")
     control_images: Annotated[tuple[InputFile, ...], Field(max_length=MAX_ITEMS)] = on_resume(
         (),

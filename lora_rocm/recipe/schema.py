@@ -51,7 +51,9 @@ class DataSection(SourceOptions):
     sources: tuple[DataSource, ...] = Field(
         (), max_length=MAX_ITEMS, description="Several sources, each with its own options."
     )
-    prior_loss_weight: Weight = Field(1.0, description="Factor of the loss of regularisation images.")
+    prior_loss_weight: Weight = Field(
+        1.0, description="Factor by which the loss of regularisation images is multiplied."
+    )
     bucket_step: int = Field(
         64, gt=0, le=MAX_BUCKET_STEP, description="Bucket sides are multiples of this many pixels."
     )

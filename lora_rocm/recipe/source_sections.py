@@ -47,7 +47,7 @@ class SourceOptions(Section):
         "that it has frames for. 1: single images.",
     )
     repeats: Repeats = Field(1, description="Number of times that each image is seen per epoch.")
-    loss_weight: Weight = Field(1.0, description="Factor of the loss of each image.")
+    loss_weight: Weight = Field(1.0, description="Factor by which the loss of each image is multiplied.")
     caption_extension: CaptionExtension = Field(
         ".txt",
         description="Extension of the caption files next to the images. A list, such as [.txt, .tags.txt, _2.txt]: "
@@ -76,7 +76,9 @@ class SourceOptions(Section):
     shuffle_caption: bool = Field(False, description="Shuffle the comma-separated tags of a caption.")
     keep_tokens: Tags = Field(0, description="Number of tags at the front that are never shuffled or dropped.")
     caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption.")
-    flip_aug: bool = Field(False, description="Also train on mirrored images (cached; half of the draws).")
+    flip_aug: bool = Field(
+        False, description="Also train on mirrored images, which are cached and drawn half of the time."
+    )
     random_crop: Crops = Field(
         False,
         description="Crop at a random place instead of the centre: one place per image, the same in each run. A number "
@@ -109,7 +111,9 @@ class SourceOptions(Section):
         "masks.",
     )
     alpha_mask: bool = Field(False, description="Take the alpha channel of each image as its mask.")
-    unmasked_weight: Fraction = Field(0.0, description="Lowest weight of a place in the loss, where its mask is black.")
+    unmasked_weight: Fraction = Field(
+        0.0, description="Lowest weight of a place in the loss. Where the mask is darker, this weight is used."
+    )
     control_path: ControlPath | None = Field(
         None,
         description="A folder of control images with the names of the images, for models that edit an image. The "
