@@ -532,7 +532,7 @@ def cache_prune(
 
 
 def main() -> None:
-    """Entry point of ``lora-rocm``. Unprintable characters never prevent a message."""
+    """Entry point of ``lora-rocm``. Characters that cannot be printed never prevent a message."""
     from lora_rocm.foundation.output_stream import outlive
     from lora_rocm.foundation.safe_path import forbid_programs_here
 

@@ -176,7 +176,7 @@ def _choices(detail: ErrorDetails) -> list[str]:
 def _near_choice(value: Any, choices: Collection[str]) -> str:
     """Suggest the valid value that is spelled most like ``value``; empty if none is close.
 
-    Names with digits, such as number formats, often differ in one letter only. They are suggested only if they have
+    Names with digits, such as number formats, often differ in one letter only. Such a name is suggested only if it has
     exactly the same letters in another order.
     """
     if isinstance(value, str) and value.strip().lower() in choices:

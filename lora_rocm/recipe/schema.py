@@ -302,7 +302,7 @@ class Recipe(Section):
 
     @property
     def preview_size(self) -> tuple[int, int]:
-        """(width, height) of previews in pixels: as given, or the resolution, rounded down to a valid size."""
+        """(width, height) of previews in pixels: as given, or else the resolution rounded down to a valid size."""
         step = self.spec.axes.multiple_px
         side = max(self.data.largest_resolution // step, 1) * step
         return self.sample.width or side, self.sample.height or side
