@@ -1,4 +1,4 @@
-"""The command line. Handlers import their modules, so that ``--help`` is fast. There is no logic here."""
+"""The command line. Handlers import their modules when called, so that ``--help`` is fast. There is no logic here."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ChatSide(StrEnum):
 
 
 class Shell(StrEnum):
-    """Shells for which variables can be printed."""
+    """Shells for which ``lora-rocm env`` can print commands."""
 
     bash = "bash"
     cmd = "cmd"
@@ -75,8 +75,10 @@ Overrides = Annotated[
 FactsPath = Annotated[
     Path | None, typer.Option("--facts", metavar="FILE", help="Facts of another machine (output of its env --json).")
 ]
-ConfigPath = Annotated[Path | None, typer.Option(metavar="DIR", help="Configs and tokenizers of a one-file base.")]
-FamilyOfBase = Annotated[str | None, typer.Option(metavar="NAME", help="Model family of --base; default: recognised.")]
+ConfigPath = Annotated[Path | None, typer.Option(metavar="DIR", help="Configs and tokenizers of a single-file base.")]
+FamilyOfBase = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Model family of --base; default: recognised from its files.")
+]
 FiguresPath = Annotated[
     Path | None, typer.Option("--output", metavar="FILE", help="Also write the figures to this file as JSON.")
 ]
@@ -89,7 +91,7 @@ LoraPath = Annotated[Path, typer.Argument(metavar="RUN_OR_LORA", help="A run dir
 def top(
     version: Annotated[bool, typer.Option("--version", "-V", help="Show the version.", is_eager=True)] = False,
 ) -> None:
-    """Options of the program itself. The help text comes from ``app``."""
+    """The program's own options. Their help text comes from ``app``."""
     if version:
         Output().notify(f"lora-rocm {__version__}")
         raise typer.Exit
@@ -137,7 +139,7 @@ def check(
     output: Output,
     recipe: RecipePath,
     overrides: Overrides = None,
-    schema_only: Annotated[bool, typer.Option("--schema-only", help="Only the recipe, not the images.")] = False,
+    schema_only: Annotated[bool, typer.Option("--schema-only", help="Check only the recipe, not the images.")] = False,
 ) -> int:
     """Check a recipe and its images, and show what training would do."""
     from lora_rocm.commands import check
@@ -166,7 +168,7 @@ def plan(
 @app.command(cls=Command)
 @printed
 def tune(output: Output, recipe: RecipePath, overrides: Overrides = None) -> int:
-    """Tune the matrix products of a recipe (ROCm): runs with runtime.profile: fast use the fastest correct kernels."""
+    """Tune the matrix products of a recipe (ROCm). Runs with runtime.profile: fast use the fastest correct kernels."""
     from lora_rocm.commands import tune
 
     found = tune.tune(recipe, overrides or (), notify=output.notify)
@@ -176,7 +178,7 @@ def tune(output: Output, recipe: RecipePath, overrides: Overrides = None) -> int
 @app.command(cls=Command)
 @printed_lines
 def demo(output: Output, family: Annotated[str | None, typer.Option(help="Family of the tiny model.")] = None) -> int:
-    """Teach a new creature to a tiny model that ships with the program (minutes on a CPU)."""
+    """Train a tiny model, which ships with the program, on a new creature (minutes on a CPU)."""
     from lora_rocm.commands import train
     from lora_rocm.commands.run_request import RunRequest
 
@@ -208,17 +210,18 @@ def sample(
         Path | None, typer.Option(metavar="FILE", help="Image that the model edits, if it takes one.")
     ] = None,
     control_image_2: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Second such image, if the model takes two.")
+        Path | None, typer.Option(metavar="FILE", help="Second control image, if the model takes two.")
     ] = None,
     mask: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Mask of that image; an inpainting base redraws the white part.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Mask of the control image; an inpainting base redraws the white part."),
     ] = None,
     folder: Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Folder for the images.")] = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model; default: the run's.")] = None,
     config: ConfigPath = None,
     family: FamilyOfBase = None,
 ) -> int:
-    """Sample images with a LoRA."""
+    """Generate images with a LoRA."""
     from lora_rocm.commands import sample_export
 
     found = sample_export.sample(
@@ -281,7 +284,9 @@ def compare(
         list[float] | None,
         typer.Option(min=-100.0, max=100.0, help="Strength of the LoRA; may be given several times."),
     ] = None,
-    most: Annotated[int, typer.Option(min=1, max=1000, help="Most LoRA files, evenly spread over the run.")] = 8,
+    most: Annotated[
+        int, typer.Option(min=1, max=1000, help="Largest number of LoRA files, spread evenly over the run.")
+    ] = 8,
 ) -> int:
     """Compare the LoRA files of a run on one page: images from the same seeds, and held-out losses."""
     from lora_rocm.commands import compare
@@ -311,7 +316,7 @@ def export(
         ),
     ] = None,
 ) -> int:
-    """Write the LoRA of a run in another format, load it back and compare."""
+    """Write the LoRA of a run in another format, load it back, and compare the two."""
     from lora_rocm.commands import sample_export
 
     kind = dtype.value if dtype else None
@@ -351,9 +356,9 @@ def inspect(
     output: Output,
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A .safetensors file or a folder of a model.")],
 ) -> int:
-    """Show what a model file is: family, components, number format, adapter and its readers.
+    """Show what a model file is: family, components, number format, and for an adapter which programs read it.
 
-    The exit code is 0 if a recipe can use it (as base, component or start), else 2. In --json it is "usable".
+    The exit code is 0 if a recipe can use the file (as base, component or start), else 2. In --json it is "usable".
     """
     from lora_rocm.commands import inspect_file
     from lora_rocm.errors import UserError
@@ -384,9 +389,9 @@ def doctor(
         typer.Option("--report", metavar="FILE", help="Write a file for a bug report, without private data."),
     ] = None,
     facts: FactsPath = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Without the self-test of the GPU.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the self-test of the GPU.")] = False,
 ) -> int:
-    """Show problems of this machine, the most harmful first, with remedies."""
+    """Show problems of this machine and how to fix them, the most harmful first."""
     from lora_rocm.commands import doctor as command
 
     found = command.doctor(facts, report_file=report_file, quick=quick, notify=output.on_stderr)
@@ -427,7 +432,7 @@ def forget(output: Output) -> int:
 @bench_app.command("transfer", cls=BenchCommand)
 @printed
 def bench_transfer(output: Output, file: FiguresPath = None) -> int:
-    """Measure copies between host and GPU, and compare with the bus limit."""
+    """Measure copies between host and GPU, and compare them with the limit of the bus."""
     from lora_rocm.commands import bench
 
     return bench.finish(output, bench.transfer, file)
@@ -445,7 +450,7 @@ def bench_compute(output: Output, recipe: RecipePath, overrides: Overrides = Non
 @bench_app.command("loader", cls=BenchCommand)
 @printed
 def bench_loader(output: Output, recipe: RecipePath, overrides: Overrides = None, file: FiguresPath = None) -> int:
-    """Measure the rate of batches from cache and images, without and with loader workers."""
+    """Measure the rate of batches, from the cache and from the images, without and with loader workers."""
     from lora_rocm.commands import bench
 
     return bench.finish(output, lambda: bench.loader(recipe, overrides or (), notify=output.notify), file)
@@ -518,7 +523,7 @@ def cache_prune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
 ) -> int:
-    """Delete damaged entries, duplicates, entries of older versions, and remains of killed runs."""
+    """Delete damaged entries, duplicates, entries of older versions, and leftovers of killed runs."""
     from lora_rocm.cache_store import maintenance
     from lora_rocm.commands.cache_text import pruned_text
 
@@ -527,7 +532,7 @@ def cache_prune(
 
 
 def main() -> None:
-    """Entry point of ``lora-rocm``. Unprintable characters never prevent a message."""
+    """Entry point of ``lora-rocm``. Characters that cannot be printed never prevent a message."""
     from lora_rocm.foundation.output_stream import outlive
     from lora_rocm.foundation.safe_path import forbid_programs_here
 

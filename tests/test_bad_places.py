@@ -138,7 +138,7 @@ def test_a_disk_that_is_really_full(program: Program, folder: Path, new: RunDir,
 def test_a_disk_without_inodes_is_named_as_such(program: Program, folder: Path, new: RunDir, small_disk: Path) -> None:
     subprocess.run(mount(small_disk, "remount,size=50m,nr_inodes=8"), check=True)
     cache = f"cache.dir={small_disk}"
-    program.train(new.path, FORMATS, cache).refused(3, "The disk is full: ", "MiB are free", "inodes", small_disk)
+    program.train(new.path, FORMATS, cache).refused(3, "The disk has no inodes left", "MiB are free", small_disk)
     subprocess.run(mount(small_disk, "remount,size=50m,nr_inodes=500"), check=True)
     assert program.train(new.path, FORMATS, cache, resume="latest").code == 0
     assert results(new) == results(RunDir(folder / "runs" / "ok"))

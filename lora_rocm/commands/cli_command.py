@@ -1,4 +1,4 @@
-"""Shared by all commands of the command line: plain usage and errors, ``--json``, ``--quiet``, an exit code."""
+"""Shared by all commands: usage lines, error messages, ``--json``, ``--quiet`` and exit codes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the resul
 
 
 class Command(TyperCommand):
-    """A command with a plain usage line: RECIPE, or [RECIPE] if it is optional.
+    """A command with a plain usage line: RECIPE for a required argument, [RECIPE] for an optional one.
 
-    Messages about wrong options do not contain the library's own terms.
+    Messages about wrong options do not contain the command-line library's own terms.
     """
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -40,12 +40,12 @@ class Command(TyperCommand):
             raise
 
     def explained(self, message: str, args: list[str]) -> str:
-        """The message about wrong arguments; a subclass may improve it."""
+        """Return the message about wrong arguments. A subclass may improve it."""
         return message
 
 
 class BenchCommand(Command):
-    """A command that took a file with ``--json`` in earlier versions."""
+    """A ``bench`` command. In earlier versions its ``--json`` took a file, so the message about that is clearer."""
 
     def explained(self, message: str, args: list[str]) -> str:
         word = next((word for word in args if word == "--json" or word.startswith("--json=")), None)
@@ -58,14 +58,15 @@ class BenchCommand(Command):
 def printed(
     command: Callable[..., int | None], *, outlives_output: bool = False, follows: bool = False
 ) -> Callable[..., None]:
-    """Run a handler with the options ``--json`` and ``--quiet``. Its first argument is an ``Output``.
+    """Turn a handler into a command with the options ``--json`` and ``--quiet``.
 
-    Its return value is the exit code; errors become messages, never tracebacks.
+    The handler gets an ``Output`` as its first argument and returns the exit code. Its errors are shown as messages,
+    never as tracebacks.
 
     Args:
         command: the handler.
-        outlives_output: see ``exit_code_of``.
-        follows: see ``Output``.
+        outlives_output: whether it keeps running if standard output cannot be written; see ``exit_code_of``.
+        follows: whether it prints events in JSON mode; see ``Output``.
     """
 
     @functools.wraps(command)
@@ -89,6 +90,9 @@ def printed(
 
 
 printed_for_files = functools.partial(printed, outlives_output=True)
-"""For a command that writes files: it continues if its terminal is closed or the disk of its log is full."""
+"""``printed`` for a command that writes files.
+
+It keeps running if its terminal closes or the disk of its log is full.
+"""
 printed_lines = functools.partial(printed, outlives_output=True, follows=True)
-"""For a command that writes files and prints events as JSON lines."""
+"""``printed`` for a command that writes files and, in JSON mode, prints events as JSON lines."""

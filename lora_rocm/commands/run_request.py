@@ -1,4 +1,4 @@
-"""The request for a training run. The command line makes this value; a page or a program makes the same one."""
+"""The request for a training run. The command line, a web page or another program creates it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lora_rocm.rundir.layout import RunDir
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A training run as it is asked for.
+    """A request for a training run.
 
     Attributes:
-        recipe_path: a file, or the name of a recipe that ships.
-        overrides: ``section.key=value``.
-        run_dir: its directory; None: a new one in ``output.dir``.
-        resume: "latest", a run or a checkpoint to go on from; None: a new run.
-        accept_changes: go on although recipe or data have changed.
-        supervised: restart a worker that fails or hangs. A process of ``torchrun`` is never supervised.
-        gpus: number of GPUs that train together; None: one, or the number given by ``torchrun``.
-        registry: the available model families.
-        worker: see ``worker.worker_command``; it must know the same families.
+        recipe_path: path of a recipe, or name of a shipped one.
+        overrides: ``section.key=value`` settings.
+        run_dir: run directory, or None for a new one in ``output.dir``.
+        resume: "latest", a run or a checkpoint to continue from, or None for a new run.
+        accept_changes: whether to continue although recipe or data have changed.
+        supervised: whether to restart a worker that fails or hangs. Processes of ``torchrun`` are never supervised.
+        gpus: number of GPUs that train together, or None for one GPU or the number that ``torchrun`` sets.
+        registry: the available families.
+        worker: the worker's module (see ``worker.worker_command``), which must know the same families.
     """
 
     recipe_path: str
@@ -38,7 +38,7 @@ class RunRequest:
     worker: str | None = None
 
     def resume_command(self, run: RunDir) -> str:
-        """Return the exact command that resumes a run of this request, quoted for the shell of this system."""
+        """Return the command that resumes a run of this request, quoted for this system's shell."""
         words = ["lora-rocm", "train", self.recipe_path]
         for override in self.overrides:
             words += ["--set", override]

@@ -1,4 +1,4 @@
-"""The runs in a folder, as a list."""
+"""List the runs in a folder."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class ListedRun:
     """One run.
 
     Attributes:
-        name: of its directory.
-        path: its directory.
-        state: as in `status`, or unreadable.
-        updates: the current step; null: unknown.
-        max_train_steps: total number of steps; null: unknown.
-        loss: smoothed; null: unknown.
-        last_event_s: time of the last event, in seconds since the epoch; null: there is none.
-        problem: the reason why it failed or cannot be read; null: neither.
+        name: name of the run directory.
+        path: the run directory.
+        state: state as in `status`, or unreadable.
+        updates: current step, or null if unknown.
+        max_train_steps: total number of steps, or null if unknown.
+        loss: smoothed loss, or null if unknown.
+        last_event_s: time of the last event in seconds since the epoch, or null if there is none.
+        problem: why the run failed or cannot be read, or null.
     """
 
     name: str
@@ -45,14 +45,14 @@ class RunsResult:
     """The runs in a folder.
 
     Attributes:
-        runs: the one with the newest event last.
+        runs: the runs, the one with the newest event last.
     """
 
     runs: tuple[ListedRun, ...]
 
 
 def runs(folder: Path) -> RunsResult:
-    """Return the runs in a folder, or the folder itself if it is a run.
+    """Return the runs in a folder. If the folder is itself a run, return only that one.
 
     Raises:
         UserError: there is no such folder.

@@ -1,4 +1,4 @@
-"""``lora-rocm train`` and ``demo``: a view of one training run (``commands.start_run``)."""
+"""``lora-rocm train`` and ``demo``: show one training run in the terminal (see ``commands.start_run``)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lora_rocm.rundir.event_types import Event
 
 
 def train(request: RunRequest, output: Output | None = None) -> int:
-    """Train with a progress display, and return the exit code (0 done, 130 stopped).
+    """Train with a progress display, and return the exit code (0 if done, 130 if stopped).
 
     Args:
-        request: the run.
-        output: prints; None: as for a human.
+        request: the request for a run.
+        output: prints the progress, or None for text mode.
 
     Raises:
-        LoraRocmError: any error, with a message for the user.
+        LoraRocmError: training failed, with a message for the user.
     """
     output = output or Output()
     run = prepare_run(request, output.notify)
@@ -36,7 +36,7 @@ def train(request: RunRequest, output: Output | None = None) -> int:
 
 
 def demo_recipe(family: str | None = None) -> str:
-    """The recipe of a shipped demo: demo.yaml, or a family's own.
+    """Return the recipe of a shipped demo: demo.yaml, or the demo of a family.
 
     Raises:
         UserError: the family has no demo.

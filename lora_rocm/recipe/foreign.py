@@ -1,6 +1,6 @@
-"""Recognise files of other trainers by their keys (``foreign.toml``), for users who pass one as a recipe.
+"""Recognise the files of other trainers by their keys (``foreign.toml``), if a user passes one as a recipe.
 
-Nothing is executed, and no other file is read. The text is no longer than a recipe may be.
+Nothing is executed, and no further file is read. The text is never longer than a recipe may be.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ NAMES_IN_OTHER_TRAINERS = "docs/reference/kohya-names.md"
 
 @dataclass(frozen=True)
 class ForeignTrainer:
-    """Marks of another trainer's file.
+    """Marks by which another trainer's file is recognised.
 
     Attributes:
-        file: name of the kind of file, with an article.
-        any_of: one of these keys is enough.
-        all_of: all of these are needed; ignored if empty.
+        file: name of this kind of file, with an article.
+        any_of: keys of which the file must have at least one.
+        all_of: keys of which the file must have every one; ignored if empty.
     """
 
     file: str
@@ -46,13 +46,13 @@ class ForeignTrainer:
 
 @dataclass(frozen=True)
 class ForeignTable:
-    """The file.
+    """The content of ``foreign.toml``.
 
     Attributes:
-        base_keys: keys of the base model.
-        recipes: regular expression for "key=value" of such a key -> name of the recipe to start from.
-        scripts: text in a file that is not a mapping -> name of the kind of file.
-        trainer: marks of each kind of file; the first match counts.
+        base_keys: keys that name the base model in other trainers' files.
+        recipes: regular expression for "key=value" of a base key -> name of our recipe to start from.
+        scripts: text in a file that is not a mapping -> name of this kind of file.
+        trainer: marks of each kind of file; the first match is used.
     """
 
     base_keys: tuple[str, ...]
@@ -67,12 +67,12 @@ def _table() -> ForeignTable:
 
 
 def recognised(text: str, path: str, value: Any) -> Problem | None:
-    """The problem for another trainer's file; None for a recipe or an unknown file.
+    """Return a problem if the file belongs to another trainer, or None for a recipe or an unknown file.
 
     Args:
         text: content of the file.
-        path: path of the file, for the problem.
-        value: content parsed as YAML (which includes JSON); None if it is not YAML.
+        path: path of the file, shown in the problem.
+        value: content parsed as YAML (which includes JSON), or None if it is not YAML.
     """
     if _is_ours(value):
         return None
@@ -95,14 +95,14 @@ def _problem(path: str, what: str, renamed: str, start: str = USUAL_START) -> Pr
 
 
 def _start(data: object) -> str:
-    """Name of the recipe for the base model in another trainer's file."""
+    """Return the name of the shipped recipe that matches the base model in another trainer's file."""
     named = "\n".join(islice(_bases(data), MAX_KEYS)).lower()
     found = (recipe for pattern, recipe in _table().recipes.items() if re.search(pattern, named))
     return next(found, USUAL_START)
 
 
 def _bases(data: object, depth: int = 0) -> Iterator[str]:
-    """Each key of the base model with its value, as "key=value"."""
+    """Yield "key=value" for each key in another trainer's file that names the base model."""
     if depth == MAX_DEPTH:
         return
     for name, value in data.items() if isinstance(data, dict) else ():
@@ -113,7 +113,7 @@ def _bases(data: object, depth: int = 0) -> Iterator[str]:
 
 
 def _mapping(text: str) -> Any:
-    """The content of a JSON or TOML file or of KEY=VALUE lines; None for another file."""
+    """Return the parsed content of a JSON or TOML file or of KEY=VALUE lines, or None for any other file."""
     try:
         return parse_json(text, repeated_keys=True)
     except BadJson:
@@ -127,7 +127,7 @@ def _mapping(text: str) -> Any:
 
 
 def _paths(data: Any, above: str = "", depth: int = 0) -> Iterator[str]:
-    """Dotted keys of all mappings; ``--name`` of a command line counts as ``name``."""
+    """Yield the dotted keys of all nested mappings. A key ``--name``, as on a command line, is read as ``name``."""
     if depth == MAX_DEPTH:
         return
     if isinstance(data, dict):
@@ -141,7 +141,7 @@ def _paths(data: Any, above: str = "", depth: int = 0) -> Iterator[str]:
 
 
 def _is_ours(data: Any) -> bool:
-    """Whether the data is meant as a recipe, even with errors: it has ``base``, or two or more of our sections."""
+    """Whether the data is meant as a recipe, even a wrong one: it has ``base`` or at least two of our sections."""
     if not isinstance(data, dict):
         return False
     sections = [name for name in data if name in Recipe.model_fields and isinstance(data[name], dict)]
