@@ -17,8 +17,10 @@ from typing import Any
 from lora_rocm.errors import Problem
 from lora_rocm.foundation.json_text import BadJson, parse_json
 from lora_rocm.foundation.tables import read_table
+from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.recipe.peer_names import peer_names
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.yaml_tree import YamlSyntaxError, parse_yaml
 
 MAX_NAMED = 6
 MAX_DEPTH = 6  # nesting of keys
@@ -35,13 +37,30 @@ class ForeignTrainer:
 
     Attributes:
         file: name of the kind of file, with an article.
+        trainer: id of the trainer for ``lora-rocm import``; empty if it cannot import the file.
         any_of: one of these keys is enough.
         all_of: all of these are needed; ignored if empty.
     """
 
     file: str
+    trainer: str = ""
     any_of: tuple[str, ...] = ()
     all_of: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ForeignScript:
+    """A script with another trainer's command line.
+
+    Attributes:
+        text: a part of the script.
+        file: name of the kind of file, with an article.
+        trainer: as in ``ForeignTrainer``.
+    """
+
+    text: str
+    file: str
+    trainer: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,13 +70,13 @@ class ForeignTable:
     Attributes:
         base_keys: keys of the base model.
         recipes: regular expression for "key=value" of such a key -> name of the recipe to start from.
-        scripts: text in a file that is not a mapping -> name of the kind of file.
+        script: marks of files that are not mappings.
         trainer: marks of each kind of file; the first match counts.
     """
 
     base_keys: tuple[str, ...]
     recipes: Mapping[str, str]
-    scripts: Mapping[str, str]
+    script: tuple[ForeignScript, ...]
     trainer: tuple[ForeignTrainer, ...]
 
 
@@ -77,21 +96,39 @@ def recognised(text: str, path: str, value: Any) -> Problem | None:
     if _is_ours(value):
         return None
     data = value if isinstance(value, dict | list) else _mapping(text)
+    found = _foreign(text, data)
+    if found is None:
+        return None
+    if found.trainer:
+        fix = f"Make a recipe of it: {quoted(['lora-rocm', 'import', path, '--output', 'my-recipe.yaml'])}"
+        return Problem(path, f"this is {found.file}", fix)
+    fix = f"Start from recipes/{_start(data)}. {_renamed(data)}All names: {NAMES_IN_OTHER_TRAINERS}."
+    return Problem(path, f"this is {found.file}, which lora-rocm cannot import", fix)
+
+
+def trainer_in(text: str) -> str | None:
+    """The id of the trainer that a file is a configuration of; None for a recipe, or if no known trainer has it."""
+    try:
+        value = parse_yaml(text).value
+    except YamlSyntaxError:
+        value = None
+    if _is_ours(value):
+        return None
+    found = _foreign(text, value if isinstance(value, dict | list) else _mapping(text))
+    return found.trainer or None if found is not None else None
+
+
+def _foreign(text: str, data: Any) -> ForeignTrainer | ForeignScript | None:
+    """The first kind of file whose marks are in a file. ``data``: its content, or None if it is not a mapping."""
     paths = frozenset(islice(_paths(data), MAX_KEYS))
     names = paths if isinstance(data, list) else paths | {path.rpartition(".")[2] for path in paths}
-    for trainer in _table().trainer:
-        if names.intersection(trainer.any_of) or (trainer.all_of and names.issuperset(trainer.all_of)):
-            return _problem(path, trainer.file, _renamed(paths), _start(data))
-    if not isinstance(value, dict):
-        for script, what in _table().scripts.items():
-            if script in text:
-                return _problem(path, what, "")
-    return None
-
-
-def _problem(path: str, what: str, renamed: str, start: str = USUAL_START) -> Problem:
-    fix = f"Start from recipes/{start}. {renamed}All names: {NAMES_IN_OTHER_TRAINERS}."
-    return Problem(path, f"this is {what}. lora-rocm cannot read it yet; an importer is planned", fix)
+    scripts = (script for script in _table().script if script.text in text)
+    trainers = (
+        trainer
+        for trainer in _table().trainer
+        if names.intersection(trainer.any_of) or (trainer.all_of and names.issuperset(trainer.all_of))
+    )
+    return next(trainers, None) or next(scripts, None)
 
 
 def _start(data: object) -> str:
@@ -148,8 +185,8 @@ def _is_ours(data: Any) -> bool:
     return "base" in data or len(sections) > 1
 
 
-def _renamed(paths: frozenset[str]) -> str:
-    found = {path.rpartition(".")[2] for path in paths}
+def _renamed(data: Any) -> str:
+    found = {path.rpartition(".")[2] for path in islice(_paths(data), MAX_KEYS)}
     rows = [f"{name} is {key}" for name, key in peer_names().same_value.items() if name in found and "." in key]
     more = ", ..." if len(rows) > MAX_NAMED else ""
     return f"Of its keys, {', '.join(rows[:MAX_NAMED])}{more}. " if rows else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.recipe.adapter_sections import ADAPTERS
+from lora_rocm.recipe.optim_sections import OPTIMIZERS
 
 NO_SUCH_OPTIMIZER = (
     "Write adamw with optim.learning_rate: 1.0e-4, or prodigy with 1.0: a rate for another optimizer, such as SGD, "
@@ -113,6 +115,15 @@ def _objective_advice(key: str, plain: str) -> str:
     if not known:
         return "Write logit-normal or uniform; a shift is objective.shift."
     return f"Write {'; '.join(f'for {row.program} {row.ours}' for row in known)}."
+
+
+def optimizer_of(name: str) -> tuple[str, str] | None:
+    """(our optimizer, how it differs) for another trainer's name; None if there is none like it."""
+    plain = name.rpartition(".")[2].lower()
+    if plain in OPTIMIZERS:
+        return plain, ""
+    found = re.match(r"Write (\w+)[;,.]? ?(.*)", _optimizer_advice(plain))
+    return (found[1], found[2].rstrip(".")) if found else None
 
 
 def _optimizer_advice(plain: str) -> str:

@@ -1,0 +1,151 @@
+"""The options of a command line in a shell script, a batch file or a PowerShell script. Nothing is executed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+from lora_rocm.importing.setting import FileContent, Setting, Unread, Value
+
+Shell = Literal["sh", "bat", "ps1"]
+CONTINUATION: dict[Shell, str] = {"sh": "\\", "bat": "^", "ps1": "`"}
+ASSIGNMENT: dict[Shell, re.Pattern[str]] = {
+    "sh": re.compile(r"^\s*(?:export\s+)?(\w+)=(.*)$"),
+    "bat": re.compile(r"^\s*set\s+\"?(\w+)=(.*?)\"?\s*$", re.IGNORECASE),
+    "ps1": re.compile(r"^\s*\$(?:env:)?(\w+)\s*=\s*(.*)$", re.IGNORECASE),
+}
+VARIABLE: dict[Shell, re.Pattern[str]] = {
+    "sh": re.compile(r"\$\{?(\w+)\}?"),
+    "bat": re.compile(r"%(\w+)%"),
+    "ps1": re.compile(r"\$(?:env:)?\{?(\w+)\}?", re.IGNORECASE),
+}
+COMMENT: dict[Shell, re.Pattern[str]] = {
+    "sh": re.compile(r"^\s*#"),
+    "bat": re.compile(r"^\s*(?:@?rem\b|::)", re.IGNORECASE),
+    "ps1": re.compile(r"^\s*#"),
+}
+SHELLS: dict[str, Shell] = {".sh": "sh", ".bash": "sh", ".bat": "bat", ".cmd": "bat", ".ps1": "ps1"}
+OPTION = re.compile(r"--?[A-Za-z][\w.-]*$")
+NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?$")
+
+
+def shell_of(path: Path) -> Shell | None:
+    """The shell of a script, by its suffix; None for another file."""
+    return SHELLS.get(path.suffix.lower())
+
+
+def command_settings(text: str, file: str, program: re.Pattern[str], shell: Shell) -> FileContent:
+    """The options of each command line that runs ``program``; assigned variables are replaced.
+
+    An option without a value is true; one with several values is a list. The options before the program, which belong
+    to a launcher such as ``accelerate launch``, are keys below ``launcher``.
+
+    Args:
+        text: of the script.
+        file: for the settings.
+        program: pattern of the word that names the training program.
+        shell: whose syntax it has.
+    """
+    found, variables = FileContent(), dict[str, str]()
+    for number, line in _whole_lines(text, shell):
+        if COMMENT[shell].match(line):
+            continue
+        assigned = ASSIGNMENT[shell].match(line)
+        if assigned is not None and not program.search(line):
+            variables[assigned[1].lower()] = _without_quotes(_replaced(assigned[2], variables, shell).strip())
+        elif program.search(line):
+            try:
+                words = _words(_replaced(line, variables, shell), shell)
+            except ValueError:  # an open quotation mark
+                found.unread.append(Unread(file, number, "has an open quotation mark"))
+                words = line.split()
+            found.extend(options_of(words, file, _LineOf(text, number), program))
+    return found
+
+
+def options_of(words: list[str], file: str, line_of: _LineOf, program: re.Pattern[str] | None = None) -> FileContent:
+    """The options among the words of a command line; see ``command_settings``."""
+    found, launcher, at = FileContent(), program is not None, 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if program is not None and program.search(word):
+            launcher = False
+            continue
+        name, equals, value = word.partition("=")
+        if not OPTION.match(name):
+            continue
+        values = [value] if equals else []
+        while not equals and at < len(words) and not OPTION.match(words[at]):
+            if launcher and (values or (program is not None and program.search(words[at]))):
+                break
+            values.append(words[at])
+            at += 1
+        line, key = line_of(name), name.lstrip("-")
+        unknown = next((text for text in values if re.search(r"\$\{?\w|%\w+%|\$\(", text)), None)
+        if unknown is not None:
+            found.unread.append(Unread(file, line, f"--{key} has the value of a variable that the file does not set"))
+            continue
+        parsed: list[Value] = [_value(text) for text in values]
+        content: Value = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
+        found.settings.append(Setting(f"launcher.{key}" if launcher else key, content, file, line))
+    return found
+
+
+class _LineOf:
+    """The line of an option in a command that extends over several lines."""
+
+    def __init__(self, text: str = "", first: int = 0) -> None:
+        self._lines, self._first = text.splitlines(), first
+
+    def __call__(self, option: str) -> int:
+        pattern = re.compile(rf"(?<![\w-]){re.escape(option)}(?![\w-])")
+        lines = enumerate(self._lines[max(self._first - 1, 0) :], self._first)
+        return next((number for number, line in lines if pattern.search(line)), self._first)
+
+
+NO_LINES = _LineOf()
+
+
+def _whole_lines(text: str, shell: Shell) -> Iterator[tuple[int, str]]:
+    """(number of the first line, command) with continued lines joined."""
+    parts: list[str] = []
+    first = 1
+    for number, line in enumerate(text.splitlines(), 1):
+        if not parts:
+            first = number
+        stripped = line.rstrip()
+        if stripped.endswith(CONTINUATION[shell]):
+            parts.append(stripped[:-1])
+            continue
+        yield first, " ".join([*parts, line])
+        parts = []
+    if parts:
+        yield first, " ".join(parts)
+
+
+def _replaced(text: str, variables: Mapping[str, str], shell: Shell) -> str:
+    return VARIABLE[shell].sub(lambda found: variables.get(found[1].lower(), found[0]), text)
+
+
+def _words(line: str, shell: Shell) -> list[str]:
+    if shell == "sh":
+        return shlex.split(line, comments=True)
+    return [_without_quotes(word) for word in re.findall(r"(?:\"[^\"]*\"|'[^']*'|[^\s\"'])+", line)]
+
+
+def _without_quotes(word: str) -> str:
+    """A word without the quotation marks around it or around its value."""
+    found = re.match(r"^([^\"']*=)?([\"'])(.*)\2$", word)
+    return (found[1] or "") + found[3] if found else word
+
+
+def _value(text: str) -> Value:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if NUMBER.match(text):
+        return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
+    return text

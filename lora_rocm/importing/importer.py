@@ -1,0 +1,135 @@
+"""The way from another trainer's files to a recipe that lora-rocm accepts, with the outcome of every setting."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_rocm.errors import RecipeError, UserError
+from lora_rocm.importing.config_files import ConfigFiles
+from lora_rocm.importing.recipe_text import recipe_text
+from lora_rocm.importing.registry import MODULES, trainer_of
+from lora_rocm.importing.rows import table_of
+from lora_rocm.importing.setting import Unread
+from lora_rocm.importing.translator import Outcome, RecipeValue, Translated, Translator
+from lora_rocm.recipe.foreign import trainer_in
+from lora_rocm.recipe.load import load_text
+
+ROUNDS = 8  # each removes the keys that lora-rocm refused in the round before
+ORIGIN = Path("recipe")
+MAX_IN_HEAD = 30
+
+
+@dataclass(frozen=True)
+class ImportedRecipe:
+    """A translated configuration.
+
+    Attributes:
+        trainer: name of the other trainer.
+        version: of its source that the table was made from.
+        text: the recipe as YAML; it passes ``check --schema-only``.
+        outcomes: of every setting, in the order of the files.
+        unread: parts of the files that could not be read.
+        notices: sentences for the user, about the recipe.
+    """
+
+    trainer: str
+    version: str
+    text: str
+    outcomes: tuple[Translated, ...]
+    unread: tuple[Unread, ...]
+    notices: tuple[str, ...]
+
+    @property
+    def counts(self) -> Counter[Outcome]:
+        """Number of settings with each outcome."""
+        return Counter(row.outcome for row in self.outcomes if not row.setting.is_default)
+
+    @property
+    def loses_something(self) -> bool:
+        """Whether something was lost that changes the trained weights, or may do so because it could not be read."""
+        return bool(self.unread) or any(row.changes_weights for row in self.outcomes if row.outcome == "unsupported")
+
+
+def import_files(paths: Sequence[Path], options: Sequence[str] = ()) -> ImportedRecipe:
+    """Translate the files of another trainer.
+
+    Args:
+        paths: the main file first.
+        options: further options of the other trainer's command line.
+
+    Raises:
+        UserError: a file cannot be read, the trainer is not known, or the file names no base that lora-rocm trains.
+    """
+    # read
+    files = ConfigFiles.open(tuple(paths))
+    main = files.given[0]
+    known = next((found for each in files.given if (found := trainer_in(each.text)) is not None), None)
+    if known is None or known not in MODULES:
+        names = ", ".join(table_of(each).name for each in MODULES)
+        fix = f"Give the main configuration of one of these: {names}. For a recipe of lora-rocm: lora-rocm check FILE."
+        raise UserError("import-unknown", "This is no configuration of a trainer known here.", where=main.file, fix=fix)
+    trainer, table = trainer_of(known), table_of(known)
+    content = trainer.read(files, [f"--{option}" for option in options])
+    # translate
+    translator = Translator(table, files, content.settings, [*content.unread])
+    trainer.prepare(translator)
+    translator.run_table(trainer.functions)
+    trainer.finish(translator)
+    order = {id(setting): number for number, setting in enumerate(content.settings)}
+    # write a recipe that lora-rocm accepts
+    head = [
+        f"Imported from {', '.join(each.file for each in files.given)}, a configuration of {table.name}.",
+        "The comment of each line says where its value comes from.",
+    ]
+    notices = _accepted(translator)
+    lost = [row for row in translator.outcomes if row.outcome == "unsupported"]
+    head += [f"Not taken over: {row.setting.key} = {row.setting.shown} ({row.note})" for row in lost[:MAX_IN_HEAD]]
+    if len(lost) > MAX_IN_HEAD:
+        head.append(f"and {len(lost) - MAX_IN_HEAD} more; lora-rocm import lists them.")
+    outcomes = sorted(translator.outcomes, key=lambda row: order.get(id(row.setting), -1))
+    return ImportedRecipe(
+        table.name,
+        table.version,
+        recipe_text(translator.values, head),
+        tuple(outcomes),
+        (*translator.unread, *files.unread),
+        notices,
+    )
+
+
+def _accepted(translator: Translator) -> tuple[str, ...]:
+    """Remove the keys that lora-rocm refuses, until it accepts the rest; returns its notices about the recipe.
+
+    Raises:
+        RecipeError: without these keys the recipe has other problems.
+    """
+    for number in range(ROUNDS):
+        text = recipe_text(translator.values)
+        try:
+            return load_text(text, ORIGIN).notices
+        except RecipeError as error:
+            refused = {}
+            for problem in error.problems:
+                found = re.match(rf"{ORIGIN}(?::(\d+))?(?::\d+)? (\S+)", problem.where)
+                if found is not None and _key_of(found[2], translator.values):
+                    refused[_key_of(found[2], translator.values)] = problem.what
+            if not refused or number == ROUNDS - 1:
+                raise
+            for key, why in refused.items():
+                translator.withdraw(key, f"lora-rocm refuses it: {why}")
+    raise AssertionError("the last round returns or raises")
+
+
+def _key_of(named: str, values: Mapping[str, RecipeValue]) -> str:
+    """The given key that a problem is about: the key itself or one above it; empty if there is none."""
+    own = named.removesuffix(":")
+    above = [own[: found.start()] for found in re.finditer(r"[.\[]", own)]
+    return next((key for key in [own, *above[::-1]] if "." in key and _holds(key, values)), "")
+
+
+def _holds(key: str, values: Mapping[str, RecipeValue]) -> bool:
+    return any(each == key or each.startswith((f"{key}.", f"{key}[")) for each in values)

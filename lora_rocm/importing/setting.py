@@ -1,0 +1,93 @@
+"""What another trainer's file says: settings with their place, and the lines that could not be read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lora_rocm.foundation.terminal_text import one_line
+
+Value = str | int | float | bool | None | list["Value"] | Mapping[str, "Value"]
+"""A value of JSON, TOML or YAML."""
+
+SECRET = re.compile(r"(?:^|[._-])(?:\w*token|\w*api_?key|\w*password|\w*secret|\w*credentials?)$", re.IGNORECASE)
+"""Keys whose values are never shown or written."""
+SECRET_VALUE = re.compile(r"\b(?:hf_\w{20,}|sk-[\w-]{16,}|gh[pousr]_\w{20,}|[0-9a-f]{40})\b")
+"""Values that are secrets whatever their key is: tokens of Hugging Face, OpenAI, GitHub and Weights & Biases."""
+NOT_A_SECRET = re.compile(r"(?:max|new|keep|num|pad|eos|bos|special|add|class|trigger)_?\w*tokens?$|tokens?_\w+$", re.I)
+MAX_SHOWN_LETTERS = 60
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key of another trainer's file.
+
+    Attributes:
+        key: as written, dotted below sections; items of a list of mappings have their index: ``datasets[0].path``.
+        value: as parsed. A mapping or a list of mappings is split into settings of its own, unless it is empty.
+        file: the path as the user gave it, or as a file named it; empty for a default of the trainer.
+        line: from 1; 0 if unknown or a default.
+    """
+
+    key: str
+    value: Value
+    file: str = ""
+    line: int = 0
+
+    @property
+    def is_default(self) -> bool:
+        """Whether no file says it: the trainer uses this value if its key is absent."""
+        return not self.file
+
+    @property
+    def is_secret(self) -> bool:
+        named = SECRET.search(self.key) is not None and NOT_A_SECRET.search(self.key) is None
+        return named or SECRET_VALUE.search(str(self.value)) is not None
+
+    @property
+    def where(self) -> str:
+        """The place as ``file:line``; empty for a default."""
+        return f"{self.file}:{self.line}" if self.file and self.line else self.file
+
+    @property
+    def shown(self) -> str:
+        """The value on one line, shortened; never a secret."""
+        if self.is_secret and self.value not in (None, "", False):
+            return "***"
+        text = one_line(str(self.value).lower() if isinstance(self.value, bool) else str(self.value))
+        return text if len(text) <= MAX_SHOWN_LETTERS else f"{text[: MAX_SHOWN_LETTERS - 3]}..."
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A part of a file that could not be read. why: a clause."""
+
+    file: str
+    line: int
+    why: str
+
+
+@dataclass
+class FileContent:
+    """One file: its settings in order, and what could not be read of it."""
+
+    settings: list[Setting] = field(default_factory=list)
+    unread: list[Unread] = field(default_factory=list)
+
+    def extend(self, other: FileContent) -> None:
+        self.settings += other.settings
+        self.unread += other.unread
+
+
+def path_text(value: object) -> str:
+    """A path as a recipe writes it: forward slashes instead of a Windows path's backslashes; ``~`` stays."""
+    text = str(value).strip().strip('"')
+    is_windows = re.match(r"[A-Za-z]:[\\/]|\\\\", text) is not None
+    return text.replace("\\", "/") if is_windows or ("\\" in text and "/" not in text) else text
+
+
+def named(path: Path) -> str:
+    """A path for messages."""
+    return one_line(str(path))
