@@ -45,13 +45,23 @@ class TheirSampling:
 
 
 @dataclass(frozen=True)
+class TheirOptimizer:
+    """Names of an optimizer in other programs, and ours. note: how it differs, as a clause; may be empty."""
+
+    names: tuple[str, ...]
+    ours: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class PeerNames:
     """The tables of the file.
 
     same_value: name -> our key with the same meaning and unit.
     units: word of a key -> the unit of its value.
     number_formats: ours -> theirs.
-    schedulers, optimizers: theirs -> what to write.
+    schedulers: theirs -> what to write.
+    optimizers: names without the module, _ and -, in lower case.
     samplings: distributions of the noise level.
     """
 
@@ -59,7 +69,7 @@ class PeerNames:
     units: Mapping[str, str]
     number_formats: Mapping[str, tuple[str, ...]]
     schedulers: Mapping[str, str]
-    optimizers: Mapping[str, str]
+    optimizers: tuple[TheirOptimizer, ...]
     samplings: tuple[TheirSampling, ...]
     advice: tuple[Advice, ...]
 
@@ -119,16 +129,19 @@ def _objective_advice(key: str, plain: str) -> str:
 
 def optimizer_of(name: str) -> tuple[str, str] | None:
     """(our optimizer, how it differs) for another trainer's name; None if there is none like it."""
-    plain = name.rpartition(".")[2].lower()
+    plain = name.strip().rpartition(".")[2].lower()
     if plain in OPTIMIZERS:
         return plain, ""
-    found = re.match(r"Write (\w+)[;,.]? ?(.*)", _optimizer_advice(plain))
-    return (found[1], found[2].rstrip(".")) if found else None
+    short = plain.replace("_", "").replace("-", "")
+    found = next((row for row in peer_names().optimizers if short in row.names), None)
+    return None if found is None else (found.ours, found.note)
 
 
 def _optimizer_advice(plain: str) -> str:
-    name = plain.rpartition(".")[2].replace("_", "").replace("-", "")
-    return peer_names().optimizers.get(name, "")
+    found = optimizer_of(plain)
+    if found is None or found[0] == plain:
+        return ""
+    return f"Write {'; '.join(filter(None, found))}."
 
 
 def _warmup_advice(value: object) -> str:

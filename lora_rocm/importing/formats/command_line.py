@@ -29,6 +29,10 @@ COMMENT: dict[Shell, re.Pattern[str]] = {
 }
 SHELLS: dict[str, Shell] = {".sh": "sh", ".bash": "sh", ".bat": "bat", ".cmd": "bat", ".ps1": "ps1"}
 OPTION = re.compile(r"--?[A-Za-z][\w.-]*$")
+UNSET = re.compile(r"\$\{?\w|%\w+%|\$\(|^@\w+$")
+"""A variable or a command that stays in a word."""
+SEVERAL = re.compile(r"\$\{\w+\[@\]\}$|@\w+$|\$\w*(?:args|options|params)$", re.IGNORECASE)
+"""A list of words in a shell: ``${args[@]}``, ``@args``, ``$ext_args``."""
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?$")
 
 
@@ -38,7 +42,7 @@ def shell_of(path: Path) -> Shell | None:
 
 
 def command_settings(text: str, file: str, program: re.Pattern[str], shell: Shell) -> FileContent:
-    """The options of each command line that runs ``program``; assigned variables are replaced.
+    """The options of the first command line that runs ``program``; assigned variables are replaced.
 
     An option without a value is true; one with several values is a list. The options before the program, which belong
     to a launcher such as ``accelerate launch``, are keys below ``launcher``.
@@ -49,14 +53,19 @@ def command_settings(text: str, file: str, program: re.Pattern[str], shell: Shel
         program: pattern of the word that names the training program.
         shell: whose syntax it has.
     """
-    found, variables = FileContent(), dict[str, str]()
+    found, variables, is_done = FileContent(), dict[str, str](), False
     for number, line in _whole_lines(text, shell):
         if COMMENT[shell].match(line):
             continue
         assigned = ASSIGNMENT[shell].match(line)
         if assigned is not None and not program.search(line):
-            variables[assigned[1].lower()] = _without_quotes(_replaced(assigned[2], variables, shell).strip())
+            value = _assigned(_replaced(assigned[2], variables, shell), shell)
+            variables.pop(assigned[1].lower(), None)
+            variables |= {} if value is None else {assigned[1].lower(): value}
+        elif program.search(line) and is_done:
+            found.unread.append(Unread(file, number, "is a further command; import it from a file of its own"))
         elif program.search(line):
+            is_done = True
             try:
                 words = _words(_replaced(line, variables, shell), shell)
             except ValueError:  # an open quotation mark
@@ -77,15 +86,17 @@ def options_of(words: list[str], file: str, line_of: _LineOf, program: re.Patter
             continue
         name, equals, value = word.partition("=")
         if not OPTION.match(name):
+            if not launcher and UNSET.search(word):
+                found.unread.append(Unread(file, line_of(word), f"{word} holds options that the file does not write"))
             continue
         values = [value] if equals else []
-        while not equals and at < len(words) and not OPTION.match(words[at]):
+        while not equals and at < len(words) and not OPTION.match(words[at]) and not SEVERAL.match(words[at]):
             if launcher and (values or (program is not None and program.search(words[at]))):
                 break
             values.append(words[at])
             at += 1
         line, key = line_of(name), name.lstrip("-")
-        unknown = next((text for text in values if re.search(r"\$\{?\w|%\w+%|\$\(", text)), None)
+        unknown = next((text for text in values if UNSET.search(text)), None)
         if unknown is not None:
             found.unread.append(Unread(file, line, f"--{key} has the value of a variable that the file does not set"))
             continue
@@ -129,6 +140,20 @@ def _whole_lines(text: str, shell: Shell) -> Iterator[tuple[int, str]]:
 
 def _replaced(text: str, variables: Mapping[str, str], shell: Shell) -> str:
     return VARIABLE[shell].sub(lambda found: variables.get(found[1].lower(), found[0]), text)
+
+
+def _assigned(text: str, shell: Shell) -> str | None:
+    """The value of an assignment; None for an expression, which is not evaluated."""
+    if shell == "bat":
+        return _without_quotes(text.strip())
+    if shell == "sh":
+        try:
+            words = shlex.split(text.partition(";")[0], comments=True)
+        except ValueError:  # an open quotation mark
+            return None
+        return words[0] if len(words) == 1 and not words[0].startswith("(") else None
+    found = re.match(r"""\s*("[^"]*"|'[^']*'|[^\s;#"'(@+]+)\s*(?:[;#]|$)""", text)
+    return _without_quotes(found[1]) if found is not None else None
 
 
 def _words(line: str, shell: Shell) -> list[str]:
