@@ -21,7 +21,9 @@ from lora_rocm.recipe.load import load_text
 ORIGIN = Path("recipe")
 MAX_IN_HEAD = 30
 PLACEHOLDER = "FILL-THIS-IN"
-IDLE = re.compile(r"\bhas no effect\b|\bis not read (?:with|by)\b|\bdoes nothing without\b|averages in place of a schedule")
+IDLE = re.compile(
+    r"\bhas no effect\b|\bis not read (?:with|by)\b|\bdoes nothing without\b|averages in place of a schedule"
+)
 """How lora-rocm refuses a key that changes nothing with the other keys."""
 
 

@@ -101,6 +101,10 @@ class Translator:
         default = next((self._defaults[key] for key in keys if key in self._defaults), None)
         return self.given(*keys) or default
 
+    def default(self, key: str) -> Setting | None:
+        """The trainer's default for a key; None if the table has none. It is the same object each time."""
+        return self._defaults.get(key)
+
     def value(self, *keys: str) -> Value:
         """The value of ``setting``; None if there is none."""
         found = self.setting(*keys)
@@ -229,7 +233,7 @@ class Translator:
         elif setting.value in row.neutral:
             self.skip(setting, "this value has no effect")
         else:
-            self.lose(setting, row.note, ours=row.ours)
+            self.lose(setting, row.note, ours=row.ours, changes_weights=row.changes_weights)
 
     def withdraw(self, ours: str, why: str, *, is_lost: bool = True) -> None:
         """Remove a recipe key, with the keys in it. Their settings become unsupported, or not needed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -132,16 +131,20 @@ def optimizer_of(name: str) -> tuple[str, str] | None:
     plain = name.strip().rpartition(".")[2].lower()
     if plain in OPTIMIZERS:
         return plain, ""
-    short = plain.replace("_", "").replace("-", "")
-    found = next((row for row in peer_names().optimizers if short in row.names), None)
+    found = _their_optimizer(plain)
     return None if found is None else (found.ours, found.note)
 
 
-def _optimizer_advice(plain: str) -> str:
-    found = optimizer_of(plain)
-    if found is None or found[0] == plain:
-        return ""
-    return f"Write {'; '.join(filter(None, found))}."
+def _their_optimizer(name: str) -> TheirOptimizer | None:
+    plain = name.rpartition(".")[2].lower().replace("_", "").replace("-", "")
+    return next((row for row in peer_names().optimizers if plain in row.names), None)
+
+
+def _optimizer_advice(name: str) -> str:
+    found = _their_optimizer(name)
+    if found is None:
+        return f"Write {name}." if name in OPTIMIZERS else ""
+    return f"Write {'; '.join(filter(None, (found.ours, found.note)))}."
 
 
 def _warmup_advice(value: object) -> str:

@@ -90,7 +90,7 @@ def options_of(words: list[str], file: str, line_of: _LineOf, program: re.Patter
                 found.unread.append(Unread(file, line_of(word), f"{word} holds options that the file does not write"))
             continue
         values = [value] if equals else []
-        while not equals and at < len(words) and not OPTION.match(words[at]) and not SEVERAL.match(words[at]):
+        while not equals and at < len(words) and not _is_option(words[at]) and not SEVERAL.match(words[at]):
             if launcher and (values or (program is not None and program.search(words[at]))):
                 break
             values.append(words[at])
@@ -104,6 +104,10 @@ def options_of(words: list[str], file: str, line_of: _LineOf, program: re.Patter
         content: Value = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
         found.settings.append(Setting(f"launcher.{key}" if launcher else key, content, file, line))
     return found
+
+
+def _is_option(word: str) -> bool:
+    return OPTION.match(word.partition("=")[0]) is not None
 
 
 class _LineOf:
