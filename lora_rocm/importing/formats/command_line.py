@@ -58,21 +58,34 @@ def command_settings(text: str, file: str, program: re.Pattern[str], shell: Shel
         if COMMENT[shell].match(line):
             continue
         assigned = ASSIGNMENT[shell].match(line)
-        if assigned is not None and not program.search(line):
-            value = _assigned(_replaced(assigned[2], variables, shell), shell)
-            variables.pop(assigned[1].lower(), None)
-            variables |= {} if value is None else {assigned[1].lower(): value}
-        elif program.search(line) and is_done:
+        value = _assigned(_replaced(assigned[2], variables, shell), shell) if assigned is not None else None
+        if assigned is not None and (value is not None or not program.search(line)):
+            found.unread += _assign(variables, assigned[1].lower(), value, Unread(file, number, assigned[1]), line)
+            continue
+        command = _replaced(line, variables, shell)
+        if not program.search(command):
+            continue
+        if is_done:
             found.unread.append(Unread(file, number, "is a further command; import it from a file of its own"))
-        elif program.search(line):
-            is_done = True
-            try:
-                words = _words(_replaced(line, variables, shell), shell)
-            except ValueError:  # an open quotation mark
-                found.unread.append(Unread(file, number, "has an open quotation mark"))
-                words = line.split()
-            found.extend(options_of(words, file, _LineOf(text, number), program))
+            continue
+        is_done = True
+        try:
+            words = _words(command, shell)
+        except ValueError:  # an open quotation mark
+            found.unread.append(Unread(file, number, "has an open quotation mark"))
+            words = command.split()
+        found.extend(options_of(words, file, _LineOf(text, number), program))
     return found
+
+
+def _assign(variables: dict[str, str], name: str, value: str | None, place: Unread, line: str) -> list[Unread]:
+    """Set a variable. Under a condition, which is not evaluated, the first value stays."""
+    is_conditional = line[:1].isspace() and variables.get(name, value) != value
+    if is_conditional:
+        return [Unread(place.file, place.line, f"sets {place.why} again under a condition; the first value is taken")]
+    variables.pop(name, None)
+    variables |= {} if value is None else {name: value}
+    return []
 
 
 def options_of(words: list[str], file: str, line_of: _LineOf, program: re.Pattern[str] | None = None) -> FileContent:
@@ -126,18 +139,18 @@ NO_LINES = _LineOf()
 
 
 def _whole_lines(text: str, shell: Shell) -> Iterator[tuple[int, str]]:
-    """(number of the first line, command) with continued lines joined."""
+    """(number of the first line, command) with continued lines joined. A line that begins with an option continues."""
     parts: list[str] = []
-    first = 1
+    first, is_open = 1, False
     for number, line in enumerate(text.splitlines(), 1):
+        if parts and not is_open and not line.lstrip().startswith("--"):
+            yield first, " ".join(parts)
+            parts = []
         if not parts:
             first = number
         stripped = line.rstrip()
-        if stripped.endswith(CONTINUATION[shell]):
-            parts.append(stripped[:-1])
-            continue
-        yield first, " ".join([*parts, line])
-        parts = []
+        is_open = stripped.endswith(CONTINUATION[shell])
+        parts.append(stripped[:-1] if is_open else line)
     if parts:
         yield first, " ".join(parts)
 
