@@ -12,11 +12,11 @@ from lora_rocm.foundation.terminal_text import one_line
 Value = str | int | float | bool | None | list["Value"] | Mapping[str, "Value"]
 """A value of JSON, TOML or YAML."""
 
-SECRET = re.compile(r"(?:^|[._-])(?:\w*token|\w*api_?key|\w*password|\w*secret|\w*credentials?)$", re.IGNORECASE)
+SECRET = re.compile(r"(?:^|[._-])(?:\w*token|\w*api[_-]?key|\w*password|\w*secret|\w*credentials?)$", re.IGNORECASE)
 """Keys whose values are never shown or written."""
 SECRET_VALUE = re.compile(
     r"\b(?:hf_\w{20,}|sk-[\w-]{16,}|gh[pousr]_\w{20,})\b"
-    r"|(?:token|api_?key|password|secret)[\"']?\s*[=:\s]\s*[\"']?[^\s\"',]*\w{16,}",
+    r"|(?:token|api[_-]?key|password|secret)[\"']?\s*[=:\s]\s*[\"']?[^\s\"',]*\w{16,}",
     re.IGNORECASE,
 )
 """Values that are secrets whatever their key is: tokens of Hugging Face, OpenAI and GitHub, and options with them."""

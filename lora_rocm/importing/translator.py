@@ -119,7 +119,7 @@ class Translator:
 
     def put(self, ours: str, value: Value, *settings: Setting, note: str = "") -> None:
         """Write a recipe key for these settings. ``note``: how the meaning differs; empty: it is the same."""
-        if isinstance(value, str) and (secret := [setting for setting in settings if setting.is_secret]):
+        if isinstance(value, str | list) and (secret := [setting for setting in settings if setting.is_secret]):
             for setting in secret:
                 self.skip(setting, NO_SECRETS)
             return

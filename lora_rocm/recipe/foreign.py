@@ -27,6 +27,8 @@ MAX_DEPTH = 6  # nesting of keys
 MAX_KEYS = 20_000
 MAX_DOTS = 1000  # in a line of TOML: the library is very slow for keys with many parts
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=", re.MULTILINE)
+JSON_KEY = re.compile(r'"([A-Za-z_][\w.]*)"\s*:')
+TOML_HEADER = re.compile(r"^\s*\[{1,2}\s*([\w.-]+)\s*\]{1,2}", re.MULTILINE)
 USUAL_START = "sdxl.yaml"
 NAMES_IN_OTHER_TRAINERS = "docs/reference/kohya-names.md"
 
@@ -150,7 +152,7 @@ def _bases(data: object, depth: int = 0) -> Iterator[str]:
 
 
 def _mapping(text: str) -> Any:
-    """The content of a JSON or TOML file or of KEY=VALUE lines; None for another file."""
+    """The content of a JSON or TOML file, the keys of a damaged one or of KEY=VALUE lines; None for another file."""
     try:
         return parse_json(text, repeated_keys=True)
     except BadJson:
@@ -160,7 +162,11 @@ def _mapping(text: str) -> Any:
             return tomllib.loads(text)
         except (ValueError, RecursionError):  # for example Windows paths with single backslashes
             pass
-    return dict.fromkeys(ASSIGNMENT.findall(text)) or None
+    if text.lstrip()[:1] == "{":
+        return dict.fromkeys(JSON_KEY.findall(text)) or None
+    headers = [header.split(".") for header in TOML_HEADER.findall(text)]
+    sections = [".".join(parts[: end + 1]) for parts in headers for end in range(min(len(parts), MAX_DEPTH))]
+    return dict.fromkeys([*sections, *ASSIGNMENT.findall(text)]) or None
 
 
 def _paths(data: Any, above: str = "", depth: int = 0) -> Iterator[str]:

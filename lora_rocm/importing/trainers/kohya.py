@@ -296,7 +296,6 @@ FUNCTIONS: Mapping[str, Function] = {
     "precision": put_number_format("train.mixed_precision"),
     "file_format": put_number_format("output.dtype"),
     "checkpointing": put_switch("train.gradient_checkpointing"),
-    "norms": put_switch("lora.train_norms"),
     "switch": kohya_run.switch,
 }
 

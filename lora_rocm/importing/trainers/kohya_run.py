@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from lora_rocm.importing.setting import Setting, Value, path_text
-from lora_rocm.importing.translator import Translator
+from lora_rocm.importing.translator import Translator, plain_key
 from lora_rocm.importing.value_maps import (
     SAMPLERS,
     SCHEDULES,
@@ -383,6 +383,11 @@ def _put_number_of_files(t: Translator, each_steps: float | None) -> None:
 # functions of the table
 
 
+def _last(setting: Setting) -> str:
+    """The last part of a key, in lower case."""
+    return plain_key(setting.key).rpartition(".")[2]
+
+
 def loss(t: Translator, setting: Setting) -> None:
     """The kind of loss."""
     plain = str(setting.value).lower()
@@ -396,7 +401,7 @@ def loss(t: Translator, setting: Setting) -> None:
 
 def huber(t: Translator, setting: Setting) -> None:
     """Options of the Huber losses."""
-    key = setting.key.lower()
+    key = _last(setting)
     if str(t.value("loss_type") or "l2").lower() not in ("huber", "smooth_l1"):
         t.skip(setting, "only huber and smooth_l1 read it")
     elif key == "huber_schedule":
@@ -508,7 +513,7 @@ WHOLE = ("multires_noise_iterations", "min_timestep", "max_timestep", "factor")
 
 def positive(t: Translator, setting: Setting) -> None:
     """A number that 0 switches off."""
-    key = setting.key.lower().rpartition(".")[2]
+    key = _last(setting)
     found = 0.0 if setting.value is False else number(setting.value)
     if not found:
         if found is None:
@@ -553,7 +558,7 @@ SWITCHES = {
 def switch(t: Translator, setting: Setting) -> None:
     """A switch with the same meaning."""
     if is_on(setting.value):
-        t.put(SWITCHES[setting.key.lower().rpartition(".")[2]], True, setting)
+        t.put(SWITCHES[_last(setting)], True, setting)
     else:
         t.skip(setting, "it is off")
 
@@ -567,7 +572,7 @@ TEXTS = {
 
 def text(t: Translator, setting: Setting) -> None:
     """Names and descriptions. Two keys may give the same one; the first counts."""
-    ours = TEXTS[setting.key.lower()]
+    ours = TEXTS[_last(setting)]
     if ours in t.values:
         t.skip(setting, f"{t.values[ours].settings[0].key} gives it")
     else:
