@@ -25,7 +25,7 @@ NO_SECRETS = "secrets stay out of recipes"
 
 @dataclass(frozen=True)
 class Translated:
-    """What became of one setting.
+    """The outcome of one setting.
 
     Attributes:
         setting: of the other trainer.
@@ -138,17 +138,17 @@ class Translator:
         self._settle(Translated(setting, "not-needed", note=why))
 
     def lose(self, setting: Setting, would: str, *, ours: str = "", changes_weights: bool = True) -> None:
-        """A setting that lora-rocm cannot carry out. ``would``: what it would do."""
+        """A setting that lora-rocm cannot carry out. ``would``: its effect."""
         self._settle(Translated(setting, "unsupported", ours, None, would, changes_weights))
 
     def change(self, setting: Setting, note: str) -> None:
-        """Say that the meaning of a setting that was taken differs."""
+        """Mark a setting that was taken: its meaning differs."""
         self.outcomes = [
             replace(row, outcome="changed", note=note) if row.setting is setting else row for row in self.outcomes
         ]
 
     def split(self, setting: Setting) -> None:
-        """A setting that consists of others, which have outcomes of their own (``translate``)."""
+        """A setting that consists of others, which have their own outcomes (``translate``)."""
         self._settled[id(setting)] = setting
 
     def refuse_base(self, what: str, setting: Setting | None) -> NoReturn:

@@ -22,7 +22,8 @@ def pairs(content: FileContent) -> list[tuple[str, Value]]:
 
 
 def test_options_with_their_lines() -> None:
-    text = "#!/bin/bash\naccelerate launch --num_processes 2 \\\n  train.py --a=1 \\\n  --b 1e-4 x \\\n  --flag --c 'two words'\n"
+    text = "#!/bin/bash\naccelerate launch --num_processes 2 \\\n  train.py --a=1 \\\n  --b 1e-4 x \\\n"
+    text += "  --flag --c 'two words'\n"
     found = read(text)
     assert pairs(found) == [
         ("launcher.num_processes", 2),
@@ -41,7 +42,7 @@ def test_options_with_their_lines() -> None:
         ("bat", 'set MODEL=/m/x.safetensors\nset "DIR=/sets"\npython train.py --model %MODEL% ^\n --dir "%DIR%/a"\n'),
         (
             "ps1",
-            '$model = "/m/x.safetensors" # base\n$Env:DIR = \'/sets\'\npython train.py --model $model `\n --dir "$dir/a"\n',
+            '$model = "/m/x.safetensors" #\n$Env:DIR = \'/sets\'\npython train.py --model $model `\n --dir "$dir/a"\n',
         ),
     ],
 )

@@ -101,7 +101,8 @@ def test_encodings_of_windows(encoding: str, tmp_path: Path) -> None:
 
 
 VALUES = (
-    "0", "-1", "1e400", "nan", "true", '""', "[]", "{}", '"x"', "[1, 2, 3, 4]", '["a=b", "=", "c"]', '"1,2"', "99999999999",
+    "0", "-1", "1e400", "nan", "true", '""', "[]", "{}", '"x"', "[1, 2, 3, 4]", '["a=b", "=", "c"]', '"1,2"',
+    "99999999999",
     '"../../x"', '"$HOME"', '"~"', '"\\u0000"', '"a\\nb"', '"hf_abcdefghijklmnopqrstuvwxyz1234"', "1979-05-27", "[[1]]",
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Settings of other trainers: what is shown of them, and which are secrets."""
+"""Settings of other trainers: their text in messages, and secrets."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _put_text_encoders(
     if is_off:
         for setting in given:
             t.skip(setting, "no text encoder is trained")
-        t.skip(only, "text encoders are not trained unless the recipe says so")
+        t.skip(only, "text encoders are trained only if the recipe names them")
         return
     if family in FLOW:
         what = "CLIP-L" if family == "flux" else "Qwen3"
@@ -164,7 +164,7 @@ def put_optimizer(t: Translator) -> None:
         if switch is not None and is_on(switch.value) and (setting is None or not setting.value):
             put_optimizer_of(t, switch, name)
         elif switch is not None:
-            t.skip(switch, "optimizer_type says it")
+            t.skip(switch, "optimizer_type takes precedence")
     if setting is None or not setting.value:
         return
     put_optimizer_of(t, setting, str(setting.value))
@@ -343,7 +343,7 @@ def _put_spread(t: Translator, chosen: str, prefix: str) -> None:
 
 
 def put_saving(t: Translator) -> None:
-    """How often files are written, and how many stay. One unit is possible here; epochs come first."""
+    """The interval and the number of files. One unit is possible here; epochs come first."""
     epochs, steps, ratio = (t.given(key) for key in ("save_every_n_epochs", "save_every_n_steps", "save_n_epoch_ratio"))
     each_epochs, each_steps = (number(each.value) if each is not None else None for each in (epochs, steps))
     length = t.values.get("train.epochs")
@@ -456,7 +456,7 @@ def sampler(t: Translator, setting: Setting) -> None:
 
 
 def previews(t: Translator, setting: Setting) -> None:
-    """How often previews are drawn: epochs take precedence."""
+    """The interval of previews: epochs take precedence."""
     found, epochs = number(setting.value), t.given("sample_every_n_epochs")
     if not found or found < 1:
         t.skip(setting, "it is off")
@@ -529,7 +529,7 @@ def positive(t: Translator, setting: Setting) -> None:
 
 
 def validation(t: Translator, setting: Setting) -> None:
-    """How often the held-out loss is measured."""
+    """The interval of the held-out loss."""
     unit = "epochs" if "epochs" in setting.key.lower() else "steps"
     found = number(setting.value)
     if not found:
