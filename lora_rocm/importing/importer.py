@@ -56,7 +56,8 @@ class ImportedRecipe:
     @property
     def loses_something(self) -> bool:
         """Whether something was lost that changes the trained weights, or may do so because it could not be read."""
-        return bool(self.unread) or any(row.changes_weights for row in self.outcomes if row.outcome == "unsupported")
+        lost = (row.changes_weights for row in self.outcomes if row.outcome == "unsupported")
+        return any(lost) or any(part.changes_weights for part in self.unread)
 
 
 def import_files(paths: Sequence[Path], options: Sequence[str] = ()) -> ImportedRecipe:

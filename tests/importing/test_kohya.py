@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from lora_rocm.errors import UserError
 from lora_rocm.importing.importer import PLACEHOLDER, ImportedRecipe, import_files
@@ -251,6 +252,7 @@ def test_a_lost_optimizer_takes_its_rates_with_it(tmp_path: Path) -> None:
         ("network_dim = 100000", {"lora.rank": 2048}),
         ("network_args = ['conv_dim=4', 'conv_alpha=2']",
          {"lora.targets": "attention-mlp-conv", "lora.conv_rank": 4, "lora.conv_alpha": 2}),
+        ("network_args = ['conv_dim=4']", {"lora.conv_rank": 4, "lora.conv_alpha": 1}),
         ("network_args = ['dora_wd=True', 'rs_lora=True']", {"lora.use_dora": True, "lora.use_rslora": True}),
         ("network_args = ['loraplus_lr_ratio=4', 'loraplus_unet_lr_ratio=8']", {"lora.loraplus_lr_ratio": 8}),
         ("network_dropout = 0.1\nscale_weight_norms = 1", {"lora.dropout": 0.1, "lora.scale_weight_norms": 1}),
@@ -417,6 +419,7 @@ def test_the_defaults_of_flux(tmp_path: Path) -> None:
          {"objective.timestep_sampling": "logit-normal", "objective.shift": 1, "objective.logit_std": 2}),
         ("weighting_scheme = 'logit_normal'\nlogit_mean = 0.5\nlogit_std = 2",
          {"objective.timestep_sampling": "logit-normal", "objective.logit_mean": -0.5, "objective.logit_std": 2}),
+        ("pretrained_model_name_or_path = 'flux1-schnell.sft'", {"model.variant": "schnell"}),
         ("fp8_base = true\nae = 'a'\nclip_l = 'b'\nt5xxl = 'c'",
          {"model.quantization": "fp8", "model.vae": "a", "model.text_encoder": "b", "model.text_encoder_2": "c"}),
     ],
@@ -545,6 +548,33 @@ def test_easy_training_scripts() -> None:
     assert (values["optim.lr_scheduler"], values["lora.conv_rank"], values["lora.use_dora"]) == ("rex", 16, True)
     lost = {row.setting.key for row in found.outcomes if row.outcome == "unsupported"}
     assert lost == {"keep_tokens_separator", "lr_scheduler_args.min_lr"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "prompts"),
+    [
+        ("p.txt", "a cat --w 64\n# b\n\na dog\n", ["a cat --w 64", "a dog"]),
+        ("p.json", '["a cat", "a dog"]', ["a cat", "a dog"]),
+        ("p.json", '[{"prompt": "a cat", "width": 64, "extra": 2}]', [{"prompt": "a cat", "width": 64}]),
+        ("p.toml", "[prompt]\nwidth = 8\n[[prompt.subset]]\nprompt = 'a'\n[[prompt.subset]]\nprompt = 'b'\nwidth = 16\n",
+         [{"prompt": "a", "width": 8}, {"prompt": "b", "width": 16}]),
+    ],
+)  # fmt: skip
+def test_prompts_of_a_file(name: str, text: str, prompts: list[Any], tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    found = toml(tmp_path, f"sample_prompts = 'C:\\\\elsewhere\\\\{name}'\n".replace("'", '"'))
+    assert YAML(typ="safe").load(found.text)["sample"]["prompts"] == prompts
+
+
+def test_prompts_that_are_not_here_change_no_weights(tmp_path: Path) -> None:
+    found = toml(tmp_path, "sample_prompts = 'nowhere.txt'\n")
+    assert outcome_of(found, "sample_prompts") == "unsupported" and found.unread and not found.loses_something
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~nobody/a", "a\\u0000b", "/", "."])
+def test_a_name_that_no_file_can_have_is_unread(name: str, tmp_path: Path) -> None:
+    found = toml(tmp_path, f'dataset_config = "{name}"\n')
+    assert len(found.unread) == 1 and found.loses_something
 
 
 def test_a_script_with_two_commands() -> None:
