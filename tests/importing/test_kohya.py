@@ -132,7 +132,7 @@ def test_a_configuration_with_its_dataset_and_prompts() -> None:
         "train.mixed_precision": "bf16",
         "train.gradient_checkpointing": True,
         "sample.every_n_steps": 100,
-        "sample.prompts": ["a zwx cat --w 1024 --h 768 --d 7", "zwx in a tree --n dog"],
+        "sample.prompts": [line for line in (KOHYA / "prompts.txt").read_text("utf-8").splitlines() if line[0] != "#"],
         "sample.sampler": "euler_a",
         "output.name": "two",
         "output.dir": "/out",
@@ -556,7 +556,7 @@ def test_easy_training_scripts() -> None:
         ("p.txt", "a cat --w 64\n# b\n\na dog\n", ["a cat --w 64", "a dog"]),
         ("p.json", '["a cat", "a dog"]', ["a cat", "a dog"]),
         ("p.json", '[{"prompt": "a cat", "width": 64, "extra": 2}]', [{"prompt": "a cat", "width": 64}]),
-        ("p.toml", "[prompt]\nwidth = 8\n[[prompt.subset]]\nprompt = 'a'\n[[prompt.subset]]\nprompt = 'b'\nwidth = 16\n",
+        ("p.toml", "[prompt]\nwidth=8\n[[prompt.subset]]\nprompt = 'a'\n[[prompt.subset]]\nprompt = 'b'\nwidth = 16\n",
          [{"prompt": "a", "width": 8}, {"prompt": "b", "width": 16}]),
     ],
 )  # fmt: skip
