@@ -11,6 +11,8 @@ from ruamel.yaml import YAML
 from lora_rocm.errors import UserError
 from lora_rocm.importing.importer import PLACEHOLDER, ImportedRecipe, import_files
 from lora_rocm.importing.rows import Row, table_of
+from lora_rocm.importing.setting import Setting
+from lora_rocm.importing.trainers import kohya
 from tests.importing.imported import CONFIGS, imported, outcome_of, row_of, values_of
 
 KOHYA = CONFIGS / "kohya"
@@ -259,6 +261,8 @@ def test_a_lost_optimizer_takes_its_rates_with_it(tmp_path: Path) -> None:
         ("base_weights = ['C:\\a.safetensors']", {"model.training_adapter": "C:/a.safetensors"}),
         ("network_weights = 'a.safetensors'", {"lora.init_from": "a.safetensors"}),
         ("full_bf16 = true", {"lora.weight_dtype": "bf16"}),
+        ("full_bf16 = true\nmixed_precision = 'bf16'", {"output.dtype": "bf16"}),
+        ("full_bf16 = true\nsave_precision = 'fp16'", {"output.dtype": "fp16"}),
         ("fp8_base = true", {"model.quantization": "fp8"}),
         ("v_parameterization = true", {"model.prediction_type": "v_prediction"}),
         ("min_timestep = 100\nmax_timestep = 1000", {"objective.min_timestep": 100, "objective.max_timestep": None}),
@@ -584,6 +588,13 @@ def test_a_script_with_two_commands() -> None:
 
 
 # every row
+
+
+def test_each_option_of_the_scripts_and_each_field_of_the_gui_is_known() -> None:
+    lines = (KOHYA / "options.txt").read_text("utf-8").splitlines()
+    names = {line for line in lines if line and line[0] != "#"}
+    known = {key for row in table_of("kohya").row for key in row.keys} | {*kohya.OF_SD3}
+    assert len(names) > 300 and {name for name in names - known if not Setting(name, "x").is_secret} == set()
 
 
 def _sample(row: Row) -> str:

@@ -149,6 +149,7 @@ def _prepare(t: Translator) -> None:
     kohya_run.put_optimizer(t)
     kohya_run.put_schedule(t)
     kohya_run.put_saving(t)
+    kohya_run.put_file_format(t)
     put_data(t, 16 if family in kohya_run.FLOW else 8)
     adapter = t.given("network_module", "network_dim", "network_alpha", "network_args.algo", "lora_type", "script")
     base = t.given("pretrained_model_name_or_path", "train_data_dir")

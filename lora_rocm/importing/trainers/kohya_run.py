@@ -362,6 +362,16 @@ def put_saving(t: Translator) -> None:
     _put_number_of_files(t, each_steps)
 
 
+def put_file_format(t: Translator) -> None:
+    """The number format of the files: without ``save_precision`` the one of the trained weights."""
+    default = t.default("save_precision")
+    for key in ("full_bf16", "full_fp16"):
+        switch, given = t.given(key), t.given("save_precision")
+        if switch is not None and is_on(switch.value) and (given is None or not given.value) and default is not None:
+            t.put("output.dtype", key.removeprefix("full_"), note="kohya: the number format of the trained weights")
+            t.skip(default, "full_bf16 and full_fp16 take precedence")
+
+
 def _put_number_of_files(t: Translator, each_steps: float | None) -> None:
     for suffix, ours in (("", "output.keep_last_loras"), ("_state", "output.keep_last")):
         for unit in ("epochs", "steps"):
