@@ -129,7 +129,7 @@ def put_optimizer_of(t: Translator, setting: Setting, name: str) -> None:
     """The optimizer of a setting, with its name there."""
     found = optimizer_of(name)
     if found is None:
-        t.put("optim.optimizer", "adamw")
+        t.put("optim.optimizer", "adamw", note="in place of an optimizer that lora-rocm lacks")
         for rate in ("optim.learning_rate", "optim.text_encoder_learning_rate"):
             t.withdraw(rate, "it is a rate for another optimizer")
         t.put("optim.learning_rate", RATE_OF_ADAMW, note="a usual rate of adamw")
