@@ -133,6 +133,32 @@ def train(
     return train.train(request, output)
 
 
+@app.command("import", cls=Command)
+@printed
+def import_config(
+    output: Output,
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE", help="Configuration of the other trainer; its main file first.")
+    ],
+    target: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Write the recipe to this file.")
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", metavar="NAME=VALUE", help="An option that you give the other trainer as well."),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="End with 2 if something was lost that changes the weights.")
+    ] = False,
+) -> int:
+    """Make a recipe of another trainer's configuration."""
+    from lora_rocm.commands import import_config
+
+    found = import_config.import_config(files, option or (), target)
+    output.show(found, import_config.render(found))
+    return import_config.LOST if strict and not found.is_complete else 0
+
+
 @app.command(cls=Command)
 @printed
 def check(

@@ -23,7 +23,6 @@ from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.foundation.names import BUILTIN, name_key, usable_stem
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.foundation.undecodable_names import NOT_TEXT, fix_of_name
-from lora_rocm.foundation.units import count_text
 from lora_rocm.model_files.adapter_contents import IMPLAUSIBLE
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
 from lora_rocm.model_files.header import read_header
@@ -31,14 +30,14 @@ from lora_rocm.recipe.explain import boolean_problems, explain, real_key, shown
 from lora_rocm.recipe.family_rules import given_unread, without_unread
 from lora_rocm.recipe.foreign import recognised
 from lora_rocm.recipe.judge import Broken, broken_rules, readable, values_of
-from lora_rocm.recipe.key_rules.run_rules import ALONE
 from lora_rocm.recipe.key_rules.table import rules_for
 from lora_rocm.recipe.kinds import FAMILY, Kinds, kinds_of
 from lora_rocm.recipe.layers import Layered, ValueOrigin
 from lora_rocm.recipe.optimizer_args import resolve_arguments
 from lora_rocm.recipe.paths import every_path, paths_of, with_absolute_paths
-from lora_rocm.recipe.schema import MOVED, RULES_ARE_JUDGED_APART, DataSection, Recipe
-from lora_rocm.recipe.trigger import trigger_notices, with_prompts_filled_in
+from lora_rocm.recipe.questions import questions
+from lora_rocm.recipe.schema import MOVED, RULES_ARE_JUDGED_APART, Recipe
+from lora_rocm.recipe.trigger import with_prompts_filled_in
 from lora_rocm.recipe.yaml_tree import (
     ESCAPE_FIX,
     MAX_OPEN_BRACKETS,
@@ -163,12 +162,35 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Famil
     Raises:
         RecipeError: with all problems.
     """
-    # merge the layers: base, file, --set
     notices: list[str] = []
     found = _find(Path(path), notices)
+    return load_text(_read_text(found), found, overrides, registry, notices)
+
+
+def load_text(
+    text: str,
+    found: Path,
+    overrides: Sequence[str] = (),
+    registry: FamilyRegistry = PRODUCT,
+    notices: Sequence[str] = (),
+) -> LoadedRecipe:
+    """``load_recipe`` for the text of a recipe.
+
+    Args:
+        text: of the recipe.
+        found: path that the text is from, or a name for messages. A ``base`` is looked up next to it.
+        overrides: as in ``load_recipe``.
+        registry: as in ``load_recipe``.
+        notices: sentences to show before those about the recipe.
+
+    Raises:
+        RecipeError: with all problems.
+    """
+    # merge the layers: base, file, --set
+    notices = [*notices]
     layers = Layered(str(found))
     problems: list[Problem] = []
-    own, places = _read_layer(found, problems)
+    own, places = _read_layer(text, found, problems)
     base = own.pop("base", None)
     if base is not None:
         _lay_base(layers, base, found, places, notices, problems)
@@ -211,65 +233,7 @@ def _require_text_names(recipe: Recipe, found: Path) -> None:
             raise RecipeError([Problem(legible(str(where)), NOT_TEXT, fix)])
 
 
-def questions(recipe: Recipe, layers: Layered) -> list[str]:
-    """Return notices about values that are valid but unusual."""
-    # learning rate and warm-up
-    found = []
-    steps = recipe.train.max_train_steps
-    if steps and recipe.optim.warmup_steps(steps) >= steps:
-        given = "lr_warmup_steps" if recipe.optim.lr_warmup_steps else "lr_warmup_ratio"
-        found.append(
-            f"{layers.where(('optim', given))}: the warm-up is as long as the run "
-            f"({count_text(steps, 'step')}), so the learning rate never reaches its peak. A tenth of the run is usual."
-        )
-    for name in (name for name in type(recipe.optim).model_fields if name.endswith("learning_rate")):
-        rate, (lowest, highest) = getattr(recipe.optim, name), recipe.optim.usual_rates
-        if rate is not None and not lowest <= rate <= highest:
-            height = "high" if rate > highest else "low"
-            found.append(
-                f"{layers.where(('optim', name))}: {rate:g} is very {height} for {recipe.optim.optimizer}, "
-                f"{recipe.optim.rate_advice}"
-            )
-    # validation and resolution
-    if recipe.data.validation_split and not any(getattr(recipe.train, key) for key in VALIDATION):
-        every = " or ".join(f"train.{key}" for key in VALIDATION)
-        found.append(
-            f"{layers.where(('data', 'validation_split'))}: these samples are not trained on, and only "
-            f"`lora-rocm compare` measures their loss. To measure it during the run, set {every}."
-        )
-    if (sides := _sides_of_a_size(recipe.data)) is not None:
-        found.append(
-            f"{layers.where(('data', 'resolution'))}: each image is seen at {sides[0]} and at {sides[1]}. If you mean "
-            f"a width and a height, write only {round((sides[0] * sides[1]) ** 0.5)}: buckets have many shapes anyway."
-        )
-    if steps and recipe.train.validation_every_n_steps > steps:
-        found.append(
-            f"{layers.where(('train', 'validation_every_n_steps'))}: the run has only {count_text(steps, 'step')}, so "
-            "it measures no held-out loss."
-        )
-    # keys without effect because a feature is switched off
-    switched_off = [replace(rule, unless_written=()) for rule in ALONE]
-    unread = broken_rules(switched_off, values_of(recipe, recipe.spec, layers.data))
-    found += [f"{layers.where(each.key)}: {each.what}." for each in unread]
-    return [*found, *trigger_notices(recipe, layers.where)]
-
-
-def _sides_of_a_size(data: DataSection) -> tuple[int, ...] | None:
-    """Return the two values of ``data.resolution`` if the user may have meant a width and a height, else None.
-
-    Two multiples of 256 with the smaller one first are taken as resolutions. Unused values are ignored too.
-    """
-    sides = data.resolution
-    if not isinstance(sides, tuple) or len(sides) != 2:
-        return None
-    meant = sides[0] < sides[1] and not any(side % USUAL_STEP for side in sides)
-    read = not data.sources or any(source.resolution is None for source in data.sources)
-    return sides if read and not meant else None
-
-
-USUAL_STEP = 256  # of resolutions: 512, 768, 1024
 INIT_FROM: Key = ("lora", "init_from")
-VALIDATION = ("validation_every_n_steps", "validation_every_n_epochs")
 
 
 def _in_order(problems: list[Problem], layers: Layered) -> list[Problem]:
@@ -381,12 +345,12 @@ def _read_text(path: Path) -> str:
         ) from None
 
 
-def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], dict[Key, ValueOrigin]]:
-    """Read one recipe file. Return its data and the origin of each key.
+def _read_layer(text: str, path: Path, problems: list[Problem]) -> tuple[dict[str, Any], dict[Key, ValueOrigin]]:
+    """Read the text of one recipe file. Return its data and the origin of each key.
 
     Problems inside the file are added to ``problems``. A file that is not a mapping raises RecipeError.
     """
-    text, unreadable = _read_text(path), None
+    unreadable = None
     try:
         tree = parse_yaml(text)
     except YamlSyntaxError as error:
@@ -429,7 +393,7 @@ def _lay_base(
             fix = "Give another recipe, or remove it."
             raise RecipeError([*problems, Problem(where, "a recipe cannot be its own base", fix)])
         inside: list[Problem] = []
-        data, base_places = _read_layer(found, inside)
+        data, base_places = _read_layer(_read_text(found), found, inside)
     except RecipeError as error:
         if error.problems[-1].where == where:
             raise

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.recipe.adapter_sections import ADAPTERS
+from lora_rocm.recipe.optim_sections import OPTIMIZERS
 
 NO_SUCH_OPTIMIZER = (
     "Write adamw with optim.learning_rate: 1.0e-4, or prodigy with 1.0: a rate for another optimizer, such as SGD, "
@@ -43,13 +44,23 @@ class TheirSampling:
 
 
 @dataclass(frozen=True)
+class TheirOptimizer:
+    """Names of an optimizer in other programs, and ours. note: how it differs, as a clause; may be empty."""
+
+    names: tuple[str, ...]
+    ours: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class PeerNames:
     """The tables of ``peer_names.toml``.
 
     same_value: name -> our key with the same meaning and unit.
     units: word in a key -> unit of its value.
     number_formats: our name of a format -> the other trainers' names.
-    schedulers, optimizers: other trainers' name -> the name to write in our recipe.
+    schedulers: other trainers' name -> the name to write in our recipe.
+    optimizers: names without the module, _ and -, in lower case.
     samplings: distributions of the noise level.
     """
 
@@ -57,7 +68,7 @@ class PeerNames:
     units: Mapping[str, str]
     number_formats: Mapping[str, tuple[str, ...]]
     schedulers: Mapping[str, str]
-    optimizers: Mapping[str, str]
+    optimizers: tuple[TheirOptimizer, ...]
     samplings: tuple[TheirSampling, ...]
     advice: tuple[Advice, ...]
 
@@ -115,9 +126,25 @@ def _objective_advice(key: str, plain: str) -> str:
     return f"Write {'; '.join(f'for {row.program} {row.ours}' for row in known)}."
 
 
-def _optimizer_advice(plain: str) -> str:
-    name = plain.rpartition(".")[2].replace("_", "").replace("-", "")
-    return peer_names().optimizers.get(name, "")
+def optimizer_of(name: str) -> tuple[str, str] | None:
+    """(our optimizer, how it differs) for another trainer's name; None if there is none like it."""
+    plain = name.strip().rpartition(".")[2].lower()
+    if plain in OPTIMIZERS:
+        return plain, ""
+    found = _their_optimizer(plain)
+    return None if found is None else (found.ours, found.note)
+
+
+def _their_optimizer(name: str) -> TheirOptimizer | None:
+    plain = name.rpartition(".")[2].lower().replace("_", "").replace("-", "")
+    return next((row for row in peer_names().optimizers if plain in row.names), None)
+
+
+def _optimizer_advice(name: str) -> str:
+    found = _their_optimizer(name)
+    if found is None:
+        return f"Write {name}." if name in OPTIMIZERS else ""
+    return f"Write {'; '.join(filter(None, (found.ours, found.note)))}."
 
 
 def _warmup_advice(value: object) -> str:

@@ -1,0 +1,20 @@
+"""The trainers with configurations that can be imported. A trainer's module is loaded only when it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+
+from lora_rocm.importing.trainer import Trainer
+
+MODULES: Mapping[str, str] = {
+    "kohya": "lora_rocm.importing.trainers.kohya",
+}
+"""Id of a trainer, as in ``recipe/foreign.toml`` -> the module with its ``TRAINER``."""
+
+
+def trainer_of(name: str) -> Trainer:
+    """The trainer with this id."""
+    found = import_module(MODULES[name]).TRAINER
+    assert isinstance(found, Trainer)
+    return found
