@@ -163,7 +163,7 @@ class Translator:
         if id(row.setting) in self._settled:
             return
         self._settled[id(row.setting)] = row.setting
-        if not row.setting.is_default or row.outcome in ("taken", "changed"):
+        if not row.setting.is_default or row.outcome in ("taken", "changed") or row.changes_weights:
             self.outcomes.append(row)
 
     # the table
