@@ -27,6 +27,7 @@ MAX_DEPTH = 6  # nesting of keys
 MAX_KEYS = 20_000
 MAX_DOTS = 1000  # in a line of TOML: the library is very slow for keys with many parts
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=", re.MULTILINE)
+PAIR = re.compile(r"""^\s*(?:- )?["']?([A-Za-z_]\w*)["']?\s*:""", re.MULTILINE)
 USUAL_START = "sdxl.yaml"
 NAMES_IN_OTHER_TRAINERS = "docs/reference/kohya-names.md"
 
@@ -114,7 +115,10 @@ def trainer_in(text: str) -> str | None:
         value = None
     if _is_ours(value):
         return None
-    found = _foreign(text, value if isinstance(value, dict | list) else _mapping(text))
+    data = value if isinstance(value, dict | list) else _mapping(text)
+    if data is None:  # damaged: the names at the begin of its lines
+        data = dict.fromkeys(name.lower() for name in PAIR.findall(text)) or None
+    found = _foreign(text, data)
     return found.trainer or None if found is not None else None
 
 
