@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from lora_rocm.importing.config_files import ConfigFiles
-from lora_rocm.importing.setting import FileContent, Setting, Unread, Value
+from lora_rocm.importing.setting import FileContent, Setting, Unread, Value, path_text
 from lora_rocm.importing.trainer import Trainer
 from lora_rocm.importing.trainers import ai_toolkit_data, ai_toolkit_train
 from lora_rocm.importing.trainers.ai_toolkit_data import FLOWS, family_of, per_update
@@ -20,8 +20,8 @@ PROCESS = re.compile(r"config\.process\[(\d+)\]\.?")
 VARIABLE = re.compile(r"\$\{[^}]+\}")
 TRAININGS = ("sd_trainer", "ui_trainer", "diffusion_trainer")
 FAMILIES = {
-    "sd1": "sd15", "sd2": "sd2", "sdxl": "sdxl", "flux": "flux", "flux_kontext": "flux", "zimage": "z-image",
-    "anima": "anima",
+    "sd1": "sd15", "sd15": "sd15", "sd2": "sd2", "sdxl": "sdxl", "flux": "flux", "flux_kontext": "flux",
+    "zimage": "z-image", "anima": "anima",
 }  # fmt: skip
 """``model.arch`` without what follows its colon -> our family."""
 OTHER_BASES = {
@@ -106,6 +106,8 @@ def _base(t: Translator) -> None:
         t.put("model.variant", variant, note="by the architecture and the name of the base")
     if base is None:
         t.put("model.name_or_path", "base", note="the configuration names no base: write yours")
+    if (arguments := t.given("model.model_kwargs")) is not None and not arguments.value:
+        t.skip(arguments, "it is empty")
     network = any(True for _ in t.below("network"))
     if not network and (where := kind or base) is not None:
         t.lose(where, "there is no network: it trains all weights of the model", ours="lora.type")
@@ -144,9 +146,9 @@ def _network(t: Translator) -> None:
         t.skip(kind, "a LoRA") if name != "dora" else t.put("lora.use_dora", True, kind)
         t.put("lora.rank", rank.value, rank)
         if family in FLOWS:
-            t.put("lora.alpha", number(rank.value), alpha, note="ai-toolkit uses the rank for this model")
+            t.put("lora.alpha", whole(number(rank.value) or 0), alpha, note="ai-toolkit uses the rank for this model")
         else:
-            t.put("lora.alpha", number(alpha.value), alpha)
+            t.put("lora.alpha", whole(number(alpha.value) or 0), alpha)
     else:
         t.lose(kind, "lora-rocm does not train this kind of adapter", ours="lora.type")
     for key in ("network.linear", "network.rank", "network.alpha", "network.linear_alpha"):
@@ -165,7 +167,7 @@ def _lokr(t: Translator, rank: Setting, alpha: Setting) -> None:
     else:
         t.skip(whole_matrix, "the rank says it")
         t.put("lora.rank", rank.value, rank)
-        t.put("lora.alpha", number(rank.value if family_of(t) in FLOWS else alpha.value), alpha)
+        t.put("lora.alpha", whole(number(rank.value if family_of(t) in FLOWS else alpha.value) or 0), alpha)
     t.put("lora.factor", factor.value, factor)
 
 
@@ -195,7 +197,8 @@ def _flow_targets(t: Translator, is_whole: bool) -> None:
         f"(?{'=' if sign else '!'}.*({'|'.join(words)}))" for sign, words in ((0, ignore), (1, only)) if words
     )
     keys = ("network_kwargs.only_if_contains", "network_kwargs.ignore_if_contains", "transformer_only")
-    used = [setting for key in keys if (setting := t.given(f"network.{key}")) is not None]
+    found = [setting for key in keys if (setting := t.given(f"network.{key}")) is not None]
+    used = [each for each in found if (_words(each) if "contains" in each.key else is_whole)]
     note = "" if used else "ai-toolkit adapts all linear layers of these blocks"
     t.put("lora.targets[0]", part + start, *used, note=note)
 
@@ -252,6 +255,13 @@ def _text_encoder(t: Translator, setting: Setting) -> None:
         put_path("model.text_encoder_2" if family == "flux" else "model.text_encoder")(t, setting)
     else:
         t.skip(setting, "the base has the text encoders")
+
+
+def _training_adapter(t: Translator, setting: Setting) -> None:
+    text = path_text(setting.value)
+    is_hub = re.match(r"[\w.-]+/[\w.-]+(/|$)", text) is not None and not text.startswith(".")
+    note = "a file of the hub: download it, and write its path" if is_hub else ""
+    t.put("model.training_adapter", text, setting, note=note)
 
 
 def _extras(t: Translator, setting: Setting) -> None:
@@ -331,7 +341,7 @@ FUNCTIONS: dict[str, Function] = {
     "project": _project,
     "base": put_path("model.name_or_path"),
     "vae": put_path("model.vae"),
-    "training_adapter": put_path("model.training_adapter"),
+    "training_adapter": _training_adapter,
     "text_encoder": _text_encoder,
     "extras": _extras,
     "prediction": _prediction,

@@ -11,7 +11,7 @@ from lora_rocm.importing.value_maps import is_on, number, put_if, put_number, pu
 
 OTHER_NAMES = {
     "adam": ("adamw", "its weight decay is decoupled"), "adam8": ("adamw_8bit", ""), "adamw8": ("adamw_8bit", ""),
-    "prodigy8bit": ("prodigy", "its state has full precision"),
+    "prodigy8bit": ("prodigy", "its state has full precision"), "prodigyopt": ("prodigy", ""),
     "dadaptation": ("dadapt_adam", ""), "dadaptationadam": ("prodigy", "it estimates its rate too"),
     "dadaptationlion": ("prodigy", "it estimates its rate too"),
 }  # fmt: skip
@@ -207,8 +207,9 @@ def _is_even(t: Translator) -> bool:
 
 def _put_sampling(t: Translator, name: str, *settings: Setting) -> None:
     sampling, shift = SAMPLINGS[name]
-    t.put("objective.timestep_sampling", sampling, *settings)
-    t.put("objective.shift", shift)
+    note = "" if settings else f"ai-toolkit's {name}"
+    t.put("objective.timestep_sampling", sampling, *settings, note=note)
+    t.put("objective.shift", shift, note=f"ai-toolkit's {name}")
 
 
 def _noise_range(t: Translator, setting: Setting) -> None:

@@ -184,7 +184,7 @@ def _adapter(t: Translator) -> None:
         _dora(t)
     else:
         t.lose(kind, "lora-rocm does not train this kind of adapter", ours="lora.type")
-    t.put("lora.alpha", number(alpha.value), alpha)
+    t.put("lora.alpha", whole(number(alpha.value) or 0), alpha)
 
 
 def _lokr(t: Translator) -> None:
