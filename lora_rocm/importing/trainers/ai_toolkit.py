@@ -104,8 +104,6 @@ def _base(t: Translator) -> None:
             t.skip(setting, "the family says it")
     if variant := _variant(family, plain, arch, name):
         t.put("model.variant", variant, note="by the architecture and the name of the base")
-    if base is None:
-        t.put("model.name_or_path", "base", note="the configuration names no base: write yours")
     if (arguments := t.given("model.model_kwargs")) is not None and not arguments.value:
         t.skip(arguments, "it is empty")
     network = any(True for _ in t.below("network"))
@@ -306,10 +304,6 @@ def _quantization(t: Translator, setting: Setting, switch: str, kind: str, ours:
         t.put(ours, own, setting, note="another format of 4 bits" if own == "nf4" and name[0] != "nf4" else "")
 
 
-def _only_shown(t: Translator, setting: Setting) -> None:
-    t.lose(setting, "only for previews or measurements", changes_weights=False)
-
-
 def _hub(t: Translator, setting: Setting) -> None:
     if is_on(t.value("save.push_to_hub")):
         t.lose(setting, "uploads the file", changes_weights=False)
@@ -347,7 +341,6 @@ FUNCTIONS: dict[str, Function] = {
     "prediction": _prediction,
     "quantize": _quantize,
     "quantize_te": _quantize_text_encoder,
-    "only_shown": _only_shown,
     "dropout": put_if("lora.dropout", lambda value: bool(number(value)), "0 switches it off"),
     "start": put_path("lora.init_from"),
     "file_format": put_number_format("output.dtype"),

@@ -12,7 +12,6 @@ from lora_rocm.importing.value_maps import SAMPLERS, is_on, number, whole
 
 FLOWS = ("flux", "z-image", "anima")
 """Families that are trained by flow matching."""
-NO_FOLDER = "the configuration names no folder: write the path of your images"
 SAME = {
     "num_repeats": "repeats", "caption_dropout_rate": "caption_dropout_rate", "loss_multiplier": "loss_weight",
     "alpha_mask": "alpha_mask", "flip_x": "flip_aug", "random_crop": "random_crop", "is_reg": "is_reg",
@@ -83,10 +82,7 @@ def items(t: Translator, section: str) -> list[Mapping[str, Setting]]:
 def put_datasets(t: Translator) -> None:
     """Every dataset becomes a source."""
     sources = [source for at in items(t, "datasets") if (source := _source(t, at))]
-    if sources:
-        put_sources(t, sources)
-    else:
-        t.put("data.path", "images", note=NO_FOLDER)
+    put_sources(t, sources)
     if (word := t.given("trigger_word")) is not None:
         t.skip(word, "there is none, or each dataset has its own")
     if (empty := t.given("datasets")) is not None:

@@ -12,7 +12,6 @@ from lora_rocm.importing.value_maps import is_on, number, whole
 
 FLOWS = ("flux", "z-image", "anima")
 """Families that are trained by flow matching."""
-NO_FOLDER = "the configuration names no folder: write the path of your images"
 CONCEPT_DEFAULTS: Mapping[str, Value] = {
     "include_subdirectories": False, "image.enable_crop_jitter": True, "text.keep_tags_count": 1,
     "text.prompt_source": "sample", "text.tag_delimiter": ",", "text.tag_dropout_mode": "FULL",
@@ -107,10 +106,7 @@ def put_concepts(t: Translator) -> None:
     """Every concept that is on becomes a source."""
     numbers = {int(found[1]) for each in t.settings if (found := re.match(r"concepts\[(\d+)\]\.", each.key))}
     sources = [source for index in sorted(numbers) if (source := _source(_Concept(t, index)))]
-    if sources:
-        put_sources(t, sources)
-    else:
-        t.put("data.path", "images", note=NO_FOLDER)
+    put_sources(t, sources)
     empty = t.given("concepts")
     if empty is not None:
         t.skip(empty, "its file has them")
