@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 
 from lora_rocm.importing.config_files import ConfigFiles
+from lora_rocm.importing.formats.command_line import NO_LINES, options_of
 from lora_rocm.importing.setting import FileContent, Setting, Unread, Value, path_text
 from lora_rocm.importing.trainer import Trainer
 from lora_rocm.importing.trainers import ai_toolkit_data, ai_toolkit_train
@@ -23,7 +24,7 @@ FAMILIES = {
     "sd1": "sd15", "sd15": "sd15", "sd2": "sd2", "sdxl": "sdxl", "flux": "flux", "flux_kontext": "flux",
     "zimage": "z-image", "anima": "anima",
 }  # fmt: skip
-"""``model.arch`` without what follows its colon -> our family."""
+"""``model.arch`` before its colon -> our family."""
 OTHER_BASES = {
     "sd3": "Stable Diffusion 3", "ssd": "SSD-1B", "vega": "Segmind Vega", "pixart": "PixArt",
     "pixart_sigma": "PixArt Sigma", "auraflow": "AuraFlow", "flex1": "Flex.1", "flex2": "Flex.2",
@@ -40,7 +41,7 @@ SWITCHES = {
 BLOCKS = {
     "flux": "(single_)?transformer_blocks", "z-image": "layers", "anima": "transformer_blocks",
 }  # fmt: skip
-"""Family -> names of the blocks whose linear layers a LoRA adapts."""
+"""Family -> names of the blocks. A LoRA adapts their linear layers."""
 QUANTIZED = {
     "qfloat8": "fp8", "float8": "fp8", "qint8": "int8", "int8": "int8", "convrot8": "int8", "qint4": "nf4",
     "uint4": "nf4", "int4": "nf4", "uint8": "int8", "nf4": "nf4",
@@ -52,6 +53,7 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
     found = FileContent()
     for file in files.given:
         found.extend(file.settings())
+    found.extend(options_of([*options], "command line", NO_LINES))
     name = next((str(each.value) for each in found.settings if each.key == "config.name"), "")
     kept = []
     for each in found.settings:
@@ -60,9 +62,6 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
             continue
         key = PROCESS.sub("", each.key) if (at := PROCESS.match(each.key)) is None or at[1] == "0" else each.key
         kept.append(Setting(key, _named(each.value, name), each.file, each.line))
-    for option in options:
-        key, _, value = option.removeprefix("--").partition("=")
-        kept.append(Setting(PROCESS.sub("", key), value, "command line"))
     return FileContent(kept, found.unread)
 
 
@@ -73,7 +72,7 @@ def _named(value: Value, name: str) -> Value:
 
 
 def _prepare(t: Translator) -> None:
-    """What needs several keys."""
+    """Convert keys that depend on each other."""
     _base(t)
     for each in t.settings:
         if PROCESS.match(each.key):
@@ -98,10 +97,10 @@ def _base(t: Translator) -> None:
     if plain not in FAMILIES:
         t.refuse_base(OTHER_BASES.get(plain, f"the architecture {plain}"), said or base)
     family = FAMILIES[plain]
-    t.put("model.family", family, *filter(None, [said]), note="" if said else "ai-toolkit's, if it is not told")
+    t.put("model.family", family, *filter(None, [said]), note="" if said else "ai-toolkit's default")
     for key in ("arch", *SWITCHES):
         if (setting := t.given(f"model.{key}")) is not None:
-            t.skip(setting, "the family says it")
+            t.skip(setting, "model.family is set by it")
     if variant := _variant(family, plain, arch, name):
         t.put("model.variant", variant, note="by the architecture and the name of the base")
     if (arguments := t.given("model.model_kwargs")) is not None and not arguments.value:
@@ -112,7 +111,7 @@ def _base(t: Translator) -> None:
 
 
 def _architecture(t: Translator) -> tuple[str, Setting | None]:
-    """``model.arch``, or what an older switch stands for, with the setting; sd1 without any."""
+    """``model.arch`` or its value for an older switch, with the setting; sd1 without any."""
     given = t.given("model.arch")
     if given is not None and given.value:
         return str(given.value).lower(), given
@@ -163,7 +162,7 @@ def _lokr(t: Translator, rank: Setting, alpha: Setting) -> None:
     if is_on(whole_matrix.value):
         t.put("lora.rank", 2048, whole_matrix, note="a rank this high keeps the second factors whole")
     else:
-        t.skip(whole_matrix, "the rank says it")
+        t.skip(whole_matrix, "lora.rank is set by it")
         t.put("lora.rank", rank.value, rank)
         t.put("lora.alpha", whole(number(rank.value if family_of(t) in FLOWS else alpha.value) or 0), alpha)
     t.put("lora.factor", factor.value, factor)
@@ -211,8 +210,8 @@ def _unet_targets(t: Translator) -> None:
         t.put("lora.targets", "attention-mlp", note="the linear layers of the transformers, as in ai-toolkit")
         return
     t.put("lora.targets", "attention-mlp-conv", note="conv is set")
-    t.put("lora.conv_rank", number(conv.value), conv)
-    t.put("lora.conv_alpha", number((alpha or conv).value), *filter(None, [alpha]))
+    t.put("lora.conv_rank", whole(number(conv.value) or 0), conv)
+    t.put("lora.conv_alpha", whole(number((alpha or conv).value) or 0), *filter(None, [alpha]))
 
 
 def _chosen(t: Translator, key: str) -> list[str]:

@@ -10,6 +10,8 @@ from lora_rocm.importing.setting import Setting, Value, path_text
 from lora_rocm.importing.translator import RecipeValue, Translator
 from lora_rocm.importing.value_maps import SAMPLERS, is_on, number, whole
 
+BUCKET_STEPS = {"sd15": 16, "sd2": 16, "sdxl": 16, "flux": 32, "kontext": 16, "z-image": 16, "anima": 32}
+"""Family or variant -> the step of bucket sides, whatever ``bucket_tolerance`` is."""
 FLOWS = ("flux", "z-image", "anima")
 """Families that are trained by flow matching."""
 SAME = {
@@ -88,15 +90,10 @@ def put_datasets(t: Translator) -> None:
     if (empty := t.given("datasets")) is not None:
         t.skip(empty, "there are none")
     if any("shuffle_caption" in source for source in sources):
-        t.put("data.caption_variants", 16, note="ai-toolkit shuffles anew in each step")
-    steps = {number(at["bucket_tolerance"].value) for at in items(t, "datasets") if "bucket_tolerance" in at}
-    for at in items(t, "datasets"):
-        if (step := at.get("bucket_tolerance")) is None:
-            continue
-        if len(steps) == 1:
-            t.put("data.bucket_step", whole(number(step.value) or 64), step)
-        else:
-            t.lose(step, "one step of bucket sides is for all sources here", ours="data.bucket_step")
+        t.put("data.caption_variants", 16, note="ai-toolkit draws a new order in each step")
+    variant = t.values.get("model.variant")
+    step = BUCKET_STEPS["kontext" if variant is not None and variant.value == "kontext" else family_of(t)]
+    t.put("data.bucket_step", step, note="ai-toolkit's step for this model")
     for at in items(t, "datasets"):
         if (buckets := at.get("buckets")) is not None:
             t.put("data.enable_bucket", is_on(buckets.value), buckets)
@@ -104,8 +101,8 @@ def put_datasets(t: Translator) -> None:
 
 def _source(t: Translator, at: Mapping[str, Setting]) -> Source | None:
     """The source of a dataset; None if it names no folder."""
-    path = at.get("folder_path") or at.get("dataset_path")
-    if path is None or not path.value:
+    path = next((at[key] for key in ("folder_path", "dataset_path") if key in at and at[key].value), None)
+    if path is None:
         for each in at.values():
             t.skip(each, "this dataset names no folder")
         return None
@@ -189,7 +186,7 @@ def _listed(value: Value) -> list[Value]:
 def _settle_rest(t: Translator, at: Mapping[str, Setting], taken: set[int]) -> None:
     """Outcomes of the settings that are in no source. ``taken``: identities of those that are."""
     for key, each in at.items():
-        if id(each) in taken or t.is_settled(each) or key in ("bucket_tolerance", "buckets"):
+        if id(each) in taken or t.is_settled(each) or key == "buckets":
             continue
         name = re.split(r"[.\[]", key)[0]
         neutral, would = LOST.get(name, ((), ""))
@@ -200,8 +197,8 @@ def _settle_rest(t: Translator, at: Mapping[str, Setting], taken: set[int]) -> N
 
 
 WITHOUT_EFFECT = (
-    "folder_path", "dataset_path", "type", "default_caption", "caption_ext", "caption_type", "resolution",
-    "keep_tokens", "trigger_word", "cache_latents", "cache_latents_to_disk", "cache_tensors_to_disk",
+    "bucket_tolerance", "folder_path", "dataset_path", "type", "default_caption", "caption_ext", "caption_type",
+    "resolution", "keep_tokens", "trigger_word", "cache_latents", "cache_latents_to_disk", "cache_tensors_to_disk",
     "cache_clip_vision_to_disk",
     "cache_text_embeddings", "load_image_when_caching_latents", "cache_latents_num_workers", "num_workers",
     "prefetch_factor", "fast_image_size", "debug", "shrink_video_to_frames", "fps", "auto_frame_count",
@@ -217,7 +214,7 @@ WITHOUT_EFFECT = (
 
 
 def put_previews(t: Translator) -> None:
-    """The prompts with the options that they have of their own; the others are in ``sample``."""
+    """The prompts with their own options; the others are in ``sample``."""
     listed, prompts = items(t, "sample.samples"), t.given("sample.prompts")
     is_off = is_on(t.value("train.disable_sampling"))
     texts = _listed(prompts.value) if prompts is not None and prompts.value and not listed else []
@@ -279,7 +276,7 @@ def _put_options(t: Translator, has_prompts: bool) -> None:
 
 
 def _option(ours: str, value: Value) -> tuple[Value, str]:
-    """(value, note) of an option; None for one that is no number."""
+    """(value, note) of an option; None if it is not a number."""
     if ours in TEXTS:
         return (path_text(value) if ours != "negative_prompt" else str(value)), ""
     found = number(value)

@@ -97,7 +97,7 @@ def _text_encoder_rate(t: Translator, setting: Setting) -> None:
 
 def _train_text_encoder(t: Translator, setting: Setting) -> None:
     if not is_on(setting.value):
-        t.skip(setting, "text encoders are not trained unless the recipe says so")
+        t.skip(setting, "text encoders are not trained by default")
     elif family_of(t) in FLOWS:
         t.lose(setting, "trains the text encoder", ours="lora.train_text_encoder")
     else:
@@ -146,7 +146,7 @@ def _accumulation(t: Translator, setting: Setting) -> None:
     if count == -1:
         t.lose(setting, "accumulates the gradients of a whole epoch", ours="train.gradient_accumulation_steps")
     elif count == 1 and "train.gradient_accumulation_steps" in t.values:
-        t.skip(setting, "the other key says it")
+        t.skip(setting, "the other key is set")
     elif count != 1:
         t.values.pop("train.gradient_accumulation_steps", None)
         put_number("train.gradient_accumulation_steps")(t, setting)
@@ -174,7 +174,7 @@ def _noise_scheduler(t: Translator, setting: Setting) -> None:
     if is_flow and family_of(t) not in FLOWS:
         t.lose(setting, "trains this model by flow matching")
     else:
-        t.skip(setting, "the base says it")
+        t.skip(setting, "the base determines it")
 
 
 def _timesteps(t: Translator, setting: Setting) -> None:
@@ -219,7 +219,7 @@ def _noise_range(t: Translator, setting: Setting) -> None:
     if steps is None or (is_first and steps <= 0) or (not is_first and steps >= 999):
         t.skip(setting, "the whole range")
     elif family_of(t) in FLOWS and not _is_even(t) and kind not in ("linear", "weighted"):
-        t.lose(setting, "leaves out a share of the drawn noise levels")
+        t.lose(setting, "excludes a share of the drawn noise levels")
     else:
         value = round(1000 - steps) if is_first else round(1000 - steps - 1)
         note = "ai-toolkit counts from the noisiest step on"

@@ -1,4 +1,4 @@
-"""OneTrainer: presets and saved settings in JSON, with their concepts and samples inside or in files of their own.
+"""OneTrainer: presets and saved settings in JSON, with their concepts and samples inside or in separate files.
 
 Keys of concepts and samples are in ``onetrainer_data.py``, the optimizer's in ``onetrainer_optimizer.py``.
 """
@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from lora_rocm.importing.config_files import ConfigFiles
+from lora_rocm.importing.formats.command_line import NO_LINES, options_of
 from lora_rocm.importing.setting import FileContent, Setting, Value, path_text
 from lora_rocm.importing.trainer import Trainer
 from lora_rocm.importing.trainers import onetrainer_data, onetrainer_noise, onetrainer_optimizer
@@ -92,9 +93,7 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
     found = FileContent()
     for each in files.given:
         found.extend(onetrainer_data.labelled(each.settings()))
-    for option in options:  # OneTrainer's own --config-values are words key=value
-        name, _, value = option.removeprefix("--").partition("=")
-        found.settings.append(Setting(name, value, "command line"))
+    found.extend(options_of([*options], "command line", NO_LINES))  # as OneTrainer's own --config-values
     for section, key in (("concepts", "concept_file_name"), ("samples", "sample_definition_file_name")):
         if any(plain_key(each.key).startswith(f"{section}.") for each in found.settings):
             continue
@@ -105,7 +104,7 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
 
 
 def _prepare(t: Translator) -> None:
-    """What needs several keys, in an order in which each part finds what it needs."""
+    """Convert keys that depend on each other. Later parts read the values of earlier ones."""
     _base(t)
     _sections(t)
     _adapter(t)
@@ -260,13 +259,13 @@ def _text_encoders(t: Translator) -> None:
             if is_on(switch.value):
                 t.lose(switch, what, ours="lora.train_text_encoder")
             else:
-                t.skip(switch, "text encoders are not trained unless the recipe says so")
+                t.skip(switch, "text encoders are not trained by default")
         trained = []
     elif trained:
         t.put("lora.train_text_encoder", True, *switches)
     else:
         for switch in switches:
-            t.skip(switch, "text encoders are not trained unless the recipe says so")
+            t.skip(switch, "text encoders are not trained by default")
     _text_encoder_rates(t, parts, bool(trained))
 
 
@@ -362,7 +361,7 @@ def _sequence_length(t: Translator, setting: Setting) -> None:
 
 
 def _learning_rate(t: Translator, setting: Setting) -> None:
-    """``learning_rate`` counts where the component has none of its own."""
+    """``learning_rate`` counts where the component has no rate."""
     first = next((each for key in ("unet.learning_rate", "transformer.learning_rate")
                   if (each := t.given(key)) is not None and number(each.value) is not None), None)  # fmt: skip
     if first is not None and first is not setting:
@@ -486,7 +485,7 @@ def _output_formats(t: Translator, setting: Setting) -> None:
 
 
 def _destination(t: Translator, setting: Setting) -> None:
-    """The file of the LoRA: a run has a folder of its own below that of the file."""
+    """The file of the LoRA. Its folder becomes the folder of the run directories."""
     folder, _, name = path_text(setting.value).rpartition("/")
     stem = re.sub(r"\.(safetensors|ckpt|pt)$", "", name)
     if folder:

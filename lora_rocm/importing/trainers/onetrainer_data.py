@@ -54,7 +54,7 @@ def family_of(t: Translator) -> str:
 
 
 def labelled(content: FileContent, section: str = "") -> FileContent:
-    """The settings of a file; those of a list of concepts or samples get ``concepts`` or ``samples`` in front."""
+    """The settings of a file. Keys of a list of concepts or samples get ``concepts`` or ``samples`` in front."""
     if not section and any(setting.key.startswith("[") for setting in content.settings):
         names = {setting.key.rpartition(".")[2] for setting in content.settings}
         section = "concepts" if names & {"prompt_source", "include_subdirectories", "path"} else "samples"
@@ -66,7 +66,7 @@ def labelled(content: FileContent, section: str = "") -> FileContent:
 
 
 def resolutions(value: Value) -> list[int]:
-    """The sides of "512", "512,768" or "512x768" (the root of the area); empty if it is no size."""
+    """The sides of "512", "512,768" or "512x768" (the root of the area); empty if it is not a size."""
     found = []
     for word in str(value).split(","):
         sides = [number(side) for side in word.lower().split("x")]
@@ -80,7 +80,7 @@ def resolutions(value: Value) -> list[int]:
 
 
 class _Concept:
-    """One concept: its settings by their key below it. A default stands in for an absent one."""
+    """One concept: its settings by their key below it. An absent one has its default."""
 
     def __init__(self, t: Translator, index: int) -> None:
         self.t = t
@@ -170,7 +170,7 @@ KNOWN_LEAVES = {
 
 
 def _repeats(concept: _Concept) -> dict[str, RecipeValue]:
-    """How often each image is seen, and how much it counts."""
+    """Number of times that each image is seen, and its weight in the loss."""
     t, found = concept.t, {}
     setting = concept.given("balancing") or concept.given("repeats") or concept.setting("balancing")
     count = number(setting.value)
@@ -209,7 +209,7 @@ def _images(concept: _Concept) -> dict[str, RecipeValue]:
 
 
 def _captions(concept: _Concept) -> dict[str, RecipeValue]:
-    """Where captions come from."""
+    """The source of captions."""
     t, origin, file = concept.t, concept.setting("text.prompt_source"), concept.given("text.prompt_path")
     if str(origin.value) == "concept":
         t.lose(origin, "takes captions of all images from one file", ours="data.caption_fallback")
@@ -251,7 +251,8 @@ def _caption_variants(concept: _Concept) -> None:
     if known is not None and isinstance(known.value, int) and known.value >= count:
         return
     t.values.pop("data.caption_variants", None)
-    t.put("data.caption_variants", count, *([setting] if setting is not None and is_cached else []))
+    note = "" if is_cached else "OneTrainer draws a new order in each step"
+    t.put("data.caption_variants", count, *([setting] if setting is not None and is_cached else []), note=note)
 
 
 def _dropped_tags(concept: _Concept, rate: Setting) -> dict[str, RecipeValue]:
@@ -279,7 +280,7 @@ def put_embeddings(t: Translator) -> None:
         is_output = at.get("is_output_embedding")
         if "placeholder" not in at or family_of(t) in FLOWS or (is_output is not None and is_on(is_output.value)):
             for each in at.values():
-                t.lose(each, "trains a new token in a way that lora-rocm cannot")
+                t.lose(each, "trains a new token that lora-rocm cannot train")
         else:
             _new_token(t, at, f"lora.new_tokens[{count}]")
             count += 1
@@ -437,5 +438,5 @@ def _interval(t: Translator, after: Setting, unit: Setting) -> tuple[str, Value]
         batches = number(t.value("gradient_accumulation_steps")) or 1
         return "steps", max(round(count / batches), 1)
     if name == "EPOCH":
-        return "epochs", max(round(count), 1)
+        return "epochs", max(round(count / max(len(resolutions(t.value("resolution"))), 1)), 1)  # as train.epochs
     return "minutes", whole(count * {"SECOND": 1 / 60, "MINUTE": 1, "HOUR": 60}.get(name, 1))

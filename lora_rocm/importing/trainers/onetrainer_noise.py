@@ -30,7 +30,7 @@ def _loss(t: Translator, setting: Setting) -> None:
     elif name == "mae":
         t.put("objective.loss_type", "l1", setting)
     else:
-        t.put("objective.loss_type", "huber", setting, note="a smooth form of it, with the double slope")
+        t.put("objective.loss_type", "huber", setting, note="pseudo-Huber, with the double slope")
         t.put("objective.huber_schedule", "constant")
         if t.given("huber_delta") is None:
             t.put("objective.huber_c", number(t.value("huber_delta")))

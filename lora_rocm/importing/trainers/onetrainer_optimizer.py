@@ -15,9 +15,9 @@ OTHER_NAMES = {
     "MUON_ADV": ("muon", "the usual Muon"),
 }
 """OneTrainer's name -> (ours, the difference), for names that other trainers do not have."""
-DECAYS = {"adamw": 0.01, "adamw_8bit": 0.01, "adamw_schedule_free": 0.01, "came": 0.01}
+DECAYS = {"adamw": 0.01, "adamw_8bit": 0.01, "adamw_schedule_free": 0.01}
 """Ours -> weight decay of OneTrainer if the key is absent or null; 0 for others."""
-BETAS = {"LION_8BIT": (0.9, 0.999), "ADAMW_ADV": (0.9, 0.99)}
+BETAS = {"LION_8BIT": (0.9, 0.999), "ADAMW_ADV": (0.9, 0.99), "PRODIGY_ADV": (0.9, 0.99)}
 """OneTrainer's name -> its betas if they are absent or null, where ours differ."""
 ADAM_LIKE = (
     "adamw", "adamw_8bit", "adamw_bf16", "adamw_schedule_free", "dadapt_adam", "prodigy", "prodigy_schedule_free",
@@ -147,7 +147,7 @@ def _is_schedule_free(t: Translator) -> bool:
 
 
 def _schedule(t: Translator, setting: Setting) -> None:
-    """The schedule; COSINE_WITH_RESTARTS is a wave, whose hard variant jumps."""
+    """The schedule; COSINE_WITH_RESTARTS is a wave; the hard variant jumps."""
     name, cycles = str(setting.value).upper(), number(t.value("learning_rate_cycles")) or 1.0
     if _is_schedule_free(t):
         t.skip(setting, "this optimizer has no schedule")
