@@ -285,7 +285,10 @@ def test_further_processes_are_lost(tmp_path: Path) -> None:
 def test_options_of_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "job.json"
     path.write_text(job(), encoding="utf-8")
-    assert values_of(import_files([path], ["train.lr=0.002"]))["optim.learning_rate"] == 0.002
+    found = import_files([path], ["config.process[0].train.lr=0.002", "datasets[0].resolution=768", "nothing"])
+    assert values_of(found)["optim.learning_rate"] == 0.002
+    assert values_of(found)["data.resolution"] == 768
+    assert len(found.unread) == 1
 
 
 def test_secrets_are_not_shown(tmp_path: Path) -> None:

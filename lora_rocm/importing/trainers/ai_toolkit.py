@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from lora_rocm.importing.config_files import ConfigFiles
-from lora_rocm.importing.formats.command_line import NO_LINES, options_of
+from lora_rocm.importing.formats.command_line import assignments
 from lora_rocm.importing.setting import FileContent, Setting, Unread, Value, path_text
 from lora_rocm.importing.trainer import Trainer
 from lora_rocm.importing.trainers import ai_toolkit_data, ai_toolkit_train
@@ -53,7 +53,7 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
     found = FileContent()
     for file in files.given:
         found.extend(file.settings())
-    found.extend(options_of([*options], "command line", NO_LINES))
+    found.extend(assignments(options, "command line"))
     name = next((str(each.value) for each in found.settings if each.key == "config.name"), "")
     kept = []
     for each in found.settings:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from lora_rocm.importing.config_files import ConfigFiles
-from lora_rocm.importing.formats.command_line import NO_LINES, options_of
+from lora_rocm.importing.formats.command_line import assignments
 from lora_rocm.importing.setting import FileContent, Setting, Value, path_text
 from lora_rocm.importing.trainer import Trainer
 from lora_rocm.importing.trainers import onetrainer_data, onetrainer_noise, onetrainer_optimizer
@@ -93,7 +93,7 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
     found = FileContent()
     for each in files.given:
         found.extend(onetrainer_data.labelled(each.settings()))
-    found.extend(options_of([*options], "command line", NO_LINES))  # as OneTrainer's own --config-values
+    found.extend(assignments(options, "command line"))  # as OneTrainer's own --config-values
     for section, key in (("concepts", "concept_file_name"), ("samples", "sample_definition_file_name")):
         if any(plain_key(each.key).startswith(f"{section}.") for each in found.settings):
             continue
