@@ -340,6 +340,25 @@ def test_a_newer_format_is_reported(tmp_path: Path) -> None:
     assert outcome_of(of(tmp_path, __version=3), "__version") == "not-needed"
 
 
+def test_names_of_older_versions(tmp_path: Path) -> None:
+    old = {"optimizer": "ADAMW", "optimizer_beta1": 0.8, "min_snr_gamma": 3, "lora_layer_preset": "attn-mlp"}
+    found = of(tmp_path, __version=0, **old, train_unet=True, unet_learning_rate=2e-4, noising_weight=5.0)
+    values = values_of(found)
+    assert values["optim.betas"] == [0.8, 0.999]
+    assert values["objective.min_snr_gamma"] == 3
+    assert values["lora.targets"] == "attention-mlp"
+    assert values["optim.learning_rate"] == 2e-4
+    assert outcome_of(found, "timestep_distribution") == "unsupported"
+    flux = of(tmp_path, __version=8, model_type="FLUX_DEV_1", prior={"weight_dtype": "NFLOAT_4"})
+    assert values_of(flux)["model.quantization"] == "nf4"
+
+
+def test_concepts_alone_are_no_configuration() -> None:
+    with pytest.raises(UserError) as caught:
+        import_files([FOLDER / "concepts.json"])
+    assert caught.value.code == "import-unknown"
+
+
 def test_concepts_and_samples_as_files_of_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**SMALL, **NO_TEXT}), encoding="utf-8")

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+from lora_rocm.errors import UserError
 from lora_rocm.importing.config_files import ConfigFiles
 from lora_rocm.importing.formats.command_line import assignments
 from lora_rocm.importing.setting import FileContent, Setting, Value, path_text
@@ -52,6 +53,18 @@ PARTS = {
     "z-image": ("transformer", "text_encoder", "vae"), "anima": ("transformer", "text_encoder", "vae"),
 }  # fmt: skip
 """Family -> the components that OneTrainer has sections for."""
+OLD_NAMES = {
+    "lora_layers": "layer_filter", "lora_layer_preset": "layer_filter_preset",
+    "lora_layers_regex": "layer_filter_regex", "save_after": "save_every", "save_after_unit": "save_every_unit", "train_unet": "unet.train",
+    "unet_learning_rate": "unet.learning_rate", "unet_weight_dtype": "unet.weight_dtype",
+    "train_text_encoder": "text_encoder.train", "text_encoder_learning_rate": "text_encoder.learning_rate",
+    "text_encoder_weight_dtype": "text_encoder.weight_dtype", "train_text_encoder_2": "text_encoder_2.train",
+    "text_encoder_2_learning_rate": "text_encoder_2.learning_rate", "vae_model_name": "vae.model_name",
+    "text_encoder_2_weight_dtype": "text_encoder_2.weight_dtype", "vae_weight_dtype": "vae.weight_dtype",
+    "train_text_encoder_epochs": "text_encoder.stop_training_after",
+    "train_text_encoder_2_epochs": "text_encoder_2.stop_training_after",
+}  # fmt: skip
+"""Key of older versions -> the present key; stop_training_after is in epochs, its default unit."""
 KEPT_FROM = {
     "secrets": "secrets stay out of recipes",
     "cloud": "about a rented machine",
@@ -89,17 +102,45 @@ TEXT_TOKENS = {"flux": 512, "z-image": 512, "anima": 512}
 
 
 def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
-    """All settings, with the keys of concepts and samples below ``concepts`` and ``samples``."""
+    """All settings, with the keys of concepts and samples below ``concepts`` and ``samples``.
+
+    Raises:
+        UserError: the files have only concepts or samples.
+    """
     found = FileContent()
     for each in files.given:
         found.extend(onetrainer_data.labelled(each.settings()))
+    if found.settings and all(each.key.startswith(("concepts[", "samples[")) for each in found.settings):
+        fix = "Give the settings or a preset of OneTrainer first, and this file after it."
+        sentence = "This file has only concepts or samples of OneTrainer."
+        raise UserError("import-unknown", sentence, where=files.given[0].file, fix=fix)
     found.extend(assignments(options, "command line"))  # as OneTrainer's own --config-values
+    found.settings = _migrated(found.settings)
     for section, key in (("concepts", "concept_file_name"), ("samples", "sample_definition_file_name")):
         if any(plain_key(each.key).startswith(f"{section}.") for each in found.settings):
             continue
         for setting in [each for each in found.settings if each.key == key and each.value]:
             if (other := files.named_by(setting)) is not None:
                 found.extend(onetrainer_data.labelled(other.settings(), section))
+    return found
+
+
+def _migrated(settings: Sequence[Setting]) -> list[Setting]:
+    """The settings by their present names. Files before version 9 have ``prior`` in place of ``transformer``."""
+    at = {each.key: each.value for each in settings}
+    version, model = number(at.get("__version")), str(at.get("model_type"))
+    is_prior = version is not None and version < 9 and PARTS.get(FAMILIES.get(model, ""), ("",))[0] == "transformer"
+    found = []
+    for each in settings:
+        key = OLD_NAMES.get(each.key, each.key)
+        if key.startswith("optimizer_") and not key.startswith("optimizer_defaults"):
+            key = key.replace("_", ".", 1)
+        if is_prior and key.startswith("prior."):
+            key = key.replace("prior", "transformer", 1)
+        found.append(each if key == each.key else Setting(key, each.value, each.file, each.line))
+    weight = next((each for each in settings if each.key == "noising_weight"), None)
+    if version is not None and version < 4 and weight is not None and number(weight.value):
+        found.append(Setting("timestep_distribution", "SIGMOID", weight.file, weight.line))
     return found
 
 

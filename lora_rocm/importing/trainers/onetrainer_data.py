@@ -410,7 +410,7 @@ def _sample_interval(t: Translator, has_prompts: bool) -> None:
 def put_intervals(t: Translator) -> None:
     """Saved files and backups: a checkpoint here is both."""
     pairs = (
-        (t.given("save_after") or t.setting("save_every"), t.given("save_after_unit") or t.setting("save_every_unit")),
+        (t.setting("save_every"), t.setting("save_every_unit")),
         (t.setting("backup_after"), t.setting("backup_after_unit")),
     )
     for after, unit in pairs:
