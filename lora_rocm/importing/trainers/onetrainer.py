@@ -55,8 +55,8 @@ PARTS = {
 """Family -> the components that OneTrainer has sections for."""
 OLD_NAMES = {
     "lora_layers": "layer_filter", "lora_layer_preset": "layer_filter_preset",
-    "lora_layers_regex": "layer_filter_regex", "save_after": "save_every", "save_after_unit": "save_every_unit", "train_unet": "unet.train",
-    "unet_learning_rate": "unet.learning_rate", "unet_weight_dtype": "unet.weight_dtype",
+    "lora_layers_regex": "layer_filter_regex", "save_after": "save_every", "save_after_unit": "save_every_unit",
+    "train_unet": "unet.train", "unet_learning_rate": "unet.learning_rate", "unet_weight_dtype": "unet.weight_dtype",
     "train_text_encoder": "text_encoder.train", "text_encoder_learning_rate": "text_encoder.learning_rate",
     "text_encoder_weight_dtype": "text_encoder.weight_dtype", "train_text_encoder_2": "text_encoder_2.train",
     "text_encoder_2_learning_rate": "text_encoder_2.learning_rate", "vae_model_name": "vae.model_name",
