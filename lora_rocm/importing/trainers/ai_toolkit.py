@@ -15,7 +15,7 @@ from lora_rocm.importing.trainer import Trainer
 from lora_rocm.importing.trainers import ai_toolkit_data, ai_toolkit_train
 from lora_rocm.importing.trainers.ai_toolkit_data import FLOWS, family_of, per_update
 from lora_rocm.importing.translator import Function, Translator
-from lora_rocm.importing.value_maps import is_on, number, put_if, put_number, put_number_format, put_path, whole
+from lora_rocm.importing.value_maps import is_on, number, put_dropout, put_number, put_number_format, put_path, whole
 
 PROCESS = re.compile(r"config\.process\[(\d+)\]\.?")
 VARIABLE = re.compile(r"\$\{[^}]+\}")
@@ -340,7 +340,7 @@ FUNCTIONS: dict[str, Function] = {
     "prediction": _prediction,
     "quantize": _quantize,
     "quantize_te": _quantize_text_encoder,
-    "dropout": put_if("lora.dropout", lambda value: bool(number(value)), "0 switches it off"),
+    "dropout": put_dropout,
     "start": put_path("lora.init_from"),
     "file_format": put_number_format("output.dtype"),
     "save_every": _save_every,

@@ -138,16 +138,12 @@ def _captions(t: Translator, at: Mapping[str, Setting]) -> dict[str, RecipeValue
     if has_word and word is not None:
         found["trigger_word"] = RecipeValue(str(word.value), (word,))
     usual = at.get("default_caption")
-    if (
-        usual is not None
-        and usual.value
-        and not (has_word and word is not None and usual.value in (word.value, "[trigger]"))
-    ):
+    note = "the trigger word is added" if has_word else ""
+    settings: tuple[Setting, ...] = (usual or Setting("datasets.default_caption", ""),)
+    if usual is not None and usual.value and not (has_word and word is not None and usual.value == word.value):
         t.lose(usual, "the caption of images without one", ours="data.caption_fallback")
-    else:
-        settings = (usual,) if usual is not None else (Setting("datasets.default_caption", ""),)
-        note = "the trigger word is added" if has_word else ""
-        found["caption_fallback"] = RecipeValue("trigger" if has_word else "empty", settings, note)
+        settings, note = (), "ai-toolkit's default_caption is not taken over"
+    found["caption_fallback"] = RecipeValue("trigger" if has_word else "empty", settings, note)
     shuffle, kept = at.get("shuffle_tokens"), at.get("keep_tokens")
     shuffles = shuffle is not None and is_on(shuffle.value)
     if shuffles and shuffle is not None:

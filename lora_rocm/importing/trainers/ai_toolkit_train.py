@@ -77,6 +77,8 @@ def _learning_rate(t: Translator, setting: Setting) -> None:
     first, rate = t.given("train.unet_lr"), number(setting.value)
     ours = str(t.values["optim.optimizer"].value)
     if first is not None and first is not setting and number(first.value) is not None:
+        if is_on(t.value("train.train_text_encoder")) and t.given("train.text_encoder_lr") is None:
+            _train_text_encoder_at(t, setting)
         t.skip(setting, "unet_lr takes precedence")
     elif "optim.learning_rate" in t.values:
         t.lose(setting, "this rate fits another optimizer", ours="optim.learning_rate")
@@ -86,6 +88,12 @@ def _learning_rate(t: Translator, setting: Setting) -> None:
         t.put("optim.learning_rate", 1.0, setting, note="ai-toolkit uses 1 in place of rates below 0.1")
     else:
         t.put("optim.learning_rate", rate, setting)
+
+
+def _train_text_encoder_at(t: Translator, setting: Setting) -> None:
+    """``lr`` is the rate of the text encoders if only the UNet has its own."""
+    if family_of(t) not in FLOWS and number(setting.value):
+        t.put("optim.text_encoder_learning_rate", number(setting.value), setting)
 
 
 def _text_encoder_rate(t: Translator, setting: Setting) -> None:

@@ -20,7 +20,7 @@ from lora_rocm.importing.translator import Function, Translator, plain_key
 from lora_rocm.importing.value_maps import (
     is_on,
     number,
-    put_if,
+    put_dropout,
     put_number,
     put_number_format,
     put_path,
@@ -551,7 +551,7 @@ FUNCTIONS: dict[str, Function] = {
     "text_encoder_format": _text_encoder_format,
     "guidance": _guidance,
     "sequence_length": _sequence_length,
-    "dropout": put_if("lora.dropout", lambda value: bool(number(value)), "0 switches it off"),
+    "dropout": put_dropout,
     "weight_format": put_number_format("lora.weight_dtype"),
     "start": put_path("lora.init_from"),
     "stop": _stop,

@@ -215,7 +215,7 @@ def _captions(concept: _Concept) -> dict[str, RecipeValue]:
         t.lose(origin, "takes captions of all images from one file", ours="data.caption_fallback")
         if file is not None:
             t.lose(file, "the file with the captions of all images")
-        return {}
+        return {"caption_fallback": RecipeValue("empty", (), "OneTrainer's file of captions is not taken over")}
     if str(origin.value) == "filename":
         note = "a caption file next to an image has precedence here"
         return {"caption_fallback": RecipeValue("filename", (origin,), note)}
