@@ -42,6 +42,7 @@ BLOCKS = {
     "flux": "(single_)?transformer_blocks", "z-image": "layers", "anima": "transformer_blocks",
 }  # fmt: skip
 """Family -> names of the blocks. A LoRA adapts their linear layers."""
+LYCORIS = ("locon", "lycoris")
 QUANTIZED = {
     "qfloat8": "fp8", "float8": "fp8", "qint8": "int8", "int8": "int8", "convrot8": "int8", "qint4": "nf4",
     "uint4": "nf4", "int4": "nf4", "uint8": "int8", "nf4": "nf4",
@@ -140,7 +141,10 @@ def _network(t: Translator) -> None:
         t.put("lora.type", "lokr", kind)
         _lokr(t, rank, alpha)
     elif name in ("lora", "lierla", "locon", "lycoris", "dora"):
-        t.skip(kind, "a LoRA") if name != "dora" else t.put("lora.use_dora", True, kind)
+        if name == "dora":
+            t.put("lora.use_dora", True, kind)
+        elif name not in LYCORIS or family in FLOWS:
+            t.skip(kind, "a LoRA")
         t.put("lora.rank", rank.value, rank)
         if family in FLOWS:
             t.put("lora.alpha", whole(number(rank.value) or 0), alpha, note="ai-toolkit uses the rank for this model")
@@ -206,10 +210,16 @@ def _unet_targets(t: Translator) -> None:
         setting = t.given(f"network.network_kwargs.{key}")
         if setting is not None and setting.value:
             t.lose(setting, "selects modules by parts of their names in kohya's format", ours="lora.targets")
-    if conv is None or not number(conv.value):
+    kind = t.given("network.type")
+    if kind is not None and str(kind.value).lower() in LYCORIS:
+        note = "ai-toolkit also adapts the first and the last convolution, and the embedding of the time"
+        t.put("lora.targets", "attention-mlp-conv", kind, note=note)
+    elif conv is None or not number(conv.value):
         t.put("lora.targets", "attention-mlp", note="the linear layers of the transformers, as in ai-toolkit")
+    else:
+        t.put("lora.targets", "attention-mlp-conv", note="conv is set")
+    if conv is None or not number(conv.value):
         return
-    t.put("lora.targets", "attention-mlp-conv", note="conv is set")
     t.put("lora.conv_rank", whole(number(conv.value) or 0), conv)
     t.put("lora.conv_alpha", whole(number((alpha or conv).value) or 0), *filter(None, [alpha]))
 

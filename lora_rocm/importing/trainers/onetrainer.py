@@ -97,8 +97,7 @@ QUANTIZED = {
     "INT_W8A8_COMPRESSED": "int8", "NFLOAT_4": "nf4",
 }  # fmt: skip
 PLAIN = ("FLOAT_16", "BFLOAT_16", "FLOAT_32", "TFLOAT_32", "NONE")
-TEXT_TOKENS = {"flux": 512, "z-image": 512, "anima": 512}
-"""Family -> longest caption in tokens that we read."""
+T5_TOKENS = 512
 
 
 def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
@@ -387,15 +386,13 @@ def _guidance(t: Translator, setting: Setting) -> None:
 
 
 def _sequence_length(t: Translator, setting: Setting) -> None:
-    family = family_of(t)
-    is_long = setting.key.startswith("text_encoder_2") == (family == "flux")
-    tokens = TEXT_TOKENS.get(family, 0)
-    if not is_long or not tokens:
+    """Only the T5 of FLUX.1 has it."""
+    if family_of(t) != "flux" or not setting.key.startswith("text_encoder_2"):
         t.skip(setting, "OneTrainer does not read it for this model")
-    elif (number(setting.value) or tokens) >= tokens:
-        t.skip(setting, f"captions of up to {tokens} tokens are read")
+    elif (number(setting.value) or T5_TOKENS) >= T5_TOKENS:
+        t.skip(setting, f"captions of up to {T5_TOKENS} tokens are read")
     else:
-        t.lose(setting, f"cuts captions at this number of tokens; here at {tokens}")
+        t.lose(setting, f"cuts captions at this number of tokens; here at {T5_TOKENS}")
 
 
 # functions of the table: the adapter and rates
