@@ -50,8 +50,8 @@ def command_settings(text: str, file: str, program: re.Pattern[str], shell: Shel
     Args:
         text: of the script.
         file: for the settings.
-        program: pattern of the word that names the training program.
-        shell: whose syntax it has.
+        program: pattern of the word that names the training program, in its last group if it has some.
+        shell: its syntax.
     """
     found, variables, is_done = FileContent(), dict[str, str](), False
     for number, line in _whole_lines(text, shell):
@@ -59,14 +59,18 @@ def command_settings(text: str, file: str, program: re.Pattern[str], shell: Shel
             continue
         assigned = ASSIGNMENT[shell].match(line)
         value = _assigned(_replaced(assigned[2], variables, shell), shell) if assigned is not None else None
-        if assigned is not None and (value is not None or not program.search(line)):
+        named = program.search(line)
+        if assigned is not None and value is None and named is not None and shell == "ps1":
+            value = named[named.lastindex or 0]
+            found.unread.append(Unread(file, number, f"sets {assigned[1]} by an expression; {value} is taken"))
+        if assigned is not None and (value is not None or named is None):
             found.unread += _assign(variables, assigned[1].lower(), value, Unread(file, number, assigned[1]), line)
             continue
         command = _replaced(line, variables, shell)
         if not program.search(command):
             continue
         if is_done:
-            found.unread.append(Unread(file, number, "is a further command; import it from a file of its own"))
+            found.unread.append(Unread(file, number, "is a further command; import it from another file"))
             continue
         is_done = True
         try:
@@ -75,6 +79,8 @@ def command_settings(text: str, file: str, program: re.Pattern[str], shell: Shel
             found.unread.append(Unread(file, number, "has an open quotation mark"))
             words = command.split()
         found.extend(options_of(words, file, _LineOf(text, number), program))
+    if not is_done:
+        found.unread.append(Unread(file, 0, "has no command line of the training program"))
     return found
 
 

@@ -46,7 +46,7 @@ NOT_NEEDED = {
     "validation_seed": "train.seed decides which images are held out",
     "debug_dataset": "it shows the images, without training",
 }
-NEUTRAL: tuple[object, ...] = (None, "", False, 0, 0.0, 1.0, ",")
+NEUTRAL: tuple[object, ...] = (None, "", False)
 LIMITS = ("max_bucket_reso", "min_bucket_reso")
 MAX_ASPECT = 100.0
 
@@ -74,7 +74,7 @@ class _Sections:
 
 
 def put_data(t: Translator, step: int) -> None:
-    """Write ``data`` from the datasets and the folders. ``step``: bucket sides are multiples of it."""
+    """Write ``data`` from the datasets and the folders. ``step``: bucket sides are its multiples."""
     # the subsets; without any, the options hold for the folder that the user fills in
     subsets = [*_subsets(t)] or [("train_data_dir", None, _Sections(t, ["general"]))]
     sources = [_source(t, kind, folder, sections) for kind, folder, sections in subsets]
@@ -196,7 +196,8 @@ def _add_converted(t: Translator, found: dict[str, RecipeValue], sections: _Sect
 def _lose_unsupported(t: Translator, sections: _Sections) -> None:
     for key, would in UNSUPPORTED.items():
         setting = sections.find(key)
-        if setting is not None and not _is_neutral(setting.value) and not t.is_settled(setting):
+        is_usual = setting is None or _is_neutral(setting.value) or (key == "network_multiplier" and setting.value == 1)
+        if setting is not None and not is_usual and not t.is_settled(setting):
             t.lose(setting, would)
     separator = sections.find("caption_separator")
     if separator is not None and str(separator.value).strip() not in (",", ""):
