@@ -9,6 +9,8 @@ from lora_rocm.importing.trainer import Trainer
 
 MODULES: Mapping[str, str] = {
     "kohya": "lora_rocm.importing.trainers.kohya",
+    "onetrainer": "lora_rocm.importing.trainers.onetrainer",
+    "ai-toolkit": "lora_rocm.importing.trainers.ai_toolkit",
 }
 """Id of a trainer, as in ``recipe/foreign.toml`` -> the module with its ``TRAINER``."""
 

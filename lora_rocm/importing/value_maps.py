@@ -92,6 +92,14 @@ def put_if(ours: str, when: Callable[[Value], bool], otherwise: str) -> Function
     return put
 
 
+def put_dropout(t: Translator, setting: Setting) -> None:
+    """Dropout of kohya's kind, between the two matrices of a LoRA."""
+    if number(setting.value):
+        t.put("lora.dropout", setting.value, setting, note="between the two matrices there, at their input here")
+    else:
+        t.skip(setting, "0 switches it off")
+
+
 def put_number_format(ours: str) -> Function:
     """A function that converts a number format: ``float`` is fp32, ``BFLOAT_16`` bf16."""
 

@@ -26,6 +26,7 @@ MAX_KEYS = 20_000
 MAX_DOTS = 1000  # in a line of TOML: the library is very slow for keys with many parts
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=", re.MULTILINE)
 JSON_KEY = re.compile(r'"([A-Za-z_][\w.]*)"\s*:')
+YAML_KEY = re.compile(r"""^\s*(?:- )?["']?([A-Za-z_]\w*)["']?\s*:""", re.MULTILINE)
 TOML_HEADER = re.compile(r"^\s*\[{1,2}\s*([\w.-]+)\s*\]{1,2}", re.MULTILINE)
 USUAL_START = "sdxl.yaml"
 NAMES_IN_OTHER_TRAINERS = "docs/reference/kohya-names.md"
@@ -111,6 +112,8 @@ def trainer_in(text: str) -> str | None:
     if _is_ours(value):
         return None
     found = _foreign(text, value if isinstance(value, dict | list) else _mapping(text))
+    if found is None and value is None:  # damaged YAML
+        found = _foreign(text, dict.fromkeys(YAML_KEY.findall(text)))
     return found.trainer or None if found is not None else None
 
 

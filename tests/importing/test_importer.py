@@ -15,7 +15,13 @@ from lora_rocm.importing.rows import table_of
 from lora_rocm.recipe.load import load_text
 from tests.importing.imported import CONFIGS, check_outcomes, imported, outcome_of, row_of, values_of
 
-FILES = sorted(path for path in CONFIGS.rglob("*") if path.is_file() and path.suffix not in (".md", ".txt"))
+PARTS = ("concepts.json", "samples.json")
+"""Files that belong to a configuration of OneTrainer, and are none alone."""
+FILES = sorted(
+    path
+    for path in CONFIGS.rglob("*")
+    if path.is_file() and path.suffix not in (".md", ".txt") and path.name not in PARTS
+)
 MINIMAL = 'network_module = "networks.lora"\nnetwork_dim = 8\n'
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz1234"
 

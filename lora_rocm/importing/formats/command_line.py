@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -122,6 +122,18 @@ def options_of(words: list[str], file: str, line_of: _LineOf, program: re.Patter
         parsed: list[Value] = [_value(text) for text in values]
         content: Value = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
         found.settings.append(Setting(f"launcher.{key}" if launcher else key, content, file, line))
+    return found
+
+
+def assignments(words: Sequence[str], file: str) -> FileContent:
+    """Words NAME=VALUE as settings. Names may have indices, such as ``datasets[0].resolution``."""
+    found = FileContent()
+    for word in words:
+        name, equals, value = word.lstrip("-").partition("=")
+        if name and equals:
+            found.settings.append(Setting(name, _value(value), file))
+        else:
+            found.unread.append(Unread(file, 0, f"{word} is not NAME=VALUE"))
     return found
 
 
