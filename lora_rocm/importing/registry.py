@@ -9,6 +9,7 @@ from lora_rocm.importing.trainer import Trainer
 
 MODULES: Mapping[str, str] = {
     "kohya": "lora_rocm.importing.trainers.kohya",
+    "simpletuner": "lora_rocm.importing.trainers.simpletuner",
     "diffusion-pipe": "lora_rocm.importing.trainers.diffusion_pipe",
 }
 """Id of a trainer, as in ``recipe/foreign.toml`` -> the module with its ``TRAINER``."""
