@@ -10,6 +10,7 @@ from lora_rocm.importing.trainer import Trainer
 MODULES: Mapping[str, str] = {
     "kohya": "lora_rocm.importing.trainers.kohya",
     "simpletuner": "lora_rocm.importing.trainers.simpletuner",
+    "musubi": "lora_rocm.importing.trainers.musubi",
     "diffusion-pipe": "lora_rocm.importing.trainers.diffusion_pipe",
 }
 """Id of a trainer, as in ``recipe/foreign.toml`` -> the module with its ``TRAINER``."""
