@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any, cast
 
 from lora_rocm.foundation.json_text import BadJson, parse_json
-from lora_rocm.importing.setting import FileContent, Setting, Unread, Value
+from lora_rocm.importing.setting import FileContent, Setting, Unread, Value, is_secret_text
 
 MAGIC = re.compile(r"^\s*[!%]")
 
@@ -48,6 +48,8 @@ def call_settings(text: str, file: str, functions: Collection[str]) -> FileConte
 
 def _source_of(node: ast.expr) -> str:
     text = " ".join(ast.unparse(node).split())
+    if is_secret_text(text):
+        return "***"
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
