@@ -27,6 +27,7 @@ MAX_DEPTH = 6  # nesting of keys
 MAX_KEYS = 20_000
 MAX_DOTS = 1000  # in a line of TOML: the library is very slow for keys with many parts
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=", re.MULTILINE)
+JSON_KEY = re.compile(r'^\s*[{\[,]*\s*"(\w+)"\s*:', re.MULTILINE)
 USUAL_START = "sdxl.yaml"
 NAMES_IN_OTHER_TRAINERS = "docs/reference/kohya-names.md"
 
@@ -150,7 +151,7 @@ def _bases(data: object, depth: int = 0) -> Iterator[str]:
 
 
 def _mapping(text: str) -> Any:
-    """The content of a JSON or TOML file or of KEY=VALUE lines; None for another file."""
+    """The content of a JSON or TOML file, or the keys of a damaged one or of KEY=VALUE lines; None for another file."""
     try:
         return parse_json(text, repeated_keys=True)
     except BadJson:
@@ -160,7 +161,8 @@ def _mapping(text: str) -> Any:
             return tomllib.loads(text)
         except (ValueError, RecursionError):  # for example Windows paths with single backslashes
             pass
-    return dict.fromkeys(ASSIGNMENT.findall(text)) or None
+    damaged_json = JSON_KEY.findall(text) if text.lstrip()[:1] in ("{", "[") else []
+    return dict.fromkeys([*damaged_json, *ASSIGNMENT.findall(text)]) or None
 
 
 def _paths(data: Any, above: str = "", depth: int = 0) -> Iterator[str]:

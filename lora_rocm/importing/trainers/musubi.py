@@ -207,7 +207,7 @@ def _data(t: Translator) -> None:
     bucket, fixed = switches["enable_bucket"], switches["bucket_no_upscale"]
     is_bucket = bucket is not None and is_on(bucket.value)
     t.put("data.enable_bucket", is_bucket, *([bucket] if bucket else []), note="" if bucket else "off there by default")
-    is_fixed = fixed is not None and is_on(fixed.value)
+    is_fixed = is_bucket and fixed is not None and is_on(fixed.value)
     t.put("data.upscale", not is_fixed, *([fixed] if fixed else []), note="" if fixed else "on there by default")
     for setting in t.below("general"):
         if not t.is_settled(setting):

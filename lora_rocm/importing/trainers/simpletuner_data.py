@@ -237,7 +237,11 @@ def _size(data: DataSet) -> dict[str, RecipeValue]:
     if plain == "area":
         side, note = round(1000 * size**0.5), "megapixels there; here the side of a square of the same area"
     elif plain == "pixel":
-        side, note = round(size), "the shorter side there; here the side of a square of the same area"
+        is_square = is_on(data.value("crop")) and str(data.value("crop_aspect") or "square").lower() == "square"
+        side, note = (
+            round(size),
+            "" if is_square else "the shorter side there; here the side of a square of the same area",
+        )
     else:
         side, note = round(size), ""
     return {"resolution": RecipeValue(side, (given,), note)}

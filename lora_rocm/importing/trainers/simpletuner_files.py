@@ -48,8 +48,8 @@ def read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
 
 def near(setting: Setting) -> Setting:
     """The setting with the whole path of the file that it names: its path begins at SimpleTuner's own folder."""
-    text = Path(path_text(setting.value)).expanduser()
-    for parent in Path(setting.file).absolute().parents[:PARENTS]:
+    text, file = Path(path_text(setting.value)).expanduser(), Path(setting.file)
+    for parent in [*file.parents, *file.absolute().parents][: 2 * PARENTS]:
         for place in (parent / text, parent / text.name):
             if place.is_file():
                 return replace(setting, value=str(place))
@@ -105,7 +105,7 @@ def _whole(settings: Iterator[Setting]) -> Iterator[Setting]:
 
 def _environment(file: ConfigFile) -> FileContent:
     """The variables of ``config.env``. Variables in values are replaced; ``+=`` adds words."""
-    found, variables = FileContent(), dict[str, tuple[str, int]]()
+    found, variables, used = FileContent(), dict[str, tuple[str, int]](), set[str]()
     for number, line in enumerate(file.text.splitlines(), 1):
         assigned = ASSIGNMENT["sh"].match(line.replace("+=", "=", 1))
         if COMMENT["sh"].match(line) or assigned is None:
@@ -113,6 +113,7 @@ def _environment(file: ConfigFile) -> FileContent:
                 found.unread.append(Unread(file.file, number, "sets no variable"))
             continue
         name, text = assigned[1].lower(), assigned[2]
+        used.update(known[1].lower() for known in VARIABLE["sh"].finditer(text))
         value = VARIABLE["sh"].sub(lambda known: variables.get(known[1].lower(), (known[0], 0))[0], text)
         try:
             value = " ".join(shlex.split(value, comments=True))
@@ -122,6 +123,8 @@ def _environment(file: ConfigFile) -> FileContent:
         before = f"{variables[name][0]} " if "+=" in line and name in variables else ""
         variables[name] = (before + value, number)
     for name, (value, number) in variables.items():
+        if name in used and name not in EXTRA:
+            continue  # a name of the user's own for a part of other values
         if re.search(r"\$\{?\w|\$\(|`", value):
             found.unread.append(
                 Unread(file.file, number, f"{name} has the value of a variable that the file does not set")

@@ -86,8 +86,10 @@ ARGUMENTS = {"eps": "epsilon", "weight_decay": "weight_decay"}
 
 
 def _trains_in_bf16(t: Translator) -> bool:
-    """Whether the adapter's weights are bf16: with ``mixed_precision: bf16``, which is the default."""
-    return str(t.value("mixed_precision")).lower() == "bf16"
+    """Whether the adapter's weights are bf16: with ``mixed_precision: bf16``, the default, or a quantized base."""
+    is_quantized = str(t.value("base_model_precision") or "no_change").lower() != "no_change"
+    default = str(t.value("base_model_default_dtype") or "bf16").lower()
+    return str(t.value("mixed_precision")).lower() == "bf16" or (is_quantized and default == "bf16")
 
 
 def _name(t: Translator) -> str:
