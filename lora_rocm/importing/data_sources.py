@@ -52,7 +52,7 @@ def side_of(value: Value) -> int | None:
 
 
 def ratio_of(value: Value) -> float | None:
-    """Width over height: 1.5 or [768, 512]; None if it is no ratio above 0."""
+    """Width over height: 1.5 or [768, 512]; None if it is anything else."""
     sides = [number(each) for each in value] if isinstance(value, list) else [number(value), 1.0]
     if len(sides) != 2 or any(side is None or side <= 0 for side in sides):
         return None

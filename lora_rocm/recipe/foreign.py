@@ -27,6 +27,7 @@ MAX_DEPTH = 6  # nesting of keys
 MAX_KEYS = 20_000
 MAX_DOTS = 1000  # in a line of TOML: the library is very slow for keys with many parts
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=", re.MULTILINE)
+HEADER = re.compile(r"^\s*\[+\s*([\w.-]+)\s*\]+\s*(?:#.*)?$")
 JSON_KEY = re.compile(r'^\s*[{\[,]*\s*"(\w+)"\s*:', re.MULTILINE)
 USUAL_START = "sdxl.yaml"
 NAMES_IN_OTHER_TRAINERS = "docs/reference/kohya-names.md"
@@ -161,8 +162,19 @@ def _mapping(text: str) -> Any:
             return tomllib.loads(text)
         except (ValueError, RecursionError):  # for example Windows paths with single backslashes
             pass
-    damaged_json = JSON_KEY.findall(text) if text.lstrip()[:1] in ("{", "[") else []
-    return dict.fromkeys([*damaged_json, *ASSIGNMENT.findall(text)]) or None
+    return dict.fromkeys(_keys_by_lines(text)) or None
+
+
+def _keys_by_lines(text: str) -> Iterator[str]:
+    """The keys at the begin of lines, in TOML also with the section above them."""
+    if text.lstrip().startswith("{"):
+        yield from JSON_KEY.findall(text)
+    above = ""
+    for line in text.splitlines():
+        if (header := HEADER.match(line)) is not None:
+            above = f"{header[1]}."
+        elif (found := ASSIGNMENT.match(line)) is not None:
+            yield from {found[1], above + found[1]}
 
 
 def _paths(data: Any, above: str = "", depth: int = 0) -> Iterator[str]:

@@ -13,9 +13,7 @@ from lora_rocm.importing.importer import ImportedRecipe, import_files
 from tests.importing.imported import CONFIGS, check_outcomes, imported, outcome_of, row_of, values_of
 
 FOLDER = CONFIGS / "simpletuner"
-Z_IMAGE_LAYERS = (
-    r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.(to_[qkv]|to_out\.0)|feed_forward\.w[123])"
-)
+Z_IMAGE_LAYERS = r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.(to_[qkv]|to_out\.0)|feed_forward\.w[123])"
 
 
 def of_options(folder: Path, **options: Any) -> ImportedRecipe:

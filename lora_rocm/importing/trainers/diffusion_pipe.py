@@ -43,8 +43,8 @@ SDXL_TARGETS = [
 """All linear layers of the UNet's blocks."""
 KAHAN = {
     "adamw_optimi": "",
-    "adamw8bitkahan": "its moments have 8 bits there",
-    "stableadamw": "there each update is also limited by its root mean square",
+    "adamw8bitkahan": "diffusion-pipe: moments of 8 bits",
+    "stableadamw": "diffusion-pipe also limits each update by its root mean square",
 }
 """Optimizers with Kahan summation of bf16 weights -> how AdamW with it differs."""
 OF_CLASSES: Mapping[str, Mapping[str, Value]] = {
@@ -106,9 +106,9 @@ def _prepare(t: Translator) -> None:
         t.put("model.family", family, note="a guess: no file names the model")
     _base(t, family)
     targets: Value = [*SDXL_TARGETS] if family == "sdxl" else "all-linear"
-    t.put("lora.targets", targets, note="all linear layers of the blocks, as there")
+    t.put("lora.targets", targets, note="diffusion-pipe adapts all linear layers of the blocks")
     if next(t.below("adapter"), None) is None:
-        t.put("lora.type", "lora", note="without the section adapter the whole model is trained there")
+        t.put("lora.type", "lora", note="without the section adapter diffusion-pipe trains the whole model")
     if family == "sdxl":
         _text_encoders(t)
     else:
@@ -135,7 +135,7 @@ def _base(t: Translator, family: str) -> None:
 
 
 def _flux(t: Translator, named: Sequence[str]) -> None:
-    """The variant of FLUX.1, and a transformer from a file besides the folder of the other components."""
+    """The variant of FLUX.1, and a transformer from a separate file."""
     edits = any(plain_key(setting.key).endswith(".control_path") for setting in t.settings)
     if edits or any("kontext" in text for text in named):
         t.put("model.variant", "kontext", note="there are control images, or a file has kontext in its name")
@@ -152,11 +152,11 @@ def _flux(t: Translator, named: Sequence[str]) -> None:
 
 
 def _text_encoders(t: Translator) -> None:
-    """Those of SDXL are trained unless their rates are 0."""
+    """The text encoders of SDXL are trained unless their rates are 0."""
     rates = [t.given(f"model.text_encoder_{index}_lr") for index in (1, 2)]
     is_off = all(rate is not None and number(rate.value) == 0 for rate in rates)
     if not is_off:
-        t.put("lora.train_text_encoder", True, note="there the text encoders of SDXL are always trained")
+        t.put("lora.train_text_encoder", True, note="diffusion-pipe always trains the text encoders of SDXL")
 
 
 def _optimizer_arguments(t: Translator) -> None:
@@ -184,7 +184,7 @@ def _noise(t: Translator) -> None:
     elif by_size is not None and is_on(by_size.value):
         t.put("objective.shift", "resolution", by_size)
     else:
-        t.put("objective.shift", 1, note="there the noise level is not shifted unless the file asks for it")
+        t.put("objective.shift", 1, note="diffusion-pipe does not shift the noise level by default")
 
 
 # functions of the table
@@ -235,7 +235,9 @@ def _save_examples(t: Translator, setting: Setting) -> None:
         t.lose(setting, "it is not a number", changes_weights=False)
     else:
         steps = max(int(examples // _samples_per_update(t)), 1)
-        t.put("output.save_every_n_steps", steps, setting, note="images divided by those of an update")
+        t.put(
+            "output.save_every_n_steps", steps, setting, note="the number of images, divided by the images of an update"
+        )
 
 
 def _save_epochs(t: Translator, setting: Setting) -> None:
@@ -254,10 +256,15 @@ def _schedule(t: Translator, setting: Setting) -> None:
         t.lose(setting, "lora-rocm has no such schedule; the rate stays constant", ours="optim.lr_scheduler")
         return
     is_cut = plain != "constant" and t.given("max_steps") is not None
-    t.put("optim.lr_scheduler", plain, setting, note="there it falls over all epochs, also with max_steps" * is_cut)
+    t.put(
+        "optim.lr_scheduler",
+        plain,
+        setting,
+        note="diffusion-pipe: the rate falls over all epochs, also with max_steps" * is_cut,
+    )
     rate = number(t.value("optimizer.lr"))
     if plain == "cosine" and rate and rate > COSINE_END:
-        t.put("optim.lr_min_ratio", COSINE_END / rate, note="there the rate falls to 1e-6")
+        t.put("optim.lr_min_ratio", float(f"{COSINE_END / rate:.6g}"), note="diffusion-pipe: the rate falls to 1e-6")
 
 
 def _warmup(t: Translator, setting: Setting) -> None:
@@ -273,7 +280,7 @@ def _huber(t: Translator, setting: Setting) -> None:
         t.skip(setting, "it is off")
         return
     kind = "smooth_l1" if "smooth" in setting.key else "huber"
-    note = "" if "pseudo" in setting.key else "pseudo-Huber here, Huber there"
+    note = "" if "pseudo" in setting.key else "here pseudo-Huber in place of Huber"
     t.put("objective.loss_type", kind, setting, note=note)
     t.put("objective.huber_schedule", "constant")
     t.put("objective.huber_c", threshold)
@@ -344,7 +351,7 @@ def _fused_adapter(t: Translator, setting: Setting) -> None:
     if not setting.value or (setting.key.endswith(".weight") and setting.value == 1):
         t.skip(setting, "this value has no effect")
     elif len(paths) == 1 and all(weight == 1 for weight in weights):
-        note = "there it is merged into the base; here it is applied during training"
+        note = "diffusion-pipe merges it into the base; here it is active during training only"
         t.put("model.training_adapter", path_text(setting.value), setting, note=note)
     else:
         t.lose(setting, "merges adapters into the base, with weights", ours="model.training_adapter")
@@ -360,7 +367,7 @@ def _spread(t: Translator, setting: Setting) -> None:
 def _prediction(t: Translator, setting: Setting) -> None:
     if is_on(setting.value):
         t.put("model.prediction_type", "v_prediction", setting)
-        t.put("objective.zero_terminal_snr", True, note="there v_pred includes it")
+        t.put("objective.zero_terminal_snr", True, note="v_pred includes it in diffusion-pipe")
     else:
         t.put("model.prediction_type", "epsilon", setting)
 
@@ -511,11 +518,11 @@ def _finish(t: Translator) -> None:
     name = str(given.value).rpartition(".")[2].lower() if given is not None else ""
     if given is not None:
         for key, value in OF_CLASSES.get(name, OF_OTHERS).items():
-            put_absent(t, f"optim.{key}", value, f"the default of {given.value} there")
+            put_absent(t, f"optim.{key}", value, f"diffusion-pipe: the default of {given.value}")
     trained = _trained_format(t)
-    put_weight_format(t, trained, "there the adapter has the number format of the base")
+    put_weight_format(t, trained, "diffusion-pipe: the number format of the base")
     if trained and "output.dtype" not in t.values:
-        t.put("output.dtype", trained, note="there a file has the number format of the adapter")
+        t.put("output.dtype", trained, note="diffusion-pipe: the number format of the adapter")
 
 
 FUNCTIONS: dict[str, Function] = {

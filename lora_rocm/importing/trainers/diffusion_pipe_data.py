@@ -38,9 +38,9 @@ def put_directories(t: Translator) -> None:
     paths = [setting for setting in t.settings if plain_key(setting.key) == "dataset.directory.path"]
     put_sources(t, [_source(t, setting) for setting in paths])
     if paths:
-        t.put("data.upscale", True, note="there small images are enlarged")
+        t.put("data.upscale", True, note="diffusion-pipe enlarges small images")
     if any(setting.key.startswith("dataset.") and setting.key.endswith("mask_path") for setting in t.settings):
-        t.put("data.normalize_masked_area_loss", False, note="there a small mask makes the loss smaller")
+        t.put("data.normalize_masked_area_loss", False, note="in diffusion-pipe a small mask makes the loss smaller")
     for setting in t.below("dataset"):
         if plain_key(setting.key).rpartition(".")[2] in KEYS and not t.is_settled(setting):
             t.skip(setting, "another key takes precedence")
@@ -51,7 +51,7 @@ def _source(t: Translator, path: Setting) -> Source:
     directory = _Directory(t, path.key.rpartition(".")[0])
     source: dict[str, RecipeValue] = {
         "path": RecipeValue(path_text(path.value), (path,)),
-        "recursive": RecipeValue(False, (), "there sub-folders are not read"),
+        "recursive": RecipeValue(False, (), "diffusion-pipe does not read sub-folders"),
         **dict(_sizes(directory)),
     }
     for theirs, ours in (("num_repeats", "repeats"), ("caption_prefix", "caption_prefix")):
@@ -66,7 +66,7 @@ def _source(t: Translator, path: Setting) -> Source:
     if settings and not is_on(found):
         source["caption_fallback"] = RecipeValue("empty", settings)
     else:
-        source["caption_fallback"] = RecipeValue("error", settings, "there images without a caption are left out")
+        source["caption_fallback"] = RecipeValue("error", settings, "diffusion-pipe skips images without a caption")
     _put_buckets(directory)
     if (shuffled := _shuffled(directory)) is not None:
         source["shuffle_caption"] = RecipeValue(True, shuffled)
@@ -94,7 +94,12 @@ def _put_buckets(directory: _Directory) -> None:
     if directory.value("size_buckets")[0]:
         return
     if not is_on(switch):
-        t.put("data.enable_bucket", False, *switch_settings, note="" if switch_settings else "off there by default")
+        t.put(
+            "data.enable_bucket",
+            False,
+            *switch_settings,
+            note="" if switch_settings else "diffusion-pipe: off by default",
+        )
         return
     t.put("data.enable_bucket", True, *switch_settings)
     ratios, settings = directory.value("ar_buckets")
@@ -108,7 +113,7 @@ def _put_buckets(directory: _Directory) -> None:
 
 
 def _shuffled(directory: _Directory) -> tuple[Setting, ...] | None:
-    """The settings that shuffle tags, if they are on; writes how many orders of them are cached."""
+    """The settings that shuffle tags, if they are on; writes the number of orders that are cached."""
     t = directory.t
     (count, settings), (tags, tag_settings) = directory.value("cache_shuffle_num"), directory.value("shuffle_tags")
     variants = int(number(count) or 0)
@@ -119,5 +124,5 @@ def _shuffled(directory: _Directory) -> tuple[Setting, ...] | None:
     if variants:
         t.put("data.caption_variants", variants, *settings, *tag_settings)
     else:
-        t.put("data.caption_variants", 1, note="there the tags are shuffled once")
+        t.put("data.caption_variants", 1, note="diffusion-pipe shuffles the tags once")
     return (*settings, *tag_settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from lora_rocm.importing.config_files import ConfigFile, ConfigFiles
 from lora_rocm.importing.data_sources import Source, put_sources, side_of
@@ -97,13 +98,14 @@ def _prepare(t: Translator) -> None:
     for theirs, ours in ENCODERS[family].items():
         if (setting := t.given(theirs)) is not None and setting.value:
             put_path(f"model.{ours}")(t, setting)
-    script = t.given("script")
-    if script is not None and "_network" not in str(script.value):
-        t.lose(script, "trains the whole model; here an adapter is trained", ours="lora.type")
     module = str(t.value("network_module") or "").rpartition(".")[2]
     if module in ("lokr", "loha"):
         t.put("lora.type", module, *([found] if (found := t.given("network_module")) is not None else []))
-    t.put("lora.targets", "attention-mlp", note="there the same layers, in FLUX.1 with fused query, key and value")
+    t.put(
+        "lora.targets",
+        "attention-mlp",
+        note="musubi-tuner adapts these layers; in FLUX.1 it fuses query, key and value",
+    )
     _noise(t)
     _data(t)
 
@@ -122,6 +124,8 @@ def _family(t: Translator) -> str:
         t.refuse_base(OTHERS[by_script], script)
     if by_module in OTHERS:
         t.refuse_base(OTHERS[by_module], module)
+    if script is not None and "_network" not in str(script.value):
+        t.lose(script, "trains the whole model; here an adapter is trained", ours="lora.type")
     if script is not None and by_script in FAMILY_OF_SCRIPT:
         t.put("model.family", FAMILY_OF_SCRIPT[by_script], script)
     elif module is not None and by_module in FAMILY_OF_MODULE:
@@ -175,7 +179,7 @@ def _by_weighting(t: Translator, setting: Setting, mean: float, std: float) -> N
     if plain == "logit_normal":
         _put_noise(t, setting, "logit-normal", value, *settings)
         if mean:
-            t.put("objective.logit_mean", -mean, *_given(t, "logit_mean"), note="the opposite sign there")
+            t.put("objective.logit_mean", -mean, *_given(t, "logit_mean"), note="musubi-tuner has the opposite sign")
         if std != 1:
             t.put("objective.logit_std", std, *_given(t, "logit_std"))
     else:
@@ -206,12 +210,19 @@ def _data(t: Translator) -> None:
     switches = {key: _inherited(t, list(indices), key) for key in ("enable_bucket", "bucket_no_upscale")}
     bucket, fixed = switches["enable_bucket"], switches["bucket_no_upscale"]
     is_bucket = bucket is not None and is_on(bucket.value)
-    t.put("data.enable_bucket", is_bucket, *([bucket] if bucket else []), note="" if bucket else "off there by default")
+    t.put(
+        "data.enable_bucket",
+        is_bucket,
+        *([bucket] if bucket else []),
+        note="" if bucket else "musubi-tuner: off by default",
+    )
     is_fixed = is_bucket and fixed is not None and is_on(fixed.value)
-    t.put("data.upscale", not is_fixed, *([fixed] if fixed else []), note="" if fixed else "on there by default")
+    t.put(
+        "data.upscale", not is_fixed, *([fixed] if fixed else []), note="" if fixed else "musubi-tuner: on by default"
+    )
     for setting in t.below("general"):
         if not t.is_settled(setting):
-            t.skip(setting, "each data set has a value of its own")
+            t.skip(setting, "each data set has a value")
 
 
 def _inherited(t: Translator, datasets: Sequence[str], key: str) -> Setting | None:
@@ -231,8 +242,8 @@ def _source(t: Translator, own: str) -> Source | None:
 
     found: dict[str, RecipeValue] = {
         "path": RecipeValue(path_text(folder.value), (folder,)),
-        "recursive": RecipeValue(False, (), "there sub-folders are not read"),
-        "caption_fallback": RecipeValue("error", (), "there images without a caption are left out"),
+        "recursive": RecipeValue(False, (), "musubi-tuner does not read sub-folders"),
+        "caption_fallback": RecipeValue("error", (), "musubi-tuner skips images without a caption"),
     }
     size = value("resolution")
     side = side_of(size.value) if size is not None else SIDE
@@ -254,7 +265,7 @@ def _batches(t: Translator, datasets: Sequence[str]) -> None:
     sizes = {own: int(number(setting.value) or 1) if setting is not None else 1 for own, setting in given.items()}
     largest = max(sizes.values(), default=1)
     settings = [setting for own, setting in given.items() if setting is not None and sizes[own] == largest]
-    t.put("train.batch_size", largest, *settings, note="" if settings else "the default there")
+    t.put("train.batch_size", largest, *settings, note="" if settings else "musubi-tuner: the default")
     has_sources = any(key.startswith("data.sources[") for key in t.values)
     for index, (own, size) in enumerate(sizes.items()):
         setting = given[own]
@@ -304,7 +315,7 @@ def _optimizer(t: Translator, setting: Setting) -> None:
     """Adafactor has its relative step unless an argument switches it off."""
     put_optimizer(t, setting)
     if str(setting.value).lower() == "adafactor" and "relative_step" not in str(t.value("optimizer_args")):
-        t.put("optim.relative_step", True, note="the default of Adafactor there")
+        t.put("optim.relative_step", True, note="musubi-tuner: the default of Adafactor")
 
 
 def _learning_rate(t: Translator, setting: Setting) -> None:
@@ -337,26 +348,42 @@ def _training_adapter(t: Translator, setting: Setting) -> None:
     """``base_weights``: adapters that are merged into the base before training."""
     files = setting.value if isinstance(setting.value, list) else [setting.value]
     if len(files) == 1:
-        note = "there it is merged into the base; here it is applied during training"
+        note = "musubi-tuner merges it into the base; here it is active during training only"
         t.put("model.training_adapter", path_text(files[0]), setting, note=note)
     else:
         t.lose(setting, "merges several adapters into the base", ours="model.training_adapter")
 
 
-def _rank(t: Translator, setting: Setting) -> None:
-    of_file = t.given("dim_from_weights")
-    if of_file is not None and is_on(of_file.value):
-        t.skip(setting, "dim_from_weights takes precedence")
-    else:
-        put_number("lora.rank")(t, setting)
+def _takes_rank_of_file(t: Translator) -> bool:
+    """Whether the rank is in a file that is here (``dim_from_weights``)."""
+    switch, file = t.given("dim_from_weights"), t.given("network_weights")
+    if switch is None or not is_on(switch.value) or file is None or not file.value:
+        return False
+    try:
+        return Path(path_text(file.value)).expanduser().is_file()
+    except (OSError, ValueError, RuntimeError):  # a name that no file can have, or no home
+        return False
 
 
-def _alpha(t: Translator, setting: Setting) -> None:
-    of_file = t.given("dim_from_weights")
-    if of_file is not None and is_on(of_file.value):
-        t.skip(setting, "dim_from_weights takes precedence")
+def _of_rank(ours: str) -> Function:
+    """A function for the rank or alpha, unless a file has them."""
+
+    def put(t: Translator, setting: Setting) -> None:
+        if _takes_rank_of_file(t):
+            t.skip(setting, "dim_from_weights takes it from the file")
+        else:
+            put_number(ours)(t, setting)
+
+    return put
+
+
+def _rank_of_file(t: Translator, setting: Setting) -> None:
+    if not is_on(setting.value):
+        t.skip(setting, "it is off")
+    elif _takes_rank_of_file(t):
+        t.put("lora.rank", "auto", setting)
     else:
-        put_number("lora.alpha")(t, setting)
+        t.lose(setting, "takes rank and alpha from a file that is not here; set lora.rank: auto", ours="lora.rank")
 
 
 def _trackers(t: Translator, setting: Setting) -> None:
@@ -393,8 +420,9 @@ FUNCTIONS: Mapping[str, Function] = {
     "learning_rate": _learning_rate,
     "schedule": _schedule,
     "training_adapter": _training_adapter,
-    "rank": _rank,
-    "alpha": _alpha,
+    "rank": _of_rank("lora.rank"),
+    "alpha": _of_rank("lora.alpha"),
+    "rank_of_file": _rank_of_file,
     "trackers": _trackers,
     "project": _project,
     "optimizer_arguments": put_optimizer_arguments,
@@ -405,7 +433,6 @@ FUNCTIONS: Mapping[str, Function] = {
     "text_encoder_format": _switch("model.text_encoder_quantization", "fp8"),
     "precision": put_number_format("train.mixed_precision"),
     "file_format": put_number_format("output.dtype"),
-    "rank_of_file": _switch("lora.rank", "auto"),
     "dropout": _if_number("lora.dropout"),
     "rank_dropout": _if_number("lora.rank_dropout"),
     "module_dropout": _if_number("lora.module_dropout"),

@@ -132,12 +132,12 @@ def _variant(t: Translator, family: str, own: str, flavour: Setting | None) -> N
     if family in ("flux", "z-image") and own in VARIANTS:
         t.put("model.variant", VARIANTS[own], *settings, note="" if settings else "as the name of the base shows")
     if own == "ostris-de-turbo" and flavour is not None:
-        t.change(flavour, "there with the transformer of ostris/Z-Image-De-Turbo: name its file here")
+        t.change(flavour, "SimpleTuner takes the transformer of ostris/Z-Image-De-Turbo: name its file here")
     usual = TRAINING_ADAPTERS.get((family, own))
     given, off = t.given("assistant_lora_path"), t.given("disable_assistant_lora")
     if usual is not None and (given is None or not given.value) and (off is None or not is_on(off.value)):
         repository, file = usual
-        t.put("model.training_adapter", file, note=f"applied there by default: download it from {repository}")
+        t.put("model.training_adapter", file, note=f"SimpleTuner applies it by default; download it from {repository}")
 
 
 # functions of the table: the base and the run
@@ -151,7 +151,7 @@ def _base_format(t: Translator, setting: Setting) -> None:
         t.lose(setting, "stores the base in a format that lora-rocm does not have", ours="model.quantization")
     else:
         has_same = not str(setting.value).lower().startswith(("int4", "uint4"))
-        t.put("model.quantization", own, setting, note="" if has_same else "int4 there")
+        t.put("model.quantization", own, setting, note="" if has_same else "SimpleTuner: int4")
 
 
 def _quantization(value: Value) -> str | None:
@@ -227,12 +227,12 @@ def _epochs(t: Translator, setting: Setting) -> None:
 
 
 def _ema(t: Translator, setting: Setting) -> None:
-    """An average of the adapter: with an interval, fewer updates of it."""
+    """An average of the adapter, which may be updated at intervals only."""
     if not is_on(setting.value):
         t.skip(setting, "it is off")
         return
     decay, interval = number(t.value("ema_decay")) or 0.995, number(t.value("ema_update_interval")) or 1
-    note = "there updated less often: the decay per update" if interval > 1 else ""
+    note = "the decay per update: SimpleTuner updates the average less often" if interval > 1 else ""
     settings = [each for key in ("ema_decay", "ema_update_interval") if (each := t.given(key)) is not None]
     t.put("train.ema_decay", round(decay ** (1 / interval), 6), setting, *settings, note=note)
 
@@ -279,7 +279,7 @@ def _offset(t: Translator, setting: Setting) -> None:
         return
     strength = t.given("noise_offset")
     share = number(t.value("noise_offset_probability"))
-    note = f"there in a share of {0.25 if share is None else share} of the steps, here in all"
+    note = f"SimpleTuner: in a share of {0.25 if share is None else share} of the steps; here in all"
     settings = (setting,) if strength is None else (setting, strength)
     t.put("objective.noise_offset", number(strength.value) if strength else 0.1, *settings, note=note)
 
@@ -299,7 +299,7 @@ def _shift(t: Translator, setting: Setting) -> None:
     elif by_size is not None and is_on(by_size.value):
         t.put("objective.shift", "resolution", by_size, setting)
     else:
-        t.put("objective.shift", 1, setting, note="0 there: no shift")
+        t.put("objective.shift", 1, setting, note="0 means no shift")
 
 
 def _spread(t: Translator, setting: Setting) -> None:
@@ -313,7 +313,7 @@ def _spread(t: Translator, setting: Setting) -> None:
 
 
 def _prompts(t: Translator, setting: Setting) -> None:
-    """The prompt, and those of the library."""
+    """The prompt, and the prompts of the library."""
     if is_on(t.value("validation_disable")):
         t.skip(setting, "previews are off")
         return
@@ -380,7 +380,7 @@ def _preview_guidance(t: Translator, setting: Setting) -> None:
     if found is None:
         t.lose(setting, "it is not a number", ours="sample.guidance_scale", changes_weights=False)
     else:
-        t.put("sample.guidance_scale", whole(max(found, 1.0)), setting, note="1 is no guidance" if found < 1 else "")
+        t.put("sample.guidance_scale", whole(max(found, 1.0)), setting, note="1 means no guidance" if found < 1 else "")
 
 
 def _validation_interval(t: Translator, setting: Setting) -> None:
@@ -398,7 +398,7 @@ def _validation_interval(t: Translator, setting: Setting) -> None:
 def _trackers(t: Translator, setting: Setting) -> None:
     known: list[Value] = [name for name in ("wandb", "trackio", "mlflow") if name in str(setting.value).lower()]
     if str(setting.value).lower() == "all":
-        t.put("output.log_with", ["wandb"], setting, note="the trackers besides TensorBoard")
+        t.put("output.log_with", ["wandb"], setting, note="TensorBoard files are always written")
     elif known:
         t.put("output.log_with", known, setting)
     elif str(setting.value).lower() in ("none", "tensorboard", "false"):

@@ -1,4 +1,4 @@
-"""The adapter of SimpleTuner: a LoRA of PEFT, or a network of LyCORIS with a file of its own."""
+"""The adapter of SimpleTuner: a LoRA of PEFT, or a network of LyCORIS, which has a separate file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLASSES: Mapping[tuple[str, bool], Value] = {
     ("sdxl", True): [r".*\.transformer_blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0)|ff\.net\.(0\.proj|2))"],
     ("anima", True): "attention-mlp",
 }
-"""Family, and whether the class FeedForward is adapted besides Attention -> layers; else ``attention``."""
+"""Family, and whether the class FeedForward is adapted in addition to Attention -> layers; else ``attention``."""
 CONTEXT = r"attn\.(add_[qkv]_proj|to_add_out)"
 FLUX_TARGETS: Mapping[str, Value] = {
     "all": "attention", "all+ffs": "attention-mlp", "ai-toolkit": "all-linear",
@@ -44,9 +44,9 @@ def put_adapter(t: Translator, family: str) -> None:
     modules, preset = t.given("peft_lora_target_modules"), t.given("lycoris.apply_preset.target_module")
     if is_lycoris(t):
         if preset is None:
-            t.put("lora.targets", "attention-mlp", note="there LyCORIS chooses the layers")
+            t.put("lora.targets", "attention-mlp", note="LyCORIS chooses its own layers if its file names none")
     elif (modules is None or not modules.value) and family != "flux":
-        t.put("lora.targets", TARGETS.get(family, "attention"), note="there only attention layers are adapted")
+        t.put("lora.targets", TARGETS.get(family, "attention"), note="SimpleTuner adapts attention layers only")
 
 
 def _of_peft(function: Function) -> Function:
@@ -80,7 +80,7 @@ def _flux_targets(t: Translator, setting: Setting) -> None:
     elif plain in FLUX_TARGETS:
         t.put("lora.targets", FLUX_TARGETS[plain], setting)
     elif plain == "all+ffs+embedder":
-        t.put("lora.targets", "attention-mlp", setting, note="there also the layer that reads the latents")
+        t.put("lora.targets", "attention-mlp", setting, note="SimpleTuner also adapts the layer that reads the latents")
     else:
         t.lose(setting, "adapts other layers", ours="lora.targets")
 
@@ -90,14 +90,14 @@ def _target_modules(t: Translator, setting: Setting) -> None:
     names = setting.value if isinstance(setting.value, list) else re.findall(r"[\w.]+", str(setting.value))
     if names and not str(setting.value).endswith(".json"):
         patterns: list[Value] = [rf"(.*\.)?{re.escape(str(name))}" for name in names]
-        t.put("lora.targets", patterns, setting, note="there the ends of names; here whole names")
+        t.put("lora.targets", patterns, setting, note="SimpleTuner compares the ends of names; here whole names count")
     else:
         t.lose(setting, "names the layers that are adapted", ours="lora.targets")
 
 
 def _text_encoder(t: Translator, setting: Setting) -> None:
     if not is_on(setting.value):
-        t.skip(setting, "text encoders are not trained unless the recipe says so")
+        t.skip(setting, "text encoders are not trained by default")
     else:
         t.put("lora.train_text_encoder", True, setting)
 
@@ -188,7 +188,7 @@ def _alpha(t: Translator, setting: Setting) -> None:
 
 
 def _targets(t: Translator, setting: Setting) -> None:
-    """Classes of modules whose layers are adapted."""
+    """Classes of modules: their layers are adapted."""
     names = {str(each) for each in (setting.value if isinstance(setting.value, list) else [setting.value])}
     family = str(t.values["model.family"].value)
     if not names or not names <= {"Attention", "FeedForward"}:

@@ -62,7 +62,7 @@ def put_data_sets(t: Translator) -> None:
     sources = [source for each in trained if (source := _source(each, conditions)) is not None]
     put_sources(t, sources)
     if sources:
-        t.put("data.upscale", True, note="there small images are enlarged")
+        t.put("data.upscale", True, note="SimpleTuner enlarges small images")
     for condition in conditions.values():
         where = condition.own("instance_data_dir") or condition.own("dataset_name")
         if where is not None and not t.is_settled(where):
@@ -90,13 +90,13 @@ def _data_sets(t: Translator) -> list[DataSet]:
 
 
 def _watch(data: DataSet) -> None:
-    """A data set whose loss is measured."""
+    """A data set for measuring the loss."""
     path = data.own("instance_data_dir")
     if path is None or "data.watched.path" in data.t.values:
         data.skip("one data set is measured here, and it is a folder")
     else:
         data.t.put("data.watched.path", path_text(path.value), path)
-        data.skip("its images are prepared as those of the training")
+        data.skip("its images are prepared like the training images")
 
 
 def _source(data: DataSet, conditions: Mapping[str, DataSet]) -> Source | None:
@@ -107,7 +107,7 @@ def _source(data: DataSet, conditions: Mapping[str, DataSet]) -> Source | None:
     source = {**place, **_captions(data), **_size(data), **_crop(data), **_conditions(data, conditions)}
     t, repeats = data.t, data.own("repeats")
     if repeats is not None and number(repeats.value):
-        note = "there the further passes are counted"
+        note = "SimpleTuner counts the additional passes"
         source["repeats"] = RecipeValue(int(number(repeats.value) or 0) + 1, (repeats,), note)
     elif repeats is not None:
         t.skip(repeats, "each image is seen once per epoch")
@@ -147,7 +147,7 @@ def _place(data: DataSet) -> dict[str, RecipeValue] | None:
 
 
 def _captions(data: DataSet) -> dict[str, RecipeValue]:
-    """Where captions come from."""
+    """The captions, by ``caption_strategy``."""
     strategy, prompt, only = (
         data.found(key) for key in ("caption_strategy", "instance_prompt", "only_instance_prompt")
     )
@@ -156,7 +156,7 @@ def _captions(data: DataSet) -> dict[str, RecipeValue]:
     is_only = only is not None and is_on(only.value)
     settings = (strategy,) if strategy is not None else ()
     if prompt is not None and prompt.value and (is_only or plain == "instanceprompt"):
-        note = "there it is the caption of every image; here captions next to the images come first"
+        note = "SimpleTuner: the caption of every image; here caption files next to the images take precedence"
         settings = (*settings, only) if is_only and only is not None else settings
         found = {
             "trigger_word": RecipeValue(str(prompt.value), (prompt,), note),
@@ -177,10 +177,10 @@ def _captions(data: DataSet) -> dict[str, RecipeValue]:
 def _captions_of_files(data: DataSet, strategy: str, settings: tuple[Setting, ...]) -> dict[str, RecipeValue]:
     """Captions from files, names or columns."""
     if strategy == "textfile":
-        note = "there each image needs a caption file"
+        note = "SimpleTuner needs a caption file for each image"
         return {"caption_fallback": RecipeValue("error", settings, note), **_lines(data)}
     if strategy == "filename":
-        note = "there the file name is the caption; here caption files next to the images come first"
+        note = "SimpleTuner: always the file name; here caption files next to the images take precedence"
         return {"caption_fallback": RecipeValue("filename", settings, note)}
     column = data.own("caption_column") or data.own("huggingface.caption_column")
     for setting in settings:
@@ -197,7 +197,7 @@ def _lines(data: DataSet) -> dict[str, RecipeValue]:
     if off is not None and is_on(off.value):
         data.t.skip(off, "lines of a caption become one line")
         return {}
-    note = "there each line of a caption file is a caption of its own"
+    note = "each line of a caption file is a separate caption in SimpleTuner"
     return {"enable_wildcard": RecipeValue(True, () if off is None else (off,), note)}
 
 
@@ -235,12 +235,12 @@ def _size(data: DataSet) -> dict[str, RecipeValue]:
     if given is None or not size:
         return {}
     if plain == "area":
-        side, note = round(1000 * size**0.5), "megapixels there; here the side of a square of the same area"
+        side, note = round(1000 * size**0.5), "SimpleTuner: megapixels; here the side of a square of the same area"
     elif plain == "pixel":
         is_square = is_on(data.value("crop")) and str(data.value("crop_aspect") or "square").lower() == "square"
         side, note = (
             round(size),
-            "" if is_square else "the shorter side there; here the side of a square of the same area",
+            "" if is_square else "SimpleTuner: the shorter side; here the side of a square of the same area",
         )
     else:
         side, note = round(size), ""
@@ -263,7 +263,7 @@ def _crop(data: DataSet) -> dict[str, RecipeValue]:
         t.skip(crop, "images are always cropped to their bucket")
     where = str(style.value).lower() if style is not None else "random"
     if where == "random":
-        note = "there and here one place per image" if style is not None else "the default place of crops there"
+        note = "one place per image" if style is not None else "SimpleTuner crops at a random place by default"
         return {"random_crop": RecipeValue(True, () if style is None else (style,), note)}
     if style is not None and where in ("center", "centre"):
         t.skip(style, "crops are at the centre")

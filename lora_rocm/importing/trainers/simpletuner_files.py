@@ -26,7 +26,7 @@ OF_ENVIRONMENT = {
 EXTRA = ("trainer_extra_args", "accelerate_extra_args")
 WORDS = {"true": True, "false": False, "none": None}
 NAMED = {"data_backend_config": "data_backend", "lycoris_config": "lycoris"}
-"""Option that names a file -> the section that its settings are put below."""
+"""Option that names a file -> the section with the settings of this file."""
 PARENTS = 4
 
 

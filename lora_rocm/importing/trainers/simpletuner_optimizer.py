@@ -35,7 +35,7 @@ class Theirs:
 SMALL_EPSILON = {"epsilon": 1e-6}
 OF_OPTIMI: Mapping[str, Value] = {"betas": [0.9, 0.99], "epsilon": 1e-6, "weight_decay": 0.0}
 OF_SDNQ: Mapping[str, Value] = {"betas": [0.9, 0.95], "weight_decay": 0.01}
-EIGHT_BITS = "its moments have another number of bits there"
+EIGHT_BITS = "SimpleTuner: moments with another number of bits"
 KNOWN = {
     "adamw_bf16": Theirs("adamw_bf16", SMALL_EPSILON, keeps=True),
     "torch-adamw": Theirs("adamw"),
@@ -59,7 +59,7 @@ KNOWN = {
         "adamw_bf16",
         {**OF_OPTIMI, "weight_decay": 0.01, "rounding": "kahan"},
         keeps=True,
-        note="there each update is also limited by its root mean square",
+        note="SimpleTuner also limits each update by its root mean square",
     ),
     "optimi-lion": Theirs("lion", {"betas": [0.9, 0.99], "weight_decay": 0.0}, keeps=True),
     "bnb-lion": Theirs("lion", {"betas": [0.9, 0.99], "weight_decay": 0.0}),
@@ -70,9 +70,11 @@ KNOWN = {
         "prodigy_schedule_free",
         {"betas": [0.9, 0.99], "weight_decay": 0.0},
         keeps=True,
-        note="there its second moment is factored, and groups of weights have estimates of their own",
+        note="SimpleTuner: a factored second moment, and an estimate per group of weights",
     ),
-    "muon": Theirs("muon", {"weight_decay": 0.1, "momentum": 0.95}, keeps=True, note="there with another scale"),
+    "muon": Theirs(
+        "muon", {"weight_decay": 0.1, "momentum": 0.95}, keeps=True, note="SimpleTuner: another scale of the updates"
+    ),
     "sdnq-adamw": Theirs("adamw_bf16", OF_SDNQ, keeps=True, note=EIGHT_BITS),
     "sdnq-adamw+no_quant": Theirs("adamw_bf16", OF_SDNQ, keeps=True),
     "sdnq-adafactor": Theirs("adafactor", {"weight_decay": 0.01}, keeps=True, note=EIGHT_BITS),
@@ -155,7 +157,7 @@ def _schedule(t: Translator, setting: Setting) -> None:
         t.put("optim.lr_scheduler", "linear", setting)
     elif plain in ("cosine", "cosine_with_warmup"):
         steps = int(number(t.value("lr_warmup_steps")) or PERIOD)
-        note = "there it falls over lr_warmup_steps, then rises, and so on"
+        note = "SimpleTuner: the rate falls over lr_warmup_steps, then rises, and so on"
         t.put("optim.lr_scheduler", "cosine", setting, note=note)
         t.put("optim.lr_cosine_steps", steps)
         _put_end(t, rate, end)
@@ -170,7 +172,7 @@ def _schedule(t: Translator, setting: Setting) -> None:
 
 def _put_end(t: Translator, rate: float, end: float) -> None:
     if 0 < end < rate:
-        t.put("optim.lr_min_ratio", float(f"{end / rate:.6g}"), note=f"there the rate ends at {end:g}")
+        t.put("optim.lr_min_ratio", float(f"{end / rate:.6g}"), note=f"SimpleTuner: the rate ends at {end:g}")
 
 
 def _warmup(t: Translator, setting: Setting) -> None:
@@ -178,7 +180,7 @@ def _warmup(t: Translator, setting: Setting) -> None:
     if not found:
         t.skip(setting, "there is no warm-up")
     elif str(t.value("lr_scheduler")).lower() in ("cosine", "cosine_with_warmup", "sine", "cosine_with_restarts"):
-        t.skip(setting, "there it is the length of a fall of the schedule")
+        t.skip(setting, "SimpleTuner: the number of steps of one fall of the rate")
     else:
         t.put("optim.lr_warmup_steps", int(found), setting)
 
@@ -189,17 +191,17 @@ def _grad_norm(t: Translator, setting: Setting) -> None:
     by_norm = method is not None and str(method.value).lower() == "norm"
     settings = (setting,) if method is None else (setting, method)
     if _name(t) in NOT_CLIPPED:
-        t.put("optim.max_grad_norm", 0, note="there the gradients of this optimizer are not clipped")
+        t.put("optim.max_grad_norm", 0, note="SimpleTuner does not clip the gradients of this optimizer")
         t.skip(setting, "this optimizer does not read it")
     elif limit is None:
         t.lose(setting, "it is not a number", ours="optim.max_grad_norm")
     elif by_norm or limit == 0:
         t.put("optim.max_grad_norm", whole(limit), *settings)
     elif limit >= 1:
-        note = f"there each value of a gradient is limited to {limit:g}, which hardly changes it"
+        note = f"SimpleTuner limits each value of a gradient to {limit:g}, which hardly changes it"
         t.put("optim.max_grad_norm", 0, *settings, note=note)
     else:
-        t.put("optim.max_grad_norm", 0, note="there each value of a gradient is limited")
+        t.put("optim.max_grad_norm", 0, note="SimpleTuner limits each value of a gradient")
         t.lose(setting, "limits each value of a gradient, not its norm", ours="optim.max_grad_norm")
 
 
@@ -211,11 +213,11 @@ def finish_optimizer(t: Translator) -> None:
     own = str(optimizer.value) if optimizer is not None else "adamw"
     for key, value in known.defaults.items():
         if key != "rounding" or own == "adamw_bf16":
-            put_absent(t, f"optim.{key}", value, f"the default of {path_text(_name(t))} there")
+            put_absent(t, f"optim.{key}", value, f"SimpleTuner: the default of {path_text(_name(t))}")
     if is_bf16 and (own == "adamw_bf16" or not known.keeps):
-        put_weight_format(t, "bf16", "there the adapter has the number format of mixed_precision")
+        put_weight_format(t, "bf16", "SimpleTuner: the number format of mixed_precision")
     if is_bf16:
-        put_absent(t, "output.dtype", "bf16", "there a file has the number format of the adapter")
+        put_absent(t, "output.dtype", "bf16", "SimpleTuner: the number format of the adapter")
 
 
 OPTIMIZER_FUNCTIONS: Mapping[str, Function] = {
