@@ -12,6 +12,8 @@ from lora_rocm.importing.translator import RecipeValue, Translator
 from lora_rocm.importing.value_maps import is_on, number
 
 ENTRY = re.compile(r"data_backend(?:\[(\d+)\])?\.(.+)")
+SECTIONS = r"(huggingface|conditioning|parquet|video|audio|webshart|grounding)[.\[]"
+"""Keys of sections that a data set of images does not need here."""
 CACHES = ("text_embeds", "image_embeds", "conditioning_image_embeds", "distillation_cache")
 REMOTE = {
     "aws": "reads images from S3", "csv": "downloads images that a table lists",
@@ -115,7 +117,9 @@ def _source(data: DataSet, conditions: Mapping[str, DataSet]) -> Source | None:
     if batch is not None and number(batch.value):
         source["max_batch_size"] = RecipeValue(int(number(batch.value) or 1), (batch,))
     for key, setting in data.settings.items():
-        if key.startswith(("huggingface.", "conditioning.", "conditioning[")) and not key.endswith(".type"):
+        if key == "grounding.enabled" and is_on(setting.value):
+            t.lose(setting, "trains on described parts of the images")
+        elif re.match(SECTIONS, key) and not key.endswith(".type"):
             t.skip(setting, "it has no effect here")
     return source
 

@@ -27,6 +27,7 @@ EXTRA = ("trainer_extra_args", "accelerate_extra_args")
 WORDS = {"true": True, "false": False, "none": None}
 NAMED = {"data_backend_config": "data_backend", "lycoris_config": "lycoris"}
 """Option that names a file -> the section with the settings of this file."""
+OF_A_DATA_SET = ("instance_data_dir", "cache_dir_vae", "dataset_type", "dataset_name")
 PARENTS = 4
 
 
@@ -68,6 +69,8 @@ def _settings_of(file: ConfigFile) -> FileContent:
     keys = [setting.key for setting in content.settings]
     if any(key.startswith("[") for key in keys):
         return _below("data_backend", content)
+    if not {"model_family", "model_type", *NAMED}.intersection(keys) and set(OF_A_DATA_SET).intersection(keys):
+        return _below("data_backend[0]", content)
     if "algo" in keys and "multiplier" in keys:
         return _below("lycoris", content)
     return FileContent([*_whole(map(_option, content.settings))], content.unread)
