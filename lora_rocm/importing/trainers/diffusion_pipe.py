@@ -120,6 +120,8 @@ def _prepare(t: Translator) -> None:
 def _base(t: Translator, family: str) -> None:
     """The files of the base."""
     for theirs, ours in BASE_KEYS[family].items():
+        if family == "flux" and t.value("model.transformer_path"):
+            break
         if (setting := t.given(f"model.{theirs}")) is not None and setting.value:
             put_path(f"model.{ours}")(t, setting)
     if family == "z-image":
@@ -144,7 +146,6 @@ def _flux(t: Translator, named: Sequence[str]) -> None:
     file, folder = t.given("model.transformer_path"), t.given("model.diffusers_path")
     if file is None or not file.value:
         return
-    t.values.pop("model.name_or_path", None)
     put_path("model.name_or_path")(t, file)
     if folder is not None and folder.value:
         for part in ("vae", "text_encoder", "text_encoder_2"):
@@ -215,12 +216,11 @@ def _batch(t: Translator, setting: Setting) -> None:
         t.lose(setting, "it is not a number", ours="train.batch_size")
 
 
-def _image_batch(t: Translator, setting: Setting) -> None:
-    t.values.pop("train.batch_size", None)
-    _batch(t, setting)
-    main = t.given("micro_batch_size_per_gpu")
-    if main is not None:
-        t.skip(main, "image_micro_batch_size_per_gpu is for images")
+def _video_batch(t: Translator, setting: Setting) -> None:
+    if t.given("image_micro_batch_size_per_gpu") is not None:
+        t.skip(setting, "image_micro_batch_size_per_gpu is the batch size of images")
+    else:
+        _batch(t, setting)
 
 
 def _samples_per_update(t: Translator) -> float:
@@ -386,17 +386,12 @@ def _text_encoder_rate(t: Translator, setting: Setting) -> None:
 
 
 def _unet_rate(t: Translator, setting: Setting) -> None:
-    """It takes precedence over the optimizer's rate, which then is the text encoders' only."""
-    rate, base = number(setting.value), t.given("optimizer.lr")
-    if not rate:
+    """It takes precedence over the optimizer's rate, which then is only the text encoders'."""
+    rate = number(setting.value)
+    if rate:
+        t.put("optim.learning_rate", rate, setting)
+    else:
         t.lose(setting, "trains the text encoders alone", ours="optim.learning_rate")
-        return
-    t.values.pop("optim.learning_rate", None)
-    t.put("optim.learning_rate", rate, setting)
-    if base is not None and "lora.train_text_encoder" in t.values:
-        given = any(t.given(f"model.text_encoder_{index}_lr") is not None for index in (1, 2))
-        if not given and number(base.value):
-            t.put("optim.text_encoder_learning_rate", number(base.value), base)
 
 
 def _part_rate(t: Translator, setting: Setting) -> None:
@@ -465,13 +460,17 @@ def _constant_rate(t: Translator, setting: Setting) -> None:
 
 
 def _learning_rate(t: Translator, setting: Setting) -> None:
-    unet = t.given("model.unet_lr", "force_constant_lr")
+    first = t.given("force_constant_lr", "model.unet_lr")
     if _is_automagic(t):
         t.skip(setting, "prodigy estimates the rate")
-    elif unet is not None and number(unet.value):
-        t.skip(setting, f"{unet.key.rpartition('.')[2]} takes precedence")
-    else:
+    elif first is None or not number(first.value):
         put_number("optim.learning_rate")(t, setting)
+    elif first.key == "force_constant_lr" or "lora.train_text_encoder" not in t.values:
+        t.skip(setting, f"{first.key.rpartition('.')[2]} takes precedence")
+    elif any(t.given(f"model.text_encoder_{index}_lr") is not None for index in (1, 2)):
+        t.skip(setting, "the UNet and the text encoders have other rates")
+    else:
+        put_number("optim.text_encoder_learning_rate")(t, setting)
 
 
 def _epsilon(t: Translator, setting: Setting) -> None:
@@ -527,8 +526,8 @@ def _finish(t: Translator) -> None:
 
 FUNCTIONS: dict[str, Function] = {
     "epochs": _epochs,
-    "batch": _batch,
-    "image_batch": _image_batch,
+    "batch": _video_batch,
+    "image_batch": _batch,
     "save_examples": _save_examples,
     "save_epochs": _save_epochs,
     "schedule": _schedule,

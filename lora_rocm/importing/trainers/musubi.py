@@ -201,13 +201,13 @@ def _put_noise(t: Translator, setting: Setting, sampling: str, shift: Value, *fu
 
 def _data(t: Translator) -> None:
     """The data sets, each with the keys that it inherits from ``general``."""
-    indices = dict.fromkeys(setting.key.partition("]")[0] + "]" for setting in t.below("datasets"))
-    sources = [source for own in indices if (source := _source(t, own)) is not None]
-    put_sources(t, sources)
+    found = {setting.key.partition("]")[0] + "]": None for setting in t.below("datasets")}
+    sources = {own: source for own in found if (source := _source(t, own)) is not None}
+    put_sources(t, [*sources.values()])
     if not sources:
         return
-    _batches(t, list(indices))
-    switches = {key: _inherited(t, list(indices), key) for key in ("enable_bucket", "bucket_no_upscale")}
+    _batches(t, [*sources])
+    switches = {key: _inherited(t, [*sources], key) for key in ("enable_bucket", "bucket_no_upscale")}
     bucket, fixed = switches["enable_bucket"], switches["bucket_no_upscale"]
     is_bucket = bucket is not None and is_on(bucket.value)
     t.put(
