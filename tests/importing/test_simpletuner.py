@@ -50,7 +50,7 @@ def test_sdxl_with_several_data_sets() -> None:
         "data.sources[1].path": "/data/dogs",
         "data.sources[1].trigger_word": "a dog",
         "data.sources[1].caption_fallback": "trigger",
-        "data.sources[1].resolution": 707,
+        "data.sources[1].resolution": 704,
         "data.sources[1].max_batch_size": 1,
         "data.caption_dropout_rate": 0.1,
         "data.upscale": True,
@@ -306,7 +306,8 @@ def test_unknown_optimizer_gets_a_rate_that_fits_adamw(tmp_path: Path) -> None:
         ({"crop": True, "crop_aspect": "preserve"}, "data.enable_bucket", True),
         ({"crop": True, "crop_style": "random"}, "data.random_crop", True),
         ({"repeats": 3}, "data.repeats", 4),
-        ({"resolution": 1.05, "resolution_type": "area"}, "data.resolution", 1025),
+        ({"resolution": 1.05, "resolution_type": "area"}, "data.resolution", 1024),
+        ({"resolution": 768, "resolution_type": "pixel"}, "data.resolution", 768),
     ],
 )
 def test_data_set(entry: dict[str, Any], key: str, ours: object, tmp_path: Path) -> None:
@@ -328,6 +329,13 @@ def test_data_set(entry: dict[str, Any], key: str, ours: object, tmp_path: Path)
 def test_lost_key_of_a_data_set(entry: dict[str, Any], key: str, tmp_path: Path) -> None:
     row = row_of(of_data(tmp_path, **entry), f"data_backend[0].{key}")
     assert (row.outcome, row.changes_weights) == ("unsupported", True)
+
+
+@pytest.mark.parametrize("size", [-1, 0, "x", 1e300, True])
+def test_impossible_sizes(size: object, tmp_path: Path) -> None:
+    for unit in ("area", "pixel", "pixel_area", 3):
+        found = of_data(tmp_path, resolution=size, resolution_type=unit)
+        assert "data.resolution" not in values_of(found)
 
 
 def test_masks(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from lora_rocm.importing.value_maps import is_on, number
 ENTRY = re.compile(r"data_backend(?:\[(\d+)\])?\.(.+)")
 SECTIONS = r"(huggingface|conditioning|parquet|video|audio|webshart|grounding)[.\[]"
 """Keys of sections that a data set of images does not need here."""
+ALIGNMENT = 64
+"""Sides of buckets are multiples of this in SimpleTuner."""
 CACHES = ("text_embeds", "image_embeds", "conditioning_image_embeds", "distillation_cache")
 REMOTE = {
     "aws": "reads images from S3", "csv": "downloads images that a table lists",
@@ -236,10 +238,14 @@ def _size(data: DataSet) -> dict[str, RecipeValue]:
     plain = str(unit.value).lower() if unit is not None else "pixel_area"
     if unit is not None and unit is data.own("resolution_type"):
         t.skip(unit, "the resolution includes it")
-    if given is None or not size:
+    if given is None or size is None or size <= 0:
         return {}
     if plain == "area":
-        side, note = round(1000 * size**0.5), "SimpleTuner: megapixels; here the side of a square of the same area"
+        step = number(t.value("aspect_bucket_alignment")) or ALIGNMENT
+        side, note = (
+            max(int(round(1000 * size**0.5 / step) * step), 1),
+            "SimpleTuner: megapixels; here the side of a square of the same area",
+        )
     elif plain == "pixel":
         is_square = is_on(data.value("crop")) and str(data.value("crop_aspect") or "square").lower() == "square"
         side, note = (
