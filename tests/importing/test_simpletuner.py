@@ -76,7 +76,7 @@ def test_sdxl_with_several_data_sets() -> None:
         "train.mixed_precision": "bf16",
         "train.ema_decay": 0.994987,
         "sample.every_n_steps": 200,
-        "sample.prompts": ["photo of sks cat", "sks cat on a beach", "sks cat in snow"],
+        "sample.prompts": ["photo of sks cat"],
         "sample.guidance_scale": 4.2,
         "sample.width": 1024,
         "sample.height": 768,
@@ -336,6 +336,20 @@ def test_impossible_sizes(size: object, tmp_path: Path) -> None:
     for unit in ("area", "pixel", "pixel_area", 3):
         found = of_data(tmp_path, resolution=size, resolution_type=unit)
         assert "data.resolution" not in values_of(found)
+
+
+@pytest.mark.parametrize("main", ["photo of sks cat", ""])
+def test_prompt_library(main: str, tmp_path: Path) -> None:
+    library = {"beach": "sks cat on a beach", "snow": {"prompt": "sks cat in snow"}}
+    (tmp_path / "library.json").write_text(json.dumps(library), encoding="utf-8")
+    found = of_options(tmp_path, user_prompt_library="config/library.json", validation_prompt=main)
+    prompts = [main, "sks cat on a beach", "sks cat in snow"]
+    assert values_of(found)["sample.prompts"] == [prompt for prompt in prompts if prompt]
+
+
+def test_lycoris_file_alone() -> None:
+    values = values_of(import_files([FOLDER / "lycoris.json"]))
+    assert (values["lora.type"], values["lora.rank"], values["lora.factor"]) == ("lokr", 2048, 16)
 
 
 def test_masks(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Collection
-from typing import Any, cast
+from typing import cast
 
 from lora_rocm.foundation.json_text import BadJson, parse_json
 from lora_rocm.importing.setting import FileContent, Setting, Unread, Value, is_secret_text
@@ -17,7 +17,7 @@ MAGIC = re.compile(r"^\s*[!%]")
 def call_settings(text: str, file: str, functions: Collection[str]) -> FileContent:
     """The keyword arguments of each call of ``functions`` as ``Function.keyword``; positional ones as ``Function[0]``.
 
-    Names that the file binds to a literal once are replaced. A value that is no literal is listed as unread.
+    Names that the file binds to a literal once are replaced. A value that is not a literal is listed as unread.
 
     Args:
         text: of a script, or the JSON of a notebook.
@@ -105,12 +105,12 @@ def _plain(value: object) -> Value:
         ValueError: JSON has no such value, such as bytes.
     """
     try:
-        return cast(Value, json.loads(json.dumps(value, default=_listed)))
-    except TypeError as error:
+        return cast(Value, parse_json(json.dumps({"value": value}, default=_listed))["value"])
+    except (TypeError, BadJson) as error:
         raise ValueError from error
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[object]:
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
     raise TypeError

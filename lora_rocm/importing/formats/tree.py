@@ -12,11 +12,11 @@ MAX_DEPTH = 12
 
 
 def settings_of(value: Value, text: str, file: str) -> list[Setting]:
-    """The settings of a parsed file. Their lines are found in its text, whose keys have the order of ``value``.
+    """The settings of a parsed file. Their lines are found in its text: its keys have the order of ``value``.
 
     Args:
         value: the parsed content.
-        text: of the file; keys stand before ``=`` or ``:``, quoted or not.
+        text: of the file; keys are before ``=`` or ``:``, quoted or not.
         file: for the settings.
     """
     lines = _KeyLines(text)

@@ -35,7 +35,10 @@ WHOLE = 2048
 
 
 def is_lycoris(t: Translator) -> bool:
-    """Whether the adapter is a network of LyCORIS."""
+    """Whether the adapter is a network of LyCORIS; its file alone is one too."""
+    kind = t.given("lora_type", "model_family", "model_type")
+    if kind is None:
+        return t.given("lycoris.algo") is not None
     return str(t.value("lora_type")).lower() == "lycoris"
 
 
