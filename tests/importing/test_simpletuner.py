@@ -382,3 +382,8 @@ def test_damaged_file_gives_what_can_be_read(text: str, tmp_path: Path) -> None:
     found = import_files([path])
     assert found.unread
     assert values_of(found)["model.family"] == "sdxl"
+
+
+def test_option_of_the_command_line_counts(tmp_path: Path) -> None:
+    config = '{"model_family": "sdxl", "lora_rank": 8}'
+    assert values_of(imported(tmp_path, ["lora_rank=32"], config_json=config))["lora.rank"] == 32
