@@ -199,6 +199,8 @@ def test_command_line_leads_to_its_files() -> None:
     assert (values["objective.loss_type"], values["objective.huber_c"]) == ("huber", 0.2)
     assert outcome_of(found, "regenerate_cache") == "not-needed"
     assert not found.unread
+    layers = r"transformer\.transformer_blocks\.\d+\.attn1\..*"
+    assert (values["lora.overrides[0].match"], values["lora.overrides[0].learning_rate"]) == (layers, 1e-5)
 
 
 def test_absent_keys_have_its_defaults(tmp_path: Path) -> None:

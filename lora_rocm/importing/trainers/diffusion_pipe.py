@@ -41,6 +41,8 @@ SDXL_TARGETS = [
     r".*\.resnets\.\d+\.time_emb_proj",
 ]
 """All linear layers of the UNet's blocks."""
+PARTS = {"self_attn_lr": "attn1", "cross_attn_lr": "attn2", "mlp_lr": "ff", "mod_lr": "norm[123]"}
+"""Rate of some layers of Anima -> part of their names."""
 KAHAN = {
     "adamw_optimi": "",
     "adamw8bitkahan": "diffusion-pipe: moments of 8 bits",
@@ -396,10 +398,17 @@ def _unet_rate(t: Translator, setting: Setting) -> None:
 
 def _part_rate(t: Translator, setting: Setting) -> None:
     """The rate of some layers of Anima."""
-    if number(setting.value) == number(t.value("optimizer.lr")):
+    rate, layers = number(setting.value), PARTS[setting.key.rpartition(".")[2].lower()]
+    if t.values["model.family"].value != "anima":
+        t.skip(setting, "only Anima reads it")
+    elif rate == number(t.value("optimizer.lr")):
         t.skip(setting, "it is the rate of all layers")
+    elif not rate:
+        t.lose(setting, "leaves some layers without training; write lora.targets", ours="lora.overrides")
     else:
-        t.lose(setting, "trains some layers at another rate; lora.overrides can do that", ours="lora.overrides")
+        index = sum(key.endswith(".match") for key in t.values)
+        t.put(f"lora.overrides[{index}].match", rf"transformer\.transformer_blocks\.\d+\.{layers}\..*", setting)
+        t.put(f"lora.overrides[{index}].learning_rate", rate, setting)
 
 
 def _llm_adapter_rate(t: Translator, setting: Setting) -> None:
