@@ -146,5 +146,5 @@ def _counts(result: ImportResult) -> str:
 
 def _row(row: ImportedSetting) -> str:
     place = f"{row.where} " if row.where else "its default: "
-    arrow = f" -> {row.ours}" if row.ours and row.outcome != "unsupported" else ""
+    arrow = f" -> {row.ours}" if row.ours and row.outcome in ("taken", "changed") else ""
     return f"{place}{row.key} = {row.value}{arrow}{f': {row.note}' if row.note else ''}"

@@ -60,34 +60,37 @@ class ConfigFiles:
         """
         return cls(tuple(map(_read, paths)))
 
-    def named_by(self, setting: Setting) -> ConfigFile | None:
+    def named_by(self, setting: Setting, *, changes_weights: bool = True) -> ConfigFile | None:
         """The file that a setting names; None with an entry in ``unread`` if it cannot be read.
 
         A relative path is looked up next to the file of the setting, next to the main file, then here.
+        ``changes_weights``: whether the file may change the result.
         """
+        self._opened += 1
+        place = self._place(setting) if self._opened <= MAX_FILES else None
+        if self._opened > MAX_FILES:
+            why = f"{setting.key} names one file too many"
+        elif place is None:
+            why = f"{setting.key} names {setting.shown}, which is not here"
+        else:
+            try:
+                return _read(place)
+            except UserError as error:
+                why = f"{setting.key}: {error.what}"
+        self.unread.append(Unread(setting.file, setting.line, why, changes_weights))
+        return None
+
+    def _place(self, setting: Setting) -> Path | None:
+        """The first place where the file of a setting is; None if it is nowhere."""
         text = path_text(setting.value)
         beside = [Path(setting.file).parent, self.given[0].path.parent, Path()]
-        places = (
-            [Path(text).expanduser()] if Path(text).expanduser().is_absolute() else [each / text for each in beside]
-        )
-        places += [
-            each / re.split(r"[\\/]", str(setting.value))[-1] for each in beside
-        ]  # the folder was copied elsewhere
-        self._opened += 1
-        if self._opened > MAX_FILES:
-            self.unread.append(Unread(setting.file, setting.line, f"{setting.key} names one file too many"))
+        name = re.split(r"[\\/]", str(setting.value))[-1]  # of a folder that was copied elsewhere
+        try:
+            whole = Path(text).expanduser()
+            places = [whole] if whole.is_absolute() else [each / text for each in beside]
+            return next((place for place in [*places, *(each / name for each in beside)] if place.is_file()), None)
+        except (OSError, RuntimeError):  # a name that no file can have, or no home
             return None
-        for place in places:
-            if place.is_file():
-                try:
-                    return _read(place)
-                except UserError as error:
-                    self.unread.append(Unread(setting.file, setting.line, f"{setting.key}: {error.what}"))
-                    return None
-        self.unread.append(
-            Unread(setting.file, setting.line, f"{setting.key} names {setting.shown}, which is not here")
-        )
-        return None
 
 
 def _read(path: Path) -> ConfigFile:

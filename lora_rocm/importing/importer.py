@@ -20,6 +20,7 @@ from lora_rocm.recipe.load import load_text
 
 ORIGIN = Path("recipe")
 MAX_IN_HEAD = 30
+KEY = re.compile(r"[a-z]\w*(?:\.\w+)+")
 PLACEHOLDER = "FILL-THIS-IN"
 IDLE = re.compile(
     r"\bhas no effect\b|\bis not read (?:with|by)\b|\bdoes nothing without\b|averages in place of a schedule"
@@ -55,7 +56,8 @@ class ImportedRecipe:
     @property
     def loses_something(self) -> bool:
         """Whether something was lost that changes the trained weights, or may do so because it could not be read."""
-        return bool(self.unread) or any(row.changes_weights for row in self.outcomes if row.outcome == "unsupported")
+        lost = (row.changes_weights for row in self.outcomes if row.outcome == "unsupported")
+        return any(lost) or any(part.changes_weights for part in self.unread)
 
 
 def import_files(paths: Sequence[Path], options: Sequence[str] = ()) -> ImportedRecipe:
@@ -148,7 +150,8 @@ def _accepted(translator: Translator) -> tuple[str, ...]:
             refused: dict[str, str] = {}
             for problem in error.problems:
                 found = re.match(rf"{ORIGIN}(?::\d+)?(?::\d+)? (\S+)", problem.where)
-                if found is not None and (key := _key_of(found[1], translator.values)):
+                key = _key_of(found[1], translator.values) if found is not None else ""
+                if key := key or _key_named(f"{problem.fix} {problem.what}", translator.values):
                     refused[key] = problem.what
             if not refused:
                 problem = error.problems[0]
@@ -166,6 +169,11 @@ def _key_of(named: str, values: Mapping[str, RecipeValue]) -> str:
     own = named.removesuffix(":")
     above = [own[: found.start()] for found in re.finditer(r"[.\[]", own)]
     return next((key for key in [own, *above[::-1]] if "." in key and _holds(key, values)), "")
+
+
+def _key_named(text: str, values: Mapping[str, RecipeValue]) -> str:
+    """The first given key in the words of a problem about a whole section; empty if there is none."""
+    return next((key for key in KEY.findall(text) if _holds(key, values)), "")
 
 
 def _holds(key: str, values: Mapping[str, RecipeValue]) -> bool:

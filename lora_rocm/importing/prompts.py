@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lora_rocm.foundation.json_text import BadJson, parse_json
 from lora_rocm.importing.setting import Setting, Value
 from lora_rocm.importing.translator import Translator
 
@@ -24,7 +25,7 @@ def put_prompts(t: Translator, setting: Setting) -> None:
     """
     value = setting.value
     if isinstance(value, str) and value.lower().endswith(FILES):
-        file = t.files.named_by(setting)
+        file = t.files.named_by(setting, changes_weights=False)
         if file is None:
             t.lose(setting, "the file with the prompts is not here", ours="sample.prompts", changes_weights=False)
             return
@@ -33,7 +34,7 @@ def put_prompts(t: Translator, setting: Setting) -> None:
         else:
             content = file.settings()
             t.unread += content.unread
-            found = [*_mappings(content.settings)]
+            found = [*_mappings(content.settings)] or [*_strings(file.text)]
     else:
         found = [*_lines(value)] if isinstance(value, str) else list(value) if isinstance(value, list) else []
     if not found:
@@ -49,11 +50,25 @@ def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
 
 
+def _strings(text: str) -> list[str]:
+    """The prompts of a JSON list of texts."""
+    try:
+        value = parse_json(text, repeated_keys=True)
+    except BadJson:
+        return []
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
+
+
 def _mappings(settings: list[Setting]) -> list[Mapping[str, Value]]:
-    """The prompts of a file with a mapping per prompt; keys that a prompt has not here are dropped with its file."""
+    """The prompts of a file with a mapping for each; values of the section above hold for all (``prompt.subset``)."""
     prompts: dict[str, dict[str, Value]] = {}
     for setting in settings:
         above, _, name = setting.key.rpartition(".")
         if name in KEYS and setting.value not in (None, ""):
             prompts.setdefault(above, {})[KEYS[name]] = setting.value
-    return [prompt for prompt in prompts.values() if prompt.get("prompt")]
+    shared = {section: values for section, values in prompts.items() if "prompt" not in values}
+    return [
+        {**shared.get(section.rpartition(".")[0], {}), **prompt}
+        for section, prompt in prompts.items()
+        if prompt.get("prompt")
+    ]

@@ -79,11 +79,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Unread:
-    """A part of a file that could not be read. why: a clause."""
+    """A part of a file that could not be read. why: a clause. changes_weights: whether it may change the result."""
 
     file: str
     line: int
     why: str
+    changes_weights: bool = True
 
 
 @dataclass

@@ -37,6 +37,7 @@ OTHERS = {
 }  # fmt: skip
 OF_XL = re.compile(r"xl|pony|illustrious|noob|animagine", re.IGNORECASE)
 OF_NAME = {"flux": re.compile(r"flux(?![._-]?2)", re.IGNORECASE), "anima": re.compile(r"\banima(?!g)", re.IGNORECASE)}
+FLUX_VARIANT = re.compile(r"schnell|kontext", re.IGNORECASE)
 LISTS = ("network_args", "optimizer_args", "lr_scheduler_args")
 OF_OTHER_FAMILIES = re.compile(r"(?:sd3|hunyuan(?:_image)?|lumina|flux1|anima|sdxl)_")
 
@@ -178,6 +179,10 @@ def _put_family(t: Translator) -> None:
         t.put("model.family", of_sd if name == "sd" else name, *(() if setting is None else (setting,)))
     else:
         t.put("model.family", _guess(t), note="a guess, because no script is named: sdxl, sd15, sd2, flux or anima")
+    base = t.given("pretrained_model_name_or_path")
+    variant = FLUX_VARIANT.search(str(base.value)) if base is not None else None
+    if variant is not None and t.values["model.family"].value == "flux":
+        t.put("model.variant", variant[0].lower(), note="the name of the base has it")
 
 
 def _refuse_others(t: Translator) -> None:

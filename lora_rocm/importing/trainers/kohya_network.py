@@ -12,18 +12,19 @@ from lora_rocm.importing.value_maps import is_on, number, whole
 
 LYCORIS = {"lora": "lora", "locon": "lora", "loha": "loha", "lokr": "lokr", "diag-oft": "oft", "ia3": "ia3"}
 MODULES = {
-    "networks.lora": "lora", "networks.lora_flux": "lora", "networks.lora_anima": "lora", "networks.lora_fa": "lora",
+    "networks.lora": "lora", "networks.lora_flux": "lora", "networks.lora_anima": "lora",
     "networks.loha": "loha", "networks.lokr": "lokr",
 }  # fmt: skip
 NAMES = {
     "full": "all weights", "glora": "a GLoRA", "dylora": "a DyLoRA", "boft": "a BOFT", "abba": "an ABBA",
+    "networks.lora_fa": "B alone (LoRA-FA)", "lora-fa": "B alone (LoRA-FA)",
     "networks.dylora": "a DyLoRA", "networks.oft": "an OFT of blocks with one size", "networks.oft_flux": "an OFT",
     "kohya dylora": "a DyLoRA", "lycoris/dylora": "a DyLoRA", "lycoris/glora": "a GLoRA", "lycoris/boft": "a BOFT",
     "lycoris/native fine-tuning": "all weights", "flux1 oft": "an OFT",
 }  # fmt: skip
 """Kinds of adapters that lora-rocm does not train."""
 GUI_KINDS = {
-    "standard": "lora", "kohya locon": "lora", "locon": "lora", "lora-fa": "lora", "flux1": "lora", "anima": "lora",
+    "standard": "lora", "kohya locon": "lora", "locon": "lora", "flux1": "lora", "anima": "lora",
     "lycoris/locon": "lora", "lycoris/loha": "loha", "lycoris/lokr": "lokr", "lycoris/ia3": "ia3",
     "lycoris/diag-oft": "oft", "kohya loha": "loha", "kohya lokr": "lokr",
 }  # fmt: skip
@@ -191,6 +192,8 @@ def convolution(t: Translator, setting: Setting) -> None:
         t.put("lora.targets", "attention-mlp-conv")
     if kind == "lora":
         t.put("lora.conv_alpha" if is_alpha else "lora.conv_rank", whole(found), setting)
+        if targets is None and t.given("network_args.conv_alpha", "conv_alpha") is None:
+            t.put("lora.conv_alpha", 1, note="kohya's default")
     elif found == number(t.value("network_alpha" if is_alpha else "network_dim")):
         t.skip(setting, "it is the same as for other layers")
     else:

@@ -82,9 +82,8 @@ def put_rates(t: Translator, family: str, *, is_gui: bool) -> None:
     first = t.given(*TEXT_RATES)
     default = number(general.value) or 0.0
     only = t.given("network_train_unet_only")
-    is_off = (only is not None and is_on(only.value)) or any(
-        (each := t.given(key)) is not None and is_on(each.value) for key in CACHES
-    )
+    caches = any((each := t.given(key)) is not None and is_on(each.value) for key in CACHES)
+    is_off = (only is not None and is_on(only.value)) or (caches and family != "flux")  # its script caches T5 alone
     if is_gui and first is not None and not any(rates) and own_rate:
         is_off = True
     if own_rate == 0 and own is not None and any(rates) and (is_gui or own.value == 0):
@@ -433,7 +432,7 @@ def base_in_8_bits(t: Translator, setting: Setting) -> None:
     if is_on(setting.value) and t.values["model.family"].value == "anima":
         t.skip(setting, "kohya's script for Anima switches it off")
     elif is_on(setting.value):
-        t.put("model.quantization", "fp8", setting)
+        t.put("model.quantization", "fp8", setting, note="kohya: without scales")
     else:
         t.skip(setting, "it is off")
 
