@@ -33,7 +33,8 @@ class ConfigFile:
         read = SUFFIXES.get(self.path.suffix.lower())
         if read is None:
             begin = self.text.lstrip()[:1]
-            read = json_settings if begin == "{" else toml_settings if begin == "[" else yaml_settings
+            is_json = begin == "{" or re.match(r"\s*\[\s*\{", self.text) is not None
+            read = json_settings if is_json else toml_settings if begin == "[" else yaml_settings
         return read(self.text, self.file)
 
 

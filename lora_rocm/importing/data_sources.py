@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 
+from lora_rocm.importing.setting import Value
 from lora_rocm.importing.translator import RecipeValue, Translator
+from lora_rocm.importing.value_maps import number
 from lora_rocm.recipe.schema import DataSection
 from lora_rocm.recipe.source_sections import DataSource
 
@@ -36,3 +40,20 @@ def put_sources(t: Translator, sources: Sequence[Source]) -> None:
             if key == "path" or key not in shared:
                 assert key in DataSource.model_fields, key
                 t.put(f"data.sources[{index}].{key}", given.value, *given.settings, note=given.note)
+
+
+def side_of(value: Value) -> int | None:
+    """The side of the square with the area of a resolution: 1024, "1024x768" or [1024, 768]; None if it is none."""
+    parts = value if isinstance(value, list) else re.split(r"[,x]", str(value).lower())
+    sides = [number(each) for each in parts]
+    if not sides or len(sides) > 2 or any(side is None or side < 1 for side in sides):
+        return None
+    return round(math.sqrt((sides[0] or 0.0) * (sides[-1] or 0.0)))
+
+
+def ratio_of(value: Value) -> float | None:
+    """Width over height: 1.5 or [768, 512]; None if it is anything else."""
+    sides = [number(each) for each in value] if isinstance(value, list) else [number(value), 1.0]
+    if len(sides) != 2 or any(side is None or side <= 0 for side in sides):
+        return None
+    return (sides[0] or 0.0) / (sides[1] or 1.0)

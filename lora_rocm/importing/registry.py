@@ -11,6 +11,9 @@ MODULES: Mapping[str, str] = {
     "kohya": "lora_rocm.importing.trainers.kohya",
     "onetrainer": "lora_rocm.importing.trainers.onetrainer",
     "ai-toolkit": "lora_rocm.importing.trainers.ai_toolkit",
+    "simpletuner": "lora_rocm.importing.trainers.simpletuner",
+    "musubi": "lora_rocm.importing.trainers.musubi",
+    "diffusion-pipe": "lora_rocm.importing.trainers.diffusion_pipe",
 }
 """Id of a trainer, as in ``recipe/foreign.toml`` -> the module with its ``TRAINER``."""
 

@@ -12,7 +12,11 @@ from lora_rocm.foundation.terminal_text import one_line
 Value = str | int | float | bool | None | list["Value"] | Mapping[str, "Value"]
 """A value of JSON, TOML or YAML."""
 
-SECRET = re.compile(r"(?:^|[._-])(?:\w*token|\w*api[_-]?key|\w*password|\w*secret|\w*credentials?)$", re.IGNORECASE)
+SECRET = re.compile(
+    r"(?:^|[._-])(?:\w*token|\w*api[_-]?key|\w*password|\w*secret|\w*credentials?|\w*access_key(?:_id)?"
+    r"|\w*webhook_url)$",
+    re.IGNORECASE,
+)
 """Keys with values that are never shown or written."""
 SECRET_VALUE = re.compile(
     r"\b(?:hf_\w{20,}|sk-[\w-]{16,}|gh[pousr]_\w{20,})\b"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from lora_rocm.importing.setting import Setting, Value, path_text
 from lora_rocm.importing.translator import Function, Translator
+from lora_rocm.recipe.optim_sections import OPTIMIZERS
 from lora_rocm.recipe.peer_names import optimizer_of, peer_names
 
 SCHEDULES = {
@@ -181,3 +182,17 @@ def put_optimizer_arguments(t: Translator, setting: Setting) -> None:
         t.put(f"optim.optimizer_args[{number_of_word}]", word, setting)
     if not words:
         t.skip(setting, "it is empty")
+
+
+def put_absent(t: Translator, ours: str, value: Value, note: str) -> None:
+    """Write a key that no setting has set."""
+    if ours not in t.values:
+        t.put(ours, value, note=note)
+
+
+def put_weight_format(t: Translator, own: str, note: str) -> None:
+    """Write the number format of the trained weights, if no setting has and the optimizer can train in it."""
+    optimizer = t.values.get("optim.optimizer")
+    name = str(optimizer.value) if optimizer is not None else "adamw"
+    if own in OPTIMIZERS[name].weight_dtypes and own != "fp32":
+        put_absent(t, "lora.weight_dtype", own, note)

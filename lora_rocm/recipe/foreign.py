@@ -143,9 +143,19 @@ def _mapping(text: str) -> Any:
             pass
     if text.lstrip()[:1] == "{":
         return dict.fromkeys(JSON_KEY.findall(text)) or None
-    headers = [header.split(".") for header in TOML_HEADER.findall(text)]
-    sections = [".".join(parts[: end + 1]) for parts in headers for end in range(min(len(parts), MAX_DEPTH))]
-    return dict.fromkeys([*sections, *ASSIGNMENT.findall(text)]) or None
+    return dict.fromkeys(_keys_by_lines(text)) or None
+
+
+def _keys_by_lines(text: str) -> Iterator[str]:
+    """The sections and keys of a damaged TOML file, the keys with and without the section above them."""
+    above = ""
+    for line in text.splitlines():
+        if (header := TOML_HEADER.match(line)) is not None:
+            parts = header[1].split(".")[:MAX_DEPTH]
+            yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
+            above = ".".join([*parts, ""])
+        elif (found := ASSIGNMENT.match(line)) is not None:
+            yield from (found[1], above + found[1])
 
 
 def _paths(data: Any, above: str = "", depth: int = 0) -> Iterator[str]:
