@@ -9,6 +9,12 @@ from lora_rocm.importing.trainer import Trainer
 
 MODULES: Mapping[str, str] = {
     "kohya": "lora_rocm.importing.trainers.kohya",
+    "llama-factory": "lora_rocm.importing.trainers.llama_factory",
+    "axolotl": "lora_rocm.importing.trainers.axolotl",
+    "unsloth": "lora_rocm.importing.trainers.unsloth",
+    "trl": "lora_rocm.importing.trainers.trl",
+    "torchtune": "lora_rocm.importing.trainers.torchtune",
+    "peft": "lora_rocm.importing.trainers.peft",
 }
 """Id of a trainer, as in ``recipe/foreign.toml`` -> the module with its ``TRAINER``."""
 

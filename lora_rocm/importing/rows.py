@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -45,12 +45,14 @@ class TrainerTable:
         version: the source that the table was made from: a version or commit with its date.
         defaults: its key -> the value it uses if the key is absent. Only defaults that differ from ours need a row.
         row: one row per key.
+        include: the table of a library that the trainer passes its other keys to; its rows follow.
     """
 
     name: str
     version: str
     row: tuple[Row, ...]
     defaults: Mapping[str, str | int | float | bool]
+    include: str = ""
 
 
 FOLDER = Path(__file__).with_name("trainers")
@@ -59,7 +61,8 @@ FOLDER = Path(__file__).with_name("trainers")
 @cache
 def table_of(trainer: str) -> TrainerTable:
     """The table of a trainer by its id, such as "kohya". See ``read_table`` for errors."""
-    return read_table(FOLDER / f"{trainer}.toml", TrainerTable)
+    table = read_table(FOLDER / f"{trainer}.toml", TrainerTable)
+    return replace(table, row=(*table.row, *table_of(table.include).row)) if table.include else table
 
 
 def review_of(trainer: str) -> Review:

@@ -27,6 +27,8 @@ MAX_DEPTH = 6  # nesting of keys
 MAX_KEYS = 20_000
 MAX_DOTS = 1000  # in a line of TOML: the library is very slow for keys with many parts
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=", re.MULTILINE)
+CODE = re.compile(r"""^[\s"]*(?:from [\w.]+ )?import \w|"cell_type\"""", re.MULTILINE)
+"""A line of Python, or a notebook."""
 USUAL_START = "sdxl.yaml"
 NAMES_IN_OTHER_TRAINERS = "docs/reference/kohya-names.md"
 
@@ -128,6 +130,8 @@ def _foreign(text: str, data: Any) -> ForeignTrainer | ForeignScript | None:
         for trainer in _table().trainer
         if names.intersection(trainer.any_of) or (trainer.all_of and names.issuperset(trainer.all_of))
     )
+    if CODE.search(text):  # names of a script are its own
+        return next(scripts, None) or next(trainers, None)
     return next(trainers, None) or next(scripts, None)
 
 
