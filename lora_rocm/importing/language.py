@@ -42,7 +42,9 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
 }  # fmt: skip
 """Optimizer of transformers or axolotl -> ours, and how it differs; others: ``value_maps.put_optimizer``."""
 ANY_PARENT = r"(?:.*\.)?"
-"""Begins a regular expression for names that end in what follows."""
+"""Begins a regular expression for names with any parents."""
+PEFT_TARGETS = rf"{ANY_PARENT}(?:q_proj|v_proj)"
+NO_TARGETS = "its default: PEFT's choice for Llama, Mistral, Gemma and Qwen; others need other names"
 FIRST_WEIGHTS = {"gaussian": "gaussian", "pissa": "pissa", "olora": "olora", "eva": "eva", "orthogonal": "orthogonal"}
 TRACKERS = ("wandb", "trackio", "mlflow", "tensorboard")
 COLUMNS = (
@@ -68,6 +70,7 @@ def put_base(t: Translator, setting: Setting) -> None:
 
 
 def put_revision(t: Translator, setting: Setting) -> None:
+    """The branch, tag or commit of the base."""
     if str(setting.value) == "main":
         t.skip(setting, "the usual branch")
     else:
@@ -102,7 +105,7 @@ def put_targets(t: Translator, setting: Setting) -> None:
     """The adapted modules: a preset, PEFT's names, or its regular expression for whole names."""
     found = targets_of(setting.value)
     if found is None:
-        t.lose(setting, "these are no names of modules", ours="lora.targets")
+        t.lose(setting, "these are not names of modules", ours="lora.targets")
         return
     targets, note = found
     layers = None if targets == "all-linear" else _layers(t)
@@ -127,7 +130,7 @@ def targets_of(value: Value) -> tuple[str, str] | None:
 
 
 def _of_names(names: Sequence[str]) -> tuple[str, str] | None:
-    """PEFT adapts the modules whose names end in one of these."""
+    """PEFT adapts the modules with names that end in one of these."""
     if any(each.lower() in ("all", "all-linear") for each in names):
         return "all-linear", ""
     inside = [each for each in dict.fromkeys(names) if each and each.rpartition(".")[2] not in OUTSIDE]
@@ -299,11 +302,15 @@ def put_share(t: Translator, setting: Setting) -> None:
     elif found <= MAX_SHARE:
         t.put("data.validation_split", found, setting)
     else:
-        t.lose(setting, "holds out a number of rows: write their share as data.validation_split", ours="data.validation_split")
+        t.lose(
+            setting,
+            "holds out a number of rows: write their share as data.validation_split",
+            ours="data.validation_split",
+        )
 
 
 def put_validation_interval(t: Translator, setting: Setting) -> None:
-    """How often the held-out texts are measured, if there are any."""
+    """The interval of the held-out loss, if texts are held out."""
     shares = [number(each.value) for key in SHARE_KEYS if (each := t.given(key)) is not None]
     plain = str(setting.value).lower()
     if not any(share and share <= MAX_SHARE for share in shares):
@@ -374,7 +381,7 @@ def put_save_interval(t: Translator, setting: Setting) -> None:
 def put_trackers(t: Translator, setting: Setting) -> None:
     """``report_to``: a name or a list of names."""
     names = [str(each).lower() for each in (setting.value if isinstance(setting.value, list) else [setting.value])]
-    known = [each for each in names if each in TRACKERS and each != "tensorboard"]
+    known: list[Value] = [each for each in names if each in TRACKERS and each != "tensorboard"]
     if known:
         t.put("output.log_with", known, setting)
     elif {"none", "all", "tensorboard", "false"}.issuperset(names):
@@ -412,7 +419,7 @@ def begin(t: Translator) -> None:
 
 
 def finish(t: Translator) -> None:
-    """What a recipe needs, and what depends on the whole table."""
+    """The keys that a recipe needs, and those that depend on the whole table."""
     if "model.name_or_path" not in t.values:
         t.put("model.name_or_path", NO_BASE, note="the file names no base: give its folder or hub id")
     if "data.sources[0].dataset" not in t.values and "data.path" not in t.values:
@@ -429,7 +436,11 @@ def lose_method(t: Translator, setting: Setting, name: str) -> None:
         t.put("objective.loss", "dpo", note=f"not {name}, which lora-rocm does not have; dpo reads pairs too")
         t.lose(setting, "another loss of pairs; dpo is written", ours="objective.loss")
     else:
-        t.lose(setting, "another method of training, and it changes everything: lora-rocm has texts and dpo", ours="objective.loss")
+        t.lose(
+            setting,
+            "another method of training, and it changes everything: lora-rocm has texts and dpo",
+            ours="objective.loss",
+        )
 
 
 def is_dpo(t: Translator) -> bool:
@@ -499,4 +510,3 @@ LANGUAGE_FUNCTIONS: dict[str, Function] = {
     "smoothing": put_for_pairs("objective.label_smoothing"),
 }
 """Functions for the rows of ``trainers/transformers.toml`` and of tables that include it."""
-

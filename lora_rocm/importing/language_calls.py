@@ -10,41 +10,45 @@ from lora_rocm.importing.formats.python_calls import call_settings
 from lora_rocm.importing.setting import FileContent, Setting
 
 CONFIGS = (
-    "SFTConfig", "DPOConfig", "KTOConfig", "ORPOConfig", "CPOConfig", "GRPOConfig", "RLOOConfig", "RewardConfig", "PPOConfig",
-    "BCOConfig", "GKDConfig", "OnlineDPOConfig", "NashMDConfig", "XPOConfig", "PRMConfig", "TrainingArguments",
-    "UnslothTrainingArguments", "ModelConfig", "ScriptArguments",
+    "SFTConfig", "DPOConfig", "KTOConfig", "ORPOConfig", "CPOConfig", "GRPOConfig", "RLOOConfig", "RewardConfig",
+    "PPOConfig", "BCOConfig", "GKDConfig", "OnlineDPOConfig", "NashMDConfig", "XPOConfig", "PRMConfig",
+    "TrainingArguments", "UnslothTrainingArguments", "ModelConfig", "ScriptArguments",
 )  # fmt: skip
 TRAINERS = (
-    "SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer",
-    "PPOTrainer", "BCOTrainer", "GKDTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer", "PRMTrainer", "Trainer",
-    "UnslothTrainer",
+    "SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "GRPOTrainer", "RLOOTrainer",
+    "RewardTrainer", "PPOTrainer", "BCOTrainer", "GKDTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer",
+    "PRMTrainer", "Trainer", "UnslothTrainer",
 )  # fmt: skip
 PARTS = ("LoraConfig", "BitsAndBytesConfig", "get_peft_model", "from_pretrained")
-"""Calls whose keywords are flat names too."""
+"""Calls with keywords that are flat names too."""
 OTHERS = (
-    "load_dataset", "get_chat_template", "train_on_responses_only", "DataCollatorForCompletionOnlyLM", "save_pretrained_merged",
-    "save_pretrained_gguf", "push_to_hub_merged", "push_to_hub_gguf", "standardize_sharegpt",
+    "load_dataset", "get_chat_template", "train_on_responses_only", "DataCollatorForCompletionOnlyLM",
+    "save_pretrained_merged", "save_pretrained_gguf", "push_to_hub_merged", "push_to_hub_gguf",
+    "standardize_sharegpt",
 )  # fmt: skip
 OBJECTS = (
     "model", "tokenizer", "processing_class", "train_dataset", "eval_dataset", "args", "peft_config", "data_collator",
-    "compute_metrics", "preprocess_logits_for_metrics", "callbacks", "ref_model", "reward_funcs", "reward_model", "optimizers",
-    "formatting_func", "bf16", "fp16", "dtype", "torch_dtype", "device_map", "quantization_config", "bnb_4bit_compute_dtype",
-    "attn_implementation", "token", "use_gradient_checkpointing", "report_to", "output_dir", "logging_dir", "run_name", "trust_remote_code",
-    "quantization_method", "num_proc", "dataset_num_proc", "loftq_config", "init_lora_weights", "task_type", "max_memory", "gradient_checkpointing_kwargs",
+    "compute_metrics", "preprocess_logits_for_metrics", "callbacks", "ref_model", "reward_funcs", "reward_model",
+    "optimizers", "formatting_func", "bf16", "fp16", "dtype", "torch_dtype", "device_map", "quantization_config",
+    "bnb_4bit_compute_dtype", "attn_implementation", "token", "use_gradient_checkpointing", "report_to", "output_dir",
+    "logging_dir", "run_name", "trust_remote_code", "quantization_method", "num_proc", "dataset_num_proc",
+    "loftq_config", "init_lora_weights", "task_type", "max_memory", "gradient_checkpointing_kwargs",
 )  # fmt: skip
-"""Keywords whose value may be code: an object, or nothing that changes the weights."""
+"""Keywords with code as a value: an object, or nothing that changes the weights."""
+OTHER_CLASSES = ("AutoTokenizer", "AutoProcessor", "AutoConfig", "AutoImageProcessor", "GenerationConfig")
 METHOD = re.compile(r"^(\w+?)(?:Config|Trainer)$")
 AS_TRAINER = "trainer."
-"""Begins the names of a trainer's keywords, of which ``model`` and others are no settings of the run."""
+"""Begins the names of a trainer's keywords, such as ``model``, that are not settings of the run."""
 
 
 def calls_of(file: ConfigFile) -> FileContent:
-    """The settings of the calls: keywords have flat names, those of other calls and of later ones dotted names."""
-    found = call_settings(
-        file.text, file.file, (*CONFIGS, *TRAINERS, *PARTS, *OTHERS), OBJECTS, ("load_dataset", "from_pretrained")
-    )
+    """The settings of the calls: keywords have flat names; other calls and later ones have dotted names."""
+    functions = (*CONFIGS, *TRAINERS, *PARTS, *OTHERS)
+    named = ("load_dataset", "from_pretrained")
+    found = call_settings(file.text, file.file, functions, OBJECTS, named, OTHER_CLASSES)
     methods = [each for each in found.settings if not each.key.startswith("later.")]
-    kept = [_flat(each) for each in found.settings]
+    empty = {*CONFIGS, *TRAINERS, *PARTS}
+    kept = [_flat(each) for each in found.settings if each.key.removeprefix("later.") not in empty]
     if (method := _method(methods)) is not None:
         kept.append(method)
     return FileContent(kept, found.unread)
@@ -55,14 +59,23 @@ def _flat(setting: Setting) -> Setting:
     call, _, name = setting.key.partition(".")
     if setting.key == "from_pretrained[0]":
         return replace(setting, key="model_name")
-    if call in TRAINERS and name in ("model", "ref_model", "args", "eval_dataset", "train_dataset", "peft_config", "tokenizer", "data_collator"):
+    if call in TRAINERS and name in (
+        "model",
+        "ref_model",
+        "args",
+        "eval_dataset",
+        "train_dataset",
+        "peft_config",
+        "tokenizer",
+        "data_collator",
+    ):
         return replace(setting, key=f"{AS_TRAINER}{name}")
     return replace(setting, key=name) if call in (*CONFIGS, *TRAINERS, *PARTS) else setting
 
 
 def _method(settings: list[Setting]) -> Setting | None:
     """The method of training, by the name of the configuration or trainer; SFT if both it and another are there."""
-    names = {}
+    names: dict[str, Setting] = {}
     for each in settings:
         found = METHOD.match(each.key.partition(".")[0])
         if found is not None and found[1] not in ("Lora", "BitsAndBytes", "Model", "", "Unsloth"):

@@ -31,19 +31,26 @@ class Code:
 
 
 def call_settings(
-    text: str, file: str, functions: Collection[str], passed: Collection[str] = (), positional: Collection[str] = ()
+    text: str,
+    file: str,
+    functions: Collection[str],
+    passed: Collection[str] = (),
+    positional: Collection[str] = (),
+    other_classes: Collection[str] = (),
 ) -> FileContent:
     """The keyword arguments of each call of ``functions`` as ``Function.keyword``; positional ones as ``Function[0]``.
 
-    Names that the file binds to a literal once are replaced. A value that is no literal is listed as unread. Calls
-    below ``if False`` do not count. The settings of the second and further calls of a function begin with ``later.``.
+    A call without any is ``Function`` with the value true. Names that the file binds to a literal once are replaced.
+    Other values are listed as unread. Calls below ``if False`` do not count. The settings of the second and
+    further calls of a function begin with ``later.``.
 
     Args:
         text: of a script, or the JSON of a notebook.
         file: for the settings.
         functions: last parts of their names: ``SFTConfig``, ``from_pretrained``.
-        passed: keywords that pass objects: their value is the code itself if it is no literal.
-        positional: functions whose positional arguments count; those of others pass objects.
+        passed: keywords that pass objects: a value that is not a literal is the code itself.
+        positional: functions with positional arguments that count; other functions take objects.
+        other_classes: classes with methods of these names that do not count, such as AutoTokenizer.
     """
     found, trees = FileContent(), list[tuple[Code, ast.Module]]()
     for code in _codes(text):
@@ -55,13 +62,21 @@ def call_settings(
     constants = _constants([tree for _, tree in trees])
     seen = set[str]()
     for code, tree in trees:
-        calls = [node for node in _living(tree) if isinstance(node, ast.Call) and _name_of(node.func) in functions]
+        calls = [
+            node
+            for node in _living(tree)
+            if isinstance(node, ast.Call)
+            and _name_of(node.func) in functions
+            and not (isinstance(node.func, ast.Attribute) and _name_of(node.func.value) in other_classes)
+        ]
         for node in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
             name = _name_of(node.func)
             given = [(f"{name}[{index}]", each) for index, each in enumerate(node.args) if name in positional]
             given += [(f"{name}.{each.arg}" if each.arg else f"{name}.**", each.value) for each in node.keywords]
             begin = "later." if name in seen else ""
             seen.add(name)
+            if not given:
+                found.settings.append(Setting(f"{begin}{name}", True, file, code.line(node.lineno)))
             for key, value in given:
                 _add(found, f"{begin}{key}", value, constants, (file, code.line(value.lineno)), passed)
     return found
@@ -140,9 +155,7 @@ class _NotebookLines:
 
 def _without_magic(lines: Sequence[str]) -> str:
     """The code; ``pass`` in place of a command of the shell, which may be the only line of a block."""
-    return "\n".join(
-        f"{line[: len(line) - len(line.lstrip())]}pass" if MAGIC.match(line) else line for line in lines
-    )
+    return "\n".join(f"{line[: len(line) - len(line.lstrip())]}pass" if MAGIC.match(line) else line for line in lines)
 
 
 def _living(node: ast.AST) -> Iterator[ast.AST]:

@@ -9,7 +9,6 @@ from lora_rocm.importing.config_files import ConfigFiles
 from lora_rocm.importing.data_sources import Source
 from lora_rocm.importing.formats.command_line import NO_LINES, options_of
 from lora_rocm.importing.language import (
-    ANY_PARENT,
     LANGUAGE_FUNCTIONS,
     UNKNOWN_COLUMNS,
     begin,
@@ -26,13 +25,14 @@ from lora_rocm.importing.language import (
 )
 from lora_rocm.importing.setting import FileContent, Setting, path_text
 from lora_rocm.importing.trainer import Trainer
-from lora_rocm.importing.translator import Function, RecipeValue, Translator
+from lora_rocm.importing.translator import Function, Translator
 from lora_rocm.importing.value_maps import is_on, number, put_number, put_path, whole
 
 LISTS = ("datasets", "pretraining_dataset")
 SECTIONS = re.compile(
-    r"(?:fsdp_config|deepspeed|gradient_checkpointing_kwargs|accelerator_config|torch_compile_options|selective_checkpointing|"
-    r"gradient_accumulation_kwargs|flex_attn_compile_kwargs|dynamic_checkpoint)(?:\.|\[)"
+    r"(?:fsdp_config|deepspeed|gradient_checkpointing_kwargs|accelerator_config|torch_compile_options|"
+    r"selective_checkpointing|gradient_accumulation_kwargs|flex_attn_compile_kwargs|"
+    r"dynamic_checkpoint)(?:\.|\[)"
 )
 """Sections about the machine and its memory."""
 OTHER_METHODS = re.compile(r"(?:ebft|trl|vllm|diffusion|llmcompressor|qat|quantization|max_memory)(?:\.|\[)")
@@ -40,16 +40,18 @@ FILE = re.compile(r"(?i)\.(?:jsonl?|ndjson|csv|parquet|arrow|txt)$")
 BUILDERS = ("json", "csv", "parquet", "arrow", "text")
 ALPACA = ("alpaca", "gpteacher", "alpaca_w_system", "alpaca_chat", "alpaca:chat", "alpaca:phi", "alpaca:chatml")
 USUAL_NAMES = {
-    "field_messages": ("messages", "conversations"), "field": ("text",), "text_column": ("text",), "field_tools": ("tools",),
+    "field_messages": ("messages", "conversations"), "field": ("text",), "text_column": ("text",),
+    "field_tools": ("tools",), "message_field_training": (None,),
     "field_human": ("human",), "field_model": ("gpt",), "field_chosen": ("chosen",), "field_rejected": ("rejected",),
     "message_field_role": ("role", "from"), "message_field_content": ("content", "value"),
     "message_property_mappings.role": ("role", "from"), "message_property_mappings.content": ("content", "value"),
     "roles_to_train": (["assistant"],), "train_on_eos": ("turn",), "train_on_eot": ("turn",),
-    "drop_system_message": (False,), "trust_remote_code": (True, False), "shards": (1,), "chat_template": ("tokenizer_default",),
+    "drop_system_message": (False,), "trust_remote_code": (True, False), "shards": (1,),
+    "chat_template": ("tokenizer_default",),
     "type.field_prompt": ("prompt",), "type.field_chosen": ("chosen",), "type.field_rejected": ("rejected",),
     "type.field_instruction": ("instruction",), "type.field_input": ("input",), "type.field_output": ("output",),
     "roles.assistant": (["assistant", "gpt", "model"], ["gpt", "model", "assistant"], ["assistant"], ["gpt"]),
-    "roles.user": (["user", "human"], ["human", "user"], ["user"], ["human"]), "roles.system": (["system"],), "message_field_training": (None,),
+    "roles.user": (["user", "human"], ["human", "user"], ["user"], ["human"]), "roles.system": (["system"],),
 }  # fmt: skip
 """Key of a table -> its values with which lora-rocm reads the table."""
 NOT_NEEDED = ("ds_type", "preprocess_shards", "shards_idx", "conversation", "roles.tool")
@@ -80,7 +82,7 @@ def _prepare(t: Translator) -> None:
 
 
 def _sources(t: Translator) -> list[Source]:
-    """The tables of ``datasets``; a table that is only measured is left out."""
+    """The tables of ``datasets``; a table that is only measured is skipped."""
     found = list[Source]()
     for name in LISTS:
         items = dict.fromkeys(each.key[: each.key.index("]") + 1] for each in t.below(name) if "]" in each.key)
@@ -94,7 +96,7 @@ def _tables(t: Translator, item: str) -> list[Source]:
     """The tables of one entry: each of its ``data_files``, or its ``path``."""
     path, files, split = (t.given_exactly(f"{item}.{each}") for each in ("path", "data_files", "split"))
     if path is None and files is None:
-        return []  # an entry without a place, whose keys are lost at the end
+        return []  # an entry without a place: its keys are lost at the end
     kind = t.given_exactly(f"{item}.type")
     note = _about_kind(t, kind) if kind is not None else ""
     for setting in t.below(item):
@@ -114,7 +116,7 @@ def _tables(t: Translator, item: str) -> list[Source]:
 
 
 def _about_kind(t: Translator, kind: Setting) -> str:
-    """Decide about the ``type`` of a table; returns how the text differs from that of the recipe."""
+    """Decide about the ``type`` of a table; returns the difference from the recipe's texts."""
     if isinstance(kind.value, str):
         name, _, rest = kind.value.lower().partition(".")
         if name in ALPACA or name.partition(":")[0] == "alpaca":
@@ -144,7 +146,13 @@ def _about_table(t: Translator, setting: Setting, key: str) -> None:
         t.lose(setting, "a part of the dataset by its name: give its files, or the folder of the part")
     elif key.startswith(("field", "message_", "text_column", "type.field")):
         t.lose(setting, UNKNOWN_COLUMNS)
-    elif key in ("roles_to_train", "train_on_eos", "train_on_eot", "message_field_training", "message_field_training_detail"):
+    elif key in (
+        "roles_to_train",
+        "train_on_eos",
+        "train_on_eot",
+        "message_field_training",
+        "message_field_training_detail",
+    ):
         t.lose(setting, "trains on other words of a conversation; a row's weight or train key may do it")
     else:
         t.lose(setting, "changes the texts of this table")
@@ -225,17 +233,19 @@ def _whole_batch(t: Translator, setting: Setting) -> None:
     micro, given = number(t.value("micro_batch_size") or 1), t.given("gradient_accumulation_steps")
     found = number(setting.value)
     if given is not None and given.value is not None:
-        t.skip(setting, "micro_batch_size and gradient_accumulation_steps say it")
+        t.skip(setting, "micro_batch_size and gradient_accumulation_steps define it")
     elif not found or not micro or found < micro:
-        t.lose(setting, "it is no multiple of micro_batch_size", ours="train.gradient_accumulation_steps")
+        t.lose(setting, "it is not a multiple of micro_batch_size", ours="train.gradient_accumulation_steps")
     else:
         t.put("train.gradient_accumulation_steps", whole(found // micro), setting, note="divided by micro_batch_size")
 
 
 def _length(t: Translator, setting: Setting) -> None:
-    """What is longer is dropped there, unless ``excess_length_strategy`` is truncate."""
+    """Longer texts are dropped there, unless ``excess_length_strategy`` is truncate."""
     longer = t.given("excess_length_strategy")
-    note = "" if longer is not None and longer.value == "truncate" else "longer texts are dropped there; here they are cut"
+    note = (
+        "" if longer is not None and longer.value == "truncate" else "longer texts are dropped there; here they are cut"
+    )
     put_number("data.max_length", note)(t, setting)
 
 
@@ -315,7 +325,7 @@ def _saves(t: Translator, setting: Setting) -> None:
 
 
 def _finish(t: Translator) -> None:
-    """What is lost with the whole table, and a kind of training that no key names."""
+    """The keys of tables that are lost, and a kind of training that no key names."""
     if t.given("adapter") is None or not t.value("adapter"):
         base = t.given("base_model")
         if base is not None and "lora.rank" not in t.values:
@@ -351,4 +361,3 @@ FUNCTIONS: dict[str, Function] = LANGUAGE_FUNCTIONS | {
 }
 
 TRAINER = Trainer("axolotl", _read, FUNCTIONS, _prepare, _finish)
-

@@ -23,8 +23,8 @@ from lora_rocm.importing.language import (
 )
 from lora_rocm.importing.setting import FileContent, Setting, Value, path_text
 from lora_rocm.importing.trainer import Trainer
-from lora_rocm.importing.translator import Function, RecipeValue, Translator
-from lora_rocm.importing.value_maps import is_on, number, put_switch, whole
+from lora_rocm.importing.translator import Function, Translator
+from lora_rocm.importing.value_maps import is_on, number, whole
 
 PROGRAM = re.compile(r"(?:^|[\\/\s\"'])(llamafactory-cli|lmf|train_bash\.py|src[\\/]train\.py)(?=$|[\s\"'])")
 TABLES = "dataset_info.json"
@@ -42,19 +42,22 @@ COLUMNS = {
 
 
 def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
-    """All settings. Those of ``dataset_info.json`` are kept only for the tables that ``dataset`` names."""
+    """All settings. Of ``dataset_info.json`` only the tables that ``dataset`` names are kept."""
     found, tables = FileContent(), list[ConfigFile]()
     for each in files.given:
         if each.path.name.lower() == TABLES:
             tables.append(each)
-        elif shell_of(each.path) is not None or (each.path.suffix.lower() not in SUFFIXES and PROGRAM.search(each.text)):
+        elif shell_of(each.path) is not None or (
+            each.path.suffix.lower() not in SUFFIXES and PROGRAM.search(each.text)
+        ):
             found.extend(command_settings(each.text, each.file, PROGRAM, shell_of(each.path) or "sh"))
         else:
             found.extend(each.settings())
     found.extend(options_of([*options], "command line", NO_LINES))
     names = [name for each in found.settings if each.key == "dataset" for name in _listed(each.value)]
     if names and not tables:
-        tables += [each] if (each := _tables(files, found.settings)) is not None else []
+        listed = _tables(files, found.settings)
+        tables += [listed] if listed is not None else []
     for file in tables:
         content = file.settings()
         found.unread += content.unread
@@ -67,7 +70,7 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
 
 
 def _tables(files: ConfigFiles, settings: Sequence[Setting]) -> ConfigFile | None:
-    """``dataset_info.json`` in the folder that ``dataset_dir`` names, or beside the configuration."""
+    """``dataset_info.json`` in the folder that ``dataset_dir`` names, or next to the configuration."""
     folder = next((each for each in reversed(settings) if each.key == "dataset_dir"), None)
     place = path_text(folder.value) if folder is not None else "data"
     if place.upper() == "ONLINE" or place.startswith("REMOTE:"):
@@ -91,7 +94,9 @@ def _prepare(t: Translator) -> None:
     export, dataset = t.given("export_dir"), t.given("dataset")
     if export is not None and dataset is None:
         fix = "lora-rocm export RUN --format merged --output FOLDER writes a merged model."
-        raise UserError("import-export", "This configuration merges a LoRA; it trains none.", where=export.where, fix=fix)
+        raise UserError(
+            "import-export", "This configuration merges a LoRA; it trains none.", where=export.where, fix=fix
+        )
     if not any(t.given(key) for key in ("model_name_or_path", "stage", "finetuning_type", "dataset", "lora_rank")):
         fix = f"Give the configuration that names the tables, and {TABLES} after it."
         where = t.files.given[0].file
@@ -112,9 +117,7 @@ def _prepare(t: Translator) -> None:
 def _source(t: Translator, name: str, dataset: Setting) -> Source:
     """One table, by its entry in ``dataset_info.json``."""
     entry = {
-        each.key[len(LIST) + len(name) + 1 :]: each
-        for each in t.settings
-        if each.key.startswith(f"{LIST}{name}.")
+        each.key[len(LIST) + len(name) + 1 :]: each for each in t.settings if each.key.startswith(f"{LIST}{name}.")
     }
     place = next((entry[key] for key in ("hf_hub_url", "ms_hub_url", "om_hub_url", "file_name") if key in entry), None)
     if place is None:
@@ -243,7 +246,11 @@ def _template(t: Translator, setting: Setting) -> None:
     family = re.match(r"[a-z]+", name.replace("_", ""))
     letters = re.sub(r"[^a-z]", "", base)
     if name in PLAIN or family is None or family[0].removesuffix("vl") not in letters:
-        t.lose(setting, "its own text around each message; here it is the tokenizer's chat template", ours="model.tokenizer")
+        t.lose(
+            setting,
+            "its own text around each message; here it is the tokenizer's chat template",
+            ours="model.tokenizer",
+        )
     else:
         t.skip(setting, "the tokenizer's own chat template is used: lora-rocm check shows the texts")
 
@@ -304,4 +311,3 @@ FUNCTIONS: dict[str, Function] = LANGUAGE_FUNCTIONS | {
 }
 
 TRAINER = Trainer("llama-factory", _read, FUNCTIONS, _prepare, finish)
-

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 
 from lora_rocm.importing.config_files import ConfigFiles
 from lora_rocm.importing.formats.command_line import NO_LINES, options_of
-from lora_rocm.importing.language import ANY_PARENT, LANGUAGE_FUNCTIONS, LORA_FILE, begin, finish, put_tables
+from lora_rocm.importing.language import (
+    ANY_PARENT,
+    LANGUAGE_FUNCTIONS,
+    LORA_FILE,
+    NO_TARGETS,
+    PEFT_TARGETS,
+    begin,
+    finish,
+    put_tables,
+)
 from lora_rocm.importing.setting import FileContent, Setting, path_text
 from lora_rocm.importing.trainer import Trainer
 from lora_rocm.importing.translator import Function, RecipeValue, Translator
@@ -68,11 +77,18 @@ def _kind(t: Translator, setting: Setting) -> None:
     if plain == "LORA":
         t.skip(setting, "a LoRA")
     elif own is not None:
-        t.lose(setting, f"PEFT's form of {own}; a LoRA is written", ours="lora.type")
+        t.lose(setting, f"PEFT's variant of {own}; a LoRA is written", ours="lora.type")
     else:
         t.lose(setting, "lora-rocm does not train this kind of adapter; a LoRA is written", ours="lora.type")
 
 
 FUNCTIONS: dict[str, Function] = LANGUAGE_FUNCTIONS | {"kind": _kind}
 
-TRAINER = Trainer("peft", _read, FUNCTIONS, _prepare, finish)
+
+def _finish(t: Translator) -> None:
+    if "lora.targets" not in t.values:
+        t.put("lora.targets", PEFT_TARGETS, note=NO_TARGETS)
+    finish(t)
+
+
+TRAINER = Trainer("peft", _read, FUNCTIONS, _prepare, _finish)

@@ -25,12 +25,14 @@ from lora_rocm.importing.translator import Function, Translator
 from lora_rocm.importing.value_maps import is_on, number, put_number_format, put_path
 
 NAMES = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
-"""torchtune's name of a layer -> that of transformers."""
+"""torchtune's name of a layer -> transformers' name."""
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 TABLES = {
-    "alpaca_dataset": "tatsu-lab/alpaca", "alpaca_cleaned_dataset": "yahma/alpaca-cleaned", "samsum_dataset": "Samsung/samsum",
-    "slimorca_dataset": "Open-Orca/SlimOrca-Dedup", "stack_exchange_paired_dataset": "lvwerra/stack-exchange-paired",
-    "hh_rlhf_helpful_dataset": "RLHFlow/HH-RLHF-Helpful-standard", "cnn_dailymail_articles_dataset": "ccdv/cnn_dailymail",
+    "alpaca_dataset": "tatsu-lab/alpaca", "alpaca_cleaned_dataset": "yahma/alpaca-cleaned",
+    "samsum_dataset": "Samsung/samsum", "slimorca_dataset": "Open-Orca/SlimOrca-Dedup",
+    "stack_exchange_paired_dataset": "lvwerra/stack-exchange-paired",
+    "hh_rlhf_helpful_dataset": "RLHFlow/HH-RLHF-Helpful-standard",
+    "cnn_dailymail_articles_dataset": "ccdv/cnn_dailymail",
     "grammar_dataset": "liweili/c4_200m", "wikitext_dataset": "EleutherAI/wikitext_document_level",
 }  # fmt: skip
 """Builder of a table -> its dataset, unless ``source`` names one."""
@@ -93,7 +95,7 @@ def _model(t: Translator, setting: Setting) -> None:
         if builder.startswith("q"):
             t.put("model.quantization", "nf4", setting, note="the builder stores the base in 4 bits")
         else:
-            t.skip(setting, "a LoRA of a language model; the files of the base say which")
+            t.skip(setting, "a LoRA of a language model; the files of the base name it")
     else:
         t.lose(setting, "trains the base itself; a LoRA is written", ours="lora.type")
 
@@ -107,7 +109,7 @@ def _modules(t: Translator, setting: Setting) -> None:
     given = [each for each in (attention, dense) if each is not None]
     if not names:
         for each in given:
-            t.lose(each, "these are no names of modules", ours="lora.targets")
+            t.lose(each, "these are not names of modules", ours="lora.targets")
     else:
         t.put("lora.targets", f"{ANY_PARENT}(?:{'|'.join(names)})", *given)
 

@@ -11,6 +11,8 @@ from lora_rocm.importing.data_sources import Source
 from lora_rocm.importing.formats.command_line import NO_LINES, command_settings, options_of, shell_of
 from lora_rocm.importing.language import (
     LANGUAGE_FUNCTIONS,
+    NO_TARGETS,
+    PEFT_TARGETS,
     UNKNOWN_COLUMNS,
     begin,
     finish,
@@ -24,7 +26,7 @@ from lora_rocm.importing.language_calls import calls_of
 from lora_rocm.importing.setting import FileContent, Setting, Value
 from lora_rocm.importing.trainer import Trainer
 from lora_rocm.importing.translator import Function, Translator
-from lora_rocm.importing.value_maps import is_on
+from lora_rocm.importing.value_maps import is_on, number
 
 PROGRAM = re.compile(r"(?:^|[\\/\s\"'])(trl|(?:sft|dpo|kto|orpo|cpo|grpo|rloo|reward)\.py)(?=$|[\s\"'])")
 METHOD = re.compile(r"\btrl\s+([a-z]+)\b|\b(sft|dpo|kto|orpo|cpo|grpo|rloo|reward)\.py\b")
@@ -37,11 +39,11 @@ DEFAULTS_OF_METHOD: Mapping[str, Mapping[str, float]] = {
 }  # fmt: skip
 OF_PAIRS = ("precompute_ref_log_probs", "beta", "label_smoothing", "ref_model", "max_prompt_length")
 TRAINED = (
-    "assistant_only_loss", "completion_only_loss", "train_on_responses_only.response_part",
+    "assistant_only_loss", "completion_only_loss", "train_on_responses_only",
+    "train_on_responses_only.response_part",
     "datacollatorforcompletiononlylm.response_template",
 )  # fmt: skip
 """Keys that train on answers alone."""
-NO_TARGETS = "the file names none: PEFT then adapts its own choice, often q_proj and v_proj"
 BUILDERS = ("json", "csv", "parquet", "text")
 
 
@@ -91,10 +93,19 @@ def prepare_language(t: Translator) -> None:
         _method(t, method)
     elif any(t.given(key) for key in OF_PAIRS):
         t.put("objective.loss", "dpo", note="a guess: the file has keys of DPO and does not name the method")
-    if not is_dpo(t) and not any((found := t.given(key)) and is_on(found.value) for key in TRAINED):
+    if not is_dpo(t) and not any((found := t.given(key)) is not None and _marks_answers(found) for key in TRAINED):
         if "objective.loss" not in t.values:
-            t.put("objective.train_on", "all", note="its default: every word of a conversation; answers trains on answers alone")
+            t.put(
+                "objective.train_on",
+                "all",
+                note="its default: every word of a conversation; answers trains on answers alone",
+            )
     put_tables(t, _sources(t))
+
+
+def _marks_answers(setting: Setting) -> bool:
+    """Whether a setting of ``TRAINED`` is on; the text before an answer always is."""
+    return is_on(setting.value) or setting.key.endswith(("_part", "_template"))
 
 
 def _prepare(t: Translator) -> None:
@@ -119,9 +130,9 @@ def _sources(t: Translator) -> list[Source]:
                 t.lose(each, "a part of the dataset: give its files, or the folder of the part")
     if found:
         return found
-    name = t.setting("dataset_name", "dataset", "local_dataset", "raw_text_file")
-    if name is not None and name.value:
-        return _named(name, t.given("dataset_train_split"))
+    table = t.setting("dataset_name", "dataset", "local_dataset", "raw_text_file")
+    if table is not None and table.value:
+        return _named(table, t.given("dataset_train_split"))
     return _loaded(t)
 
 
@@ -144,7 +155,7 @@ def _loaded(t: Translator) -> list[Source]:
         return [put_table(f"{folder}{each}", *given, split=split) for each in values]
     if name is None or str(name.value).lower() in BUILDERS:
         if name is not None:
-            t.lose(name, "the files of this table are computed by the script, or have names of their own")
+            t.lose(name, "the files of this table are computed by the script, or have other names")
         return []
     return _named(name, split)
 
@@ -183,8 +194,13 @@ def _base(t: Translator, setting: Setting) -> None:
 
 
 def _length(t: Translator, setting: Setting) -> None:
-    if setting.value in (None, 0):
+    """The smaller of two limits: of the model, and of the texts."""
+    found = number(setting.value)
+    lengths = [number(each.value) for key in ("max_length", "max_seq_length") if (each := t.given(key)) is not None]
+    if not found:
         t.skip(setting, "no limit there; here it is data.max_length")
+    elif found > min(each for each in (*lengths, found) if each):
+        t.skip(setting, "another key has a smaller limit")
     else:
         LANGUAGE_FUNCTIONS["length"](t, setting)
 
@@ -197,7 +213,7 @@ def _packing(t: Translator, setting: Setting) -> None:
 
 
 def _trained_words(t: Translator, setting: Setting) -> None:
-    if is_dpo(t) or not is_on(setting.value) and not setting.key.endswith(("part", "template")):
+    if is_dpo(t) or not _marks_answers(setting):
         t.skip(setting, "it is off, or pairs train on answers")
     else:
         t.put("objective.train_on", "answers", setting)
@@ -214,7 +230,11 @@ def _template(t: Translator, setting: Setting) -> None:
     """A template by its name is the model's own if the names agree."""
     name, base = str(setting.value).lower(), re.sub(r"[^a-z]", "", str(_base_name(t)).lower())
     family = re.match(r"[a-z]+", name)
-    if family is not None and family[0] in base and family[0] not in ("chatml", "alpaca", "vicuna", "zephyr", "unsloth"):
+    if (
+        family is not None
+        and family[0] in base
+        and family[0] not in ("chatml", "alpaca", "vicuna", "zephyr", "unsloth")
+    ):
         t.skip(setting, "the tokenizer's own chat template is used: lora-rocm check shows the texts")
     else:
         t.lose(setting, "another template; here it is the tokenizer's own", ours="model.tokenizer")
@@ -232,7 +252,7 @@ def _tables_are_read(t: Translator, setting: Setting) -> None:
 def finish_language(t: Translator) -> None:
     """PEFT's own choice of modules where the file names none."""
     if "lora.targets" not in t.values:
-        t.put("lora.targets", "all-linear", note=NO_TARGETS)
+        t.put("lora.targets", PEFT_TARGETS, note=NO_TARGETS)
     finish(t)
 
 
