@@ -443,6 +443,17 @@ def lose_method(t: Translator, setting: Setting, name: str) -> None:
         )
 
 
+def lose_full_training(t: Translator, key: str) -> None:
+    """Report that the file trains the base itself, because ``key`` is absent or off."""
+    found = t.given(key)
+    missing = Setting(key, "none", t.files.given[0].file)
+    t.lose(
+        found if found is not None and not t.is_settled(found) else missing,
+        "without it the base itself is trained; a LoRA is written",
+        ours="lora.type",
+    )
+
+
 def is_dpo(t: Translator) -> bool:
     """Whether the recipe trains on pairs of answers."""
     known = t.values.get("objective.loss")

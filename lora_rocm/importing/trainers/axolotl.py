@@ -14,6 +14,7 @@ from lora_rocm.importing.language import (
     begin,
     finish,
     is_dpo,
+    lose_full_training,
     lose_method,
     put_language_schedule,
     put_last_rate,
@@ -218,7 +219,9 @@ def _warmup(t: Translator, setting: Setting) -> None:
     """Without a key it is 3 % of the run, of 100 steps at most."""
     steps, ratio = t.given("warmup_steps"), t.given("warmup_ratio")
     if setting.is_default:
-        if steps is None:
+        if str(t.value("lr_scheduler")).lower() == "constant":
+            t.skip(setting, "this schedule has no warm-up")
+        elif steps is None or steps.value is None:
             t.put("optim.lr_warmup_ratio", setting.value, setting, note="100 steps at most there")
         else:
             t.skip(setting, "warmup_steps is given")
@@ -327,9 +330,7 @@ def _saves(t: Translator, setting: Setting) -> None:
 def _finish(t: Translator) -> None:
     """The keys of tables that are lost, and a kind of training that no key names."""
     if t.given("adapter") is None or not t.value("adapter"):
-        base = t.given("base_model")
-        if base is not None and "lora.rank" not in t.values:
-            t.put("lora.rank", 16, note="the file trains the base itself, without an adapter; a LoRA is written")
+        lose_full_training(t, "adapter")
     if "lora.targets" not in t.values and (t.given("lora_r") is not None):
         t.put("lora.targets", "all-linear", note="the file names no modules")
     for setting in t.settings:

@@ -24,7 +24,7 @@ from lora_rocm.importing.language import (
 from lora_rocm.importing.setting import FileContent, Setting, Value, path_text
 from lora_rocm.importing.trainer import Trainer
 from lora_rocm.importing.translator import Function, Translator
-from lora_rocm.importing.value_maps import is_on, number, whole
+from lora_rocm.importing.value_maps import is_on, number, put_number, whole
 
 PROGRAM = re.compile(r"(?:^|[\\/\s\"'])(llamafactory-cli|lmf|train_bash\.py|src[\\/]train\.py)(?=$|[\s\"'])")
 TABLES = "dataset_info.json"
@@ -192,7 +192,8 @@ def _method(t: Translator, setting: Setting) -> None:
         t.put("objective.loss", "dpo", setting)
     elif plain == "pt":
         t.put("objective.train_on", "all", setting, note="all words are trained on, in rows of several texts")
-        t.put("data.packing", True)
+        if t.given("packing") is None:
+            t.put("data.packing", True, note="stage: pt packs texts, unless packing is false")
     else:
         lose_method(t, setting, plain)
 
@@ -257,14 +258,11 @@ def _template(t: Translator, setting: Setting) -> None:
 
 def _packing(t: Translator, setting: Setting) -> None:
     if not is_on(setting.value):
-        if "data.packing" in t.values:
-            t.lose(setting, "stage: pt packs texts here", ours="data.packing")
-        else:
-            t.skip(setting, "it is off")
+        t.skip(setting, "it is off")
     elif is_dpo(t):
         t.skip(setting, "pairs are not packed")
     elif "data.packing" in t.values:
-        t.skip(setting, "stage or the other key has switched it on")
+        t.skip(setting, "packing has switched it on")
     else:
         note = "" if setting.key.lower() == "neat_packing" else "texts of a row see each other there, and never here"
         t.put("data.packing", True, setting, note=note)
@@ -295,6 +293,11 @@ def _tables_are_read(t: Translator, setting: Setting) -> None:
     t.skip(setting, f"{TABLES} names the tables" if setting.key == "dataset_dir" else "it is empty")
 
 
+def _length(t: Translator, setting: Setting) -> None:
+    note = "question and answer of a turn are both shortened there; here the end of the text is cut"
+    put_number("data.max_length", note if t.value("stage") in (None, "sft") else "")(t, setting)
+
+
 FUNCTIONS: dict[str, Function] = LANGUAGE_FUNCTIONS | {
     "method": _method,
     "kind": _kind,
@@ -304,6 +307,7 @@ FUNCTIONS: dict[str, Function] = LANGUAGE_FUNCTIONS | {
     "bits": _bits,
     "template": _template,
     "packing": _packing,
+    "length": _length,
     "trained_words": _trained_words,
     "muon": _muon,
     "bf16_weights": _bf16_weights,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from lora_rocm.errors import UserError
 from lora_rocm.importing.config_files import ConfigFiles
 from lora_rocm.importing.formats.command_line import NO_LINES, options_of
 from lora_rocm.importing.language import (
@@ -34,15 +35,18 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
 
 
 def _prepare(t: Translator) -> None:
-    """The family, the LoRA to go on from, and the modules of other ranks."""
+    """The family, the LoRA to go on from, and the modules of other ranks.
+
+    Raises:
+        UserError: the LoRA belongs to another kind of model.
+    """
     task = t.given("task_type")
     if task is not None and str(task.value) not in ("CAUSAL_LM", "None"):
         t.refuse_base("another task than writing text", task)
-    if task is None or task.value is None:
-        kind = t.given("peft_type")
-        base = t.given("base_model_name_or_path")
-        if base is not None and re.search(r"(?i)stable-diffusion|sdxl|flux|z-image", str(base.value)):
-            t.refuse_base("an image model by diffusers", kind)
+    library = t.given("auto_mapping.parent_library")
+    if library is not None and "diffusers" in str(library.value):
+        fix = "Write its .safetensors file as lora.init_from into a recipe of the model's family."
+        raise UserError("import-main", "This LoRA belongs to an image model.", where=library.where, fix=fix)
     begin(t)
     folder = t.files.given[0].path.parent
     note = "the LoRA of this file: remove the line for a new one"

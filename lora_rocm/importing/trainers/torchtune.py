@@ -44,6 +44,13 @@ OPTIMIZERS = {"adamw": "adamw", "pagedadamw": "adamw", "pagedadamw8bit": "adamw_
 SECTIONS = re.compile(r"(?:dataset_val|profiler|metric_logger|quantizer|parallel_method|dataloader)(?:\.|\[)")
 
 
+OTHER_METHODS = re.compile(
+    r"(?:teacher_|kd_|ref_checkpointer|reward_|value_|policy_|ppo_|grpo_|orchestration|inference|training|postprocessing|"
+    r"prompt\.|tasks|max_generated_tokens|forward_batch_size|num_steps|base_model_path|ref_policy|lmbda|gamma|loss\.kl)"
+)
+"""Keys of distillation, reinforcement learning, evaluation and generation."""
+
+
 def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
     found = FileContent()
     for each in files.given:
@@ -61,6 +68,8 @@ def _prepare(t: Translator) -> None:
     for setting in t.settings:
         if SECTIONS.match(setting.key) and setting.key != "metric_logger._component_":
             t.skip(setting, "about logs, memory, or tables that are only measured")
+        elif OTHER_METHODS.match(setting.key):
+            t.lose(setting, "a number of another method or program", changes_weights=False)
     component = t.given("dataset._component_")
     name = str(component.value).rpartition(".")[2] if component is not None else ""
     words = t.given("dataset.train_on_input")

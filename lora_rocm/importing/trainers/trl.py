@@ -17,6 +17,7 @@ from lora_rocm.importing.language import (
     begin,
     finish,
     is_dpo,
+    lose_full_training,
     lose_method,
     put_base,
     put_table,
@@ -37,6 +38,9 @@ DEFAULTS_OF_SCRIPT: Mapping[str, str | int | float] = {"r": 8, "lora_alpha": 8}
 DEFAULTS_OF_METHOD: Mapping[str, Mapping[str, float]] = {
     "sft": {"learning_rate": 2e-5}, "dpo": {"learning_rate": 1e-6, "beta": 0.1},
 }  # fmt: skip
+CODE = (".py", ".ipynb")
+OF_LORA = ("r", "lora_alpha", "lora_dropout", "target_modules", "task_type", "init_lora_weights")
+"""Keywords of LoraConfig: one of them is in every script that trains a LoRA."""
 OF_PAIRS = ("precompute_ref_log_probs", "beta", "label_smoothing", "ref_model", "max_prompt_length")
 TRAINED = (
     "assistant_only_loss", "completion_only_loss", "train_on_responses_only",
@@ -58,7 +62,7 @@ def read_language(files: ConfigFiles, options: Sequence[str], program: re.Patter
 
 def _content(file: ConfigFile, program: re.Pattern[str]) -> FileContent:
     suffix = file.path.suffix.lower()
-    if suffix in (".py", ".ipynb"):
+    if suffix in CODE:
         return calls_of(file)
     if shell_of(file.path) is not None or (suffix not in SUFFIXES and program.search(file.text)):
         content = command_settings(file.text, file.file, program, shell_of(file.path) or "sh")
@@ -110,8 +114,13 @@ def _marks_answers(setting: Setting) -> bool:
 
 def _prepare(t: Translator) -> None:
     """The defaults, which depend on the kind of file and on the method."""
-    is_line = t.given("model_name_or_path", "use_peft", "dataset_name") is not None
+    is_line = t.files.given[0].path.suffix.lower() not in CODE
     prepare_language(t)
+    switch = t.given("use_peft")
+    if is_line and not (switch is not None and is_on(switch.value)):
+        lose_full_training(t, "use_peft")
+    elif not is_line and t.given(*OF_LORA) is None:
+        lose_full_training(t, "peft_config")
     defaults = DEFAULTS_OF_LINE if is_line else DEFAULTS_OF_SCRIPT
     method = DEFAULTS_OF_METHOD["dpo" if is_dpo(t) else "sft"]
     t.table = replace(t.table, defaults={**t.table.defaults, **defaults, **method})

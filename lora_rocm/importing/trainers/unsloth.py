@@ -11,7 +11,7 @@ from lora_rocm.importing.language import is_dpo
 from lora_rocm.importing.setting import FileContent, Setting
 from lora_rocm.importing.trainer import Trainer
 from lora_rocm.importing.trainers import trl
-from lora_rocm.importing.translator import Function, Translator
+from lora_rocm.importing.translator import Function, RecipeValue, Translator
 from lora_rocm.importing.value_maps import is_on, put_number
 
 PROGRAM = re.compile(r"(?:^|[\\/\s\"'])(unsloth-cli\.py|unsloth)(?=$|[\s\"'])")
@@ -44,13 +44,26 @@ def _prepare(t: Translator) -> None:
     """The defaults, which depend on the kind of file."""
     suffix = t.files.given[0].path.suffix.lower()
     is_yaml = suffix in (".yaml", ".yml", ".json")
-    defaults = DEFAULTS_OF_CALLS if suffix in (".py", ".ipynb") else DEFAULTS_OF_YAML if is_yaml else DEFAULTS_OF_LINE
+    defaults = DEFAULTS_OF_CALLS if suffix in trl.CODE else DEFAULTS_OF_YAML if is_yaml else DEFAULTS_OF_LINE
     if any((found := t.given(key)) is not None and is_on(found.value) for key in OTHER_FORMATS):
         defaults = {key: value for key, value in defaults.items() if key != "load_in_4bit"}
     t.table = replace(t.table, defaults={**t.table.defaults, **defaults})
     trl.prepare_language(t)
+    if defaults is DEFAULTS_OF_LINE:
+        _say_headings(t)
     if is_dpo(t):
         t.table = replace(t.table, defaults={**t.table.defaults, "beta": 0.1})
+
+
+def _say_headings(t: Translator) -> None:
+    """unsloth-cli.py writes Alpaca's headings around the columns of a dataset, and cuts files into pieces."""
+    at = "data.sources[0].dataset"
+    known = t.values[at]
+    is_file = str(known.value).lower().endswith((".txt", ".md", ".json", ".jsonl"))
+    note = "a text that is cut into pieces there" if is_file else "Alpaca's headings there; here the chat template"
+    t.values[at] = RecipeValue(known.value, known.settings, note)
+    for setting in known.settings:
+        t.change(setting, note)
 
 
 def _seed(t: Translator, setting: Setting) -> None:
