@@ -18,9 +18,13 @@ from lora_rocm.importing.translator import Outcome, RecipeValue, Translated, Tra
 from lora_rocm.recipe.foreign import trainer_in
 from lora_rocm.recipe.load import load_text
 
-ROUNDS = 8  # each removes the keys that lora-rocm refused in the round before
 ORIGIN = Path("recipe")
 MAX_IN_HEAD = 30
+PLACEHOLDER = "FILL-THIS-IN"
+IDLE = re.compile(
+    r"\bhas no effect\b|\bis not read (?:with|by)\b|\bdoes nothing without\b|averages in place of a schedule"
+)
+"""How lora-rocm refuses a key that changes nothing with the other keys."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,39 @@ def import_files(paths: Sequence[Path], options: Sequence[str] = ()) -> Imported
     Raises:
         UserError: a file cannot be read, the trainer is not known, or the file names no base that lora-rocm trains.
     """
-    # read
+    translator = translated(paths, options)
+    # write a recipe that lora-rocm accepts
+    missing = _fill_in(translator)
+    notices = _accepted(translator)
+    given, table = translator.files.given, translator.table
+    head = [
+        f"Imported from {', '.join(each.file for each in given)}, a configuration of {table.name}.",
+        "The comment of each line says where its value comes from.",
+        *missing,
+    ]
+    lost = [row for row in translator.outcomes if row.outcome == "unsupported"]
+    head += [f"Not taken over: {row.setting.key} = {row.setting.shown} ({row.note})" for row in lost[:MAX_IN_HEAD]]
+    if len(lost) > MAX_IN_HEAD:
+        head.append(f"and {len(lost) - MAX_IN_HEAD} more; lora-rocm import lists them.")
+    # list the outcomes in the order of the files
+    order = {id(setting): number for number, setting in enumerate(translator.settings)}
+    outcomes = sorted(translator.outcomes, key=lambda row: order.get(id(row.setting), -1))
+    return ImportedRecipe(
+        table.name,
+        table.version,
+        recipe_text(translator.values, head),
+        tuple(outcomes),
+        (*translator.unread, *translator.files.unread),
+        (*missing, *notices),
+    )
+
+
+def translated(paths: Sequence[Path], options: Sequence[str] = ()) -> Translator:
+    """Read the files and translate each setting; see ``import_files``.
+
+    Raises:
+        UserError: see ``import_files``.
+    """
     files = ConfigFiles.open(tuple(paths))
     main = files.given[0]
     known = next((found for each in files.given if (found := trainer_in(each.text)) is not None), None)
@@ -74,54 +110,55 @@ def import_files(paths: Sequence[Path], options: Sequence[str] = ()) -> Imported
         raise UserError("import-unknown", "This is no configuration of a trainer known here.", where=main.file, fix=fix)
     trainer, table = trainer_of(known), table_of(known)
     content = trainer.read(files, [f"--{option}" for option in options])
-    # translate
     translator = Translator(table, files, content.settings, [*content.unread])
     trainer.prepare(translator)
     translator.run_table(trainer.functions)
     trainer.finish(translator)
-    order = {id(setting): number for number, setting in enumerate(content.settings)}
-    # write a recipe that lora-rocm accepts
-    head = [
-        f"Imported from {', '.join(each.file for each in files.given)}, a configuration of {table.name}.",
-        "The comment of each line says where its value comes from.",
-    ]
-    notices = _accepted(translator)
-    lost = [row for row in translator.outcomes if row.outcome == "unsupported"]
-    head += [f"Not taken over: {row.setting.key} = {row.setting.shown} ({row.note})" for row in lost[:MAX_IN_HEAD]]
-    if len(lost) > MAX_IN_HEAD:
-        head.append(f"and {len(lost) - MAX_IN_HEAD} more; lora-rocm import lists them.")
-    outcomes = sorted(translator.outcomes, key=lambda row: order.get(id(row.setting), -1))
-    return ImportedRecipe(
-        table.name,
-        table.version,
-        recipe_text(translator.values, head),
-        tuple(outcomes),
-        (*translator.unread, *files.unread),
-        notices,
-    )
+    return translator
+
+
+def _fill_in(translator: Translator) -> list[str]:
+    """Write placeholders for what every recipe needs; returns a sentence for each."""
+    values, found = translator.values, []
+    if "model.name_or_path" not in values:
+        translator.put("model.name_or_path", PLACEHOLDER, note="name the base model here")
+        found.append(f"The configuration names no base model: replace {PLACEHOLDER} in model.name_or_path.")
+    if not any(key in ("data.path", "data.dataset") or key.startswith("data.sources[") for key in values):
+        is_text = "model.family" in values and values["model.family"].value == "causal-lm"
+        key, what = ("data.sources[0].dataset", "table") if is_text else ("data.path", "folder of the data")
+        translator.put(key, PLACEHOLDER, note=f"name the {what} here")
+        found.append(f"The configuration names no data: replace {PLACEHOLDER} in {key}.")
+    if "train.epochs" not in values and "train.max_train_steps" not in values:
+        translator.put("train.epochs", 1, note="set the length of the run here")
+        found.append("The configuration says nothing about the length of the run: set train.epochs.")
+    return found
 
 
 def _accepted(translator: Translator) -> tuple[str, ...]:
     """Remove the keys that lora-rocm refuses, until it accepts the rest; returns its notices about the recipe.
 
     Raises:
-        RecipeError: without these keys the recipe has other problems.
+        UserError: without these keys the recipe has other problems.
     """
-    for number in range(ROUNDS):
+    while True:
         text = recipe_text(translator.values)
         try:
             return load_text(text, ORIGIN).notices
         except RecipeError as error:
-            refused = {}
+            refused: dict[str, str] = {}
             for problem in error.problems:
-                found = re.match(rf"{ORIGIN}(?::(\d+))?(?::\d+)? (\S+)", problem.where)
-                if found is not None and _key_of(found[2], translator.values):
-                    refused[_key_of(found[2], translator.values)] = problem.what
-            if not refused or number == ROUNDS - 1:
-                raise
-            for key, why in refused.items():
-                translator.withdraw(key, f"lora-rocm refuses it: {why}")
-    raise AssertionError("the last round returns or raises")
+                found = re.match(rf"{ORIGIN}(?::\d+)?(?::\d+)? (\S+)", problem.where)
+                if found is not None and (key := _key_of(found[1], translator.values)):
+                    refused[key] = problem.what
+            if not refused:
+                problem = error.problems[0]
+                what = f"The configuration gives no recipe that lora-rocm accepts: {problem.what}."
+                where = translator.files.given[0].file
+                raise UserError("import-refused", what, where=where, fix=problem.fix) from None
+        for key, why in refused.items():
+            is_idle = IDLE.search(why) is not None
+            translator.withdraw(key, why if is_idle else f"lora-rocm refuses it: {why}", is_lost=not is_idle)
+        _fill_in(translator)
 
 
 def _key_of(named: str, values: Mapping[str, RecipeValue]) -> str:

@@ -20,8 +20,6 @@ from lora_rocm.importing.value_maps import (
 )
 
 FAMILY = "causal-lm"
-NO_TABLE = "my-texts.jsonl"
-NO_BASE = "my-base-model"
 LORA_FILE = "adapter_model.safetensors"
 """The file of a LoRA in PEFT's folder."""
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -340,11 +338,8 @@ def put_table(dataset: str, *settings: Setting, note: str = "", split: Setting |
 
 
 def put_tables(t: Translator, sources: Sequence[Source]) -> None:
-    """Write the tables; without one a name to replace, because a recipe needs data."""
+    """Write the tables."""
     put_sources(t, sources)
-    if not any(key.startswith("data.") for key in t.values):
-        note = "the file names no table that is read here: give one with the column messages"
-        t.put("data.sources[0].dataset", NO_TABLE, note=note)
 
 
 def fits(columns: set[str]) -> bool:
@@ -420,12 +415,9 @@ def begin(t: Translator) -> None:
 
 def finish(t: Translator) -> None:
     """The keys that a recipe needs, and those that depend on the whole table."""
-    if "model.name_or_path" not in t.values:
-        t.put("model.name_or_path", NO_BASE, note="the file names no base: give its folder or hub id")
-    if "data.sources[0].dataset" not in t.values and "data.path" not in t.values:
-        put_tables(t, ())
-    if "train.epochs" not in t.values and "train.max_train_steps" not in t.values:
-        t.put("train.epochs", 1, note="the file names no length")
+    quantization, dora = (t.values.get(key) for key in ("model.quantization", "lora.use_dora"))
+    if quantization is not None and dora is not None:
+        t.withdraw("lora.use_dora", "DoRA needs a base that is not quantised here")
     if "lora.targets" not in t.values:
         t.put("lora.targets", "all-linear", note="the file names no modules")
 

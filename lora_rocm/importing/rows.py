@@ -26,6 +26,7 @@ class Row:
         function: name of the function that converts, in the trainer's module.
         note: for convert: how the meaning differs. For not-needed: why. For unsupported: what the key would do.
         neutral: values without an effect: the key is not reported as unsupported then.
+        changes_weights: whether losing an unsupported key changes the trained weights.
     """
 
     keys: tuple[str, ...]
@@ -34,6 +35,7 @@ class Row:
     function: str = ""
     note: str = ""
     neutral: tuple[str | int | float | bool, ...] = ()
+    changes_weights: bool = True
 
 
 @dataclass(frozen=True)

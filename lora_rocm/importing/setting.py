@@ -14,10 +14,23 @@ Value = str | int | float | bool | None | list["Value"] | Mapping[str, "Value"]
 
 SECRET = re.compile(r"(?:^|[._-])(?:\w*token|\w*api_?key|\w*password|\w*secret|\w*credentials?)$", re.IGNORECASE)
 """Keys whose values are never shown or written."""
-SECRET_VALUE = re.compile(r"\b(?:hf_\w{20,}|sk-[\w-]{16,}|gh[pousr]_\w{20,}|[0-9a-f]{40})\b")
-"""Values that are secrets whatever their key is: tokens of Hugging Face, OpenAI, GitHub and Weights & Biases."""
+SECRET_VALUE = re.compile(
+    r"\b(?:hf_\w{20,}|sk-[\w-]{16,}|gh[pousr]_\w{20,})\b"
+    r"|(?:token|api_?key|password|secret)[\"']?\s*[=:\s]\s*[\"']?[^\s\"',]*\w{16,}",
+    re.IGNORECASE,
+)
+"""Values that are secrets whatever their key is: tokens of Hugging Face, OpenAI and GitHub, and options with them."""
+HEX_KEY = re.compile(r"\b[0-9a-f]{40}\b")
+"""A key of Weights & Biases, or a commit."""
+OF_A_COMMIT = re.compile(r"revision|commit|sha|hash|ref|version", re.IGNORECASE)
 NOT_A_SECRET = re.compile(r"(?:max|new|keep|num|pad|eos|bos|special|add|class|trigger)_?\w*tokens?$|tokens?_\w+$", re.I)
 MAX_SHOWN_LETTERS = 60
+
+
+def is_secret_text(text: str, key: str = "") -> bool:
+    """Whether a text contains a token or a key. ``key``: of the setting with this value."""
+    is_hex = HEX_KEY.search(text) is not None and OF_A_COMMIT.search(key) is None
+    return is_hex or SECRET_VALUE.search(text) is not None
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ class Setting:
     @property
     def is_secret(self) -> bool:
         named = SECRET.search(self.key) is not None and NOT_A_SECRET.search(self.key) is None
-        return named or SECRET_VALUE.search(str(self.value)) is not None
+        return named or is_secret_text(str(self.value), self.key)
 
     @property
     def where(self) -> str:

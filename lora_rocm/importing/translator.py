@@ -20,6 +20,7 @@ from lora_rocm.recipe.suggest import all_keys
 
 Outcome = Literal["taken", "changed", "not-needed", "unsupported"]
 INDEX = re.compile(r"\[\d+\]")
+NO_SECRETS = "secrets stay out of recipes"
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Translator:
         self._by_exact_key = {setting.key.lower(): setting for setting in self.settings}
         for setting in self.settings:  # the last one counts, as in the trainers' own parsers
             self._by_key[plain_key(setting.key)] = setting
+        self._defaults = {key: Setting(key, value) for key, value in self.table.defaults.items()}
         self._settled: dict[int, Setting] = {}  # by identity; kept alive, so that no identity is used twice
 
     # reading
@@ -96,9 +98,16 @@ class Translator:
 
     def setting(self, *keys: str) -> Setting | None:
         """The same with the trainer's default for the first of these keys that has one."""
-        default = next((key for key in keys if key in self.table.defaults), None)
-        found = self.given(*keys)
-        return found or (None if default is None else Setting(default, self.table.defaults[default]))
+        default = next((self._defaults[key] for key in keys if key in self._defaults), None)
+        return self.given(*keys) or default
+
+    def default(self, key: str) -> Setting | None:
+        """The trainer's default for a key; None if the table has none. It is the same object each time."""
+        return self._defaults.get(key)
+
+    def use_defaults(self, defaults: Mapping[str, Value]) -> None:
+        """Add defaults that depend on the kind of file; those of the table with the same keys no longer hold."""
+        self._defaults |= {key: Setting(key, value) for key, value in defaults.items()}
 
     def value(self, *keys: str) -> Value:
         """The value of ``setting``; None if there is none."""
@@ -114,6 +123,10 @@ class Translator:
 
     def put(self, ours: str, value: Value, *settings: Setting, note: str = "") -> None:
         """Write a recipe key for these settings. ``note``: how the meaning differs; empty: it is the same."""
+        if isinstance(value, str) and (secret := [setting for setting in settings if setting.is_secret]):
+            for setting in secret:
+                self.skip(setting, NO_SECRETS)
+            return
         known = self.values.get(ours)
         if known is not None and known.value != value and settings:
             by = known.settings[0].key if known.settings else "the importer"
@@ -163,7 +176,7 @@ class Translator:
         if id(row.setting) in self._settled:
             return
         self._settled[id(row.setting)] = row.setting
-        if not row.setting.is_default or row.outcome in ("taken", "changed"):
+        if not row.setting.is_default or row.outcome in ("taken", "changed") or row.changes_weights:
             self.outcomes.append(row)
 
     # the table
@@ -178,10 +191,10 @@ class Translator:
                 self.skip(setting, f"a later line sets it: {later.where}")
             else:
                 self.translate(setting, functions)
-        for key, value in self.table.defaults.items():
+        for key, default in self._defaults.items():
             row = next((row for row in self.table.row if key in row.keys), None)
-            if row is not None and self.given(*row.keys) is None:
-                self._apply(row, Setting(key, value), functions)
+            if row is not None and self.given(*row.keys) is None and not self.is_settled(default):
+                self._apply(row, default, functions)
 
     def translate(self, setting: Setting, functions: Mapping[str, Function]) -> None:
         """Carry out the row of one setting. A key without a row may have the same meaning in all trainers."""
@@ -192,7 +205,7 @@ class Translator:
         name = plain_key(setting.key).rpartition(".")[2]
         ours = peer_names().same_value.get(name) or own_keys().get(name)
         if setting.is_secret:
-            self.skip(setting, "secrets stay out of recipes")
+            self.skip(setting, NO_SECRETS)
         elif setting.value in (None, "", False):
             self.skip(setting, "it is off")
         elif ours is not None and "." in ours:
@@ -224,17 +237,19 @@ class Translator:
         elif setting.value in row.neutral:
             self.skip(setting, "this value has no effect")
         else:
-            self.lose(setting, row.note, ours=row.ours)
+            self.lose(setting, row.note, ours=row.ours, changes_weights=row.changes_weights)
 
-    def withdraw(self, ours: str, why: str) -> None:
-        """Remove a recipe key that lora-rocm refuses, with the keys in it. Their settings become unsupported."""
+    def withdraw(self, ours: str, why: str, *, is_lost: bool = True) -> None:
+        """Remove a recipe key, with the keys in it. Their settings become unsupported, or not needed."""
         gone = [key for key in self.values if key == ours or key.startswith((f"{ours}.", f"{ours}["))]
         lost = {id(setting) for key in gone for setting in self.values.pop(key).settings}
+        outcome: Outcome = "unsupported" if is_lost else "not-needed"
         self.outcomes = [
-            replace(row, outcome="unsupported", ours=ours, value=None, note=why, changes_weights=True)
+            replace(row, outcome=outcome, ours=ours, value=None, note=why, changes_weights=is_lost)
             if id(row.setting) in lost
             else row
             for row in self.outcomes
+            if is_lost or not row.setting.is_default or id(row.setting) not in lost
         ]
 
 

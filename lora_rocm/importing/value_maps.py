@@ -122,16 +122,39 @@ def put_schedule(t: Translator, setting: Setting) -> None:
 
 def put_optimizer(t: Translator, setting: Setting) -> None:
     """The optimizer, by its class or its short name."""
-    found = optimizer_of(str(setting.value))
+    put_optimizer_of(t, setting, str(setting.value))
+
+
+def put_optimizer_of(t: Translator, setting: Setting, name: str) -> None:
+    """The optimizer of a setting, with its name there."""
+    found = optimizer_of(name)
     if found is None:
-        note = "lora-rocm has no such optimizer; adamw with its usual rate is written"
         t.put("optim.optimizer", "adamw")
-        t.values.pop("optim.learning_rate", None)
-        t.put("optim.learning_rate", RATE_OF_ADAMW)
-        t.lose(setting, note, ours="optim.optimizer")
+        for rate in ("optim.learning_rate", "optim.text_encoder_learning_rate"):
+            t.withdraw(rate, "it is a rate for another optimizer")
+        t.put("optim.learning_rate", RATE_OF_ADAMW, note="a usual rate of adamw")
+        t.lose(setting, "lora-rocm has no such optimizer; adamw with its usual rate is written", ours="optim.optimizer")
     else:
         own, note = found
         t.put("optim.optimizer", own, setting, note=note)
+
+
+WITHOUT_DECAY = {
+    "adafactor", "adamw_schedule_free", "came", "dadapt_adam", "lion", "prodigy", "prodigy_schedule_free",
+}  # fmt: skip
+"""Optimizers that have no weight decay by default in their Python libraries."""
+
+
+def put_weight_decay(t: Translator, optimizer: str, *, is_given: bool) -> None:
+    """The weight decay of trainers that use the libraries' defaults.
+
+    Args:
+        t: the translation.
+        optimizer: ours.
+        is_given: whether a file sets the weight decay.
+    """
+    if optimizer in WITHOUT_DECAY and not is_given:
+        t.put("optim.weight_decay", 0.0, note="the optimizer's default there")
 
 
 def put_optimizer_arguments(t: Translator, setting: Setting) -> None:

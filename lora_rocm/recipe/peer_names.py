@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -45,13 +44,23 @@ class TheirSampling:
 
 
 @dataclass(frozen=True)
+class TheirOptimizer:
+    """Names of an optimizer in other programs, and ours. note: how it differs, as a clause; may be empty."""
+
+    names: tuple[str, ...]
+    ours: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class PeerNames:
     """The tables of the file.
 
     same_value: name -> our key with the same meaning and unit.
     units: word of a key -> the unit of its value.
     number_formats: ours -> theirs.
-    schedulers, optimizers: theirs -> what to write.
+    schedulers: theirs -> what to write.
+    optimizers: names without the module, _ and -, in lower case.
     samplings: distributions of the noise level.
     """
 
@@ -59,7 +68,7 @@ class PeerNames:
     units: Mapping[str, str]
     number_formats: Mapping[str, tuple[str, ...]]
     schedulers: Mapping[str, str]
-    optimizers: Mapping[str, str]
+    optimizers: tuple[TheirOptimizer, ...]
     samplings: tuple[TheirSampling, ...]
     advice: tuple[Advice, ...]
 
@@ -119,16 +128,23 @@ def _objective_advice(key: str, plain: str) -> str:
 
 def optimizer_of(name: str) -> tuple[str, str] | None:
     """(our optimizer, how it differs) for another trainer's name; None if there is none like it."""
-    plain = name.rpartition(".")[2].lower()
+    plain = name.strip().rpartition(".")[2].lower()
     if plain in OPTIMIZERS:
         return plain, ""
-    found = re.match(r"Write (\w+)[;,.]? ?(.*)", _optimizer_advice(plain))
-    return (found[1], found[2].rstrip(".")) if found else None
+    found = _their_optimizer(plain)
+    return None if found is None else (found.ours, found.note)
 
 
-def _optimizer_advice(plain: str) -> str:
-    name = plain.rpartition(".")[2].replace("_", "").replace("-", "")
-    return peer_names().optimizers.get(name, "")
+def _their_optimizer(name: str) -> TheirOptimizer | None:
+    plain = name.rpartition(".")[2].lower().replace("_", "").replace("-", "")
+    return next((row for row in peer_names().optimizers if plain in row.names), None)
+
+
+def _optimizer_advice(name: str) -> str:
+    found = _their_optimizer(name)
+    if found is None:
+        return f"Write {name}." if name in OPTIMIZERS else ""
+    return f"Write {'; '.join(filter(None, (found.ours, found.note)))}."
 
 
 def _warmup_advice(value: object) -> str:

@@ -29,6 +29,10 @@ COMMENT: dict[Shell, re.Pattern[str]] = {
 }
 SHELLS: dict[str, Shell] = {".sh": "sh", ".bash": "sh", ".bat": "bat", ".cmd": "bat", ".ps1": "ps1"}
 OPTION = re.compile(r"--?[A-Za-z][\w.-]*$")
+UNSET = re.compile(r"\$\{?\w|%\w+%|\$\(|^@\w+$")
+"""A variable or a command that stays in a word."""
+SEVERAL = re.compile(r"\$\{\w+\[@\]\}$|@\w+$|\$\w*(?:args|options|params)$", re.IGNORECASE)
+"""A list of words in a shell: ``${args[@]}``, ``@args``, ``$ext_args``."""
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?$")
 
 
@@ -38,7 +42,7 @@ def shell_of(path: Path) -> Shell | None:
 
 
 def command_settings(text: str, file: str, program: re.Pattern[str], shell: Shell) -> FileContent:
-    """The options of each command line that runs ``program``; assigned variables are replaced.
+    """The options of the first command line that runs ``program``; assigned variables are replaced.
 
     An option without a value is true; one with several values is a list. The options before the program, which belong
     to a launcher such as ``accelerate launch``, are keys below ``launcher``.
@@ -46,24 +50,48 @@ def command_settings(text: str, file: str, program: re.Pattern[str], shell: Shel
     Args:
         text: of the script.
         file: for the settings.
-        program: pattern of the word that names the training program.
+        program: pattern of the word that names the training program, in its last group if it has some.
         shell: whose syntax it has.
     """
-    found, variables = FileContent(), dict[str, str]()
+    found, variables, is_done = FileContent(), dict[str, str](), False
     for number, line in _whole_lines(text, shell):
         if COMMENT[shell].match(line):
             continue
         assigned = ASSIGNMENT[shell].match(line)
-        if assigned is not None and not program.search(line):
-            variables[assigned[1].lower()] = _without_quotes(_replaced(assigned[2], variables, shell).strip())
-        elif program.search(line):
-            try:
-                words = _words(_replaced(line, variables, shell), shell)
-            except ValueError:  # an open quotation mark
-                found.unread.append(Unread(file, number, "has an open quotation mark"))
-                words = line.split()
-            found.extend(options_of(words, file, _LineOf(text, number), program))
+        value = _assigned(_replaced(assigned[2], variables, shell), shell) if assigned is not None else None
+        named = program.search(line)
+        if assigned is not None and value is None and named is not None and shell == "ps1":
+            value = named[named.lastindex or 0]
+            found.unread.append(Unread(file, number, f"sets {assigned[1]} by an expression; {value} is taken"))
+        if assigned is not None and (value is not None or named is None):
+            found.unread += _assign(variables, assigned[1].lower(), value, Unread(file, number, assigned[1]), line)
+            continue
+        command = _replaced(line, variables, shell)
+        if not program.search(command):
+            continue
+        if is_done:
+            found.unread.append(Unread(file, number, "is a further command; import it from a file of its own"))
+            continue
+        is_done = True
+        try:
+            words = _words(command, shell)
+        except ValueError:  # an open quotation mark
+            found.unread.append(Unread(file, number, "has an open quotation mark"))
+            words = command.split()
+        found.extend(options_of(words, file, _LineOf(text, number), program))
+    if not is_done:
+        found.unread.append(Unread(file, 0, "has no command line of the training program"))
     return found
+
+
+def _assign(variables: dict[str, str], name: str, value: str | None, place: Unread, line: str) -> list[Unread]:
+    """Set a variable. Under a condition, which is not evaluated, the first value stays."""
+    is_conditional = line[:1].isspace() and variables.get(name, value) != value
+    if is_conditional:
+        return [Unread(place.file, place.line, f"sets {place.why} again under a condition; the first value is taken")]
+    variables.pop(name, None)
+    variables |= {} if value is None else {name: value}
+    return []
 
 
 def options_of(words: list[str], file: str, line_of: _LineOf, program: re.Pattern[str] | None = None) -> FileContent:
@@ -77,15 +105,17 @@ def options_of(words: list[str], file: str, line_of: _LineOf, program: re.Patter
             continue
         name, equals, value = word.partition("=")
         if not OPTION.match(name):
+            if not launcher and UNSET.search(word):
+                found.unread.append(Unread(file, line_of(word), f"{word} holds options that the file does not write"))
             continue
         values = [value] if equals else []
-        while not equals and at < len(words) and not OPTION.match(words[at]):
+        while not equals and at < len(words) and not _is_option(words[at]) and not SEVERAL.match(words[at]):
             if launcher and (values or (program is not None and program.search(words[at]))):
                 break
             values.append(words[at])
             at += 1
         line, key = line_of(name), name.lstrip("-")
-        unknown = next((text for text in values if re.search(r"\$\{?\w|%\w+%|\$\(", text)), None)
+        unknown = next((text for text in values if UNSET.search(text)), None)
         if unknown is not None:
             found.unread.append(Unread(file, line, f"--{key} has the value of a variable that the file does not set"))
             continue
@@ -93,6 +123,10 @@ def options_of(words: list[str], file: str, line_of: _LineOf, program: re.Patter
         content: Value = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
         found.settings.append(Setting(f"launcher.{key}" if launcher else key, content, file, line))
     return found
+
+
+def _is_option(word: str) -> bool:
+    return OPTION.match(word.partition("=")[0]) is not None
 
 
 class _LineOf:
@@ -111,24 +145,38 @@ NO_LINES = _LineOf()
 
 
 def _whole_lines(text: str, shell: Shell) -> Iterator[tuple[int, str]]:
-    """(number of the first line, command) with continued lines joined."""
+    """(number of the first line, command) with continued lines joined. A line that begins with an option continues."""
     parts: list[str] = []
-    first = 1
+    first, is_open = 1, False
     for number, line in enumerate(text.splitlines(), 1):
+        if parts and not is_open and not line.lstrip().startswith("--"):
+            yield first, " ".join(parts)
+            parts = []
         if not parts:
             first = number
         stripped = line.rstrip()
-        if stripped.endswith(CONTINUATION[shell]):
-            parts.append(stripped[:-1])
-            continue
-        yield first, " ".join([*parts, line])
-        parts = []
+        is_open = stripped.endswith(CONTINUATION[shell])
+        parts.append(stripped[:-1] if is_open else line)
     if parts:
         yield first, " ".join(parts)
 
 
 def _replaced(text: str, variables: Mapping[str, str], shell: Shell) -> str:
     return VARIABLE[shell].sub(lambda found: variables.get(found[1].lower(), found[0]), text)
+
+
+def _assigned(text: str, shell: Shell) -> str | None:
+    """The value of an assignment; None for an expression, which is not evaluated."""
+    if shell == "bat":
+        return _without_quotes(text.strip())
+    if shell == "sh":
+        try:
+            words = shlex.split(text.partition(";")[0], comments=True)
+        except ValueError:  # an open quotation mark
+            return None
+        return words[0] if len(words) == 1 and not words[0].startswith("(") else None
+    found = re.match(r"""\s*("[^"]*"|'[^']*'|[^\s;#"'(@+]+)\s*(?:[;#]|$)""", text)
+    return _without_quotes(found[1]) if found is not None else None
 
 
 def _words(line: str, shell: Shell) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from lora_rocm.foundation.json_text import BadJson, parse_json
-from lora_rocm.importing.setting import FileContent, Setting, Unread, Value
+from lora_rocm.importing.setting import FileContent, Setting, Unread, Value, is_secret_text
 
 MAGIC = re.compile(r"^\s*[!%?]")
 CELL_MAGIC = re.compile(r"^\s*%%(?!time|capture)")
@@ -35,7 +35,7 @@ def call_settings(
     file: str,
     functions: Collection[str],
     passed: Collection[str] = (),
-    positional: Collection[str] = (),
+    positional: Collection[str] | None = None,
     other_classes: Collection[str] = (),
 ) -> FileContent:
     """The keyword arguments of each call of ``functions`` as ``Function.keyword``; positional ones as ``Function[0]``.
@@ -49,7 +49,7 @@ def call_settings(
         file: for the settings.
         functions: last parts of their names: ``SFTConfig``, ``from_pretrained``.
         passed: keywords that pass objects: a value that is not a literal is the code itself.
-        positional: functions with positional arguments that count; other functions take objects.
+        positional: functions with positional arguments that count, others take objects; None: all of them.
         other_classes: classes with methods of these names that do not count, such as AutoTokenizer.
     """
     found, trees = FileContent(), list[tuple[Code, ast.Module]]()
@@ -71,7 +71,11 @@ def call_settings(
         ]
         for node in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
             name = _name_of(node.func)
-            given = [(f"{name}[{index}]", each) for index, each in enumerate(node.args) if name in positional]
+            given = [
+                (f"{name}[{index}]", each)
+                for index, each in enumerate(node.args)
+                if positional is None or name in positional
+            ]
             given += [(f"{name}.{each.arg}" if each.arg else f"{name}.**", each.value) for each in node.keywords]
             begin = "later." if name in seen else ""
             seen.add(name)
@@ -111,6 +115,8 @@ def _source_of(node: ast.expr) -> str:
         text = " ".join(ast.unparse(node).split())
     except RecursionError:
         return "a deeply nested expression"
+    if is_secret_text(text):
+        return "***"
     return text if len(text) <= SHOWN_CODE else f"{text[: SHOWN_CODE - 3]}..."
 
 

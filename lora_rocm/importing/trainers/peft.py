@@ -16,7 +16,6 @@ from lora_rocm.importing.language import (
     PEFT_TARGETS,
     begin,
     finish,
-    put_tables,
 )
 from lora_rocm.importing.setting import FileContent, Setting, path_text
 from lora_rocm.importing.trainer import Trainer
@@ -52,7 +51,6 @@ def _prepare(t: Translator) -> None:
     note = "the LoRA of this file: remove the line for a new one"
     t.put("lora.init_from", path_text(folder / LORA_FILE), note=note)
     _overrides(t)
-    put_tables(t, ())
 
 
 def _overrides(t: Translator) -> None:

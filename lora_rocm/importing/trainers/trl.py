@@ -123,7 +123,7 @@ def _prepare(t: Translator) -> None:
         lose_full_training(t, "peft_config")
     defaults = DEFAULTS_OF_LINE if is_line else DEFAULTS_OF_SCRIPT
     method = DEFAULTS_OF_METHOD["dpo" if is_dpo(t) else "sft"]
-    t.table = replace(t.table, defaults={**t.table.defaults, **defaults, **method})
+    t.use_defaults({**defaults, **method})
 
 
 def _sources(t: Translator) -> list[Source]:

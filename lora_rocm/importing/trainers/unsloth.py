@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from lora_rocm.importing.config_files import ConfigFiles
 from lora_rocm.importing.language import is_dpo
@@ -47,18 +46,20 @@ def _prepare(t: Translator) -> None:
     defaults = DEFAULTS_OF_CALLS if suffix in trl.CODE else DEFAULTS_OF_YAML if is_yaml else DEFAULTS_OF_LINE
     if any((found := t.given(key)) is not None and is_on(found.value) for key in OTHER_FORMATS):
         defaults = {key: value for key, value in defaults.items() if key != "load_in_4bit"}
-    t.table = replace(t.table, defaults={**t.table.defaults, **defaults})
+    t.use_defaults(defaults)
     trl.prepare_language(t)
     if defaults is DEFAULTS_OF_LINE:
-        _say_headings(t)
+        _mark_headings(t)
     if is_dpo(t):
-        t.table = replace(t.table, defaults={**t.table.defaults, "beta": 0.1})
+        t.use_defaults({"beta": 0.1})
 
 
-def _say_headings(t: Translator) -> None:
+def _mark_headings(t: Translator) -> None:
     """unsloth-cli.py writes Alpaca's headings around the columns of a dataset, and cuts files into pieces."""
     at = "data.sources[0].dataset"
-    known = t.values[at]
+    known = t.values.get(at)
+    if known is None:
+        return
     is_file = str(known.value).lower().endswith((".txt", ".md", ".json", ".jsonl"))
     note = "a text that is cut into pieces there" if is_file else "Alpaca's headings there; here the chat template"
     t.values[at] = RecipeValue(known.value, known.settings, note)
