@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from lora_rocm.foundation.json_text import BadJson, parse_json
 from lora_rocm.importing.data_sources import Source, put_sources
 from lora_rocm.importing.setting import Setting, Value, path_text
 from lora_rocm.importing.translator import Function, RecipeValue, Translator
@@ -258,6 +260,20 @@ def put_last_rate(t: Translator, setting: Setting) -> None:
         t.put("optim.lr_min_ratio", round(found, 6), setting, note=note)
 
 
+def _schedule_arguments(t: Translator, setting: Setting) -> None:
+    """The arguments of the schedule as JSON; a mapping has settings for its keys."""
+    try:
+        found = parse_json(str(setting.value)) if isinstance(setting.value, str) else setting.value
+    except BadJson:
+        found = None
+    if not isinstance(found, Mapping):
+        t.lose(setting, "arguments of the schedule that are not read", ours="optim.lr_min_ratio")
+        return
+    for name, value in found.items():
+        t.translate(replace(setting, key=f"lr_scheduler_kwargs.{name}", value=value), LANGUAGE_FUNCTIONS)
+    t.split(setting)
+
+
 def put_language_optimizer(t: Translator, setting: Setting) -> None:
     """The optimizer by transformers' or axolotl's name."""
     plain = str(setting.value).rpartition(".")[2].lower()
@@ -495,6 +511,7 @@ LANGUAGE_FUNCTIONS: dict[str, Function] = {
     "optimizer_arguments": put_optimizer_arguments,
     "schedule": put_language_schedule,
     "last_rate": put_last_rate,
+    "schedule_arguments": _schedule_arguments,
     "cycles": put_number("optim.lr_scheduler_num_cycles"),
     "power": put_number("optim.lr_scheduler_power"),
     "warmup": put_warmup,

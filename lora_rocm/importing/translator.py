@@ -224,8 +224,8 @@ class Translator:
         return None
 
     def _apply(self, row: Row, setting: Setting, functions: Mapping[str, Function]) -> None:
-        """Carry out one row. An empty text and None mean that the key is absent."""
-        if setting.value is None or setting.value == "":
+        """Carry out one row. Something empty and None mean that the key is absent."""
+        if setting.value is None or (isinstance(setting.value, str | list | Mapping) and not setting.value):
             self.skip(setting, "it is empty")
         elif row.kind == "same":
             self.put(row.ours, setting.value, setting, note=row.note)

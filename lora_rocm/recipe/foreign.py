@@ -27,6 +27,7 @@ MAX_DEPTH = 6  # nesting of keys
 MAX_KEYS = 20_000
 MAX_DOTS = 1000  # in a line of TOML: the library is very slow for keys with many parts
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=", re.MULTILINE)
+YAML_KEY = re.compile(r"^([A-Za-z_][A-Za-z0-9_]*):(?:\s|$)", re.MULTILINE)
 CODE = re.compile(r"""^[\s"]*(?:from [\w.]+ )?import \w|"cell_type\"""", re.MULTILINE)
 """A line of Python, or a notebook."""
 USUAL_START = "sdxl.yaml"
@@ -154,7 +155,7 @@ def _bases(data: object, depth: int = 0) -> Iterator[str]:
 
 
 def _mapping(text: str) -> Any:
-    """The content of a JSON or TOML file or of KEY=VALUE lines; None for another file."""
+    """The content of a JSON or TOML file, or the keys of damaged TOML or YAML; None for another file."""
     try:
         return parse_json(text, repeated_keys=True)
     except BadJson:
@@ -164,7 +165,7 @@ def _mapping(text: str) -> Any:
             return tomllib.loads(text)
         except (ValueError, RecursionError):  # for example Windows paths with single backslashes
             pass
-    return dict.fromkeys(ASSIGNMENT.findall(text)) or None
+    return dict.fromkeys([*ASSIGNMENT.findall(text), *YAML_KEY.findall(text)]) or None
 
 
 def _paths(data: Any, above: str = "", depth: int = 0) -> Iterator[str]:
@@ -182,11 +183,14 @@ def _paths(data: Any, above: str = "", depth: int = 0) -> Iterator[str]:
 
 
 def _is_ours(data: Any) -> bool:
-    """Whether the data is meant as a recipe, even with errors: it has ``base``, or two or more of our sections."""
+    """Whether the data is meant as a recipe, even with errors: it has ``base``, or two or more of our sections.
+
+    Unsloth's files have sections of the same names, but the name of the model in place of a section.
+    """
     if not isinstance(data, dict):
         return False
     sections = [name for name in data if name in Recipe.model_fields and isinstance(data[name], dict)]
-    return "base" in data or len(sections) > 1
+    return "base" in data or (len(sections) > 1 and not isinstance(data.get("model"), str))
 
 
 def _renamed(data: Any) -> str:

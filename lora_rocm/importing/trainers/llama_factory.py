@@ -129,16 +129,16 @@ def _source(t: Translator, name: str, dataset: Setting) -> Source:
     is_local = place.key.endswith("file_name")
     path = f"{folder}/{place.value}" if is_local and not re.match(r"[/~]|[A-Za-z]:", str(place.value)) else place.value
     for key, each in entry.items():
-        _about_table(t, key, each, entry)
+        if each is not place and key != "split":
+            _about_table(t, key, each, entry)
     return put_table(str(path), dataset, place, split=entry.get("split"))
 
 
 def _about_table(t: Translator, key: str, each: Setting, entry: Mapping[str, Setting]) -> None:
     """Decide about one key of an entry."""
     style = str(entry["formatting"].value) if "formatting" in entry else "alpaca"
-    if key in ("hf_hub_url", "ms_hub_url", "om_hub_url", "file_name", "split"):
-        if key != "split" or each.value == "train":
-            t.skip(each, "lora-rocm reads the first place that is named")
+    if key in ("hf_hub_url", "ms_hub_url", "om_hub_url", "file_name"):
+        t.skip(each, "another place of the table is read")
     elif key in ("formatting", "ranking") or key.startswith("tags."):
         t.skip(each, "lora-rocm knows the format by its columns")
     elif key == "columns.kto_tag":

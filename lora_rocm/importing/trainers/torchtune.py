@@ -74,7 +74,7 @@ def _prepare(t: Translator) -> None:
     name = str(component.value).rpartition(".")[2] if component is not None else ""
     words = t.given("dataset.train_on_input")
     if component is not None and words is None and name in TRAIN_ON_ALL and not is_dpo(t):
-        t.put("objective.train_on", "all", note=f"{name} trains on the instruction too")
+        t.put("objective.train_on", "all", Setting("dataset.train_on_input", True))
     put_tables(t, _sources(t, component, name))
 
 

@@ -26,7 +26,7 @@ from lora_rocm.importing.language import (
 from lora_rocm.importing.language_calls import calls_of
 from lora_rocm.importing.setting import FileContent, Setting, Value
 from lora_rocm.importing.trainer import Trainer
-from lora_rocm.importing.translator import Function, Translator
+from lora_rocm.importing.translator import Function, RecipeValue, Translator
 from lora_rocm.importing.value_maps import is_on, number
 
 PROGRAM = re.compile(r"(?:^|[\\/\s\"'])(trl|(?:sft|dpo|kto|orpo|cpo|grpo|rloo|reward)\.py)(?=$|[\s\"'])")
@@ -43,11 +43,16 @@ OF_LORA = ("r", "lora_alpha", "lora_dropout", "target_modules", "task_type", "in
 """Keywords of LoraConfig: one of them is in every script that trains a LoRA."""
 OF_PAIRS = ("precompute_ref_log_probs", "beta", "label_smoothing", "ref_model", "max_prompt_length")
 TRAINED = (
-    "assistant_only_loss", "completion_only_loss", "train_on_responses_only",
+    "assistant_only_loss", "completion_only_loss", "train_on_completions", "train_on_responses_only",
     "train_on_responses_only.response_part",
     "datacollatorforcompletiononlylm.response_template",
 )  # fmt: skip
 """Keys that train on answers alone."""
+OFF_BY_DEFAULT = {("Unsloth", True): "train_on_responses_only", ("Unsloth", False): "train_on_completions"}
+"""Name of a trainer, whether it is a script -> its switch for training on answers alone."""
+COMPUTED = re.compile(r"\w+\.(\w+) is computed")
+"""The reason of a part that is not read (formats/python_calls.py)."""
+NOT_RUN = "the script computes another value: write it here"
 BUILDERS = ("json", "csv", "parquet", "text")
 
 
@@ -86,6 +91,11 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
     return read_language(files, options, PROGRAM)
 
 
+def is_script(t: Translator) -> bool:
+    """Whether the configuration is a script or notebook."""
+    return t.files.given[0].path.suffix.lower() in CODE
+
+
 def prepare_language(t: Translator) -> None:
     """The family, the method, the trained words and the tables."""
     begin(t)
@@ -97,13 +107,10 @@ def prepare_language(t: Translator) -> None:
         _method(t, method)
     elif any(t.given(key) for key in OF_PAIRS):
         t.put("objective.loss", "dpo", note="a guess: the file has keys of DPO and does not name the method")
-    if not is_dpo(t) and not any((found := t.given(key)) is not None and _marks_answers(found) for key in TRAINED):
-        if "objective.loss" not in t.values:
-            t.put(
-                "objective.train_on",
-                "all",
-                note="its default: every word of a conversation; answers trains on answers alone",
-            )
+    given = [found for key in TRAINED if (found := t.given(key)) is not None]
+    if "objective.loss" not in t.values and not any(map(_marks_answers, given)):
+        name = OFF_BY_DEFAULT.get((t.table.name, is_script(t)), "assistant_only_loss")
+        t.put("objective.train_on", "all", *(given or [Setting(name, False)]))
     put_tables(t, _sources(t))
 
 
@@ -114,7 +121,7 @@ def _marks_answers(setting: Setting) -> bool:
 
 def _prepare(t: Translator) -> None:
     """The defaults, which depend on the kind of file and on the method."""
-    is_line = t.files.given[0].path.suffix.lower() not in CODE
+    is_line = not is_script(t)
     prepare_language(t)
     switch = t.given("use_peft")
     if is_line and not (switch is not None and is_on(switch.value)):
@@ -259,10 +266,22 @@ def _tables_are_read(t: Translator, setting: Setting) -> None:
 
 
 def finish_language(t: Translator) -> None:
-    """PEFT's own choice of modules where the file names none."""
+    """PEFT's own choice of modules where the file names none, and defaults in place of computed values."""
+    for part in t.unread:
+        if (named := COMPUTED.match(part.why)) is not None:
+            _mark_computed(t, named[1])
     if "lora.targets" not in t.values:
         t.put("lora.targets", PEFT_TARGETS, note=NO_TARGETS)
     finish(t)
+
+
+def _mark_computed(t: Translator, name: str) -> None:
+    """Note that the script computes the value of a key, for which the default is written."""
+    for ours, found in t.values.items():
+        if any(each.is_default and each.key == name for each in found.settings):
+            t.values[ours] = RecipeValue(found.value, found.settings, NOT_RUN)
+            for each in found.settings:
+                t.change(each, NOT_RUN)
 
 
 FUNCTIONS: dict[str, Function] = LANGUAGE_FUNCTIONS | {
