@@ -136,7 +136,7 @@ def train(
 def import_config(
     output: Output,
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="Its configuration, and further files that belong to it.")
+        list[Path], typer.Argument(metavar="FILE", help="Configuration of the other trainer; its main file first.")
     ],
     target: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Write the recipe to this file.")

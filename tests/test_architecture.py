@@ -36,6 +36,7 @@ ROOMS: dict[str, str] = {
     "sections": LIGHT,
     "specs": LIGHT,
     "recipe": LIGHT,
+    "importing": LIGHT,
     "rules": LIGHT,
     "dataset": LIGHT,
     "planning": LIGHT,
@@ -142,7 +143,7 @@ FAMILY_WORDS = re.compile(
     re.IGNORECASE,
 )
 FOREIGN_NAMES = (
-    *("families", "base_models.tokenizers", "recipe.peer_names", "recipe.suggest", "recipe.foreign"),
+    *("families", "base_models.tokenizers", "recipe.peer_names", "recipe.suggest", "recipe.foreign", "importing"),
     *("adapters.files.lora_reader", "adapters.lora_parts", "model_files"),
 )
 """Where the words of families belong: in these, and in tables of other trainers' names and of LoRA files."""

@@ -30,6 +30,7 @@ COMMANDS: dict[str, set[str]] = {
     "check": {"RECIPE", "--set", "--schema-only"},
     "plan": {"RECIPE", "--set", "--card"},
     "demo": {"--family"},
+    "import": {"FILE", "--output", "--option", "--strict"},
     "compare": {"RUN", "--prompt", "--strength", "--most"},
     "sample": {
         "RUN_OR_LORA",
@@ -105,7 +106,7 @@ def test_usage_shows_arguments_plainly() -> None:
         argument = next((option for option in options if option.isupper() and option[0] != "-"), None)
         if argument is not None:
             usage = run(*name.split(), "--help")[1].splitlines()[0]
-            wanted = f"[{argument}]" if name in ("env", "runs") else argument
+            wanted = {"env": "[RECIPE]", "runs": "[FOLDER]", "import": "FILE..."}.get(name, argument)
             assert usage == f"Usage: lora-rocm {name} [OPTIONS] {wanted}".replace("lora-rocm", usage.split()[1])
 
 

@@ -58,6 +58,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path / "home"))
     (tmp_path / "r.yaml").write_text(RECIPE, encoding="utf-8")
+    (tmp_path / "kohya.toml").write_text('network_module = "networks.lora"\nodd = 3\nb =\n', encoding="utf-8")
     (tmp_path / "pics").mkdir()
     for number, size in enumerate([(64, 64), (64, 32), (8, 8)]):
         Image.new("RGB", size, (number, 0, 0)).save(tmp_path / "pics" / f"{number}.png")
@@ -123,6 +124,7 @@ FACTS = ("--facts", str(HOSTS / "linux-strix-halo.json"))
 CALLS: dict[str, tuple[str, ...]] = {
     "train": ("train", "r.yaml", "--run-dir", "new"),
     "demo": ("demo",),
+    "import": ("import", "kohya.toml", "--output", "imported.yaml"),
     "check": ("check", "r.yaml"),
     "plan": ("plan", "r.yaml", "--card", "24GB"),
     "sample": ("sample", "run", "--prompt", "x"),

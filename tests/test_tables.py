@@ -22,6 +22,8 @@ from lora_rocm.foundation.tables import Functions, read_rows, read_table
 from lora_rocm.hardware.archs import ArchTable
 from lora_rocm.hardware.pci import PciTable
 from lora_rocm.hardware.wheels import WheelTable
+from lora_rocm.importing.registry import MODULES
+from lora_rocm.importing.rows import TrainerTable
 from lora_rocm.model_files.adapter_parts import OtherTable
 from lora_rocm.model_files.adapter_spellings import SpellingTable
 from lora_rocm.model_files.adapters import AdapterTable
@@ -59,6 +61,7 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "hardware/archs.toml": (read_table, ArchTable, {}),
     "hardware/pci.toml": (read_table, PciTable, {}),
     "hardware/wheels.toml": (read_table, WheelTable, {}),
+    **{f"importing/trainers/{name}.toml": (read_table, TrainerTable, {}) for name in MODULES},
     "model_files/adapter_parts.toml": (read_table, OtherTable, {}),
     "model_files/adapter_spellings.toml": (read_table, SpellingTable, {}),
     "model_files/adapters.toml": (read_table, AdapterTable, {}),

@@ -31,6 +31,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "foundation": (11, 1, JSON),
     "hardware": (24, 0, JSON),
     "hardware.probe": (14, 1, SYSTEM),
+    "importing": (3, 1, JSON),
     "json_reference": (5, 0, JSON),
     "kernels": (39, 0, TORCH),
     "latent_cache": (21, 0, ARROW),

@@ -25,7 +25,7 @@ TITLES: dict[Outcome, str] = {
 
 @dataclass(frozen=True)
 class ImportedSetting:
-    """What became of one setting of the other trainer.
+    """The outcome of one setting of the other trainer.
 
     Attributes:
         key: as in its file, dotted.
@@ -33,7 +33,7 @@ class ImportedSetting:
         where: file and line; empty for a default of the other trainer, which its file does not mention.
         outcome: taken, changed, not-needed or unsupported.
         ours: the recipe key; null: there is none.
-        note: both meanings, the reason, or what the setting would do; null: the meaning is the same.
+        note: both meanings, the reason, or the effect of the setting; null: the meaning is the same.
         changes_weights: whether losing it changes the trained weights.
     """
 
@@ -140,7 +140,7 @@ def _counts(result: ImportResult) -> str:
     given = [row for row in result.settings if row.where]
     defaults = len(result.settings) - len(given)
     parts = [f"{sum(row.outcome == outcome for row in given)} {title.lower()}" for outcome, title in TITLES.items()]
-    told = f", and {count_text(defaults, 'default')} of its own written down" if defaults else ""
+    told = f", and {count_text(defaults, 'default')} written down" if defaults else ""
     return f"{count_text(len(given), 'setting')}: {', '.join(parts)}{told}"
 
 

@@ -51,7 +51,7 @@ class ConfigFiles:
     _opened: int = 0
 
     @classmethod
-    def open(cls, paths: tuple[Path, ...]) -> ConfigFiles:
+    def given_by(cls, paths: tuple[Path, ...]) -> ConfigFiles:
         """Read the files of the command line.
 
         Raises:
@@ -62,7 +62,7 @@ class ConfigFiles:
     def named_by(self, setting: Setting) -> ConfigFile | None:
         """The file that a setting names; None with an entry in ``unread`` if it cannot be read.
 
-        A relative path is looked up beside the file of the setting and of the main file, then below the current folder.
+        A relative path is looked up next to the file of the setting, next to the main file, then here.
         """
         text = path_text(setting.value)
         beside = [Path(setting.file).parent, self.given[0].path.parent, Path()]

@@ -20,11 +20,12 @@ from lora_rocm.recipe.load import load_text
 
 ORIGIN = Path("recipe")
 MAX_IN_HEAD = 30
+KEY = re.compile(r"[a-z]\w*(?:\.\w+)+")
 PLACEHOLDER = "FILL-THIS-IN"
 IDLE = re.compile(
     r"\bhas no effect\b|\bis not read (?:with|by)\b|\bdoes nothing without\b|averages in place of a schedule"
 )
-"""How lora-rocm refuses a key that changes nothing with the other keys."""
+"""lora-rocm refuses a key with these words if it changes nothing with the other keys."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def import_files(paths: Sequence[Path], options: Sequence[str] = ()) -> Imported
     given, table = translator.files.given, translator.table
     head = [
         f"Imported from {', '.join(each.file for each in given)}, a configuration of {table.name}.",
-        "The comment of each line says where its value comes from.",
+        "The comment of each line is the origin of its value.",
         *missing,
     ]
     lost = [row for row in translator.outcomes if row.outcome == "unsupported"]
@@ -101,13 +102,15 @@ def translated(paths: Sequence[Path], options: Sequence[str] = ()) -> Translator
     Raises:
         UserError: see ``import_files``.
     """
-    files = ConfigFiles.open(tuple(paths))
+    files = ConfigFiles.given_by(tuple(paths))
     main = files.given[0]
     known = next((found for each in files.given if (found := trainer_in(each.text)) is not None), None)
     if known is None or known not in MODULES:
         names = ", ".join(table_of(each).name for each in MODULES)
         fix = f"Give the main configuration of one of these: {names}. For a recipe of lora-rocm: lora-rocm check FILE."
-        raise UserError("import-unknown", "This is no configuration of a trainer known here.", where=main.file, fix=fix)
+        raise UserError(
+            "import-unknown", "This is not a configuration of a trainer known here.", where=main.file, fix=fix
+        )
     trainer, table = trainer_of(known), table_of(known)
     content = trainer.read(files, [f"--{option}" for option in options])
     translator = Translator(table, files, content.settings, [*content.unread])
@@ -130,7 +133,7 @@ def _fill_in(translator: Translator) -> list[str]:
         found.append(f"The configuration names no data: replace {PLACEHOLDER} in {key}.")
     if "train.epochs" not in values and "train.max_train_steps" not in values:
         translator.put("train.epochs", 1, note="set the length of the run here")
-        found.append("The configuration says nothing about the length of the run: set train.epochs.")
+        found.append("The configuration does not set the length of the run: set train.epochs.")
     return found
 
 
@@ -148,7 +151,8 @@ def _accepted(translator: Translator) -> tuple[str, ...]:
             refused: dict[str, str] = {}
             for problem in error.problems:
                 found = re.match(rf"{ORIGIN}(?::\d+)?(?::\d+)? (\S+)", problem.where)
-                if found is not None and (key := _key_of(found[1], translator.values)):
+                key = _key_of(found[1], translator.values) if found is not None else ""
+                if key := key or _key_named(f"{problem.fix} {problem.what}", translator.values):
                     refused[key] = problem.what
             if not refused:
                 problem = error.problems[0]
@@ -166,6 +170,11 @@ def _key_of(named: str, values: Mapping[str, RecipeValue]) -> str:
     own = named.removesuffix(":")
     above = [own[: found.start()] for found in re.finditer(r"[.\[]", own)]
     return next((key for key in [own, *above[::-1]] if "." in key and _holds(key, values)), "")
+
+
+def _key_named(text: str, values: Mapping[str, RecipeValue]) -> str:
+    """The first given key in the words of a problem about a whole section; empty if there is none."""
+    return next((key for key in KEY.findall(text) if _holds(key, values)), "")
 
 
 def _holds(key: str, values: Mapping[str, RecipeValue]) -> bool:

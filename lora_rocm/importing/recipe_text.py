@@ -1,4 +1,4 @@
-"""Writes a recipe with a comment on each line that says where it comes from."""
+"""Writes a recipe with a comment on each line: the origin of its value."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _by_index(item: str) -> tuple[str, int]:
 
 
 def _place(root: CommentedMap, key: str, given: RecipeValue, numbers: Mapping[str, int]) -> None:
-    """Put one value into the nested mappings, with its comment. ``numbers``: positions of list items."""
+    """Write one value into the nested mappings, with its comment. ``numbers``: positions of list items."""
     parts: list[str | int] = [
         found[1] if found[1] is not None else numbers[key[: found.end()]] for found in PART.finditer(key)
     ]
@@ -86,7 +86,7 @@ def _place(root: CommentedMap, key: str, given: RecipeValue, numbers: Mapping[st
     leaf = parts[-1]
     value = _plain(given.value)
     if isinstance(at, CommentedSeq):
-        assert isinstance(leaf, int) and leaf == len(at), "items are put in their order"
+        assert isinstance(leaf, int) and leaf == len(at), "items are written in their order"
         at.append(value)
     else:
         at[leaf] = value

@@ -1,4 +1,4 @@
-"""The trainers whose configurations can be imported. A trainer's module is loaded only when it is needed."""
+"""The trainers with configurations that can be imported. A trainer's module is loaded only when it is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of one trainer's keys: what each becomes in a recipe, and the trainer's defaults (``trainers/*.toml``)."""
+"""The table of one trainer's keys: the recipe key of each, and the trainer's defaults (``trainers/*.toml``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Kind = Literal["same", "convert", "not-needed", "unsupported"]
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of some keys.
+    """The recipe key for some keys, or the reason why there is none.
 
     Attributes:
         keys: names of the same meaning, dotted below sections, without list indices, in lower case. A name without
@@ -24,7 +24,7 @@ class Row:
             the result here. unsupported: lora-rocm cannot do it.
         ours: the recipe key, dotted. With ``convert`` only the key that a reader may expect.
         function: name of the function that converts, in the trainer's module.
-        note: for convert: how the meaning differs. For not-needed: why. For unsupported: what the key would do.
+        note: for convert: how the meaning differs. For not-needed: why. For unsupported: the effect of the key.
         neutral: values without an effect: the key is not reported as unsupported then.
         changes_weights: whether losing an unsupported key changes the trained weights.
     """
@@ -68,5 +68,5 @@ def table_of(trainer: str) -> TrainerTable:
 
 
 def review_of(trainer: str) -> Review:
-    """When the table was last compared with the trainer's source. See ``read_review`` for errors."""
+    """The last comparison of the table with the trainer's source. See ``read_review`` for errors."""
     return read_review(FOLDER / f"{trainer}.toml")

@@ -1,4 +1,4 @@
-"""What another trainer's file says: settings with their place, and the lines that could not be read."""
+"""The content of another trainer's file: settings with their place, and the lines that could not be read."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lora_rocm.foundation.terminal_text import one_line
 Value = str | int | float | bool | None | list["Value"] | Mapping[str, "Value"]
 """A value of JSON, TOML or YAML."""
 
-SECRET = re.compile(r"(?:^|[._-])(?:\w*token|\w*api_?key|\w*password|\w*secret|\w*credentials?)$", re.IGNORECASE)
-"""Keys whose values are never shown or written."""
+SECRET = re.compile(r"(?:^|[._-])(?:\w*token|\w*api[_-]?key|\w*password|\w*secret|\w*credentials?)$", re.IGNORECASE)
+"""Keys with values that are never shown or written."""
 SECRET_VALUE = re.compile(
     r"\b(?:hf_\w{20,}|sk-[\w-]{16,}|gh[pousr]_\w{20,})\b"
-    r"|(?:token|api_?key|password|secret)[\"']?\s*[=:\s]\s*[\"']?[^\s\"',]*\w{16,}",
+    r"|(?:token|api[_-]?key|password|secret)[\"']?\s*[=:\s]\s*[\"']?[^\s\"',]*\w{16,}",
     re.IGNORECASE,
 )
 """Values that are secrets whatever their key is: tokens of Hugging Face, OpenAI and GitHub, and options with them."""
@@ -39,7 +39,7 @@ class Setting:
 
     Attributes:
         key: as written, dotted below sections; items of a list of mappings have their index: ``datasets[0].path``.
-        value: as parsed. A mapping or a list of mappings is split into settings of its own, unless it is empty.
+        value: as parsed. A mapping or a list of mappings is split into several settings, unless it is empty.
         file: the path as the user gave it, or as a file named it; empty for a default of the trainer.
         line: from 1; 0 if unknown or a default.
     """
@@ -51,7 +51,7 @@ class Setting:
 
     @property
     def is_default(self) -> bool:
-        """Whether no file says it: the trainer uses this value if its key is absent."""
+        """Whether no file has it: the trainer uses this value if its key is absent."""
         return not self.file
 
     @property
@@ -84,7 +84,7 @@ class Unread:
 
 @dataclass
 class FileContent:
-    """One file: its settings in order, and what could not be read of it."""
+    """One file: its settings in order, and its unreadable parts."""
 
     settings: list[Setting] = field(default_factory=list)
     unread: list[Unread] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What the importer needs from each trainer: how its files are read, and the functions of its table."""
+"""The importer's needs from each trainer: the reader of its files, and the functions of its table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Trainer:
         id: short name; the name of its table.
         read: all settings of its files, with the ones that they name; the words are options from after ``--``.
         functions: those that the table names.
-        prepare: runs before the table, for what needs several keys: the family, the data.
+        prepare: runs before the table, for several keys at once: the family, the data.
         finish: runs after the table.
     """
 

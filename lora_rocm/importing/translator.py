@@ -25,7 +25,7 @@ NO_SECRETS = "secrets stay out of recipes"
 
 @dataclass(frozen=True)
 class Translated:
-    """What became of one setting.
+    """The outcome of one setting.
 
     Attributes:
         setting: of the other trainer.
@@ -123,7 +123,7 @@ class Translator:
 
     def put(self, ours: str, value: Value, *settings: Setting, note: str = "") -> None:
         """Write a recipe key for these settings. ``note``: how the meaning differs; empty: it is the same."""
-        if isinstance(value, str) and (secret := [setting for setting in settings if setting.is_secret]):
+        if isinstance(value, str | list) and (secret := [setting for setting in settings if setting.is_secret]):
             for setting in secret:
                 self.skip(setting, NO_SECRETS)
             return
@@ -142,17 +142,17 @@ class Translator:
         self._settle(Translated(setting, "not-needed", note=why))
 
     def lose(self, setting: Setting, would: str, *, ours: str = "", changes_weights: bool = True) -> None:
-        """A setting that lora-rocm cannot carry out. ``would``: what it would do."""
+        """A setting that lora-rocm cannot carry out. ``would``: its effect."""
         self._settle(Translated(setting, "unsupported", ours, None, would, changes_weights))
 
     def change(self, setting: Setting, note: str) -> None:
-        """Say that the meaning of a setting that was taken differs."""
+        """Mark a setting that was taken: its meaning differs."""
         self.outcomes = [
             replace(row, outcome="changed", note=note) if row.setting is setting else row for row in self.outcomes
         ]
 
     def split(self, setting: Setting) -> None:
-        """A setting that consists of others, which have outcomes of their own (``translate``)."""
+        """A setting that consists of others, which have their own outcomes (``translate``)."""
         self._settled[id(setting)] = setting
 
     def refuse_base(self, what: str, setting: Setting | None) -> NoReturn:

@@ -81,7 +81,7 @@ def put_path(ours: str) -> Function:
 
 
 def put_if(ours: str, when: Callable[[Value], bool], otherwise: str) -> Function:
-    """A function that copies a value that ``when`` accepts; others have no effect: ``otherwise`` says why."""
+    """A function that copies a value that ``when`` accepts; others have no effect: ``otherwise`` is the reason."""
 
     def put(t: Translator, setting: Setting) -> None:
         if when(setting.value):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice, repeat
@@ -18,11 +18,9 @@ from lora_rocm.errors import Problem
 from lora_rocm.foundation.json_text import BadJson, parse_json
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.foundation.terminal_text import quoted
-from lora_rocm.recipe.peer_names import peer_names
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.yaml_tree import YamlSyntaxError, parse_yaml
 
-MAX_NAMED = 6
 MAX_DEPTH = 6  # nesting of keys
 MAX_KEYS = 20_000
 MAX_DOTS = 1000  # in a line of TOML: the library is very slow for keys with many parts
@@ -30,6 +28,8 @@ ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*="
 YAML_KEY = re.compile(r"^([A-Za-z_][A-Za-z0-9_]*):(?:\s|$)", re.MULTILINE)
 CODE = re.compile(r"""^[\s"]*(?:from [\w.]+ )?import \w|"cell_type\"""", re.MULTILINE)
 """A line of Python, or a notebook."""
+JSON_KEY = re.compile(r'"([A-Za-z_][\w.]*)"\s*:')
+TOML_HEADER = re.compile(r"^\s*\[{1,2}\s*([\w.-]+)\s*\]{1,2}", re.MULTILINE)
 USUAL_START = "sdxl.yaml"
 NAMES_IN_OTHER_TRAINERS = "docs/reference/kohya-names.md"
 
@@ -71,14 +71,10 @@ class ForeignTable:
     """The file.
 
     Attributes:
-        base_keys: keys of the base model.
-        recipes: regular expression for "key=value" of such a key -> name of the recipe to start from.
         script: marks of files that are not mappings.
         trainer: marks of each kind of file; the first match counts.
     """
 
-    base_keys: tuple[str, ...]
-    recipes: Mapping[str, str]
     script: tuple[ForeignScript, ...]
     trainer: tuple[ForeignTrainer, ...]
 
@@ -103,9 +99,9 @@ def recognised(text: str, path: str, value: Any) -> Problem | None:
     if found is None:
         return None
     if found.trainer:
-        fix = f"Make a recipe of it: {quoted(['lora-rocm', 'import', path, '--output', 'my-recipe.yaml'])}"
+        fix = f"Convert it: {quoted(['lora-rocm', 'import', path, '--output', 'my-recipe.yaml'])}"
         return Problem(path, f"this is {found.file}", fix)
-    fix = f"Start from recipes/{_start(data)}. {_renamed(data)}All names: {NAMES_IN_OTHER_TRAINERS}."
+    fix = f"Start from recipes/{USUAL_START}. Names in other trainers: {NAMES_IN_OTHER_TRAINERS}."
     return Problem(path, f"this is {found.file}, which lora-rocm cannot import", fix)
 
 
@@ -121,8 +117,8 @@ def trainer_in(text: str) -> str | None:
     return found.trainer or None if found is not None else None
 
 
-def _foreign(text: str, data: Any) -> ForeignTrainer | ForeignScript | None:
-    """The first kind of file whose marks are in a file. ``data``: its content, or None if it is not a mapping."""
+def _foreign(text: str, data: object) -> ForeignTrainer | ForeignScript | None:
+    """The first kind of file with marks that are in a file. ``data``: its content; None if it is not a mapping."""
     paths = frozenset(islice(_paths(data), MAX_KEYS))
     names = paths if isinstance(data, list) else paths | {path.rpartition(".")[2] for path in paths}
     scripts = (script for script in _table().script if script.text in text)
@@ -136,26 +132,8 @@ def _foreign(text: str, data: Any) -> ForeignTrainer | ForeignScript | None:
     return next(trainers, None) or next(scripts, None)
 
 
-def _start(data: object) -> str:
-    """Name of the recipe for the base model in another trainer's file."""
-    named = "\n".join(islice(_bases(data), MAX_KEYS)).lower()
-    found = (recipe for pattern, recipe in _table().recipes.items() if re.search(pattern, named))
-    return next(found, USUAL_START)
-
-
-def _bases(data: object, depth: int = 0) -> Iterator[str]:
-    """Each key of the base model with its value, as "key=value"."""
-    if depth == MAX_DEPTH:
-        return
-    for name, value in data.items() if isinstance(data, dict) else ():
-        if (key := str(name).lower().removeprefix("--")) in _table().base_keys and isinstance(value, str | bool):
-            yield f"{key}={value}"
-    for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
-        yield from _bases(value, depth + 1)
-
-
 def _mapping(text: str) -> Any:
-    """The content of a JSON or TOML file, or the keys of damaged TOML or YAML; None for another file."""
+    """The content of a JSON or TOML file, the keys of a damaged one or of KEY=VALUE lines; None for another file."""
     try:
         return parse_json(text, repeated_keys=True)
     except BadJson:
@@ -165,7 +143,11 @@ def _mapping(text: str) -> Any:
             return tomllib.loads(text)
         except (ValueError, RecursionError):  # for example Windows paths with single backslashes
             pass
-    return dict.fromkeys([*ASSIGNMENT.findall(text), *YAML_KEY.findall(text)]) or None
+    if text.lstrip()[:1] == "{":
+        return dict.fromkeys(JSON_KEY.findall(text)) or None
+    headers = [header.split(".") for header in TOML_HEADER.findall(text)]
+    sections = [".".join(parts[: end + 1]) for parts in headers for end in range(min(len(parts), MAX_DEPTH))]
+    return dict.fromkeys([*sections, *ASSIGNMENT.findall(text), *YAML_KEY.findall(text)]) or None
 
 
 def _paths(data: Any, above: str = "", depth: int = 0) -> Iterator[str]:
@@ -191,10 +173,3 @@ def _is_ours(data: Any) -> bool:
         return False
     sections = [name for name in data if name in Recipe.model_fields and isinstance(data[name], dict)]
     return "base" in data or (len(sections) > 1 and not isinstance(data.get("model"), str))
-
-
-def _renamed(data: Any) -> str:
-    found = {path.rpartition(".")[2] for path in islice(_paths(data), MAX_KEYS)}
-    rows = [f"{name} is {key}" for name, key in peer_names().same_value.items() if name in found and "." in key]
-    more = ", ..." if len(rows) > MAX_NAMED else ""
-    return f"Of its keys, {', '.join(rows[:MAX_NAMED])}{more}. " if rows else ""

@@ -169,7 +169,7 @@ def load_text(
 
     Args:
         text: of the recipe.
-        found: path that the text is from, or a name for messages. A ``base`` is looked up beside it.
+        found: path that the text is from, or a name for messages. A ``base`` is looked up next to it.
         overrides: as in ``load_recipe``.
         registry: as in ``load_recipe``.
         notices: sentences to show before those about the recipe.

@@ -1,4 +1,4 @@
-"""Imports a configuration for tests, and looks up what became of its settings."""
+"""Imports a configuration for tests, and looks up the outcomes of its settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _flat(value: Any, above: str) -> Iterator[tuple[str, Any]]:
 
 
 def row_of(found: ImportedRecipe, key: str) -> Translated:
-    """What became of the setting with this key."""
+    """The row of the setting with this key."""
     (row,) = [row for row in found.outcomes if row.setting.key == key]
     return row
 

@@ -93,13 +93,19 @@ def test_absent_keys_have_the_defaults_of_the_trainer(tmp_path: Path) -> None:
         ("use_mlflow: true", "output.log_with", ["mlflow"]),
         ("peft_use_rslora: true", "lora.use_rslora", True),
         ("peft_init_lora_weights: pissa_niter_4", "lora.init", "pissa"),
-        ("lora_target_modules: [q_proj]\npeft_layers_to_transform: [0, 3]", "lora.targets",
-         r"(?:.*\.)?(?:layers)\.(?:0|3)\.(?:.*\.)?(?:q_proj)"),
-        (r"lora_target_modules: 'model.language_model.layers.[\d]+.(mlp).(up)_proj'", "lora.targets",
-         r"model\.layers.[\d]+.(mlp).(up)_proj"),
+        (
+            "lora_target_modules: [q_proj]\npeft_layers_to_transform: [0, 3]",
+            "lora.targets",
+            r"(?:.*\.)?(?:layers)\.(?:0|3)\.(?:.*\.)?(?:q_proj)",
+        ),
+        (
+            r"lora_target_modules: 'model.language_model.layers.[\d]+.(mlp).(up)_proj'",
+            "lora.targets",
+            r"model\.layers.[\d]+.(mlp).(up)_proj",
+        ),
         ("tokenizer_config: ~/tokenizer", "model.tokenizer", "~/tokenizer"),
     ],
-)  # fmt: skip
+)
 def test_a_setting_becomes_a_key(tmp_path: Path, text: str, key: str, value: object) -> None:
     head = HEAD if "micro_batch_size" not in text else HEAD.replace("micro_batch_size: 1\n", "")
     found = imported(tmp_path, train_yml=f"{head}{text}\nsequence_len: 64\n")
@@ -111,14 +117,25 @@ def test_a_setting_becomes_a_key(tmp_path: Path, text: str, key: str, value: obj
 @pytest.mark.parametrize(
     ("text", "outcome"),
     [
-        ("sequence_len: 64", "changed"), ("special_tokens:\n  pad_token: x", ""), ("quantize_moe_experts: true", "unsupported"),
-        ("lora_modules_to_save: [lm_head]", "unsupported"), ("lora_modules_to_save: []", "not-needed"),
-        ("rl: grpo", "unsupported"), ("chat_template: chatml", "unsupported"), ("chat_template: tokenizer_default", "not-needed"),
-        ("flash_attention: true", "not-needed"), ("val_set_size: 100", "unsupported"), ("excess_length_strategy: drop", "unsupported"),
-        ("excess_length_strategy: truncate", "not-needed"), ("full_finetune: true", "unsupported"), ("one_more: 3", "unsupported"),
-        ("neftune_noise_alpha: 5", "unsupported"), ("evals_per_epoch: 4", "not-needed"), ("reward_model: true", "unsupported"),
+        ("sequence_len: 64", "changed"),
+        ("special_tokens:\n  pad_token: x", ""),
+        ("quantize_moe_experts: true", "unsupported"),
+        ("lora_modules_to_save: [lm_head]", "unsupported"),
+        ("lora_modules_to_save: []", "not-needed"),
+        ("rl: grpo", "unsupported"),
+        ("chat_template: chatml", "unsupported"),
+        ("chat_template: tokenizer_default", "not-needed"),
+        ("flash_attention: true", "not-needed"),
+        ("val_set_size: 100", "unsupported"),
+        ("excess_length_strategy: drop", "unsupported"),
+        ("excess_length_strategy: truncate", "not-needed"),
+        ("full_finetune: true", "unsupported"),
+        ("one_more: 3", "unsupported"),
+        ("neftune_noise_alpha: 5", "unsupported"),
+        ("evals_per_epoch: 4", "not-needed"),
+        ("reward_model: true", "unsupported"),
     ],
-)  # fmt: skip
+)
 def test_outcomes(tmp_path: Path, text: str, outcome: str) -> None:
     more = "" if "sequence_len" in text else "\nsequence_len: 64"
     found = read(tmp_path, f"{text}{more}\n")

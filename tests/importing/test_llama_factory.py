@@ -10,7 +10,7 @@ import pytest
 
 from lora_rocm.errors import UserError
 from lora_rocm.importing.importer import import_files
-from tests.importing.imported import CONFIGS, imported, outcome_of, row_of, values_of
+from tests.importing.imported import CONFIGS, imported, outcome_of, values_of
 from tests.importing.language_rows import STEPS, all_keys, check
 
 FOLDER = CONFIGS / "llama-factory"
@@ -94,14 +94,25 @@ def test_a_setting_becomes_a_key(tmp_path: Path, text: str, key: str, value: obj
 @pytest.mark.parametrize(
     ("text", "outcome"),
     [
-        ("max_samples: 5", "unsupported"), ("template: alpaca", "unsupported"), ("template: qwen", "unsupported"),
-        ("finetuning_type: full", "unsupported"), ("additional_target: embed_tokens", "unsupported"),
-        ("quantization_bit: 2", "unsupported"), ("val_size: 100", "unsupported"), ("packing: true", "changed"),
-        ("val_size: 0", "not-needed"), ("use_galore: false", "not-needed"), ("kt_weight_path: x", "not-needed"),
-        ("adapter_name_or_path: a,b", "unsupported"), ("a_new_key: 5", "unsupported"), ("flash_attn: fa2", "not-needed"),
-        ("enable_thinking: true", "not-needed"), ("enable_thinking: false", "unsupported"), ("fp16: true", "unsupported"),
+        ("max_samples: 5", "unsupported"),
+        ("template: alpaca", "unsupported"),
+        ("template: qwen", "unsupported"),
+        ("finetuning_type: full", "unsupported"),
+        ("additional_target: embed_tokens", "unsupported"),
+        ("quantization_bit: 2", "unsupported"),
+        ("val_size: 100", "unsupported"),
+        ("packing: true", "changed"),
+        ("val_size: 0", "not-needed"),
+        ("use_galore: false", "not-needed"),
+        ("kt_weight_path: x", "not-needed"),
+        ("adapter_name_or_path: a,b", "unsupported"),
+        ("a_new_key: 5", "unsupported"),
+        ("flash_attn: fa2", "not-needed"),
+        ("enable_thinking: true", "not-needed"),
+        ("enable_thinking: false", "unsupported"),
+        ("fp16: true", "unsupported"),
     ],
-)  # fmt: skip
+)
 def test_outcomes(tmp_path: Path, text: str, outcome: str) -> None:
     assert outcome_of(read(tmp_path, text), text.partition(":")[0]) == outcome
 

@@ -18,8 +18,9 @@ SHARED: dict[str, Any] = {
 }  # fmt: skip
 WHOLE: dict[str, dict[str, Any]] = {
     "example_config.yaml": {
-        "model.name_or_path": "Qwen/Qwen2.5-0.5B", "data.sources[0].dataset": "stanfordnlp/imdb", "data.max_length": 1024,
-        "lora.rank": 16, "lora.alpha": 32, "lora.dropout": 0.05, "lora.targets": r"(?:.*\.)?(?:q_proj|v_proj)",
+        "model.name_or_path": "Qwen/Qwen2.5-0.5B", "data.sources[0].dataset": "stanfordnlp/imdb",
+        "data.max_length": 1024, "lora.rank": 16, "lora.alpha": 32, "lora.dropout": 0.05,
+        "lora.targets": r"(?:.*\.)?(?:q_proj|v_proj)",
         "optim.learning_rate": 1e-4, "optim.lr_scheduler": "cosine", "objective.train_on": "all", "train.epochs": 3,
         "train.batch_size": 8,
     },
@@ -41,8 +42,9 @@ WHOLE: dict[str, dict[str, Any]] = {
     "script.py": {
         "model.name_or_path": "Qwen/Qwen3-0.6B", "model.quantization": "nf4", "data.sources[0].dataset": "rows.jsonl",
         "lora.rank": 4, "lora.alpha": 8, "lora.targets": r"(?:.*\.)?(?:layers)\.(?:0|1)\.(?:.*\.)?(?:q_proj)",
-        "optim.learning_rate": 1e-4, "optim.lr_scheduler": "cosine", "optim.lr_min_ratio": 0.1, "optim.betas": [0.9, 0.95],
-        "objective.train_on": "answers", "train.epochs": 1, "train.batch_size": 8, "output.dir": "out",
+        "optim.learning_rate": 1e-4, "optim.lr_scheduler": "cosine", "optim.lr_min_ratio": 0.1,
+        "optim.betas": [0.9, 0.95], "objective.train_on": "answers", "train.epochs": 1, "train.batch_size": 8,
+        "output.dir": "out",
     },
 }  # fmt: skip
 """Compared key by key with the trainer's source."""
@@ -85,15 +87,28 @@ def test_other_methods_are_reported(tmp_path: Path, method: str, loss: str | Non
 @pytest.mark.parametrize(
     ("text", "outcome"),
     [
-        ("packing=True", "taken"), ("assistant_only_loss=False", "taken"), ("dataset_text_field='words'", "unsupported"),
-        ("bf16=card()", "not-needed"), ("truncation_mode='keep_end'", "unsupported"), ("max_steps=-1", "not-needed"),
-        ("hub_token='x'", "not-needed"), ("load_best_model_at_end=True", "unsupported"), ("loss_type='dft'", "unsupported"),
-        ("report_to=['comet_ml']", "unsupported"), ("save_strategy='epoch'", "taken"), ("warmup_ratio=0.0", "not-needed"),
-        ("neftune_noise_alpha=5", "unsupported"), ("optim='galore_adamw'", "unsupported"), ("a_new_key=1", "unsupported"),
-        ("lr_scheduler_type='inverse_sqrt'", "unsupported"), ("gradient_checkpointing=True", "not-needed"),
-        ("padding_free=True", "not-needed"), ("eos_token='x'", "unsupported"), ("num_train_epochs=1.5", "changed"),
+        ("packing=True", "taken"),
+        ("assistant_only_loss=False", "taken"),
+        ("dataset_text_field='words'", "unsupported"),
+        ("bf16=card()", "not-needed"),
+        ("truncation_mode='keep_end'", "unsupported"),
+        ("max_steps=-1", "not-needed"),
+        ("hub_token='x'", "not-needed"),
+        ("load_best_model_at_end=True", "unsupported"),
+        ("loss_type='dft'", "unsupported"),
+        ("report_to=['comet_ml']", "unsupported"),
+        ("save_strategy='epoch'", "taken"),
+        ("warmup_ratio=0.0", "not-needed"),
+        ("neftune_noise_alpha=5", "unsupported"),
+        ("optim='galore_adamw'", "unsupported"),
+        ("a_new_key=1", "unsupported"),
+        ("lr_scheduler_type='inverse_sqrt'", "unsupported"),
+        ("gradient_checkpointing=True", "not-needed"),
+        ("padding_free=True", "not-needed"),
+        ("eos_token='x'", "unsupported"),
+        ("num_train_epochs=1.5", "changed"),
     ],
-)  # fmt: skip
+)
 def test_outcomes(tmp_path: Path, text: str, outcome: str) -> None:
     assert outcome_of(script(tmp_path, text), text.partition("=")[0]) == outcome
 

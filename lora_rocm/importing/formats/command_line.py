@@ -51,7 +51,7 @@ def command_settings(text: str, file: str, program: re.Pattern[str], shell: Shel
         text: of the script.
         file: for the settings.
         program: pattern of the word that names the training program, in its last group if it has some.
-        shell: whose syntax it has.
+        shell: its syntax.
     """
     found, variables, is_done = FileContent(), dict[str, str](), False
     for number, line in _whole_lines(text, shell):
@@ -70,7 +70,7 @@ def command_settings(text: str, file: str, program: re.Pattern[str], shell: Shel
         if not program.search(command):
             continue
         if is_done:
-            found.unread.append(Unread(file, number, "is a further command; import it from a file of its own"))
+            found.unread.append(Unread(file, number, "is a further command; import it from another file"))
             continue
         is_done = True
         try:

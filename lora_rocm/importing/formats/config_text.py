@@ -1,4 +1,4 @@
-"""TOML, JSON and YAML into settings. What can be read of a damaged file is read; the rest is listed by line."""
+"""TOML, JSON and YAML into settings. Readable parts of a damaged file are read; the rest is listed by line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMENT_OR_EMPTY = re.compile(r"^\s*(?:#.*)?$")
 
 
 def toml_settings(text: str, file: str) -> FileContent:
-    """The settings of a TOML text; of a damaged one those of each line that is a pair of its own."""
+    """The settings of a TOML text; of a damaged one each line that is a whole pair."""
     try:
         if max((line.count(".") for line in text.splitlines()), default=0) > MAX_DOTS:
             raise ValueError("a key has too many parts")
@@ -29,7 +29,7 @@ def toml_settings(text: str, file: str) -> FileContent:
 
 
 def json_settings(text: str, file: str) -> FileContent:
-    """The settings of a JSON text; of a damaged one those of each line that is a pair of its own."""
+    """The settings of a JSON text; of a damaged one each line that is a whole pair."""
     try:
         return FileContent(settings_of(cast(Value, parse_json(text, repeated_keys=True)), text, file))
     except BadJson:
@@ -46,7 +46,7 @@ def yaml_settings(text: str, file: str) -> FileContent:
         except YamlSyntaxError as error:
             kept = min(max(error.line - 1, 0), len(lines) - 1)
             found.unread[:0] = [
-                Unread(file, kept + number, "is not YAML here" if number == 1 else "stands below a damaged line")
+                Unread(file, kept + number, "is not YAML here" if number == 1 else "is below a damaged line")
                 for number, line in enumerate(lines[kept:], 1)
                 if not COMMENT_OR_EMPTY.match(line)
             ]

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from lora_rocm.foundation.json_text import BadJson, parse_json
 from lora_rocm.importing.setting import FileContent, Setting, Unread, Value, is_secret_text
@@ -215,12 +215,12 @@ def _plain(value: object) -> Value:
         ValueError: JSON has no such value, such as bytes.
     """
     try:
-        return cast(Value, json.loads(json.dumps(value, default=_listed)))
-    except TypeError as error:
+        return cast(Value, parse_json(json.dumps({"value": value}, default=_listed))["value"])
+    except (TypeError, BadJson) as error:
         raise ValueError from error
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[object]:
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
     raise TypeError

@@ -12,11 +12,11 @@ MAX_DEPTH = 12
 
 
 def settings_of(value: Value, text: str, file: str) -> list[Setting]:
-    """The settings of a parsed file. Their lines are found in its text, whose keys have the order of ``value``.
+    """The settings of a parsed file. Their lines are found in its text: its keys have the order of ``value``.
 
     Args:
         value: the parsed content.
-        text: of the file; keys stand before ``=`` or ``:``, quoted or not.
+        text: of the file; keys are before ``=`` or ``:``, quoted or not.
         file: for the settings.
     """
     lines = _KeyLines(text)
@@ -62,15 +62,35 @@ class _KeyLines:
         self._lines = text.splitlines()
         self._line = 0
         self._column = 0
+        self._misses = 0
 
     def next_of(self, name: str) -> int:
-        """The line (from 1) of the next key of this name; the search goes on behind it. 0: there is none."""
-        key = re.compile(rf"""(?:^|[\s\[{{,.\-"'])(?:"|')?{re.escape(name)}(?:"|')?\s*(?:[=:\].]|$)""")
+        """The line (from 1) of the next key with this name; the search goes on behind it. 0: there is none."""
+        if not name or self._misses == MAX_MISSES:
+            return 0
         column = self._column
         for number in range(self._line, len(self._lines)):
-            found = key.search(self._lines[number], column)
-            if found is not None:
-                self._line, self._column = number, max(found.end() - 1, 0)
+            end = _end_of_key(self._lines[number], name, column)
+            if end:
+                self._line, self._column = number, end
                 return number + 1
             column = 0
+        self._misses += 1
         return 0
+
+
+MAX_MISSES = 100
+"""Keys that are not in the text as they are, such as escaped ones, before the search ends: each costs a whole pass."""
+BEFORE_A_KEY = frozenset(" \t[{,.-\"'")
+AFTER_A_KEY = re.compile(r"""["']?\s*(?:[=:\].]|$)""")
+
+
+def _end_of_key(line: str, name: str, column: int) -> int:
+    """The end of the next key with this name in a line; 0 if there is none."""
+    at = line.find(name, column)
+    while at >= 0:
+        end = at + len(name)
+        if (at == 0 or line[at - 1] in BEFORE_A_KEY) and AFTER_A_KEY.match(line, end):
+            return end
+        at = line.find(name, at + 1)
+    return 0

@@ -133,7 +133,7 @@ WORD = re.compile(r"\w+\s*=\s*(?:\[[^\]]*\]|\([^)]*\)|\S+)|\S+")
 
 
 def _prepare(t: Translator) -> None:
-    """What needs several keys: the family, the adapter, the length, the rates, the optimizer, the data."""
+    """Everything that depends on several keys: family, adapter, length, rates, optimizer, data."""
     _put_family(t)
     family = str(t.values["model.family"].value)
     is_gui = t.given("lora_type", "max_resolution", "model_list") is not None
@@ -296,7 +296,6 @@ FUNCTIONS: Mapping[str, Function] = {
     "precision": put_number_format("train.mixed_precision"),
     "file_format": put_number_format("output.dtype"),
     "checkpointing": put_switch("train.gradient_checkpointing"),
-    "norms": put_switch("lora.train_norms"),
     "switch": kohya_run.switch,
 }
 

@@ -74,7 +74,7 @@ class _Sections:
 
 
 def put_data(t: Translator, step: int) -> None:
-    """Write ``data`` from the datasets and the folders. ``step``: bucket sides are multiples of it."""
+    """Write ``data`` from the datasets and the folders. ``step``: bucket sides are its multiples."""
     # the subsets; without any, the options hold for the folder that the user fills in
     subsets = [*_subsets(t)] or [("train_data_dir", None, _Sections(t, ["general"]))]
     sources = [_source(t, kind, folder, sections) for kind, folder, sections in subsets]

@@ -182,7 +182,7 @@ def convolution(t: Translator, setting: Setting) -> None:
     kind = t.values.get("lora.type", RecipeValue("lora", ())).value
     targets = t.values.get("lora.targets")
     if found is None or not conv:
-        t.skip(setting, "convolutions have no rank of their own")
+        t.skip(setting, "convolutions have no other rank")
         return
     if targets is not None and targets.value != "attention-mlp-conv":
         t.skip(setting, "convolutions are not adapted")
@@ -284,7 +284,7 @@ def _entry(
     alphas: Sequence[float] | None,
     factors: list[float] | None,
 ) -> dict[str, Value]:
-    """What differs in one block."""
+    """The values that differ in one block."""
     entry: dict[str, Value] = {}
     rate = number(_rate(t))
     if ranks is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from lora_rocm.importing.setting import Setting, Value, path_text
-from lora_rocm.importing.translator import Translator
+from lora_rocm.importing.translator import Translator, plain_key
 from lora_rocm.importing.value_maps import (
     SAMPLERS,
     SCHEDULES,
@@ -118,7 +118,7 @@ def _put_text_encoders(
     if is_off:
         for setting in given:
             t.skip(setting, "no text encoder is trained")
-        t.skip(only, "text encoders are not trained unless the recipe says so")
+        t.skip(only, "text encoders are trained only if the recipe names them")
         return
     if family in FLOW:
         what = "CLIP-L" if family == "flux" else "Qwen3"
@@ -164,7 +164,7 @@ def put_optimizer(t: Translator) -> None:
         if switch is not None and is_on(switch.value) and (setting is None or not setting.value):
             put_optimizer_of(t, switch, name)
         elif switch is not None:
-            t.skip(switch, "optimizer_type says it")
+            t.skip(switch, "optimizer_type takes precedence")
     if setting is None or not setting.value:
         return
     put_optimizer_of(t, setting, str(setting.value))
@@ -343,7 +343,7 @@ def _put_spread(t: Translator, chosen: str, prefix: str) -> None:
 
 
 def put_saving(t: Translator) -> None:
-    """How often files are written, and how many stay. One unit is possible here; epochs come first."""
+    """The interval and the number of files. One unit is possible here; epochs come first."""
     epochs, steps, ratio = (t.given(key) for key in ("save_every_n_epochs", "save_every_n_steps", "save_n_epoch_ratio"))
     each_epochs, each_steps = (number(each.value) if each is not None else None for each in (epochs, steps))
     length = t.values.get("train.epochs")
@@ -383,6 +383,11 @@ def _put_number_of_files(t: Translator, each_steps: float | None) -> None:
 # functions of the table
 
 
+def _last(setting: Setting) -> str:
+    """The last part of a key, in lower case."""
+    return plain_key(setting.key).rpartition(".")[2]
+
+
 def loss(t: Translator, setting: Setting) -> None:
     """The kind of loss."""
     plain = str(setting.value).lower()
@@ -396,7 +401,7 @@ def loss(t: Translator, setting: Setting) -> None:
 
 def huber(t: Translator, setting: Setting) -> None:
     """Options of the Huber losses."""
-    key = setting.key.lower()
+    key = _last(setting)
     if str(t.value("loss_type") or "l2").lower() not in ("huber", "smooth_l1"):
         t.skip(setting, "only huber and smooth_l1 read it")
     elif key == "huber_schedule":
@@ -451,7 +456,7 @@ def sampler(t: Translator, setting: Setting) -> None:
 
 
 def previews(t: Translator, setting: Setting) -> None:
-    """How often previews are drawn: epochs take precedence."""
+    """The interval of previews: epochs take precedence."""
     found, epochs = number(setting.value), t.given("sample_every_n_epochs")
     if not found or found < 1:
         t.skip(setting, "it is off")
@@ -508,7 +513,7 @@ WHOLE = ("multires_noise_iterations", "min_timestep", "max_timestep", "factor")
 
 def positive(t: Translator, setting: Setting) -> None:
     """A number that 0 switches off."""
-    key = setting.key.lower().rpartition(".")[2]
+    key = _last(setting)
     found = 0.0 if setting.value is False else number(setting.value)
     if not found:
         if found is None:
@@ -524,7 +529,7 @@ def positive(t: Translator, setting: Setting) -> None:
 
 
 def validation(t: Translator, setting: Setting) -> None:
-    """How often the held-out loss is measured."""
+    """The interval of the held-out loss."""
     unit = "epochs" if "epochs" in setting.key.lower() else "steps"
     found = number(setting.value)
     if not found:
@@ -553,7 +558,7 @@ SWITCHES = {
 def switch(t: Translator, setting: Setting) -> None:
     """A switch with the same meaning."""
     if is_on(setting.value):
-        t.put(SWITCHES[setting.key.lower().rpartition(".")[2]], True, setting)
+        t.put(SWITCHES[_last(setting)], True, setting)
     else:
         t.skip(setting, "it is off")
 
@@ -567,7 +572,7 @@ TEXTS = {
 
 def text(t: Translator, setting: Setting) -> None:
     """Names and descriptions. Two keys may give the same one; the first counts."""
-    ours = TEXTS[setting.key.lower()]
+    ours = TEXTS[_last(setting)]
     if ours in t.values:
         t.skip(setting, f"{t.values[ours].settings[0].key} gives it")
     else:
