@@ -93,7 +93,7 @@ Search this page for the name that you know, such as `network_alpha`. A recipe t
 SimpleTuner, diffusers' examples, diffusion-pipe and musubi-tuner, and for language models of LLaMA-Factory, Axolotl
 and TRL.
 
-Files of other trainers are not read yet: start from a recipe that ships, such as `sdxl.yaml`. Defaults differ:
+`lora-rocm import FILE` makes a recipe of another trainer's configuration. If you write one yourself: defaults differ.
 
 - kohya, OneTrainer and ai-toolkit use alpha 1 by default; here alpha is the rank.
 - kohya trains the text encoders too; here `lora.train_text_encoder` is off.

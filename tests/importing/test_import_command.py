@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,18 @@ def test_several_files_are_one_configuration() -> None:
 @pytest.mark.parametrize("arguments", [(), ("nowhere.toml",), ("whole.toml", "--nothing")])
 def test_wrong_arguments_end_with_2(arguments: tuple[str, ...]) -> None:
     assert command_line("import", *arguments).exit_code == 2
+
+
+PAGES = Path(__file__).parents[2] / "docs" / "how-to"
+COMMANDS = [
+    line for line in (PAGES / "moving-over.md").read_text("utf-8").splitlines() if line.startswith("lora-rocm import")
+]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_of_the_page_for_kohya_users(line: str) -> None:
+    Path("train.toml").write_text(WHOLE, encoding="utf-8")
+    assert command_line(*shlex.split(line.partition(">")[0])[1:]).exit_code == 0
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
