@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from lora_rocm.foundation.json_text import BadJson, parse_json
 from lora_rocm.importing.data_sources import Source, put_sources
+from lora_rocm.importing.rows import table_of
 from lora_rocm.importing.setting import Setting, Value, path_text
 from lora_rocm.importing.translator import Function, RecipeValue, Translator
 from lora_rocm.importing.value_maps import (
@@ -530,3 +531,9 @@ LANGUAGE_FUNCTIONS: dict[str, Function] = {
     "smoothing": put_for_pairs("objective.label_smoothing"),
 }
 """Functions for the rows of ``trainers/transformers.toml`` and of tables that include it."""
+
+
+def functions_of(trainer: str, own: Mapping[str, Function]) -> Mapping[str, Function]:
+    """The functions that a trainer's table names: the trainer's own, then the shared ones."""
+    known = {**LANGUAGE_FUNCTIONS, **own}
+    return {row.function: known[row.function] for row in table_of(trainer).row if row.function}

@@ -53,7 +53,7 @@ def test_whole_configurations(name: str) -> None:
     assert values_of(import_files([FOLDER / name])) == SHARED | WHOLE[name]
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("[!m]*.*")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.*")), ids=lambda path: path.name)
 def test_published_configurations_are_recipes(path: Path) -> None:
     assert values_of(check(path))["lora.alpha"] == 16
 
@@ -160,13 +160,16 @@ def test_a_missing_list_of_tables_is_reported(tmp_path: Path) -> None:
     assert values_of(found)["data.sources[0].dataset"] == "identity" and len(found.unread) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "code"), [("merge_qwen3_lora_sft.yaml", "import-export"), ("data/dataset_info.json", "import-main")]
-)
-def test_files_that_train_nothing(name: str, code: str) -> None:
+def test_a_merge_configuration_trains_nothing(tmp_path: Path) -> None:
+    text = "model_name_or_path: a/b\nadapter_name_or_path: saves/lora\nexport_dir: out\nexport_legacy_format: false\n"
     with pytest.raises(UserError) as error:
-        import_files([FOLDER / name])
-    assert error.value.code == code
+        imported(tmp_path, merge_yaml=text)
+    assert error.value.code == "import-export"
+
+
+def test_a_list_of_tables_alone(tmp_path: Path) -> None:
+    values = values_of(import_files([FOLDER / "data" / "dataset_info.json"]))
+    assert values["data.sources[0].dataset"] == "data/identity.json" and values["model.name_or_path"] == "FILL-THIS-IN"
 
 
 @pytest.mark.parametrize("step", STEPS)

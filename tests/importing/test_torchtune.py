@@ -62,7 +62,7 @@ def test_an_adapter_config(tmp_path: Path) -> None:
     assert start.endswith("peft/adapter_model.safetensors")
     assert values == {
         "model.family": "causal-lm", "model.name_or_path": "Qwen/Qwen3-4B",
-        "model.revision": "0123456789abcdef0123456789abcdef01234567", "data.sources[0].dataset": "FILL-THIS-IN",
+        "model.revision": "step-100", "data.sources[0].dataset": "FILL-THIS-IN",
         "lora.rank": 16, "lora.alpha": 32, "lora.dropout": 0.05, "lora.use_dora": True,
         "lora.targets": r"(?:.*\.)?(?:q_proj|v_proj|down_proj)",
         "lora.overrides[0].match": r"(?:.*\.)?(?:mlp.down_proj)", "lora.overrides[0].alpha": 4,

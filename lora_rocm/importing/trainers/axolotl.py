@@ -9,10 +9,10 @@ from lora_rocm.importing.config_files import ConfigFiles
 from lora_rocm.importing.data_sources import Source
 from lora_rocm.importing.formats.command_line import NO_LINES, options_of
 from lora_rocm.importing.language import (
-    LANGUAGE_FUNCTIONS,
     UNKNOWN_COLUMNS,
     begin,
     finish,
+    functions_of,
     is_dpo,
     lose_full_training,
     lose_method,
@@ -339,7 +339,7 @@ def _finish(t: Translator) -> None:
     finish(t)
 
 
-FUNCTIONS: dict[str, Function] = LANGUAGE_FUNCTIONS | {
+OWN_FUNCTIONS: dict[str, Function] = {
     "adapter": _adapter,
     "four_bits": _four_bits,
     "tokenizer": put_path("model.tokenizer"),
@@ -361,4 +361,4 @@ FUNCTIONS: dict[str, Function] = LANGUAGE_FUNCTIONS | {
     "saves": _saves,
 }
 
-TRAINER = Trainer("axolotl", _read, FUNCTIONS, _prepare, _finish)
+TRAINER = Trainer("axolotl", _read, functions_of("axolotl", OWN_FUNCTIONS), _prepare, _finish)

@@ -10,11 +10,11 @@ from lora_rocm.importing.config_files import SUFFIXES, ConfigFile, ConfigFiles
 from lora_rocm.importing.data_sources import Source
 from lora_rocm.importing.formats.command_line import NO_LINES, command_settings, options_of, shell_of
 from lora_rocm.importing.language import (
-    LANGUAGE_FUNCTIONS,
     UNKNOWN_COLUMNS,
     begin,
     finish,
     fits,
+    functions_of,
     is_dpo,
     lose_method,
     put_start,
@@ -42,7 +42,7 @@ COLUMNS = {
 
 
 def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
-    """All settings. Of ``dataset_info.json`` only the tables that ``dataset`` names are kept."""
+    """All settings. Of ``dataset_info.json`` only the tables that ``dataset`` names are kept, alone all of them."""
     found, tables = FileContent(), list[ConfigFile]()
     for each in files.given:
         if each.path.name.lower() == TABLES:
@@ -54,7 +54,8 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
         else:
             found.extend(each.settings())
     found.extend(options_of([*options], "command line", NO_LINES))
-    names = [name for each in found.settings if each.key == "dataset" for name in _listed(each.value)]
+    named = [each for each in found.settings if each.key == "dataset"]
+    names = [name for each in named for name in _listed(each.value)] if found.settings else None
     if names and not tables:
         listed = _tables(files, found.settings)
         tables += [listed] if listed is not None else []
@@ -64,7 +65,7 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
         found.settings += [
             Setting(f"{LIST}{each.key}", each.value, each.file, each.line)
             for each in content.settings
-            if each.key.partition(".")[0] in names
+            if names is None or each.key.partition(".")[0] in names
         ]
     return found
 
@@ -88,7 +89,7 @@ def _prepare(t: Translator) -> None:
     """The family, the method, and the tables.
 
     Raises:
-        UserError: the file is a merge configuration, or the list of tables alone.
+        UserError: the file is a merge configuration.
     """
     # the kind of file
     export, dataset = t.given("export_dir"), t.given("dataset")
@@ -97,10 +98,6 @@ def _prepare(t: Translator) -> None:
         raise UserError(
             "import-export", "This configuration merges a LoRA; it trains none.", where=export.where, fix=fix
         )
-    if not any(t.given(key) for key in ("model_name_or_path", "stage", "finetuning_type", "dataset", "lora_rank")):
-        fix = f"Give the configuration that names the tables, and {TABLES} after it."
-        where = t.files.given[0].file
-        raise UserError("import-main", "This is only a list of tables.", where=where, fix=fix)
     begin(t)
     # the method, which decides what the other keys mean
     stage = t.given("stage")
@@ -110,28 +107,30 @@ def _prepare(t: Translator) -> None:
         if OF_SWITCHES.match(setting.key):
             t.skip(setting, "a number of another switch or program")
     # tables
-    names = _listed(dataset.value) if dataset is not None else []
-    put_tables(t, [_source(t, name, dataset) for name in names if dataset is not None])
+    given = [each.key.removeprefix(LIST).partition(".")[0] for each in t.settings if each.key.startswith(LIST)]
+    names = _listed(dataset.value) if dataset is not None else list(dict.fromkeys(given))
+    put_tables(t, [_source(t, name, dataset) for name in names])
 
 
-def _source(t: Translator, name: str, dataset: Setting) -> Source:
+def _source(t: Translator, name: str, dataset: Setting | None) -> Source:
     """One table, by its entry in ``dataset_info.json``."""
     entry = {
         each.key[len(LIST) + len(name) + 1 :]: each for each in t.settings if each.key.startswith(f"{LIST}{name}.")
     }
     place = next((entry[key] for key in ("hf_hub_url", "ms_hub_url", "om_hub_url", "file_name") if key in entry), None)
+    named = () if dataset is None else (dataset,)
     if place is None:
         if t.given("dataset_dir") is not None and str(t.value("dataset_dir")).upper() == "ONLINE":
-            return put_table(name, dataset)
+            return put_table(name, *named)
         note = f"{TABLES} does not list it, or is not here: give the file"
-        return put_table(name, dataset, note=note)
+        return put_table(name, *named, note=note)
     folder = path_text(t.value("dataset_dir") or "data")
     is_local = place.key.endswith("file_name")
     path = f"{folder}/{place.value}" if is_local and not re.match(r"[/~]|[A-Za-z]:", str(place.value)) else place.value
     for key, each in entry.items():
         if each is not place and key != "split":
             _about_table(t, key, each, entry)
-    return put_table(str(path), dataset, place, split=entry.get("split"))
+    return put_table(str(path), *named, place, split=entry.get("split"))
 
 
 def _about_table(t: Translator, key: str, each: Setting, entry: Mapping[str, Setting]) -> None:
@@ -298,7 +297,7 @@ def _length(t: Translator, setting: Setting) -> None:
     put_number("data.max_length", note if t.value("stage") in (None, "sft") else "")(t, setting)
 
 
-FUNCTIONS: dict[str, Function] = LANGUAGE_FUNCTIONS | {
+OWN_FUNCTIONS: dict[str, Function] = {
     "method": _method,
     "kind": _kind,
     "double_rank": _alpha,
@@ -314,4 +313,4 @@ FUNCTIONS: dict[str, Function] = LANGUAGE_FUNCTIONS | {
     "tables": _tables_are_read,
 }
 
-TRAINER = Trainer("llama-factory", _read, FUNCTIONS, _prepare, finish)
+TRAINER = Trainer("llama-factory", _read, functions_of("llama-factory", OWN_FUNCTIONS), _prepare, finish)

@@ -10,12 +10,12 @@ from lora_rocm.importing.config_files import ConfigFiles
 from lora_rocm.importing.formats.command_line import NO_LINES, options_of
 from lora_rocm.importing.language import (
     ANY_PARENT,
-    LANGUAGE_FUNCTIONS,
     LORA_FILE,
     NO_TARGETS,
     PEFT_TARGETS,
     begin,
     finish,
+    functions_of,
 )
 from lora_rocm.importing.setting import FileContent, Setting, path_text
 from lora_rocm.importing.trainer import Trainer
@@ -84,7 +84,7 @@ def _kind(t: Translator, setting: Setting) -> None:
         t.lose(setting, "lora-rocm does not train this kind of adapter; a LoRA is written", ours="lora.type")
 
 
-FUNCTIONS: dict[str, Function] = LANGUAGE_FUNCTIONS | {"kind": _kind}
+OWN_FUNCTIONS: dict[str, Function] = {"kind": _kind}
 
 
 def _finish(t: Translator) -> None:
@@ -93,4 +93,4 @@ def _finish(t: Translator) -> None:
     finish(t)
 
 
-TRAINER = Trainer("peft", _read, FUNCTIONS, _prepare, _finish)
+TRAINER = Trainer("peft", _read, functions_of("peft", OWN_FUNCTIONS), _prepare, _finish)

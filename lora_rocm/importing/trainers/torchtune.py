@@ -14,6 +14,7 @@ from lora_rocm.importing.language import (
     UNKNOWN_COLUMNS,
     begin,
     finish,
+    functions_of,
     is_dpo,
     lose_method,
     put_table,
@@ -193,10 +194,6 @@ def _epochs(t: Translator, setting: Setting) -> None:
         LANGUAGE_FUNCTIONS["epochs"](t, setting)
 
 
-def _length(t: Translator, setting: Setting) -> None:
-    LANGUAGE_FUNCTIONS["length"](t, setting)
-
-
 def _folder(t: Translator, setting: Setting) -> None:
     if "${" in str(setting.value):
         t.skip(setting, "it names another key")
@@ -211,10 +208,9 @@ def _tracker(t: Translator, setting: Setting) -> None:
         t.skip(setting, "the run's own files and TensorBoard files are always written")
 
 
-FUNCTIONS: dict[str, Function] = LANGUAGE_FUNCTIONS | {
+OWN_FUNCTIONS: dict[str, Function] = {
     "model": _model,
     "modules": _modules,
-    "length": _length,
     "packing": _packing,
     "trained_words": _trained_words,
     "part_of_table": _part_of_table,
@@ -228,4 +224,4 @@ FUNCTIONS: dict[str, Function] = LANGUAGE_FUNCTIONS | {
     "tracker": _tracker,
 }
 
-TRAINER = Trainer("torchtune", _read, FUNCTIONS, _prepare, finish)
+TRAINER = Trainer("torchtune", _read, functions_of("torchtune", OWN_FUNCTIONS), _prepare, finish)

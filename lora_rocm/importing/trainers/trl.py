@@ -16,6 +16,7 @@ from lora_rocm.importing.language import (
     UNKNOWN_COLUMNS,
     begin,
     finish,
+    functions_of,
     is_dpo,
     lose_full_training,
     lose_method,
@@ -284,7 +285,7 @@ def _mark_computed(t: Translator, name: str) -> None:
                 t.change(each, NOT_RUN)
 
 
-FUNCTIONS: dict[str, Function] = LANGUAGE_FUNCTIONS | {
+OWN_FUNCTIONS: dict[str, Function] = {
     "method": _method,
     "loss": _loss,
     "base_of_calls": _base,
@@ -296,4 +297,4 @@ FUNCTIONS: dict[str, Function] = LANGUAGE_FUNCTIONS | {
     "tables": _tables_are_read,
 }
 
-TRAINER = Trainer("trl", _read, FUNCTIONS, _prepare, finish_language)
+TRAINER = Trainer("trl", _read, functions_of("trl", OWN_FUNCTIONS), _prepare, finish_language)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from lora_rocm.importing.config_files import ConfigFiles
-from lora_rocm.importing.language import is_dpo
+from lora_rocm.importing.language import functions_of, is_dpo
 from lora_rocm.importing.setting import FileContent, Setting
 from lora_rocm.importing.trainer import Trainer
 from lora_rocm.importing.trainers import trl
@@ -83,6 +83,6 @@ def _tracker(t: Translator, setting: Setting) -> None:
         t.skip(setting, "it is off")
 
 
-FUNCTIONS: dict[str, Function] = trl.FUNCTIONS | {"seed_of_run": _seed, "tracker": _tracker}
+OWN_FUNCTIONS: dict[str, Function] = trl.OWN_FUNCTIONS | {"seed_of_run": _seed, "tracker": _tracker}
 
-TRAINER = Trainer("unsloth", _read, FUNCTIONS, _prepare, trl.finish_language)
+TRAINER = Trainer("unsloth", _read, functions_of("unsloth", OWN_FUNCTIONS), _prepare, trl.finish_language)
