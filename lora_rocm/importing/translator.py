@@ -106,7 +106,7 @@ class Translator:
         return self._defaults.get(key)
 
     def use_defaults(self, defaults: Mapping[str, Value]) -> None:
-        """Add defaults that depend on the kind of file; those of the table with the same keys no longer hold."""
+        """Add defaults that depend on the kind of file. They replace the table's defaults of the same keys."""
         self._defaults |= {key: Setting(key, value) for key, value in defaults.items()}
 
     def value(self, *keys: str) -> Value:

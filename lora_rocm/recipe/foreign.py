@@ -26,7 +26,7 @@ MAX_KEYS = 20_000
 MAX_DOTS = 1000  # in a line of TOML: the library is very slow for keys with many parts
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=", re.MULTILINE)
 YAML_KEY = re.compile(r"^([A-Za-z_][A-Za-z0-9_]*):(?:\s|$)", re.MULTILINE)
-CODE = re.compile(r"""^[\s"]*(?:from [\w.]+ )?import \w|"cell_type\"""", re.MULTILINE)
+CODE = re.compile(r"""^[ \t"]*(?:from [\w.]+ )?import \w|"cell_type\"""", re.MULTILINE)
 """A line of Python, or a notebook."""
 JSON_KEY = re.compile(r'"([A-Za-z_][\w.]*)"\s*:')
 TOML_HEADER = re.compile(r"^\s*\[{1,2}\s*([\w.-]+)\s*\]{1,2}", re.MULTILINE)

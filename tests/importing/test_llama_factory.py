@@ -167,6 +167,12 @@ def test_a_merge_configuration_trains_nothing(tmp_path: Path) -> None:
     assert error.value.code == "import-export"
 
 
+def test_the_next_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        imported(tmp_path, train_yaml="model: a/b\ntrain_dataset: rows.yaml\nmicro_batch_size: 1\ncutoff_len: 9\n")
+    assert error.value.code == "import-main"
+
+
 def test_a_list_of_tables_alone(tmp_path: Path) -> None:
     values = values_of(import_files([FOLDER / "data" / "dataset_info.json"]))
     assert values["data.sources[0].dataset"] == "data/identity.json" and values["model.name_or_path"] == "FILL-THIS-IN"

@@ -89,7 +89,7 @@ def _prepare(t: Translator) -> None:
     """The family, the method, and the tables.
 
     Raises:
-        UserError: the file is a merge configuration.
+        UserError: the file is a merge configuration, or for the next version.
     """
     # the kind of file
     export, dataset = t.given("export_dir"), t.given("dataset")
@@ -98,6 +98,11 @@ def _prepare(t: Translator) -> None:
         raise UserError(
             "import-export", "This configuration merges a LoRA; it trains none.", where=export.where, fix=fix
         )
+    new = t.given("train_dataset")
+    if new is not None and dataset is None:
+        fix = "Give the configuration of the released version, with stage and finetuning_type."
+        what = "This configuration is for the next version of LLaMA-Factory, which is not finished."
+        raise UserError("import-main", what, where=new.where, fix=fix)
     begin(t)
     # the method, which decides what the other keys mean
     stage = t.given("stage")
