@@ -61,7 +61,7 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "hardware/archs.toml": (read_table, ArchTable, {}),
     "hardware/pci.toml": (read_table, PciTable, {}),
     "hardware/wheels.toml": (read_table, WheelTable, {}),
-    **{f"importing/trainers/{name}.toml": (read_table, TrainerTable, {}) for name in MODULES},
+    **{f"importing/trainers/{name}.toml": (read_table, TrainerTable, {}) for name in (*MODULES, "transformers")},
     "model_files/adapter_parts.toml": (read_table, OtherTable, {}),
     "model_files/adapter_spellings.toml": (read_table, SpellingTable, {}),
     "model_files/adapters.toml": (read_table, AdapterTable, {}),

@@ -128,8 +128,10 @@ def _fill_in(translator: Translator) -> list[str]:
         translator.put("model.name_or_path", PLACEHOLDER, note="name the base model here")
         found.append(f"The configuration names no base model: replace {PLACEHOLDER} in model.name_or_path.")
     if not any(key in ("data.path", "data.dataset") or key.startswith("data.sources[") for key in values):
-        translator.put("data.path", PLACEHOLDER, note="name the folder of the data here")
-        found.append(f"The configuration names no data: replace {PLACEHOLDER} in data.path.")
+        is_text = "model.family" in values and values["model.family"].value == "causal-lm"
+        key, what = ("data.sources[0].dataset", "table") if is_text else ("data.path", "folder of the data")
+        translator.put(key, PLACEHOLDER, note=f"name the {what} here")
+        found.append(f"The configuration names no data: replace {PLACEHOLDER} in {key}.")
     if "train.epochs" not in values and "train.max_train_steps" not in values:
         translator.put("train.epochs", 1, note="set the length of the run here")
         found.append("The configuration does not set the length of the run: set train.epochs.")

@@ -14,6 +14,12 @@ MODULES: Mapping[str, str] = {
     "simpletuner": "lora_rocm.importing.trainers.simpletuner",
     "musubi": "lora_rocm.importing.trainers.musubi",
     "diffusion-pipe": "lora_rocm.importing.trainers.diffusion_pipe",
+    "llama-factory": "lora_rocm.importing.trainers.llama_factory",
+    "axolotl": "lora_rocm.importing.trainers.axolotl",
+    "unsloth": "lora_rocm.importing.trainers.unsloth",
+    "trl": "lora_rocm.importing.trainers.trl",
+    "torchtune": "lora_rocm.importing.trainers.torchtune",
+    "peft": "lora_rocm.importing.trainers.peft",
 }
 """Id of a trainer, as in ``recipe/foreign.toml`` -> the module with its ``TRAINER``."""
 

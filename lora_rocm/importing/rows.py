@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -47,12 +47,15 @@ class TrainerTable:
         version: the source that the table was made from: a version or commit with its date.
         defaults: its key -> the value it uses if the key is absent. Only defaults that differ from ours need a row.
         row: one row per key.
+        include: the table of a library that the trainer passes its other keys to; its rows follow, without the keys
+            that have rows here.
     """
 
     name: str
     version: str
     row: tuple[Row, ...]
     defaults: Mapping[str, str | int | float | bool]
+    include: str = ""
 
 
 FOLDER = Path(__file__).with_name("trainers")
@@ -61,7 +64,14 @@ FOLDER = Path(__file__).with_name("trainers")
 @cache
 def table_of(trainer: str) -> TrainerTable:
     """The table of a trainer by its id, such as "kohya". See ``read_table`` for errors."""
-    return read_table(FOLDER / f"{trainer}.toml", TrainerTable)
+    table = read_table(FOLDER / f"{trainer}.toml", TrainerTable)
+    if not table.include:
+        return table
+    own = {key for row in table.row for key in row.keys}
+    included = [
+        replace(row, keys=tuple(key for key in row.keys if key not in own)) for row in table_of(table.include).row
+    ]
+    return replace(table, row=(*table.row, *(row for row in included if row.keys)))
 
 
 def review_of(trainer: str) -> Review:

@@ -105,6 +105,10 @@ class Translator:
         """The trainer's default for a key; None if the table has none. It is the same object each time."""
         return self._defaults.get(key)
 
+    def use_defaults(self, defaults: Mapping[str, Value]) -> None:
+        """Add defaults that depend on the kind of file. They replace the table's defaults of the same keys."""
+        self._defaults |= {key: Setting(key, value) for key, value in defaults.items()}
+
     def value(self, *keys: str) -> Value:
         """The value of ``setting``; None if there is none."""
         found = self.setting(*keys)
@@ -220,8 +224,8 @@ class Translator:
         return None
 
     def _apply(self, row: Row, setting: Setting, functions: Mapping[str, Function]) -> None:
-        """Carry out one row. An empty text and None mean that the key is absent."""
-        if setting.value is None or setting.value == "":
+        """Carry out one row. Something empty and None mean that the key is absent."""
+        if setting.value is None or (isinstance(setting.value, str | list | Mapping) and not setting.value):
             self.skip(setting, "it is empty")
         elif row.kind == "same":
             self.put(row.ours, setting.value, setting, note=row.note)

@@ -25,6 +25,9 @@ MAX_DEPTH = 6  # nesting of keys
 MAX_KEYS = 20_000
 MAX_DOTS = 1000  # in a line of TOML: the library is very slow for keys with many parts
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=", re.MULTILINE)
+TOP_YAML_KEY = re.compile(r"^([A-Za-z_][A-Za-z0-9_]*):(?:\s|$)", re.MULTILINE)
+CODE = re.compile(r"""^[ \t"]*(?:from [\w.]+ )?import \w|"cell_type\"""", re.MULTILINE)
+"""A line of Python, or a notebook."""
 JSON_KEY = re.compile(r'"([A-Za-z_][\w.]*)"\s*:')
 YAML_KEY = re.compile(r"""^\s*(?:- )?["']?([A-Za-z_]\w*)["']?\s*:""", re.MULTILINE)
 TOML_HEADER = re.compile(r"^\s*\[{1,2}\s*([\w.-]+)\s*\]{1,2}", re.MULTILINE)
@@ -127,6 +130,8 @@ def _foreign(text: str, data: object) -> ForeignTrainer | ForeignScript | None:
         for trainer in _table().trainer
         if names.intersection(trainer.any_of) or (trainer.all_of and names.issuperset(trainer.all_of))
     )
+    if CODE.search(text):  # names of a script are its own
+        return next(scripts, None) or next(trainers, None)
     return next(trainers, None) or next(scripts, None)
 
 
@@ -143,7 +148,7 @@ def _mapping(text: str) -> Any:
             pass
     if text.lstrip()[:1] == "{":
         return dict.fromkeys(JSON_KEY.findall(text)) or None
-    return dict.fromkeys(_keys_by_lines(text)) or None
+    return dict.fromkeys([*_keys_by_lines(text), *TOP_YAML_KEY.findall(text)]) or None
 
 
 def _keys_by_lines(text: str) -> Iterator[str]:
@@ -173,8 +178,11 @@ def _paths(data: Any, above: str = "", depth: int = 0) -> Iterator[str]:
 
 
 def _is_ours(data: Any) -> bool:
-    """Whether the data is meant as a recipe, even a wrong one: it has ``base`` or at least two of our sections."""
+    """Whether the data is meant as a recipe, even with errors: it has ``base``, or two or more of our sections.
+
+    Unsloth's files have sections of the same names, but the name of the model in place of a section.
+    """
     if not isinstance(data, dict):
         return False
     sections = [name for name in data if name in Recipe.model_fields and isinstance(data[name], dict)]
-    return "base" in data or len(sections) > 1
+    return "base" in data or (len(sections) > 1 and not isinstance(data.get("model"), str))
