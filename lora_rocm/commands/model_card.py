@@ -105,9 +105,8 @@ def _front_matter(found: Publication, facts: CardFacts, spec: FamilySpec | None,
         "widget": [{"text": facts.private.text(prompt), "output": {"url": place}} for place, prompt in facts.previews],
     }
     written = io.StringIO()
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style, yaml.width, yaml.allow_unicode = False, 4096, True
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # an attribute that it does not declare
+    yaml = YAML()
+    yaml.width = 4096
     yaml.dump({name: value for name, value in fields.items() if value}, written)
     return written.getvalue()
 

@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from lora_rocm.commands.inspect_file import inspect
+from lora_rocm.commands.inspect_file import Found, inspect
 from lora_rocm.commands.output import Notify
 from lora_rocm.errors import AdapterError, UserError, storage_error
 from lora_rocm.families.registry import FamilyRegistry
@@ -108,14 +107,14 @@ def publication_of(source: Path, registry: FamilyRegistry, notify: Notify) -> Pu
     if source.is_dir() and holds_run(RunDir(source)):
         run_dir = RunDir(source)
         recipe = recipe_of_run(run_dir.recipe, registry)
-        files = tuple(_lora_file(path, form) for form, path in _of_run(run_dir, recipe, notify))
+        files = tuple(map(_lora_file, _of_run(run_dir, recipe, notify)))
         return _publication(run_dir.name, files, run_dir, recipe)
     if fault := fault_of_lora(source):
         raise AdapterError("weights-damaged", fault, where=str(source), fix="Export or download the file again.")
     run_dir_of_file = next((run for run in map(RunDir, source.parents[:3]) if holds_run(run)), None)
     own = None if run_dir_of_file is None else recipe_of_run(run_dir_of_file.recipe, registry)
     name = source.stem if source.is_file() and source.name != PEFT_WEIGHTS else source.absolute().parent.name
-    return _publication(name, (_lora_file(source, "peft" if source.is_dir() else ""),), run_dir_of_file, own)
+    return _publication(name, (_lora_file(source),), run_dir_of_file, own)
 
 
 def _publication(
@@ -132,8 +131,8 @@ def is_hub_id(name: str) -> bool:
     return HUB_ID.fullmatch(name) is not None and not name.endswith(FILE_SUFFIXES)
 
 
-def _of_run(run_dir: RunDir, recipe: Recipe, notify: Notify) -> Iterator[tuple[str, Path]]:
-    """Yield format and path of each LoRA file of a finished run, after all were compared with their digests."""
+def _of_run(run_dir: RunDir, recipe: Recipe, notify: Notify) -> Iterator[Path]:
+    """Yield each LoRA file or folder of a finished run, after all were compared with their digests."""
     # only a finished run has a final LoRA
     if not run_dir.result.exists():
         checkpoint = f" Or name the LoRA file of a checkpoint: {newest}." if (newest := _newest(run_dir)) else ""
@@ -167,7 +166,7 @@ def _of_run(run_dir: RunDir, recipe: Recipe, notify: Notify) -> Iterator[tuple[s
     for form in ON_REQUEST:
         if run_dir.export_of(form).exists():
             notify(f"Not published: {run_dir.export_of(form)}: only LoRA files are published.")
-    yield from ((form, run_dir.export_of(form)) for form in left)
+    yield from map(run_dir.export_of, left)
 
 
 def _newest(run_dir: RunDir) -> Path | None:
@@ -177,7 +176,7 @@ def _newest(run_dir: RunDir) -> Path | None:
         return None
 
 
-def _lora_file(path: Path, form: str) -> tuple[LoraFile, tuple[str, ...]]:
+def _lora_file(path: Path) -> tuple[LoraFile, tuple[str, ...]]:
     """Return a LoRA file and the families that it fits, as ``inspect`` finds them.
 
     Raises:
@@ -189,7 +188,7 @@ def _lora_file(path: Path, form: str) -> tuple[LoraFile, tuple[str, ...]]:
     elif path.is_dir():
         raise _not_lora(path)
     found = inspect(path, judge=_refuse_base)
-    adapters: list[dict[str, Any]] = [*found.get("adapters", {}).values()]
+    adapters: list[Found] = [*found.get("adapters", {}).values()]
     adapters += [found["adapter"]] if "adapter" in found else []
     if not adapters:
         raise _not_lora(path)

@@ -1,4 +1,4 @@
-"""Publishing a LoRA: the folder, the card, the upload to a fake hub, and every fault on the way."""
+"""Publishing a LoRA: the folder, the card, the upload to a fake hub, and every fault."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BASE = "stabilityai/stable-diffusion-xl-base-1.0"
 
 @dataclass
 class FakeHub:
-    """The hub's library, with what was asked of it. ``fails``: method -> the exception that it raises."""
+    """The hub's library. It records its calls. ``fails``: method -> the exception that it raises."""
 
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     fails: dict[str, Exception] = field(default_factory=dict)
@@ -130,7 +130,7 @@ def test_a_lora_file_alone_is_published_with_what_its_header_says(tmp_path: Path
     (tmp_path / "other.safetensors").write_bytes(lora_bytes(rank=8))
     front, card = dry(tmp_path / "other.safetensors", tmp_path / "out")
     assert "base_model" not in front and "widget" not in front and "sdxl" in front["tags"]
-    assert "| highest rank | 8 |" in card and "BASE_MODEL" in card
+    assert "| 8 |" in card and "BASE_MODEL" in card
 
 
 def test_a_language_model_is_published_where_peft_and_vllm_search_it(tmp_path: Path) -> None:
