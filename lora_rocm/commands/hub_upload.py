@@ -8,9 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lora_rocm.errors import LoraRocmError, MachineError, UserError
+from lora_rocm.foundation.terminal_text import one_line
 
 REPO = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 MAX_REPO_LETTERS = 96
+MAX_SHOWN = 300
+BAD_CARD = "Invalid metadata in README.md"
+"""Start of the library's message about a card that the hub refuses."""
 LOG_IN = "Log in with hf auth login, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)."
 AGAIN = "The repository exists now. Run the same command with --update to continue."
 
@@ -74,7 +78,6 @@ def _explained(repo: str, *, created: bool) -> Iterator[None]:
         HFValidationError,
         HTTPError,
         LocalTokenNotFoundError,
-        XetDownloadError,
     )
 
     try:
@@ -87,10 +90,22 @@ def _explained(repo: str, *, created: bool) -> Iterator[None]:
         raise UserError("push-name", what, where=f"REPO {repo!a:.100}", fix="Use OWNER/NAME.") from error
     except HfHubHTTPError as error:
         raise _refused(error, repo, created) from error
-    except (OSError, HTTPError, XetDownloadError) as error:
+    except (OSError, HTTPError) as error:
         fix = AGAIN if created else "Check the connection, then run the same command again."
         what = f"The hub cannot be reached: {type(error).__name__}."
         raise MachineError("push-offline", what, where=f"huggingface.co/{repo}", fix=fix) from error
+    except (ValueError, RuntimeError) as error:  # the library raises them for a refused card and a broken transfer
+        raise _failed(error, repo, created) from error
+
+
+def _failed(error: Exception, repo: str, created: bool) -> LoraRocmError:
+    """Return the error for a card that the hub refuses, or for a transfer that ended."""
+    where, what = f"huggingface.co/{repo}", one_line(str(error))[:MAX_SHOWN]
+    if str(error).startswith(BAD_CARD):
+        fix = f"Correct output.license or --license in most cases.{f' {AGAIN}' if created else ''}"
+        return UserError("push-card", f"The hub refused the model card: {what}", where=where, fix=fix)
+    fix = AGAIN if created else "Check the connection, then run the same command again."
+    return MachineError("push-refused", f"The upload ended: {what}", where=where, fix=fix)
 
 
 def _refused(error: object, repo: str, created: bool) -> LoraRocmError:

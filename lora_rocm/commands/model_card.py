@@ -25,6 +25,7 @@ from lora_rocm.rundir.run_view import RunView
 
 BASE = "BASE_MODEL"
 """Stands for the base model in examples if its hub id is not known."""
+IDENTIFIER, OTHER_LICENSE = re.compile(r"[a-z0-9.+-]*"), "other"
 MARKS = re.compile(r"([\\`*_{}\[\]#|~])")
 DIFFUSERS = """\
 ```python
@@ -68,6 +69,11 @@ class CardFacts:
     private: Private
 
 
+def is_identifier(license_id: str) -> bool:
+    """Whether a license is written as the hub's identifiers are, such as apache-2.0 and openrail++, or is empty."""
+    return IDENTIFIER.fullmatch(license_id) is not None
+
+
 def card_text(found: Publication, facts: CardFacts, spec: FamilySpec | None) -> str:
     """Return the README.md of a repository."""
     clean = facts.private.text
@@ -77,6 +83,8 @@ def card_text(found: Publication, facts: CardFacts, spec: FamilySpec | None) -> 
     title = spec.title if spec is not None else "a model that is not known"
     base = f" Base model: [{found.base_model}](https://huggingface.co/{found.base_model})." if found.base_model else ""
     parts.append(f"{_escaped(found.files[0].kind)} for {_escaped(title)}.{base}")
+    if not is_identifier(facts.license):
+        parts.append(f"License: {_escaped(clean(facts.license))}")
     if recipe is not None and recipe.output.description:
         parts.append(_escaped(clean(recipe.output.description)))
     if triggers:
@@ -99,7 +107,7 @@ def _front_matter(found: Publication, facts: CardFacts, spec: FamilySpec | None,
         "base_model_relation": "adapter" if found.base_model else None,
         "library_name": "peft" if is_text else "diffusers" if by_diffusers else None,
         "pipeline_tag": "text-generation" if is_text else "text-to-image",
-        "license": facts.license or None,
+        "license": (facts.license if is_identifier(facts.license) else OTHER_LICENSE) or None,
         "instance_prompt": ", ".join(triggers) or None,
         "tags": tags,
         "widget": [{"text": facts.private.text(prompt), "output": {"url": place}} for place, prompt in facts.previews],

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.commands.hub_upload import require_repo_name, require_token, upload
-from lora_rocm.commands.model_card import CardFacts, card_text
+from lora_rocm.commands.model_card import CardFacts, card_text, is_identifier
 from lora_rocm.commands.output import Notify, unheard
 from lora_rocm.commands.publication import is_hub_id, publication_of, write_files, write_previews
 from lora_rocm.errors import UserError
@@ -20,8 +20,6 @@ from lora_rocm.foundation.redact import Private, private_of
 from lora_rocm.foundation.units import count_text, size_text
 
 README = "README.md"
-IDENTIFIER = "abcdefghijklmnopqrstuvwxyz0123456789.+-"
-"""Characters of the hub's license identifiers, such as apache-2.0 and openrail++."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,7 @@ def _check(repo: str, options: PushOptions) -> None:
     if options.base_model is not None and not is_hub_id(options.base_model):
         what, where = "This is not a hub id of a model.", f"--base-model {options.base_model!a:.100}"
         raise UserError("push-base", what, where=where, fix="Use OWNER/NAME, as on huggingface.co.")
-    if options.license is not None and (not options.license or set(options.license) - set(IDENTIFIER)):
+    if options.license is not None and not (options.license and is_identifier(options.license)):
         what, where = "This is not a license identifier of the hub.", f"--license {options.license!a:.100}"
         raise UserError("push-license", what, where=where, fix="Use one such as apache-2.0, openrail++ or other.")
 

@@ -103,6 +103,12 @@ def test_a_dry_run_writes_the_folder_without_network_and_token(run_dir: RunDir, 
     assert "| steps | 40 |" in card and "rank 16" in card and "<b>" not in card
 
 
+def test_a_license_in_words_is_in_the_text(tmp_path: Path) -> None:
+    run_dir = write_published_run(tmp_path / "run", "output.license=CC BY 4.0")
+    front, card = dry(run_dir.path, tmp_path / "out")
+    assert front["license"] == "other" and "CC BY 4.0" in card
+
+
 def test_nothing_private_is_published(run_dir: RunDir, tmp_path: Path) -> None:
     recipe = run_dir.recipe.read_text(encoding="utf-8")
     private = "a zibu from /home/zoe/lora/x with hf_abcdefghijklmnop"
@@ -170,6 +176,8 @@ def test_a_new_repository_is_private_unless_asked(run_dir: RunDir, hub: FakeHub)
         ("create_repo", ConnectionError("no"), "push-offline"),
         ("upload_folder", TimeoutError("no"), "push-offline"),
         ("upload_folder", answer(500), "push-refused"),
+        ("upload_folder", ValueError("Invalid metadata in README.md.\n- license"), "push-card"),
+        ("upload_folder", RuntimeError("Error while uploading"), "push-refused"),
     ],
 )
 def test_a_failure_of_the_hub_has_a_code(
