@@ -13,7 +13,7 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 python3-venv python3-dev gcc libc6-dev ca-certificates \
     && rm -rf /var/lib/apt/lists/*
 
-WORKDIR /opt/lora-rocm
+WORKDIR /lora-rocm
 COPY pyproject.toml constraints.txt README.md CHANGELOG.md LICENSE ./
 COPY locks locks
 COPY scripts scripts
@@ -24,7 +24,7 @@ RUN PIP_NO_CACHE_DIR=1 LORA_ROCM_TORCH_INDEX="$TORCH_INDEX" LORA_ROCM_TORCH="$TO
 # Any user can run the image, also one without a name: torch asks for the name. Downloads, compiled kernels and results of
 # the self-test are below HOME, so it is a volume.
 RUN mkdir --mode=1777 /cache /work
-ENV HOME=/cache USER=user PATH=/opt/lora-rocm/.venv/bin:$PATH
+ENV HOME=/cache USER=user PATH=/lora-rocm/.venv/bin:$PATH
 VOLUME /cache
 WORKDIR /work
 ENTRYPOINT ["lora-rocm"]
