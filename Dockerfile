@@ -19,7 +19,9 @@ COPY locks locks
 COPY scripts scripts
 COPY recipes recipes
 COPY lora_rocm lora_rocm
-RUN PIP_NO_CACHE_DIR=1 LORA_ROCM_TORCH_INDEX="$TORCH_INDEX" LORA_ROCM_TORCH="$TORCH" python3 scripts/install.py
+# Files that only their owner may read here would be unreadable for the user of the container.
+RUN chmod -R a+rX . \
+    && PIP_NO_CACHE_DIR=1 LORA_ROCM_TORCH_INDEX="$TORCH_INDEX" LORA_ROCM_TORCH="$TORCH" python3 scripts/install.py
 
 # Any user can run the image, also one without a name: torch asks for the name. Downloads, compiled kernels and results of
 # the self-test are below HOME, so it is a volume.

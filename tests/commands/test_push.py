@@ -209,11 +209,19 @@ def flip(run_dir: RunDir) -> None:
     run_dir.lora.write_bytes(content)
 
 
+def fall_behind(run_dir: RunDir) -> None:
+    """Let the file be of an earlier step than the run."""
+    result = json.loads(run_dir.result.read_bytes())
+    result["exports"][0] |= {"updates": 20, "checkpoint": "other"}
+    run_dir.result.write_text(json.dumps(result), encoding="utf-8")
+
+
 FAULTS: dict[str, tuple[Callable[[RunDir], object], str]] = {
     "a flipped bit": (flip, "weights-damaged"),
     "cut short": (lambda run: os.truncate(run.lora, 1000), "weights-damaged"),
     "deleted": (lambda run: run.lora.unlink(), "weights-damaged"),
     "not finished": (lambda run: run.result.unlink(), "push-unfinished"),
+    "of an earlier step": (fall_behind, "push-unfinished"),
     "no recipe": (lambda run: run.recipe.unlink(), "run-without-recipe"),
 }
 
