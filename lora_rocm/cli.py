@@ -353,6 +353,33 @@ def export(
 
 
 @app.command(cls=Command)
+@printed_for_files
+def push(
+    output: Output,
+    source: LoraPath,
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="OWNER/NAME on huggingface.co.")],
+    public: Annotated[bool, typer.Option("--public", help="Everybody may see it; default: private.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="Add to a repository that exists.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only write the folder of --output.")] = False,
+    folder: Annotated[
+        Path | None, typer.Option("--output", metavar="DIR", help="Write the folder here, and keep it.")
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(metavar="ID", help="Hub id of the base model; default: the recipe's.")
+    ] = None,
+    license_id: Annotated[
+        str | None, typer.Option("--license", metavar="ID", help="License, such as apache-2.0.")
+    ] = None,
+) -> int:
+    """Publish a LoRA on the Hugging Face hub, with a model card from its recipe."""
+    from lora_rocm.commands import push
+
+    options = push.PushOptions(public, update, dry_run, folder, base_model, license_id)
+    found = push.push(source, repo, options, notify=output.notify)
+    return output.show(found, push.render(found))
+
+
+@app.command(cls=Command)
 @printed
 def status(output: Output, run: RunPath) -> int:
     """Show the state of a run."""

@@ -26,6 +26,7 @@ from lora_rocm.commands.env import EnvResult
 from lora_rocm.commands.import_config import ImportResult
 from lora_rocm.commands.output import Failed, ForgetResult, ReportResult
 from lora_rocm.commands.plan import PlanResult
+from lora_rocm.commands.push import PushResult
 from lora_rocm.commands.runs import RunsResult
 from lora_rocm.commands.sample_export import ExportResult, SampleResult
 from lora_rocm.commands.start_run import RunResult
@@ -42,6 +43,7 @@ RESULTS: dict[str, type] = {
     "chat": ChatResult,
     "compare": CompareResult,
     "export": ExportResult,
+    "push": PushResult,
     "tune": TuneResult,
     "status": StatusDocument,
     "runs": RunsResult,

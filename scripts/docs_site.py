@@ -22,8 +22,12 @@ SECTIONS = {
     "Explanation": "explanation",
     "Laboratory": "lab",
 }
+OF_SECTION = {"choosing.md": "Start"}
+"""Pages directly in docs/ -> the section that ends with them."""
 READ_IN_ORDER = ("index.md", "install.md", "image-lora.md", "language-model.md")
 """Pages that come first in their section, in this order."""
+LISTS = "-index.md"
+"""End of the name of a page that lists others: the pages with the same beginning follow it."""
 PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md")
 LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<target>[^()\s#:]+)(?P<anchor>#[^()\s]*)?\)")
 
@@ -44,7 +48,10 @@ def section(folder: Path, docs: Path) -> list[Any]:
         if line.startswith("## "):
             group = []
             nav.append({line.removeprefix("## "): group})
-        group.extend(pages.pop(link["target"]) for link in LINK.finditer(line) if link["target"] in pages)
+        for name in (link["target"] for link in LINK.finditer(line) if link["target"] in pages):
+            group.append(pages.pop(name))
+            if name.endswith(LISTS):
+                group.extend(pages.pop(each) for each in [*pages] if each.startswith(name.removesuffix(LISTS)))
     nav = [entry for entry in nav if isinstance(entry, str) or any(entry.values())]  # headings above no page
     below = (sub for sub in sorted(folder.iterdir()) if sub.is_dir() and any(sub.rglob("*.md")))
     return [*nav, *pages.values(), *({sub.name.capitalize(): section(sub, docs)} for sub in below)]
@@ -53,6 +60,8 @@ def section(folder: Path, docs: Path) -> list[Any]:
 def navigation(docs: Path) -> list[Any]:
     """Every page of docs/, by section, and the pages of the project's own files."""
     sections = [{title: section(docs / folder, docs)} for title, folder in SECTIONS.items() if (docs / folder).is_dir()]
+    for page, title in OF_SECTION.items():
+        next(entry[title] for entry in sections if title in entry).append(page)
     outside = pages_outside()
     recipes = [page for name, page in outside.items() if name.startswith("recipes")]
     project = [page for name, page in outside.items() if name in PROJECT]

@@ -54,6 +54,16 @@ COMMANDS: dict[str, set[str]] = {
     },
     "chat": {"RUN", "--prompt", "--system", "--side", "--temperature", "--top-p", "--max-tokens", "--seed"},
     "export": {"RUN", "--format", "--output", "--dtype", "--converter", "--step"},
+    "push": {
+        "RUN_OR_LORA",
+        "REPO",
+        "--public",
+        "--update",
+        "--dry-run",
+        "--output",
+        "--base-model",
+        "--license",
+    },
     "tune": {"RECIPE", "--set"},
     "status": {"RUN"},
     "runs": {"FOLDER"},
@@ -106,7 +116,8 @@ def test_usage_shows_arguments_plainly() -> None:
         argument = next((option for option in options if option.isupper() and option[0] != "-"), None)
         if argument is not None:
             usage = run(*name.split(), "--help")[1].splitlines()[0]
-            wanted = {"env": "[RECIPE]", "runs": "[FOLDER]", "import": "FILE..."}.get(name, argument)
+            special = {"env": "[RECIPE]", "runs": "[FOLDER]", "import": "FILE...", "push": "RUN_OR_LORA REPO"}
+            wanted = special.get(name, argument)
             assert usage == f"Usage: lora-rocm {name} [OPTIONS] {wanted}".replace("lora-rocm", usage.split()[1])
 
 

@@ -22,6 +22,7 @@ from lora_rocm.rundir.event_types import AnsweredEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import worker_process as worker_process
 from tests.command_line import command_line
+from tests.commands.published_run import write_published_run
 from tests.commands.test_plan import net
 from tests.documents import faults
 from tests.golden import HOSTS
@@ -63,6 +64,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for number, size in enumerate([(64, 64), (64, 32), (8, 8)]):
         Image.new("RGB", size, (number, 0, 0)).save(tmp_path / "pics" / f"{number}.png")
     write_whole_run(RunDir(tmp_path / "run"))
+    write_published_run(tmp_path / "published")
     (tmp_path / "cache" / "text" / "ab").mkdir(parents=True)
     (tmp_path / "cache" / "text" / "ab" / f"ab{'0' * 38}.safetensors").write_bytes(b"torn")
 
@@ -131,6 +133,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "chat": ("chat", "texts/run", "--side", "adapter", "--prompt", "x"),
     "compare": ("compare", "run", "--prompt", "a cat", "--strength", "1"),
     "export": ("export", "run", "--format", "peft"),
+    "push": ("push", "published", "me/mine", "--dry-run", "--output", "out"),
     "tune": ("tune", "r.yaml"),
     "status": ("status", "run"),
     "runs": ("runs", "."),

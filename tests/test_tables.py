@@ -28,6 +28,7 @@ from lora_rocm.model_files.adapter_parts import OtherTable
 from lora_rocm.model_files.adapter_spellings import SpellingTable
 from lora_rocm.model_files.adapters import AdapterTable
 from lora_rocm.model_files.models import ModelTable
+from lora_rocm.model_files.public_metadata import PublicFields
 from lora_rocm.model_files.readers import ReaderTable
 from lora_rocm.planning.format_errors import FormatError
 from lora_rocm.recipe.foreign import ForeignTable
@@ -66,6 +67,7 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "model_files/adapter_spellings.toml": (read_table, SpellingTable, {}),
     "model_files/adapters.toml": (read_table, AdapterTable, {}),
     "model_files/models.toml": (read_table, ModelTable, {}),
+    "model_files/public_metadata.toml": (read_table, PublicFields, {}),
     "model_files/readers.toml": (read_table, ReaderTable, {}),
     "planning/format_errors.toml": (read_rows, FormatError, {}),
     "recipe/foreign.toml": (read_table, ForeignTable, {}),

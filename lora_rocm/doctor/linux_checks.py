@@ -9,8 +9,8 @@ from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Situation
 
 CONTAINER_FLAGS = (
-    "docker run --device /dev/kfd --device /dev/dri --group-add video --group-add render "
-    "--security-opt seccomp=unconfined ...",
+    "docker run --device /dev/kfd --device /dev/dri --group-add $(getent group video | cut -d: -f3) "
+    "--group-add $(getent group render | cut -d: -f3) --security-opt seccomp=unconfined ...",
     "(podman: --device /dev/kfd --device /dev/dri --group-add keep-groups.)",
 )
 
