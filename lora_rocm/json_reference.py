@@ -23,6 +23,7 @@ from lora_rocm.commands.compare import CompareResult
 from lora_rocm.commands.doctor import DoctorResult
 from lora_rocm.commands.documents import InspectDocument
 from lora_rocm.commands.env import EnvResult
+from lora_rocm.commands.new import NewResult, RecipesResult
 from lora_rocm.commands.output import Failed, ForgetResult, ReportResult
 from lora_rocm.commands.plan import PlanResult
 from lora_rocm.commands.runs import RunsResult
@@ -34,6 +35,8 @@ from lora_rocm.commands.tune import TuneResult
 RESULTS: dict[str, type] = {
     "train": RunResult,
     "demo": RunResult,
+    "recipes": RecipesResult,
+    "new": NewResult,
     "check": CheckResult,
     "plan": PlanResult,
     "sample": SampleResult,

@@ -123,6 +123,8 @@ FACTS = ("--facts", str(HOSTS / "linux-strix-halo.json"))
 CALLS: dict[str, tuple[str, ...]] = {
     "train": ("train", "r.yaml", "--run-dir", "new"),
     "demo": ("demo",),
+    "recipes": ("recipes",),
+    "new": ("new", "my.yaml", "--from", "sdxl", "--images", "pics", "--card", "24GB"),
     "check": ("check", "r.yaml"),
     "plan": ("plan", "r.yaml", "--card", "24GB"),
     "sample": ("sample", "run", "--prompt", "x"),

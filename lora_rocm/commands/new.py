@@ -30,7 +30,7 @@ class ListedRecipe:
     Attributes:
         name: name for `new --from`.
         family: model family.
-        purpose: what it is for.
+        purpose: its purpose.
         path: the file.
     """
 
@@ -208,7 +208,8 @@ def _written(path: Path, chosen: ShippedRecipe, filling: Filling, error: Failure
     write_new(path, str(text).encode())
     found = (WrittenValue(text.number_of(*each.place), each.key, each.value, each.why) for each in filling.values)
     values = tuple(sorted(found, key=lambda value: value.line))
-    return NewResult(path, chosen.name, values, _open_lines(text), tuple(filling.notices), check_command(path), error)
+    notices = (*filling.of_data, *filling.of_machine)
+    return NewResult(path, chosen.name, values, _open_lines(text), notices, check_command(path), error)
 
 
 def _usual(seen: SeenModel | None, texts: str | None, registry: FamilyRegistry) -> ShippedRecipe:

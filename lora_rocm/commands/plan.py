@@ -197,7 +197,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a choice among the plans of a recipe depends on.
+    """Memory, rates and requirements of a recipe, for a choice among its plans.
 
     Attributes:
         counted: the model's memory and work, as counted by the child process.

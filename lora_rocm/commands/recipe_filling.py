@@ -1,4 +1,4 @@
-"""Fills values into a copied recipe: what can be seen in a model, in images or texts, and on the GPU, with reasons."""
+"""Fills values into a copied recipe, with reasons, from a model, from images or texts, and for a GPU."""
 
 from __future__ import annotations
 
@@ -71,13 +71,15 @@ class Filling:
         text: the recipe's text so far.
         registry: the available families.
         values: the values so far.
-        notices: sentences for the user.
+        of_data: sentences about the data.
+        of_machine: sentences about the machine.
     """
 
     text: RecipeText
     registry: FamilyRegistry
     values: list[FilledValue] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    of_data: list[str] = field(default_factory=list)
+    of_machine: list[str] = field(default_factory=list)
 
     def set(self, section: str, key: str, value: Value, why: str, *, instead_of: str = "") -> None:
         """Fill in a value; see ``RecipeText.set``. A key that was filled in before gets the new value and reason."""
@@ -103,7 +105,7 @@ class Filling:
 
 @dataclass(frozen=True)
 class SeenModel:
-    """What is known of a model that the user named.
+    """A base model that the user named.
 
     name: its path or hub id, for the recipe. families: the families that it can be trained with; empty if unknown.
     title: description in a few words.
@@ -221,21 +223,19 @@ def _planned(filling: Filling) -> tuple[Recipe, Sequence[Sample], DataPlan]:
     unusable = [*found.set_aside, *too_small]
     if not samples:
         raise nothing_left(unusable)
-    filling.notices = [*found.notices]
+    filling.of_data = [*found.notices]
     if unusable:
         first = f"{unusable[0].where}: {unusable[0].what}"
-        filling.notices.append(f"{count_text(len(unusable), 'image')} cannot be used. The first: {first}")
+        filling.of_data.append(f"{count_text(len(unusable), 'image')} cannot be used. The first: {first}")
     return recipe, samples, plan_data(recipe, samples, {key: geometry.shape for key, geometry in fitted.items()})
 
 
 def _fill_captions(filling: Filling, layout: CaptionLayout) -> None:
     """Fill in the extension of caption files, the caption of images without one, and the share of dropped captions."""
     # Caption files
-    found, usual = layout.extensions, (".txt",)
-    if found:
+    if found := layout.extensions:
         counts = ", ".join(f"{number} {extension}" for extension, number in layout.of_extension.items())
-        if found != usual or filling.text.has("data", "caption_extension"):
-            filling.set("data", "caption_extension", found[0] if len(found) == 1 else found, f"found {counts}")
+        filling.set("data", "caption_extension", found[0] if len(found) == 1 else found, f"found {counts}")
     # Images without a caption
     missing, everything = layout.missing, layout.num_images
     fallback = filling.recipe.data.caption_fallback
@@ -271,7 +271,8 @@ def _side_of(recipe: Recipe, samples: Sequence[Sample]) -> tuple[int, str]:
             break
     reached = f"{number} of {len(areas)} images have its pixels"
     title = recipe.spec.title
-    return side, f"{title} is trained at {usual}; {reached}" if side == usual else f"{reached}; {title} takes {usual}"
+    of_recipe = f"the recipe has {usual} for {title}"
+    return side, f"{of_recipe}; {reached}" if side == usual else f"{reached}; {of_recipe}"
 
 
 # The texts
@@ -292,10 +293,10 @@ def fill_texts(filling: Filling, texts: str) -> None:
     found = count_texts(recipe)
     num, train = found.of_source.total(), recipe.train
     filling.set("data", key, texts, f"{given}: {count_text(num, 'text')}")
-    filling.notices += found.notices
+    filling.of_data += found.notices
     if found.aside.count:
         first = f"{found.aside.first[0].where}: {found.aside.first[0].what}"
-        filling.notices.append(f"{count_text(found.aside.count, 'text')} cannot be used. The first: {first}")
+        filling.of_data.append(f"{count_text(found.aside.count, 'text')} cannot be used. The first: {first}")
     # Epochs
     size = train.batch_size * train.gradient_accumulation_steps
     usual = train.epochs or 1
@@ -372,8 +373,8 @@ def fill_gpu(filling: Filling, card: str | None, buckets: Sequence[int], notify:
     # Count the model
     recipe = filling.recipe
     if card is None and situation_here(recipe).gpu is None:
-        filling.notices.append(
-            "There is no usable GPU here, so batch size and memory mode stay those of the recipe. "
+        filling.of_machine.append(
+            "There is no usable GPU here, so batch size and memory mode stay the recipe's. "
             "--card 12GB chooses them for a GPU of 12 GB."
         )
         return None
@@ -381,7 +382,7 @@ def fill_gpu(filling: Filling, card: str | None, buckets: Sequence[int], notify:
     found = plan.estimate(recipe, card)
     room, where = found.room, f"on a GPU of {card}" if card is not None else "on this GPU"
     if room.num_bytes is None:
-        filling.notices.append(f"Batch size and memory mode stay the recipe's: {room.why}.")
+        filling.of_machine.append(f"Batch size and memory mode stay the recipe's: {room.why}.")
         return None
     # Choose the batch size: the fastest, with the weight-0 rows of incomplete batches counted
     update = recipe.train.batch_size * recipe.train.gradient_accumulation_steps

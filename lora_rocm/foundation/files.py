@@ -160,7 +160,7 @@ def write_new(path: Path, content: bytes) -> None:
 
     Raises:
         UserError: file-exists: there is a file, a folder or a link at this path.
-        StorageError: the file cannot be written. What was written of it is removed.
+        StorageError: the file cannot be written. An incomplete file is removed.
     """
     try:
         make_folder(path.parent)

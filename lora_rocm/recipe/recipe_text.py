@@ -14,7 +14,7 @@ from lora_rocm.recipe.yaml_tree import YamlSyntaxError, parse_yaml
 Value = bool | int | float | str | Sequence[str]
 MARK = "<--"
 """Mark in the comment of a line that a user has to change."""
-COMMENT_COLUMN = 28
+COMMENT_COLUMN = 26
 LAST_SECTION = "output"
 
 
@@ -57,7 +57,7 @@ class RecipeText:
         lead = re.match(r"\s*(?:- )?", self._lines[at])
         indent = lead[0] if lead else "  "
         head = f"{indent}{key}: {written(value)}"
-        self._lines[at] = f"{head:<{COMMENT_COLUMN}} # {why}"
+        self._lines[at] = f"{head:<{COMMENT_COLUMN}}  # {why}"
         # A comment of the old value may go on in the next lines, which are indented further than the key.
         while at + 1 < len(self._lines) and re.match(rf"\s{{{len(indent) + 1},}}#", self._lines[at + 1]):
             del self._lines[at + 1]

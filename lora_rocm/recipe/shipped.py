@@ -25,7 +25,7 @@ class ShippedRecipe:
     Attributes:
         name: name for `new --from`.
         family: model family.
-        purpose: what it is for, the first sentence of the recipe.
+        purpose: its purpose, the first sentence of the recipe.
         path: the file.
     """
 
@@ -110,11 +110,12 @@ def recipe_for(
     if len(usual) == 1:
         return next(iter(usual.values()))
     which = f"may be {' or '.join(usual)}" if usual else "has no recipe that ships with the program"
+    names = dict.fromkeys(recipe.name for recipe in usual.values() or own)
     raise ModelError(
         "family-unclear",
         f"The model family of this base {which}.",
         where=where,
-        fix=f"Name the recipe: {' or '.join(f'--from {one.name}' for one in usual.values() or own)}.",
+        fix=f"Name the recipe: {' or '.join(f'--from {name}' for name in names)}.",
     )
 
 

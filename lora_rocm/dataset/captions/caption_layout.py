@@ -46,7 +46,7 @@ def caption_layout(root: Path) -> CaptionLayout:
     counts: Counter[str] = Counter()
     for position, (path, relative) in enumerate(folder.images):
         if files := folder.captions.of(path):
-            of_extension.update(dict.fromkeys(file.suffix.lower() for file in files[:1]))
+            of_extension[files[0].suffix.lower()] += 1
         elif folder.listed_caption(position) is not None:
             counts["metadata"] += 1
         else:
