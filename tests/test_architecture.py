@@ -58,6 +58,7 @@ ROOMS: dict[str, str] = {
     "children": HEAVY,
     "doctor": LIGHT,
     "commands": LIGHT,
+    "api": LIGHT,
     "json_reference": LIGHT,
     "cli": LIGHT,
     "__main__": LIGHT,
@@ -275,6 +276,8 @@ def arrow_faults(module: Module) -> Iterator[str]:
     """Imports from rooms below, for types too."""
     order = list(ROOMS)
     for found in imports_of(module):
+        if module.name == PACKAGE and found.for_types and found.target == f"{PACKAGE}.api":
+            continue  # the names that the package has for its users, which it imports on demand
         if found.target.partition(".")[0] == PACKAGE:
             other = Module(found.target, "").room
             if order.index(other) > order.index(module.room):

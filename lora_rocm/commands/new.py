@@ -1,4 +1,4 @@
-"""``lora-rocm new`` and ``recipes``: copy a shipped recipe, and fill in what can be seen in model, data and GPU."""
+"""``lora-rocm new`` and ``recipes``: copy a shipped recipe, and fill in model, data and GPU."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def recipes(registry: FamilyRegistry = PRODUCT) -> RecipesResult:
 
 
 def new(request: NewRequest, *, registry: FamilyRegistry = PRODUCT, notify: Notify = unheard) -> NewResult:
-    """Copy a shipped recipe with its comments, and fill in what can be seen. Nothing is overwritten.
+    """Copy a shipped recipe with its comments, and fill in values. Nothing is overwritten.
 
     Args:
         request: the request.

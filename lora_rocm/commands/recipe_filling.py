@@ -81,9 +81,11 @@ class Filling:
     of_data: list[str] = field(default_factory=list)
     of_machine: list[str] = field(default_factory=list)
 
-    def set(self, section: str, key: str, value: Value, why: str, *, instead_of: str = "") -> None:
+    def set(
+        self, section: str, key: str, value: Value, why: str, *, instead_of: str = "", at_top: bool = False
+    ) -> None:
         """Fill in a value; see ``RecipeText.set``. A key that was filled in before gets the new value and reason."""
-        self.text.set(section, key, value, why, instead_of=instead_of)
+        self.text.set(section, key, value, why, instead_of=instead_of, at_top=at_top)
         self.values = [each for each in self.values if each.place != (section, key)]
         self.values.append(FilledValue((section, key), written(value), why))
 
@@ -155,10 +157,9 @@ def seen_model(model: str, registry: FamilyRegistry, judge: Judge) -> SeenModel:
 
 def fill_model(filling: Filling, seen: SeenModel, family: str) -> None:
     """Fill in the model and its family."""
-    if filling.text.has("model", "family") or family != filling.registry.names[0]:
-        reason = f"recognised as {seen.title}" if seen.families else "of the recipe; the model is not on this machine"
-        filling.set("model", "family", family, reason)
-    filling.set("model", "name_or_path", seen.name, f"from --model: {seen.title}")
+    reason = f"recognised: {seen.title}" if seen.families else "of the recipe; the model is not on this machine"
+    filling.set("model", "family", family, reason, at_top=True)
+    filling.set("model", "name_or_path", seen.name, "from --model")
 
 
 # The images

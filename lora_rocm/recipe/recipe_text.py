@@ -39,7 +39,9 @@ class RecipeText:
     def has(self, section: str, key: str) -> bool:
         return self._find(section, key) is not None
 
-    def set(self, section: str, key: str, value: Value, why: str, *, instead_of: str = "") -> None:
+    def set(
+        self, section: str, key: str, value: Value, why: str, *, instead_of: str = "", at_top: bool = False
+    ) -> None:
         """Set a key, with the reason as the comment of its line. A missing key is added to the end of its section.
 
         Args:
@@ -48,11 +50,12 @@ class RecipeText:
             value: its new value.
             why: the reason, without line ends.
             instead_of: another key of the section that this one replaces.
+            at_top: whether a missing key is added to the beginning of its section instead.
         """
         at = self._find(section, instead_of or key)
         begin, end = self._bounds(section)
         if at is None:
-            at = end
+            at = begin if at_top else end
             self._lines.insert(at, f"  {key}:")
         lead = re.match(r"\s*(?:- )?", self._lines[at])
         indent = lead[0] if lead else "  "

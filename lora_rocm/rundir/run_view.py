@@ -173,6 +173,7 @@ class RunView:
 
     @property
     def max_train_steps(self) -> int | None:
+        """Total number of updates, or None if it is not known yet."""
         data = self.last(DataEvent)
         return data.max_train_steps if data else None
 
@@ -191,6 +192,7 @@ class RunView:
 
     @cached_property
     def files(self) -> RunFiles:
+        """The files that the run has written, and its newest intact checkpoint."""
         run_dir = self.run_dir
         stale = {each.path: each for each in stale_exports(run_dir).values()}
         files = [path for path in result_files(run_dir) if path not in stale]
