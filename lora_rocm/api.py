@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from lora_rocm.commands.check import CheckResult
 from lora_rocm.commands.check import check as _check
@@ -22,18 +22,19 @@ from lora_rocm.recipe.load import load_recipe as _load_recipe
 from lora_rocm.report.figures import Smoothed
 from lora_rocm.report.html import chart
 from lora_rocm.report.svg_plot import Series
-from lora_rocm.rundir import run_view
-from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.resume import open_run
+from lora_rocm.rundir.event_types import StepEvent
+from lora_rocm.rundir.run_view import RunView
 
 __all__ = [
     "CheckResult",
     "LoadedRecipe",
     "LoraRocmError",
+    "LossChart",
     "PlanResult",
     "RunHandle",
     "RunResult",
     "RunView",
+    "StepEvent",
     "check",
     "load_recipe",
     "plan",
@@ -57,6 +58,8 @@ PUBLIC_MEMBERS: Mapping[str, tuple[str, ...]] = {
         "all",
         "last",
     ),
+    "LossChart": ("view", "html"),
+    "StepEvent": ("updates", "max_train_steps", "epoch", "loss", "learning_rate", "step_s"),
     "LoraRocmError": ("code", "what", "where", "fix", "exit_code"),
 }
 """Members of classes that also have internal ones. Of the other classes, every field is public."""
@@ -112,7 +115,7 @@ def start_run(
     accept_changes: bool = False,
     gpus: int | None = None,
 ) -> RunHandle:
-    """Start training in a process of its own, supervised as by ``lora-rocm train``, and return at once.
+    """Start training in a child process, supervised as by ``lora-rocm train``, and return at once.
 
     Args:
         recipe: see ``load_recipe``.
@@ -136,34 +139,25 @@ def start_run(
     return _start_run(request)
 
 
-class RunView(run_view.RunView):
-    """The state of a run at one moment, read from its files. A notebook shows it as a chart of the loss."""
+@dataclass(frozen=True)
+class LossChart:
+    """A chart of a run's loss. A notebook shows it.
 
-    @classmethod
-    def of(cls, run_dir: RunDir | Path | str, *, use_index: bool = True) -> Self:
-        """Read a run directory, also while the run is training.
+    Attributes:
+        view: the run.
+    """
 
-        Args:
-            run_dir: the run directory, such as ``RunResult.run_dir``.
-            use_index: whether a stored index of the events may be used, which is faster for long runs.
-
-        Raises:
-            LoraRocmError: there is no run, or an event file cannot be read.
-        """
-        opened = run_dir if isinstance(run_dir, RunDir) else open_run(Path(run_dir))
-        found = run_view.RunView.of(opened, use_index=use_index)
-        return cls(found.run_dir, found.log, found.supervisor, found.trouble, found.is_running)
+    view: RunView
 
     @property
-    def losses(self) -> list[tuple[int, float]]:
-        """Step and loss of every step that has one."""
-        return self.steps.curve("loss")
+    def html(self) -> str:
+        """The chart as a piece of HTML, which loads no other files."""
+        average, losses = Smoothed(), self.view.losses
+        smooth = [(step, value) for step, loss in losses if (value := average.add(loss)) is not None]
+        name, state = self.view.run_dir.path.name, self.view.state
+        caption = f"{name}: {state}, step {self.view.updates}. Grey: loss of each step; red: smoothed."
+        return chart(caption, [Series("loss", losses, "raw"), Series("smoothed", smooth, "smooth")], "step")
 
     def _repr_html_(self) -> str:
-        """Return the chart that a notebook shows."""
-        average = Smoothed()
-        smooth = [(step, value) for step, loss in self.losses if (value := average.add(loss)) is not None]
-        caption = (
-            f"{self.run_dir.path.name}: {self.state}, step {self.updates}. Grey: loss of each step; red: smoothed."
-        )
-        return chart(caption, [Series("loss", self.losses, "raw"), Series("smoothed", smooth, "smooth")], "step")
+        """Return the HTML; the name is Jupyter's."""
+        return self.html

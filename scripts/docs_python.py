@@ -7,8 +7,8 @@ import re
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import is_dataclass
 from functools import cached_property
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -17,26 +17,8 @@ from lora_rocm.api import PUBLIC_MEMBERS
 from lora_rocm.json_reference import attributes, keys_of, summary
 from scripts.docs_tables import table
 
-EXAMPLE = """\
-import lora_rocm
-
-settings = ["train.max_train_steps=40", "output.name=zibu"]
-loaded = lora_rocm.load_recipe("demo.yaml", settings)
-print(loaded.recipe.lora.rank)
-
-checked = lora_rocm.check("demo.yaml", settings)
-print(checked.error or checked.plan.data.max_train_steps)
-print(lora_rocm.plan("demo.yaml", settings, card="12GB").chosen.mode)
-
-run = lora_rocm.start_run("demo.yaml", settings, run_dir="runs/first")
-for event in run.follow():
-    if event.type == "step":
-        print(event.updates, event.loss)
-print(run.result().files)
-
-view = lora_rocm.RunView.of("runs/first")
-print(view.state, view.updates, view.losses[-1])
-"""
+EXAMPLE = Path(__file__).with_name("api_example.py").read_text(encoding="utf-8").partition("\n\n")[2]
+"""The code of the page, which a test runs."""
 INTRODUCTION = f"""\
 # Python API
 
@@ -48,7 +30,7 @@ This page is generated from `lora_rocm/api.py`: `python -m scripts.docs_pages`.
 The example trains the demo for 40 steps. [A notebook](../how-to/notebook.ipynb) does the same with a chart of the loss.
 
 The names on this page are attributes of `lora_rocm`. They are typed (`py.typed`), imported on first use, and none of
-them imports torch: training and everything that needs the model runs in processes of its own. A script that starts runs
+them imports torch: training and everything that needs the model run in child processes. A script that starts runs
 needs no `if __name__ == "__main__"`.
 
 ## Versions
@@ -59,7 +41,7 @@ removes a name, a parameter or a field. New names, optional parameters and field
 Names that are not on this page may change at any time, also those in other modules of `lora_rocm`.
 
 The keys of `LoadedRecipe.recipe` are [the keys of a recipe](recipe/index.md). Events are [events of a run](events.md).
-Fields of results with a class of their own, such as `DataFacts`, are described with [JSON documents](json.md). All of
+Fields that are other classes, such as `DataFacts`, are described as [JSON documents](json.md). All of
 them follow the same rule. Errors are a `LoraRocmError` with [a stable code](errors.md).
 """
 
@@ -131,7 +113,7 @@ def _member(kind: type, name: str) -> tuple[str, str, str]:
         return name, hint_text(typing.get_type_hints(function)["return"]), _first(function)
     bases = [base for base in kind.__mro__ if base is not object]
     meaning = next((text for base in bases if (text := attributes(inspect.getdoc(base) or "").get(name))), "")
-    hints = typing.get_type_hints(kind) if is_dataclass(kind) or found is not None else {}
+    hints = typing.get_type_hints(kind)
     return name, hint_text(hints[name]) if name in hints else OF_INSTANCES[name], meaning or OF_MEANING.get(name, "")
 
 

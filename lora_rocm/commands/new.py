@@ -18,7 +18,7 @@ from lora_rocm.recipe.recipe_text import RecipeText
 from lora_rocm.recipe.shipped import ShippedRecipe, is_for, recipe_for, shipped, shipped_named
 
 if TYPE_CHECKING:
-    from lora_rocm.commands.recipe_filling import Filling, SeenModel
+    from lora_rocm.commands.recipe_filling import RecipeDraft, SeenModel
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -183,32 +183,32 @@ def _filled(request: NewRequest, chosen: ShippedRecipe | None, registry: FamilyR
     path = request.path or default_path(chosen)
     require_new(path)
     # Fill in model, data and GPU
-    filling = recipe_filling.Filling(RecipeText(chosen.text), registry)
+    draft = recipe_filling.RecipeDraft(RecipeText(chosen.text), registry)
     if seen is not None:
-        recipe_filling.fill_model(filling, seen, family)
+        recipe_filling.fill_model(draft, seen, family)
     buckets: tuple[int, ...] = ()
     if request.images is not None:
         notify(f"Reading the images of {request.images}")
-        recipe_filling.require_kind(chosen.name, filling.recipe, of_texts=False)
-        buckets = recipe_filling.fill_images(filling, request.images)
+        recipe_filling.require_kind(chosen.name, draft.recipe, of_texts=False)
+        buckets = recipe_filling.fill_images(draft, request.images)
     if request.texts is not None:
         notify(f"Reading the texts of {request.texts}")
-        recipe_filling.require_kind(chosen.name, filling.recipe, of_texts=True)
-        recipe_filling.fill_texts(filling, request.texts)
-    error = recipe_filling.fill_gpu(filling, request.card, buckets, notify)
+        recipe_filling.require_kind(chosen.name, draft.recipe, of_texts=True)
+        recipe_filling.fill_texts(draft, request.texts)
+    error = recipe_filling.fill_gpu(draft, request.card, buckets, notify)
     if request.images is not None:
-        recipe_filling.fit_to_images(filling)
-    return _written(path, chosen, filling, error)
+        recipe_filling.fit_to_images(draft)
+    return _written(path, chosen, draft, error)
 
 
-def _written(path: Path, chosen: ShippedRecipe, filling: Filling, error: Failure | None) -> NewResult:
+def _written(path: Path, chosen: ShippedRecipe, draft: RecipeDraft, error: Failure | None) -> NewResult:
     """Write the recipe and return the result."""
-    filling.loaded()  # a recipe that cannot be loaded is never written
-    text = filling.text
+    draft.loaded()  # a recipe that cannot be loaded is never written
+    text = draft.text
     write_new(path, str(text).encode())
-    found = (WrittenValue(text.number_of(*each.place), each.key, each.value, each.why) for each in filling.values)
+    found = (WrittenValue(text.number_of(*each.place), each.key, each.value, each.why) for each in draft.values)
     values = tuple(sorted(found, key=lambda value: value.line))
-    notices = (*filling.of_data, *filling.of_machine)
+    notices = (*draft.of_data, *draft.of_machine)
     return NewResult(path, chosen.name, values, _open_lines(text), notices, check_command(path), error)
 
 

@@ -64,7 +64,7 @@ class FilledValue:
 
 
 @dataclass
-class Filling:
+class RecipeDraft:
     """A recipe that is being filled in.
 
     Attributes:
@@ -155,17 +155,17 @@ def seen_model(model: str, registry: FamilyRegistry, judge: Judge) -> SeenModel:
     return SeenModel(model, tuple(found["trainable"]), str(found["title"]))
 
 
-def fill_model(filling: Filling, seen: SeenModel, family: str) -> None:
+def fill_model(draft: RecipeDraft, seen: SeenModel, family: str) -> None:
     """Fill in the model and its family."""
     reason = f"recognised: {seen.title}" if seen.families else "of the recipe; the model is not on this machine"
-    filling.set("model", "family", family, reason, at_top=True)
-    filling.set("model", "name_or_path", seen.name, "from --model")
+    draft.set("model", "family", family, reason, at_top=True)
+    draft.set("model", "name_or_path", seen.name, "from --model")
 
 
 # The images
 
 
-def fill_images(filling: Filling, images: str) -> tuple[int, ...]:
+def fill_images(draft: RecipeDraft, images: str) -> tuple[int, ...]:
     """Fill in the images, their captions, the resolution, and the epochs. Return the number of samples of each shape.
 
     Raises:
@@ -180,15 +180,15 @@ def fill_images(filling: Filling, images: str) -> tuple[int, ...]:
         layout = caption_layout(source_folder(images, 0))
     except DataError as error:
         raise DataError(error.code, error.what, where=where, fix=error.fix) from None
-    filling.set("data", "path", images, f"from --images: {count_text(layout.num_images, 'image')}")
-    _fill_captions(filling, layout)
+    draft.set("data", "path", images, f"from --images: {count_text(layout.num_images, 'image')}")
+    _fill_captions(draft, layout)
     # Resolution: known after the first scan; the second scan has its buckets
-    recipe, samples, plan = _planned(filling)
+    recipe, samples, plan = _planned(draft)
     side, why = _side_of(recipe, samples)
     changed = side != recipe.data.resolution
-    filling.set("data", "resolution", side, why)
+    draft.set("data", "resolution", side, why)
     if changed:
-        recipe, samples, plan = _planned(filling)
+        recipe, samples, plan = _planned(draft)
     # Epochs
     train = recipe.train
     seen = (train.max_train_steps or 0) * train.batch_size * train.gradient_accumulation_steps
@@ -199,16 +199,16 @@ def fill_images(filling: Filling, images: str) -> tuple[int, ...]:
             FEWEST_EPOCHS: "the fewest for so many images",
             MOST_EPOCHS: "the most: few images are learned by heart",
         }
-        filling.set("train", "epochs", epochs, limit.get(epochs, target), instead_of="max_train_steps")
+        draft.set("train", "epochs", epochs, limit.get(epochs, target), instead_of="max_train_steps")
     return tuple(plan.buckets.values())
 
 
-def fit_to_images(filling: Filling) -> None:
+def fit_to_images(draft: RecipeDraft) -> None:
     """Fit the intervals of the recipe to the number of steps, which its images and batch size determine."""
-    fit_to_length(filling, _planned(filling)[2].max_train_steps)
+    fit_to_length(draft, _planned(draft)[2].max_train_steps)
 
 
-def _planned(filling: Filling) -> tuple[Recipe, Sequence[Sample], DataPlan]:
+def _planned(draft: RecipeDraft) -> tuple[Recipe, Sequence[Sample], DataPlan]:
     """Scan the images of the recipe so far.
 
     Raises:
@@ -217,30 +217,30 @@ def _planned(filling: Filling) -> tuple[Recipe, Sequence[Sample], DataPlan]:
     from lora_rocm.dataset.sources.scan import geometries, nothing_left, scan
     from lora_rocm.planning.data_plan import plan_data
 
-    recipe = filling.recipe
+    recipe = draft.recipe
     found = scan(recipe.data, copies=False)
     fitted, too_small, _ = geometries(found.samples, recipe.data)
     samples = [sample for sample in found.samples if sample.key in fitted]
     unusable = [*found.set_aside, *too_small]
     if not samples:
         raise nothing_left(unusable)
-    filling.of_data = [*found.notices]
+    draft.of_data = [*found.notices]
     if unusable:
         first = f"{unusable[0].where}: {unusable[0].what}"
-        filling.of_data.append(f"{count_text(len(unusable), 'image')} cannot be used. The first: {first}")
+        draft.of_data.append(f"{count_text(len(unusable), 'image')} cannot be used. The first: {first}")
     return recipe, samples, plan_data(recipe, samples, {key: geometry.shape for key, geometry in fitted.items()})
 
 
-def _fill_captions(filling: Filling, layout: CaptionLayout) -> None:
+def _fill_captions(draft: RecipeDraft, layout: CaptionLayout) -> None:
     """Fill in the extension of caption files, the caption of images without one, and the share of dropped captions."""
     # Caption files
     if found := layout.extensions:
         counts = ", ".join(f"{number} {extension}" for extension, number in layout.of_extension.items())
-        filling.set("data", "caption_extension", found[0] if len(found) == 1 else found, f"found {counts}")
+        draft.set("data", "caption_extension", found[0] if len(found) == 1 else found, f"found {counts}")
     # Images without a caption
     missing, everything = layout.missing, layout.num_images
-    fallback = filling.recipe.data.caption_fallback
-    if missing and not filling.text.has("data", "caption_fallback"):
+    fallback = draft.recipe.data.caption_fallback
+    if missing and not draft.text.has("data", "caption_fallback"):
         are = f"{missing} of {everything} images have no caption"
         choices: tuple[tuple[CaptionFallback, int, str], ...] = (
             ("folder", layout.with_folder_name, "the number_name folder describes"),
@@ -250,14 +250,14 @@ def _fill_captions(filling: Filling, layout: CaptionLayout) -> None:
             (name, f"{are}; {by} {number} of them") for name, number, by in choices if 2 * number > missing
         )
         fallback, why = next(of_names, ("empty", f"{are}, and no name describes them"))
-        filling.set("data", "caption_fallback", fallback, why)
+        draft.set("data", "caption_fallback", fallback, why)
     # Dropped captions
     empty = missing if fallback == "empty" else 0
-    if rate := filling.recipe.data.caption_dropout_rate:
+    if rate := draft.recipe.data.caption_dropout_rate:
         if empty >= rate * everything:
-            filling.set("data", "caption_dropout_rate", 0, f"{empty} of {everything} images have no caption anyway")
+            draft.set("data", "caption_dropout_rate", 0, f"{empty} of {everything} images have no caption anyway")
         else:
-            filling.set("data", "caption_dropout_rate", rate, "of the recipe: keeps the effect of guidance")
+            draft.set("data", "caption_dropout_rate", rate, "of the recipe: keeps the effect of guidance")
 
 
 def _side_of(recipe: Recipe, samples: Sequence[Sample]) -> tuple[int, str]:
@@ -279,7 +279,7 @@ def _side_of(recipe: Recipe, samples: Sequence[Sample]) -> tuple[int, str]:
 # The texts
 
 
-def fill_texts(filling: Filling, texts: str) -> None:
+def fill_texts(draft: RecipeDraft, texts: str) -> None:
     """Fill in the table or folder of texts, and the epochs.
 
     Raises:
@@ -289,24 +289,24 @@ def fill_texts(filling: Filling, texts: str) -> None:
 
     is_folder = os.path.isdir(Path(texts).expanduser()) and not is_dataset_folder(texts)
     key, given = "path" if is_folder else TABLE, "from --texts"
-    filling.set("data", key, texts, given, instead_of=TABLE)
-    recipe = filling.recipe
+    draft.set("data", key, texts, given, instead_of=TABLE)
+    recipe = draft.recipe
     found = count_texts(recipe)
     num, train = found.of_source.total(), recipe.train
-    filling.set("data", key, texts, f"{given}: {count_text(num, 'text')}")
-    filling.of_data += found.notices
+    draft.set("data", key, texts, f"{given}: {count_text(num, 'text')}")
+    draft.of_data += found.notices
     if found.aside.count:
         first = f"{found.aside.first[0].where}: {found.aside.first[0].what}"
-        filling.of_data.append(f"{count_text(found.aside.count, 'text')} cannot be used. The first: {first}")
+        draft.of_data.append(f"{count_text(found.aside.count, 'text')} cannot be used. The first: {first}")
     # Epochs
     size = train.batch_size * train.gradient_accumulation_steps
     usual = train.epochs or 1
     wanted = min(max(usual, math.ceil(FEWEST_TEXT_STEPS * size / num)), MOST_TEXT_EPOCHS)
     steps = f"at most {count_text(math.ceil(num / size), 'step')} in an epoch"
     why = f"of the recipe; {steps}" if wanted == usual else f"few texts; {steps}"
-    replaced = "epochs" if filling.text.has("train", "epochs") else "max_train_steps"
-    filling.set("train", "epochs", int(wanted) if wanted == int(wanted) else wanted, why, instead_of=replaced)
-    fit_to_length(filling, math.ceil(num / size * wanted))
+    replaced = "epochs" if draft.text.has("train", "epochs") else "max_train_steps"
+    draft.set("train", "epochs", int(wanted) if wanted == int(wanted) else wanted, why, instead_of=replaced)
+    fit_to_length(draft, math.ceil(num / size * wanted))
 
 
 def is_dataset_folder(path: str) -> bool:
@@ -323,42 +323,42 @@ def holds_pairs(recipe_text: str, texts: str, registry: FamilyRegistry) -> bool:
     from lora_rocm.dataset.rows.records import PAIRED
     from lora_rocm.dataset.rows.text_rows import rows_of
 
-    filling = Filling(RecipeText(recipe_text), registry)
-    if os.path.isdir(Path(texts).expanduser()) or not filling.text.has("data", TABLE):
+    draft = RecipeDraft(RecipeText(recipe_text), registry)
+    if os.path.isdir(Path(texts).expanduser()) or not draft.text.has("data", TABLE):
         return False
-    filling.set("data", TABLE, texts, "")
-    (source,) = filling.recipe.data.resolved_sources()
+    draft.set("data", TABLE, texts, "")
+    (source,) = draft.recipe.data.resolved_sources()
     first = next((row for _, row, _ in rows_of(source)), None)
     return isinstance(first, Mapping) and first.keys() >= PAIRED
 
 
-def fit_to_length(filling: Filling, steps: int) -> None:
+def fit_to_length(draft: RecipeDraft, steps: int) -> None:
     """Shorten warm-up and the intervals of previews and files for a run with fewer steps than the recipe expects."""
-    recipe = filling.recipe
+    recipe = draft.recipe
     run = count_text(steps, "step")
     warmup = recipe.optim.lr_warmup_steps
     if warmup and warmup * WARMUP_SHARE > steps:
-        filling.set("optim", "lr_warmup_steps", max(1, steps // WARMUP_SHARE), f"a tenth of the run of {run}")
+        draft.set("optim", "lr_warmup_steps", max(1, steps // WARMUP_SHARE), f"a tenth of the run of {run}")
     for section, key, now in (
         ("sample", "every_n_steps", recipe.sample.every_n_steps),
         ("output", "save_every_n_steps", recipe.output.save_every_n_steps),
         ("train", "validation_every_n_steps", recipe.train.validation_every_n_steps),
     ):
-        if now and now * TIMES_PER_RUN > steps and filling.text.has(section, key):
+        if now and now * TIMES_PER_RUN > steps and draft.text.has(section, key):
             every = max(1, steps // TIMES_PER_RUN)
-            filling.set(section, key, every, f"{TIMES_PER_RUN} times in the run of {run}")
+            draft.set(section, key, every, f"{TIMES_PER_RUN} times in the run of {run}")
 
 
 # The GPU
 
 
-def fill_gpu(filling: Filling, card: str | None, buckets: Sequence[int], notify: Notify) -> Failure | None:
+def fill_gpu(draft: RecipeDraft, card: str | None, buckets: Sequence[int], notify: Notify) -> Failure | None:
     """Fill in the batch size and the memory mode, as ``plan`` chooses them. Return the error if no plan fits.
 
     The number of samples in an update stays the recipe's, because the learning rate depends on it.
 
     Args:
-        filling: the recipe.
+        draft: the recipe.
         card: memory of a GPU such as "24GB", or None for this machine's GPU.
         buckets: number of samples of each shape, or none if unknown.
         notify: receives progress.
@@ -372,9 +372,9 @@ def fill_gpu(filling: Filling, card: str | None, buckets: Sequence[int], notify:
     from lora_rocm.rules.this_machine import situation_here
 
     # Count the model
-    recipe = filling.recipe
+    recipe = draft.recipe
     if card is None and situation_here(recipe).gpu is None:
-        filling.of_machine.append(
+        draft.of_machine.append(
             "There is no usable GPU here, so batch size and memory mode stay the recipe's. "
             "--card 12GB chooses them for a GPU of 12 GB."
         )
@@ -383,7 +383,7 @@ def fill_gpu(filling: Filling, card: str | None, buckets: Sequence[int], notify:
     found = plan.estimate(recipe, card)
     room, where = found.room, f"on a GPU of {card}" if card is not None else "on this GPU"
     if room.num_bytes is None:
-        filling.of_machine.append(f"Batch size and memory mode stay the recipe's: {room.why}.")
+        draft.of_machine.append(f"Batch size and memory mode stay the recipe's: {room.why}.")
         return None
     # Choose the batch size: the fastest, with the weight-0 rows of incomplete batches counted
     update = recipe.train.batch_size * recipe.train.gradient_accumulation_steps
@@ -397,17 +397,17 @@ def fill_gpu(filling: Filling, card: str | None, buckets: Sequence[int], notify:
         if best is None or seconds * CLOSE < best[0]:
             best = (seconds, size, chosen)
     if best is None:
-        filling.set("runtime", "memory", "auto", f"no mode fits {where}: lora-rocm plan names the nearest recipe")
+        draft.set("runtime", "memory", "auto", f"no mode fits {where}: lora-rocm plan names the nearest recipe")
         error = does_not_fit(recipe, found.footprint, found.job, found.rates, room.num_bytes)
         return Failure.of(error)
     # Fill it in
     _, size, chosen = best
     why = f"the fastest {where} by lora-rocm plan"
-    filling.set("train", "batch_size", size, why)
+    draft.set("train", "batch_size", size, why)
     rest = f"an update has {count_text(update, 'sample')}, as in the recipe"
-    filling.set("train", "gradient_accumulation_steps", update // size, rest)
+    draft.set("train", "gradient_accumulation_steps", update // size, rest)
     needs = f"{plan_text(chosen)}: {size_text(chosen.needed_bytes)} of {size_text(room.num_bytes)} {where}"
-    filling.set("runtime", "memory", "auto", f"chooses {needs}")
+    draft.set("runtime", "memory", "auto", f"chooses {needs}")
     return None
 
 

@@ -101,12 +101,12 @@ def written(value: Value) -> str:
     if not isinstance(value, str):
         return f"[{', '.join(map(written, value))}]"
     quotes = "'" + value.replace("'", "''") + "'"
-    forms = (value, quotes) if re.fullmatch(r"[\w.~/\\].*", value) and "," not in value else (quotes,)
-    return next((form for form in forms if _reads_as(form, value)), json.dumps(value))
+    spellings = (value, quotes) if re.fullmatch(r"[\w.~/\\].*", value) and "," not in value else (quotes,)
+    return next((spelling for spelling in spellings if _reads_as(spelling, value)), json.dumps(value))
 
 
-def _reads_as(form: str, value: str) -> bool:
+def _reads_as(spelling: str, value: str) -> bool:
     try:
-        return bool(parse_yaml(f"key: {form} # why").value == {"key": value})
+        return bool(parse_yaml(f"key: {spelling} # why").value == {"key": value})
     except YamlSyntaxError:
         return False
