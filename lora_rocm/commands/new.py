@@ -172,8 +172,11 @@ def _filled(request: NewRequest, chosen: ShippedRecipe | None, registry: FamilyR
     """Copy a recipe and fill it in. ``chosen``: the recipe that the user named."""
     from lora_rocm.commands import recipe_filling
     from lora_rocm.commands.inspect_file import judge_in_child
+    from lora_rocm.commands.plan import card_bytes
 
     # Choose recipe and family
+    if request.card is not None:
+        card_bytes(request.card)
     seen = None
     if request.model is not None:
         notify(f"Inspecting {request.model}")

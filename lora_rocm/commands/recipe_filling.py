@@ -18,13 +18,14 @@ from lora_rocm.foundation.names import BUILTIN
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.recipe.recipe_text import RecipeText, Value, written
-from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.schema import DataSection, Recipe
 from lora_rocm.recipe.source_sections import CaptionFallback
 
 if TYPE_CHECKING:
     from lora_rocm.commands.inspect_file import Judge
     from lora_rocm.dataset.captions.caption_layout import CaptionLayout
     from lora_rocm.dataset.sample_table import Sample
+    from lora_rocm.dataset.shape import SampleShape
     from lora_rocm.planning.data_plan import DataPlan
 
 TABLE = "dataset"
@@ -48,19 +49,24 @@ class FilledValue:
 
     Attributes:
         place: section and key of the recipe.
+        key: the key as users write it.
         value: its value, as in the recipe.
         why: the reason for the value.
     """
 
     place: tuple[str, str]
+    key: str
     value: str
     why: str
 
-    @property
-    def key(self) -> str:
-        """The recipe's key as users write it."""
-        section, key = self.place
-        return f"{section}.sources[0].{key}" if key == TABLE else f"{section}.{key}"
+
+@dataclass(frozen=True)
+class ScannedImages:
+    """The usable images of a recipe's data section, with the shape of each by key."""
+
+    data: DataSection
+    samples: Sequence[Sample]
+    shapes: Mapping[str, SampleShape]
 
 
 @dataclass
@@ -73,6 +79,7 @@ class RecipeDraft:
         values: the values so far.
         of_data: sentences about the data.
         of_machine: sentences about the machine.
+        scanned: the images, if they have been read.
     """
 
     text: RecipeText
@@ -80,6 +87,7 @@ class RecipeDraft:
     values: list[FilledValue] = field(default_factory=list)
     of_data: list[str] = field(default_factory=list)
     of_machine: list[str] = field(default_factory=list)
+    scanned: ScannedImages | None = None
 
     def set(
         self, section: str, key: str, value: Value, why: str, *, instead_of: str = "", at_top: bool = False
@@ -87,7 +95,7 @@ class RecipeDraft:
         """Fill in a value; see ``RecipeText.set``. A key that was filled in before gets the new value and reason."""
         self.text.set(section, key, value, why, instead_of=instead_of, at_top=at_top)
         self.values = [each for each in self.values if each.place != (section, key)]
-        self.values.append(FilledValue((section, key), written(value), why))
+        self.values.append(FilledValue((section, key), self.text.name_of(section, key), written(value), why))
 
     def loaded(self) -> LoadedRecipe:
         """Return the recipe so far.
@@ -180,7 +188,8 @@ def fill_images(draft: RecipeDraft, images: str) -> tuple[int, ...]:
         layout = caption_layout(source_folder(images, 0))
     except DataError as error:
         raise DataError(error.code, error.what, where=where, fix=error.fix) from None
-    draft.set("data", "path", images, f"from --images: {count_text(layout.num_images, 'image')}")
+    of_metadata = f", {layout.with_metadata} with a caption in a metadata file" if layout.with_metadata else ""
+    draft.set("data", "path", images, f"from --images: {count_text(layout.num_images, 'image')}{of_metadata}")
     _fill_captions(draft, layout)
     # Resolution: known after the first scan; the second scan has its buckets
     recipe, samples, plan = _planned(draft)
@@ -218,17 +227,21 @@ def _planned(draft: RecipeDraft) -> tuple[Recipe, Sequence[Sample], DataPlan]:
     from lora_rocm.planning.data_plan import plan_data
 
     recipe = draft.recipe
-    found = scan(recipe.data, copies=False)
-    fitted, too_small, _ = geometries(found.samples, recipe.data)
-    samples = [sample for sample in found.samples if sample.key in fitted]
-    unusable = [*found.set_aside, *too_small]
-    if not samples:
-        raise nothing_left(unusable)
-    draft.of_data = [*found.notices]
-    if unusable:
-        first = f"{unusable[0].where}: {unusable[0].what}"
-        draft.of_data.append(f"{count_text(len(unusable), 'image')} cannot be used. The first: {first}")
-    return recipe, samples, plan_data(recipe, samples, {key: geometry.shape for key, geometry in fitted.items()})
+    if draft.scanned is None or draft.scanned.data != recipe.data:
+        found = scan(recipe.data, copies=False)
+        fitted, too_small, _ = geometries(found.samples, recipe.data)
+        samples = [sample for sample in found.samples if sample.key in fitted]
+        unusable = [*found.set_aside, *too_small]
+        if not samples:
+            raise nothing_left(unusable)
+        draft.of_data = [*found.notices]
+        if unusable:
+            first = f"{unusable[0].where}: {unusable[0].what}"
+            draft.of_data.append(f"{count_text(len(unusable), 'image')} cannot be used. The first: {first}")
+        shapes = {key: geometry.shape for key, geometry in fitted.items()}
+        draft.scanned = ScannedImages(recipe.data, samples, shapes)
+    kept = draft.scanned
+    return recipe, kept.samples, plan_data(recipe, kept.samples, kept.shapes)
 
 
 def _fill_captions(draft: RecipeDraft, layout: CaptionLayout) -> None:

@@ -36,6 +36,12 @@ class RecipeText:
         at = self._find(section, key)
         return 0 if at is None else at + 1
 
+    def name_of(self, section: str, key: str) -> str:
+        """Return the dotted name of a key, which may be in the first entry of the section's sources."""
+        at = self._find(section, key)
+        in_entry = at is not None and self._lines[at].lstrip().startswith("- ")
+        return f"{section}.sources[0].{key}" if in_entry else f"{section}.{key}"
+
     def has(self, section: str, key: str) -> bool:
         return self._find(section, key) is not None
 

@@ -50,6 +50,7 @@ def test_a_key_replaces_another() -> None:
     text = RecipeText(TEXT)
     text.set("data", "path", "texts", "a folder", instead_of="dataset")
     assert parse_yaml(str(text)).value["data"]["sources"] == [{"path": "texts"}]
+    assert text.name_of("data", "path") == "data.sources[0].path" and text.name_of("data", "x") == "data.x"
 
 
 def test_marked_lines_are_listed_without_comments() -> None:
