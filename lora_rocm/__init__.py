@@ -6,7 +6,7 @@ The names in ``__all__`` are the public Python API (docs/reference/python.md). T
 
 import time
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lora_rocm.api import (
@@ -45,11 +45,12 @@ BEGAN_S = time.time()
 """The first instruction of this program in this process, in seconds since the epoch."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a name of the public API when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("lora_rocm.api"), name)
+    found: object = getattr(import_module("lora_rocm.api"), name)
+    return found
 
 
 def __dir__() -> list[str]:
