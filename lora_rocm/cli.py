@@ -161,6 +161,44 @@ def import_config(
 
 @app.command(cls=Command)
 @printed
+def recipes(output: Output) -> int:
+    """List the recipes that ship with the program."""
+    from lora_rocm.commands import new
+
+    found = new.recipes()
+    return output.show(found, new.recipes_text(found))
+
+
+@app.command(cls=Command)
+@printed
+def new(
+    output: Output,
+    path: Annotated[
+        Path | None, typer.Argument(metavar="RECIPE", help="The new recipe; default: my-NAME.yaml. Never overwritten.")
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="NAME", help="Recipe to copy (recipes lists them); default: by --model."),
+    ] = None,
+    images: Annotated[str | None, typer.Option(metavar="DIR", help="Fill in a folder of images.")] = None,
+    texts: Annotated[str | None, typer.Option(metavar="TABLE", help="Fill in a table or folder of texts.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="FILE_OR_FOLDER", help="Fill in the base model and its family.")
+    ] = None,
+    card: Annotated[
+        str | None, typer.Option(metavar="12GB", help="Fill in for a GPU of this size, not for this machine's.")
+    ] = None,
+) -> int:
+    """Copy a shipped recipe, and fill in what model, images or texts, and GPU show."""
+    from lora_rocm.commands import new as command
+
+    request = command.NewRequest(path, source, images, texts, model, card)
+    found = command.new(request, notify=output.notify)
+    return output.show(found, command.render(found))
+
+
+@app.command(cls=Command)
+@printed
 def check(
     output: Output,
     recipe: RecipePath,

@@ -24,6 +24,7 @@ from lora_rocm.commands.doctor import DoctorResult
 from lora_rocm.commands.documents import InspectDocument
 from lora_rocm.commands.env import EnvResult
 from lora_rocm.commands.import_config import ImportResult
+from lora_rocm.commands.new import NewResult, RecipesResult
 from lora_rocm.commands.output import Failed, ForgetResult, ReportResult
 from lora_rocm.commands.plan import PlanResult
 from lora_rocm.commands.push import PushResult
@@ -37,6 +38,8 @@ RESULTS: dict[str, type] = {
     "train": RunResult,
     "demo": RunResult,
     "import": ImportResult,
+    "recipes": RecipesResult,
+    "new": NewResult,
     "check": CheckResult,
     "plan": PlanResult,
     "sample": SampleResult,

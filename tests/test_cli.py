@@ -27,6 +27,8 @@ HEALTHY = "tests/hosts/linux-rx7900xtx.json"
 COMMANDS: dict[str, set[str]] = {
     "": {"--version", "-V", "--install-completion", "--show-completion"},
     "train": {"RECIPE", "--set", "--run-dir", "--resume", "--accept-changes", "--gpus", "--no-supervisor"},
+    "recipes": set(),
+    "new": {"RECIPE", "--from", "--images", "--texts", "--model", "--card"},
     "check": {"RECIPE", "--set", "--schema-only"},
     "plan": {"RECIPE", "--set", "--card"},
     "demo": {"--family"},
@@ -116,8 +118,8 @@ def test_usage_shows_arguments_plainly() -> None:
         argument = next((option for option in options if option.isupper() and option[0] != "-"), None)
         if argument is not None:
             usage = run(*name.split(), "--help")[1].splitlines()[0]
-            special = {"env": "[RECIPE]", "runs": "[FOLDER]", "import": "FILE...", "push": "RUN_OR_LORA REPO"}
-            wanted = special.get(name, argument)
+            special = {"import": "FILE...", "push": "RUN_OR_LORA REPO"}
+            wanted = f"[{argument}]" if name in ("env", "new", "runs") else special.get(name, argument)
             assert usage == f"Usage: lora-rocm {name} [OPTIONS] {wanted}".replace("lora-rocm", usage.split()[1])
 
 
@@ -180,6 +182,12 @@ def test_version_and_help() -> None:
         ["sample", "x", "--prompt", "x", "--steps", "0"],
         ["export", "no such run", "--format", "kohya"],
         ["export", "x", "--format", "pickle"],
+        ["new"],
+        ["new", "x.yaml", "--from", "no such recipe"],
+        ["new", "x.txt", "--from", "sdxl"],
+        ["new", "x.yaml", "--from", "sdxl", "--images", "no such folder"],
+        ["new", "x.yaml", "--images", "."],
+        ["new", "x.yaml", "--model", "no such file"],
         ["status", "no such run"],
         ["report", "no such run"],
         ["cache", "stats", "--dir", "no such folder"],
@@ -265,6 +273,7 @@ SLOW_TO_IMPORT = ("pydantic", "rich", "ruamel.yaml", "psutil", "filelock")
             ["check", str(ROOT / "recipes" / "demo.yaml"), "--schema-only"],
             LIBRARIES,
         ),
+        (["recipes"], LIBRARIES),
         (["env"], LIBRARIES),
         (["status", "RUN"], LIBRARIES),
         (["doctor", "--quick"], LIBRARIES),

@@ -127,6 +127,8 @@ CALLS: dict[str, tuple[str, ...]] = {
     "train": ("train", "r.yaml", "--run-dir", "new"),
     "demo": ("demo",),
     "import": ("import", "kohya.toml", "--output", "imported.yaml"),
+    "recipes": ("recipes",),
+    "new": ("new", "my.yaml", "--from", "sdxl", "--images", "pics", "--card", "24GB"),
     "check": ("check", "r.yaml"),
     "plan": ("plan", "r.yaml", "--card", "24GB"),
     "sample": ("sample", "run", "--prompt", "x"),

@@ -405,6 +405,8 @@ def _shipped(name: str, registry: FamilyRegistry) -> dict[str, object]:
     models = sorted(BUILTIN + folder.name.replace("_", "-") for folder in package.glob("tiny_*"))
     if name in models:
         families = [spec.name for spec in registry if stem == f"tiny-{spec.name}"]
+        if (package / stem.replace("-", "_") / COMPONENT_CONFIG).is_file() and CAUSAL in registry:
+            families = [CAUSAL]
         return {"title": "a tiny model that ships with the program", "families": families, "trainable": families}
     if name in (*BUILTIN_FOLDERS, *BUILTIN_TABLES):
         title = "data that ships with the program, for data.path or dataset"

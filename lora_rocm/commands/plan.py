@@ -28,7 +28,7 @@ from lora_rocm.hardware.memory_budget import (
 )
 from lora_rocm.planning.format_errors import loss_text, weights_text, whole_text
 from lora_rocm.planning.step_plan import CONTEXT_BYTES, MODES, Footprint, Plan, Rates, SampleCost, choose, table
-from lora_rocm.planning.step_requirements import ADAPTER, does_not_fit, job_of, plan_text
+from lora_rocm.planning.step_requirements import ADAPTER, RecipeJob, does_not_fit, job_of, plan_text
 from lora_rocm.processes.jobs import Counted, CountedGpu, PlanJob, QuantisedEncoder
 from lora_rocm.processes.tool import ask
 from lora_rocm.recipe.load import load_recipe
@@ -162,21 +162,14 @@ def plan(
     # Count the model and the available memory
     loaded = load_recipe(recipe_path, overrides, registry)
     recipe = loaded.recipe
-    total = None if card is None else card_bytes(card)
-    situation = situation_here(recipe)
-    counted = _counted(recipe, situation, card is not None)
-    footprint, gpu = Footprint.from_json(counted.footprint), counted.gpu
-    room = _room_of_card(total) if total is not None else _room_here(situation, gpu)
-    rates = gpu.rates if gpu is not None and total is None else Rates()
+    found = estimate(recipe, card)
+    counted, footprint, room, rates, job = found.counted, found.footprint, found.room, found.rates, found.job
     # Choose a plan
-    on_gpu = total is not None or gpu is not None
-    settings = environment_plan(situation).settings
-    job = job_of(recipe, settings, on_gpu=on_gpu, can_offload=not room.shared)
     chosen = choose(room.num_bytes, footprint, job, rates)
     rows = table(room.num_bytes, footprint, replace(job, modes=MODES if not room.shared else MODES[:-1]), rates)
     unfit = chosen is None and room.num_bytes is not None
     encoders = tuple(counted.encoders)
-    gpu_here = situation.gpu if total is None else None
+    gpu_here = found.situation.gpu if card is None else None
     return PlanResult(
         loaded.name,
         recipe.model.name_or_path,
@@ -193,13 +186,56 @@ def plan(
         tuple(rows),
         chosen,
         rates.known,
-        attention_text(situation),
+        attention_text(found.situation),
         encoders,
         counted.model_is_here,
         tuple(_notes(recipe, footprint)),
         tuple(_remarks(recipe, counted.precision, gpu_here, encoders)),
         Failure.of(does_not_fit(recipe, footprint, job, rates, room.num_bytes or 0)) if unfit else None,
     )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory, rates and requirements of a recipe, for a choice among its plans.
+
+    Attributes:
+        counted: the model's memory and work, as counted by the child process.
+        footprint: the footprint in ``counted``.
+        room: memory available for tensors.
+        rates: rates of this machine's GPU, or usual rates.
+        job: requirements of the recipe.
+        situation: facts about this machine.
+    """
+
+    counted: Counted
+    footprint: Footprint
+    room: AvailableMemory
+    rates: Rates
+    job: RecipeJob
+    situation: Situation
+
+
+def estimate(recipe: Recipe, card: str | None = None) -> Estimate:
+    """Count the memory of a recipe in a child process, and find the available memory.
+
+    Args:
+        recipe: the recipe.
+        card: memory of a GPU such as "24GB", or None for this machine's GPU.
+
+    Raises:
+        LoraRocmError: the model is wrong, or ``card`` is not an amount of memory.
+    """
+    total = None if card is None else card_bytes(card)
+    situation = situation_here(recipe)
+    counted = _counted(recipe, situation, card is not None)
+    footprint, gpu = Footprint.from_json(counted.footprint), counted.gpu
+    room = _room_of_card(total) if total is not None else _room_here(situation, gpu)
+    rates = gpu.rates if gpu is not None and total is None else Rates()
+    on_gpu = total is not None or gpu is not None
+    settings = environment_plan(situation).settings
+    job = job_of(recipe, settings, on_gpu=on_gpu, can_offload=not room.shared)
+    return Estimate(counted, footprint, room, rates, job, situation)
 
 
 def card_bytes(text: str) -> int:
