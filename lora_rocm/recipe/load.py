@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -18,27 +18,26 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
-from lora_rocm.errors import LoraRocmError, ModelError, Problem, RecipeError
+from lora_rocm.errors import LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.foundation.names import BUILTIN, name_key, usable_stem
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.foundation.undecodable_names import NOT_TEXT, fix_of_name
-from lora_rocm.foundation.units import count_text
-from lora_rocm.model_files.adapter_contents import IMPLAUSIBLE
-from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
-from lora_rocm.model_files.header import read_header
+from lora_rocm.recipe.auto_rank import resolve_rank
+from lora_rocm.recipe.excerpt import with_excerpt
 from lora_rocm.recipe.explain import boolean_problems, explain, real_key, shown
 from lora_rocm.recipe.family_rules import given_unread, without_unread
 from lora_rocm.recipe.foreign import recognised
 from lora_rocm.recipe.judge import Broken, broken_rules, readable, values_of
-from lora_rocm.recipe.key_rules.run_rules import ALONE
 from lora_rocm.recipe.key_rules.table import rules_for
 from lora_rocm.recipe.kinds import FAMILY, Kinds, kinds_of
 from lora_rocm.recipe.layers import Layered, ValueOrigin
 from lora_rocm.recipe.optimizer_args import resolve_arguments
 from lora_rocm.recipe.paths import every_path, paths_of, with_absolute_paths
-from lora_rocm.recipe.schema import MOVED, RULES_ARE_JUDGED_APART, DataSection, Recipe
-from lora_rocm.recipe.trigger import trigger_notices, with_prompts_filled_in
+from lora_rocm.recipe.questions import questions
+from lora_rocm.recipe.schema import MOVED, RULES_ARE_JUDGED_APART, Recipe
+from lora_rocm.recipe.standard_input import INPUT_NAME, STANDARD_INPUT, read_standard_input
+from lora_rocm.recipe.trigger import with_prompts_filled_in
 from lora_rocm.recipe.yaml_tree import (
     ESCAPE_FIX,
     MAX_OPEN_BRACKETS,
@@ -115,7 +114,7 @@ class LoadedRecipe:
                 is_table = rule.must_be == "folder" and key[0] == "data" and Path(value).suffix.lower() in TABLES
                 problems.append(Problem(self.layers.where(key), what, TABLE_FIX if is_table else _path_fix(value)))
         if problems:
-            raise RecipeError(problems)
+            raise RecipeError([with_excerpt(problem, self.layers) for problem in problems])
 
     def name_problems(self) -> list[Problem]:
         """Return a problem if ``output.name`` is not a valid file name on every system, else an empty list."""
@@ -156,19 +155,54 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Famil
     """Read, merge and validate a recipe.
 
     Args:
-        path: path of a recipe file, or name of a shipped recipe if there is no such file.
+        path: path of a recipe file, name of a shipped recipe if there is no such file, or "-" for standard input.
         overrides: ``section.key=value`` settings; each value is parsed as YAML.
         registry: the available families.
 
     Raises:
         RecipeError: with all problems.
     """
-    # merge the layers: base, file, --set
     notices: list[str] = []
-    found = _find(Path(path), notices)
-    layers = Layered(str(found))
+    if str(path) == STANDARD_INPUT:
+        found, text = Path(INPUT_NAME), _decoded(read_standard_input(MAX_RECIPE_BYTES + 1), Path(INPUT_NAME))
+    else:
+        found = _find(Path(path), notices)
+        text = _read_text(found)
+    return load_text(text, found, overrides, registry, notices)
+
+
+def load_text(
+    text: str,
+    found: Path,
+    overrides: Sequence[str] = (),
+    registry: FamilyRegistry = PRODUCT,
+    notices: Sequence[str] = (),
+) -> LoadedRecipe:
+    """Merge and validate a recipe whose text was read already.
+
+    Args:
+        text: the text of the recipe.
+        found: the path of the text, or a name for messages. A ``base`` is searched for next to it.
+        overrides: as in ``load_recipe``.
+        registry: as in ``load_recipe``.
+        notices: sentences to show before those about the recipe.
+
+    Raises:
+        RecipeError: with all problems, each with the line of its file.
+    """
+    layers = Layered(str(found), texts={str(found): text})
+    try:
+        return _load(layers, found, overrides, registry, [*notices])
+    except RecipeError as error:
+        raise RecipeError([with_excerpt(problem, layers) for problem in error.problems], error.code) from None
+
+
+def _load(
+    layers: Layered, found: Path, overrides: Sequence[str], registry: FamilyRegistry, notices: list[str]
+) -> LoadedRecipe:
+    # merge the layers: base, file, --set
     problems: list[Problem] = []
-    own, places = _read_layer(found, problems)
+    own, places = _read_layer(layers.texts[str(found)], found, problems)
     base = own.pop("base", None)
     if base is not None:
         _lay_base(layers, base, found, places, notices, problems)
@@ -211,65 +245,7 @@ def _require_text_names(recipe: Recipe, found: Path) -> None:
             raise RecipeError([Problem(legible(str(where)), NOT_TEXT, fix)])
 
 
-def questions(recipe: Recipe, layers: Layered) -> list[str]:
-    """Return notices about values that are valid but unusual."""
-    # learning rate and warm-up
-    found = []
-    steps = recipe.train.max_train_steps
-    if steps and recipe.optim.warmup_steps(steps) >= steps:
-        given = "lr_warmup_steps" if recipe.optim.lr_warmup_steps else "lr_warmup_ratio"
-        found.append(
-            f"{layers.where(('optim', given))}: the warm-up is as long as the run "
-            f"({count_text(steps, 'step')}), so the learning rate never reaches its peak. A tenth of the run is usual."
-        )
-    for name in (name for name in type(recipe.optim).model_fields if name.endswith("learning_rate")):
-        rate, (lowest, highest) = getattr(recipe.optim, name), recipe.optim.usual_rates
-        if rate is not None and not lowest <= rate <= highest:
-            height = "high" if rate > highest else "low"
-            found.append(
-                f"{layers.where(('optim', name))}: {rate:g} is very {height} for {recipe.optim.optimizer}, "
-                f"{recipe.optim.rate_advice}"
-            )
-    # validation and resolution
-    if recipe.data.validation_split and not any(getattr(recipe.train, key) for key in VALIDATION):
-        every = " or ".join(f"train.{key}" for key in VALIDATION)
-        found.append(
-            f"{layers.where(('data', 'validation_split'))}: these samples are not trained on, and only "
-            f"`lora-rocm compare` measures their loss. To measure it during the run, set {every}."
-        )
-    if (sides := _sides_of_a_size(recipe.data)) is not None:
-        found.append(
-            f"{layers.where(('data', 'resolution'))}: each image is seen at {sides[0]} and at {sides[1]}. If you mean "
-            f"a width and a height, write only {round((sides[0] * sides[1]) ** 0.5)}: buckets have many shapes anyway."
-        )
-    if steps and recipe.train.validation_every_n_steps > steps:
-        found.append(
-            f"{layers.where(('train', 'validation_every_n_steps'))}: the run has only {count_text(steps, 'step')}, so "
-            "it measures no held-out loss."
-        )
-    # keys without effect because a feature is switched off
-    switched_off = [replace(rule, unless_written=()) for rule in ALONE]
-    unread = broken_rules(switched_off, values_of(recipe, recipe.spec, layers.data))
-    found += [f"{layers.where(each.key)}: {each.what}." for each in unread]
-    return [*found, *trigger_notices(recipe, layers.where)]
-
-
-def _sides_of_a_size(data: DataSection) -> tuple[int, ...] | None:
-    """Return the two values of ``data.resolution`` if the user may have meant a width and a height, else None.
-
-    Two multiples of 256 with the smaller one first are taken as resolutions. Unused values are ignored too.
-    """
-    sides = data.resolution
-    if not isinstance(sides, tuple) or len(sides) != 2:
-        return None
-    meant = sides[0] < sides[1] and not any(side % USUAL_STEP for side in sides)
-    read = not data.sources or any(source.resolution is None for source in data.sources)
-    return sides if read and not meant else None
-
-
-USUAL_STEP = 256  # of resolutions: 512, 768, 1024
 INIT_FROM: Key = ("lora", "init_from")
-VALIDATION = ("validation_every_n_steps", "validation_every_n_epochs")
 
 
 def _in_order(problems: list[Problem], layers: Layered) -> list[Problem]:
@@ -367,13 +343,16 @@ def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_RECIPE_BYTES + 1)
-        if len(content) > MAX_RECIPE_BYTES:
-            raise RecipeError(
-                [Problem(str(path), f"is larger than {MAX_RECIPE_BYTES >> 10} KiB, so it is not a recipe")]
-            )
-        return content.decode("utf-8-sig")
     except OSError as error:
         raise RecipeError([Problem(str(path), f"cannot be read: {error.strerror}")]) from None
+    return _decoded(content, path)
+
+
+def _decoded(content: bytes, path: Path) -> str:
+    if len(content) > MAX_RECIPE_BYTES:
+        raise RecipeError([Problem(str(path), f"is larger than {MAX_RECIPE_BYTES >> 10} KiB, so it is not a recipe")])
+    try:
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise RecipeError(
@@ -381,19 +360,19 @@ def _read_text(path: Path) -> str:
         ) from None
 
 
-def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], dict[Key, ValueOrigin]]:
-    """Read one recipe file. Return its data and the origin of each key.
+def _read_layer(text: str, path: Path, problems: list[Problem]) -> tuple[dict[str, Any], dict[Key, ValueOrigin]]:
+    """Parse the text of one recipe file. Return its data and the origin of each key.
 
     Problems inside the file are added to ``problems``. A file that is not a mapping raises RecipeError.
     """
-    text, unreadable = _read_text(path), None
+    unreadable = None
     try:
         tree = parse_yaml(text)
     except YamlSyntaxError as error:
         tree, unreadable = YamlTree(), error
     foreign = recognised(text, str(path), tree.value)
     if foreign is not None:
-        raise RecipeError([foreign])
+        raise RecipeError([foreign], "recipe-foreign")
     if unreadable is not None:
         where = f"{path}:{unreadable.line}:{unreadable.column}"
         raise RecipeError([Problem(where, f"this is not valid YAML: {unreadable}", unreadable.fix)])
@@ -407,7 +386,10 @@ def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], di
 
 
 def _places(tree: YamlTree, origin: str) -> dict[Key, ValueOrigin]:
-    return {key: ValueOrigin(origin, line, text=tree.texts.get(key, "")) for key, line in tree.lines.items()}
+    return {
+        key: ValueOrigin(origin, line, text=tree.texts.get(key, ""), span=tree.spans.get(key))
+        for key, line in tree.lines.items()
+    }
 
 
 def _lay_base(
@@ -429,11 +411,13 @@ def _lay_base(
             fix = "Give another recipe, or remove it."
             raise RecipeError([*problems, Problem(where, "a recipe cannot be its own base", fix)])
         inside: list[Problem] = []
-        data, base_places = _read_layer(found, inside)
+        layers.texts[str(found)] = _read_text(found)
+        data, base_places = _read_layer(layers.texts[str(found)], found, inside)
     except RecipeError as error:
         if error.problems[-1].where == where:
             raise
-        wrongs = [replace(problem, where=f"{where}: {problem.where}") for problem in error.problems]
+        seen = [with_excerpt(problem, layers) for problem in error.problems]
+        wrongs = [replace(problem, where=f"{where}: {problem.where}") for problem in seen]
         raise RecipeError([*problems, *wrongs]) from None
     problems += inside
     if "base" in data:
@@ -587,53 +571,3 @@ def _validate(
         *(problem for problem in told if problem.where not in known),  # one problem for each wrong value
         *(Problem(where(each.key), each.what, each.fix) for each in judged.broken),
     ]
-
-
-AUTO = "auto"
-
-
-def resolve_rank(data: dict[str, Any], where: Callable[[tuple[str, ...]], str]) -> list[Problem]:
-    """Replace ``lora.rank: auto`` by the highest rank in the file of ``lora.init_from``.
-
-    An unset ``lora.alpha`` becomes the highest alpha in the file.
-
-    Args:
-        data: recipe data before validation; changed in place.
-        where: returns the file, line and name of a key.
-
-    Returns:
-        At most one problem, if the rank or alpha cannot be taken from the file.
-    """
-    lora = data.get("lora")
-    if not isinstance(lora, dict) or lora.get("rank") != AUTO:
-        return []
-    place, file, given = where(("lora", "rank")), lora.get("init_from"), "Give lora.rank as a number."
-    del lora["rank"]  # if there is a problem, it stays the only one
-    if not isinstance(file, str):
-        return [Problem(place, "auto takes the rank from the file of lora.init_from, which is not set", given)]
-    # read ranks and alphas from the file
-    path = Path(file).expanduser()
-    try:
-        headers = [read_header(each) for each in (sorted(path.rglob("*.safetensors")) if path.is_dir() else [path])]
-        ranks = {rank for header in headers for rank in ranks_of(header)}
-        alphas = {
-            (str(header.path), name): alpha
-            for header in headers
-            for name, alpha in alphas_of(header, of_ranks=True).items()
-        }
-    except (ModelError, OSError) as error:
-        return [Problem(place, f"auto takes the rank from {file}, which cannot be read: {error}", given)]
-    if not ranks:
-        return [Problem(place, f"auto takes the rank from {file}, but no module in it has a rank", given)]
-    # set rank and alpha
-    lora["rank"] = max(ranks)
-    if lora.get("alpha") is not None or not alphas:
-        return []
-    for (of_file, name), alpha in alphas.items():
-        if not 0 < alpha <= IMPLAUSIBLE:
-            what = (
-                f"auto takes the alpha from {of_file}, but {legible(name):.200} in it is {alpha:g}, which is not usable"
-            )
-            return [Problem(place, what, "Use another file, or give lora.rank and lora.alpha as numbers.")]
-    lora["alpha"] = max(alphas.values())
-    return []
