@@ -157,7 +157,10 @@ class Problem:
 
 
 class RecipeError(UserError):
-    """A recipe is wrong. ``problems`` contains all its problems. ``code``: recipe-foreign for another trainer's file."""
+    """A recipe is wrong. ``problems`` contains all its problems.
+
+    code: recipe-foreign for the configuration of another trainer, else recipe-invalid.
+    """
 
     def __init__(self, problems: list[Problem], code: str = "recipe-invalid") -> None:
         self.problems = problems

@@ -26,13 +26,18 @@ HEALTHY = "tests/hosts/linux-rx7900xtx.json"
 # Users, scripts and documents rely on these names.
 COMMANDS: dict[str, set[str]] = {
     "": {"--version", "-V", "--install-completion", "--show-completion"},
-    "train": {"RECIPE", "--set", "--run-dir", "--resume", "--accept-changes", "--gpus", "--no-supervisor"},
-    "check": {"RECIPE", "--set", "--schema-only"},
-    "plan": {"RECIPE", "--set", "--card"},
+    "train": {
+        *("RECIPE", "--set", "--run-dir", "--runs-dir", "--cache-dir", "--resume", "--accept-changes", "--gpus"),
+        "--no-supervisor",
+    },
+    "resume": {"RUN", "--runs-dir", "--set", "--cache-dir", "--accept-changes", "--gpus", "--no-supervisor"},
+    "check": {"RECIPE", "--set", "--cache-dir", "--schema-only"},
+    "plan": {"RECIPE", "--set", "--cache-dir", "--card"},
     "demo": {"--family"},
-    "compare": {"RUN", "--prompt", "--strength", "--most"},
+    "compare": {"RUN", "--runs-dir", "--prompt", "--strength", "--most"},
     "sample": {
         "RUN_OR_LORA",
+        "--runs-dir",
         "--prompt",
         "--negative-prompt",
         "--sampler",
@@ -51,13 +56,15 @@ COMMANDS: dict[str, set[str]] = {
         "--family",
         "--config",
     },
-    "chat": {"RUN", "--prompt", "--system", "--side", "--temperature", "--top-p", "--max-tokens", "--seed"},
-    "export": {"RUN", "--format", "--output", "--dtype", "--converter", "--step"},
+    "chat": {
+        *("RUN", "--runs-dir", "--prompt", "--system", "--side", "--temperature", "--top-p", "--max-tokens", "--seed")
+    },
+    "export": {"RUN", "--runs-dir", "--format", "--output", "--dtype", "--converter", "--step"},
     "tune": {"RECIPE", "--set"},
-    "status": {"RUN"},
-    "runs": {"FOLDER"},
+    "status": {"RUN", "--runs-dir"},
+    "runs": {"FOLDER", "--state", "--family", "--name", "--last"},
     "inspect": {"PATH"},
-    "report": {"RUN"},
+    "report": {"RUN", "--runs-dir"},
     "doctor": {"--report", "--facts", "--quick"},
     "env": {"RECIPE", "--set", "--facts", "--shell", "--explain"},
     "forget": set(),
@@ -72,7 +79,7 @@ COMMANDS: dict[str, set[str]] = {
 }
 
 
-OF_RESULTS = {"--json", "--quiet", "-q"}
+OF_RESULTS = {"--json", "--quiet", "-q", "--verbose", "-v"}
 """Every command has them."""
 COMMANDS = {name: options | OF_RESULTS if name else options for name, options in COMMANDS.items()}
 
@@ -105,7 +112,7 @@ def test_usage_shows_arguments_plainly() -> None:
         argument = next((option for option in options if option.isupper() and option[0] != "-"), None)
         if argument is not None:
             usage = run(*name.split(), "--help")[1].splitlines()[0]
-            wanted = f"[{argument}]" if name in ("env", "runs") else argument
+            wanted = argument if argument in ("RECIPE", "PATH") and name != "env" else f"[{argument}]"
             assert usage == f"Usage: lora-rocm {name} [OPTIONS] {wanted}".replace("lora-rocm", usage.split()[1])
 
 

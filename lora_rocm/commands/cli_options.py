@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -145,10 +146,10 @@ Gpus = Annotated[
 NoSupervisor = Annotated[bool, typer.Option("--no-supervisor", help="Do not watch or restart the training process.")]
 
 
-def with_folders(overrides: list[str] | None, *, runs: str | None = None, cache: str | None = None) -> list[str]:
+def with_folders(overrides: list[str] | None, *, runs: str | None = None, cache: str | None = None) -> Sequence[str]:
     """Return the overrides after those of ``--runs-dir`` and ``--cache-dir``, so that ``--set`` wins."""
     import json
 
     given = {"output.dir": runs, "cache.dir": cache}
     folders = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value]
-    return [*folders, *(overrides or ())]
+    return [*folders, *(overrides or ())] if folders else overrides or ()

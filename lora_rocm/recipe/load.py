@@ -36,6 +36,7 @@ from lora_rocm.recipe.optimizer_args import resolve_arguments
 from lora_rocm.recipe.paths import every_path, paths_of, with_absolute_paths
 from lora_rocm.recipe.questions import questions
 from lora_rocm.recipe.schema import MOVED, RULES_ARE_JUDGED_APART, Recipe
+from lora_rocm.recipe.set_values import one_as_list
 from lora_rocm.recipe.standard_input import INPUT_NAME, STANDARD_INPUT, read_standard_input
 from lora_rocm.recipe.trigger import with_prompts_filled_in
 from lora_rocm.recipe.yaml_tree import (
@@ -456,7 +457,7 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
         what = f"expected section.key=value, got {shown(override)}"
         return [Problem(f"--set {name}", what, "For example --set lora.rank=8")]
     # build a layer with its places
-    data: Any = tree.value
+    data = one_as_list(key, tree.value)
     for part in reversed(key):
         data = {part: data}
     place = ValueOrigin("--set")
