@@ -107,11 +107,13 @@ def test_bash_itself_completes(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
         script = command_line("--show-completion").stdout
     program = home / "lora-rocm"
     main = "import sys; sys.argv[0] = 'lora-rocm'; from lora_rocm.cli import main; main()"
-    program.write_text(f"#!/bin/sh\nexec {json.dumps(sys.executable)} -c {json.dumps(main)} \"$@\"\n", encoding="utf-8")
+    program.write_text(f'#!/bin/sh\nexec {json.dumps(sys.executable)} -c {json.dumps(main)} "$@"\n', encoding="utf-8")
     program.chmod(0o755)
     function = "_lora_rocm_completion"
     assert function in script
-    script += f"\nCOMP_WORDS=(lora-rocm cache ver)\nCOMP_CWORD=2\n{function} lora-rocm\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""
+    script += (
+        f"\nCOMP_WORDS=(lora-rocm cache ver)\nCOMP_CWORD=2\n{function} lora-rocm\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""
+    )
     path = f"{home}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)

@@ -20,8 +20,12 @@ def followed(log: Path, show: Callable[[str], None]) -> Iterator[None]:
         log: the file, which may not exist yet. Its earlier content is not shown.
         show: receives a line.
     """
+    try:
+        position = log.stat().st_size
+    except OSError:  # there is no log yet
+        position = 0
     ended = threading.Event()
-    thread = threading.Thread(target=_follow, args=(log, show, ended), daemon=True)
+    thread = threading.Thread(target=_follow, args=(log, position, show, ended), daemon=True)
     thread.start()
     try:
         yield
@@ -30,11 +34,7 @@ def followed(log: Path, show: Callable[[str], None]) -> Iterator[None]:
         thread.join()
 
 
-def _follow(log: Path, show: Callable[[str], None], ended: threading.Event) -> None:
-    try:
-        position = log.stat().st_size
-    except OSError:  # there is no log yet
-        position = 0
+def _follow(log: Path, position: int, show: Callable[[str], None], ended: threading.Event) -> None:
     begun, is_last = b"", False
     while not is_last:
         is_last = ended.wait(POLL_S)

@@ -320,8 +320,7 @@ def _folder_fix(folder: Path) -> str:
     """Return advice for a user who gave a folder as a recipe: the command for its run, its recipes or its images."""
     train = ["lora-rocm", "train"]
     if RunDir(folder).holds_run():
-        words = [*train, str(RunDir(folder).recipe), "--run-dir", str(folder), "--resume", "latest"]
-        return f"It is a run directory. To continue the run: {quoted(words)}"
+        return f"It is a run directory. To continue the run: {quoted(['lora-rocm', 'resume', str(folder)])}"
     inside = [str(file) for file in sorted(folder.glob("*.yaml"))]
     if inside:
         return f"Recipes in it: {', '.join(inside[:10])}. The command: {quoted([*train, inside[0]])}"
