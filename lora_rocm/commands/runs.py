@@ -18,6 +18,8 @@ from lora_rocm.rundir.recipe_family import family_in
 from lora_rocm.rundir.run_view import RunView
 
 DAY = "%Y-%m-%d %H:%M"
+LAST_STEPS = 400
+"""Number of steps that are read of each run. Older ones have a weight of 5e-6 in the smoothed loss."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def runs(folder: Path, wanted: Wanted | None = None) -> RunsResult:
 def _run(run_dir: RunDir, family: str | None) -> ListedRun:
     path, disk_bytes = run_dir.path, _bytes_in(run_dir.path)
     try:
-        view = RunView.of(run_dir)
+        view = RunView.of(run_dir, last_steps=LAST_STEPS)
     except LoraRocmError as error:  # the other runs are still listed
         return ListedRun(path.name, path, "unreadable", problem=error.what, family=family, disk_bytes=disk_bytes)
     losses = view.steps.real["loss"]

@@ -80,14 +80,19 @@ class RunView:
     is_running: bool
 
     @classmethod
-    def of(cls, run_dir: RunDir, *, use_index: bool = True) -> RunView:
-        """Read a run directory. ``use_index``: whether an index of the events may be used (``event_index``).
+    def of(cls, run_dir: RunDir, *, use_index: bool = True, last_steps: int | None = None) -> RunView:
+        """Read a run directory.
+
+        Args:
+            run_dir: the run directory.
+            use_index: whether an index of the events may be used (``event_index``).
+            last_steps: number of steps that are enough, the newest ones, or None for all.
 
         Raises:
             StorageError: an event file is not a regular file (``events.size_if_there``).
         """
         running = is_running(run_dir)  # first: if the run ends meanwhile, its end is still read below
-        log = read_log(run_dir.events(), use_index=use_index)
+        log = read_log(run_dir.events(), use_index=use_index, last_steps=last_steps)
         supervisor = read_log(run_dir.events(SUPERVISOR), use_index=use_index)
         others = (EventReader(path, kinds=KINDS).poll() for path in run_dir.events_of_others())
         trouble = in_time(supervisor.in_order(*KINDS), [log.in_order(*KINDS), *others])

@@ -11,7 +11,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.lock import locked
 from tests.command_line import command_line
 from tests.commands.test_status import END, STEPS, write
-from tests.supervisor.fake_run import save_recipe, write_whole_run
+from tests.supervisor.fake_run import save_recipe, step_fields, write_whole_run
 from tests.wording import says
 
 
@@ -93,3 +93,20 @@ def test_columns(folder: Path) -> None:
     assert head.split() == ["name", "family", "state", "step", "loss", "last", "loss", "disk", "last", "event"]
     (row,) = (row for row in rows if row.startswith("ok "))
     assert "sdxl" in row and "MiB" in row
+
+
+def test_the_loss_needs_only_the_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = RunDir(tmp_path / "long").create()
+    save_recipe(run_dir)
+    losses = [1 / (1 + number % 7) for number in range(900)]
+    steps = [step_fields(updates=number + 1, iteration=number + 1, loss=loss) for number, loss in enumerate(losses)]
+    write(run_dir, *(("step", fields) for fields in steps), ("end", END))
+    few = json.loads(command_line("runs", tmp_path, "--json").stdout)["runs"][0]
+    monkeypatch.setattr("lora_rocm.commands.runs.LAST_STEPS", None)
+    every = json.loads(command_line("runs", tmp_path, "--json").stdout)["runs"][0]
+    assert few.pop("loss") == pytest.approx(every.pop("loss"), rel=1e-4)
+    assert few == every and few["updates"] == 900 and few["state"] == "stopped"
+    monkeypatch.setattr("lora_rocm.commands.runs.LAST_STEPS", 3)  # control
+    assert json.loads(command_line("runs", tmp_path, "--json").stdout)["runs"][0]["loss"] != pytest.approx(
+        0.37, rel=0.01
+    )
