@@ -44,7 +44,7 @@ app = typer.Typer(
     name="lora-rocm",
     cls=Group,
     help="Train LoRAs that load everywhere, on AMD GPUs and elsewhere: one recipe, one command.",
-    epilog="lora-rocm demo\nlora-rocm train sdxl.yaml --set data.path=photos",
+    epilog="demo\ntrain sdxl.yaml --set data.path=photos",
     no_args_is_help=True,
     add_completion=True,
     rich_markup_mode=None,
@@ -68,7 +68,7 @@ def top(
 @app.command(
     cls=Command,
     rich_help_panel=TRAIN,
-    epilog="lora-rocm train my.yaml --set lora.rank=8\nlora-rocm train my.yaml --resume latest",
+    epilog="train my.yaml --set lora.rank=8\ntrain my.yaml --resume latest",
 )
 @printed_lines
 def train(
@@ -101,7 +101,7 @@ def train(
     return train.train(request, output)
 
 
-@app.command(cls=Command, rich_help_panel=TRAIN, epilog="lora-rocm resume\nlora-rocm resume runs/my-20260101-120000")
+@app.command(cls=Command, rich_help_panel=TRAIN, epilog="resume\nresume runs/my-20260101-120000")
 @printed_lines
 def resume(
     output: Output,
@@ -135,7 +135,7 @@ def resume(
     return train.train(request, output)
 
 
-@app.command(cls=Command, rich_help_panel=TRAIN, epilog="lora-rocm check my.yaml")
+@app.command(cls=Command, rich_help_panel=TRAIN, epilog="check my.yaml")
 @printed
 def check(
     output: Output,
@@ -151,7 +151,7 @@ def check(
     return output.show(found, check.render(found))
 
 
-@app.command(cls=Command, rich_help_panel=TRAIN, epilog="lora-rocm plan my.yaml --card 16GB")
+@app.command(cls=Command, rich_help_panel=TRAIN, epilog="plan my.yaml --card 16GB")
 @printed
 def plan(
     output: Output,
@@ -164,7 +164,7 @@ def plan(
 ) -> int:
     """Estimate memory and time of a training step. The model is not loaded.
 
-    The time is that of this machine's GPU.
+    The time is estimated for this machine's GPU.
     """
     from lora_rocm.commands import plan
 
@@ -172,7 +172,7 @@ def plan(
     return output.show(found, plan.render(found))
 
 
-@app.command(cls=Command, rich_help_panel=MACHINE, epilog="lora-rocm tune my.yaml")
+@app.command(cls=Command, rich_help_panel=MACHINE, epilog="tune my.yaml")
 @printed
 def tune(output: Output, recipe: RecipePath, overrides: Overrides = None) -> int:
     """Tune the matrix products of a recipe (ROCm). Runs with runtime.profile: fast use the fastest correct kernels."""
@@ -182,7 +182,7 @@ def tune(output: Output, recipe: RecipePath, overrides: Overrides = None) -> int
     return output.show(found, tune.render(found))
 
 
-@app.command(cls=Command, rich_help_panel=TRAIN, epilog="lora-rocm demo")
+@app.command(cls=Command, rich_help_panel=TRAIN, epilog="demo")
 @printed_lines
 def demo(
     output: Output, family: Annotated[str | None, typer.Option(metavar="NAME", help="Family of the tiny model.")] = None
@@ -194,10 +194,11 @@ def demo(
     return train.train(RunRequest(train.demo_recipe(family)), output)
 
 
-@app.command(cls=Command, rich_help_panel=RUNS, epilog='lora-rocm sample --prompt "a cat on a roof" --num 4')
+@app.command(cls=Command, rich_help_panel=RUNS, epilog='sample --prompt "a cat on a roof" --num 4')
 @printed_for_files
 def sample(
     output: Output,
+    # the images
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Prompt.")],
     source: LoraPath = None,
     runs_dir: RunsDir = DEFAULT_RUNS,
@@ -234,6 +235,7 @@ def sample(
         typer.Option(metavar="FILE", help="Mask of the control image; an inpainting base redraws the white part."),
     ] = None,
     folder: Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Folder for the images.")] = None,
+    # the model
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model; default: the run's.")] = None,
     config: ConfigPath = None,
     family: FamilyOfBase = None,
@@ -266,7 +268,7 @@ def sample(
     return output.show(found, sample_export.sample_text(found))
 
 
-@app.command(cls=Command, rich_help_panel=RUNS, epilog='lora-rocm chat --prompt "Who are you?"')
+@app.command(cls=Command, rich_help_panel=RUNS, epilog='chat --prompt "Who are you?"')
 @printed
 def chat(
     output: Output,
@@ -300,7 +302,7 @@ def chat(
     return talk.chat(run_or_newest(run, runs_dir, output), prompt, options, output)
 
 
-@app.command(cls=Command, rich_help_panel=RUNS, epilog='lora-rocm compare --prompt "a cat on a roof"')
+@app.command(cls=Command, rich_help_panel=RUNS, epilog='compare --prompt "a cat on a roof"')
 @printed_for_files
 def compare(
     output: Output,
@@ -331,7 +333,7 @@ def compare(
     return output.show(found, compare.render(found))
 
 
-@app.command(cls=Command, rich_help_panel=FILES, epilog="lora-rocm export --format diffusers")
+@app.command(cls=Command, rich_help_panel=FILES, epilog="export --format diffusers")
 @printed_for_files
 def export(
     output: Output,
@@ -367,9 +369,7 @@ def export(
     return output.show(found, sample_export.export_text(found))
 
 
-@app.command(
-    cls=Command, rich_help_panel=RUNS, epilog="lora-rocm status\nlora-rocm status runs/my-20260101-120000 --json"
-)
+@app.command(cls=Command, rich_help_panel=RUNS, epilog="status\nstatus runs/my-20260101-120000 --json")
 @printed
 def status(output: Output, run: RunPath = None, runs_dir: RunsDir = DEFAULT_RUNS) -> int:
     """Show the state of a run."""
@@ -381,7 +381,7 @@ def status(output: Output, run: RunPath = None, runs_dir: RunsDir = DEFAULT_RUNS
     return output.show(found, status.status_text(found))
 
 
-@app.command(cls=Command, rich_help_panel=RUNS, epilog="lora-rocm runs --state finished --family sdxl --last 5")
+@app.command(cls=Command, rich_help_panel=RUNS, epilog="runs --state finished --family sdxl --last 5")
 @printed
 def runs(
     output: Output,
@@ -398,19 +398,17 @@ def runs(
     name: Annotated[
         str | None, typer.Option(metavar="GLOB", help="Only runs with such a name, for example 'cat-*'.")
     ] = None,
-    last: Annotated[
-        int | None, typer.Option(min=1, max=1_000_000, metavar="N", help="Only the newest N of them.")
-    ] = None,
+    last: Annotated[int | None, typer.Option(min=1, max=1_000_000, metavar="N", help="Only the newest N runs.")] = None,
 ) -> int:
     """List the runs in a folder: family, state, step, losses and size."""
     from lora_rocm.commands import runs
 
-    wanted = runs.Wanted(tuple(each.value for each in state or ()), tuple(family or ()), name, last)
+    wanted = runs.RunFilter(tuple(each.value for each in state or ()), tuple(family or ()), name, last)
     found = runs.runs(folder, wanted)
     return output.show(found, runs.render(found))
 
 
-@app.command(cls=Command, rich_help_panel=FILES, epilog="lora-rocm inspect model.safetensors")
+@app.command(cls=Command, rich_help_panel=FILES, epilog="inspect model.safetensors")
 @printed
 def inspect(
     output: Output,
@@ -428,7 +426,7 @@ def inspect(
     return 0 if found["usable"] else UserError.exit_code
 
 
-@app.command(cls=Command, rich_help_panel=RUNS, epilog="lora-rocm report")
+@app.command(cls=Command, rich_help_panel=RUNS, epilog="report")
 @printed
 def report(output: Output, run: RunPath = None, runs_dir: RunsDir = DEFAULT_RUNS) -> int:
     """Write report.html of a run, even while it is running."""
@@ -441,7 +439,7 @@ def report(output: Output, run: RunPath = None, runs_dir: RunsDir = DEFAULT_RUNS
     return output.show(ReportResult(written), str(written))
 
 
-@app.command(cls=Command, rich_help_panel=MACHINE, epilog="lora-rocm doctor --report report.txt")
+@app.command(cls=Command, rich_help_panel=MACHINE, epilog="doctor --report report.txt")
 @printed
 def doctor(
     output: Output,
@@ -460,7 +458,7 @@ def doctor(
     return found.exit_code
 
 
-@app.command(cls=Command, rich_help_panel=MACHINE, epilog="lora-rocm env --explain")
+@app.command(cls=Command, rich_help_panel=MACHINE, epilog="env --explain")
 @printed
 def env(
     output: Output,
@@ -479,7 +477,7 @@ def env(
     return output.show(env.result_of(*found), text, exact=shell is not None)
 
 
-@app.command(cls=Command, rich_help_panel=MACHINE, epilog="lora-rocm forget")
+@app.command(cls=Command, rich_help_panel=MACHINE, epilog="forget")
 @printed
 def forget(output: Output) -> int:
     """Forget the mitigations that failures added on this machine."""
@@ -490,7 +488,7 @@ def forget(output: Output) -> int:
     return output.show(ForgetResult(tuple(said.splitlines())), said)
 
 
-@app.command(cls=Command, rich_help_panel=FILES, epilog="lora-rocm schema > recipe.schema.json")
+@app.command(cls=Command, rich_help_panel=FILES, epilog="schema > recipe.schema.json")
 @printed
 def schema(output: Output) -> int:
     """Write the JSON Schema of recipes, for editors."""

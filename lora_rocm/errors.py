@@ -162,10 +162,10 @@ class RecipeError(UserError):
     code: recipe-foreign for the configuration of another trainer, else recipe-invalid.
     """
 
-    def __init__(self, problems: list[Problem], code: str = "recipe-invalid") -> None:
+    def __init__(self, problems: list[Problem], *, is_foreign: bool = False) -> None:
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(code, f"The recipe has {count}.")
+        super().__init__("recipe-foreign" if is_foreign else "recipe-invalid", f"The recipe has {count}.")
 
     def __str__(self) -> str:
         lines = [self.what]

@@ -1,4 +1,4 @@
-"""What scripts rely on, frozen in reviewed files: the documents of ``--json``, and exit codes."""
+"""The contract with scripts, frozen in reviewed files: the documents of ``--json``, and exit codes."""
 
 from __future__ import annotations
 

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from lora_rocm.commands.cli_help import for_terminal, write_commands, write_examples, write_parameters
+from lora_rocm.commands.cli_help import write_commands, write_examples, write_parameters
 from lora_rocm.commands.output import Failed, Failure, Output, OutputMode
+from lora_rocm.foundation.colour import help_for_terminal
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; everything else goes to standard error.")]
@@ -45,7 +46,7 @@ class Group(TyperGroup):
         write_examples(self.epilog or "", formatter)
 
     def get_help(self, ctx: Any) -> str:
-        return for_terminal(super().get_help(ctx))
+        return help_for_terminal(super().get_help(ctx))
 
 
 class Command(TyperCommand):
@@ -64,7 +65,7 @@ class Command(TyperCommand):
         write_examples(self.epilog or "", formatter)
 
     def get_help(self, ctx: Any) -> str:
-        return for_terminal(super().get_help(ctx))
+        return help_for_terminal(super().get_help(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = [*args]

@@ -15,20 +15,20 @@ from lora_rocm.commands.output import Output
 cache_app = typer.Typer(
     cls=Group,
     help="Examine and clean the caches of encoded images and captions.",
-    epilog="lora-rocm cache stats",
+    epilog="cache stats",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 bench_app = typer.Typer(
     cls=Group,
     help="Measure this machine.",
-    epilog="lora-rocm bench transfer",
+    epilog="bench transfer",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 
-@bench_app.command("transfer", cls=BenchCommand, epilog="lora-rocm bench transfer --json")
+@bench_app.command("transfer", cls=BenchCommand, epilog="bench transfer --json")
 @printed
 def bench_transfer(output: Output, file: FiguresPath = None) -> int:
     """Measure copies between host and GPU. They are compared with the limit of the bus."""
@@ -37,7 +37,7 @@ def bench_transfer(output: Output, file: FiguresPath = None) -> int:
     return bench.finish(output, bench.transfer, file)
 
 
-@bench_app.command("compute", cls=BenchCommand, epilog="lora-rocm bench compute my.yaml")
+@bench_app.command("compute", cls=BenchCommand, epilog="bench compute my.yaml")
 @printed
 def bench_compute(output: Output, recipe: RecipePath, overrides: Overrides = None, file: FiguresPath = None) -> int:
     """Measure the calculations of a training step: matrix products, attention and convolutions."""
@@ -46,7 +46,7 @@ def bench_compute(output: Output, recipe: RecipePath, overrides: Overrides = Non
     return bench.finish(output, lambda: bench.compute(recipe, overrides or ()), file)
 
 
-@bench_app.command("loader", cls=BenchCommand, epilog="lora-rocm bench loader my.yaml")
+@bench_app.command("loader", cls=BenchCommand, epilog="bench loader my.yaml")
 @printed
 def bench_loader(output: Output, recipe: RecipePath, overrides: Overrides = None, file: FiguresPath = None) -> int:
     """Measure the rate of batches.
@@ -58,7 +58,7 @@ def bench_loader(output: Output, recipe: RecipePath, overrides: Overrides = None
     return bench.finish(output, lambda: bench.loader(recipe, overrides or (), notify=output.notify), file)
 
 
-@bench_app.command("step", cls=BenchCommand, epilog="lora-rocm bench step my.yaml --random-weights")
+@bench_app.command("step", cls=BenchCommand, epilog="bench step my.yaml --random-weights")
 @printed
 def bench_step(
     output: Output,
@@ -77,7 +77,7 @@ def bench_step(
     return bench.finish(output, lambda: measure(recipe, overrides or ()), file)
 
 
-@cache_app.command("stats", cls=Command, epilog="lora-rocm cache stats")
+@cache_app.command("stats", cls=Command, epilog="cache stats")
 @printed
 def cache_stats(output: Output, folder: CachePath = Path("cache")) -> int:
     """Show the contents of the caches."""
@@ -88,7 +88,7 @@ def cache_stats(output: Output, folder: CachePath = Path("cache")) -> int:
     return output.show(found, stats_text(found))
 
 
-@cache_app.command("verify", cls=Command, epilog="lora-rocm cache verify --dir cache")
+@cache_app.command("verify", cls=Command, epilog="cache verify --dir cache")
 @printed
 def cache_verify(output: Output, folder: CachePath = Path("cache")) -> int:
     """Read every entry and list damaged ones. The exit code is 3 if there are any."""
@@ -100,7 +100,7 @@ def cache_verify(output: Output, folder: CachePath = Path("cache")) -> int:
     return found.exit_code
 
 
-@cache_app.command("prune", cls=Command, epilog="lora-rocm cache prune --older-than 30 --dry-run")
+@cache_app.command("prune", cls=Command, epilog="cache prune --older-than 30 --dry-run")
 @printed
 def cache_prune(
     output: Output,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
-from lora_rocm.foundation.colour import coloured_help, wants_colour
-
 TRAIN, RUNS, FILES, MACHINE = "Train", "Runs and results", "Files", "Machine"
 GROUPS = (TRAIN, RUNS, FILES, MACHINE)
 """Groups of commands, in the order of the help."""
+PROGRAM = "lora-rocm"
 COMMON = ("as_json", "quiet", "verbose", "help")
 """Options that every command has. They are the last ones of its help."""
 OPTIONS_OF_ALL = "Options of every command"
@@ -61,12 +59,12 @@ def write_parameters(parameters: Iterable[Any], formatter: Any) -> None:
 
 
 def write_examples(examples: str, formatter: Any) -> None:
-    """Write the examples of a command, one in each line."""
+    """Write the examples of a command, one in each line, which are without the program's name."""
     lines = examples.splitlines()
     if lines:
         with formatter.section("Examples" if len(lines) > 1 else "Example"):
             for line in lines:
-                formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+                formatter.write(f"{'':>{formatter.current_indent}}{PROGRAM} {line}\n")
 
 
 def write_commands(commands: Iterable[Any], formatter: Any) -> None:
@@ -86,8 +84,3 @@ def write_commands(commands: Iterable[Any], formatter: Any) -> None:
 def _summary(command: Any) -> str:
     paragraph = " ".join(str(command.help or "").split("\n\n")[0].split())
     return paragraph.partition(". ")[0].rstrip(".") + "."
-
-
-def for_terminal(text: str) -> str:
-    """Return a help text, in colour if standard output is a terminal."""
-    return coloured_help(text) if wants_colour(sys.stdout) else text

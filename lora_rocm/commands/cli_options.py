@@ -147,7 +147,7 @@ NoSupervisor = Annotated[bool, typer.Option("--no-supervisor", help="Do not watc
 
 
 def with_folders(overrides: list[str] | None, *, runs: str | None = None, cache: str | None = None) -> Sequence[str]:
-    """Return the overrides after those of ``--runs-dir`` and ``--cache-dir``, so that ``--set`` wins."""
+    """Return the overrides, preceded by ``--runs-dir`` and ``--cache-dir``, so that ``--set`` wins."""
     import json
 
     given = {"output.dir": runs, "cache.dir": cache}

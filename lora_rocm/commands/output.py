@@ -183,8 +183,12 @@ class Output:
 
         self.detail(f"lora-rocm {__version__}, Python {platform.python_version()}, {platform.platform()}")
         self.detail(f"folder {Path.cwd()}")
-        handler = logging.Handler()
-        handler.emit = lambda record: self.detail(record.getMessage())  # type: ignore[method-assign]
+
+        class Handler(logging.Handler):
+            def emit(_, record: logging.LogRecord) -> None:  # noqa: N805 - self is the output
+                self.detail(record.getMessage())
+
+        handler = Handler()
         log = logging.getLogger("lora_rocm")
         level = log.level
         log.addHandler(handler)

@@ -65,7 +65,7 @@ class RunsResult:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RunFilter:
     """The runs that a user wants to see.
 
     Attributes:
@@ -81,7 +81,7 @@ class Wanted:
     last: int | None = None
 
 
-def runs(folder: Path, wanted: Wanted | None = None) -> RunsResult:
+def runs(folder: Path, wanted: RunFilter | None = None) -> RunsResult:
     """Return the runs in a folder. If the folder is itself a run, return only that one.
 
     Args:
@@ -91,12 +91,12 @@ def runs(folder: Path, wanted: Wanted | None = None) -> RunsResult:
     Raises:
         UserError: there is no such folder.
     """
-    wanted = wanted or Wanted()
+    wanted = wanted or RunFilter()
     if not folder.is_dir():
         fix = "Give the folder that runs are written to (output.dir of the recipe)."
         raise UserError("no-folder", "There is no such folder.", where=str(folder), fix=fix)
     places = [folder] if RunDir(folder.absolute()).holds_run() else sorted(folder.iterdir())
-    # leave out runs by what is quickly read: their names, families and times
+    # names, families and times are read quickly
     named = (RunDir(place.absolute()) for place in places if fnmatch.fnmatch(place.name, wanted.name or "*"))
     families = {run_dir: family_in(run_dir.recipe) for run_dir in named if is_run(run_dir.path)}
     chosen = [each for each, family in families.items() if not wanted.families or family in wanted.families]
@@ -132,7 +132,7 @@ def _run(run_dir: RunDir, family: str | None) -> ListedRun:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Return the size of all files in a folder; links are not followed, and what cannot be read counts as 0."""
+    """Return the size of all files in a folder; links are not followed, and unreadable files count as 0."""
     total, waiting = 0, [os.fspath(folder)]
     while waiting:
         try:

@@ -48,6 +48,11 @@ def coloured_error(text: str) -> str:
     return f"{RED}{first}{RESET}{line_end}{rest}"
 
 
+def help_for_terminal(text: str) -> str:
+    """Return a help text, in colour if standard output is a terminal that wants it."""
+    return coloured_help(text) if wants_colour(sys.stdout) else text
+
+
 def coloured_help(text: str) -> str:
     """Return a help text with bold headings."""
     return HEADING.sub(lambda found: f"{BOLD}{found[0]}{RESET}", text)

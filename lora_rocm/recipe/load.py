@@ -179,7 +179,7 @@ def load_text(
     registry: FamilyRegistry = PRODUCT,
     notices: Sequence[str] = (),
 ) -> LoadedRecipe:
-    """Merge and validate a recipe whose text was read already.
+    """Merge and validate the text of a recipe.
 
     Args:
         text: the text of the recipe.
@@ -195,7 +195,8 @@ def load_text(
     try:
         return _load(layers, found, overrides, registry, [*notices])
     except RecipeError as error:
-        raise RecipeError([with_excerpt(problem, layers) for problem in error.problems], error.code) from None
+        excerpted = [with_excerpt(problem, layers) for problem in error.problems]
+        raise RecipeError(excerpted, is_foreign=error.code == "recipe-foreign") from None
 
 
 def _load(
@@ -372,7 +373,7 @@ def _read_layer(text: str, path: Path, problems: list[Problem]) -> tuple[dict[st
         tree, unreadable = YamlTree(), error
     foreign = recognised(text, str(path), tree.value)
     if foreign is not None:
-        raise RecipeError([foreign], "recipe-foreign")
+        raise RecipeError([foreign], is_foreign=True)
     if unreadable is not None:
         where = f"{path}:{unreadable.line}:{unreadable.column}"
         raise RecipeError([Problem(where, f"this is not valid YAML: {unreadable}", unreadable.fix)])
@@ -456,7 +457,7 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
         what = f"expected section.key=value, got {shown(override)}"
         return [Problem(f"--set {name}", what, "For example --set lora.rank=8")]
     # build a layer with its places
-    data = one_as_list(key, tree.value)
+    data: Any = one_as_list(key, tree.value)
     for part in reversed(key):
         data = {part: data}
     place = ValueOrigin("--set")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from typing import Any, Union, get_args, get_origin
+from typing import Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -12,7 +12,7 @@ from lora_rocm.recipe.suggest import section_class
 from lora_rocm.recipe.yaml_tree import Key
 
 
-def one_as_list(key: Key, value: Any) -> Any:
+def one_as_list(key: Key, value: object) -> object:
     """Return the value; a text for a key that takes a list of texts becomes a list of one."""
     return [value] if isinstance(value, str) and _takes_texts(key) else value
 
@@ -28,5 +28,5 @@ def _takes_texts(key: Key) -> bool:
     return all(get_origin(kind) is tuple and _holds_texts(get_args(kind)) for kind in kinds)
 
 
-def _holds_texts(items: tuple[Any, ...]) -> bool:
+def _holds_texts(items: tuple[object, ...]) -> bool:
     return items[1:] == (Ellipsis,) and not (isinstance(items[0], type) and issubclass(items[0], BaseModel))

@@ -44,7 +44,7 @@ MAX_INDEX_BYTES = 1 << 30
 SETTLED_S = 3.0
 """A file read less than this after its last change may change again without a new time (FAT counts 2 s)."""
 STEP, STEP_WITHIN = b'"type": "step"', 64
-"""How a step is recognised in its line, and within how many bytes."""
+"""The mark of a step in its line, and the number of bytes at the start that may contain it."""
 KEY_FILE, KEY_BYTES, SEAL_BYTES = "index.key", 32, 32
 
 
@@ -88,7 +88,7 @@ def read_log(path: Path, *, use_index: bool = True, last_steps: int | None = Non
 
 
 def _with_last_steps(lines: Iterable[bytes], count: int) -> Iterator[bytes]:
-    """Return the lines in order, but of the steps only the newest ``count``."""
+    """Return the lines in order, with only the newest ``count`` steps."""
     others, steps = list[tuple[int, bytes]](), deque[tuple[int, bytes]](maxlen=count)
     for number, line in enumerate(lines):
         (steps if STEP in line[:STEP_WITHIN] else others).append((number, line))

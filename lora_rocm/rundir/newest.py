@@ -17,7 +17,7 @@ def is_run(path: Path) -> bool:
 
 
 def newest_in(folder: Path) -> Path:
-    """Return the run in a folder whose events were written last. If the folder is itself a run, return it.
+    """Return the run with the newest events in a folder. If the folder is itself a run, return it.
 
     Raises:
         UserError: there is no run in the folder.

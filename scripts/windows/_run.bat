@@ -90,14 +90,14 @@ set "LR_CODE=%ERRORLEVEL%"
 del "%TEMP%\%LR_ANSWER%" 2>nul
 if not %LR_CODE% equ 0 goto recipe
 :foreign
-rem The recipe is not trained at once: what was translated otherwise, or not at all, is to be read first.
+rem The recipe is not trained at once: its user has to read first which keys were lost.
 set "LR_NEW=.\%LR_NAME%-lora-rocm.yaml"
 "%LR_PROGRAM%" import "%LR_ONE%" --output "%LR_NEW%"
 set "LR_CODE=%ERRORLEVEL%"
 if %LR_CODE% equ 0 echo Drop "%LR_NEW%" onto train.bat to train it. 1>&2
 goto back
 :images
-rem With .\ a name that begins with dashes is no option. An existing recipe of that name is used as it is: it may have been edited.
+rem With .\ a name that begins with dashes is not an option. An existing recipe of that name is used as it is: it may have been edited.
 if not defined LR_NAME set "LR_NAME=images"
 set "LR_NEW=.\%LR_NAME%.yaml"
 if exist "%LR_NEW%" goto made

@@ -1,4 +1,4 @@
-"""The help of every command, frozen at 80 columns: nothing is cut, and what a value is and an example are shown."""
+"""The help of every command, frozen at 80 columns: nothing is cut, and each has an example."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_no_help_of_a_command_that_is_gone() -> None:
 def test_every_command_has_an_example_and_every_value_a_name(name: str) -> None:
     command = ALL[name]
     examples = command.epilog.splitlines()
-    assert examples and all(line.startswith(f"lora-rocm {name}".strip()) for line in examples)
+    assert examples and all(line.startswith(name) for line in examples)
     assert name.count(" ") or not name or command.rich_help_panel in GROUPS
     for parameter in command.params:
         assert parameter.is_flag if parameter.param_type_name == "option" and not parameter.metavar else True
@@ -66,7 +66,7 @@ def examples() -> Iterator[tuple[str, list[str]]]:
     for name, command in ALL.items():
         for line in command.epilog.splitlines():
             words = [word.strip("\"'") for word in re.findall(r"\"[^\"]*\"|'[^']*'|\S+", line.partition(" > ")[0])]
-            yield name, words[1:]
+            yield name, words
 
 
 @pytest.mark.parametrize(("name", "words"), [*examples()])

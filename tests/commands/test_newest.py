@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lora_rocm.commands.run_request import RunRequest
+from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.recipe.standard_input import STANDARD_INPUT
 from lora_rocm.rundir.layout import RunDir
 from tests.command_line import command_line
@@ -30,10 +31,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         os.utime(run_dir.events(), (written_s, written_s))
     (runs / "pictures").mkdir()
     return runs
-
-
-class Seen(Exception):
-    """The run that a command was given."""
 
 
 DEFAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -117,9 +114,10 @@ def test_resume_needs_no_recipe(folder: Path, asked: list[RunRequest]) -> None:
 def test_the_advice_names_the_same_command(folder: Path) -> None:
     run_dir = RunDir(folder / "old")
     request = RunRequest.continuing(run_dir.path, ["lora.rank=8"])
-    assert request.resume_command(run_dir) == f"lora-rocm resume {run_dir.path} --set lora.rank=8"
-    assert RunRequest(STANDARD_INPUT, ["lora.rank=8"]).resume_command(run_dir) == f"lora-rocm resume {run_dir.path}"
-    assert RunRequest("r.yaml").resume_command(run_dir).startswith("lora-rocm train r.yaml ")
+    own = ["lora-rocm", "resume", str(run_dir.path)]
+    assert request.resume_command(run_dir) == quoted([*own, "--set", "lora.rank=8"])
+    assert RunRequest(STANDARD_INPUT, ["lora.rank=8"]).resume_command(run_dir) == quoted(own)
+    assert RunRequest("r.yaml").resume_command(run_dir).split()[1:3] == ["train", "r.yaml"]
 
 
 @pytest.mark.parametrize("lost", ["run", "recipe"])

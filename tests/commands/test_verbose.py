@@ -29,14 +29,14 @@ def test_details_are_on_standard_error_in_every_mode(mode: tuple[str, ...], ther
 
 def test_an_error_has_its_code(there: Path) -> None:
     said = command_line("status", "nowhere", "-v").stderr
-    assert "code:  no-run" in said and "exit code 2" in said
+    assert "code:  no-run" in said and said.splitlines()[-1].split()[3] == "2"
 
 
 def test_the_variable_does_the_same(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORA_ROCM_VERBOSE", "1")
-    assert "exit code 0" in command_line("check", "demo.yaml", "--schema-only").stderr
+    assert command_line("check", "demo.yaml", "--schema-only").stderr.splitlines()[-1].split()[3] == "0"
     monkeypatch.setenv("LORA_ROCM_VERBOSE", "0")
-    assert command_line("check", "demo.yaml", "--schema-only").stderr == ""
+    assert "[lora-rocm]" not in command_line("check", "demo.yaml", "--schema-only").stderr
 
 
 def test_child_processes_are_named(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +61,8 @@ def test_the_log_of_training_is_shown_line_by_line(tmp_path: Path, monkeypatch: 
         while not seen and time.monotonic() < limit_s:
             time.sleep(0.01)
         assert seen == ["one"]
-        file.write(b"o\nthe last \xff")
-    assert seen == ["one", "two", "the last \ufffd"]
+        file.write(b"o\ntail\xff")
+    assert seen == ["one", "two", "tail\ufffd"]
     with followed(tmp_path / "none", seen.append):
         pass
     assert len(seen) == 3
