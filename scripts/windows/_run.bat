@@ -37,7 +37,7 @@ if defined LR_ARGS goto asked
 set "LR_CODE=2"
 if "%LR_DO%"=="train" echo Drop a recipe or a folder of images onto train.bat, or name one: train.bat RECIPE 1>&2
 if "%LR_DO%"=="train" goto leave
-if "%LR_DO%"=="resume" echo Drop a recipe onto resume.bat, or name one: resume.bat RECIPE 1>&2
+if "%LR_DO%"=="resume" echo Drop a recipe or a run onto resume.bat, or name one: resume.bat RECIPE 1>&2
 if "%LR_DO%"=="resume" goto leave
 if "%LR_DO%"=="sample" echo Name a run: sample.bat RUN --prompt TEXT 1>&2
 if "%LR_DO%"=="sample" goto leave
@@ -111,7 +111,12 @@ set LR_ARGS="%LR_NEW%"
 goto done
 
 :resume
+set "LR_ONE=%LR_ARGS:"=%"
+if exist "%LR_ONE%\*" goto of_folder
 "%LR_PROGRAM%" train --resume latest %LR_ARGS%
+goto done
+:of_folder
+"%LR_PROGRAM%" resume "%LR_ONE%"
 goto done
 
 :doctor

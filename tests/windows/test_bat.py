@@ -214,6 +214,13 @@ def test_a_failed_import_is_not_hidden(stage: Stage) -> None:
     assert outcome.code == 2 and "x-lora-rocm.yaml" not in outcome.said
 
 
+def test_a_dropped_run_is_continued(stage: Stage) -> None:
+    run = stage.root.parent / "my runs & more" / "cat-1"
+    run.mkdir(parents=True)
+    outcome = stage.double_click("resume.bat", f'"{windows_path(run)}"', codes={"lora-rocm": "4"})
+    assert outcome.code == 4 and outcome.calls[-1].arguments == ["resume", windows_path(run)]
+
+
 def test_a_dropped_path_without_quotes(stage: Stage) -> None:
     """The Explorer adds quotes only around spaces; cmd takes what follows an & for another command."""
     outcome = stage.double_click("train.bat", "Z:\\Tom&Jerry\\x^y.yaml", codes={"lora-rocm": "2"})
