@@ -23,7 +23,8 @@ HEAD = """\
 Every command with its options. The same text is printed by `lora-rocm COMMAND --help` (or `-h`). `lora-rocm --version`
 (or `-V`) prints the version, and `lora-rocm --install-completion` sets up completion in your shell.
 
-Every command takes `--json` ([documents](json.md)), `--quiet` and `--verbose`. [Exit codes](exit-codes.md) are the same for all.
+Every command takes `--json` ([documents](json.md)), `--quiet` and `--verbose`. [Exit codes](exit-codes.md) are the same
+for all.
 This page is generated from the command line: `python -m scripts.docs_pages`.
 """
 TYPES = {int: "N", float: "X"}
