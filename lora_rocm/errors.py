@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import errno
 import unicodedata
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypedDict
 
@@ -144,28 +144,34 @@ class Problem:
         where: place of the problem: a file and line, or a sample.
         what: the problem itself.
         fix: how to fix it; may be empty.
+        excerpt: the line of the recipe with carets below the value; may be empty.
     """
 
     where: str
     what: str
     fix: str = ""
+    excerpt: str = field(default="", compare=False)
 
     def to_json(self) -> dict[str, str]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value or name != "excerpt"}
 
 
 class RecipeError(UserError):
-    """A recipe is wrong. ``problems`` contains all its problems."""
+    """A recipe is wrong. ``problems`` contains all its problems.
 
-    def __init__(self, problems: list[Problem]) -> None:
+    code: recipe-foreign for the configuration of another trainer, else recipe-invalid.
+    """
+
+    def __init__(self, problems: list[Problem], *, is_foreign: bool = False) -> None:
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("recipe-invalid", f"The recipe has {count}.")
+        super().__init__("recipe-foreign" if is_foreign else "recipe-invalid", f"The recipe has {count}.")
 
     def __str__(self) -> str:
         lines = [self.what]
         for problem in self.problems:
             lines.append(f"  {problem.where}: {problem.what}")
+            lines += [f"      {line}" for line in problem.excerpt.splitlines()]
             if problem.fix:
                 lines.append(f"      fix: {problem.fix}")
         return "\n".join(lines)

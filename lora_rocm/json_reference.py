@@ -36,6 +36,7 @@ from lora_rocm.commands.tune import TuneResult
 
 RESULTS: dict[str, type] = {
     "train": RunResult,
+    "resume": RunResult,
     "demo": RunResult,
     "import": ImportResult,
     "recipes": RecipesResult,
@@ -64,7 +65,7 @@ RESULTS: dict[str, type] = {
     "bench step": BenchResult,
 }
 """Class of each command's JSON document. ``schema`` is missing because its document is a JSON Schema."""
-FOLLOWS = ("train", "demo")
+FOLLOWS = ("train", "resume", "demo")
 PLAIN = {str: "string", Path: "string", bool: "true or false", int: "whole number", float: "number", Any: "anything"}
 INTRODUCTION = """\
 ---
@@ -77,7 +78,7 @@ search:
 This page is generated from the classes of the results: `python -m scripts.docs_pages`.
 
 Every command takes `--json`. Standard output is then exactly one JSON document, in ASCII; progress, and errors as
-text, go to standard error. `train` and `demo` print JSON lines: each event of the run as it occurs, as in
+text, go to standard error. `train`, `resume` and `demo` print JSON lines: each event of the run as it occurs, as in
 `events.jsonl` (every event has a `type`). The last line is the document, which has no `type`. `schema --json` prints
 the JSON Schema of recipes. The exit code is the same as without `--json`. With `--quiet` only the result is printed,
 as text.

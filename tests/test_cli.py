@@ -26,16 +26,21 @@ HEALTHY = "tests/hosts/linux-rx7900xtx.json"
 # Users, scripts and documents rely on these names.
 COMMANDS: dict[str, set[str]] = {
     "": {"--version", "-V", "--install-completion", "--show-completion"},
-    "train": {"RECIPE", "--set", "--run-dir", "--resume", "--accept-changes", "--gpus", "--no-supervisor"},
     "recipes": set(),
     "new": {"RECIPE", "--from", "--images", "--texts", "--model", "--card"},
-    "check": {"RECIPE", "--set", "--schema-only"},
-    "plan": {"RECIPE", "--set", "--card"},
-    "demo": {"--family"},
     "import": {"FILE", "--output", "--option", "--strict"},
-    "compare": {"RUN", "--prompt", "--strength", "--most"},
+    "train": {
+        *("RECIPE", "--set", "--run-dir", "--runs-dir", "--cache-dir", "--resume", "--accept-changes", "--gpus"),
+        "--no-supervisor",
+    },
+    "resume": {"RUN", "--runs-dir", "--set", "--cache-dir", "--accept-changes", "--gpus", "--no-supervisor"},
+    "check": {"RECIPE", "--set", "--cache-dir", "--schema-only"},
+    "plan": {"RECIPE", "--set", "--cache-dir", "--card"},
+    "demo": {"--family"},
+    "compare": {"RUN", "--runs-dir", "--prompt", "--strength", "--most"},
     "sample": {
         "RUN_OR_LORA",
+        "--runs-dir",
         "--prompt",
         "--negative-prompt",
         "--sampler",
@@ -54,8 +59,10 @@ COMMANDS: dict[str, set[str]] = {
         "--family",
         "--config",
     },
-    "chat": {"RUN", "--prompt", "--system", "--side", "--temperature", "--top-p", "--max-tokens", "--seed"},
-    "export": {"RUN", "--format", "--output", "--dtype", "--converter", "--step"},
+    "chat": {
+        *("RUN", "--runs-dir", "--prompt", "--system", "--side", "--temperature", "--top-p", "--max-tokens", "--seed")
+    },
+    "export": {"RUN", "--runs-dir", "--format", "--output", "--dtype", "--converter", "--step"},
     "push": {
         "RUN_OR_LORA",
         "REPO",
@@ -67,10 +74,10 @@ COMMANDS: dict[str, set[str]] = {
         "--license",
     },
     "tune": {"RECIPE", "--set"},
-    "status": {"RUN"},
-    "runs": {"FOLDER"},
+    "status": {"RUN", "--runs-dir"},
+    "runs": {"FOLDER", "--state", "--family", "--name", "--last"},
     "inspect": {"PATH"},
-    "report": {"RUN"},
+    "report": {"RUN", "--runs-dir"},
     "doctor": {"--report", "--facts", "--quick"},
     "env": {"RECIPE", "--set", "--facts", "--shell", "--explain"},
     "forget": set(),
@@ -85,7 +92,7 @@ COMMANDS: dict[str, set[str]] = {
 }
 
 
-OF_RESULTS = {"--json", "--quiet", "-q"}
+OF_RESULTS = {"--json", "--quiet", "-q", "--verbose", "-v"}
 """Every command has them."""
 COMMANDS = {name: options | OF_RESULTS if name else options for name, options in COMMANDS.items()}
 
@@ -119,7 +126,8 @@ def test_usage_shows_arguments_plainly() -> None:
         if argument is not None:
             usage = run(*name.split(), "--help")[1].splitlines()[0]
             special = {"import": "FILE...", "push": "RUN_OR_LORA REPO"}
-            wanted = f"[{argument}]" if name in ("env", "new", "runs") else special.get(name, argument)
+            plain = argument in ("RECIPE", "PATH") and name not in ("env", "new")
+            wanted = special.get(name) or (argument if plain else f"[{argument}]")
             assert usage == f"Usage: lora-rocm {name} [OPTIONS] {wanted}".replace("lora-rocm", usage.split()[1])
 
 

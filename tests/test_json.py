@@ -125,6 +125,7 @@ def talking(words: Sequence[str], env: Mapping[str, str]) -> Iterator[Any]:
 FACTS = ("--facts", str(HOSTS / "linux-strix-halo.json"))
 CALLS: dict[str, tuple[str, ...]] = {
     "train": ("train", "r.yaml", "--run-dir", "new"),
+    "resume": ("resume", "run", "--set", "train.max_train_steps=50"),
     "demo": ("demo",),
     "import": ("import", "kohya.toml", "--output", "imported.yaml"),
     "recipes": ("recipes",),

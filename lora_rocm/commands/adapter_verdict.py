@@ -99,17 +99,24 @@ class StoredNumbers:
         self._largest: dict[TensorEntry, float] = {}
 
     def array(self, stored: TensorEntry) -> NDArray[np.float32]:
+        with np.errstate(over="ignore"):  # values beyond the range of float32 become infinite, as in a run
+            return decoded(stored.dtype, self._content(stored)).reshape(stored.shape)
+
+    def _content(self, stored: TensorEntry) -> bytes:
         with self._header.path.open("rb") as file:
             file.seek(stored.begin)
             content = file.read(stored.end - stored.begin)
         if len(content) != stored.end - stored.begin:
             raise damaged(self._header.path, "it ends inside a tensor", AdapterError)
-        with np.errstate(over="ignore"):  # values beyond the range of float32 become infinite, as in a run
-            return decoded(stored.dtype, content).reshape(stored.shape)
+        return content
 
     def largest(self, stored: TensorEntry) -> float:
         if stored not in self._largest:
-            found = self.array(stored)
+            if stored.dtype in ("F16", "BF16"):  # without their sign, their codes are in the order of their sizes
+                codes = np.frombuffer(self._content(stored), "<u2") & 0x7FFF
+                found = decoded(stored.dtype, np.array(codes.max(), "<u2").tobytes()) if codes.size else codes
+            else:
+                found = self.array(stored)
             self._largest[stored] = float(max(found.max(), -found.min())) if found.size else 0.0
         return self._largest[stored]
 

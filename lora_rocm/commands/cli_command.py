@@ -3,18 +3,50 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from inspect import Parameter, signature
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
+from lora_rocm.commands.cli_help import write_commands, write_examples, write_parameters
 from lora_rocm.commands.output import Failed, Failure, Output, OutputMode
+from lora_rocm.foundation.colour import help_for_terminal
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; everything else goes to standard error.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", envvar="LORA_ROCM_QUIET", help="Print only the result.")]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        envvar="LORA_ROCM_VERBOSE",
+        help="Also print child processes, the log of training, error codes and times, on standard error.",
+    ),
+]
+
+
+class Group(TyperGroup):
+    """A group of commands. Its help lists them by subject, with whole sentences."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        write_parameters(self.get_params(ctx), formatter)
+        self.format_commands(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        write_commands((command for command in self.commands.values() if not command.hidden), formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        write_examples(self.epilog or "", formatter)
+
+    def get_help(self, ctx: Any) -> str:
+        return help_for_terminal(super().get_help(ctx))
 
 
 class Command(TyperCommand):
@@ -25,6 +57,15 @@ class Command(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        write_parameters(self.get_params(ctx), formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        write_examples(self.epilog or "", formatter)
+
+    def get_help(self, ctx: Any) -> str:
+        return help_for_terminal(super().get_help(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = [*args]
@@ -58,7 +99,7 @@ class BenchCommand(Command):
 def printed(
     command: Callable[..., int | None], *, outlives_output: bool = False, follows: bool = False
 ) -> Callable[..., None]:
-    """Turn a handler into a command with the options ``--json`` and ``--quiet``.
+    """Turn a handler into a command with the options ``--json``, ``--quiet`` and ``--verbose``.
 
     The handler gets an ``Output`` as its first argument and returns the exit code. Its errors are shown as messages,
     never as tracebacks.
@@ -70,19 +111,22 @@ def printed(
     """
 
     @functools.wraps(command)
-    def run(*args: object, as_json: bool, quiet: bool, **kwargs: object) -> None:
+    def run(*args: object, as_json: bool, quiet: bool, verbose: bool, **kwargs: object) -> None:
         from lora_rocm.foundation.exit_codes import exit_code_of
 
-        output = Output(
-            OutputMode.JSON if as_json else OutputMode.QUIET if quiet else OutputMode.HUMAN, follows=follows
-        )
+        mode = OutputMode.JSON if as_json else OutputMode.QUIET if quiet else OutputMode.HUMAN
+        output = Output(mode, follows=follows, verbose=verbose)
         work = functools.partial(command, output, *args, **kwargs)
-        raise typer.Exit(exit_code_of(work, outlives_output=outlives_output, report=output.fail))
+        began_s = time.monotonic()
+        with output.details():
+            code = exit_code_of(work, outlives_output=outlives_output, report=output.fail)
+            output.detail(f"exit code {code} after {time.monotonic() - began_s:.2f} s")
+        raise typer.Exit(code)
 
     given = signature(command, eval_str=True)
     options = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
-        for name, annotation in (("as_json", AsJson), ("quiet", Quiet))
+        for name, annotation in (("as_json", AsJson), ("quiet", Quiet), ("verbose", Verbose))
     ]
     parameters = [*list(given.parameters.values())[1:], *options]
     run.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined]

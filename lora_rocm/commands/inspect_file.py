@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from lora_rocm.commands.adapter_verdict import has_fault, peft_config, refusals
-from lora_rocm.dataset.sources.folders import BUILTIN_FOLDERS, BUILTIN_TABLES
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
@@ -22,7 +20,7 @@ from lora_rocm.foundation.units import count_text, number_text, size_text
 from lora_rocm.model_files.adapter_contents import as_number
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
 from lora_rocm.model_files.adapter_spellings import any_rewritten, standard_names
-from lora_rocm.model_files.adapters import families_of, foreign_name, kind_of, origin_of
+from lora_rocm.model_files.adapters import families_with, foreign_name, kind_of, origin_of
 from lora_rocm.model_files.component_folder import COMPONENT_CONFIG, weight_files
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
 from lora_rocm.model_files.header import TensorFileHeader, read_header, refuse_gguf
@@ -47,9 +45,11 @@ from lora_rocm.model_files.storage_formats import (
     refuse_scaled,
     scaled,
 )
-from lora_rocm.processes.jobs import BaseVerdict, InspectJob, Judgements
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import final_files
+
+if TYPE_CHECKING:
+    from lora_rocm.processes.jobs import BaseVerdict
 
 Found = dict[str, Any]
 """The description that ``inspect`` returns, or a part of it, ready for JSON."""
@@ -101,6 +101,7 @@ def judge_in_child(path: Path, families: Sequence[str]) -> Mapping[str, BaseVerd
     Raises:
         MachineError: the child process cannot run.
     """
+    from lora_rocm.processes.jobs import InspectJob, Judgements
     from lora_rocm.processes.tool import ask
 
     return ask(InspectJob(path, tuple(families)), Judgements, os.environ).of_family
@@ -189,13 +190,14 @@ def _file(header: TensorFileHeader, registry: FamilyRegistry) -> Found:
         "quantised": None if form is None else form[0],
         "metadata": _metadata(header.metadata),
     }
-    kind = kind_of(_standard(header).tensors)
+    standard = _standard(header)
+    kind = kind_of(standard.tensors)
     if not kind:
         model = {**_model(header, registry), **found}
         if unread := scaled(header.tensors, SCALED):
             model |= {"keys": {}, "unusable": quantised_error(unread[0], header.path, unread[1]).what}
         return model
-    return {**_adapter(header, kind, registry), **found}
+    return {**_adapter(header, standard, kind, registry), **found}
 
 
 def _standard(header: TensorFileHeader) -> TensorFileHeader:
@@ -240,6 +242,8 @@ def _peft_folder(parts: Sequence[Path], registry: FamilyRegistry) -> Found:
 
     A component that several models share, such as a text encoder, is assigned to the model of the other components.
     """
+    from lora_rocm.commands.adapter_verdict import has_fault, refusals
+
     # find the families that fit all components
     found = {part.name: _inspected(part, registry) for part in parts}
     if len(found) == 1:
@@ -400,6 +404,8 @@ def _shipped(name: str, registry: FamilyRegistry) -> dict[str, object]:
     Raises:
         ModelError: the program ships nothing with this name.
     """
+    from lora_rocm.dataset.sources.folders import BUILTIN_FOLDERS, BUILTIN_TABLES
+
     stem = name.removeprefix(BUILTIN)
     package = Path(str(resources.files("lora_rocm.builtin")))
     models = sorted(BUILTIN + folder.name.replace("_", "-") for folder in package.glob("tiny_*"))
@@ -433,11 +439,12 @@ def _model(header: TensorFileHeader, registry: FamilyRegistry) -> Found:
     }
 
 
-def _adapter(header: TensorFileHeader, kind: str, registry: FamilyRegistry) -> Found:
+def _adapter(header: TensorFileHeader, standard: TensorFileHeader, kind: str, registry: FamilyRegistry) -> Found:
+    from lora_rocm.commands.adapter_verdict import has_fault, peft_config, refusals
+
     # recognise the families
-    standard = _standard(header)
     origin = origin_of(standard.tensors, standard.shapes)
-    families = families_of(standard.shapes, header.metadata)
+    families = families_with(origin, header.metadata)
     titles = [registry[name].title for name in families if name in registry]
     of = titles[0] if len(families) == len(titles) == 1 else origin.title if origin is not None else ""
     trained = [name for name in families if name in registry]

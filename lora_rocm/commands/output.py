@@ -11,13 +11,15 @@ import io
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, TextIO
 
 from lora_rocm.errors import LoraRocmError, Problem, RecipeError
+from lora_rocm.foundation.colour import coloured_error, wants_colour
 from lora_rocm.foundation.terminal_text import legible
 
 Notify = Callable[[str], None]
@@ -129,15 +131,16 @@ class Output:
     QUIET       text                                  nowhere
     ==========  ====================================  ===================
 
-    Errors go to standard error in every mode; in JSON mode they are also the document.
+    Errors go to standard error in every mode; in JSON mode they are also the document. So do details (``--verbose``).
 
     Args:
         mode: the output mode.
         follows: in JSON mode, print events too, as one JSON object per line (``follow``).
+        verbose: print details too: child processes, the log of training, error codes and times.
     """
 
-    def __init__(self, mode: OutputMode = OutputMode.HUMAN, *, follows: bool = False) -> None:
-        self.mode, self._follows, self._has_document = mode, follows, False
+    def __init__(self, mode: OutputMode = OutputMode.HUMAN, *, follows: bool = False, verbose: bool = False) -> None:
+        self.mode, self._follows, self._has_document, self.verbose = mode, follows, False, verbose
 
     @property
     def stream(self) -> TextIO:
@@ -161,6 +164,40 @@ class Output:
         """Print a notice on standard error, even in text mode, so that only the result is redirected."""
         if self.mode != OutputMode.QUIET:
             _write(sys.stderr, legible(text, keep="\n") + "\n")
+
+    def detail(self, text: str) -> None:
+        """Print a line on standard error if details are asked for, in every mode."""
+        if self.verbose:
+            _write(sys.stderr, f"[lora-rocm] {legible(text)}\n")
+
+    @contextmanager
+    def details(self) -> Iterator[None]:
+        """Print what the modules of the light half log, if details are asked for (``--verbose``)."""
+        if not self.verbose:
+            yield
+            return
+        import logging
+        import platform
+
+        from lora_rocm import __version__
+
+        self.detail(f"lora-rocm {__version__}, Python {platform.python_version()}, {platform.platform()}")
+        self.detail(f"folder {Path.cwd()}")
+
+        class Handler(logging.Handler):
+            def emit(_, record: logging.LogRecord) -> None:  # noqa: N805 - self is the output
+                self.detail(record.getMessage())
+
+        handler = Handler()
+        log = logging.getLogger("lora_rocm")
+        level = log.level
+        log.addHandler(handler)
+        log.setLevel(logging.DEBUG)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(level)
 
     def write(self, text: str) -> None:
         """Print a piece of text at once, unchanged and without a line end."""
@@ -186,7 +223,7 @@ class Output:
         failure = getattr(result, "error", None)
         if not isinstance(failure, Failure):
             return 0
-        _write(sys.stderr, legible(str(failure), keep="\n") + "\n")
+        self._write_error(failure.code, str(failure))
         return failure.exit_code
 
     def fail(self, error: LoraRocmError) -> None:
@@ -194,9 +231,15 @@ class Output:
 
         In JSON mode, also print it as the document if there is none yet.
         """
-        _write(sys.stderr, legible(str(error), keep="\n") + "\n")
+        self._write_error(error.code, str(error))
         if self.mode == OutputMode.JSON and not self._has_document:
             self.document(Failed(Failure.of(error)))
+
+    def _write_error(self, code: str, text: str) -> None:
+        if self.verbose:
+            text += f"\n  code:  {code}"
+        text = legible(text, keep="\n")
+        _write(sys.stderr, (coloured_error(text) if wants_colour(sys.stderr) else text) + "\n")
 
     def document(self, value: Any) -> None:
         """Print a value as the JSON document, in ASCII: Windows PowerShell garbles other characters in a pipe."""

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.foundation.terminal_text import quoted
+from lora_rocm.recipe.standard_input import STANDARD_INPUT
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.resume import owner_of
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,48 @@ class RunRequest:
     registry: FamilyRegistry = PRODUCT
     worker: str | None = None
 
+    @classmethod
+    def continuing(
+        cls,
+        source: Path,
+        overrides: Sequence[str] = (),
+        *,
+        accept_changes: bool = False,
+        supervised: bool = True,
+        gpus: int | None = None,
+    ) -> RunRequest:
+        """Return the request that continues a run with its own recipe.
+
+        Args:
+            source: the run directory, or a checkpoint in it.
+            overrides: ``section.key=value`` settings.
+            accept_changes: whether to continue although recipe or data have changed.
+            supervised: whether to restart a worker that fails or hangs.
+            gpus: number of GPUs that train together, or None.
+
+        Raises:
+            UserError: there is no run at ``source``, or its recipe is missing.
+        """
+        run = owner_of(source.absolute())
+        if not run.recipe.is_file():
+            fix = "Copy the recipe of the run to this path, or continue it with lora-rocm train RECIPE --run-dir."
+            raise UserError("run-without-recipe", "The recipe of this run is missing.", where=str(run.recipe), fix=fix)
+        return cls(
+            str(run.recipe),
+            overrides,
+            run_dir=run.path,
+            resume=str(source),
+            accept_changes=accept_changes,
+            supervised=supervised,
+            gpus=gpus,
+        )
+
     def resume_command(self, run: RunDir) -> str:
         """Return the command that resumes a run of this request, quoted for this system's shell."""
-        words = ["lora-rocm", "train", self.recipe_path]
-        for override in self.overrides:
+        uses_own = self.recipe_path in (STANDARD_INPUT, str(run.recipe))
+        words = ["lora-rocm", "resume", str(run.path)] if uses_own else ["lora-rocm", "train", self.recipe_path]
+        for override in () if self.recipe_path == STANDARD_INPUT else self.overrides:  # they are in the run's recipe
             words += ["--set", override]
-        words += ["--run-dir", str(run.path), "--resume", "latest"]
+        words += [] if uses_own else ["--run-dir", str(run.path), "--resume", "latest"]
         words += ["--gpus", str(self.gpus)] if self.gpus else []
         return quoted(words + (["--accept-changes"] if self.accept_changes else []))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from lora_rocm.commands.output import Output
 from lora_rocm.commands.run_request import RunRequest
 from lora_rocm.commands.start_run import prepare_run, render
+from lora_rocm.commands.worker_log import followed
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.recipe.load import load_recipe, shipped_recipes
@@ -30,7 +33,8 @@ def train(request: RunRequest, output: Output | None = None) -> int:
             output.follow(event.to_json())
             progress.on_event(event)
 
-        result = run.train(on_event, progress.notify)
+        with followed(run.run_dir.worker_log, output.detail) if output.verbose else nullcontext():
+            result = run.train(on_event, progress.notify)
     output.show(result, render(result))
     return result.exit_code
 

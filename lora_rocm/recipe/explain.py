@@ -36,6 +36,7 @@ NOT_ALLOWED = {
 
 These values have the correct type, but are not allowed.
 """
+NO_SUCH_KEY = "there is no such key"
 MAX_VALUE_LETTERS = 64  # comparing long strings is slow
 COMPARED = {
     "greater_than": ("greater than", "gt"),
@@ -147,8 +148,8 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str
         names = list(_section_at(key[:-1], kinds.recipe).model_fields)
         owners = kinds.owners(dotted(key[:-1]), str(key[-1]).lower().replace("-", "_"))
         if owners:
-            return "there is no such key", f"{dotted(key)} is a key of {owners}."
-        return "there is no such key", suggest(str(key[-1]), names, dotted(key[:-1]), shown(value), kinds.recipe)
+            return NO_SUCH_KEY, f"{dotted(key)} is a key of {owners}."
+        return NO_SUCH_KEY, suggest(str(key[-1]), names, dotted(key[:-1]), shown(value), kinds.recipe)
     if key == FAMILY and isinstance(value, str):
         return kinds.registry.refusal(value)
     if kind == "literal_error":

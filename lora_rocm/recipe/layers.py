@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lora_rocm.recipe.yaml_tree import Key, dotted, value_at
+from lora_rocm.recipe.yaml_tree import Key, Span, dotted, value_at
 
 # A recipe gives one key of each pair; a layer that sets one removes the other from the layers below.
 EITHER_OR: dict[Key, Key] = {
@@ -21,14 +21,14 @@ class ValueOrigin:
     """Where a value was given: a file and line, or ``--set``.
 
     name: the key's old name if the user wrote it there, else empty. text: spelling in the file of a number, true,
-    false or
-    null.
+    false or null. span: place of the value in the file.
     """
 
     origin: str
     line: int | None = None
     name: str = ""
     text: str = ""
+    span: Span | None = None
 
     def __str__(self) -> str:
         return self.origin if self.line is None else f"{self.origin}:{self.line}"
@@ -36,11 +36,19 @@ class ValueOrigin:
 
 @dataclass
 class Layered:
-    """Merged recipe data with the origin of each key."""
+    """Merged recipe data with the origin of each key.
+
+    Attributes:
+        origin: the recipe file.
+        data: the merged data.
+        places: the origin of each key.
+        texts: the text of each file, by its origin.
+    """
 
     origin: str
     data: dict[str, Any] = field(default_factory=dict)
     places: dict[Key, ValueOrigin] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
 
     def where(self, key: Key) -> str:
         """Return origin and name of a key, such as "file.yaml:12 lora.rank".

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -18,14 +18,13 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
-from lora_rocm.errors import LoraRocmError, ModelError, Problem, RecipeError
+from lora_rocm.errors import LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.foundation.names import BUILTIN, name_key, usable_stem
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.foundation.undecodable_names import NOT_TEXT, fix_of_name
-from lora_rocm.model_files.adapter_contents import IMPLAUSIBLE
-from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
-from lora_rocm.model_files.header import read_header
+from lora_rocm.recipe.auto_rank import resolve_rank
+from lora_rocm.recipe.excerpt import with_excerpt
 from lora_rocm.recipe.explain import boolean_problems, explain, real_key, shown
 from lora_rocm.recipe.family_rules import given_unread, without_unread
 from lora_rocm.recipe.foreign import recognised
@@ -37,6 +36,8 @@ from lora_rocm.recipe.optimizer_args import resolve_arguments
 from lora_rocm.recipe.paths import every_path, paths_of, with_absolute_paths
 from lora_rocm.recipe.questions import questions
 from lora_rocm.recipe.schema import MOVED, RULES_ARE_JUDGED_APART, Recipe
+from lora_rocm.recipe.set_values import one_as_list
+from lora_rocm.recipe.standard_input import INPUT_NAME, STANDARD_INPUT, read_standard_input
 from lora_rocm.recipe.trigger import with_prompts_filled_in
 from lora_rocm.recipe.yaml_tree import (
     ESCAPE_FIX,
@@ -114,7 +115,7 @@ class LoadedRecipe:
                 is_table = rule.must_be == "folder" and key[0] == "data" and Path(value).suffix.lower() in TABLES
                 problems.append(Problem(self.layers.where(key), what, TABLE_FIX if is_table else _path_fix(value)))
         if problems:
-            raise RecipeError(problems)
+            raise RecipeError([with_excerpt(problem, self.layers) for problem in problems])
 
     def name_problems(self) -> list[Problem]:
         """Return a problem if ``output.name`` is not a valid file name on every system, else an empty list."""
@@ -155,7 +156,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Famil
     """Read, merge and validate a recipe.
 
     Args:
-        path: path of a recipe file, or name of a shipped recipe if there is no such file.
+        path: path of a recipe file, name of a shipped recipe if there is no such file, or "-" for standard input.
         overrides: ``section.key=value`` settings; each value is parsed as YAML.
         registry: the available families.
 
@@ -163,8 +164,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Famil
         RecipeError: with all problems.
     """
     notices: list[str] = []
-    found = _find(Path(path), notices)
-    return load_text(_read_text(found), found, overrides, registry, notices)
+    if str(path) == STANDARD_INPUT:
+        found, text = Path(INPUT_NAME), _decoded(read_standard_input(MAX_RECIPE_BYTES + 1), Path(INPUT_NAME))
+    else:
+        found = _find(Path(path), notices)
+        text = _read_text(found)
+    return load_text(text, found, overrides, registry, notices)
 
 
 def load_text(
@@ -174,23 +179,32 @@ def load_text(
     registry: FamilyRegistry = PRODUCT,
     notices: Sequence[str] = (),
 ) -> LoadedRecipe:
-    """``load_recipe`` for the text of a recipe.
+    """Merge and validate the text of a recipe.
 
     Args:
-        text: of the recipe.
-        found: path that the text is from, or a name for messages. A ``base`` is looked up next to it.
+        text: the text of the recipe.
+        found: the path of the text, or a name for messages. A ``base`` is searched for next to it.
         overrides: as in ``load_recipe``.
         registry: as in ``load_recipe``.
         notices: sentences to show before those about the recipe.
 
     Raises:
-        RecipeError: with all problems.
+        RecipeError: with all problems, each with the line of its file.
     """
+    layers = Layered(str(found), texts={str(found): text})
+    try:
+        return _load(layers, found, overrides, registry, [*notices])
+    except RecipeError as error:
+        excerpted = [with_excerpt(problem, layers) for problem in error.problems]
+        raise RecipeError(excerpted, is_foreign=error.code == "recipe-foreign") from None
+
+
+def _load(
+    layers: Layered, found: Path, overrides: Sequence[str], registry: FamilyRegistry, notices: list[str]
+) -> LoadedRecipe:
     # merge the layers: base, file, --set
-    notices = [*notices]
-    layers = Layered(str(found))
     problems: list[Problem] = []
-    own, places = _read_layer(text, found, problems)
+    own, places = _read_layer(layers.texts[str(found)], found, problems)
     base = own.pop("base", None)
     if base is not None:
         _lay_base(layers, base, found, places, notices, problems)
@@ -307,8 +321,7 @@ def _folder_fix(folder: Path) -> str:
     """Return advice for a user who gave a folder as a recipe: the command for its run, its recipes or its images."""
     train = ["lora-rocm", "train"]
     if RunDir(folder).holds_run():
-        words = [*train, str(RunDir(folder).recipe), "--run-dir", str(folder), "--resume", "latest"]
-        return f"It is a run directory. To continue the run: {quoted(words)}"
+        return f"It is a run directory. To continue the run: {quoted(['lora-rocm', 'resume', str(folder)])}"
     inside = [str(file) for file in sorted(folder.glob("*.yaml"))]
     if inside:
         return f"Recipes in it: {', '.join(inside[:10])}. The command: {quoted([*train, inside[0]])}"
@@ -331,13 +344,16 @@ def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_RECIPE_BYTES + 1)
-        if len(content) > MAX_RECIPE_BYTES:
-            raise RecipeError(
-                [Problem(str(path), f"is larger than {MAX_RECIPE_BYTES >> 10} KiB, so it is not a recipe")]
-            )
-        return content.decode("utf-8-sig")
     except OSError as error:
         raise RecipeError([Problem(str(path), f"cannot be read: {error.strerror}")]) from None
+    return _decoded(content, path)
+
+
+def _decoded(content: bytes, path: Path) -> str:
+    if len(content) > MAX_RECIPE_BYTES:
+        raise RecipeError([Problem(str(path), f"is larger than {MAX_RECIPE_BYTES >> 10} KiB, so it is not a recipe")])
+    try:
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise RecipeError(
@@ -346,7 +362,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_layer(text: str, path: Path, problems: list[Problem]) -> tuple[dict[str, Any], dict[Key, ValueOrigin]]:
-    """Read the text of one recipe file. Return its data and the origin of each key.
+    """Parse the text of one recipe file. Return its data and the origin of each key.
 
     Problems inside the file are added to ``problems``. A file that is not a mapping raises RecipeError.
     """
@@ -357,7 +373,7 @@ def _read_layer(text: str, path: Path, problems: list[Problem]) -> tuple[dict[st
         tree, unreadable = YamlTree(), error
     foreign = recognised(text, str(path), tree.value)
     if foreign is not None:
-        raise RecipeError([foreign])
+        raise RecipeError([foreign], is_foreign=True)
     if unreadable is not None:
         where = f"{path}:{unreadable.line}:{unreadable.column}"
         raise RecipeError([Problem(where, f"this is not valid YAML: {unreadable}", unreadable.fix)])
@@ -371,7 +387,10 @@ def _read_layer(text: str, path: Path, problems: list[Problem]) -> tuple[dict[st
 
 
 def _places(tree: YamlTree, origin: str) -> dict[Key, ValueOrigin]:
-    return {key: ValueOrigin(origin, line, text=tree.texts.get(key, "")) for key, line in tree.lines.items()}
+    return {
+        key: ValueOrigin(origin, line, text=tree.texts.get(key, ""), span=tree.spans.get(key))
+        for key, line in tree.lines.items()
+    }
 
 
 def _lay_base(
@@ -393,11 +412,13 @@ def _lay_base(
             fix = "Give another recipe, or remove it."
             raise RecipeError([*problems, Problem(where, "a recipe cannot be its own base", fix)])
         inside: list[Problem] = []
-        data, base_places = _read_layer(_read_text(found), found, inside)
+        layers.texts[str(found)] = _read_text(found)
+        data, base_places = _read_layer(layers.texts[str(found)], found, inside)
     except RecipeError as error:
         if error.problems[-1].where == where:
             raise
-        wrongs = [replace(problem, where=f"{where}: {problem.where}") for problem in error.problems]
+        seen = [with_excerpt(problem, layers) for problem in error.problems]
+        wrongs = [replace(problem, where=f"{where}: {problem.where}") for problem in seen]
         raise RecipeError([*problems, *wrongs]) from None
     problems += inside
     if "base" in data:
@@ -436,7 +457,7 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
         what = f"expected section.key=value, got {shown(override)}"
         return [Problem(f"--set {name}", what, "For example --set lora.rank=8")]
     # build a layer with its places
-    data: Any = tree.value
+    data: Any = one_as_list(key, tree.value)
     for part in reversed(key):
         data = {part: data}
     place = ValueOrigin("--set")
@@ -551,53 +572,3 @@ def _validate(
         *(problem for problem in told if problem.where not in known),  # one problem for each wrong value
         *(Problem(where(each.key), each.what, each.fix) for each in judged.broken),
     ]
-
-
-AUTO = "auto"
-
-
-def resolve_rank(data: dict[str, Any], where: Callable[[tuple[str, ...]], str]) -> list[Problem]:
-    """Replace ``lora.rank: auto`` by the highest rank in the file of ``lora.init_from``.
-
-    An unset ``lora.alpha`` becomes the highest alpha in the file.
-
-    Args:
-        data: recipe data before validation; changed in place.
-        where: returns the file, line and name of a key.
-
-    Returns:
-        At most one problem, if the rank or alpha cannot be taken from the file.
-    """
-    lora = data.get("lora")
-    if not isinstance(lora, dict) or lora.get("rank") != AUTO:
-        return []
-    place, file, given = where(("lora", "rank")), lora.get("init_from"), "Give lora.rank as a number."
-    del lora["rank"]  # if there is a problem, it stays the only one
-    if not isinstance(file, str):
-        return [Problem(place, "auto takes the rank from the file of lora.init_from, which is not set", given)]
-    # read ranks and alphas from the file
-    path = Path(file).expanduser()
-    try:
-        headers = [read_header(each) for each in (sorted(path.rglob("*.safetensors")) if path.is_dir() else [path])]
-        ranks = {rank for header in headers for rank in ranks_of(header)}
-        alphas = {
-            (str(header.path), name): alpha
-            for header in headers
-            for name, alpha in alphas_of(header, of_ranks=True).items()
-        }
-    except (ModelError, OSError) as error:
-        return [Problem(place, f"auto takes the rank from {file}, which cannot be read: {error}", given)]
-    if not ranks:
-        return [Problem(place, f"auto takes the rank from {file}, but no module in it has a rank", given)]
-    # set rank and alpha
-    lora["rank"] = max(ranks)
-    if lora.get("alpha") is not None or not alphas:
-        return []
-    for (of_file, name), alpha in alphas.items():
-        if not 0 < alpha <= IMPLAUSIBLE:
-            what = (
-                f"auto takes the alpha from {of_file}, but {legible(name):.200} in it is {alpha:g}, which is not usable"
-            )
-            return [Problem(place, what, "Use another file, or give lora.rank and lora.alpha as numbers.")]
-    lora["alpha"] = max(alphas.values())
-    return []

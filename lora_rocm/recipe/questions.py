@@ -1,4 +1,4 @@
-"""Notices about valid but unusual values of a recipe."""
+"""Notices about the values of a recipe that are valid but unusual."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lora_rocm.recipe.layers import Layered
 from lora_rocm.recipe.schema import DataSection, Recipe
 from lora_rocm.recipe.trigger import trigger_notices
 
+USUAL_STEP = 256  # of resolutions: 512, 768, 1024
 VALIDATION = ("validation_every_n_steps", "validation_every_n_epochs")
 
 
@@ -68,6 +69,3 @@ def _sides_of_a_size(data: DataSection) -> tuple[int, ...] | None:
     meant = sides[0] < sides[1] and not any(side % USUAL_STEP for side in sides)
     read = not data.sources or any(source.resolution is None for source in data.sources)
     return sides if read and not meant else None
-
-
-USUAL_STEP = 256  # of resolutions: 512, 768, 1024

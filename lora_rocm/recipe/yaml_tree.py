@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
@@ -60,6 +60,14 @@ class YamlSyntaxError(Exception):
         self.fix = next((fix for words, fix in SYNTAX_FIXES.items() if words in message), otherwise)
 
 
+class Span(NamedTuple):
+    """Place of a value in a file. line: from 1. column: from 0. width: number of characters on this line."""
+
+    line: int
+    column: int
+    width: int
+
+
 @dataclass
 class YamlTree:
     """A parsed document.
@@ -67,12 +75,14 @@ class YamlTree:
     value: the content as plain Python values.
     lines: line number (from 1) of every key and list item.
     texts: spelling in the file of each number, true, false or null, such as 007 for 7, or yes for true.
+    spans: place of the value of every key and list item.
     problems: each problem as (key, line, what, fix).
     """
 
     value: Any = None
     lines: dict[Key, int] = field(default_factory=dict)
     texts: dict[Key, str] = field(default_factory=dict)
+    spans: dict[Key, Span] = field(default_factory=dict)
     problems: list[tuple[Key, int, str, str]] = field(default_factory=list)
 
     def place_problems(self, origin: str) -> list[Problem]:
@@ -162,6 +172,10 @@ class _NodeReader:
 
     def read(self, node: Node, key: Key) -> Any:
         self.counted(node, key)
+        begin, end = node.start_mark, node.end_mark
+        self.tree.spans[key] = Span(
+            begin.line + 1, begin.column, end.column - begin.column if end.line == begin.line else 0
+        )
         if isinstance(node, MappingNode):
             return self.read_mapping(node, key)
         if isinstance(node, SequenceNode):

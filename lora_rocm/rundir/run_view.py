@@ -80,12 +80,15 @@ class RunView:
     is_running: bool
 
     @classmethod
-    def of(cls, run_dir: RunDir | Path | str, *, use_index: bool = True) -> RunView:
+    def of(
+        cls, run_dir: RunDir | Path | str, *, use_index: bool = True, last_steps: int | None = None
+    ) -> RunView:
         """Read a run directory, also while the run is training.
 
         Args:
             run_dir: the run directory.
             use_index: whether an index of the events may be used (``event_index``).
+            last_steps: number of steps that are enough, the newest ones, or None for all.
 
         Raises:
             UserError: no-run: there is no run at this path.
@@ -97,7 +100,7 @@ class RunView:
                 fix = "Use a run directory (runs/...)."
                 raise UserError("no-run", "There is no run here.", where=str(place), fix=fix)
         running = is_running(run_dir)  # first: if the run ends meanwhile, its end is still read below
-        log = read_log(run_dir.events(), use_index=use_index)
+        log = read_log(run_dir.events(), use_index=use_index, last_steps=last_steps)
         supervisor = read_log(run_dir.events(SUPERVISOR), use_index=use_index)
         others = (EventReader(path, kinds=KINDS).poll() for path in run_dir.events_of_others())
         trouble = in_time(supervisor.in_order(*KINDS), [log.in_order(*KINDS), *others])

@@ -23,8 +23,10 @@ from lora_rocm.foundation.undecodable_names import NOT_TEXT, fix_of_name
 from lora_rocm.recipe.comparison import fixed_values, resume_differences
 from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.standard_input import INPUT_NAME
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, RunDir
 from lora_rocm.rundir.made_from import keep_made
+from lora_rocm.rundir.newest import is_run
 from lora_rocm.rundir.recipe_file import withdraw
 from lora_rocm.rundir.result_file import read_result_file
 from lora_rocm.supervisor.run_recipe import recipe_of_run
@@ -68,7 +70,7 @@ def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Ch
         return _own(Chosen(RunDir(found or _new_directory(loaded)), resume=True))
     # --resume names a run or a checkpoint in one
     path = Path(resume).absolute()
-    checkpoint = path if CHECKPOINT_NAME.match(path.name) and path.parent.name == "checkpoints" else None
+    checkpoint = path if _is_checkpoint(path) else None
     found = path.parent.parent if checkpoint else path
     if not path.is_dir() or not holds_run(RunDir(found)):
         raise ResumeError(
@@ -218,8 +220,10 @@ def _refuse_differences(run_dir: RunDir, old: Recipe, loaded: LoadedRecipe, acce
 def _command_without(run_dir: RunDir, old: Recipe, loaded: LoadedRecipe) -> str:
     """Return the command that resumes with the run's own values in place of the changed ones; empty if there is none.
 
-    The changed values may come from --set or from the recipe file.
+    The changed values may come from --set or from the recipe file. Standard input cannot be read again.
     """
+    if str(loaded.path) == INPUT_NAME:
+        return ""
     values = fixed_values(old)
     different = [problem.where for problem in resume_differences(old, loaded.recipe)]
     given = [each for each in loaded.overrides if each.partition("=")[0].strip() not in different]
@@ -263,22 +267,27 @@ def open_run(path: Path) -> RunDir:
     raise UserError("no-run", "There is no run here.", where=str(path), fix=fix)
 
 
+def owner_of(path: Path) -> RunDir:
+    """Return the run at ``path``, which is a run directory or a checkpoint in one.
+
+    Raises:
+        UserError: there is no run there.
+    """
+    return open_run(path.parent.parent if _is_checkpoint(path) else path)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return bool(CHECKPOINT_NAME.match(path.name)) and path.parent.name == "checkpoints"
+
+
 def _run_meant(path: Path) -> str:
     """Return advice that names the run that contains a path, or the newest runs below it; empty if there are none."""
     for folder in path.parents[:3]:
-        if _is_run(folder):
+        if is_run(folder):
             return f"Use the run directory that contains it: {folder}."
-    inside = filter(_is_run, islice(path.iterdir(), MAX_RUNS) if path.is_dir() else ())
+    inside = filter(is_run, islice(path.iterdir(), MAX_RUNS) if path.is_dir() else ())
     newest = sorted(inside, key=lambda run: run.stat().st_mtime, reverse=True)[:3]
     return f"Runs in this folder: {', '.join(map(str, newest))}." if newest else ""
-
-
-def _is_run(path: Path) -> bool:
-    """Whether there is a run at ``path``; False for a folder that this user may not read."""
-    try:
-        return holds_run(RunDir(path))
-    except OSError:
-        return False
 
 
 def open_recipe(path: Path, registry: FamilyRegistry) -> tuple[RunDir, Recipe]:

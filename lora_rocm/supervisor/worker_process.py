@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from lora_rocm.errors import (
 )
 from lora_rocm.foundation.files import open_in_place
 from lora_rocm.foundation.safe_path import python_environment
+from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.processes.process import (
     KILL_WAIT_S,
     POLL_S,
@@ -38,6 +40,7 @@ from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import TAIL_BYTES, died, size_of, tail_bytes
 from lora_rocm.rundir.layout import RunDir
 
+LOG = logging.getLogger(__name__)
 LAST_WORDS_S = 1.0
 """Seconds that the other workers have to report their own errors after one has failed."""
 STOPPING = "Finishing the step and saving. Press Ctrl-C again to end at once (the last checkpoint is kept)."
@@ -92,6 +95,7 @@ class Worker:
         self._log_start = size_of(self._log)
         self._last: EndEvent | ErrorEvent | None = None
         self._killed = False
+        LOG.debug("worker: %s", quoted(command))
         with open_in_place(self._log) as log:
             self._child = subprocess.Popen(
                 command,
