@@ -22,12 +22,16 @@ from lora_rocm.commands.cli_options import (
     ConfigPath,
     FactsPath,
     FamilyOfBase,
+    ForeignFiles,
+    ForeignOptions,
     Format,
     Gpus,
     LoraPath,
+    NewRecipe,
     NoSupervisor,
     NumberFormat,
     Overrides,
+    PublishedPath,
     RecipePath,
     RunPath,
     RunsDir,
@@ -105,19 +109,10 @@ def train(
 @printed
 def import_config(
     output: Output,
-    files: Annotated[
-        list[Path], typer.Argument(metavar="FILE", help="Configuration of the other trainer; its main file first.")
-    ],
-    target: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Write the recipe to this file.")
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--option", metavar="NAME=VALUE", help="An option that you give the other trainer as well."),
-    ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="End with 2 if something was lost that changes the weights.")
-    ] = False,
+    files: ForeignFiles,
+    target: NewRecipe = None,
+    option: ForeignOptions = None,
+    strict: Annotated[bool, typer.Option("--strict", help="End with 2 if a loss changes the weights.")] = False,
 ) -> int:
     """Make a recipe of another trainer's configuration."""
     from lora_rocm.commands import import_config
@@ -160,8 +155,7 @@ def new(
     """Copy a shipped recipe, and fill in what model, images or texts, and GPU show."""
     from lora_rocm.commands import new as command
 
-    request = command.NewRequest(path, source, images, texts, model, card)
-    found = command.new(request, notify=output.notify)
+    found = command.new(command.NewRequest(path, source, images, texts, model, card), notify=output.notify)
     return output.show(found, command.render(found))
 
 
@@ -437,7 +431,7 @@ def export(
 @printed_for_files
 def push(
     output: Output,
-    source: LoraPath,
+    source: PublishedPath,
     repo: Annotated[str, typer.Argument(metavar="REPO", help="OWNER/NAME on huggingface.co.")],
     public: Annotated[bool, typer.Option("--public", help="Everybody may see it; default: private.")] = False,
     update: Annotated[bool, typer.Option("--update", help="Add to a repository that exists.")] = False,

@@ -28,7 +28,8 @@ from lora_rocm.processes.jobs import CheckBaseJob
 from lora_rocm.processes.process import error_from_event
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.rundir import exit_status
-from lora_rocm.rundir.event_types import EndEvent, ErrorEvent, Event, event_of
+from lora_rocm.rundir.event_line import event_of
+from lora_rocm.rundir.event_types import EndEvent, ErrorEvent, Event
 from lora_rocm.rundir.events import EventReader, EventWriter
 from lora_rocm.rundir.heartbeat import HeartbeatWriter
 from lora_rocm.rundir.layout import RunDir

@@ -153,3 +153,14 @@ def with_folders(overrides: list[str] | None, *, runs: str | None = None, cache:
     given = {"output.dir": runs, "cache.dir": cache}
     folders = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value]
     return [*folders, *(overrides or ())] if folders else overrides or ()
+
+
+PublishedPath = Annotated[Path, typer.Argument(metavar="RUN_OR_LORA", help="A run directory or a LoRA file.")]
+ForeignFiles = Annotated[
+    list[Path], typer.Argument(metavar="FILE", help="Configuration of the other trainer; its main file first.")
+]
+ForeignOptions = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="NAME=VALUE", help="An option that you give the other trainer as well."),
+]
+NewRecipe = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write the recipe to this file.")]

@@ -15,7 +15,8 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any, TypeVar, overload
 
-from lora_rocm.rundir.event_types import Event, SkippedLines, StartEvent, StepEvent, event_of
+from lora_rocm.rundir.event_line import SkippedLines, event_of
+from lora_rocm.rundir.event_types import Event, StartEvent, StepEvent
 
 E = TypeVar("E", bound=Event)
 

@@ -18,7 +18,8 @@ from typing import TypeVar, overload
 from lora_rocm.errors import ResumeError, StorageError, storage_error
 from lora_rocm.foundation.files import make_folder, open_in_place, refuse_link
 from lora_rocm.foundation.units import size_text
-from lora_rocm.rundir.event_types import Event, StartEvent, StepEvent, event_of
+from lora_rocm.rundir.event_line import event_of
+from lora_rocm.rundir.event_types import Event, StartEvent, StepEvent
 from lora_rocm.rundir.layout import RunDir
 
 E = TypeVar("E", bound=Event)

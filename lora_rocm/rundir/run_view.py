@@ -80,9 +80,7 @@ class RunView:
     is_running: bool
 
     @classmethod
-    def of(
-        cls, run_dir: RunDir | Path | str, *, use_index: bool = True, last_steps: int | None = None
-    ) -> RunView:
+    def of(cls, run_dir: RunDir | Path | str, *, use_index: bool = True, last_steps: int | None = None) -> RunView:
         """Read a run directory, also while the run is training.
 
         Args:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from lora_rocm.errors import StorageError
 from lora_rocm.foundation.safe_path import python_command, python_environment
 from lora_rocm.processes.process import own_group
-from lora_rocm.rundir.event_types import AlarmEvent, Event, NoticeEvent, StepEvent, TelemetryEvent, event_of
+from lora_rocm.rundir.event_line import event_of
+from lora_rocm.rundir.event_types import AlarmEvent, Event, NoticeEvent, StepEvent, TelemetryEvent
 from lora_rocm.telemetry.alarms import Alarms
 from lora_rocm.telemetry.cards import EVERY_S, EXPLAINED, Cards, TelemetryJob
 from lora_rocm.telemetry.thinning import Thinned

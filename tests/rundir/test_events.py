@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from lora_rocm.errors import ResumeError, StorageError
 from lora_rocm.rundir import events
 from lora_rocm.rundir.event_index import read_log
-from lora_rocm.rundir.event_types import TYPES, Event, event_of
+from lora_rocm.rundir.event_line import event_of
+from lora_rocm.rundir.event_types import TYPES, Event
 from lora_rocm.rundir.events import EventReader, EventWriter, current_steps, emit
 from tests.event_lines import read_events
 from tests.supervisor.fake_run import data_fields, event, start_fields, step_fields

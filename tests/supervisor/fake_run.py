@@ -9,7 +9,8 @@ from typing import Any
 
 from lora_rocm.foundation.files import write_json
 from lora_rocm.rundir.checkpoint_record import Position, sealed
-from lora_rocm.rundir.event_types import TYPES, Event, NoticeEvent, event_of
+from lora_rocm.rundir.event_line import event_of
+from lora_rocm.rundir.event_types import TYPES, Event, NoticeEvent
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext

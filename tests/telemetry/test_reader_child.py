@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.foundation.safe_path import python_command
-from lora_rocm.rundir.event_types import Event, NoticeEvent, TelemetryEvent, event_of
+from lora_rocm.rundir.event_line import event_of
+from lora_rocm.rundir.event_types import Event, NoticeEvent, TelemetryEvent
 from lora_rocm.telemetry import reader_child
 from lora_rocm.telemetry.cards import EXPLAINED, Cards, TelemetryJob
 from lora_rocm.telemetry.reader import ABSENT, POWER, TEMPERATURE, reading

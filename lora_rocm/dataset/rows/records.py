@@ -426,10 +426,7 @@ SYSTEM = ("system", "system_prompt")
 
 
 def _system(row: RowCells, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the system message from the columns ``SYSTEM`` as a list of one message.
-
-    The list is empty if these columns are empty, or if ``messages`` already begins with a system message.
-    """
+    """Return a list of the system message in the columns ``SYSTEM``; empty without one, or if ``messages`` has one."""
     found = {column: row[column] for column in SYSTEM if column in row and row.unread(column)}
     first = messages[0] if messages else {"role": ""}
     if first["role"] in ("system", "developer"):

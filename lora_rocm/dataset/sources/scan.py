@@ -396,9 +396,7 @@ def _plan_class_images(found: _Findings) -> None:
 def _notify_own_number(name: str, fallback: str) -> list[str]:
     """Return a notice if the source's own folder has a ``10_name`` name. kohya's number applies only to sub-folders.
 
-    Args:
-        name: name of the source's folder.
-        fallback: the recipe's ``caption_fallback``.
+    ``fallback``: the recipe's ``caption_fallback``.
     """
     match = REPEAT_FOLDER.fullmatch(name)
     if match is None:
@@ -446,8 +444,7 @@ def _fallback(options: ResolvedSource, path: Path | None, folder: RepeatFolder) 
 
     Args:
         options: options of the source.
-        path: the image's file; None if the image is in a table.
-        folder: the image's ``10_name`` folder.
+        path, folder: the image's file, None if it is in a table; its ``10_name`` folder.
     """
     if options.caption_fallback == "trigger":
         return options.trigger_word or ""
@@ -566,14 +563,11 @@ def _copies(samples: Samples) -> list[str]:
 def notify_copies(
     sample_of: Callable[[int], Sample], groups: Iterable[Sequence[int]], indices: Sequence[int]
 ) -> list[str]:
-    """Return a notice about different files with the same content.
-
-    One file that two sources use is intended and not reported.
+    """Return a notice about different files with the same content; one file in two sources is intended.
 
     Args:
         sample_of: returns the sample with an index.
-        groups: groups of images with the same content, as positions in ``indices``.
-        indices: indices of the compared samples.
+        groups, indices: groups of images with the same content, as positions in the indices of the compared samples.
     """
     copies = FirstN(NUM_NAMED)
     for group in groups:
@@ -594,10 +588,7 @@ def groups_of(values: Iterable[int | bytes]) -> list[list[int]]:
 
 
 def _num_bytes(sample: Sample) -> int | bytes:
-    """Return the size of a sample's image, which is the same for images with the same content.
-
-    A class image that is not generated yet has a unique value in place of a size.
-    """
+    """Return the size of a sample's image; a unique value for a class image that is not generated yet."""
     if sample.options.path is None and sample.options.dataset is None:
         return sample.key.encode()  # not drawn yet, so its content is unlike any other
     if isinstance(sample.location, Path):
