@@ -273,11 +273,7 @@ class Cropped:
 
 
 def geometries(samples: Iterable[Sample], data: DataSection) -> tuple[dict[str, Geometry], list[Problem], list[str]]:
-    """Compute the geometry of each sample.
-
-    Returns:
-        The geometries by sample key, a problem per image that is too small, and notices about cropping.
-    """
+    """Return the geometries by sample key, a problem for each image that is too small, and notices about cropping."""
     found: dict[str, Geometry] = {}
     too_small, cropped = list[Problem](), Cropped(data)
     for sample in samples:
@@ -444,7 +440,8 @@ def _fallback(options: ResolvedSource, path: Path | None, folder: RepeatFolder) 
 
     Args:
         options: options of the source.
-        path, folder: the image's file, None if it is in a table; its ``10_name`` folder.
+        path: the image's file; None if the image is in a table.
+        folder: the image's ``10_name`` folder.
     """
     if options.caption_fallback == "trigger":
         return options.trigger_word or ""
@@ -567,7 +564,8 @@ def notify_copies(
 
     Args:
         sample_of: returns the sample with an index.
-        groups, indices: groups of images with the same content, as positions in the indices of the compared samples.
+        groups: groups of images with the same content, as positions in ``indices``.
+        indices: indices of the compared samples.
     """
     copies = FirstN(NUM_NAMED)
     for group in groups:
