@@ -282,7 +282,7 @@ def with_a_vae_of_16_channels(model: Path) -> None:
         (without_a_block, ["unet", "tensors are missing, for example mid_block."]),
         (like_ssd_1b, ["unet", "tensors are missing, for example down_blocks.2.attentions.0.transformer_blocks.1."]),
         (with_a_vae_of_16_channels, ["vae", "of another shape"]),
-        (with_whole_numbers, ["whole numbers (I8)", "float16"]),
+        (with_whole_numbers, ["integers (I8)", "float16"]),
         (damaged("model_index.json", b"{"), ["model_index.json", worded("bad_input/download-the-model-again")]),
         (
             damaged("vae/config.json", None),
@@ -530,7 +530,7 @@ def test_sample_and_export_of_what_is_not_there(program: Program, files: Path, t
     program("sample", "runs/ok", *SMALL, "--strength", "nan").refused(2, "--strength")
     program("sample", "old.ckpt", *SMALL, "--base", "model").refused(2, "old.ckpt", "pickle")
     program("export", young, "--format", "kohya").refused(2, young, "Continue the training first")
-    program("export", alone, "--format", "kohya").refused(2, alone, "Give a run directory")
+    program("export", alone, "--format", "kohya").refused(2, alone, "Use a run directory")
     (young / "recipe.yaml").write_text("lora: {rank: x}", encoding="utf-8")
     program("export", young, "--format", "kohya").refused(2, f"{young / 'recipe.yaml'}:1 lora.rank", "'x'")
     for command in ("status", "report"):

@@ -389,10 +389,10 @@ def test_more_memory_than_this_machine_has(program: Program, new: RunDir, monkey
         torch.empty(2**50)
 
     monkeypatch.setattr("lora_rocm.train.load_model.inject", takes_all)
-    program.train(new.path).refused(3, "not enough memory", "lora.rank")
+    program.train(new.path).refused(3, "not have enough memory", "lora.rank")
     monkeypatch.setattr("lora_rocm.children.model_child.content_of", takes_all)
     small = ("--steps", "1", "--width", "64", "--height", "64")
-    program("sample", "runs/ok", "--prompt", "x", *small).refused(3, "not enough memory")
+    program("sample", "runs/ok", "--prompt", "x", *small).refused(3, "not have enough memory")
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "cache_store": (5, 0, JSON),
     "checks": (3, 0, TORCH),
     "children": (28, 2, JSON),
-    "commands": (48, 1, LIBRARY),
+    "commands": (48, 2, LIBRARY),
     "dataset": (78, 3, ARROW),
     "device": (16, 5, TORCH),
     "doctor": (1, 0, JSON),

@@ -10,7 +10,7 @@ from lora_rocm.errors import UserError
 from lora_rocm.foundation.files import require_place, write_atomic
 from lora_rocm.foundation.units import count_text
 from lora_rocm.importing.importer import import_files
-from lora_rocm.importing.setting import Unread
+from lora_rocm.importing.setting import UnreadText
 from lora_rocm.importing.translator import Outcome, Translated
 
 LOST = 2
@@ -113,7 +113,7 @@ def _setting(row: Translated) -> ImportedSetting:
     )
 
 
-def _unread(part: Unread) -> UnreadPart:
+def _unread(part: UnreadText) -> UnreadPart:
     return UnreadPart(f"{part.file}:{part.line}" if part.line else part.file, part.why)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.importing.formats.config_text import json_settings, toml_settings, yaml_settings
-from lora_rocm.importing.setting import FileContent, Setting, Unread, named, path_text
+from lora_rocm.importing.setting import FileContent, Setting, UnreadText, named, path_text
 
 MAX_BYTES = 4 << 20  # a notebook with pictures in it
 MAX_FILES = 64
@@ -48,7 +48,7 @@ class ConfigFiles:
     """
 
     given: tuple[ConfigFile, ...]
-    unread: list[Unread] = field(default_factory=list)
+    unread: list[UnreadText] = field(default_factory=list)
     _opened: int = 0
 
     @classmethod
@@ -77,7 +77,7 @@ class ConfigFiles:
                 return _read(place)
             except UserError as error:
                 why = f"{setting.key}: {error.what}"
-        self.unread.append(Unread(setting.file, setting.line, why, changes_weights))
+        self.unread.append(UnreadText(setting.file, setting.line, why, changes_weights))
         return None
 
     def _place(self, setting: Setting) -> Path | None:

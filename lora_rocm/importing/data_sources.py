@@ -16,7 +16,7 @@ Source = Mapping[str, RecipeValue]
 """Keys of an entry of ``data.sources`` -> values."""
 
 
-def put_sources(t: Translator, sources: Sequence[Source]) -> None:
+def take_sources(t: Translator, sources: Sequence[Source]) -> None:
     """Write the sources: keys with equal values in all of them go to ``data``, and a single folder is ``data.path``.
 
     A key that a source lacks has lora-rocm's default there.
@@ -32,14 +32,14 @@ def put_sources(t: Translator, sources: Sequence[Source]) -> None:
     for key in shared:
         if is_single or key != "path":
             every = [setting for source in sources for setting in source[key].settings]
-            t.put(f"data.{key}", sources[0][key].value, *every, note=sources[0][key].note)
+            t.take(f"data.{key}", sources[0][key].value, *every, note=sources[0][key].note)
     if is_single:
         return
     for index, source in enumerate(sources):
         for key, given in source.items():
             if key == "path" or key not in shared:
                 assert key in DataSource.model_fields, key
-                t.put(f"data.sources[{index}].{key}", given.value, *given.settings, note=given.note)
+                t.take(f"data.sources[{index}].{key}", given.value, *given.settings, note=given.note)
 
 
 def side_of(value: Value) -> int | None:

@@ -13,7 +13,7 @@ from lora_rocm.importing.config_files import ConfigFiles
 from lora_rocm.importing.recipe_text import recipe_text
 from lora_rocm.importing.registry import MODULES, trainer_of
 from lora_rocm.importing.rows import table_of
-from lora_rocm.importing.setting import Unread
+from lora_rocm.importing.setting import UnreadText
 from lora_rocm.importing.translator import Outcome, RecipeValue, Translated, Translator
 from lora_rocm.recipe.foreign import trainer_in
 from lora_rocm.recipe.load import load_text
@@ -45,7 +45,7 @@ class ImportedRecipe:
     version: str
     text: str
     outcomes: tuple[Translated, ...]
-    unread: tuple[Unread, ...]
+    unread: tuple[UnreadText, ...]
     notices: tuple[str, ...]
 
     @property
@@ -125,15 +125,15 @@ def _fill_in(translator: Translator) -> list[str]:
     """Write placeholders for what every recipe needs; returns a sentence for each."""
     values, found = translator.values, []
     if "model.name_or_path" not in values:
-        translator.put("model.name_or_path", PLACEHOLDER, note="name the base model here")
+        translator.take("model.name_or_path", PLACEHOLDER, note="name the base model here")
         found.append(f"The configuration names no base model: replace {PLACEHOLDER} in model.name_or_path.")
     if not any(key in ("data.path", "data.dataset") or key.startswith("data.sources[") for key in values):
         is_text = "model.family" in values and values["model.family"].value == "causal-lm"
         key, what = ("data.sources[0].dataset", "table") if is_text else ("data.path", "folder of the data")
-        translator.put(key, PLACEHOLDER, note=f"name the {what} here")
+        translator.take(key, PLACEHOLDER, note=f"name the {what} here")
         found.append(f"The configuration names no data: replace {PLACEHOLDER} in {key}.")
     if "train.epochs" not in values and "train.max_train_steps" not in values:
-        translator.put("train.epochs", 1, note="set the length of the run here")
+        translator.take("train.epochs", 1, note="set the length of the run here")
         found.append("The configuration does not set the length of the run: set train.epochs.")
     return found
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lora_rocm.foundation.json_text import BadJson, parse_json
-from lora_rocm.importing.data_sources import Source, put_sources
+from lora_rocm.importing.data_sources import Source, take_sources
 from lora_rocm.importing.rows import table_of
 from lora_rocm.importing.setting import Setting, Value, path_text
 from lora_rocm.importing.translator import Function, RecipeValue, Translator
@@ -16,10 +16,10 @@ from lora_rocm.importing.value_maps import (
     SCHEDULES,
     is_on,
     number,
-    put_number,
-    put_optimizer,
-    put_optimizer_arguments,
-    put_path,
+    take_number,
+    take_optimizer,
+    take_optimizer_arguments,
+    take_path,
 )
 
 FAMILY = "causal-lm"
@@ -41,7 +41,7 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "lion_32bit": ("lion", ""), "paged_lion_32bit": ("lion", "its state is never moved to main memory"),
     "schedule_free_adamw": ("adamw_schedule_free", ""), "came_pytorch": ("came", ""), "muon": ("muon", ""),
 }  # fmt: skip
-"""Optimizer of transformers or axolotl -> ours, and how it differs; others: ``value_maps.put_optimizer``."""
+"""Optimizer of transformers or axolotl -> ours, and how it differs; others: ``value_maps.take_optimizer``."""
 ANY_PARENT = r"(?:.*\.)?"
 """Begins a regular expression for names with any parents."""
 PEFT_TARGETS = rf"{ANY_PARENT}(?:q_proj|v_proj)"
@@ -61,48 +61,48 @@ SHARE_KEYS = ("val_size", "val_set_size")
 # model
 
 
-def put_base(t: Translator, setting: Setting) -> None:
+def take_base(t: Translator, setting: Setting) -> None:
     """The base. Files that bitsandbytes has quantised stay as they are."""
     name = path_text(setting.value)
     note = ""
     if re.search(r"(?i)gguf|gptq|awq|-int4\b|exl2", name):
         note = "these files are quantised: name the original model"
-    t.put("model.name_or_path", name, setting, note=note)
+    t.take("model.name_or_path", name, setting, note=note)
 
 
-def put_revision(t: Translator, setting: Setting) -> None:
+def take_revision(t: Translator, setting: Setting) -> None:
     """The branch, tag or commit of the base."""
     if str(setting.value) == "main":
         t.skip(setting, "the usual branch")
     else:
-        t.put("model.revision", str(setting.value), setting)
+        t.take("model.revision", str(setting.value), setting)
 
 
-def put_start(t: Translator, setting: Setting) -> None:
+def take_start(t: Translator, setting: Setting) -> None:
     """A LoRA to go on from: trainers name its folder, a recipe its file."""
     path = path_text(setting.value)
     if path.lower().endswith((".safetensors", ".bin", ".pt")):
-        t.put("lora.init_from", path, setting)
+        t.take("lora.init_from", path, setting)
     else:
-        t.put("lora.init_from", f"{path.rstrip('/')}/{LORA_FILE}", setting, note="the file in its folder")
+        t.take("lora.init_from", f"{path.rstrip('/')}/{LORA_FILE}", setting, note="the file in its folder")
 
 
-def put_quantization(kind: str) -> Function:
+def take_quantization(kind: str) -> Function:
     """A function for a switch of the base's format."""
 
-    def put(t: Translator, setting: Setting) -> None:
+    def take(t: Translator, setting: Setting) -> None:
         if is_on(setting.value):
-            t.put("model.quantization", kind, setting)
+            t.take("model.quantization", kind, setting)
         else:
             t.skip(setting, "it is off")
 
-    return put
+    return take
 
 
 # LoRA
 
 
-def put_targets(t: Translator, setting: Setting) -> None:
+def take_targets(t: Translator, setting: Setting) -> None:
     """The adapted modules: a preset, PEFT's names, or its regular expression for whole names."""
     found = targets_of(setting.value)
     if found is None:
@@ -112,7 +112,7 @@ def put_targets(t: Translator, setting: Setting) -> None:
     layers = None if targets == "all-linear" else _layers(t)
     if layers is not None and targets.startswith(ANY_PARENT):
         targets = rf"{ANY_PARENT}{layers}\.{targets}"
-    t.put("lora.targets", targets, setting, note=note)
+    t.take("lora.targets", targets, setting, note=note)
 
 
 def targets_of(value: Value) -> tuple[str, str] | None:
@@ -154,7 +154,7 @@ def _layers(t: Translator) -> str | None:
     return rf"(?:{names})\.(?:{'|'.join(map(str, numbers))})"
 
 
-def _put_layers(t: Translator, setting: Setting) -> None:
+def _take_layers(t: Translator, setting: Setting) -> None:
     targets = t.values.get("lora.targets")
     if setting.value in (None, "", []):
         t.skip(setting, "all layers")
@@ -162,7 +162,7 @@ def _put_layers(t: Translator, setting: Setting) -> None:
         t.lose(setting, "adapts some layers alone: write lora.targets as a regular expression", ours="lora.targets")
     elif targets is not None:
         t.values.pop("lora.targets")
-        t.put("lora.targets", targets.value, *targets.settings, setting, note=targets.note)
+        t.take("lora.targets", targets.value, *targets.settings, setting, note=targets.note)
     else:
         t.lose(setting, "adapts some layers alone", ours="lora.targets")
 
@@ -173,32 +173,32 @@ def _first_weights(t: Translator, setting: Setting) -> None:
     if setting.value is True or plain in ("true", "default", "kaiming"):
         t.skip(setting, "the usual start")
     elif plain in FIRST_WEIGHTS or plain.startswith("pissa"):
-        t.put("lora.init", "pissa" if plain.startswith("pissa") else FIRST_WEIGHTS[plain], setting)
+        t.take("lora.init", "pissa" if plain.startswith("pissa") else FIRST_WEIGHTS[plain], setting)
     else:
         t.lose(setting, "lora-rocm does not have these first weights", ours="lora.init")
 
 
 def _switch_on(ours: str) -> Function:
-    def put(t: Translator, setting: Setting) -> None:
+    def take(t: Translator, setting: Setting) -> None:
         if is_on(setting.value):
-            t.put(ours, True, setting)
+            t.take(ours, True, setting)
         else:
             t.skip(setting, "it is off")
 
-    return put
+    return take
 
 
 def _dropout(t: Translator, setting: Setting) -> None:
     if number(setting.value) == 0:
         t.skip(setting, "there is none here either")
     else:
-        put_number("lora.dropout")(t, setting)
+        take_number("lora.dropout")(t, setting)
 
 
 # length, batches and optimizer
 
 
-def put_epochs(t: Translator, setting: Setting) -> None:
+def take_epochs(t: Translator, setting: Setting) -> None:
     """A part of an epoch is rounded up."""
     found, steps = number(setting.value), t.given("max_steps")
     limit = number(steps.value) if steps is not None else None
@@ -209,7 +209,7 @@ def put_epochs(t: Translator, setting: Setting) -> None:
     else:
         rounded = max(math.ceil(found), 1)
         note = "" if rounded == found else "whole epochs here: stop earlier, or give train.max_train_steps"
-        t.put("train.epochs", rounded, setting, note=note)
+        t.take("train.epochs", rounded, setting, note=note)
 
 
 def _steps(t: Translator, setting: Setting) -> None:
@@ -217,10 +217,10 @@ def _steps(t: Translator, setting: Setting) -> None:
     if found is None or found <= 0:
         t.skip(setting, "no limit: epochs count")
     else:
-        t.put("train.max_train_steps", int(found), setting)
+        t.take("train.max_train_steps", int(found), setting)
 
 
-def put_warmup(t: Translator, setting: Setting) -> None:
+def take_warmup(t: Translator, setting: Setting) -> None:
     """A number below 1 is a share of the run. transformers' ``constant`` has no warm-up."""
     found, schedule = number(setting.value), t.value("lr_scheduler_type", "lr_scheduler")
     steps = t.given("warmup_steps")
@@ -233,22 +233,22 @@ def put_warmup(t: Translator, setting: Setting) -> None:
     elif setting.key.endswith("ratio") and steps is not None and number(steps.value):
         t.skip(setting, "warmup_steps takes precedence")
     elif found < 1:
-        t.put("optim.lr_warmup_ratio", found, setting)
+        t.take("optim.lr_warmup_ratio", found, setting)
     else:
-        t.put("optim.lr_warmup_steps", int(found), setting)
+        t.take("optim.lr_warmup_steps", int(found), setting)
 
 
-def put_language_schedule(t: Translator, setting: Setting) -> None:
+def take_language_schedule(t: Translator, setting: Setting) -> None:
     """The schedule by transformers' name; ``cosine_with_min_lr`` has its end in another key."""
     plain = str(setting.value).rpartition(".")[2].lower()
     own = "cosine" if plain == "cosine_warmup_with_min_lr" else SCHEDULES.get(plain)
     if own is None:
         t.lose(setting, "lora-rocm has no such schedule; the rate stays constant", ours="optim.lr_scheduler")
     else:
-        t.put("optim.lr_scheduler", own, setting)
+        t.take("optim.lr_scheduler", own, setting)
 
 
-def put_last_rate(t: Translator, setting: Setting) -> None:
+def take_last_rate(t: Translator, setting: Setting) -> None:
     """Where the schedule ends: a share of the peak, or a rate."""
     found = number(setting.value)
     if found is not None and not setting.key.endswith(("rate", "ratio")):
@@ -258,7 +258,7 @@ def put_last_rate(t: Translator, setting: Setting) -> None:
         t.lose(setting, "it is not a share of the peak", ours="optim.lr_min_ratio")
     else:
         note = "" if setting.key.endswith(("rate", "ratio")) else "as a share of the peak"
-        t.put("optim.lr_min_ratio", round(found, 6), setting, note=note)
+        t.take("optim.lr_min_ratio", round(found, 6), setting, note=note)
 
 
 def _schedule_arguments(t: Translator, setting: Setting) -> None:
@@ -275,14 +275,14 @@ def _schedule_arguments(t: Translator, setting: Setting) -> None:
     t.split(setting)
 
 
-def put_language_optimizer(t: Translator, setting: Setting) -> None:
+def take_language_optimizer(t: Translator, setting: Setting) -> None:
     """The optimizer by transformers' or axolotl's name."""
     plain = str(setting.value).rpartition(".")[2].lower()
     if plain in OPTIMIZERS:
         own, note = OPTIMIZERS[plain]
-        t.put("optim.optimizer", own, setting, note=note)
+        t.take("optim.optimizer", own, setting, note=note)
     else:
-        put_optimizer(t, setting)
+        take_optimizer(t, setting)
 
 
 def _betas(t: Translator, setting: Setting) -> None:
@@ -292,16 +292,16 @@ def _betas(t: Translator, setting: Setting) -> None:
         t.lose(setting, "it is not a number", ours="optim.betas")
     else:
         given = [each for each in (first, second) if each is not None]
-        t.put("optim.betas", [*values], *given)
+        t.take("optim.betas", [*values], *given)
 
 
-def put_precision(t: Translator, setting: Setting) -> None:
+def take_precision(t: Translator, setting: Setting) -> None:
     """The switches ``bf16`` and ``fp16``; several of them may be off."""
     plain = str(setting.value).lower()
     if plain == "auto":
         t.skip(setting, "train.mixed_precision: auto is the same")
     elif is_on(setting.value) or plain == "full":
-        t.put("train.mixed_precision", "fp16" if setting.key.lower() in ("fp16", "float16") else "bf16", setting)
+        t.take("train.mixed_precision", "fp16" if setting.key.lower() in ("fp16", "float16") else "bf16", setting)
     else:
         t.skip(setting, "it is off, or computed from the card")
 
@@ -309,13 +309,13 @@ def put_precision(t: Translator, setting: Setting) -> None:
 # data
 
 
-def put_share(t: Translator, setting: Setting) -> None:
+def take_share(t: Translator, setting: Setting) -> None:
     """The share of held-out texts; a number of rows is not the same."""
     found = number(setting.value)
     if not found:
         t.skip(setting, "nothing is held out")
     elif found <= MAX_SHARE:
-        t.put("data.validation_split", found, setting)
+        t.take("data.validation_split", found, setting)
     else:
         t.lose(
             setting,
@@ -324,26 +324,28 @@ def put_share(t: Translator, setting: Setting) -> None:
         )
 
 
-def put_validation_interval(t: Translator, setting: Setting) -> None:
+def take_validation_interval(t: Translator, setting: Setting) -> None:
     """The interval of the held-out loss, if texts are held out."""
     shares = [number(each.value) for key in SHARE_KEYS if (each := t.given(key)) is not None]
     plain = str(setting.value).lower()
     if not any(share and share <= MAX_SHARE for share in shares):
         t.skip(setting, "nothing is held out; data.validation_split is the share")
     elif plain == "epoch":
-        t.put("train.validation_every_n_epochs", 1, setting)
+        t.take("train.validation_every_n_epochs", 1, setting)
     elif plain in ("steps", "no"):
         t.skip(setting, "eval_steps is the interval")
     elif (found := number(setting.value)) is None or found < 1:
         t.skip(setting, "a share of the run; give train.validation_every_n_steps")
     elif not setting.key.lower().startswith("evals_per"):
-        t.put("train.validation_every_n_steps", int(found), setting)
+        t.take("train.validation_every_n_steps", int(found), setting)
     else:
         note = "" if found == 1 else "once per epoch; here the interval is epochs or steps"
-        t.put("train.validation_every_n_epochs", 1, setting, note=note)
+        t.take("train.validation_every_n_epochs", 1, setting, note=note)
 
 
-def put_table(dataset: str, *settings: Setting, note: str = "", split: Setting | None = None) -> dict[str, RecipeValue]:
+def take_table(
+    dataset: str, *settings: Setting, note: str = "", split: Setting | None = None
+) -> dict[str, RecipeValue]:
     """An entry of ``data.sources`` for one table."""
     if split is None or split.value in (None, "", "train"):  # the usual one
         given = settings if split is None else (*settings, split)
@@ -354,9 +356,9 @@ def put_table(dataset: str, *settings: Setting, note: str = "", split: Setting |
     }
 
 
-def put_tables(t: Translator, sources: Sequence[Source]) -> None:
+def take_tables(t: Translator, sources: Sequence[Source]) -> None:
     """Write the tables."""
-    put_sources(t, sources)
+    take_sources(t, sources)
 
 
 def fits(columns: set[str]) -> bool:
@@ -367,14 +369,14 @@ def fits(columns: set[str]) -> bool:
 # output
 
 
-def put_save_interval(t: Translator, setting: Setting) -> None:
+def take_save_interval(t: Translator, setting: Setting) -> None:
     """``save_strategy``, ``save_steps`` and axolotl's ``saves_per_epoch``."""
     plain, found = str(setting.value).lower(), number(setting.value)
     strategy = str(t.value("save_strategy") or "").lower()
     key = setting.key.lower()
     if key == "save_strategy":
         if plain == "epoch" and not (t.given("save_steps") and t.table.name == "axolotl"):
-            t.put("output.save_every_n_epochs", 1, setting)
+            t.take("output.save_every_n_epochs", 1, setting)
         else:
             t.skip(setting, "save_steps is the interval; the last LoRA is always written")
     elif strategy in ("epoch", "no", "best") and key == "save_steps":
@@ -383,19 +385,19 @@ def put_save_interval(t: Translator, setting: Setting) -> None:
         t.skip(setting, "the last LoRA is always written")
     elif key == "saves_per_epoch":
         note = "" if found == 1 else "once per epoch; here the interval is epochs or steps"
-        t.put("output.save_every_n_epochs", 1, setting, note=note)
+        t.take("output.save_every_n_epochs", 1, setting, note=note)
     elif found < 1:
         t.skip(setting, "a share of the run; give output.save_every_n_steps")
     else:
-        t.put("output.save_every_n_steps", int(found), setting)
+        t.take("output.save_every_n_steps", int(found), setting)
 
 
-def put_trackers(t: Translator, setting: Setting) -> None:
+def take_trackers(t: Translator, setting: Setting) -> None:
     """``report_to``: a name or a list of names."""
     names = [str(each).lower() for each in (setting.value if isinstance(setting.value, list) else [setting.value])]
     known: list[Value] = [each for each in names if each in TRACKERS and each != "tensorboard"]
     if known:
-        t.put("output.log_with", known, setting)
+        t.take("output.log_with", known, setting)
     elif {"none", "all", "tensorboard", "false"}.issuperset(names):
         t.skip(setting, "TensorBoard files are always written")
     else:
@@ -404,7 +406,7 @@ def put_trackers(t: Translator, setting: Setting) -> None:
 
 def _name(t: Translator, setting: Setting) -> None:
     name = re.sub(r"[^\w.-]+", "-", str(setting.value)).strip("-. ")
-    t.put("output.name", name or "lora", setting)
+    t.take("output.name", name or "lora", setting)
 
 
 def _kept(t: Translator, setting: Setting) -> None:
@@ -412,14 +414,14 @@ def _kept(t: Translator, setting: Setting) -> None:
     if not found or found < 1:
         t.skip(setting, "no limit there; lora-rocm keeps all LoRA files and the last two checkpoints")
     else:
-        t.put("output.keep_last", int(found), setting)
+        t.take("output.keep_last", int(found), setting)
 
 
 def _project(t: Translator, setting: Setting) -> None:
     if setting.value in ("huggingface", "unsloth-training"):
         t.skip(setting, "a name for trackers")
     else:
-        t.put("output.log_project", str(setting.value), setting)
+        t.take("output.log_project", str(setting.value), setting)
 
 
 # the whole
@@ -427,7 +429,7 @@ def _project(t: Translator, setting: Setting) -> None:
 
 def begin(t: Translator) -> None:
     """The family, which no trainer of language models names."""
-    t.put("model.family", FAMILY)
+    t.take("model.family", FAMILY)
 
 
 def finish(t: Translator) -> None:
@@ -436,13 +438,13 @@ def finish(t: Translator) -> None:
     if quantization is not None and dora is not None:
         t.withdraw("lora.use_dora", "DoRA needs a base that is not quantised here")
     if "lora.targets" not in t.values:
-        t.put("lora.targets", "all-linear", note="the file names no modules")
+        t.take("lora.targets", "all-linear", note="the file names no modules")
 
 
 def lose_method(t: Translator, setting: Setting, name: str) -> None:
     """A method of training that lora-rocm does not have. Pairs of answers are trained on by DPO instead."""
     if name.lower() in ("orpo", "simpo", "ipo", "cpo", "hinge", "kto_pair", "tpo", "robust", "bco_pair"):
-        t.put("objective.loss", "dpo", note=f"not {name}, which lora-rocm does not have; dpo reads pairs too")
+        t.take("objective.loss", "dpo", note=f"not {name}, which lora-rocm does not have; dpo reads pairs too")
         t.lose(setting, "another loss of pairs; dpo is written", ours="objective.loss")
     else:
         t.lose(
@@ -469,66 +471,66 @@ def is_dpo(t: Translator) -> bool:
     return known is not None and known.value == "dpo"
 
 
-def put_for_pairs(ours: str) -> Function:
+def take_for_pairs(ours: str) -> Function:
     """A function that copies a number which only DPO reads."""
 
-    def put(t: Translator, setting: Setting) -> None:
+    def take(t: Translator, setting: Setting) -> None:
         if not is_dpo(t):
             t.skip(setting, "only dpo reads it")
         elif number(setting.value) == 0:
             t.skip(setting, "it is off")
         else:
-            put_number(ours)(t, setting)
+            take_number(ours)(t, setting)
 
-    return put
+    return take
 
 
 LANGUAGE_FUNCTIONS: dict[str, Function] = {
-    "base": put_base,
-    "revision": put_revision,
-    "four_bits": put_quantization("nf4"),
-    "eight_bits": put_quantization("int8"),
-    "eight_bit_floats": put_quantization("fp8"),
-    "rank": put_number("lora.rank"),
-    "alpha": put_number("lora.alpha"),
+    "base": take_base,
+    "revision": take_revision,
+    "four_bits": take_quantization("nf4"),
+    "eight_bits": take_quantization("int8"),
+    "eight_bit_floats": take_quantization("fp8"),
+    "rank": take_number("lora.rank"),
+    "alpha": take_number("lora.alpha"),
     "dropout": _dropout,
     "rank_stabilised": _switch_on("lora.use_rslora"),
     "dora": _switch_on("lora.use_dora"),
-    "start": put_start,
-    "targets": put_targets,
-    "layers": _put_layers,
+    "start": take_start,
+    "targets": take_targets,
+    "layers": _take_layers,
     "first_weights": _first_weights,
-    "plus_ratio": put_number("lora.loraplus_lr_ratio"),
-    "batch": put_number("train.batch_size"),
-    "accumulation": put_number("train.gradient_accumulation_steps"),
-    "epochs": put_epochs,
+    "plus_ratio": take_number("lora.loraplus_lr_ratio"),
+    "batch": take_number("train.batch_size"),
+    "accumulation": take_number("train.gradient_accumulation_steps"),
+    "epochs": take_epochs,
     "steps": _steps,
-    "rate": put_number("optim.learning_rate"),
-    "decay": put_number("optim.weight_decay"),
-    "grad_norm": put_number("optim.max_grad_norm"),
+    "rate": take_number("optim.learning_rate"),
+    "decay": take_number("optim.weight_decay"),
+    "grad_norm": take_number("optim.max_grad_norm"),
     "betas": _betas,
-    "epsilon": put_number("optim.epsilon"),
-    "optimizer": put_language_optimizer,
-    "optimizer_arguments": put_optimizer_arguments,
-    "schedule": put_language_schedule,
-    "last_rate": put_last_rate,
+    "epsilon": take_number("optim.epsilon"),
+    "optimizer": take_language_optimizer,
+    "optimizer_arguments": take_optimizer_arguments,
+    "schedule": take_language_schedule,
+    "last_rate": take_last_rate,
     "schedule_arguments": _schedule_arguments,
-    "cycles": put_number("optim.lr_scheduler_num_cycles"),
-    "power": put_number("optim.lr_scheduler_power"),
-    "warmup": put_warmup,
-    "seed": put_number("train.seed"),
-    "precision": put_precision,
-    "validation_interval": put_validation_interval,
-    "save_interval": put_save_interval,
+    "cycles": take_number("optim.lr_scheduler_num_cycles"),
+    "power": take_number("optim.lr_scheduler_power"),
+    "warmup": take_warmup,
+    "seed": take_number("train.seed"),
+    "precision": take_precision,
+    "validation_interval": take_validation_interval,
+    "save_interval": take_save_interval,
     "kept": _kept,
-    "folder_of_runs": put_path("output.dir"),
-    "trackers": put_trackers,
+    "folder_of_runs": take_path("output.dir"),
+    "trackers": take_trackers,
     "name": _name,
     "project": _project,
-    "length": put_number("data.max_length"),
-    "share": put_share,
-    "beta": put_for_pairs("objective.beta"),
-    "smoothing": put_for_pairs("objective.label_smoothing"),
+    "length": take_number("data.max_length"),
+    "share": take_share,
+    "beta": take_for_pairs("objective.beta"),
+    "smoothing": take_for_pairs("objective.label_smoothing"),
 }
 """Functions for the rows of ``trainers/transformers.toml`` and of tables that include it."""
 

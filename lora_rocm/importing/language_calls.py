@@ -17,7 +17,7 @@ CONFIGS = (
 TRAINERS = (
     "SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "GRPOTrainer", "RLOOTrainer",
     "RewardTrainer", "PPOTrainer", "BCOTrainer", "GKDTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer",
-    "PRMTrainer", "Trainer", "UnslothTrainer",
+    "PRMTrainer", "PeerTrainer", "UnslothTrainer",
 )  # fmt: skip
 PARTS = ("LoraConfig", "BitsAndBytesConfig", "get_peft_model", "from_pretrained")
 """Calls with keywords that are flat names too."""
@@ -36,7 +36,7 @@ OBJECTS = (
 )  # fmt: skip
 """Keywords with code as a value: an object, or nothing that changes the weights."""
 OTHER_CLASSES = ("AutoTokenizer", "AutoProcessor", "AutoConfig", "AutoImageProcessor", "GenerationConfig")
-METHOD = re.compile(r"^(\w+?)(?:Config|Trainer)$")
+METHOD = re.compile(r"^(\w+?)(?:Config|PeerTrainer)$")
 AS_TRAINER = "trainer."
 """Begins the names of a trainer's keywords, such as ``model``, that are not settings of the run."""
 

@@ -18,7 +18,7 @@ KEYS = {
 """Key of a prompt in other trainers' files -> ours."""
 
 
-def put_prompts(t: Translator, setting: Setting) -> None:
+def take_prompts(t: Translator, setting: Setting) -> None:
     """``sample.prompts`` from kohya's ``sample_prompts``: a file with one prompt per line, or the prompts themselves.
 
     Options after a prompt (``--w 1024 --d 7``) stay: ``sample.prompts`` reads them.
@@ -40,7 +40,7 @@ def put_prompts(t: Translator, setting: Setting) -> None:
     if not found:
         t.skip(setting, "there are no prompts")
         return
-    t.put("sample.prompts", found[:MAX_PROMPTS], setting)
+    t.take("sample.prompts", found[:MAX_PROMPTS], setting)
     if len(found) > MAX_PROMPTS:
         t.change(setting, f"the first {MAX_PROMPTS} of {len(found)} prompts")
 

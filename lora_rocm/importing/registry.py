@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 
-from lora_rocm.importing.trainer import Trainer
+from lora_rocm.importing.trainer import PeerTrainer
 
 MODULES: Mapping[str, str] = {
     "kohya": "lora_rocm.importing.trainers.kohya",
@@ -24,8 +24,8 @@ MODULES: Mapping[str, str] = {
 """Id of a trainer, as in ``recipe/foreign.toml`` -> the module with its ``TRAINER``."""
 
 
-def trainer_of(name: str) -> Trainer:
+def trainer_of(name: str) -> PeerTrainer:
     """The trainer with this id."""
     found = import_module(MODULES[name]).TRAINER
-    assert isinstance(found, Trainer)
+    assert isinstance(found, PeerTrainer)
     return found

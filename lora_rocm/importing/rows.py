@@ -14,7 +14,7 @@ Kind = Literal["same", "convert", "not-needed", "unsupported"]
 
 
 @dataclass(frozen=True)
-class Row:
+class MappingRow:
     """The recipe key for some keys, or the reason why there is none.
 
     Attributes:
@@ -53,7 +53,7 @@ class TrainerTable:
 
     name: str
     version: str
-    row: tuple[Row, ...]
+    row: tuple[MappingRow, ...]
     defaults: Mapping[str, str | int | float | bool]
     include: str = ""
 

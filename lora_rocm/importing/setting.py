@@ -78,7 +78,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Unread:
+class UnreadText:
     """A part of a file that could not be read. why: a clause. changes_weights: whether it may change the result."""
 
     file: str
@@ -92,7 +92,7 @@ class FileContent:
     """One file: its settings in order, and its unreadable parts."""
 
     settings: list[Setting] = field(default_factory=list)
-    unread: list[Unread] = field(default_factory=list)
+    unread: list[UnreadText] = field(default_factory=list)
 
     def extend(self, other: FileContent) -> None:
         self.settings += other.settings

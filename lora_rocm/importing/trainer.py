@@ -15,7 +15,7 @@ def _nothing(translator: Translator) -> None:
 
 
 @dataclass(frozen=True)
-class Trainer:
+class PeerTrainer:
     """One trainer.
 
     Attributes:

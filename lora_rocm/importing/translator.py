@@ -11,8 +11,8 @@ from typing import Literal, NoReturn
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.importing.config_files import ConfigFiles
-from lora_rocm.importing.rows import Row, TrainerTable
-from lora_rocm.importing.setting import Setting, Unread, Value
+from lora_rocm.importing.rows import MappingRow, TrainerTable
+from lora_rocm.importing.setting import Setting, UnreadText, Value
 from lora_rocm.recipe.kinds import every_kind
 from lora_rocm.recipe.peer_names import advice, peer_names
 from lora_rocm.recipe.schema import Recipe
@@ -55,7 +55,7 @@ class RecipeValue:
 
 
 Function = Callable[["Translator", Setting], None]
-"""Converts one setting: it calls ``put``, ``lose`` or ``skip`` for it."""
+"""Converts one setting: it calls ``take``, ``lose`` or ``skip`` for it."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Translator:
     table: TrainerTable
     files: ConfigFiles
     settings: Sequence[Setting]
-    unread: list[Unread] = field(default_factory=list)
+    unread: list[UnreadText] = field(default_factory=list)
     values: dict[str, RecipeValue] = field(default_factory=dict)
     outcomes: list[Translated] = field(default_factory=list)
 
@@ -121,7 +121,7 @@ class Translator:
 
     # deciding
 
-    def put(self, ours: str, value: Value, *settings: Setting, note: str = "") -> None:
+    def take(self, ours: str, value: Value, *settings: Setting, note: str = "") -> None:
         """Write a recipe key for these settings. ``note``: how the meaning differs; empty: it is the same."""
         if isinstance(value, str | list) and (secret := [setting for setting in settings if setting.is_secret]):
             for setting in secret:
@@ -209,11 +209,11 @@ class Translator:
         elif setting.value in (None, "", False):
             self.skip(setting, "it is off")
         elif ours is not None and "." in ours:
-            self.put(ours, setting.value, setting)
+            self.take(ours, setting.value, setting)
         else:
             self.lose(setting, advice().get(name, "the importer does not know this key"))
 
-    def _row_of(self, setting: Setting) -> Row | None:
+    def _row_of(self, setting: Setting) -> MappingRow | None:
         """The row of a key: its dotted name first, then its last part."""
         key = plain_key(setting.key)
         candidates = [key, key.rpartition(".")[2]]
@@ -223,12 +223,12 @@ class Translator:
                     return row
         return None
 
-    def _apply(self, row: Row, setting: Setting, functions: Mapping[str, Function]) -> None:
+    def _apply(self, row: MappingRow, setting: Setting, functions: Mapping[str, Function]) -> None:
         """Carry out one row. Something empty and None mean that the key is absent."""
         if setting.value is None or (isinstance(setting.value, str | list | Mapping) and not setting.value):
             self.skip(setting, "it is empty")
         elif row.kind == "same":
-            self.put(row.ours, setting.value, setting, note=row.note)
+            self.take(row.ours, setting.value, setting, note=row.note)
         elif row.kind == "convert":
             functions[row.function](self, setting)
             assert self.is_settled(setting), f"{row.function} did not decide about {setting.key}"

@@ -50,61 +50,61 @@ def is_on(value: Value) -> bool:
     return value.strip().lower() in ("true", "1", "yes", "on") if isinstance(value, str) else bool(value)
 
 
-def put_number(ours: str, note: str = "") -> Function:
+def take_number(ours: str, note: str = "") -> Function:
     """A function that copies a number, which may be spelled as text."""
 
-    def put(t: Translator, setting: Setting) -> None:
+    def take(t: Translator, setting: Setting) -> None:
         found = number(setting.value)
         if found is None:
             t.lose(setting, "it is not a number", ours=ours)
         else:
-            t.put(ours, whole(found), setting, note=note)
+            t.take(ours, whole(found), setting, note=note)
 
-    return put
+    return take
 
 
-def put_switch(ours: str, *, opposite: bool = False, note: str = "") -> Function:
+def take_switch(ours: str, *, opposite: bool = False, note: str = "") -> Function:
     """A function that copies a switch, or writes its opposite."""
 
-    def put(t: Translator, setting: Setting) -> None:
-        t.put(ours, is_on(setting.value) is not opposite, setting, note=note)
+    def take(t: Translator, setting: Setting) -> None:
+        t.take(ours, is_on(setting.value) is not opposite, setting, note=note)
 
-    return put
+    return take
 
 
-def put_path(ours: str) -> Function:
+def take_path(ours: str) -> Function:
     """A function that copies a path, with forward slashes in place of Windows' own."""
 
-    def put(t: Translator, setting: Setting) -> None:
-        t.put(ours, path_text(setting.value), setting)
+    def take(t: Translator, setting: Setting) -> None:
+        t.take(ours, path_text(setting.value), setting)
 
-    return put
+    return take
 
 
-def put_if(ours: str, when: Callable[[Value], bool], otherwise: str) -> Function:
+def take_if(ours: str, when: Callable[[Value], bool], otherwise: str) -> Function:
     """A function that copies a value that ``when`` accepts; others have no effect: ``otherwise`` is the reason."""
 
-    def put(t: Translator, setting: Setting) -> None:
+    def take(t: Translator, setting: Setting) -> None:
         if when(setting.value):
-            t.put(ours, setting.value, setting)
+            t.take(ours, setting.value, setting)
         else:
             t.skip(setting, otherwise)
 
-    return put
+    return take
 
 
-def put_dropout(t: Translator, setting: Setting) -> None:
+def take_dropout(t: Translator, setting: Setting) -> None:
     """Dropout of kohya's kind, between the two matrices of a LoRA."""
     if number(setting.value):
-        t.put("lora.dropout", setting.value, setting, note="between the two matrices there, at their input here")
+        t.take("lora.dropout", setting.value, setting, note="between the two matrices there, at their input here")
     else:
         t.skip(setting, "0 switches it off")
 
 
-def put_number_format(ours: str) -> Function:
+def take_number_format(ours: str) -> Function:
     """A function that converts a number format: ``float`` is fp32, ``BFLOAT_16`` bf16."""
 
-    def put(t: Translator, setting: Setting) -> None:
+    def take(t: Translator, setting: Setting) -> None:
         plain = str(setting.value).lower()
         formats: Mapping[str, tuple[str, ...]] = peer_names().number_formats
         own = next((own for own, theirs in formats.items() if plain in theirs or plain == own), None)
@@ -113,39 +113,39 @@ def put_number_format(ours: str) -> Function:
         if own is None:
             t.lose(setting, "lora-rocm has no such number format", ours=ours, changes_weights=False)
         else:
-            t.put(ours, own, setting)
+            t.take(ours, own, setting)
 
-    return put
+    return take
 
 
-def put_schedule(t: Translator, setting: Setting) -> None:
+def take_schedule(t: Translator, setting: Setting) -> None:
     """The schedule of the learning rate."""
     plain = str(setting.value).rpartition(".")[2].lower()
     if plain == "adafactor":
-        t.put("optim.relative_step", True, setting, note="this schedule is Adafactor's own rate")
+        t.take("optim.relative_step", True, setting, note="this schedule is Adafactor's own rate")
     elif (own := SCHEDULES.get(plain)) is None:
         t.lose(setting, "lora-rocm has no such schedule; the rate stays constant", ours="optim.lr_scheduler")
     else:
-        t.put("optim.lr_scheduler", own, setting)
+        t.take("optim.lr_scheduler", own, setting)
 
 
-def put_optimizer(t: Translator, setting: Setting) -> None:
+def take_optimizer(t: Translator, setting: Setting) -> None:
     """The optimizer, by its class or its short name."""
-    put_optimizer_of(t, setting, str(setting.value))
+    take_optimizer_of(t, setting, str(setting.value))
 
 
-def put_optimizer_of(t: Translator, setting: Setting, name: str) -> None:
+def take_optimizer_of(t: Translator, setting: Setting, name: str) -> None:
     """The optimizer of a setting, with its name there."""
     found = optimizer_of(name)
     if found is None:
-        t.put("optim.optimizer", "adamw", note="in place of an optimizer that lora-rocm lacks")
+        t.take("optim.optimizer", "adamw", note="in place of an optimizer that lora-rocm lacks")
         for rate in ("optim.learning_rate", "optim.text_encoder_learning_rate"):
             t.withdraw(rate, "it is a rate for another optimizer")
-        t.put("optim.learning_rate", RATE_OF_ADAMW, note="a usual rate of adamw")
+        t.take("optim.learning_rate", RATE_OF_ADAMW, note="a usual rate of adamw")
         t.lose(setting, "lora-rocm has no such optimizer; adamw with its usual rate is written", ours="optim.optimizer")
     else:
         own, note = found
-        t.put("optim.optimizer", own, setting, note=note)
+        t.take("optim.optimizer", own, setting, note=note)
 
 
 WITHOUT_DECAY = {
@@ -154,7 +154,7 @@ WITHOUT_DECAY = {
 """Optimizers that have no weight decay by default in their Python libraries."""
 
 
-def put_weight_decay(t: Translator, optimizer: str, *, is_given: bool) -> None:
+def take_weight_decay(t: Translator, optimizer: str, *, is_given: bool) -> None:
     """The weight decay of trainers that use the libraries' defaults.
 
     Args:
@@ -163,10 +163,10 @@ def put_weight_decay(t: Translator, optimizer: str, *, is_given: bool) -> None:
         is_given: whether a file sets the weight decay.
     """
     if optimizer in WITHOUT_DECAY and not is_given:
-        t.put("optim.weight_decay", 0.0, note="the optimizer's default there")
+        t.take("optim.weight_decay", 0.0, note="the optimizer's default there")
 
 
-def put_optimizer_arguments(t: Translator, setting: Setting) -> None:
+def take_optimizer_arguments(t: Translator, setting: Setting) -> None:
     """Arguments of the optimizer: a mapping, a list of ``name=value``, or a text of these.
 
     ``optim.optimizer_args`` reads them; one that lora-rocm refuses is withdrawn later, on its own.
@@ -179,20 +179,20 @@ def put_optimizer_arguments(t: Translator, setting: Setting) -> None:
     else:
         words = ARGUMENT.findall(str(value))
     for number_of_word, word in enumerate(words):
-        t.put(f"optim.optimizer_args[{number_of_word}]", word, setting)
+        t.take(f"optim.optimizer_args[{number_of_word}]", word, setting)
     if not words:
         t.skip(setting, "it is empty")
 
 
-def put_absent(t: Translator, ours: str, value: Value, note: str) -> None:
+def take_absent(t: Translator, ours: str, value: Value, note: str) -> None:
     """Write a key that no setting has set."""
     if ours not in t.values:
-        t.put(ours, value, note=note)
+        t.take(ours, value, note=note)
 
 
-def put_weight_format(t: Translator, own: str, note: str) -> None:
+def take_weight_format(t: Translator, own: str, note: str) -> None:
     """Write the number format of the trained weights, if no setting has and the optimizer can train in it."""
     optimizer = t.values.get("optim.optimizer")
     name = str(optimizer.value) if optimizer is not None else "adamw"
     if own in OPTIMIZERS[name].weight_dtypes and own != "fp32":
-        put_absent(t, "lora.weight_dtype", own, note)
+        take_absent(t, "lora.weight_dtype", own, note)

@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 from lora_rocm.errors import UserError
 from lora_rocm.importing.importer import ImportedRecipe, import_files
-from lora_rocm.importing.rows import Row, table_of
+from lora_rocm.importing.rows import MappingRow, table_of
 from lora_rocm.importing.setting import Setting
 from lora_rocm.importing.trainers import kohya
 from tests.importing.imported import CONFIGS, imported, outcome_of, values_of
@@ -445,12 +445,12 @@ def test_each_option_of_the_scripts_and_each_field_of_the_gui_is_known() -> None
     assert len(names) > 300 and {name for name in names - known if not Setting(name, "x").is_secret} == set()
 
 
-def _sample(row: Row) -> str:
+def _sample(row: MappingRow) -> str:
     return "3" if row.kind == "convert" else "'x'"
 
 
 @pytest.mark.parametrize("row", table_of("kohya").row, ids=lambda row: row.keys[0])
-def test_each_key_of_the_table_has_the_outcome_of_its_row(row: Row, tmp_path: Path) -> None:
+def test_each_key_of_the_table_has_the_outcome_of_its_row(row: MappingRow, tmp_path: Path) -> None:
     keys = [key for key in row.keys if "." not in key and key not in ("config_file", "script")]
     text = "\n".join(f"{key} = {_sample(row)}" for key in keys)
     try:

@@ -12,7 +12,7 @@ import pytest
 from lora_rocm.commands.import_config import import_config
 from lora_rocm.errors import UserError
 from lora_rocm.importing.importer import ImportedRecipe, import_files, translated
-from lora_rocm.importing.rows import Row, table_of
+from lora_rocm.importing.rows import MappingRow, table_of
 from lora_rocm.importing.trainers import onetrainer, onetrainer_data, onetrainer_optimizer
 from tests.importing.imported import CONFIGS, check_outcomes, outcome_of, row_of, values_of
 
@@ -237,7 +237,7 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return {**one, **other, **both}
 
 
-def keys_of(rows: tuple[Row, ...]) -> list[str]:
+def keys_of(rows: tuple[MappingRow, ...]) -> list[str]:
     return [key for row in rows for key in row.keys]
 
 

@@ -18,7 +18,7 @@ CASES: tuple[tuple[str, tuple[tuple[str, Value], ...], tuple[str, ...]], ...] = 
     ("musubi", (("network_module", "networks.lora_zimage"),), ("datasets",)),
     ("musubi", (("script", "flux_kontext_train_network.py"), ("datasets[0].image_directory", "/a")), ("datasets",)),
 )
-"""Trainer, settings of a base, and the sections that are lists."""
+"""PeerTrainer, settings of a base, and the sections that are lists."""
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)

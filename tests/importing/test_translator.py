@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from lora_rocm.importing.config_files import ConfigFiles
-from lora_rocm.importing.rows import Row, TrainerTable
+from lora_rocm.importing.rows import MappingRow, TrainerTable
 from lora_rocm.importing.setting import Setting, Value
 from lora_rocm.importing.translator import Function, Translator, plain_key
 
 ROWS = (
-    Row(("dim",), "same", ours="lora.rank"),
-    Row(("net.dim",), "same", ours="lora.conv_rank"),
-    Row(("alpha",), "convert", function="double"),
-    Row(("cache",), "not-needed", note="always"),
-    Row(("odd",), "unsupported", note="odd", neutral=(0, "none")),
-    Row(("hub",), "unsupported", note="hub", changes_weights=False),
+    MappingRow(("dim",), "same", ours="lora.rank"),
+    MappingRow(("net.dim",), "same", ours="lora.conv_rank"),
+    MappingRow(("alpha",), "convert", function="double"),
+    MappingRow(("cache",), "not-needed", note="always"),
+    MappingRow(("odd",), "unsupported", note="odd", neutral=(0, "none")),
+    MappingRow(("hub",), "unsupported", note="hub", changes_weights=False),
 )
 
 
@@ -29,7 +29,7 @@ def given(key: str, value: Value, line: int = 1) -> Setting:
 
 
 def double(t: Translator, setting: Setting) -> None:
-    t.put("lora.alpha", 2 * int(str(setting.value)), setting, note="twice")
+    t.take("lora.alpha", 2 * int(str(setting.value)), setting, note="twice")
 
 
 FUNCTIONS: dict[str, Function] = {"double": double}
@@ -78,7 +78,7 @@ def test_a_default_that_was_already_used_does_not_run_again() -> None:
     t = translator(dim=4)
     default = t.setting("dim")
     assert default is not None and default is t.setting("dim") and default is t.default("dim")
-    t.put("lora.conv_rank", 4, default)
+    t.take("lora.conv_rank", 4, default)
     t.run_table(FUNCTIONS)
     assert rows(t) == [("dim", "taken", "lora.conv_rank", False)] and list(t.values) == ["lora.conv_rank"]
 
@@ -98,8 +98,8 @@ def test_the_last_of_two_lines_counts() -> None:
 
 def test_a_second_value_of_a_recipe_key_is_lost() -> None:
     t = translator(given("dim", 4), given("lora.rank", 8))
-    t.put("lora.rank", 4, t.settings[0])
-    t.put("lora.rank", 8, t.settings[1])
+    t.take("lora.rank", 4, t.settings[0])
+    t.take("lora.rank", 8, t.settings[1])
     assert rows(t)[1] == ("lora.rank", "unsupported", "lora.rank", True) and t.values["lora.rank"].value == 4
 
 
@@ -126,9 +126,9 @@ def test_withdrawing_a_key() -> None:
 
 def test_withdrawing_a_section() -> None:
     t = translator(given("a", 1), given("b", 1))
-    t.put("data.sources[0].path", "x", t.settings[0])
-    t.put("data.sources[0].repeats", 2, t.settings[1])
-    t.put("data.sources[1].path", "y")
+    t.take("data.sources[0].path", "x", t.settings[0])
+    t.take("data.sources[0].repeats", 2, t.settings[1])
+    t.take("data.sources[1].path", "y")
     t.withdraw("data.sources[0]", "refused")
     assert list(t.values) == ["data.sources[1].path"] and {row.outcome for row in t.outcomes} == {"unsupported"}
 

@@ -49,10 +49,10 @@ WHOLE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Compared key by key with the trainer's source."""
 SCRIPT = """\
-from trl import {method}Config, {method}Trainer
+from trl import {method}Config, {method}PeerTrainer
 from peft import LoraConfig
 args = {method}Config({more})
-trainer = {method}Trainer(model="a/b", args=args, train_dataset=rows, peft_config=LoraConfig(task_type="CAUSAL_LM"))
+trainer = {method}PeerTrainer(model="a/b", args=args, train_dataset=rows, peft_config=LoraConfig(task_type="CAUSAL_LM"))
 """
 
 

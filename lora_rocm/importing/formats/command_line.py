@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from lora_rocm.importing.setting import FileContent, Setting, Unread, Value
+from lora_rocm.importing.setting import FileContent, Setting, UnreadText, Value
 
 Shell = Literal["sh", "bat", "ps1"]
 CONTINUATION: dict[Shell, str] = {"sh": "\\", "bat": "^", "ps1": "`"}
@@ -62,33 +62,35 @@ def command_settings(text: str, file: str, program: re.Pattern[str], shell: Shel
         named = program.search(line)
         if assigned is not None and value is None and named is not None and shell == "ps1":
             value = named[named.lastindex or 0]
-            found.unread.append(Unread(file, number, f"sets {assigned[1]} by an expression; {value} is taken"))
+            found.unread.append(UnreadText(file, number, f"sets {assigned[1]} by an expression; {value} is taken"))
         if assigned is not None and (value is not None or named is None):
-            found.unread += _assign(variables, assigned[1].lower(), value, Unread(file, number, assigned[1]), line)
+            found.unread += _assign(variables, assigned[1].lower(), value, UnreadText(file, number, assigned[1]), line)
             continue
         command = _replaced(line, variables, shell)
         if not program.search(command):
             continue
         if is_done:
-            found.unread.append(Unread(file, number, "is a further command; import it from another file"))
+            found.unread.append(UnreadText(file, number, "is a further command; import it from another file"))
             continue
         is_done = True
         try:
             words = _words(command, shell)
         except ValueError:  # an open quotation mark
-            found.unread.append(Unread(file, number, "has an open quotation mark"))
+            found.unread.append(UnreadText(file, number, "has an open quotation mark"))
             words = command.split()
         found.extend(options_of(words, file, _LineOf(text, number), program))
     if not is_done:
-        found.unread.append(Unread(file, 0, "has no command line of the training program"))
+        found.unread.append(UnreadText(file, 0, "has no command line of the training program"))
     return found
 
 
-def _assign(variables: dict[str, str], name: str, value: str | None, place: Unread, line: str) -> list[Unread]:
+def _assign(variables: dict[str, str], name: str, value: str | None, place: UnreadText, line: str) -> list[UnreadText]:
     """Set a variable. Under a condition, which is not evaluated, the first value stays."""
     is_conditional = line[:1].isspace() and variables.get(name, value) != value
     if is_conditional:
-        return [Unread(place.file, place.line, f"sets {place.why} again under a condition; the first value is taken")]
+        return [
+            UnreadText(place.file, place.line, f"sets {place.why} again under a condition; the first value is taken")
+        ]
     variables.pop(name, None)
     variables |= {} if value is None else {name: value}
     return []
@@ -106,7 +108,9 @@ def options_of(words: list[str], file: str, line_of: _LineOf, program: re.Patter
         name, equals, value = word.partition("=")
         if not OPTION.match(name):
             if not launcher and UNSET.search(word):
-                found.unread.append(Unread(file, line_of(word), f"{word} holds options that the file does not write"))
+                found.unread.append(
+                    UnreadText(file, line_of(word), f"{word} holds options that the file does not write")
+                )
             continue
         values = [value] if equals else []
         while not equals and at < len(words) and not _is_option(words[at]) and not SEVERAL.match(words[at]):
@@ -117,7 +121,9 @@ def options_of(words: list[str], file: str, line_of: _LineOf, program: re.Patter
         line, key = line_of(name), name.lstrip("-")
         unknown = next((text for text in values if UNSET.search(text)), None)
         if unknown is not None:
-            found.unread.append(Unread(file, line, f"--{key} has the value of a variable that the file does not set"))
+            found.unread.append(
+                UnreadText(file, line, f"--{key} has the value of a variable that the file does not set")
+            )
             continue
         parsed: list[Value] = [_value(text) for text in values]
         content: Value = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
@@ -133,7 +139,7 @@ def assignments(words: Sequence[str], file: str) -> FileContent:
         if name and equals:
             found.settings.append(Setting(name, _value(value), file))
         else:
-            found.unread.append(Unread(file, 0, f"{word} is not NAME=VALUE"))
+            found.unread.append(UnreadText(file, 0, f"{word} is not NAME=VALUE"))
     return found
 
 

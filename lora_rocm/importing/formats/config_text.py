@@ -9,7 +9,7 @@ from typing import cast
 
 from lora_rocm.foundation.json_text import BadJson, parse_json
 from lora_rocm.importing.formats.tree import settings_of
-from lora_rocm.importing.setting import FileContent, Setting, Unread, Value
+from lora_rocm.importing.setting import FileContent, Setting, UnreadText, Value
 from lora_rocm.recipe.yaml_tree import YamlSyntaxError, dotted, parse_yaml
 
 MAX_DOTS = 1000  # in a line of TOML: the library is very slow for keys with many parts
@@ -46,12 +46,12 @@ def yaml_settings(text: str, file: str) -> FileContent:
         except YamlSyntaxError as error:
             kept = min(max(error.line - 1, 0), len(lines) - 1)
             found.unread[:0] = [
-                Unread(file, kept + number, "is not YAML here" if number == 1 else "is below a damaged line")
+                UnreadText(file, kept + number, "is not YAML here" if number == 1 else "is below a damaged line")
                 for number, line in enumerate(lines[kept:], 1)
                 if not COMMENT_OR_EMPTY.match(line)
             ]
             lines = lines[:kept]
-    found.unread += [Unread(file, line, f"{dotted(key)}: {what}") for key, line, what, _ in tree.problems]
+    found.unread += [UnreadText(file, line, f"{dotted(key)}: {what}") for key, line, what, _ in tree.problems]
     value = cast(Value, tree.value)
     found.settings = settings_of(value, "\n".join(lines), file) if isinstance(value, dict | list) else []
     return found
@@ -104,7 +104,7 @@ def _by_lines(text: str, file: str, pair: Callable[[str], tuple[str, Value] | No
         try:
             setting = pair(line)
         except (ValueError, BadJson, RecursionError):
-            found.unread.append(Unread(file, number, "cannot be read on its own, and the file is damaged"))
+            found.unread.append(UnreadText(file, number, "cannot be read on its own, and the file is damaged"))
             continue
         if setting is not None:
             found.settings.append(Setting(*setting, file, number))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from lora_rocm.foundation.json_text import BadJson, parse_json
-from lora_rocm.importing.setting import FileContent, Setting, Unread, Value, is_secret_text
+from lora_rocm.importing.setting import FileContent, Setting, UnreadText, Value, is_secret_text
 
 MAGIC = re.compile(r"^\s*[!%?]")
 CELL_MAGIC = re.compile(r"^\s*%%(?!time|capture)")
@@ -58,7 +58,7 @@ def call_settings(
             trees.append((code, ast.parse(code.text)))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line = code.line(getattr(error, "lineno", 0) or 1)
-            found.unread.append(Unread(file, line, "is not Python here"))
+            found.unread.append(UnreadText(file, line, "is not Python here"))
     constants = _constants([tree for _, tree in trees])
     seen = set[str]()
     for code, tree in trees:
@@ -102,7 +102,7 @@ def _add(
         if key.rpartition(".")[2] in passed:
             found.settings.append(Setting(key, code, *place))
         else:
-            found.unread.append(Unread(*place, f"{key} is computed ({code}), and no code is run"))
+            found.unread.append(UnreadText(*place, f"{key} is computed ({code}), and no code is run"))
         return
     if isinstance(value, Mapping) and value:
         found.settings += [Setting(f"{key}.{name}", each, *place) for name, each in value.items()]

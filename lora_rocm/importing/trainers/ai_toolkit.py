@@ -10,12 +10,20 @@ from collections.abc import Sequence
 
 from lora_rocm.importing.config_files import ConfigFiles
 from lora_rocm.importing.formats.command_line import assignments
-from lora_rocm.importing.setting import FileContent, Setting, Unread, Value, path_text
-from lora_rocm.importing.trainer import Trainer
+from lora_rocm.importing.setting import FileContent, Setting, UnreadText, Value, path_text
+from lora_rocm.importing.trainer import PeerTrainer
 from lora_rocm.importing.trainers import ai_toolkit_data, ai_toolkit_train
 from lora_rocm.importing.trainers.ai_toolkit_data import FLOWS, family_of, per_update
 from lora_rocm.importing.translator import Function, Translator
-from lora_rocm.importing.value_maps import is_on, number, put_dropout, put_number, put_number_format, put_path, whole
+from lora_rocm.importing.value_maps import (
+    is_on,
+    number,
+    take_dropout,
+    take_number,
+    take_number_format,
+    take_path,
+    whole,
+)
 
 PROCESS = re.compile(r"config\.process\[(\d+)\]\.?")
 VARIABLE = re.compile(r"\$\{[^}]+\}")
@@ -59,7 +67,9 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
     kept = []
     for each in found.settings:
         if VARIABLE.search(str(each.value)):
-            found.unread.append(Unread(each.file, each.line, f"{each.key} has a variable of the shell: {each.shown}"))
+            found.unread.append(
+                UnreadText(each.file, each.line, f"{each.key} has a variable of the shell: {each.shown}")
+            )
             continue
         key = PROCESS.sub("", each.key) if (at := PROCESS.match(each.key)) is None or at[1] == "0" else each.key
         kept.append(Setting(key, _named(each.value, name), each.file, each.line))
@@ -80,9 +90,9 @@ def _prepare(t: Translator) -> None:
             t.lose(each, "belongs to a further process of the job")
     _network(t)
     _targets(t)
-    ai_toolkit_train.put_optimizer_section(t)
-    ai_toolkit_data.put_datasets(t)
-    ai_toolkit_data.put_previews(t)
+    ai_toolkit_train.take_optimizer_section(t)
+    ai_toolkit_data.take_datasets(t)
+    ai_toolkit_data.take_previews(t)
 
 
 def _base(t: Translator) -> None:
@@ -98,12 +108,12 @@ def _base(t: Translator) -> None:
     if plain not in FAMILIES:
         t.refuse_base(OTHER_BASES.get(plain, f"the architecture {plain}"), said or base)
     family = FAMILIES[plain]
-    t.put("model.family", family, *filter(None, [said]), note="" if said else "ai-toolkit's default")
+    t.take("model.family", family, *filter(None, [said]), note="" if said else "ai-toolkit's default")
     for key in ("arch", *SWITCHES):
         if (setting := t.given(f"model.{key}")) is not None:
             t.skip(setting, "model.family is set by it")
     if variant := _variant(family, plain, arch, name):
-        t.put("model.variant", variant, note="by the architecture and the name of the base")
+        t.take("model.variant", variant, note="by the architecture and the name of the base")
     if (arguments := t.given("model.model_kwargs")) is not None and not arguments.value:
         t.skip(arguments, "it is empty")
     network = any(True for _ in t.below("network"))
@@ -138,18 +148,18 @@ def _network(t: Translator) -> None:
     alpha = t.given("network.linear_alpha") or t.given("network.alpha") or t.setting("network.linear_alpha")
     assert rank is not None and alpha is not None, "by the defaults"
     if name == "lokr":
-        t.put("lora.type", "lokr", kind)
+        t.take("lora.type", "lokr", kind)
         _lokr(t, rank, alpha)
     elif name in ("lora", "lierla", "locon", "lycoris", "dora"):
         if name == "dora":
-            t.put("lora.use_dora", True, kind)
+            t.take("lora.use_dora", True, kind)
         elif name not in LYCORIS or family in FLOWS:
             t.skip(kind, "a LoRA")
-        t.put("lora.rank", rank.value, rank)
+        t.take("lora.rank", rank.value, rank)
         if family in FLOWS:
-            t.put("lora.alpha", whole(number(rank.value) or 0), alpha, note="ai-toolkit uses the rank for this model")
+            t.take("lora.alpha", whole(number(rank.value) or 0), alpha, note="ai-toolkit uses the rank for this model")
         else:
-            t.put("lora.alpha", whole(number(alpha.value) or 0), alpha)
+            t.take("lora.alpha", whole(number(alpha.value) or 0), alpha)
     else:
         t.lose(kind, "lora-rocm does not train this kind of adapter", ours="lora.type")
     for key in ("network.linear", "network.rank", "network.alpha", "network.linear_alpha"):
@@ -164,12 +174,12 @@ def _lokr(t: Translator, rank: Setting, alpha: Setting) -> None:
     whole_matrix, factor = t.setting("network.lokr_full_rank"), t.setting("network.lokr_factor")
     assert whole_matrix is not None and factor is not None, "by the defaults"
     if is_on(whole_matrix.value):
-        t.put("lora.rank", 2048, whole_matrix, note="a rank this high keeps the second factors whole")
+        t.take("lora.rank", 2048, whole_matrix, note="a rank this high keeps the second factors whole")
     else:
         t.skip(whole_matrix, "lora.rank is set by it")
-        t.put("lora.rank", rank.value, rank)
-        t.put("lora.alpha", whole(number(rank.value if family_of(t) in FLOWS else alpha.value) or 0), alpha)
-    t.put("lora.factor", factor.value, factor)
+        t.take("lora.rank", rank.value, rank)
+        t.take("lora.alpha", whole(number(rank.value if family_of(t) in FLOWS else alpha.value) or 0), alpha)
+    t.take("lora.factor", factor.value, factor)
 
 
 def _targets(t: Translator) -> None:
@@ -191,7 +201,7 @@ def _flow_targets(t: Translator, is_whole: bool) -> None:
     """``is_whole``: also layers outside the blocks."""
     family, only, ignore = family_of(t), _chosen(t, "only_if_contains"), _chosen(t, "ignore_if_contains")
     if not only and not ignore and not is_whole and family != "z-image":
-        t.put("lora.targets", "all-linear", note="ai-toolkit adapts all linear layers of the blocks")
+        t.take("lora.targets", "all-linear", note="ai-toolkit adapts all linear layers of the blocks")
         return
     start = ".*" if is_whole else rf"{BLOCKS[family]}\.\d+\..*"
     part = "".join(
@@ -201,7 +211,7 @@ def _flow_targets(t: Translator, is_whole: bool) -> None:
     found = [setting for key in keys if (setting := t.given(f"network.{key}")) is not None]
     used = [each for each in found if (_words(each) if "contains" in each.key else is_whole)]
     note = "" if used else "ai-toolkit adapts all linear layers of these blocks"
-    t.put("lora.targets[0]", part + start, *used, note=note)
+    t.take("lora.targets[0]", part + start, *used, note=note)
 
 
 def _unet_targets(t: Translator) -> None:
@@ -213,15 +223,15 @@ def _unet_targets(t: Translator) -> None:
     kind = t.given("network.type")
     if kind is not None and str(kind.value).lower() in LYCORIS:
         note = "ai-toolkit also adapts the first and the last convolution, and the embedding of the time"
-        t.put("lora.targets", "attention-mlp-conv", kind, note=note)
+        t.take("lora.targets", "attention-mlp-conv", kind, note=note)
     elif conv is None or not number(conv.value):
-        t.put("lora.targets", "attention-mlp", note="the linear layers of the transformers, as in ai-toolkit")
+        t.take("lora.targets", "attention-mlp", note="the linear layers of the transformers, as in ai-toolkit")
     else:
-        t.put("lora.targets", "attention-mlp-conv", note="conv is set")
+        t.take("lora.targets", "attention-mlp-conv", note="conv is set")
     if conv is None or not number(conv.value):
         return
-    t.put("lora.conv_rank", whole(number(conv.value) or 0), conv)
-    t.put("lora.conv_alpha", whole(number((alpha or conv).value) or 0), *filter(None, [alpha]))
+    t.take("lora.conv_rank", whole(number(conv.value) or 0), conv)
+    t.take("lora.conv_alpha", whole(number((alpha or conv).value) or 0), *filter(None, [alpha]))
 
 
 def _chosen(t: Translator, key: str) -> list[str]:
@@ -240,26 +250,26 @@ def _words(setting: Setting) -> list[str]:
 
 
 def _name(t: Translator, setting: Setting) -> None:
-    t.put("output.name", str(setting.value), setting)
+    t.take("output.name", str(setting.value), setting)
 
 
 def _wandb(t: Translator, setting: Setting) -> None:
     if is_on(setting.value):
-        t.put("output.log_with", "wandb", setting)
+        t.take("output.log_with", "wandb", setting)
     else:
         t.skip(setting, "it is off")
 
 
 def _project(t: Translator, setting: Setting) -> None:
     if is_on(t.value("logging.use_wandb")):
-        t.put("output.log_project", str(setting.value), setting)
+        t.take("output.log_project", str(setting.value), setting)
     else:
         t.skip(setting, "no tracker is used")
 
 
 def _text_encoder(t: Translator, setting: Setting) -> None:
     if (family := family_of(t)) in FLOWS:
-        put_path("model.text_encoder_2" if family == "flux" else "model.text_encoder")(t, setting)
+        take_path("model.text_encoder_2" if family == "flux" else "model.text_encoder")(t, setting)
     else:
         t.skip(setting, "the base has the text encoders")
 
@@ -268,7 +278,7 @@ def _training_adapter(t: Translator, setting: Setting) -> None:
     text = path_text(setting.value)
     is_hub = re.match(r"[\w.-]+/[\w.-]+(/|$)", text) is not None and not text.startswith(".")
     note = "a file of the hub: download it, and write its path" if is_hub else ""
-    t.put("model.training_adapter", text, setting, note=note)
+    t.take("model.training_adapter", text, setting, note=note)
 
 
 def _extras(t: Translator, setting: Setting) -> None:
@@ -280,7 +290,7 @@ def _extras(t: Translator, setting: Setting) -> None:
 
 def _prediction(t: Translator, setting: Setting) -> None:
     if is_on(setting.value) and family_of(t) not in FLOWS:
-        t.put("model.prediction_type", "v_prediction", setting)
+        t.take("model.prediction_type", "v_prediction", setting)
     else:
         t.skip(setting, "the base's own kind of prediction counts")
 
@@ -307,10 +317,10 @@ def _quantization(t: Translator, setting: Setting, switch: str, kind: str, ours:
     elif own is None:
         t.lose(setting, f"lora-rocm has no such format as {name[0]}", ours=ours)
     elif name[2] and setting.key.endswith(kind):
-        t.put(ours, own)
+        t.take(ours, own)
         t.lose(setting, "adds an adapter that repairs the quantized base", ours=ours)
     else:
-        t.put(ours, own, setting, note="another format of 4 bits" if own == "nf4" and name[0] != "nf4" else "")
+        t.take(ours, own, setting, note="another format of 4 bits" if own == "nf4" and name[0] != "nf4" else "")
 
 
 def _hub(t: Translator, setting: Setting) -> None:
@@ -332,30 +342,30 @@ def _kept(t: Translator, setting: Setting) -> None:
     if found is None or found < 1:
         t.skip(setting, "all files are kept")
     else:
-        t.put("output.keep_last_loras", whole(found), setting)
+        t.take("output.keep_last_loras", whole(found), setting)
 
 
 FUNCTIONS: dict[str, Function] = {
     **ai_toolkit_train.FUNCTIONS,
     "name": _name,
-    "folder_of_runs": put_path("output.dir"),
-    "seed": put_number("train.seed"),
+    "folder_of_runs": take_path("output.dir"),
+    "seed": take_number("train.seed"),
     "wandb": _wandb,
     "project": _project,
-    "base": put_path("model.name_or_path"),
-    "vae": put_path("model.vae"),
+    "base": take_path("model.name_or_path"),
+    "vae": take_path("model.vae"),
     "training_adapter": _training_adapter,
     "text_encoder": _text_encoder,
     "extras": _extras,
     "prediction": _prediction,
     "quantize": _quantize,
     "quantize_te": _quantize_text_encoder,
-    "dropout": put_dropout,
-    "start": put_path("lora.init_from"),
-    "file_format": put_number_format("output.dtype"),
+    "dropout": take_dropout,
+    "start": take_path("lora.init_from"),
+    "file_format": take_number_format("output.dtype"),
     "save_every": _save_every,
     "kept": _kept,
     "hub": _hub,
 }
 
-TRAINER = Trainer("ai-toolkit", _read, FUNCTIONS, _prepare)
+TRAINER = PeerTrainer("ai-toolkit", _read, FUNCTIONS, _prepare)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from lora_rocm.importing.data_sources import Source, put_sources
+from lora_rocm.importing.data_sources import Source, take_sources
 from lora_rocm.importing.setting import Setting, Value, path_text
 from lora_rocm.importing.translator import RecipeValue, Translator
 from lora_rocm.importing.value_maps import SAMPLERS, is_on, number, whole
@@ -64,9 +64,9 @@ def per_update(t: Translator, ours: str, setting: Setting) -> None:
         t.lose(setting, "it is not a number", ours=ours)
     elif batches > 1:
         note = "in updates; ai-toolkit counts batches here"
-        t.put(ours, max(round(count / batches), 1), setting, note=note)
+        t.take(ours, max(round(count / batches), 1), setting, note=note)
     else:
-        t.put(ours, whole(count), setting)
+        t.take(ours, whole(count), setting)
 
 
 def items(t: Translator, section: str) -> list[Mapping[str, Setting]]:
@@ -81,22 +81,22 @@ def items(t: Translator, section: str) -> list[Mapping[str, Setting]]:
 # datasets
 
 
-def put_datasets(t: Translator) -> None:
+def take_datasets(t: Translator) -> None:
     """Every dataset becomes a source."""
     sources = [source for at in items(t, "datasets") if (source := _source(t, at))]
-    put_sources(t, sources)
+    take_sources(t, sources)
     if (word := t.given("trigger_word")) is not None:
         t.skip(word, "there is none, or each dataset has its own")
     if (empty := t.given("datasets")) is not None:
         t.skip(empty, "there are none")
     if any("shuffle_caption" in source for source in sources):
-        t.put("data.caption_variants", 16, note="ai-toolkit draws a new order in each step")
+        t.take("data.caption_variants", 16, note="ai-toolkit draws a new order in each step")
     variant = t.values.get("model.variant")
     step = BUCKET_STEPS["kontext" if variant is not None and variant.value == "kontext" else family_of(t)]
-    t.put("data.bucket_step", step, note="ai-toolkit's step for this model")
+    t.take("data.bucket_step", step, note="ai-toolkit's step for this model")
     for at in items(t, "datasets"):
         if (buckets := at.get("buckets")) is not None:
-            t.put("data.enable_bucket", is_on(buckets.value), buckets)
+            t.take("data.enable_bucket", is_on(buckets.value), buckets)
 
 
 def _source(t: Translator, at: Mapping[str, Setting]) -> Source | None:
@@ -209,7 +209,7 @@ WITHOUT_EFFECT = (
 # previews
 
 
-def put_previews(t: Translator) -> None:
+def take_previews(t: Translator) -> None:
     """The prompts with their own options; the others are in ``sample``."""
     listed, prompts = items(t, "sample.samples"), t.given("sample.prompts")
     is_off = is_on(t.value("train.disable_sampling"))
@@ -219,7 +219,7 @@ def put_previews(t: Translator) -> None:
     ]
     entries += [_parsed(t, str(text), prompts) for text in texts if text and prompts is not None]
     if not is_off:
-        _put_options(t, bool(entries))
+        _take_options(t, bool(entries))
     walks = is_on(t.value("sample.walk_seed"))
     for index, own in enumerate(() if is_off else entries):
         seed = t.setting("sample.seed")
@@ -227,7 +227,7 @@ def put_previews(t: Translator) -> None:
             own["seed"] = RecipeValue(seed.value, (), "the same for all prompts")
         head = f"sample.prompts[{index}]"
         for key, given in own.items():
-            t.put(head if len(own) == 1 else f"{head}.{key}", given.value, *given.settings, note=given.note)
+            t.take(head if len(own) == 1 else f"{head}.{key}", given.value, *given.settings, note=given.note)
     # the rest
     for each in t.below("sample"):
         name = each.key.rpartition(".")[2].lower()
@@ -246,7 +246,7 @@ UNSEEN = (
 )  # fmt: skip
 
 
-def _put_options(t: Translator, has_prompts: bool) -> None:
+def _take_options(t: Translator, has_prompts: bool) -> None:
     """``sample.*``; ai-toolkit's defaults are written only if there are prompts."""
     if not has_prompts:
         return
@@ -258,14 +258,14 @@ def _put_options(t: Translator, has_prompts: bool) -> None:
             continue
         value, note = _option(ours, setting.value)
         if value is not None and not (ours == "lora_scale" and value == 1):
-            t.put(f"sample.{ours}", value, setting, note=note)
+            t.take(f"sample.{ours}", value, setting, note=note)
     sampler = t.setting("sample.sampler")
     if sampler is not None and family_of(t) not in FLOWS:
         own = SAMPLERS.get(str(sampler.value).lower())
         if own is None:
             t.lose(sampler, "lora-rocm has no such sampler", ours="sample.sampler", changes_weights=False)
         else:
-            t.put("sample.sampler", own, sampler)
+            t.take("sample.sampler", own, sampler)
     every = t.setting("sample.sample_every")
     if every is not None and number(every.value):
         per_update(t, "sample.every_n_steps", every)

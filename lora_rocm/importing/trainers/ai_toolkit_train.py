@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from lora_rocm.importing.setting import Setting, Value
 from lora_rocm.importing.trainers.ai_toolkit_data import FLOWS, family_of, per_update
 from lora_rocm.importing.translator import Function, Translator, plain_key
-from lora_rocm.importing.value_maps import is_on, number, put_if, put_number, put_number_format, put_optimizer, whole
+from lora_rocm.importing.value_maps import (
+    is_on,
+    number,
+    take_if,
+    take_number,
+    take_number_format,
+    take_optimizer,
+    whole,
+)
 
 OTHER_NAMES = {
     "adam": ("adamw", "its weight decay is decoupled"), "adam8": ("adamw_8bit", ""), "adamw8": ("adamw_8bit", ""),
@@ -30,16 +38,16 @@ SAMPLINGS: Mapping[str, tuple[str, Value]] = {
 """``timestep_type`` -> (timestep_sampling, shift)."""
 
 
-def put_optimizer_section(t: Translator) -> None:
+def take_optimizer_section(t: Translator) -> None:
     """The optimizer with its parameters."""
     setting = t.setting("train.optimizer")
     assert setting is not None, "by the defaults"
     name = str(setting.value).lower()
     if name in OTHER_NAMES:
         own, note = OTHER_NAMES[name]
-        t.put("optim.optimizer", own, setting, note=note)
+        t.take("optim.optimizer", own, setting, note=note)
     else:
-        put_optimizer(t, setting)
+        take_optimizer(t, setting)
     found = t.values["optim.optimizer"]
     ours = str(found.value)
     for each in t.below("train.optimizer_params"):
@@ -52,9 +60,9 @@ def put_optimizer_section(t: Translator) -> None:
     if found.settings:
         decay, size = DECAYS.get(name, 0.0), 1e-6
         if "optim.weight_decay" not in t.values:
-            t.put("optim.weight_decay", decay, Setting("train.optimizer_params.weight_decay", decay))
+            t.take("optim.weight_decay", decay, Setting("train.optimizer_params.weight_decay", decay))
         if ours in WITH_EPSILON and "optim.epsilon" not in t.values:
-            t.put("optim.epsilon", size, Setting("train.optimizer_params.eps", size))
+            t.take("optim.epsilon", size, Setting("train.optimizer_params.eps", size))
 
 
 def _parameter(t: Translator, setting: Setting) -> None:
@@ -63,9 +71,9 @@ def _parameter(t: Translator, setting: Setting) -> None:
         t.skip(setting, "it is empty")
     elif name in PARAMETERS:
         value = number(setting.value) if isinstance(setting.value, str) else setting.value
-        t.put(f"optim.{name}", value, setting)
+        t.take(f"optim.{name}", value, setting)
     elif name == "eps":
-        t.put("optim.epsilon", number(setting.value), setting)
+        t.take("optim.epsilon", number(setting.value), setting)
     elif name == "decouple" and is_on(setting.value):
         t.skip(setting, "weight decay is always decoupled")
     else:
@@ -85,20 +93,20 @@ def _learning_rate(t: Translator, setting: Setting) -> None:
     elif rate is None:
         t.lose(setting, "it is not a number", ours="optim.learning_rate")
     elif ours in ESTIMATING and rate < 0.1:
-        t.put("optim.learning_rate", 1.0, setting, note="ai-toolkit uses 1 in place of rates below 0.1")
+        t.take("optim.learning_rate", 1.0, setting, note="ai-toolkit uses 1 in place of rates below 0.1")
     else:
-        t.put("optim.learning_rate", rate, setting)
+        t.take("optim.learning_rate", rate, setting)
 
 
 def _train_text_encoder_at(t: Translator, setting: Setting) -> None:
     """``lr`` is the rate of the text encoders if only the UNet has its own."""
     if family_of(t) not in FLOWS and number(setting.value):
-        t.put("optim.text_encoder_learning_rate", number(setting.value), setting)
+        t.take("optim.text_encoder_learning_rate", number(setting.value), setting)
 
 
 def _text_encoder_rate(t: Translator, setting: Setting) -> None:
     if is_on(t.value("train.train_text_encoder")) and family_of(t) not in FLOWS:
-        put_number("optim.text_encoder_learning_rate")(t, setting)
+        take_number("optim.text_encoder_learning_rate")(t, setting)
     else:
         t.skip(setting, "no text encoder is trained")
 
@@ -109,7 +117,7 @@ def _train_text_encoder(t: Translator, setting: Setting) -> None:
     elif family_of(t) in FLOWS:
         t.lose(setting, "trains the text encoder", ours="lora.train_text_encoder")
     else:
-        t.put("lora.train_text_encoder", True, setting)
+        t.take("lora.train_text_encoder", True, setting)
 
 
 def _schedule(t: Translator, setting: Setting) -> None:
@@ -117,14 +125,14 @@ def _schedule(t: Translator, setting: Setting) -> None:
     name = str(setting.value).lower()
     at = {plain_key(each.key).rpartition(".")[2]: each for each in t.below("train.lr_scheduler_params")}
     if name == "constant":
-        t.put("optim.lr_scheduler", "constant", setting)
+        t.take("optim.lr_scheduler", "constant", setting)
     elif name in ("cosine", "cosine_with_restarts"):
-        t.put("optim.lr_scheduler", "cosine", setting, note="" if name == "cosine" else "one cycle over the run")
+        t.take("optim.lr_scheduler", "cosine", setting, note="" if name == "cosine" else "one cycle over the run")
         _cosine(t, at)
     elif name == "constant_with_warmup":
-        t.put("optim.lr_scheduler", "constant", setting)
+        t.take("optim.lr_scheduler", "constant", setting)
         steps = at.get("num_warmup_steps") or Setting("train.lr_scheduler_params.num_warmup_steps", 1000)
-        t.put("optim.lr_warmup_steps", whole(number(steps.value) or 0), steps)
+        t.take("optim.lr_warmup_steps", whole(number(steps.value) or 0), steps)
     elif name == "linear":
         t.lose(setting, "rises from a third of the rate to the whole rate", ours="optim.lr_scheduler")
     else:
@@ -142,11 +150,11 @@ def _cosine(t: Translator, at: Mapping[str, Setting]) -> None:
     """Length and end of a cosine."""
     length, least = at.get("t_max") or at.get("t_0"), at.get("eta_min")
     if length is not None and number(length.value):
-        t.put("optim.lr_cosine_steps", whole(number(length.value) or 0), length)
+        t.take("optim.lr_cosine_steps", whole(number(length.value) or 0), length)
     rate = number(t.value("train.unet_lr", "train.lr"))
     if least is not None and number(least.value) and rate:
         share = float(f"{(number(least.value) or 0) / rate:.6g}")
-        t.put("optim.lr_min_ratio", share, least, note="a share of the rate")
+        t.take("optim.lr_min_ratio", share, least, note="a share of the rate")
 
 
 def _accumulation(t: Translator, setting: Setting) -> None:
@@ -157,9 +165,9 @@ def _accumulation(t: Translator, setting: Setting) -> None:
         t.skip(setting, "the other key is set")
     elif count != 1:
         t.values.pop("train.gradient_accumulation_steps", None)
-        put_number("train.gradient_accumulation_steps")(t, setting)
+        take_number("train.gradient_accumulation_steps")(t, setting)
     else:
-        put_number("train.gradient_accumulation_steps")(t, setting)
+        take_number("train.gradient_accumulation_steps")(t, setting)
 
 
 def _steps(t: Translator, setting: Setting) -> None:
@@ -169,7 +177,7 @@ def _steps(t: Translator, setting: Setting) -> None:
 def _ema(t: Translator, setting: Setting) -> None:
     decay = t.setting("train.ema_config.ema_decay")
     if is_on(setting.value) and decay is not None:
-        t.put("train.ema_decay", number(decay.value), setting, decay)
+        t.take("train.ema_decay", number(decay.value), setting, decay)
     else:
         t.skip(setting, "no average is kept")
 
@@ -194,17 +202,17 @@ def _timesteps(t: Translator, setting: Setting) -> None:
     elif not is_kind and not is_on(setting.value):
         t.skip(setting, "it is off")
         if t.given("train.timestep_type") is None and not even:
-            _put_sampling(t, "sigmoid")
+            _take_sampling(t, "sigmoid")
     elif not is_kind:
-        _put_sampling(t, "linear")
+        _take_sampling(t, "linear")
         t.lose(setting, "weights the loss by a bell curve over the noise levels", ours="objective.timestep_sampling")
     elif even and name != "weighted":
         t.skip(setting, "linear_timesteps takes precedence")
     elif name == "weighted":
-        _put_sampling(t, name)
+        _take_sampling(t, name)
         t.lose(setting, "weights the loss by noise level, by a table; the levels themselves are uniform")
     elif name in SAMPLINGS:
-        _put_sampling(t, name, setting)
+        _take_sampling(t, name, setting)
     else:
         t.lose(setting, "lora-rocm has no such distribution", ours="objective.timestep_sampling")
 
@@ -213,11 +221,11 @@ def _is_even(t: Translator) -> bool:
     return is_on(t.value("train.linear_timesteps")) or is_on(t.value("train.linear_timesteps2"))
 
 
-def _put_sampling(t: Translator, name: str, *settings: Setting) -> None:
+def _take_sampling(t: Translator, name: str, *settings: Setting) -> None:
     sampling, shift = SAMPLINGS[name]
     note = "" if settings else f"ai-toolkit's {name}"
-    t.put("objective.timestep_sampling", sampling, *settings, note=note)
-    t.put("objective.shift", shift, note=f"ai-toolkit's {name}")
+    t.take("objective.timestep_sampling", sampling, *settings, note=note)
+    t.take("objective.shift", shift, note=f"ai-toolkit's {name}")
 
 
 def _noise_range(t: Translator, setting: Setting) -> None:
@@ -231,7 +239,7 @@ def _noise_range(t: Translator, setting: Setting) -> None:
     else:
         value = round(1000 - steps) if is_first else round(1000 - steps - 1)
         note = "ai-toolkit counts from the noisiest step on"
-        t.put("objective.max_timestep" if is_first else "objective.min_timestep", max(value, 0), setting, note=note)
+        t.take("objective.max_timestep" if is_first else "objective.min_timestep", max(value, 0), setting, note=note)
 
 
 def _loss(t: Translator, setting: Setting) -> None:
@@ -239,18 +247,18 @@ def _loss(t: Translator, setting: Setting) -> None:
     if name == "mse":
         t.skip(setting, "the usual loss")
     elif name == "mae":
-        t.put("objective.loss_type", "l1", setting)
+        t.take("objective.loss_type", "l1", setting)
     elif name == "pseudo_huber":
-        t.put("objective.loss_type", "huber", setting, note="ai-toolkit's is smaller by a factor of 0.02")
-        t.put("objective.huber_schedule", "constant")
-        t.put("objective.huber_c", 0.01)
+        t.take("objective.loss_type", "huber", setting, note="ai-toolkit's is smaller by a factor of 0.02")
+        t.take("objective.huber_schedule", "constant")
+        t.take("objective.huber_c", 0.01)
     else:
         t.lose(setting, "lora-rocm has no such loss", ours="objective.loss_type")
 
 
 def _guidance(t: Translator, setting: Setting) -> None:
     if family_of(t) == "flux":
-        put_number("model.guidance")(t, setting)
+        take_number("model.guidance")(t, setting)
     elif number(setting.value) == 1:
         t.skip(setting, "1 switches it off")
     else:
@@ -268,7 +276,7 @@ def _reg_weight(t: Translator, setting: Setting) -> None:
     if number(setting.value) == 1 or not any(key.endswith("is_reg") for key in t.values):
         t.skip(setting, "there are no regularisation images, or they count fully")
     else:
-        put_number("data.prior_loss_weight")(t, setting)
+        take_number("data.prior_loss_weight")(t, setting)
 
 
 FUNCTIONS: dict[str, Function] = {
@@ -277,17 +285,17 @@ FUNCTIONS: dict[str, Function] = {
     "train_text_encoder": _train_text_encoder,
     "schedule": _schedule,
     "steps": _steps,
-    "batch": put_number("train.batch_size"),
+    "batch": take_number("train.batch_size"),
     "accumulation": _accumulation,
-    "grad_norm": put_number("optim.max_grad_norm"),
-    "precision": put_number_format("train.mixed_precision"),
+    "grad_norm": take_number("optim.max_grad_norm"),
+    "precision": take_number_format("train.mixed_precision"),
     "ema": _ema,
     "noise_scheduler": _noise_scheduler,
     "timesteps": _timesteps,
     "noise_range": _noise_range,
     "loss": _loss,
-    "min_snr": put_if("objective.min_snr_gamma", lambda value: bool(number(value)), "0 switches it off"),
-    "noise_offset": put_if("objective.noise_offset", lambda value: bool(number(value)), "0 switches it off"),
+    "min_snr": take_if("objective.min_snr_gamma", lambda value: bool(number(value)), "0 switches it off"),
+    "noise_offset": take_if("objective.noise_offset", lambda value: bool(number(value)), "0 switches it off"),
     "guidance": _guidance,
     "bypass": _bypass,
     "reg_weight": _reg_weight,

@@ -16,18 +16,18 @@ from lora_rocm.importing.language import (
     is_dpo,
     lose_full_training,
     lose_method,
-    put_language_schedule,
-    put_last_rate,
-    put_save_interval,
-    put_table,
-    put_tables,
-    put_targets,
-    put_warmup,
+    take_language_schedule,
+    take_last_rate,
+    take_save_interval,
+    take_table,
+    take_tables,
+    take_targets,
+    take_warmup,
 )
 from lora_rocm.importing.setting import FileContent, Setting, path_text
-from lora_rocm.importing.trainer import Trainer
+from lora_rocm.importing.trainer import PeerTrainer
 from lora_rocm.importing.translator import Function, Translator
-from lora_rocm.importing.value_maps import is_on, number, put_number, put_path, whole
+from lora_rocm.importing.value_maps import is_on, number, take_number, take_path, whole
 
 LISTS = ("datasets", "pretraining_dataset")
 SECTIONS = re.compile(
@@ -79,7 +79,7 @@ def _prepare(t: Translator) -> None:
             t.lose(setting, "changes the vocabulary or the configuration of the base")
         elif OTHER_METHODS.match(setting.key) and setting.key != "trl.beta":
             t.lose(setting, "a number of another method or program", changes_weights=False)
-    put_tables(t, _sources(t))
+    take_tables(t, _sources(t))
 
 
 def _sources(t: Translator) -> list[Source]:
@@ -107,13 +107,13 @@ def _tables(t: Translator, item: str) -> list[Source]:
     if files is not None and files.value and path is not None:
         named = files.value if isinstance(files.value, list) else [files.value]
         folder = "" if is_builder else f"{path_text(path.value)}/"
-        return [put_table(f"{folder}{each}", files, path, note=note, split=split) for each in named]
+        return [take_table(f"{folder}{each}", files, path, note=note, split=split) for each in named]
     if path is None or is_builder:
         for each in (path, files, split):
             if each is not None:
                 t.lose(each, "it names no file")
         return []
-    return [put_table(str(path.value), path, note=note, split=split)]
+    return [take_table(str(path.value), path, note=note, split=split)]
 
 
 def _about_kind(t: Translator, kind: Setting) -> str:
@@ -165,7 +165,7 @@ def _about_table(t: Translator, setting: Setting, key: str) -> None:
 def _method(t: Translator, setting: Setting) -> None:
     plain = str(setting.value).lower()
     if plain == "dpo":
-        t.put("objective.loss", "dpo", setting)
+        t.take("objective.loss", "dpo", setting)
     elif plain in ("none", "false"):
         t.skip(setting, "the loss of the next token")
     else:
@@ -182,7 +182,7 @@ def _other_method(t: Translator, setting: Setting) -> None:
 def _adapter(t: Translator, setting: Setting) -> None:
     plain = str(setting.value).lower()
     if plain == "qlora":
-        t.put("model.quantization", "nf4", setting, note="a LoRA of a base in 4 bits")
+        t.take("model.quantization", "nf4", setting, note="a LoRA of a base in 4 bits")
     elif plain == "lora":
         t.skip(setting, "a LoRA")
     else:
@@ -192,7 +192,7 @@ def _adapter(t: Translator, setting: Setting) -> None:
 def _four_bits(t: Translator, setting: Setting) -> None:
     eight = t.given("load_in_8bit")
     if is_on(setting.value) and not (eight is not None and is_on(eight.value)):
-        t.put("model.quantization", "nf4", setting)
+        t.take("model.quantization", "nf4", setting)
     else:
         t.skip(setting, "it is off")
 
@@ -200,7 +200,7 @@ def _four_bits(t: Translator, setting: Setting) -> None:
 def _every_linear(t: Translator, setting: Setting) -> None:
     """Every linear layer, whatever ``lora_target_modules`` names in addition."""
     if is_on(setting.value):
-        t.put("lora.targets", "all-linear", setting)
+        t.take("lora.targets", "all-linear", setting)
     else:
         t.skip(setting, "it is off")
 
@@ -212,7 +212,7 @@ def _modules(t: Translator, setting: Setting) -> None:
     elif every is not None and is_on(every.value):
         t.skip(setting, "lora_target_linear adapts them all")
     else:
-        put_targets(t, setting)
+        take_targets(t, setting)
 
 
 def _warmup(t: Translator, setting: Setting) -> None:
@@ -222,13 +222,13 @@ def _warmup(t: Translator, setting: Setting) -> None:
         if str(t.value("lr_scheduler")).lower() == "constant":
             t.skip(setting, "this schedule has no warm-up")
         elif steps is None or steps.value is None:
-            t.put("optim.lr_warmup_ratio", setting.value, setting, note="100 steps at most there")
+            t.take("optim.lr_warmup_ratio", setting.value, setting, note="100 steps at most there")
         else:
             t.skip(setting, "warmup_steps is given")
     elif setting is ratio and steps is not None and steps.value is not None:
         t.skip(setting, "warmup_steps takes precedence")
     else:
-        put_warmup(t, setting)
+        take_warmup(t, setting)
 
 
 def _whole_batch(t: Translator, setting: Setting) -> None:
@@ -240,7 +240,7 @@ def _whole_batch(t: Translator, setting: Setting) -> None:
     elif not found or not micro or found < micro:
         t.lose(setting, "it is not a multiple of micro_batch_size", ours="train.gradient_accumulation_steps")
     else:
-        t.put("train.gradient_accumulation_steps", whole(found // micro), setting, note="divided by micro_batch_size")
+        t.take("train.gradient_accumulation_steps", whole(found // micro), setting, note="divided by micro_batch_size")
 
 
 def _length(t: Translator, setting: Setting) -> None:
@@ -249,7 +249,7 @@ def _length(t: Translator, setting: Setting) -> None:
     note = (
         "" if longer is not None and longer.value == "truncate" else "longer texts are dropped there; here they are cut"
     )
-    put_number("data.max_length", note)(t, setting)
+    take_number("data.max_length", note)(t, setting)
 
 
 def _excess(t: Translator, setting: Setting) -> None:
@@ -262,15 +262,15 @@ def _excess(t: Translator, setting: Setting) -> None:
 def _project(t: Translator, setting: Setting) -> None:
     """Weights & Biases is on if its project is named."""
     if setting.key == "wandb_project" and "output.log_with" not in t.values:
-        t.put("output.log_with", ["wandb"])
-    t.put("output.log_project", str(setting.value), setting)
+        t.take("output.log_with", ["wandb"])
+    t.take("output.log_project", str(setting.value), setting)
 
 
 def _last_rate(t: Translator, setting: Setting) -> None:
     if number(setting.value) == 1:
-        t.put("optim.lr_scheduler", "constant", setting, note="the schedule ends where it begins")
+        t.take("optim.lr_scheduler", "constant", setting, note="the schedule ends where it begins")
     else:
-        put_last_rate(t, setting)
+        take_last_rate(t, setting)
 
 
 def _schedule(t: Translator, setting: Setting) -> None:
@@ -278,21 +278,21 @@ def _schedule(t: Translator, setting: Setting) -> None:
     if last is not None and number(last.value) == 1:
         t.skip(setting, "cosine_min_lr_ratio makes the rate constant")
     else:
-        put_language_schedule(t, setting)
+        take_language_schedule(t, setting)
 
 
 def _packing(t: Translator, setting: Setting) -> None:
     if is_dpo(t) or not is_on(setting.value):
         t.skip(setting, "pairs are not packed" if is_on(setting.value) else "it is off")
     else:
-        t.put("data.packing", True, setting)
+        t.take("data.packing", True, setting)
 
 
 def _every_word(t: Translator, setting: Setting) -> None:
     if is_dpo(t) or not is_on(setting.value):
         t.skip(setting, "answers are trained on")
     else:
-        t.put("objective.train_on", "all", setting)
+        t.take("objective.train_on", "all", setting)
 
 
 def _template(t: Translator, setting: Setting) -> None:
@@ -314,7 +314,7 @@ def _template(t: Translator, setting: Setting) -> None:
 
 def _tracker(t: Translator, setting: Setting) -> None:
     if is_on(setting.value):
-        t.put("output.log_with", [setting.key.removeprefix("use_")], setting)
+        t.take("output.log_with", [setting.key.removeprefix("use_")], setting)
     else:
         t.skip(setting, "it is off")
 
@@ -324,7 +324,7 @@ def _saves(t: Translator, setting: Setting) -> None:
     if setting.is_default and any(t.given(key) for key in ("save_steps", "save_strategy")):
         t.skip(setting, "another key has the interval")
     else:
-        put_save_interval(t, setting)
+        take_save_interval(t, setting)
 
 
 def _finish(t: Translator) -> None:
@@ -332,7 +332,7 @@ def _finish(t: Translator) -> None:
     if t.given("adapter") is None or not t.value("adapter"):
         lose_full_training(t, "adapter")
     if "lora.targets" not in t.values and (t.given("lora_r") is not None):
-        t.put("lora.targets", "all-linear", note="the file names no modules")
+        t.take("lora.targets", "all-linear", note="the file names no modules")
     for setting in t.settings:
         if setting.key.startswith(("datasets[", "datasets.", "pretraining_dataset[")) and not t.is_settled(setting):
             t.lose(setting, "lora-rocm has no such key of a table")
@@ -342,7 +342,7 @@ def _finish(t: Translator) -> None:
 OWN_FUNCTIONS: dict[str, Function] = {
     "adapter": _adapter,
     "four_bits": _four_bits,
-    "tokenizer": put_path("model.tokenizer"),
+    "tokenizer": take_path("model.tokenizer"),
     "every_linear": _every_linear,
     "names_of_modules": _modules,
     "last_rate": _last_rate,
@@ -361,4 +361,4 @@ OWN_FUNCTIONS: dict[str, Function] = {
     "saves": _saves,
 }
 
-TRAINER = Trainer("axolotl", _read, functions_of("axolotl", OWN_FUNCTIONS), _prepare, _finish)
+TRAINER = PeerTrainer("axolotl", _read, functions_of("axolotl", OWN_FUNCTIONS), _prepare, _finish)

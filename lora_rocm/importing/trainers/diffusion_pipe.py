@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 from lora_rocm.importing.config_files import ConfigFile, ConfigFiles
 from lora_rocm.importing.formats.command_line import NO_LINES, command_settings, options_of, shell_of
 from lora_rocm.importing.setting import FileContent, Setting, Value, path_text
-from lora_rocm.importing.trainer import Trainer
-from lora_rocm.importing.trainers.diffusion_pipe_data import put_directories
+from lora_rocm.importing.trainer import PeerTrainer
+from lora_rocm.importing.trainers.diffusion_pipe_data import take_directories
 from lora_rocm.importing.translator import Function, Translator, plain_key
 from lora_rocm.importing.value_maps import (
     is_on,
     number,
-    put_absent,
-    put_if,
-    put_number,
-    put_number_format,
-    put_optimizer,
-    put_path,
-    put_switch,
-    put_weight_format,
+    take_absent,
+    take_if,
+    take_number,
+    take_number_format,
+    take_optimizer,
+    take_path,
+    take_switch,
+    take_weight_format,
     whole,
 )
 from lora_rocm.recipe.peer_names import peer_names
@@ -103,20 +103,20 @@ def _prepare(t: Translator) -> None:
         t.refuse_base(name, kind)
     family = FAMILIES[name]
     if kind is not None:
-        t.put("model.family", family, kind)
+        t.take("model.family", family, kind)
     else:
-        t.put("model.family", family, note="a guess: no file names the model")
+        t.take("model.family", family, note="a guess: no file names the model")
     _base(t, family)
     targets: Value = [*SDXL_TARGETS] if family == "sdxl" else "all-linear"
-    t.put("lora.targets", targets, note="diffusion-pipe adapts all linear layers of the blocks")
+    t.take("lora.targets", targets, note="diffusion-pipe adapts all linear layers of the blocks")
     if next(t.below("adapter"), None) is None:
-        t.put("lora.type", "lora", note="without the section adapter diffusion-pipe trains the whole model")
+        t.take("lora.type", "lora", note="without the section adapter diffusion-pipe trains the whole model")
     if family == "sdxl":
         _text_encoders(t)
     else:
         _noise(t)
     _optimizer_arguments(t)
-    put_directories(t)
+    take_directories(t)
 
 
 def _base(t: Translator, family: str) -> None:
@@ -125,15 +125,15 @@ def _base(t: Translator, family: str) -> None:
         if family == "flux" and t.value("model.transformer_path"):
             break
         if (setting := t.given(f"model.{theirs}")) is not None and setting.value:
-            put_path(f"model.{ours}")(t, setting)
+            take_path(f"model.{ours}")(t, setting)
     if family == "z-image":
         encoder = t.given("model.text_encoders.path", "model.text_encoders.paths")
         if encoder is not None:
             first = encoder.value[0] if isinstance(encoder.value, list) and encoder.value else encoder.value
-            t.put("model.text_encoder", path_text(first), encoder)
+            t.take("model.text_encoder", path_text(first), encoder)
     named = [str(setting.value).lower() for setting in t.below("model") if isinstance(setting.value, str)]
     if family == "z-image" and any("turbo" in text for text in named):
-        t.put("model.variant", "turbo", note="the name of a file has turbo in it")
+        t.take("model.variant", "turbo", note="the name of a file has turbo in it")
     if family == "flux":
         _flux(t, named)
 
@@ -142,16 +142,16 @@ def _flux(t: Translator, named: Sequence[str]) -> None:
     """The variant of FLUX.1, and a transformer from a separate file."""
     edits = any(plain_key(setting.key).endswith(".control_path") for setting in t.settings)
     if edits or any("kontext" in text for text in named):
-        t.put("model.variant", "kontext", note="there are control images, or a file has kontext in its name")
+        t.take("model.variant", "kontext", note="there are control images, or a file has kontext in its name")
     elif any("schnell" in text for text in named):
-        t.put("model.variant", "schnell", note="the name of a file has schnell in it")
+        t.take("model.variant", "schnell", note="the name of a file has schnell in it")
     file, folder = t.given("model.transformer_path"), t.given("model.diffusers_path")
     if file is None or not file.value:
         return
-    put_path("model.name_or_path")(t, file)
+    take_path("model.name_or_path")(t, file)
     if folder is not None and folder.value:
         for part in ("vae", "text_encoder", "text_encoder_2"):
-            t.put(f"model.{part}", f"{path_text(folder.value).rstrip('/')}/{part}", folder)
+            t.take(f"model.{part}", f"{path_text(folder.value).rstrip('/')}/{part}", folder)
 
 
 def _text_encoders(t: Translator) -> None:
@@ -159,7 +159,7 @@ def _text_encoders(t: Translator) -> None:
     rates = [t.given(f"model.text_encoder_{index}_lr") for index in (1, 2)]
     is_off = all(rate is not None and number(rate.value) == 0 for rate in rates)
     if not is_off:
-        t.put("lora.train_text_encoder", True, note="diffusion-pipe always trains the text encoders of SDXL")
+        t.take("lora.train_text_encoder", True, note="diffusion-pipe always trains the text encoders of SDXL")
 
 
 def _optimizer_arguments(t: Translator) -> None:
@@ -169,7 +169,7 @@ def _optimizer_arguments(t: Translator) -> None:
     for index, setting in enumerate(others):
         name = setting.key.rpartition(".")[2]
         value = ",".join(map(str, setting.value)) if isinstance(setting.value, list) else setting.value
-        t.put(f"optim.optimizer_args[{index}]", f"{name}={value}", setting)
+        t.take(f"optim.optimizer_args[{index}]", f"{name}={value}", setting)
 
 
 def _noise(t: Translator) -> None:
@@ -179,15 +179,15 @@ def _noise(t: Translator) -> None:
     if own is None:
         t.lose(setting, "lora-rocm has no such distribution", ours="objective.timestep_sampling")
         return
-    t.put("objective.timestep_sampling", own, setting)
+    t.take("objective.timestep_sampling", own, setting)
     shift, by_size = t.given("model.shift"), t.given("model.flux_shift")
     factor = number(shift.value) if shift is not None else None
     if shift is not None and factor:
-        t.put("objective.shift", whole(factor), shift)
+        t.take("objective.shift", whole(factor), shift)
     elif by_size is not None and is_on(by_size.value):
-        t.put("objective.shift", "resolution", by_size)
+        t.take("objective.shift", "resolution", by_size)
     else:
-        t.put("objective.shift", 1, note="diffusion-pipe does not shift the noise level by default")
+        t.take("objective.shift", 1, note="diffusion-pipe does not shift the noise level by default")
 
 
 # functions of the table
@@ -197,23 +197,23 @@ def _epochs(t: Translator, setting: Setting) -> None:
     if t.given("max_steps") is not None:
         t.skip(setting, "the run ends at max_steps; set train.epochs instead if the epochs are over before that")
     else:
-        put_number("train.epochs")(t, setting)
+        take_number("train.epochs")(t, setting)
 
 
 def _batch(t: Translator, setting: Setting) -> None:
     """One number, or pairs of a resolution and its batch size."""
     if not isinstance(setting.value, list):
-        put_number("train.batch_size")(t, setting)
+        take_number("train.batch_size")(t, setting)
         return
     pairs = [pair for pair in setting.value if isinstance(pair, list) and len(pair) == 2]
     sizes = {number(side): size for side, each in pairs if (size := number(each)) is not None}
     sides = t.values.get("data.resolution")
     own = sizes.get(number(sides.value)) if sides is not None else None
     if own is not None:
-        t.put("train.batch_size", int(own), setting)
+        t.take("train.batch_size", int(own), setting)
     elif sizes:
         note = "one batch size for all resolutions: the smallest"
-        t.put("train.batch_size", int(min(sizes.values())), setting, note=note)
+        t.take("train.batch_size", int(min(sizes.values())), setting, note=note)
     else:
         t.lose(setting, "it is not a number", ours="train.batch_size")
 
@@ -237,7 +237,7 @@ def _save_examples(t: Translator, setting: Setting) -> None:
         t.lose(setting, "it is not a number", changes_weights=False)
     else:
         steps = max(int(examples // _samples_per_update(t)), 1)
-        t.put(
+        t.take(
             "output.save_every_n_steps", steps, setting, note="the number of images, divided by the images of an update"
         )
 
@@ -246,7 +246,7 @@ def _save_epochs(t: Translator, setting: Setting) -> None:
     if any(t.given(key) is not None for key in ("save_every_n_epochs", "save_every_n_steps", "save_every_n_examples")):
         t.skip(setting, "each checkpoint can be resumed and has a LoRA file")
     else:
-        put_number("output.save_every_n_epochs")(t, setting)
+        take_number("output.save_every_n_epochs")(t, setting)
 
 
 def _schedule(t: Translator, setting: Setting) -> None:
@@ -258,7 +258,7 @@ def _schedule(t: Translator, setting: Setting) -> None:
         t.lose(setting, "lora-rocm has no such schedule; the rate stays constant", ours="optim.lr_scheduler")
         return
     is_cut = plain != "constant" and t.given("max_steps") is not None
-    t.put(
+    t.take(
         "optim.lr_scheduler",
         plain,
         setting,
@@ -266,14 +266,14 @@ def _schedule(t: Translator, setting: Setting) -> None:
     )
     rate = number(t.value("optimizer.lr"))
     if plain == "cosine" and rate and rate > COSINE_END:
-        t.put("optim.lr_min_ratio", float(f"{COSINE_END / rate:.6g}"), note="diffusion-pipe: the rate falls to 1e-6")
+        t.take("optim.lr_min_ratio", float(f"{COSINE_END / rate:.6g}"), note="diffusion-pipe: the rate falls to 1e-6")
 
 
 def _warmup(t: Translator, setting: Setting) -> None:
     if t.given("force_constant_lr") is not None or not number(setting.value):
         t.skip(setting, "there is no warm-up")
     else:
-        put_number("optim.lr_warmup_steps")(t, setting)
+        take_number("optim.lr_warmup_steps")(t, setting)
 
 
 def _huber(t: Translator, setting: Setting) -> None:
@@ -283,9 +283,9 @@ def _huber(t: Translator, setting: Setting) -> None:
         return
     kind = "smooth_l1" if "smooth" in setting.key else "huber"
     note = "" if "pseudo" in setting.key else "here pseudo-Huber in place of Huber"
-    t.put("objective.loss_type", kind, setting, note=note)
-    t.put("objective.huber_schedule", "constant")
-    t.put("objective.huber_c", threshold)
+    t.take("objective.loss_type", kind, setting, note=note)
+    t.take("objective.huber_schedule", "constant")
+    t.take("objective.huber_c", threshold)
 
 
 def _validation_interval(t: Translator, setting: Setting) -> None:
@@ -294,7 +294,7 @@ def _validation_interval(t: Translator, setting: Setting) -> None:
         t.skip(setting, "there is no evaluation dataset")
     else:
         unit = "epochs" if "epochs" in setting.key else "steps"
-        put_number(f"train.validation_every_n_{unit}")(t, setting)
+        take_number(f"train.validation_every_n_{unit}")(t, setting)
 
 
 def _validation_data(t: Translator, setting: Setting) -> None:
@@ -309,30 +309,30 @@ def _validation_data(t: Translator, setting: Setting) -> None:
     if path is None:
         t.lose(setting, "measures the loss of a separate dataset", ours="data.watched", changes_weights=False)
     else:
-        t.put("data.watched.path", path_text(path.value), setting)
+        t.take("data.watched.path", path_text(path.value), setting)
 
 
 def _base_format(t: Translator, setting: Setting) -> None:
     """Number format of the frozen base."""
     plain = str(setting.value).lower()
     if plain.startswith("float8"):
-        t.put("model.quantization", "fp8", setting)
+        t.take("model.quantization", "fp8", setting)
     elif plain == "nf4":
-        t.put("model.quantization", "nf4", setting)
+        t.take("model.quantization", "nf4", setting)
     else:
         t.skip(setting, "the base has the number format of train.mixed_precision")
 
 
 def _text_encoder_format(t: Translator, setting: Setting) -> None:
     if is_on(setting.value):
-        t.put("model.text_encoder_quantization", setting.key[-3:].lower(), setting)
+        t.take("model.text_encoder_quantization", setting.key[-3:].lower(), setting)
     else:
         t.skip(setting, "it is off")
 
 
 def _guidance(t: Translator, setting: Setting) -> None:
     if t.values["model.family"].value == "flux":
-        put_number("model.guidance")(t, setting)
+        take_number("model.guidance")(t, setting)
     else:
         t.skip(setting, "only FLUX.1 reads it")
 
@@ -341,7 +341,7 @@ def _training_adapter(t: Translator, setting: Setting) -> None:
     """``merge_adapters``: files that are merged into the base for the training."""
     files = [path_text(each) for each in (setting.value if isinstance(setting.value, list) else [setting.value])]
     if len(files) == 1:
-        t.put("model.training_adapter", files[0], setting)
+        t.take("model.training_adapter", files[0], setting)
     else:
         t.lose(setting, "merges several adapters into the base", ours="model.training_adapter")
 
@@ -354,7 +354,7 @@ def _fused_adapter(t: Translator, setting: Setting) -> None:
         t.skip(setting, "this value has no effect")
     elif len(paths) == 1 and all(weight == 1 for weight in weights):
         note = "diffusion-pipe merges it into the base; here it is active during training only"
-        t.put("model.training_adapter", path_text(setting.value), setting, note=note)
+        t.take("model.training_adapter", path_text(setting.value), setting, note=note)
     else:
         t.lose(setting, "merges adapters into the base, with weights", ours="model.training_adapter")
 
@@ -363,15 +363,15 @@ def _spread(t: Translator, setting: Setting) -> None:
     if t.values["model.family"].value == "sdxl" or t.value("model.timestep_sample_method") == "uniform":
         t.skip(setting, "this distribution does not read it")
     else:
-        put_number("objective.logit_std")(t, setting)
+        take_number("objective.logit_std")(t, setting)
 
 
 def _prediction(t: Translator, setting: Setting) -> None:
     if is_on(setting.value):
-        t.put("model.prediction_type", "v_prediction", setting)
-        t.put("objective.zero_terminal_snr", True, note="v_pred includes it in diffusion-pipe")
+        t.take("model.prediction_type", "v_prediction", setting)
+        t.take("objective.zero_terminal_snr", True, note="v_pred includes it in diffusion-pipe")
     else:
-        t.put("model.prediction_type", "epsilon", setting)
+        t.take("model.prediction_type", "epsilon", setting)
 
 
 def _text_encoder_rate(t: Translator, setting: Setting) -> None:
@@ -384,14 +384,14 @@ def _text_encoder_rate(t: Translator, setting: Setting) -> None:
     elif len(rates - {0.0}) > 1:
         t.lose(setting, "one rate is for all text encoders here", ours="optim.text_encoder_learning_rate")
     else:
-        t.put("optim.text_encoder_learning_rate", rate, setting)
+        t.take("optim.text_encoder_learning_rate", rate, setting)
 
 
 def _unet_rate(t: Translator, setting: Setting) -> None:
     """It takes precedence over the optimizer's rate, which then is only the text encoders'."""
     rate = number(setting.value)
     if rate:
-        t.put("optim.learning_rate", rate, setting)
+        t.take("optim.learning_rate", rate, setting)
     else:
         t.lose(setting, "trains the text encoders alone", ours="optim.learning_rate")
 
@@ -407,8 +407,8 @@ def _part_rate(t: Translator, setting: Setting) -> None:
         t.lose(setting, "leaves some layers without training; write lora.targets", ours="lora.overrides")
     else:
         index = sum(key.endswith(".match") for key in t.values)
-        t.put(f"lora.overrides[{index}].match", rf"transformer\.transformer_blocks\.\d+\.{layers}\..*", setting)
-        t.put(f"lora.overrides[{index}].learning_rate", rate, setting)
+        t.take(f"lora.overrides[{index}].match", rf"transformer\.transformer_blocks\.\d+\.{layers}\..*", setting)
+        t.take(f"lora.overrides[{index}].learning_rate", rate, setting)
 
 
 def _llm_adapter_rate(t: Translator, setting: Setting) -> None:
@@ -423,7 +423,7 @@ def _kind(t: Translator, setting: Setting) -> None:
     if plain == "lora":
         t.skip(setting, "a LoRA")
     elif plain == "lokr":
-        t.put("lora.type", "lokr", setting)
+        t.take("lora.type", "lokr", setting)
     else:
         t.lose(setting, "lora-rocm does not train this kind of adapter", ours="lora.type")
 
@@ -432,14 +432,14 @@ def _rank(t: Translator, setting: Setting) -> None:
     """A very high rank of LoKr means whole matrices."""
     rank = number(setting.value)
     if rank is not None and rank > MAX_LOKR_RANK and str(t.value("adapter.type")).lower() == "lokr":
-        t.put("lora.rank", MAX_LOKR_RANK, setting, note="the highest rank here: the second matrix is whole")
+        t.take("lora.rank", MAX_LOKR_RANK, setting, note="the highest rank here: the second matrix is whole")
     else:
-        put_number("lora.rank")(t, setting)
+        take_number("lora.rank")(t, setting)
 
 
 def _factor(t: Translator, setting: Setting) -> None:
     if str(t.value("adapter.type")).lower() == "lokr":
-        put_number("lora.factor")(t, setting)
+        take_number("lora.factor")(t, setting)
     else:
         t.skip(setting, "only LoKr reads it")
 
@@ -447,14 +447,14 @@ def _factor(t: Translator, setting: Setting) -> None:
 def _optimizer(t: Translator, setting: Setting) -> None:
     plain = str(setting.value).rpartition(".")[2].lower()
     if plain in KAHAN and _trained_format(t) == "bf16":
-        t.put("optim.optimizer", "adamw_bf16", setting, note=KAHAN[plain])
-        t.put("optim.rounding", "kahan")
+        t.take("optim.optimizer", "adamw_bf16", setting, note=KAHAN[plain])
+        t.take("optim.rounding", "kahan")
     elif plain in KAHAN or plain == "offload":
-        t.put("optim.optimizer", "adamw", setting, note=KAHAN.get(plain, ""))
+        t.take("optim.optimizer", "adamw", setting, note=KAHAN.get(plain, ""))
     else:
-        put_optimizer(t, setting)
+        take_optimizer(t, setting)
         if _is_automagic(t):
-            t.put("optim.learning_rate", 1.0, note="prodigy estimates the rate")
+            t.take("optim.learning_rate", 1.0, note="prodigy estimates the rate")
 
 
 def _is_automagic(t: Translator) -> bool:
@@ -465,7 +465,7 @@ def _constant_rate(t: Translator, setting: Setting) -> None:
     if _is_automagic(t):
         t.skip(setting, "prodigy estimates the rate")
     else:
-        put_number("optim.learning_rate")(t, setting)
+        take_number("optim.learning_rate")(t, setting)
 
 
 def _learning_rate(t: Translator, setting: Setting) -> None:
@@ -473,32 +473,32 @@ def _learning_rate(t: Translator, setting: Setting) -> None:
     if _is_automagic(t):
         t.skip(setting, "prodigy estimates the rate")
     elif first is None or not number(first.value):
-        put_number("optim.learning_rate")(t, setting)
+        take_number("optim.learning_rate")(t, setting)
     elif first.key == "force_constant_lr" or "lora.train_text_encoder" not in t.values:
         t.skip(setting, f"{first.key.rpartition('.')[2]} takes precedence")
     elif any(t.given(f"model.text_encoder_{index}_lr") is not None for index in (1, 2)):
         t.skip(setting, "the UNet and the text encoders have other rates")
     else:
-        put_number("optim.text_encoder_learning_rate")(t, setting)
+        take_number("optim.text_encoder_learning_rate")(t, setting)
 
 
 def _epsilon(t: Translator, setting: Setting) -> None:
     if isinstance(setting.value, list):
-        t.put("optim.eps", setting.value, setting)
+        t.take("optim.eps", setting.value, setting)
     else:
-        put_number("optim.epsilon")(t, setting)
+        take_number("optim.epsilon")(t, setting)
 
 
 def _trackers(t: Translator, setting: Setting) -> None:
     if is_on(setting.value):
-        t.put("output.log_with", ["wandb"], setting)
+        t.take("output.log_with", ["wandb"], setting)
     else:
         t.skip(setting, "TensorBoard files are always written")
 
 
 def _project(t: Translator, setting: Setting) -> None:
     if is_on(t.value("monitoring.enable_wandb")):
-        t.put("output.log_project", str(setting.value), setting)
+        t.take("output.log_project", str(setting.value), setting)
     else:
         t.skip(setting, "no tracker is on")
 
@@ -526,11 +526,11 @@ def _finish(t: Translator) -> None:
     name = str(given.value).rpartition(".")[2].lower() if given is not None else ""
     if given is not None:
         for key, value in OF_CLASSES.get(name, OF_OTHERS).items():
-            put_absent(t, f"optim.{key}", value, f"diffusion-pipe: the default of {given.value}")
+            take_absent(t, f"optim.{key}", value, f"diffusion-pipe: the default of {given.value}")
     trained = _trained_format(t)
-    put_weight_format(t, trained, "diffusion-pipe: the number format of the base")
+    take_weight_format(t, trained, "diffusion-pipe: the number format of the base")
     if trained and "output.dtype" not in t.values:
-        t.put("output.dtype", trained, note="diffusion-pipe: the number format of the adapter")
+        t.take("output.dtype", trained, note="diffusion-pipe: the number format of the adapter")
 
 
 FUNCTIONS: dict[str, Function] = {
@@ -565,21 +565,21 @@ FUNCTIONS: dict[str, Function] = {
     "trackers": _trackers,
     "project": _project,
     "delimiter": _delimiter,
-    "steps": put_number("train.max_train_steps"),
-    "grad_norm": put_number("optim.max_grad_norm"),
-    "caption_dropout": put_number("data.caption_dropout_rate"),
-    "folder_of_runs": put_path("output.dir"),
-    "save_minutes": put_number("output.save_every_minutes"),
-    "file_format": put_number_format("output.dtype"),
-    "precision": put_number_format("train.mixed_precision"),
-    "min_snr": put_if("objective.min_snr_gamma", lambda value: bool(number(value)), "0 switches it off"),
-    "debiased": put_switch("objective.debiased_estimation_loss"),
-    "alpha": put_number("lora.alpha"),
-    "dropout": put_number("lora.dropout"),
-    "rank_dropout": put_number("lora.rank_dropout"),
-    "weight_format": put_number_format("lora.weight_dtype"),
-    "start": put_path("lora.init_from"),
-    "weight_decay": put_number("optim.weight_decay"),
+    "steps": take_number("train.max_train_steps"),
+    "grad_norm": take_number("optim.max_grad_norm"),
+    "caption_dropout": take_number("data.caption_dropout_rate"),
+    "folder_of_runs": take_path("output.dir"),
+    "save_minutes": take_number("output.save_every_minutes"),
+    "file_format": take_number_format("output.dtype"),
+    "precision": take_number_format("train.mixed_precision"),
+    "min_snr": take_if("objective.min_snr_gamma", lambda value: bool(number(value)), "0 switches it off"),
+    "debiased": take_switch("objective.debiased_estimation_loss"),
+    "alpha": take_number("lora.alpha"),
+    "dropout": take_number("lora.dropout"),
+    "rank_dropout": take_number("lora.rank_dropout"),
+    "weight_format": take_number_format("lora.weight_dtype"),
+    "start": take_path("lora.init_from"),
+    "weight_decay": take_number("optim.weight_decay"),
 }
 
-TRAINER = Trainer("diffusion-pipe", _read, FUNCTIONS, _prepare, _finish)
+TRAINER = PeerTrainer("diffusion-pipe", _read, FUNCTIONS, _prepare, _finish)

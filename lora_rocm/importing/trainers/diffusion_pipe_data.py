@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lora_rocm.importing.data_sources import Source, put_sources, ratio_of, side_of
+from lora_rocm.importing.data_sources import Source, ratio_of, side_of, take_sources
 from lora_rocm.importing.setting import Setting, Value, path_text
 from lora_rocm.importing.translator import RecipeValue, Translator, plain_key
 from lora_rocm.importing.value_maps import is_on, number
@@ -33,14 +33,14 @@ class _Directory:
         return (None, ()) if setting is None else (setting.value, (setting,))
 
 
-def put_directories(t: Translator) -> None:
+def take_directories(t: Translator) -> None:
     """Write the directories as sources."""
     paths = [setting for setting in t.settings if plain_key(setting.key) == "dataset.directory.path"]
-    put_sources(t, [_source(t, setting) for setting in paths])
+    take_sources(t, [_source(t, setting) for setting in paths])
     if paths:
-        t.put("data.upscale", True, note="diffusion-pipe enlarges small images")
+        t.take("data.upscale", True, note="diffusion-pipe enlarges small images")
     if any(setting.key.startswith("dataset.") and setting.key.endswith("mask_path") for setting in t.settings):
-        t.put("data.normalize_masked_area_loss", False, note="in diffusion-pipe a small mask makes the loss smaller")
+        t.take("data.normalize_masked_area_loss", False, note="in diffusion-pipe a small mask makes the loss smaller")
     for setting in t.below("dataset"):
         if plain_key(setting.key).rpartition(".")[2] in KEYS and not t.is_settled(setting):
             t.skip(setting, "another key takes precedence")
@@ -67,7 +67,7 @@ def _source(t: Translator, path: Setting) -> Source:
         source["caption_fallback"] = RecipeValue("empty", settings)
     else:
         source["caption_fallback"] = RecipeValue("error", settings, "diffusion-pipe skips images without a caption")
-    _put_buckets(directory)
+    _take_buckets(directory)
     if (shuffled := _shuffled(directory)) is not None:
         source["shuffle_caption"] = RecipeValue(True, shuffled)
     return source
@@ -87,21 +87,21 @@ def _sizes(directory: _Directory) -> Iterator[tuple[str, RecipeValue]]:
         yield "resolution", RecipeValue(plain[0] if len(plain) == 1 else plain, settings, note)
 
 
-def _put_buckets(directory: _Directory) -> None:
+def _take_buckets(directory: _Directory) -> None:
     """Aspect ratios: off unless the file switches them on."""
     t = directory.t
     switch, switch_settings = directory.value("enable_ar_bucket")
     if directory.value("size_buckets")[0]:
         return
     if not is_on(switch):
-        t.put(
+        t.take(
             "data.enable_bucket",
             False,
             *switch_settings,
             note="" if switch_settings else "diffusion-pipe: off by default",
         )
         return
-    t.put("data.enable_bucket", True, *switch_settings)
+    t.take("data.enable_bucket", True, *switch_settings)
     ratios, settings = directory.value("ar_buckets")
     if not isinstance(ratios, list) or not ratios:
         (low, low_settings), (high, high_settings) = directory.value("min_ar"), directory.value("max_ar")
@@ -109,7 +109,7 @@ def _put_buckets(directory: _Directory) -> None:
     found = [ratio for each in ratios if (ratio := ratio_of(each)) is not None]
     if found:
         aspect = round(max(max(ratio, 1 / ratio) for ratio in found), 3)
-        t.put("data.bucket_max_aspect", aspect, *settings, note="the longest side over the shortest one")
+        t.take("data.bucket_max_aspect", aspect, *settings, note="the longest side over the shortest one")
 
 
 def _shuffled(directory: _Directory) -> tuple[Setting, ...] | None:
@@ -122,7 +122,7 @@ def _shuffled(directory: _Directory) -> tuple[Setting, ...] | None:
             t.skip(setting, "it is off")
         return None
     if variants:
-        t.put("data.caption_variants", variants, *settings, *tag_settings)
+        t.take("data.caption_variants", variants, *settings, *tag_settings)
     else:
-        t.put("data.caption_variants", 1, note="diffusion-pipe shuffles the tags once")
+        t.take("data.caption_variants", 1, note="diffusion-pipe shuffles the tags once")
     return (*settings, *tag_settings)

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lora_rocm.importing.config_files import ConfigFile, ConfigFiles
 from lora_rocm.importing.formats.command_line import NO_LINES, command_settings, options_of, shell_of
-from lora_rocm.importing.prompts import put_prompts
-from lora_rocm.importing.setting import FileContent, Setting, Unread
-from lora_rocm.importing.trainer import Trainer
+from lora_rocm.importing.prompts import take_prompts
+from lora_rocm.importing.setting import FileContent, Setting, UnreadText
+from lora_rocm.importing.trainer import PeerTrainer
 from lora_rocm.importing.trainers import kohya_network, kohya_run
-from lora_rocm.importing.trainers.kohya_data import put_data, side_of
+from lora_rocm.importing.trainers.kohya_data import side_of, take_data
 from lora_rocm.importing.translator import Function, Translator
-from lora_rocm.importing.value_maps import is_on, put_number, put_number_format, put_path, put_switch
+from lora_rocm.importing.value_maps import is_on, take_number, take_number_format, take_path, take_switch
 
 PROGRAM = re.compile(r"(?:^|[\\/\s\"'])(\w*train_network\.py)(?=$|[\s\"'`^])")
 FAMILY_OF_SCRIPT = {
@@ -78,7 +78,7 @@ def _additional(settings: Sequence[Setting]) -> FileContent:
             words = setting.value.replace('"', "").split()
         content = options_of(words, setting.file, NO_LINES)
         found.settings += [Setting(each.key, each.value, setting.file, setting.line) for each in content.settings]
-        found.unread += [Unread(each.file, setting.line, each.why) for each in content.unread]
+        found.unread += [UnreadText(each.file, setting.line, each.why) for each in content.unread]
     return found
 
 
@@ -135,30 +135,30 @@ WORD = re.compile(r"\w+\s*=\s*(?:\[[^\]]*\]|\([^)]*\)|\S+)|\S+")
 
 def _prepare(t: Translator) -> None:
     """Everything that depends on several keys: family, adapter, length, rates, optimizer, data."""
-    _put_family(t)
+    _take_family(t)
     family = str(t.values["model.family"].value)
     is_gui = t.given("lora_type", "max_resolution", "model_list") is not None
     if is_gui:
         _prepare_gui(t, family)
     if family in kohya_run.FLOW:
         kohya_run.skip_unread_by_flow(t)
-        kohya_run.put_flow(t, family)
-    kohya_network.put_adapter(t)
-    kohya_run.put_length(t, is_gui=is_gui)
-    kohya_run.put_rates(t, family, is_gui=is_gui)
-    kohya_run.put_optimizer(t)
-    kohya_run.put_schedule(t)
-    kohya_run.put_saving(t)
-    kohya_run.put_file_format(t)
-    put_data(t, 16 if family in kohya_run.FLOW else 8)
+        kohya_run.take_flow(t, family)
+    kohya_network.take_adapter(t)
+    kohya_run.take_length(t, is_gui=is_gui)
+    kohya_run.take_rates(t, family, is_gui=is_gui)
+    kohya_run.take_optimizer(t)
+    kohya_run.take_schedule(t)
+    kohya_run.take_saving(t)
+    kohya_run.take_file_format(t)
+    take_data(t, 16 if family in kohya_run.FLOW else 8)
     adapter = t.given("network_module", "network_dim", "network_alpha", "network_args.algo", "lora_type", "script")
     base = t.given("pretrained_model_name_or_path", "train_data_dir")
     if adapter is None and base is not None:
         why = "the file names no network_module: its script may train all weights; the recipe trains a LoRA"
-        t.unread.append(Unread(base.file, base.line, why))
+        t.unread.append(UnreadText(base.file, base.line, why))
 
 
-def _put_family(t: Translator) -> None:
+def _take_family(t: Translator) -> None:
     """The family: by the script, the module, the GUI's switches, parts of the base; else it is guessed."""
     _refuse_others(t)
     module, script, version = t.given("network_module"), t.given("script"), t.given("v2")
@@ -177,13 +177,13 @@ def _put_family(t: Translator) -> None:
     elif part is not None:
         name = FAMILY_OF_PART[part]
     if name:
-        t.put("model.family", of_sd if name == "sd" else name, *(() if setting is None else (setting,)))
+        t.take("model.family", of_sd if name == "sd" else name, *(() if setting is None else (setting,)))
     else:
-        t.put("model.family", _guess(t), note="a guess, because no script is named: sdxl, sd15, sd2, flux or anima")
+        t.take("model.family", _guess(t), note="a guess, because no script is named: sdxl, sd15, sd2, flux or anima")
     base = t.given("pretrained_model_name_or_path")
     variant = FLUX_VARIANT.search(str(base.value)) if base is not None else None
     if variant is not None and t.values["model.family"].value == "flux":
-        t.put("model.variant", variant[0].lower(), note="the name of the base has it")
+        t.take("model.variant", variant[0].lower(), note="the name of the base has it")
 
 
 def _refuse_others(t: Translator) -> None:
@@ -289,20 +289,20 @@ FUNCTIONS: Mapping[str, Function] = {
     "validation": kohya_run.validation,
     "seed": kohya_run.seed,
     "text": kohya_run.text,
-    "prompts": put_prompts,
-    "accumulation": put_number("train.gradient_accumulation_steps"),
-    "grad_norm": put_number("optim.max_grad_norm"),
-    "base": put_path("model.name_or_path"),
-    "vae": put_path("model.vae"),
-    "text_encoder": put_path("model.text_encoder"),
-    "text_encoder_2": put_path("model.text_encoder_2"),
-    "t5_tokenizer": put_path("model.t5_tokenizer"),
-    "start": put_path("lora.init_from"),
-    "folder_of_runs": put_path("output.dir"),
-    "precision": put_number_format("train.mixed_precision"),
-    "file_format": put_number_format("output.dtype"),
-    "checkpointing": put_switch("train.gradient_checkpointing"),
+    "prompts": take_prompts,
+    "accumulation": take_number("train.gradient_accumulation_steps"),
+    "grad_norm": take_number("optim.max_grad_norm"),
+    "base": take_path("model.name_or_path"),
+    "vae": take_path("model.vae"),
+    "text_encoder": take_path("model.text_encoder"),
+    "text_encoder_2": take_path("model.text_encoder_2"),
+    "t5_tokenizer": take_path("model.t5_tokenizer"),
+    "start": take_path("lora.init_from"),
+    "folder_of_runs": take_path("output.dir"),
+    "precision": take_number_format("train.mixed_precision"),
+    "file_format": take_number_format("output.dtype"),
+    "checkpointing": take_switch("train.gradient_checkpointing"),
     "switch": kohya_run.switch,
 }
 
-TRAINER = Trainer("kohya", _read, FUNCTIONS, _prepare, _finish)
+TRAINER = PeerTrainer("kohya", _read, FUNCTIONS, _prepare, _finish)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lora_rocm.importing.data_sources import put_sources
+from lora_rocm.importing.data_sources import take_sources
 from lora_rocm.importing.setting import Setting, Value, path_text
 from lora_rocm.importing.translator import RecipeValue, Translator, plain_key
 from lora_rocm.importing.value_maps import is_on, number, whole
@@ -73,22 +73,22 @@ class _Sections:
         return None if found is None else found.value
 
 
-def put_data(t: Translator, step: int) -> None:
+def take_data(t: Translator, step: int) -> None:
     """Write ``data`` from the datasets and the folders. ``step``: bucket sides are its multiples."""
     # the subsets; without any, the options hold for the folder that the user fills in
     subsets = [*_subsets(t)] or [("train_data_dir", None, _Sections(t, ["general"]))]
     sources = [_source(t, kind, folder, sections) for kind, folder, sections in subsets]
-    put_sources(t, sources)
+    take_sources(t, sources)
     # the keys of whole datasets
     datasets = [sections for _, _, sections in subsets]
     for sections in datasets:
-        _put_bucket_switches(t, sections)
-        _put_step(t, sections, step)
-    _put_aspect(t, datasets)
-    _put_batches(t, datasets)
-    _put_validation(t, datasets[0])
-    _put_masks_and_variants(t, sources)
-    _put_regularisation(t, sources)
+        _take_bucket_switches(t, sections)
+        _take_step(t, sections, step)
+    _take_aspect(t, datasets)
+    _take_batches(t, datasets)
+    _take_validation(t, datasets[0])
+    _take_masks_and_variants(t, sources)
+    _take_regularisation(t, sources)
     # what no subset reads
     for setting in {id(each): each for sections in datasets for each in sections.seen}.values():
         if not t.is_settled(setting):
@@ -207,22 +207,22 @@ def _lose_unsupported(t: Translator, sections: _Sections) -> None:
             t.skip(setting, why)
 
 
-def _put_bucket_switches(t: Translator, sections: _Sections) -> None:
+def _take_bucket_switches(t: Translator, sections: _Sections) -> None:
     """Whether there are buckets, and whether small images are enlarged. The second of two different values is lost."""
     enabled, no_upscale = sections.find("enable_bucket"), sections.find("bucket_no_upscale")
     assert enabled is not None and no_upscale is not None, "they have defaults"
-    t.put("data.enable_bucket", is_on(enabled.value), enabled)
+    t.take("data.enable_bucket", is_on(enabled.value), enabled)
     if is_on(enabled.value):
         note = "" if no_upscale.is_default else "the opposite switch"
-        t.put("data.upscale", not is_on(no_upscale.value), no_upscale, note=note)
+        t.take("data.upscale", not is_on(no_upscale.value), no_upscale, note=note)
         return
-    t.put("data.upscale", True, note="kohya enlarges small images unless there are buckets")
+    t.take("data.upscale", True, note="kohya enlarges small images unless there are buckets")
     for key in OF_DATASETS[1:]:
         if (setting := sections.find(key)) is not None:
             t.skip(setting, "buckets are off")
 
 
-def _put_step(t: Translator, sections: _Sections, step: int) -> None:
+def _take_step(t: Translator, sections: _Sections, step: int) -> None:
     """The step of bucket sides, a multiple of ``step``."""
     given = sections.find("bucket_reso_steps")
     size = number(given.value) if given is not None else None
@@ -233,10 +233,10 @@ def _put_step(t: Translator, sections: _Sections, step: int) -> None:
         return
     allowed = -(-int(size) // step) * step
     note = "" if allowed == size else f"sides are multiples of {step} here"
-    t.put("data.bucket_step", allowed, given, note=note)
+    t.take("data.bucket_step", allowed, given, note=note)
 
 
-def _put_aspect(t: Translator, datasets: Sequence[_Sections]) -> None:
+def _take_aspect(t: Translator, datasets: Sequence[_Sections]) -> None:
     """The longest shape of a bucket, in place of the limits of its sides."""
     shapes, settings = list[float](), dict[int, Setting]()
     for sections in datasets:
@@ -261,10 +261,10 @@ def _put_aspect(t: Translator, datasets: Sequence[_Sections]) -> None:
         if max(shapes) == MAX_ASPECT and not settings:
             note = "kohya has no limit with bucket_no_upscale"
         longest = round(min(max(*shapes, 1.0), MAX_ASPECT), 3)
-        t.put("data.bucket_max_aspect", longest, *settings.values(), note=note)
+        t.take("data.bucket_max_aspect", longest, *settings.values(), note=note)
 
 
-def _put_batches(t: Translator, datasets: Sequence[_Sections]) -> None:
+def _take_batches(t: Translator, datasets: Sequence[_Sections]) -> None:
     """The batch size: the largest one, and smaller ones as limits of their sources."""
     found = [(setting, number(setting.value)) for each in datasets if (setting := each.find("batch_size")) is not None]
     sizes = [size for _, size in found if size is not None and size >= 1]
@@ -274,38 +274,38 @@ def _put_batches(t: Translator, datasets: Sequence[_Sections]) -> None:
     if not sizes:
         return
     largest = {id(setting): setting for setting, size in found if size == max(sizes)}
-    t.put("train.batch_size", int(max(sizes)), *largest.values())
+    t.take("train.batch_size", int(max(sizes)), *largest.values())
     for index, (setting, size) in enumerate(found):
         if size is not None and 1 <= size < max(sizes) and f"data.sources[{index}].path" in t.values:
-            t.put(f"data.sources[{index}].max_batch_size", int(size), setting)
+            t.take(f"data.sources[{index}].max_batch_size", int(size), setting)
 
 
-def _put_validation(t: Translator, sections: _Sections) -> None:
+def _take_validation(t: Translator, sections: _Sections) -> None:
     split = sections.find("validation_split")
     share = number(split.value) if split is not None else None
     if split is None or not share:
         return
-    t.put("data.validation_split", share, split)
+    t.take("data.validation_split", share, split)
     if not any(number(t.value(key)) for key in ("validate_every_n_steps", "validate_every_n_epochs")):
-        t.put("train.validation_every_n_epochs", 1, note="kohya's default")
+        t.take("train.validation_every_n_epochs", 1, note="kohya's default")
 
 
-def _put_masks_and_variants(t: Translator, sources: Sequence[Mapping[str, RecipeValue]]) -> None:
+def _take_masks_and_variants(t: Translator, sources: Sequence[Mapping[str, RecipeValue]]) -> None:
     if any(key in source for source in sources for key in ("mask_path", "alpha_mask")):
-        t.put("data.normalize_masked_area_loss", False, note="kohya: small masks make the loss smaller")
+        t.take("data.normalize_masked_area_loss", False, note="kohya: small masks make the loss smaller")
     if any(key in source for source in sources for key in ("shuffle_caption", "enable_wildcard")) or any(
         "caption_tag_dropout_rate" in source for source in sources
     ):
-        t.put("data.caption_variants", VARIANTS, note="kohya: a new variant at each step; here as many as this")
+        t.take("data.caption_variants", VARIANTS, note="kohya: a new variant at each step; here as many as this")
 
 
-def _put_regularisation(t: Translator, sources: Sequence[Mapping[str, RecipeValue]]) -> None:
+def _take_regularisation(t: Translator, sources: Sequence[Mapping[str, RecipeValue]]) -> None:
     weight = t.given("prior_loss_weight")
     if weight is None:
         return
     found = number(weight.value)
     if found is not None and found > 0 and found != 1 and any("is_reg" in source for source in sources):
-        t.put("data.prior_loss_weight", found, weight)
+        t.take("data.prior_loss_weight", found, weight)
     elif not t.is_settled(weight):
         t.skip(weight, "there are no regularisation images" if found != 1 else "the usual weight")
 

@@ -66,7 +66,7 @@ PRESETS = {"full-lin": "attention-mlp", "attn-mlp": "attention-mlp", "attn-only"
 MAX_RANK = 2048
 
 
-def put_adapter(t: Translator) -> None:
+def take_adapter(t: Translator) -> None:
     """Write the kind of the adapter and where it is attached; afterwards fields of other kinds are settled."""
     # the kind
     module, of_gui = t.given("network_module"), t.given("lora_type")
@@ -83,14 +83,14 @@ def put_adapter(t: Translator) -> None:
         what = NAMES.get(named, "this kind of adapter")
         t.lose(chosen, f"would train {what}; the recipe trains a LoRA", ours="lora.type")
     elif chosen is not None and kind != "lora":
-        t.put("lora.type", kind, chosen)
+        t.take("lora.type", kind, chosen)
     for each in (module, of_gui, algo):
         if each is not None and not t.is_settled(each) and each.value not in (None, ""):
             t.skip(each, "a LoRA" if each is chosen else "it names the library")
     # where it is attached
     is_lycoris = named.startswith("lycoris/") or named == "locon" or (algo is not None and chosen is algo)
     is_lycoris = is_lycoris or str(module.value if module is not None else "").startswith("lycoris.")
-    _put_targets(t, is_lycoris=is_lycoris, module=module)
+    _take_targets(t, is_lycoris=is_lycoris, module=module)
 
 
 def _chosen(module: Setting | None, of_gui: Setting | None, algo: Setting | None) -> tuple[Setting | None, str]:
@@ -104,7 +104,7 @@ def _chosen(module: Setting | None, of_gui: Setting | None, algo: Setting | None
     return (None, "") if chosen is None or not chosen.value else (chosen, str(chosen.value).strip().lower())
 
 
-def _put_targets(t: Translator, *, is_lycoris: bool, module: Setting | None) -> None:
+def _take_targets(t: Translator, *, is_lycoris: bool, module: Setting | None) -> None:
     family = t.values["model.family"].value
     preset = t.given("network_args.preset", "preset", "lycoris_preset")
     name = str(preset.value) if preset is not None and preset.value else "full"
@@ -113,16 +113,16 @@ def _put_targets(t: Translator, *, is_lycoris: bool, module: Setting | None) -> 
         if preset is not None:
             t.skip(preset, "an IA3 has its own modules")
     elif is_lycoris and preset is None:
-        t.put("lora.targets", everything, note="LyCORIS' default: preset = full")
+        t.take("lora.targets", everything, note="LyCORIS' default: preset = full")
     elif is_lycoris and preset is not None and (own := PRESETS.get(name, everything if name == "full" else None)):
-        t.put("lora.targets", own, preset, note="LyCORIS' presets also have time embeddings and other small layers")
+        t.take("lora.targets", own, preset, note="LyCORIS' presets also have time embeddings and other small layers")
     elif preset is not None and not t.is_settled(preset):
         if is_lycoris:
             t.lose(preset, "would choose the modules", ours="lora.targets")
         else:
             t.skip(preset, "only LyCORIS reads it")
     elif family == "flux":
-        t.put("lora.targets", "all-linear", note="kohya has one factor A for q, k and v; here each has its own")
+        t.take("lora.targets", "all-linear", note="kohya has one factor A for q, k and v; here each has its own")
 
 
 # functions of the table
@@ -136,9 +136,9 @@ def rank(t: Translator, setting: Setting) -> None:
     elif not found:
         t.lose(setting, "it is not a number", ours="lora.rank")
     elif found > MAX_RANK:
-        t.put("lora.rank", MAX_RANK, setting, note="the highest rank here")
+        t.take("lora.rank", MAX_RANK, setting, note="the highest rank here")
     else:
-        t.put("lora.rank", whole(found), setting)
+        t.take("lora.rank", whole(found), setting)
 
 
 def rank_of_weights(t: Translator, setting: Setting) -> None:
@@ -146,7 +146,7 @@ def rank_of_weights(t: Translator, setting: Setting) -> None:
     if not is_on(setting.value):
         t.skip(setting, "it is off")
     elif _is_rank_of_weights(t):
-        t.put("lora.rank", "auto", setting)
+        t.take("lora.rank", "auto", setting)
     else:
         t.lose(setting, "would take the rank from network_weights, which is not here", ours="lora.rank")
 
@@ -167,11 +167,11 @@ def alpha(t: Translator, setting: Setting) -> None:
     found = number(setting.value)
     dims = t.value("network_dim")
     if found == 0:  # lora.py: alpha = dim if alpha is None or alpha == 0
-        t.put("lora.alpha", whole(number(dims) or 1), setting, note="0 means the rank")
+        t.take("lora.alpha", whole(number(dims) or 1), setting, note="0 means the rank")
     elif found is None:
         t.lose(setting, "it is not a number", ours="lora.alpha")
     else:
-        t.put("lora.alpha", whole(found), setting)
+        t.take("lora.alpha", whole(found), setting)
 
 
 def convolution(t: Translator, setting: Setting) -> None:
@@ -189,11 +189,11 @@ def convolution(t: Translator, setting: Setting) -> None:
         t.skip(setting, "convolutions are not adapted")
         return
     if targets is None:
-        t.put("lora.targets", "attention-mlp-conv")
+        t.take("lora.targets", "attention-mlp-conv")
     if kind == "lora":
-        t.put("lora.conv_alpha" if is_alpha else "lora.conv_rank", whole(found), setting)
+        t.take("lora.conv_alpha" if is_alpha else "lora.conv_rank", whole(found), setting)
         if targets is None and t.given("network_args.conv_alpha", "conv_alpha") is None:
-            t.put("lora.conv_alpha", 1, note="kohya's default")
+            t.take("lora.conv_alpha", 1, note="kohya's default")
     elif found == number(t.value("network_alpha" if is_alpha else "network_dim")):
         t.skip(setting, "it is the same as for other layers")
     else:
@@ -206,7 +206,7 @@ def dora(t: Translator, setting: Setting) -> None:
     if not is_on(setting.value):
         t.skip(setting, "it is off")
     elif t.values.get("lora.type", RecipeValue("lora", ())).value == "lora":
-        t.put("lora.use_dora", True, setting)
+        t.take("lora.use_dora", True, setting)
     else:
         t.lose(setting, "would train magnitudes; only a LoRA has them here", ours="lora.use_dora")
 
@@ -224,7 +224,7 @@ def loraplus(t: Translator, setting: Setting) -> None:
     elif has_own and setting is not of_unet:
         t.skip(setting, "loraplus_unet_lr_ratio takes precedence")
     else:
-        t.put("lora.loraplus_lr_ratio", found, setting)
+        t.take("lora.loraplus_lr_ratio", found, setting)
 
 
 def constraint(t: Translator, setting: Setting) -> None:
@@ -233,7 +233,7 @@ def constraint(t: Translator, setting: Setting) -> None:
     if not found:
         t.skip(setting, "it is off")
     else:
-        t.put("lora.constraint", found, setting)
+        t.take("lora.constraint", found, setting)
 
 
 def dropout(t: Translator, setting: Setting) -> None:
@@ -245,7 +245,7 @@ def dropout(t: Translator, setting: Setting) -> None:
         t.skip(setting, "it is off")
     else:
         note = "kohya: of the values between A and B; here of the input" if ours == "dropout" else ""
-        t.put(f"lora.{ours}", found, setting, note=note)
+        t.take(f"lora.{ours}", found, setting, note=note)
 
 
 # values of single blocks
@@ -273,8 +273,8 @@ def blocks(t: Translator, setting: Setting) -> None:
     used = [given[name] for name, values in readable if values and name in given]
     used += [each for name, each in given.items() if factors and name.endswith("_lr_weight")]
     if (entries or off) and used and len(off) < len(present):
-        _put_blocks(t, entries, used)
-        _put_targets_without(t, off, [block for _, block in present], used, with_convolutions=with_convolutions)
+        _take_blocks(t, entries, used)
+        _take_targets_without(t, off, [block for _, block in present], used, with_convolutions=with_convolutions)
     for each in [*given.values(), setting]:
         if not t.is_settled(each):
             t.lose(each, "would set values of single blocks", ours="lora.overrides")
@@ -299,13 +299,13 @@ def _entry(
     return entry
 
 
-def _put_blocks(t: Translator, entries: Sequence[Mapping[str, Value]], used: Sequence[Setting]) -> None:
+def _take_blocks(t: Translator, entries: Sequence[Mapping[str, Value]], used: Sequence[Setting]) -> None:
     for index, entry in enumerate(entries):
         for name, value in entry.items():
-            t.put(f"lora.overrides[{index}].{name}", value, *(used if (index, name) == (0, "match") else ()))
+            t.take(f"lora.overrides[{index}].{name}", value, *(used if (index, name) == (0, "match") else ()))
 
 
-def _put_targets_without(
+def _take_targets_without(
     t: Translator, off: set[str], present: Sequence[str], used: Sequence[Setting], *, with_convolutions: bool
 ) -> None:
     """Attach the LoRA only to the other blocks."""
@@ -315,7 +315,7 @@ def _put_targets_without(
     if not with_convolutions:
         patterns = [each.replace("(attentions|resnets)", "attentions").removesuffix(".*") + LINEAR for each in patterns]
     t.values.pop("lora.targets", None)
-    t.put("lora.targets", [*patterns], *used, note="blocks with 0 have no LoRA")
+    t.take("lora.targets", [*patterns], *used, note="blocks with 0 have no LoRA")
 
 
 LINEAR = r".*(proj_in|proj_out|attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"

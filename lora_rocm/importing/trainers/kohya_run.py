@@ -11,8 +11,8 @@ from lora_rocm.importing.value_maps import (
     SCHEDULES,
     is_on,
     number,
-    put_optimizer_of,
-    put_weight_decay,
+    take_optimizer_of,
+    take_weight_decay,
     whole,
 )
 from lora_rocm.recipe.peer_names import optimizer_of, peer_names
@@ -34,7 +34,7 @@ SCHEMES_WITH_UNIFORM_NOISE = ("uniform", "none", "")
 # the length
 
 
-def put_length(t: Translator, *, is_gui: bool) -> None:
+def take_length(t: Translator, *, is_gui: bool) -> None:
     """Epochs take precedence over steps. The GUI computes steps from its epochs if it has no other length."""
     epochs, steps, of_gui = t.given("max_train_epochs"), t.given("max_train_steps"), t.given("epoch")
     chosen = next((each for each in (epochs, steps) if each is not None and (number(each.value) or 0) >= 1), None)
@@ -45,7 +45,7 @@ def put_length(t: Translator, *, is_gui: bool) -> None:
         assert chosen is not None, "it has a default"
     is_epochs = chosen in (epochs, of_gui)
     note = "the GUI counts steps from its epochs" if chosen is of_gui and is_gui else ""
-    t.put("train.epochs" if is_epochs else "train.max_train_steps", int(number(chosen.value) or 1), chosen, note=note)
+    t.take("train.epochs" if is_epochs else "train.max_train_steps", int(number(chosen.value) or 1), chosen, note=note)
     for setting in (epochs, steps, of_gui):
         if setting is None or t.is_settled(setting):
             continue
@@ -58,7 +58,7 @@ def put_length(t: Translator, *, is_gui: bool) -> None:
 # the rates
 
 
-def put_rates(t: Translator, family: str, *, is_gui: bool) -> None:
+def take_rates(t: Translator, family: str, *, is_gui: bool) -> None:
     """The learning rates, and whether the text encoders are trained: kohya's scripts do so by default."""
     # the GUI's fields for one or for two text encoders
     unread = ("learning_rate_te",) if family == "sdxl" else ("learning_rate_te1", "learning_rate_te2")
@@ -72,7 +72,7 @@ def put_rates(t: Translator, family: str, *, is_gui: bool) -> None:
     chosen = own if own is not None and own_rate else general
     rate = number(chosen.value)
     if rate is not None and rate > 0:
-        t.put("optim.learning_rate", rate, chosen)
+        t.take("optim.learning_rate", rate, chosen)
     elif not chosen.is_default:
         t.lose(chosen, "it is not a learning rate", ours="optim.learning_rate")
     if not t.is_settled(general) and not general.is_default:
@@ -89,7 +89,7 @@ def put_rates(t: Translator, family: str, *, is_gui: bool) -> None:
     if own_rate == 0 and own is not None and any(rates) and (is_gui or own.value == 0):
         t.lose(own, "would train the text encoders alone")
     is_off = is_off or (bool(rates) and not any(rates) and not is_gui)
-    _put_text_encoders(t, family, rates or [default], is_off=is_off, base_rate=rate)
+    _take_text_encoders(t, family, rates or [default], is_off=is_off, base_rate=rate)
     if not t.is_settled(own) if own is not None else False:
         assert own is not None
         t.skip(own, "0 means learning_rate" if own_rate == 0 else "it is not a number")
@@ -107,7 +107,7 @@ def _text_rates(t: Translator) -> list[float]:
     return found
 
 
-def _put_text_encoders(
+def _take_text_encoders(
     t: Translator, family: str, rates: list[float], *, is_off: bool, base_rate: float | None
 ) -> None:
     found = (t.given(key) for key in (*TEXT_RATES, *SECOND_RATES))
@@ -125,11 +125,11 @@ def _put_text_encoders(
         for setting in given:
             t.lose(setting, f"would be the rate of {what}", ours="optim.text_encoder_learning_rate")
         return
-    t.put("lora.train_text_encoder", True, only, note="kohya's scripts train the text encoders too")
-    _put_text_rates(t, given, rates, base_rate, has_two=family == "sdxl")
+    t.take("lora.train_text_encoder", True, only, note="kohya's scripts train the text encoders too")
+    _take_text_rates(t, given, rates, base_rate, has_two=family == "sdxl")
 
 
-def _put_text_rates(
+def _take_text_rates(
     t: Translator, given: list[Setting], rates: list[float], base_rate: float | None, *, has_two: bool
 ) -> None:
     used = [setting for setting in given if number(_first(setting.value)) is not None]
@@ -139,10 +139,10 @@ def _put_text_rates(
             t.lose(setting, "would train only one text encoder", ours="lora.train_text_encoder")
     elif nonzero and nonzero[0] != base_rate:
         note = "" if used else "kohya: learning_rate is for the text encoders, unet_lr for the UNet"
-        t.put("optim.text_encoder_learning_rate", nonzero[0], *used[:1], note=note)
+        t.take("optim.text_encoder_learning_rate", nonzero[0], *used[:1], note=note)
     if len(nonzero) > 1 and len(nonzero) == len(rates) and nonzero[1] != nonzero[0] and has_two:
-        t.put("lora.overrides[90].match", r"text_encoder_2\..*", *used[1:])
-        t.put("lora.overrides[90].learning_rate", nonzero[1])
+        t.take("lora.overrides[90].match", r"text_encoder_2\..*", *used[1:])
+        t.take("lora.overrides[90].learning_rate", nonzero[1])
     for setting in given:
         if not t.is_settled(setting):
             t.skip(setting, "it is the same as another rate, or empty")
@@ -155,32 +155,32 @@ def _first(value: Value) -> Value:
 # optimizer and schedule
 
 
-def put_optimizer(t: Translator) -> None:
+def take_optimizer(t: Translator) -> None:
     """The optimizer with the defaults of its library, where they differ from ours."""
     setting = t.given("optimizer_type", "optimizer")
     for key, name in (("use_8bit_adam", "AdamW8bit"), ("use_lion_optimizer", "Lion")):
         switch = t.given(key)
         if switch is not None and is_on(switch.value) and (setting is None or not setting.value):
-            put_optimizer_of(t, switch, name)
+            take_optimizer_of(t, switch, name)
         elif switch is not None:
             t.skip(switch, "optimizer_type takes precedence")
     if setting is None or not setting.value:
         return
-    put_optimizer_of(t, setting, str(setting.value))
+    take_optimizer_of(t, setting, str(setting.value))
     found = optimizer_of(str(setting.value))
     arguments = [*t.below("optimizer_args")]
     for index, each in enumerate(arguments):
         name = each.key.partition(".")[2]
-        t.put(f"optim.optimizer_args[{index}]", f"{name}={each.value}", each)
+        t.take(f"optim.optimizer_args[{index}]", f"{name}={each.value}", each)
     given = {each.key.lower() for each in arguments}
-    put_weight_decay(t, found[0] if found is not None else "", is_given="optimizer_args.weight_decay" in given)
+    take_weight_decay(t, found[0] if found is not None else "", is_given="optimizer_args.weight_decay" in given)
     if found is not None and found[0] == "adafactor":
         for name in ("relative_step", "scale_parameter"):
             if f"optimizer_args.{name}" not in given:
-                t.put(f"optim.{name}", True, note="transformers' default")
+                t.take(f"optim.{name}", True, note="transformers' default")
 
 
-def put_schedule(t: Translator) -> None:
+def take_schedule(t: Translator) -> None:
     """The schedule with its options: ``lr_scheduler_type`` names a class, and takes precedence."""
     own, plain = t.given("lr_scheduler_type"), t.given("lr_scheduler")
     chosen = own if own is not None and own.value else plain
@@ -188,16 +188,16 @@ def put_schedule(t: Translator) -> None:
     schedule = SCHEDULES.get(name) or CLASSES.get(name)
     if chosen is not None and chosen.value:
         if name.startswith("adafactor"):
-            t.put("optim.relative_step", True, chosen)
+            t.take("optim.relative_step", True, chosen)
         elif schedule is None:
             t.lose(chosen, "lora-rocm has no such schedule; the rate stays constant", ours="optim.lr_scheduler")
         else:
             note = "kohya's class has further options" if name in CLASSES else ""
-            t.put("optim.lr_scheduler", schedule, chosen, note=note)
+            t.take("optim.lr_scheduler", schedule, chosen, note=note)
     if plain is not None and plain is not chosen:
         t.skip(plain, "lr_scheduler_type takes precedence")
-    _put_warmup(t, is_constant=name == "constant")
-    _put_schedule_options(t, schedule or "constant", name)
+    _take_warmup(t, is_constant=name == "constant")
+    _take_schedule_options(t, schedule or "constant", name)
 
 
 CLASSES = {
@@ -207,7 +207,7 @@ CLASSES = {
 """Classes of schedules, in lower case -> ours."""
 
 
-def _put_warmup(t: Translator, *, is_constant: bool) -> None:
+def _take_warmup(t: Translator, *, is_constant: bool) -> None:
     steps, percent, share = t.given("lr_warmup_steps"), t.given("lr_warmup"), t.given("warmup_ratio")
     found = [(each, number(each.value)) for each in (steps, percent, share) if each is not None]
     chosen = next((each for each, value in found if value), None)
@@ -217,14 +217,14 @@ def _put_warmup(t: Translator, *, is_constant: bool) -> None:
         elif is_constant:
             t.skip(setting, "kohya's constant schedule has no warm-up; constant_with_warmup has")
         elif setting is percent and value:
-            t.put("optim.lr_warmup_ratio", value / 100, setting, note="percent of the run in the GUI")
+            t.take("optim.lr_warmup_ratio", value / 100, setting, note="percent of the run in the GUI")
         elif value and 0 < value < 1:
-            t.put("optim.lr_warmup_ratio", value, setting)
+            t.take("optim.lr_warmup_ratio", value, setting)
         elif value:
-            t.put("optim.lr_warmup_steps", whole(value), setting)
+            t.take("optim.lr_warmup_steps", whole(value), setting)
 
 
-def _put_schedule_options(t: Translator, schedule: str, name: str) -> None:
+def _take_schedule_options(t: Translator, schedule: str, name: str) -> None:
     options = {
         "lr_scheduler_num_cycles": ("cosine_with_restarts", "optim.lr_scheduler_num_cycles"),
         "lr_scheduler_power": ("polynomial", "optim.lr_scheduler_power"),
@@ -240,12 +240,12 @@ def _put_schedule_options(t: Translator, schedule: str, name: str) -> None:
         elif found is None or found < 0:
             t.lose(setting, "it is not a number", ours=ours)
         else:
-            t.put(ours, whole(found), setting)
+            t.take(ours, whole(found), setting)
     for setting in t.below("lr_scheduler_args"):
         argument = setting.key.partition(".")[2].lower()
         found = number(setting.value)
         if argument in ("t_max", "first_cycle_max_steps", "t_0") and schedule == "cosine" and found:
-            t.put("optim.lr_cosine_steps", int(found), setting)
+            t.take("optim.lr_cosine_steps", int(found), setting)
         elif argument in ("eta_min", "min_lr", "min_lr_ratio", "last_epoch") and found in (0, -1):
             t.skip(setting, "it is the usual value")
         else:
@@ -265,7 +265,7 @@ def skip_unread_by_flow(t: Translator) -> None:
             t.skip(default, "kohya's script for this model does not read it")
 
 
-def put_flow(t: Translator, family: str) -> None:
+def take_flow(t: Translator, family: str) -> None:
     """The distribution of the noise level, its shift, and how the prediction is compared."""
     # the distribution
     prefix = f"{family}_" if family == "anima" else ""
@@ -280,15 +280,15 @@ def put_flow(t: Translator, family: str) -> None:
         row = rows[0]
         own = sampling or Setting("timestep_sampling", chosen)
         own_shift = shift or Setting("discrete_flow_shift", OF_FLOW[family][1])
-        t.put("objective.timestep_sampling", row.timestep_sampling, own)
+        t.take("objective.timestep_sampling", row.timestep_sampling, own)
         value = number(own_shift.value) if row.number else None
         if value is not None and value > 0:
-            t.put("objective.shift", whole(value), own_shift)
+            t.take("objective.shift", whole(value), own_shift)
         else:
-            t.put("objective.shift", row.shift if number(row.shift) is None else whole(number(row.shift) or 1), own)
+            t.take("objective.shift", row.shift if number(row.shift) is None else whole(number(row.shift) or 1), own)
     if shift is not None and not t.is_settled(shift):
         t.skip(shift, "this distribution does not read it")
-    _put_spread(t, chosen, prefix)
+    _take_spread(t, chosen, prefix)
     # the loss and the guidance
     if family == "flux":
         kind = t.given("model_prediction_type") or Setting("model_prediction_type", "sigma_scaled")
@@ -298,7 +298,7 @@ def put_flow(t: Translator, family: str) -> None:
             t.lose(kind, "would change the prediction before it is compared; raw is the usual value for FLUX.1")
         guidance = t.given("guidance_scale") or Setting("guidance_scale", 3.5)
         if (found := number(guidance.value)) is not None:
-            t.put("model.guidance", found, guidance)
+            t.take("model.guidance", found, guidance)
         else:
             t.lose(guidance, "it is not a number", ours="model.guidance")
 
@@ -307,7 +307,7 @@ OF_FLOW = {"flux": ("sigma", 3.0), "anima": ("sigmoid", 1.0)}
 """Family -> kohya's default of timestep_sampling, and of discrete_flow_shift."""
 
 
-def _put_spread(t: Translator, chosen: str, prefix: str) -> None:
+def _take_spread(t: Translator, chosen: str, prefix: str) -> None:
     """The width of a logit-normal distribution, and the scheme of timestep_sampling sigma."""
     scale = t.given(f"{prefix}sigmoid_scale", "sigmoid_scale")
     if scale is not None:
@@ -315,14 +315,14 @@ def _put_spread(t: Translator, chosen: str, prefix: str) -> None:
         if chosen not in ("sigmoid", "shift", "flux_shift") or not found:
             t.skip(scale, "this distribution does not read it")
         else:
-            t.put("objective.logit_std", whole(found), scale)
+            t.take("objective.logit_std", whole(found), scale)
     scheme = t.given("weighting_scheme")
     name = str(scheme.value).lower() if scheme is not None and scheme.value else ""
     is_normal = name == "logit_normal" and chosen == "sigma"
     if scheme is not None and not t.is_settled(scheme):
         if is_normal:
             t.values.pop("objective.timestep_sampling", None)
-            t.put("objective.timestep_sampling", "logit-normal", scheme)
+            t.take("objective.timestep_sampling", "logit-normal", scheme)
         elif name in SCHEMES_WITH_UNIFORM_NOISE:
             t.skip(scheme, "the noise levels are as usual")
         else:
@@ -333,7 +333,7 @@ def _put_spread(t: Translator, chosen: str, prefix: str) -> None:
         if setting is None or t.is_settled(setting):
             continue
         if is_normal and found is not None:
-            t.put(ours, whole(sign * found), setting, note="kohya's has the opposite sign" if sign < 0 else "")
+            t.take(ours, whole(sign * found), setting, note="kohya's has the opposite sign" if sign < 0 else "")
         else:
             t.skip(setting, "only weighting_scheme = logit_normal reads it")
 
@@ -341,38 +341,38 @@ def _put_spread(t: Translator, chosen: str, prefix: str) -> None:
 # files
 
 
-def put_saving(t: Translator) -> None:
+def take_saving(t: Translator) -> None:
     """The interval and the number of files. One unit is possible here; epochs come first."""
     epochs, steps, ratio = (t.given(key) for key in ("save_every_n_epochs", "save_every_n_steps", "save_n_epoch_ratio"))
     each_epochs, each_steps = (number(each.value) if each is not None else None for each in (epochs, steps))
     length = t.values.get("train.epochs")
     share = number(ratio.value) if ratio is not None else None
     if epochs is not None and each_epochs and each_epochs >= 1:
-        t.put("output.save_every_n_epochs", int(each_epochs), epochs)
+        t.take("output.save_every_n_epochs", int(each_epochs), epochs)
         if steps is not None and each_steps:
             t.lose(steps, "would also save by steps", ours="output.save_every_n_steps", changes_weights=False)
     elif steps is not None and each_steps and each_steps >= 1:
-        t.put("output.save_every_n_steps", int(each_steps), steps)
+        t.take("output.save_every_n_steps", int(each_steps), steps)
     elif ratio is not None and share and length is not None:
         every = max(int((number(length.value) or 1) // share), 1)
-        t.put("output.save_every_n_epochs", every, ratio, note="kohya: at least so many files")
+        t.take("output.save_every_n_epochs", every, ratio, note="kohya: at least so many files")
     for setting in filter(None, (epochs, steps, ratio)):
         if not t.is_settled(setting):
             t.skip(setting, "it is off" if not number(setting.value) else "it needs a length in epochs")
-    _put_number_of_files(t, each_steps)
+    _take_number_of_files(t, each_steps)
 
 
-def put_file_format(t: Translator) -> None:
+def take_file_format(t: Translator) -> None:
     """The number format of the files: without ``save_precision`` the one of the trained weights."""
     default = t.default("save_precision")
     for key in ("full_bf16", "full_fp16"):
         switch, given = t.given(key), t.given("save_precision")
         if switch is not None and is_on(switch.value) and (given is None or not given.value) and default is not None:
-            t.put("output.dtype", key.removeprefix("full_"), note="kohya: the number format of the trained weights")
+            t.take("output.dtype", key.removeprefix("full_"), note="kohya: the number format of the trained weights")
             t.skip(default, "full_bf16 and full_fp16 take precedence")
 
 
-def _put_number_of_files(t: Translator, each_steps: float | None) -> None:
+def _take_number_of_files(t: Translator, each_steps: float | None) -> None:
     for suffix, ours in (("", "output.keep_last_loras"), ("_state", "output.keep_last")):
         for unit in ("epochs", "steps"):
             setting = t.given(f"save_last_n_{unit}{suffix}")
@@ -382,9 +382,9 @@ def _put_number_of_files(t: Translator, each_steps: float | None) -> None:
             if not found or found < 1:
                 t.skip(setting, "it is off")
             elif unit == "epochs":
-                t.put(ours, int(found), setting)
+                t.take(ours, int(found), setting)
             elif each_steps:
-                t.put(ours, int(found // each_steps) + 1, setting, note="kohya counts steps; here files")
+                t.take(ours, int(found // each_steps) + 1, setting, note="kohya counts steps; here files")
             else:
                 t.skip(setting, "it needs save_every_n_steps")
 
@@ -403,7 +403,7 @@ def loss(t: Translator, setting: Setting) -> None:
     if plain in ("l2", ""):
         t.skip(setting, "the usual loss")
     elif plain in ("l1", "huber", "smooth_l1"):
-        t.put("objective.loss_type", plain, setting)
+        t.take("objective.loss_type", plain, setting)
     else:
         t.lose(setting, "lora-rocm has no such loss", ours="objective.loss_type")
 
@@ -414,9 +414,9 @@ def huber(t: Translator, setting: Setting) -> None:
     if str(t.value("loss_type") or "l2").lower() not in ("huber", "smooth_l1"):
         t.skip(setting, "only huber and smooth_l1 read it")
     elif key == "huber_schedule":
-        t.put("objective.huber_schedule", str(setting.value).lower(), setting)
+        t.take("objective.huber_schedule", str(setting.value).lower(), setting)
     elif (found := number(setting.value)) is not None:
-        t.put(f"objective.{key}", found, setting)
+        t.take(f"objective.{key}", found, setting)
     else:
         t.lose(setting, "it is not a number", ours=f"objective.{key}")
 
@@ -424,7 +424,7 @@ def huber(t: Translator, setting: Setting) -> None:
 def prediction(t: Translator, setting: Setting) -> None:
     """The kind of prediction."""
     if is_on(setting.value):
-        t.put("model.prediction_type", "v_prediction", setting)
+        t.take("model.prediction_type", "v_prediction", setting)
     else:
         t.skip(setting, "the checkpoint's own mark counts")
 
@@ -432,7 +432,7 @@ def prediction(t: Translator, setting: Setting) -> None:
 def bf16_weights(t: Translator, setting: Setting) -> None:
     """Whether the trained weights are in 16 bits."""
     if is_on(setting.value):
-        t.put("lora.weight_dtype", "fp16" if "fp16" in setting.key else "bf16", setting)
+        t.take("lora.weight_dtype", "fp16" if "fp16" in setting.key else "bf16", setting)
     else:
         t.skip(setting, "it is off")
 
@@ -442,7 +442,7 @@ def base_in_8_bits(t: Translator, setting: Setting) -> None:
     if is_on(setting.value) and t.values["model.family"].value == "anima":
         t.skip(setting, "kohya's script for Anima switches it off")
     elif is_on(setting.value):
-        t.put("model.quantization", "fp8", setting, note="kohya: without scales")
+        t.take("model.quantization", "fp8", setting, note="kohya: without scales")
     else:
         t.skip(setting, "it is off")
 
@@ -450,7 +450,7 @@ def base_in_8_bits(t: Translator, setting: Setting) -> None:
 def trackers(t: Translator, setting: Setting) -> None:
     """Programs that log the run."""
     if str(setting.value).lower() in ("wandb", "all"):
-        t.put("output.log_with", ["wandb"], setting)
+        t.take("output.log_with", ["wandb"], setting)
     else:
         t.skip(setting, "TensorBoard files are always written")
 
@@ -461,7 +461,7 @@ def sampler(t: Translator, setting: Setting) -> None:
     if own is None:
         t.lose(setting, "previews have no such sampler here", ours="sample.sampler", changes_weights=False)
     else:
-        t.put("sample.sampler", own, setting)
+        t.take("sample.sampler", own, setting)
 
 
 def previews(t: Translator, setting: Setting) -> None:
@@ -472,7 +472,7 @@ def previews(t: Translator, setting: Setting) -> None:
     elif epochs is not None and epochs is not setting and number(epochs.value):
         t.skip(setting, "sample_every_n_epochs takes precedence")
     else:
-        t.put(f"sample.{'every_n_epochs' if setting is epochs else 'every_n_steps'}", int(found), setting)
+        t.take(f"sample.{'every_n_epochs' if setting is epochs else 'every_n_steps'}", int(found), setting)
 
 
 def clip_skip(t: Translator, setting: Setting) -> None:
@@ -488,7 +488,7 @@ def token_length(t: Translator, setting: Setting) -> None:
     """The number of tokens of a caption."""
     found = number(setting.value)
     if found in (75, 150, 225):
-        t.put("model.max_token_length", int(found), setting)
+        t.take("model.max_token_length", int(found), setting)
     else:
         t.lose(setting, "it is not 75, 150 or 225", ours="model.max_token_length")
 
@@ -501,7 +501,7 @@ def base_weights(t: Translator, setting: Setting) -> None:
     factor = 1.0 if strength is None else number(_first(strength.value))
     if setting is files and len(names) == 1 and factor == 1:
         note = "kohya merges it into the base; here previews do not have it"
-        t.put("model.training_adapter", path_text(names[0]), setting, note=note)
+        t.take("model.training_adapter", path_text(names[0]), setting, note=note)
     elif setting is strength and factor == 1:
         t.skip(setting, "it is the usual strength")
     else:
@@ -534,7 +534,7 @@ def positive(t: Translator, setting: Setting) -> None:
     elif key == "multires_noise_discount" and not number(t.value("multires_noise_iterations")):
         t.skip(setting, "there is no noise of several resolutions")
     else:
-        t.put(POSITIVE[key], int(found) if key in WHOLE else found, setting)
+        t.take(POSITIVE[key], int(found) if key in WHOLE else found, setting)
 
 
 def validation(t: Translator, setting: Setting) -> None:
@@ -544,7 +544,7 @@ def validation(t: Translator, setting: Setting) -> None:
     if not found:
         t.skip(setting, "it is off")
     else:
-        t.put(f"train.validation_every_n_{unit}", int(found), setting)
+        t.take(f"train.validation_every_n_{unit}", int(found), setting)
 
 
 def seed(t: Translator, setting: Setting) -> None:
@@ -553,7 +553,7 @@ def seed(t: Translator, setting: Setting) -> None:
     if found is None or found < 0 or found != int(found):
         t.lose(setting, "it is not a seed; one is drawn", ours="train.seed", changes_weights=False)
     else:
-        t.put("train.seed", int(found), setting)
+        t.take("train.seed", int(found), setting)
 
 
 SWITCHES = {
@@ -567,7 +567,7 @@ SWITCHES = {
 def switch(t: Translator, setting: Setting) -> None:
     """A switch with the same meaning."""
     if is_on(setting.value):
-        t.put(SWITCHES[_last(setting)], True, setting)
+        t.take(SWITCHES[_last(setting)], True, setting)
     else:
         t.skip(setting, "it is off")
 
@@ -585,4 +585,4 @@ def text(t: Translator, setting: Setting) -> None:
     if ours in t.values:
         t.skip(setting, f"{t.values[ours].settings[0].key} gives it")
     else:
-        t.put(ours, str(setting.value), setting)
+        t.take(ours, str(setting.value), setting)

@@ -17,14 +17,14 @@ from lora_rocm.importing.language import (
     functions_of,
     is_dpo,
     lose_method,
-    put_start,
-    put_table,
-    put_tables,
+    take_start,
+    take_table,
+    take_tables,
 )
 from lora_rocm.importing.setting import FileContent, Setting, Value, path_text
-from lora_rocm.importing.trainer import Trainer
+from lora_rocm.importing.trainer import PeerTrainer
 from lora_rocm.importing.translator import Function, Translator
-from lora_rocm.importing.value_maps import is_on, number, put_number, whole
+from lora_rocm.importing.value_maps import is_on, number, take_number, whole
 
 PROGRAM = re.compile(r"(?:^|[\\/\s\"'])(llamafactory-cli|lmf|train_bash\.py|src[\\/]train\.py)(?=$|[\s\"'])")
 TABLES = "dataset_info.json"
@@ -114,7 +114,7 @@ def _prepare(t: Translator) -> None:
     # tables
     given = [each.key.removeprefix(LIST).partition(".")[0] for each in t.settings if each.key.startswith(LIST)]
     names = _listed(dataset.value) if dataset is not None else list(dict.fromkeys(given))
-    put_tables(t, [_source(t, name, dataset) for name in names])
+    take_tables(t, [_source(t, name, dataset) for name in names])
 
 
 def _source(t: Translator, name: str, dataset: Setting | None) -> Source:
@@ -126,16 +126,16 @@ def _source(t: Translator, name: str, dataset: Setting | None) -> Source:
     named = () if dataset is None else (dataset,)
     if place is None:
         if t.given("dataset_dir") is not None and str(t.value("dataset_dir")).upper() == "ONLINE":
-            return put_table(name, *named)
+            return take_table(name, *named)
         note = f"{TABLES} does not list it, or is not here: give the file"
-        return put_table(name, *named, note=note)
+        return take_table(name, *named, note=note)
     folder = path_text(t.value("dataset_dir") or "data")
     is_local = place.key.endswith("file_name")
     path = f"{folder}/{place.value}" if is_local and not re.match(r"[/~]|[A-Za-z]:", str(place.value)) else place.value
     for key, each in entry.items():
         if each is not place and key != "split":
             _about_table(t, key, each, entry)
-    return put_table(str(path), *named, place, split=entry.get("split"))
+    return take_table(str(path), *named, place, split=entry.get("split"))
 
 
 def _about_table(t: Translator, key: str, each: Setting, entry: Mapping[str, Setting]) -> None:
@@ -193,11 +193,11 @@ def _method(t: Translator, setting: Setting) -> None:
     elif plain == "sft":
         t.skip(setting, "the loss of the next token")
     elif plain == "dpo":
-        t.put("objective.loss", "dpo", setting)
+        t.take("objective.loss", "dpo", setting)
     elif plain == "pt":
-        t.put("objective.train_on", "all", setting, note="all words are trained on, in rows of several texts")
+        t.take("objective.train_on", "all", setting, note="all words are trained on, in rows of several texts")
         if t.given("packing") is None:
-            t.put("data.packing", True, note="stage: pt packs texts, unless packing is false")
+            t.take("data.packing", True, note="stage: pt packs texts, unless packing is false")
     else:
         lose_method(t, setting, plain)
 
@@ -216,22 +216,22 @@ def _alpha(t: Translator, setting: Setting) -> None:
     """Twice the rank, unless it is given."""
     given = number(setting.value)
     if given:
-        t.put("lora.alpha", whole(given), setting)
+        t.take("lora.alpha", whole(given), setting)
     else:
-        t.put("lora.alpha", whole(2 * (number(t.value("lora_rank")) or 8)), setting)
+        t.take("lora.alpha", whole(2 * (number(t.value("lora_rank")) or 8)), setting)
 
 
 def _start(t: Translator, setting: Setting) -> None:
     paths = _listed(setting.value)
     if len(paths) == 1:
-        put_start(t, setting)
+        take_start(t, setting)
     else:
         t.lose(setting, "merges several LoRAs into the base before training", ours="lora.init_from")
 
 
 def _pissa(t: Translator, setting: Setting) -> None:
     if is_on(setting.value):
-        t.put("lora.init", "pissa", setting)
+        t.take("lora.init", "pissa", setting)
     else:
         t.skip(setting, "it is off")
 
@@ -242,7 +242,7 @@ def _bits(t: Translator, setting: Setting) -> None:
     if own is None or (method is not None and str(method.value).lower() not in ("bnb", "bitsandbytes")):
         t.lose(setting, "lora-rocm has int8 and nf4", ours="model.quantization")
     else:
-        t.put("model.quantization", own, setting)
+        t.take("model.quantization", own, setting)
 
 
 def _template(t: Translator, setting: Setting) -> None:
@@ -269,26 +269,26 @@ def _packing(t: Translator, setting: Setting) -> None:
         t.skip(setting, "packing has switched it on")
     else:
         note = "" if setting.key.lower() == "neat_packing" else "texts of a row see each other there, and never here"
-        t.put("data.packing", True, setting, note=note)
+        t.take("data.packing", True, setting, note=note)
 
 
 def _trained_words(t: Translator, setting: Setting) -> None:
     if not is_on(setting.value) or is_dpo(t):
         t.skip(setting, "it is off, or pairs train on answers")
     else:
-        t.put("objective.train_on", "last-turn" if setting.key.lower() == "mask_history" else "all", setting)
+        t.take("objective.train_on", "last-turn" if setting.key.lower() == "mask_history" else "all", setting)
 
 
 def _muon(t: Translator, setting: Setting) -> None:
     if is_on(setting.value):
-        t.put("optim.optimizer", "muon", setting)
+        t.take("optim.optimizer", "muon", setting)
     else:
         t.skip(setting, "it is off")
 
 
 def _bf16_weights(t: Translator, setting: Setting) -> None:
     if is_on(setting.value):
-        t.put("lora.weight_dtype", "bf16", setting)
+        t.take("lora.weight_dtype", "bf16", setting)
     else:
         t.skip(setting, "it is off")
 
@@ -299,7 +299,7 @@ def _tables_are_read(t: Translator, setting: Setting) -> None:
 
 def _length(t: Translator, setting: Setting) -> None:
     note = "question and answer of a turn are both shortened there; here the end of the text is cut"
-    put_number("data.max_length", note if t.value("stage") in (None, "sft") else "")(t, setting)
+    take_number("data.max_length", note if t.value("stage") in (None, "sft") else "")(t, setting)
 
 
 OWN_FUNCTIONS: dict[str, Function] = {
@@ -318,4 +318,4 @@ OWN_FUNCTIONS: dict[str, Function] = {
     "tables": _tables_are_read,
 }
 
-TRAINER = Trainer("llama-factory", _read, functions_of("llama-factory", OWN_FUNCTIONS), _prepare, finish)
+TRAINER = PeerTrainer("llama-factory", _read, functions_of("llama-factory", OWN_FUNCTIONS), _prepare, finish)

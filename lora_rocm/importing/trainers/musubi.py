@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lora_rocm.importing.config_files import ConfigFile, ConfigFiles
-from lora_rocm.importing.data_sources import Source, put_sources, side_of
+from lora_rocm.importing.data_sources import Source, side_of, take_sources
 from lora_rocm.importing.formats.command_line import NO_LINES, command_settings, options_of, shell_of
-from lora_rocm.importing.prompts import put_prompts
+from lora_rocm.importing.prompts import take_prompts
 from lora_rocm.importing.setting import FileContent, Setting, Value, path_text
-from lora_rocm.importing.trainer import Trainer
+from lora_rocm.importing.trainer import PeerTrainer
 from lora_rocm.importing.translator import Function, RecipeValue, Translator, plain_key
 from lora_rocm.importing.value_maps import (
     is_on,
     number,
-    put_if,
-    put_number,
-    put_number_format,
-    put_optimizer,
-    put_optimizer_arguments,
-    put_path,
-    put_schedule,
+    take_if,
+    take_number,
+    take_number_format,
+    take_optimizer,
+    take_optimizer_arguments,
+    take_path,
+    take_schedule,
     whole,
 )
 
@@ -94,14 +94,14 @@ def _prepare(t: Translator) -> None:
     """The family with its files, the layers, the noise, then the data sets."""
     family = _family(t)
     if family == "flux":
-        t.put("model.variant", "kontext", note="the only FLUX.1 that musubi-tuner trains")
+        t.take("model.variant", "kontext", note="the only FLUX.1 that musubi-tuner trains")
     for theirs, ours in ENCODERS[family].items():
         if (setting := t.given(theirs)) is not None and setting.value:
-            put_path(f"model.{ours}")(t, setting)
+            take_path(f"model.{ours}")(t, setting)
     module = str(t.value("network_module") or "").rpartition(".")[2]
     if module in ("lokr", "loha"):
-        t.put("lora.type", module, *([found] if (found := t.given("network_module")) is not None else []))
-    t.put(
+        t.take("lora.type", module, *([found] if (found := t.given("network_module")) is not None else []))
+    t.take(
         "lora.targets",
         "attention-mlp",
         note="musubi-tuner adapts these layers; in FLUX.1 it fuses query, key and value",
@@ -127,14 +127,14 @@ def _family(t: Translator) -> str:
     if script is not None and "_network" not in str(script.value):
         t.lose(script, "trains the whole model; here an adapter is trained", ours="lora.type")
     if script is not None and by_script in FAMILY_OF_SCRIPT:
-        t.put("model.family", FAMILY_OF_SCRIPT[by_script], script)
+        t.take("model.family", FAMILY_OF_SCRIPT[by_script], script)
     elif module is not None and by_module in FAMILY_OF_MODULE:
-        t.put("model.family", FAMILY_OF_MODULE[by_module], module)
+        t.take("model.family", FAMILY_OF_MODULE[by_module], module)
     else:
         named = next((own for pattern, own in BY_NAME if base is not None and pattern.search(str(base.value))), "")
         if base is not None and not named:
             t.refuse_base("a base that no script or network module names", base)
-        t.put("model.family", named or "z-image", note="a guess: no script or network module names the base")
+        t.take("model.family", named or "z-image", note="a guess: no script or network module names the base")
     return str(t.values["model.family"].value)
 
 
@@ -147,20 +147,20 @@ def _noise(t: Translator) -> None:
     if plain == "sigma":
         _by_weighting(t, setting, mean, std)
     elif plain == "uniform":
-        _put_noise(t, setting, "uniform", 1)
+        _take_noise(t, setting, "uniform", 1)
     elif plain in ("sigmoid", "shift", "flux_shift"):
         scale, shift = t.given("sigmoid_scale"), t.given("discrete_flow_shift")
         value: Value = "resolution" if plain == "flux_shift" else 1
         if plain == "shift":
             value = whole(number(t.value("discrete_flow_shift")) or 1.0)
-        _put_noise(t, setting, "logit-normal", value, *([shift] if plain == "shift" and shift is not None else []))
+        _take_noise(t, setting, "logit-normal", value, *([shift] if plain == "shift" and shift is not None else []))
         if scale is not None and number(scale.value):
-            put_number("objective.logit_std")(t, scale)
+            take_number("objective.logit_std")(t, scale)
     elif plain == "logsnr":
-        _put_noise(t, setting, "logit-normal", 1)
-        t.put("objective.logit_std", std / 2, *_given(t, "logit_std"), note="half of it: logsnr is twice the logit")
+        _take_noise(t, setting, "logit-normal", 1)
+        t.take("objective.logit_std", std / 2, *_given(t, "logit_std"), note="half of it: logsnr is twice the logit")
         if mean:
-            t.put("objective.logit_mean", -mean / 2, *_given(t, "logit_mean"), note="half of it, the opposite sign")
+            t.take("objective.logit_mean", -mean / 2, *_given(t, "logit_mean"), note="half of it, the opposite sign")
     else:
         t.lose(setting, "lora-rocm has no such distribution", ours="objective.timestep_sampling")
     weighting = t.given("weighting_scheme")
@@ -177,23 +177,23 @@ def _by_weighting(t: Translator, setting: Setting, mean: float, std: float) -> N
     if weighting is not None and plain == "mode":
         t.lose(weighting, "lora-rocm has no such distribution", ours="objective.timestep_sampling")
     if plain == "logit_normal":
-        _put_noise(t, setting, "logit-normal", value, *settings)
+        _take_noise(t, setting, "logit-normal", value, *settings)
         if mean:
-            t.put("objective.logit_mean", -mean, *_given(t, "logit_mean"), note="musubi-tuner has the opposite sign")
+            t.take("objective.logit_mean", -mean, *_given(t, "logit_mean"), note="musubi-tuner has the opposite sign")
         if std != 1:
-            t.put("objective.logit_std", std, *_given(t, "logit_std"))
+            t.take("objective.logit_std", std, *_given(t, "logit_std"))
     else:
         is_lost = plain in ("sigma_sqrt", "cosmap", "mode")
-        _put_noise(t, setting, "uniform", value, *([shift] if is_lost and shift else [] if is_lost else settings))
+        _take_noise(t, setting, "uniform", value, *([shift] if is_lost and shift else [] if is_lost else settings))
 
 
 def _given(t: Translator, key: str) -> list[Setting]:
     return [found] if (found := t.given(key)) is not None else []
 
 
-def _put_noise(t: Translator, setting: Setting, sampling: str, shift: Value, *further: Setting) -> None:
-    t.put("objective.timestep_sampling", sampling, setting)
-    t.put("objective.shift", shift, *(further or (setting,)))
+def _take_noise(t: Translator, setting: Setting, sampling: str, shift: Value, *further: Setting) -> None:
+    t.take("objective.timestep_sampling", sampling, setting)
+    t.take("objective.shift", shift, *(further or (setting,)))
 
 
 # the data sets
@@ -203,21 +203,21 @@ def _data(t: Translator) -> None:
     """The data sets, each with the keys that it inherits from ``general``."""
     found = {setting.key.partition("]")[0] + "]": None for setting in t.below("datasets")}
     sources = {own: source for own in found if (source := _source(t, own)) is not None}
-    put_sources(t, [*sources.values()])
+    take_sources(t, [*sources.values()])
     if not sources:
         return
     _batches(t, [*sources])
     switches = {key: _inherited(t, [*sources], key) for key in ("enable_bucket", "bucket_no_upscale")}
     bucket, fixed = switches["enable_bucket"], switches["bucket_no_upscale"]
     is_bucket = bucket is not None and is_on(bucket.value)
-    t.put(
+    t.take(
         "data.enable_bucket",
         is_bucket,
         *([bucket] if bucket else []),
         note="" if bucket else "musubi-tuner: off by default",
     )
     is_fixed = is_bucket and fixed is not None and is_on(fixed.value)
-    t.put(
+    t.take(
         "data.upscale", not is_fixed, *([fixed] if fixed else []), note="" if fixed else "musubi-tuner: on by default"
     )
     for setting in t.below("general"):
@@ -265,12 +265,12 @@ def _batches(t: Translator, datasets: Sequence[str]) -> None:
     sizes = {own: int(number(setting.value) or 1) if setting is not None else 1 for own, setting in given.items()}
     largest = max(sizes.values(), default=1)
     settings = [setting for own, setting in given.items() if setting is not None and sizes[own] == largest]
-    t.put("train.batch_size", largest, *settings, note="" if settings else "musubi-tuner: the default")
+    t.take("train.batch_size", largest, *settings, note="" if settings else "musubi-tuner: the default")
     has_sources = any(key.startswith("data.sources[") for key in t.values)
     for index, (own, size) in enumerate(sizes.items()):
         setting = given[own]
         if size < largest and has_sources:
-            t.put(f"data.sources[{index}].max_batch_size", size, *([setting] if setting is not None else []))
+            t.take(f"data.sources[{index}].max_batch_size", size, *([setting] if setting is not None else []))
 
 
 # functions of the table
@@ -278,7 +278,7 @@ def _batches(t: Translator, datasets: Sequence[str]) -> None:
 
 def _epochs(t: Translator, setting: Setting) -> None:
     if number(setting.value):
-        put_number("train.epochs")(t, setting)
+        take_number("train.epochs")(t, setting)
     else:
         t.skip(setting, "max_train_steps is the length")
 
@@ -287,7 +287,7 @@ def _steps(t: Translator, setting: Setting) -> None:
     if number(t.value("max_train_epochs")):
         t.skip(setting, "max_train_epochs takes precedence")
     else:
-        put_number("train.max_train_steps")(t, setting)
+        take_number("train.max_train_steps")(t, setting)
 
 
 def _warmup(t: Translator, setting: Setting) -> None:
@@ -295,9 +295,9 @@ def _warmup(t: Translator, setting: Setting) -> None:
     if not found:
         t.skip(setting, "there is no warm-up")
     elif found < 1:
-        t.put("optim.lr_warmup_ratio", found, setting)
+        t.take("optim.lr_warmup_ratio", found, setting)
     else:
-        t.put("optim.lr_warmup_steps", int(found), setting)
+        t.take("optim.lr_warmup_steps", int(found), setting)
 
 
 def _network_arguments(t: Translator, setting: Setting) -> None:
@@ -313,35 +313,35 @@ def _network_arguments(t: Translator, setting: Setting) -> None:
 
 def _optimizer(t: Translator, setting: Setting) -> None:
     """Adafactor has its relative step unless an argument switches it off."""
-    put_optimizer(t, setting)
+    take_optimizer(t, setting)
     if str(setting.value).lower() == "adafactor" and "relative_step" not in str(t.value("optimizer_args")):
-        t.put("optim.relative_step", True, note="musubi-tuner: the default of Adafactor")
+        t.take("optim.relative_step", True, note="musubi-tuner: the default of Adafactor")
 
 
 def _learning_rate(t: Translator, setting: Setting) -> None:
     if "optim.relative_step" in t.values:
         t.skip(setting, "Adafactor's relative step takes precedence")
     else:
-        put_number("optim.learning_rate")(t, setting)
+        take_number("optim.learning_rate")(t, setting)
 
 
 def _schedule(t: Translator, setting: Setting) -> None:
     if str(t.value("optimizer_type")).lower() == "adafactor" and "relative_step" not in str(t.value("optimizer_args")):
         t.skip(setting, "Adafactor's relative step takes precedence")
     else:
-        put_schedule(t, setting)
+        take_schedule(t, setting)
 
 
 def _switch(ours: str, value: Value) -> Function:
     """A function that writes ``value`` if the switch is on."""
 
-    def put(t: Translator, setting: Setting) -> None:
+    def take(t: Translator, setting: Setting) -> None:
         if is_on(setting.value):
-            t.put(ours, value, setting)
+            t.take(ours, value, setting)
         else:
             t.skip(setting, "it is off")
 
-    return put
+    return take
 
 
 def _training_adapter(t: Translator, setting: Setting) -> None:
@@ -349,7 +349,7 @@ def _training_adapter(t: Translator, setting: Setting) -> None:
     files = setting.value if isinstance(setting.value, list) else [setting.value]
     if len(files) == 1:
         note = "musubi-tuner merges it into the base; here it is active during training only"
-        t.put("model.training_adapter", path_text(files[0]), setting, note=note)
+        t.take("model.training_adapter", path_text(files[0]), setting, note=note)
     else:
         t.lose(setting, "merges several adapters into the base", ours="model.training_adapter")
 
@@ -368,34 +368,34 @@ def _takes_rank_of_file(t: Translator) -> bool:
 def _of_rank(ours: str) -> Function:
     """A function for the rank or alpha, unless a file has them."""
 
-    def put(t: Translator, setting: Setting) -> None:
+    def take(t: Translator, setting: Setting) -> None:
         if _takes_rank_of_file(t):
             t.skip(setting, "dim_from_weights takes it from the file")
         else:
-            put_number(ours)(t, setting)
+            take_number(ours)(t, setting)
 
-    return put
+    return take
 
 
 def _rank_of_file(t: Translator, setting: Setting) -> None:
     if not is_on(setting.value):
         t.skip(setting, "it is off")
     elif _takes_rank_of_file(t):
-        t.put("lora.rank", "auto", setting)
+        t.take("lora.rank", "auto", setting)
     else:
         t.lose(setting, "takes rank and alpha from a file that is not here; set lora.rank: auto", ours="lora.rank")
 
 
 def _trackers(t: Translator, setting: Setting) -> None:
     if str(setting.value).lower() in ("wandb", "all"):
-        t.put("output.log_with", ["wandb"], setting)
+        t.take("output.log_with", ["wandb"], setting)
     else:
         t.skip(setting, "TensorBoard files are always written")
 
 
 def _project(t: Translator, setting: Setting) -> None:
     if str(t.value("log_with")).lower() in ("wandb", "all"):
-        t.put("output.log_project", str(setting.value), setting)
+        t.take("output.log_project", str(setting.value), setting)
     else:
         t.skip(setting, "no tracker is on")
 
@@ -408,7 +408,7 @@ def _finish(t: Translator) -> None:
 
 
 def _if_number(ours: str) -> Function:
-    return put_if(ours, lambda value: bool(number(value)), "0 switches it off")
+    return take_if(ours, lambda value: bool(number(value)), "0 switches it off")
 
 
 FUNCTIONS: Mapping[str, Function] = {
@@ -425,28 +425,28 @@ FUNCTIONS: Mapping[str, Function] = {
     "rank_of_file": _rank_of_file,
     "trackers": _trackers,
     "project": _project,
-    "optimizer_arguments": put_optimizer_arguments,
-    "prompts": put_prompts,
-    "base": put_path("model.name_or_path"),
-    "vae": put_path("model.vae"),
+    "optimizer_arguments": take_optimizer_arguments,
+    "prompts": take_prompts,
+    "base": take_path("model.name_or_path"),
+    "vae": take_path("model.vae"),
     "base_format": _switch("model.quantization", "fp8"),
     "text_encoder_format": _switch("model.text_encoder_quantization", "fp8"),
-    "precision": put_number_format("train.mixed_precision"),
-    "file_format": put_number_format("output.dtype"),
+    "precision": take_number_format("train.mixed_precision"),
+    "file_format": take_number_format("output.dtype"),
     "dropout": _if_number("lora.dropout"),
     "rank_dropout": _if_number("lora.rank_dropout"),
     "module_dropout": _if_number("lora.module_dropout"),
-    "factor": put_number("lora.factor"),
-    "start": put_path("lora.init_from"),
+    "factor": take_number("lora.factor"),
+    "start": take_path("lora.init_from"),
     "norms": _if_number("lora.scale_weight_norms"),
-    "grad_norm": put_number("optim.max_grad_norm"),
-    "seed": put_number("train.seed"),
+    "grad_norm": take_number("optim.max_grad_norm"),
+    "seed": take_number("train.seed"),
     "min_timestep": _if_number("objective.min_timestep"),
-    "max_timestep": put_if(
+    "max_timestep": take_if(
         "objective.max_timestep", lambda value: number(value) not in (None, 1000), "1000 is the whole range"
     ),
-    "folder_of_runs": put_path("output.dir"),
-    "name": lambda t, setting: t.put("output.name", str(setting.value), setting),
+    "folder_of_runs": take_path("output.dir"),
+    "name": lambda t, setting: t.take("output.name", str(setting.value), setting),
 }
 
-TRAINER = Trainer("musubi", _read, FUNCTIONS, _prepare, _finish)
+TRAINER = PeerTrainer("musubi", _read, FUNCTIONS, _prepare, _finish)

@@ -13,17 +13,17 @@ from lora_rocm.errors import UserError
 from lora_rocm.importing.config_files import ConfigFiles
 from lora_rocm.importing.formats.command_line import assignments
 from lora_rocm.importing.setting import FileContent, Setting, Value, path_text
-from lora_rocm.importing.trainer import Trainer
+from lora_rocm.importing.trainer import PeerTrainer
 from lora_rocm.importing.trainers import onetrainer_data, onetrainer_noise, onetrainer_optimizer
 from lora_rocm.importing.trainers.onetrainer_data import FLOWS, family_of, resolutions
 from lora_rocm.importing.translator import Function, Translator, plain_key
 from lora_rocm.importing.value_maps import (
     is_on,
     number,
-    put_dropout,
-    put_number,
-    put_number_format,
-    put_path,
+    take_dropout,
+    take_number,
+    take_number_format,
+    take_path,
     whole,
 )
 
@@ -150,11 +150,11 @@ def _prepare(t: Translator) -> None:
     _adapter(t)
     _targets(t)
     _text_encoders(t)
-    onetrainer_optimizer.put_optimizer_section(t)
-    onetrainer_data.put_concepts(t)
-    onetrainer_data.put_embeddings(t)
-    onetrainer_data.put_samples(t)
-    onetrainer_data.put_intervals(t)
+    onetrainer_optimizer.take_optimizer_section(t)
+    onetrainer_data.take_concepts(t)
+    onetrainer_data.take_embeddings(t)
+    onetrainer_data.take_samples(t)
+    onetrainer_data.take_intervals(t)
 
 
 def _base(t: Translator) -> None:
@@ -175,7 +175,7 @@ def _base(t: Translator) -> None:
     if model is None or name not in FAMILIES:
         t.refuse_base(OTHER_BASES.get(name, f"the model type {name}"), model)
     note = "an inpainting base is recognised by its UNet" if "INPAINTING" in name else ""
-    t.put("model.family", FAMILIES[name], model, note=note)
+    t.take("model.family", FAMILIES[name], model, note=note)
 
 
 def _sections(t: Translator) -> None:
@@ -194,7 +194,7 @@ def _sections(t: Translator) -> None:
             t.skip(each, "the version of the format")
     clip = t.given("clip_grad_norm")
     if clip is not None and clip.value is None:
-        t.put("optim.max_grad_norm", 0, clip, note="null clips nothing")
+        t.take("optim.max_grad_norm", 0, clip, note="null clips nothing")
 
 
 def _adapter(t: Translator) -> None:
@@ -206,37 +206,37 @@ def _adapter(t: Translator) -> None:
     if name == "OFT_2":
         block = t.setting("oft_block_size")
         assert block is not None, "by the defaults"
-        t.put("lora.type", "oft", kind, note="OneTrainer rotates blocks of a layer's inputs, lora-rocm of its outputs")
-        t.put("lora.rank", block.value, block)
+        t.take("lora.type", "oft", kind, note="OneTrainer rotates blocks of a layer's inputs, lora-rocm of its outputs")
+        t.take("lora.rank", block.value, block)
         _lose_if_on(t, "oft_block_share", "uses the same rotation for all blocks of a layer")
         _lose_if_on(t, "oft_scaled", "trains a factor per output too")
         return
     if name == "LOKR":
-        t.put("lora.type", "lokr", kind)
+        t.take("lora.type", "lokr", kind)
         _lokr(t)
     elif name == "LOHA":
-        t.put("lora.type", "loha", kind)
-        t.put("lora.rank", rank.value, rank)
+        t.take("lora.type", "loha", kind)
+        t.take("lora.rank", rank.value, rank)
     elif name == "LORA":
         t.skip(kind, "a LoRA")
-        t.put("lora.rank", rank.value, rank)
+        t.take("lora.rank", rank.value, rank)
         _dora(t)
     else:
         t.lose(kind, "lora-rocm does not train this kind of adapter", ours="lora.type")
-    t.put("lora.alpha", whole(number(alpha.value) or 0), alpha)
+    t.take("lora.alpha", whole(number(alpha.value) or 0), alpha)
 
 
 def _lokr(t: Translator) -> None:
     rank, whole_matrix = t.setting("lokr_dim"), t.given("lokr_full_matrix")
     assert rank is not None, "by the defaults"
     if whole_matrix is not None and is_on(whole_matrix.value):
-        t.put("lora.rank", 2048, whole_matrix, note="a rank this high keeps the second factors whole")
+        t.take("lora.rank", 2048, whole_matrix, note="a rank this high keeps the second factors whole")
         t.skip(rank, "the second factors are whole")
     else:
-        t.put("lora.rank", rank.value, rank)
+        t.take("lora.rank", rank.value, rank)
     for key, ours in (("lokr_decompose_factor", "lora.factor"), ("lokr_decompose_both", "lora.decompose_both")):
         if (setting := t.given(key)) is not None:
-            t.put(ours, setting.value, setting)
+            t.take(ours, setting.value, setting)
     _lose_if_on(t, "lokr_use_tucker", "factors the kernels of convolutions too")
     _lose_if_on(t, "lokr_weight_decompose", "trains the magnitudes of weights too (DoRA)")
 
@@ -246,9 +246,9 @@ def _dora(t: Translator) -> None:
     if setting is None or not is_on(setting.value):
         return
     if by_output is not None and is_on(by_output.value):
-        t.put("lora.use_dora", True, setting, by_output)
+        t.take("lora.use_dora", True, setting, by_output)
     else:
-        t.put("lora.use_dora", True, setting, note="OneTrainer: one magnitude per input; here one per output")
+        t.take("lora.use_dora", True, setting, note="OneTrainer: one magnitude per input; here one per output")
 
 
 def _lose_if_on(t: Translator, key: str, would: str) -> None:
@@ -273,14 +273,14 @@ def _targets(t: Translator) -> None:
         regex = is_regex is not None and is_on(is_regex.value)
     same = next((each for each, filters in FILTERS[family].items() if filters == words), "")
     if not words or not any(word.strip() for word in words):
-        t.put("lora.targets", ".*", *said, note="full: every linear layer and convolution")
+        t.take("lora.targets", ".*", *said, note="full: every linear layer and convolution")
     elif ours := SAME_MODULES[family].get(same):
-        t.put("lora.targets", ours, *said, note=note)
+        t.take("lora.targets", ours, *said, note=note)
     else:
         for index, word in enumerate(word.strip() for word in words):
             part = (word if regex else re.escape(word)).removeprefix("^")
             pattern = part if word.startswith("^") else f".*({part})"
-            t.put(f"lora.targets[{index}]", pattern if pattern.endswith(".*") else f"{pattern}.*", *said)
+            t.take(f"lora.targets[{index}]", pattern if pattern.endswith(".*") else f"{pattern}.*", *said)
 
 
 def _text_encoders(t: Translator) -> None:
@@ -302,7 +302,7 @@ def _text_encoders(t: Translator) -> None:
                 t.skip(switch, "text encoders are not trained by default")
         trained = []
     elif trained:
-        t.put("lora.train_text_encoder", True, *switches)
+        t.take("lora.train_text_encoder", True, *switches)
     else:
         for switch in switches:
             t.skip(switch, "text encoders are not trained by default")
@@ -324,7 +324,7 @@ def _text_encoder_rates(t: Translator, parts: Sequence[str], trained: bool) -> N
             t.lose(each, "one rate is for all text encoders here", ours="optim.text_encoder_learning_rate")
     elif trained and (own or number(t.value("unet.learning_rate")) is not None):
         rate = scaled(t, values.pop())
-        t.put("optim.text_encoder_learning_rate", rate, *(own or filter(None, [base])))
+        t.take("optim.text_encoder_learning_rate", rate, *(own or filter(None, [base])))
     epochs = number(t.value("epochs")) or 0
     for part in parts:
         after, unit = t.setting(f"{part}.stop_training_after"), t.setting(f"{part}.stop_training_after_unit")
@@ -352,7 +352,7 @@ def scaled(t: Translator, rate: float | None) -> float | None:
 
 
 def _base_name(t: Translator, setting: Setting) -> None:
-    t.put("model.name_or_path", path_text(setting.value), setting)
+    t.take("model.name_or_path", path_text(setting.value), setting)
 
 
 def _base_format(t: Translator, setting: Setting) -> None:
@@ -373,14 +373,14 @@ def _quantization(t: Translator, setting: Setting, ours: str) -> None:
         t.skip(setting, "the format of frozen weights follows train.mixed_precision")
     elif name in QUANTIZED:
         note = "OneTrainer also computes in 8 bits" if "W8A8" in name else ""
-        t.put(ours, QUANTIZED[name], setting, note=note)
+        t.take(ours, QUANTIZED[name], setting, note=note)
     else:
         t.lose(setting, "lora-rocm has no such format of frozen weights", ours=ours)
 
 
 def _guidance(t: Translator, setting: Setting) -> None:
     if family_of(t) == "flux":
-        put_number("model.guidance")(t, setting)
+        take_number("model.guidance")(t, setting)
     else:
         t.skip(setting, "only FLUX.1 has this input")
 
@@ -410,7 +410,7 @@ def _learning_rate(t: Translator, setting: Setting) -> None:
         t.lose(setting, "it is not a number", ours="optim.learning_rate")
     else:
         is_changed = rate != number(setting.value)
-        t.put("optim.learning_rate", rate, setting, note="times the root of the scaler's number" if is_changed else "")
+        t.take("optim.learning_rate", rate, setting, note="times the root of the scaler's number" if is_changed else "")
 
 
 def _scaler(t: Translator, setting: Setting) -> None:
@@ -436,14 +436,14 @@ def _caption_dropout(t: Translator, setting: Setting) -> None:
         t.skip(setting, "no captions are dropped")
     elif len({*rates.values()}) == 1:
         note = "OneTrainer drops the caption of each text encoder on its own" if len(rates) > 1 else ""
-        t.put("data.caption_dropout_rate", rate, setting, note=note)
+        t.take("data.caption_dropout_rate", rate, setting, note=note)
     else:
         t.lose(setting, "drops the captions of one text encoder", ours="data.caption_dropout_rate")
 
 
 def _embedding_rate(t: Translator, setting: Setting) -> None:
     if any(key.startswith("lora.new_tokens") for key in t.values):
-        put_number("optim.embedding_learning_rate")(t, setting)
+        take_number("optim.embedding_learning_rate")(t, setting)
     else:
         t.skip(setting, "there are no new tokens")
 
@@ -465,9 +465,9 @@ def _epochs(t: Translator, setting: Setting) -> None:
         t.lose(setting, "it is not a number", ours="train.epochs")
     elif several > 1:
         note = f"divided by {several}: an epoch here has each image at each resolution"
-        t.put("train.epochs", max(round(count / several), 1), setting, note=note)
+        t.take("train.epochs", max(round(count / several), 1), setting, note=note)
     else:
-        t.put("train.epochs", whole(count), setting)
+        t.take("train.epochs", whole(count), setting)
 
 
 def _ema(t: Translator, setting: Setting) -> None:
@@ -478,7 +478,7 @@ def _ema(t: Translator, setting: Setting) -> None:
     interval = max(number(every.value) or 1, 1)
     value = float(f"{(number(decay.value) or 0) ** (1 / interval):.6g}")
     note = "" if interval == 1 else f"per update; OneTrainer averages every {interval:g} updates"
-    t.put("train.ema_decay", value, setting, decay, every, note=note)
+    t.take("train.ema_decay", value, setting, decay, every, note=note)
 
 
 def _resolution(t: Translator, setting: Setting) -> None:
@@ -487,19 +487,19 @@ def _resolution(t: Translator, setting: Setting) -> None:
         t.lose(setting, "it is not a size", ours="data.resolution")
     elif len(found) > 1:
         note = "OneTrainer draws one of these per image and epoch; here each image is seen at each"
-        t.put("data.resolution", list[Value](found), setting, note=note)
+        t.take("data.resolution", list[Value](found), setting, note=note)
     else:
         note = "the side of a square of the same area" if "x" in str(setting.value) else ""
-        t.put("data.resolution", found[0], setting, note=note)
+        t.take("data.resolution", found[0], setting, note=note)
 
 
 def _buckets(t: Translator, setting: Setting) -> None:
-    t.put("data.enable_bucket", is_on(setting.value), setting)
+    t.take("data.enable_bucket", is_on(setting.value), setting)
     if is_on(setting.value):
-        t.put("data.bucket_max_aspect", 4.0, note="OneTrainer's longest bucket")
+        t.take("data.bucket_max_aspect", 4.0, note="OneTrainer's longest bucket")
         if family_of(t) in ("sd15", "sd2"):
-            t.put("data.bucket_step", 8, note="OneTrainer's step for this model")
-    t.put("data.upscale", True, note="OneTrainer enlarges small images")
+            t.take("data.bucket_step", 8, note="OneTrainer's step for this model")
+    t.take("data.upscale", True, note="OneTrainer enlarges small images")
 
 
 def _validation(t: Translator, setting: Setting) -> None:
@@ -513,11 +513,11 @@ def _validation(t: Translator, setting: Setting) -> None:
 def _output_formats(t: Translator, setting: Setting) -> None:
     name = str(setting.value)
     if name == "DIFFUSERS_LORA":
-        t.put("output.formats[0]", "diffusers", setting)
+        t.take("output.formats[0]", "diffusers", setting)
     elif name == "KOHYA_LORA" and family_of(t) in FLOWS:
-        t.put("output.formats[0]", "sd-scripts", setting)
+        t.take("output.formats[0]", "sd-scripts", setting)
     elif name in ("KOHYA_LORA", "COMFY_LORA", "LEGACY_LORA", "SAFETENSORS"):
-        t.put("output.formats[0]", "kohya", setting, note="" if name == "KOHYA_LORA" else "a file that ComfyUI reads")
+        t.take("output.formats[0]", "kohya", setting, note="" if name == "KOHYA_LORA" else "a file that ComfyUI reads")
     else:
         t.lose(setting, "lora-rocm does not write this format", ours="output.formats", changes_weights=False)
 
@@ -527,14 +527,14 @@ def _destination(t: Translator, setting: Setting) -> None:
     folder, _, name = path_text(setting.value).rpartition("/")
     stem = re.sub(r"\.(safetensors|ckpt|pt)$", "", name)
     if folder:
-        t.put("output.dir", folder, setting)
-    t.put("output.name", stem or "lora", setting)
+        t.take("output.dir", folder, setting)
+    t.take("output.name", stem or "lora", setting)
     t.change(setting, "the folder of the run directories, and the name of the file in them")
 
 
 def _kept(t: Translator, setting: Setting) -> None:
     if is_on(t.value("rolling_backup")):
-        put_number("output.keep_last")(t, setting)
+        take_number("output.keep_last")(t, setting)
     else:
         t.skip(setting, "OneTrainer keeps all backups; here output.keep_last checkpoints are kept")
 
@@ -543,14 +543,14 @@ FUNCTIONS: dict[str, Function] = {
     **onetrainer_noise.FUNCTIONS,
     **onetrainer_optimizer.FUNCTIONS,
     "base": _base_name,
-    "vae": put_path("model.vae"),
+    "vae": take_path("model.vae"),
     "base_format": _base_format,
     "text_encoder_format": _text_encoder_format,
     "guidance": _guidance,
     "sequence_length": _sequence_length,
-    "dropout": put_dropout,
-    "weight_format": put_number_format("lora.weight_dtype"),
-    "start": put_path("lora.init_from"),
+    "dropout": take_dropout,
+    "weight_format": take_number_format("lora.weight_dtype"),
+    "start": take_path("lora.init_from"),
     "stop": _stop,
     "caption_dropout": _caption_dropout,
     "embedding_rate": _embedding_rate,
@@ -558,17 +558,17 @@ FUNCTIONS: dict[str, Function] = {
     "learning_rate": _learning_rate,
     "scaler": _scaler,
     "epochs": _epochs,
-    "batch": put_number("train.batch_size"),
-    "accumulation": put_number("train.gradient_accumulation_steps"),
-    "precision": put_number_format("train.mixed_precision"),
+    "batch": take_number("train.batch_size"),
+    "accumulation": take_number("train.gradient_accumulation_steps"),
+    "precision": take_number_format("train.mixed_precision"),
     "ema": _ema,
     "resolution": _resolution,
     "buckets": _buckets,
     "validation": _validation,
-    "file_format": put_number_format("output.dtype"),
+    "file_format": take_number_format("output.dtype"),
     "output_formats": _output_formats,
     "destination": _destination,
     "kept": _kept,
 }
 
-TRAINER = Trainer("onetrainer", _read, FUNCTIONS, _prepare)
+TRAINER = PeerTrainer("onetrainer", _read, FUNCTIONS, _prepare)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from lora_rocm.importing.data_sources import Source, put_sources
+from lora_rocm.importing.data_sources import Source, take_sources
 from lora_rocm.importing.setting import FileContent, Setting, Value, path_text
 from lora_rocm.importing.translator import RecipeValue, Translator
 from lora_rocm.importing.value_maps import is_on, number, whole
@@ -102,11 +102,11 @@ class _Concept:
         return 1.0 if found is None else found
 
 
-def put_concepts(t: Translator) -> None:
+def take_concepts(t: Translator) -> None:
     """Every concept that is on becomes a source."""
     numbers = {int(found[1]) for each in t.settings if (found := re.match(r"concepts\[(\d+)\]\.", each.key))}
     sources = [source for index in sorted(numbers) if (source := _source(_Concept(t, index)))]
-    put_sources(t, sources)
+    take_sources(t, sources)
     empty = t.given("concepts")
     if empty is not None:
         t.skip(empty, "its file has them")
@@ -252,7 +252,7 @@ def _caption_variants(concept: _Concept) -> None:
         return
     t.values.pop("data.caption_variants", None)
     note = "" if is_cached else "OneTrainer draws a new order in each step"
-    t.put("data.caption_variants", count, *([setting] if setting is not None and is_cached else []), note=note)
+    t.take("data.caption_variants", count, *([setting] if setting is not None and is_cached else []), note=note)
 
 
 def _dropped_tags(concept: _Concept, rate: Setting) -> dict[str, RecipeValue]:
@@ -270,7 +270,7 @@ def _dropped_tags(concept: _Concept, rate: Setting) -> dict[str, RecipeValue]:
 # new tokens
 
 
-def put_embeddings(t: Translator) -> None:
+def take_embeddings(t: Translator) -> None:
     """``additional_embeddings``: new tokens that are trained together with the LoRA."""
     empty = t.given("additional_embeddings")
     if empty is not None:
@@ -288,18 +288,18 @@ def put_embeddings(t: Translator) -> None:
 
 def _new_token(t: Translator, at: Mapping[str, Setting], head: str) -> None:
     """One entry of ``lora.new_tokens``."""
-    t.put(f"{head}.token", str(at["placeholder"].value), at["placeholder"])
+    t.take(f"{head}.token", str(at["placeholder"].value), at["placeholder"])
     if "train" in at and not is_on(at["train"].value):
         t.lose(at["train"], "uses this token without training it")
     start = "model_name" if _has(at, "model_name") else "initial_embedding_text"
     for leaf, ours in {"token_count": "vectors", start: "init_from" if start == "model_name" else "init"}.items():
         if _has(at, leaf):
             value = path_text(at[leaf].value) if leaf == "model_name" else at[leaf].value
-            t.put(f"{head}.{ours}", value, at[leaf])
+            t.take(f"{head}.{ours}", value, at[leaf])
     after, unit = at.get("stop_training_after"), at.get("stop_training_after_unit")
     if after is not None and unit is not None and number(after.value) and unit.value != "NEVER":
         if unit.value == "STEP":
-            t.put("optim.embedding_until_step", whole(number(after.value) or 0), after, unit)
+            t.take("optim.embedding_until_step", whole(number(after.value) or 0), after, unit)
         else:
             t.lose(after, f"stops the training of this token ({unit.shown})")
     for each in at.values():
@@ -322,7 +322,7 @@ def _has(at: Mapping[str, Setting], leaf: str) -> bool:
 # samples
 
 
-def put_samples(t: Translator) -> None:
+def take_samples(t: Translator) -> None:
     """Previews: options that all samples share go to ``sample``, others to the prompts."""
     drawn = []
     for at in _items(t, "samples"):
@@ -332,12 +332,12 @@ def put_samples(t: Translator) -> None:
         else:
             drawn.append(at)
     options = [_options(t, at) for at in drawn]
-    shared = _put_shared(t, options)
+    shared = _take_shared(t, options)
     for index, (at, own) in enumerate(zip(drawn, options, strict=True)):
         head, rest = f"sample.prompts[{index}]", {key: own[key] for key in own if key not in shared}
-        t.put(f"{head}.prompt" if rest else head, str(at["prompt"].value), at["prompt"])
+        t.take(f"{head}.prompt" if rest else head, str(at["prompt"].value), at["prompt"])
         for key, value in rest.items():
-            t.put(f"{head}.{key}", value.value, *value.settings, note=value.note)
+            t.take(f"{head}.{key}", value.value, *value.settings, note=value.note)
         for each in at.values():
             t.skip(each, "it is off, or the model does not read it")
     empty = t.given("samples")
@@ -346,14 +346,14 @@ def put_samples(t: Translator) -> None:
     _sample_interval(t, bool(drawn))
 
 
-def _put_shared(t: Translator, options: Sequence[Mapping[str, RecipeValue]]) -> tuple[str, ...]:
+def _take_shared(t: Translator, options: Sequence[Mapping[str, RecipeValue]]) -> tuple[str, ...]:
     """Write the options that all samples have with the same value; returns their keys."""
     first = options[0] if options else {}
     shared = tuple(key for key in first if all(key in each and each[key].value == first[key].value for each in options))
     for key in shared:
         every = [setting for each in options for setting in each[key].settings]
         given = [setting for setting in every if not setting.is_default]
-        t.put(f"sample.{key}", first[key].value, *(given or every[:1]), note=first[key].note)
+        t.take(f"sample.{key}", first[key].value, *(given or every[:1]), note=first[key].note)
     return shared
 
 
@@ -401,13 +401,13 @@ def _sample_interval(t: Translator, has_prompts: bool) -> None:
         t.skip(unit, "the unit of sample_after")
     else:
         note = "in updates; OneTrainer counts batches" if value != number(after.value) else ""
-        t.put(f"sample.every_n_{name}", value, after, unit, note=note)
+        t.take(f"sample.every_n_{name}", value, after, unit, note=note)
 
 
 # intervals
 
 
-def put_intervals(t: Translator) -> None:
+def take_intervals(t: Translator) -> None:
     """Saved files and backups: a checkpoint here is both."""
     pairs = (
         (t.setting("save_every"), t.setting("save_every_unit")),
@@ -426,7 +426,7 @@ def put_intervals(t: Translator) -> None:
             t.skip(unit, "the unit of an interval")
         else:
             note = "" if value == number(after.value) else "converted"
-            t.put(key, value, after, unit, note=note)
+            t.take(key, value, after, unit, note=note)
 
 
 def _interval(t: Translator, after: Setting, unit: Setting) -> tuple[str, Value]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lora_rocm.importing.setting import Setting
 from lora_rocm.importing.trainers.onetrainer_data import FLOWS, family_of
 from lora_rocm.importing.translator import Function, Translator
-from lora_rocm.importing.value_maps import is_on, number, put_if, whole
+from lora_rocm.importing.value_maps import is_on, number, take_if, whole
 
 
 def _loss(t: Translator, setting: Setting) -> None:
@@ -16,7 +16,7 @@ def _loss(t: Translator, setting: Setting) -> None:
     name = setting.key.lower().removesuffix("_strength")
     if name == "huber_delta":
         if active == ["huber"]:
-            t.put("objective.huber_c", number(setting.value), setting)
+            t.take("objective.huber_c", number(setting.value), setting)
         else:
             t.skip(setting, "only the Huber loss reads it")
     elif not strengths[name]:
@@ -28,12 +28,12 @@ def _loss(t: Translator, setting: Setting) -> None:
     elif name == "mse":
         t.skip(setting, "the usual loss")
     elif name == "mae":
-        t.put("objective.loss_type", "l1", setting)
+        t.take("objective.loss_type", "l1", setting)
     else:
-        t.put("objective.loss_type", "huber", setting, note="pseudo-Huber, with the double slope")
-        t.put("objective.huber_schedule", "constant")
+        t.take("objective.loss_type", "huber", setting, note="pseudo-Huber, with the double slope")
+        t.take("objective.huber_schedule", "constant")
         if t.given("huber_delta") is None:
-            t.put("objective.huber_c", number(t.value("huber_delta")))
+            t.take("objective.huber_c", number(t.value("huber_delta")))
 
 
 def _loss_weight(t: Translator, setting: Setting) -> None:
@@ -42,9 +42,9 @@ def _loss_weight(t: Translator, setting: Setting) -> None:
         t.skip(setting, "all noise levels count alike")
     elif name == "MIN_SNR_GAMMA" and family_of(t) not in FLOWS:
         assert strength is not None, "by the defaults"
-        t.put("objective.min_snr_gamma", number(strength.value), setting, strength)
+        t.take("objective.min_snr_gamma", number(strength.value), setting, strength)
     elif name == "DEBIASED_ESTIMATION" and family_of(t) not in FLOWS:
-        t.put("objective.debiased_estimation_loss", True, setting)
+        t.take("objective.debiased_estimation_loss", True, setting)
     else:
         t.lose(setting, "weights the loss by the noise level")
 
@@ -58,15 +58,15 @@ def _offset_by_level(t: Translator, setting: Setting) -> None:
 
 def _zero_terminal_snr(t: Translator, setting: Setting) -> None:
     if is_on(setting.value) and family_of(t) not in FLOWS:
-        t.put("objective.zero_terminal_snr", True, setting)
-        t.put("model.prediction_type", "v_prediction", note="OneTrainer predicts velocities then")
+        t.take("objective.zero_terminal_snr", True, setting)
+        t.take("model.prediction_type", "v_prediction", note="OneTrainer predicts velocities then")
     else:
         t.skip(setting, "it is off, or this model has no such schedule")
 
 
 def _prediction(t: Translator, setting: Setting) -> None:
     if is_on(setting.value) and family_of(t) not in FLOWS:
-        t.put("model.prediction_type", "v_prediction" if "v_pred" in setting.key else "epsilon", setting)
+        t.take("model.prediction_type", "v_prediction" if "v_pred" in setting.key else "epsilon", setting)
     else:
         t.skip(setting, "it is off: the base's own kind of prediction counts")
 
@@ -78,13 +78,13 @@ def _timesteps(t: Translator, setting: Setting) -> None:
     is_even = name in ("SIGMOID", "HEAVY_TAIL", "INVERTED_PARABOLA") and weight == 0
     if name == "UNIFORM" or is_even or (name == "BETA" and weight == bias == 1):
         note = "" if name == "UNIFORM" else "with these numbers it is uniform"
-        t.put("objective.timestep_sampling", "uniform", setting, note=note)
+        t.take("objective.timestep_sampling", "uniform", setting, note=note)
     elif name == "LOGIT_NORMAL":
-        t.put("objective.timestep_sampling", "logit-normal", setting)
+        t.take("objective.timestep_sampling", "logit-normal", setting)
         for key, ours, value in (("noising_bias", "logit_mean", bias), ("noising_weight", "logit_std", weight + 1)):
             if (given := t.given(key)) is not None and number(given.value):
                 note = "" if ours == "logit_mean" else "the weight plus 1"
-                t.put(f"objective.{ours}", whole(value), given, note=note)
+                t.take(f"objective.{ours}", whole(value), given, note=note)
     else:
         t.lose(setting, "lora-rocm has no such distribution", ours="objective.timestep_sampling")
         for key in ("noising_weight", "noising_bias"):
@@ -110,14 +110,14 @@ def _shift(t: Translator, setting: Setting) -> None:
     elif is_switch != _is_dynamic(t):
         t.skip(setting, "it is off" if is_switch else "dynamic_timestep_shifting takes precedence")
         if is_switch and t.given("timestep_shift") is None:
-            t.put("objective.shift", 1)
+            t.take("objective.shift", 1)
     elif is_switch:
-        t.put("objective.shift", "resolution", setting)
+        t.take("objective.shift", "resolution", setting)
     elif "objective.shift" not in t.values:
-        t.put("objective.shift", whole(_fixed_shift(t)), setting)
+        t.take("objective.shift", whole(_fixed_shift(t)), setting)
     else:
         note = "together with the range of noise levels"
-        t.put("objective.shift", t.values["objective.shift"].value, setting, note=note)
+        t.take("objective.shift", t.values["objective.shift"].value, setting, note=note)
 
 
 def _noise_range(t: Translator, setting: Setting) -> None:
@@ -134,21 +134,21 @@ def _noise_range(t: Translator, setting: Setting) -> None:
         part = low if is_low else high
         value = round(1000 * shift * part / (1 + (shift - 1) * part))
         note = "in thousandths" if shift == 1 else "in thousandths, after the shift"
-        t.put("objective.min_timestep" if is_low else "objective.max_timestep", value, setting, note=note)
+        t.take("objective.min_timestep" if is_low else "objective.max_timestep", value, setting, note=note)
         if shift != 1:
             t.values.pop("objective.shift", None)
             own = (1 + (shift - 1) * high) / (1 + (shift - 1) * low)
-            t.put("objective.shift", round(own, 4), *filter(None, [t.given("timestep_shift")]))
+            t.take("objective.shift", round(own, 4), *filter(None, [t.given("timestep_shift")]))
 
 
 def _masks(t: Translator, setting: Setting) -> None:
     if not is_on(setting.value):
         t.skip(setting, "masks are not used unless data.mask_path names them")
         return
-    t.put("data.mask_path", "beside", setting)
+    t.take("data.mask_path", "beside", setting)
     for key in ("unmasked_weight", "normalize_masked_area_loss"):
         if (found := t.setting(key)) is not None:
-            t.put(f"data.{key}", found.value, found)
+            t.take(f"data.{key}", found.value, found)
 
 
 def _unmasked_share(t: Translator, setting: Setting) -> None:
@@ -170,5 +170,5 @@ FUNCTIONS: dict[str, Function] = {
     "noise_range": _noise_range,
     "masks": _masks,
     "unmasked_share": _unmasked_share,
-    "noise_offset": put_if("objective.noise_offset", lambda value: bool(number(value)), "0 switches it off"),
+    "noise_offset": take_if("objective.noise_offset", lambda value: bool(number(value)), "0 switches it off"),
 }

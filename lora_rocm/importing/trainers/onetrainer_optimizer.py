@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from lora_rocm.importing.setting import Setting, Value
 from lora_rocm.importing.translator import Function, Translator, plain_key
-from lora_rocm.importing.value_maps import is_on, number, put_optimizer, put_schedule, whole
+from lora_rocm.importing.value_maps import is_on, number, take_optimizer, take_schedule, whole
 
 OTHER_NAMES = {
     "ADAM": ("adamw", "AdamW at the same settings; its weight decay is decoupled"),
@@ -50,7 +50,7 @@ EMPTY = "it is empty: OneTrainer's default counts"
 SCHEDULE_FREE = ("SCHEDULE_FREE_ADAMW", "SCHEDULE_FREE_SGD", "PRODIGY_PLUS_SCHEDULE_FREE")
 
 
-def put_optimizer_section(t: Translator) -> None:
+def take_optimizer_section(t: Translator) -> None:
     """``optimizer.*``: the optimizer, then the keys that it reads."""
     # the optimizer
     setting = t.given("optimizer") or t.setting("optimizer.optimizer")
@@ -58,11 +58,11 @@ def put_optimizer_section(t: Translator) -> None:
     name = str(setting.value).upper()
     if name in OTHER_NAMES:
         ours, note = OTHER_NAMES[name]
-        t.put("optim.optimizer", ours, setting, note=note)
+        t.take("optim.optimizer", ours, setting, note=note)
     elif name == "ADAMW" and _keeps_bf16(t):
-        t.put("optim.optimizer", "adamw_bf16", setting, note="bf16 weights with stochastic rounding")
+        t.take("optim.optimizer", "adamw_bf16", setting, note="bf16 weights with stochastic rounding")
     else:
-        put_optimizer(t, setting)
+        take_optimizer(t, setting)
     found = t.values["optim.optimizer"]
     if not found.settings:  # lost
         for each in t.below("optimizer"):
@@ -88,12 +88,12 @@ def _decay(t: Translator, ours: str, name: str) -> None:
     """The weight decay; OneTrainer's default for the optimizer where it is absent or null."""
     decay = t.given("optimizer.weight_decay")
     if decay is not None and number(decay.value) is not None:
-        t.put("optim.weight_decay", number(decay.value), decay)
+        t.take("optim.weight_decay", number(decay.value), decay)
         return
     if decay is not None:
         t.skip(decay, EMPTY)
     value = 0.0 if name in ("ADAM", "ADAM_8BIT", "ADAMW_ADV") else DECAYS.get(ours.replace("_bf16", ""), 0.0)
-    t.put("optim.weight_decay", value, Setting("optimizer.weight_decay", value))
+    t.take("optim.weight_decay", value, Setting("optimizer.weight_decay", value))
 
 
 def _several(t: Translator, ours: str, keys: Sequence[str], usual: Sequence[float], always: bool = False) -> None:
@@ -105,7 +105,7 @@ def _several(t: Translator, ours: str, keys: Sequence[str], usual: Sequence[floa
         for each, default in zip(found, usual, strict=True)
     ]
     if given or always:
-        t.put(ours, values, *given)
+        t.take(ours, values, *given)
 
 
 def _betas(t: Translator, ours: str, name: str) -> None:
@@ -120,7 +120,7 @@ def _betas(t: Translator, ours: str, name: str) -> None:
     elif ours in (*ADAM_LIKE, "muon"):
         size = t.given("optimizer.eps")
         if size is not None and number(size.value):
-            t.put("optim.epsilon", number(size.value), size)
+            t.take("optim.epsilon", number(size.value), size)
 
 
 def _key(t: Translator, setting: Setting, ours: str) -> None:
@@ -130,7 +130,7 @@ def _key(t: Translator, setting: Setting, ours: str) -> None:
     if value is None or value == "" or str(value) == "inf":
         t.skip(setting, EMPTY)
     elif name in READ.get(ours, ()):
-        t.put(f"optim.{name}", value, setting)
+        t.take(f"optim.{name}", value, setting)
     elif name == "decouple" and not is_on(value) and ours == "prodigy" and number(t.value("optimizer.weight_decay")):
         t.lose(setting, "adds the weight decay to the gradient")
     elif name == "stochastic_rounding":
@@ -152,12 +152,12 @@ def _schedule(t: Translator, setting: Setting) -> None:
     if _is_schedule_free(t):
         t.skip(setting, "this optimizer has no schedule")
     elif name == "COSINE_WITH_RESTARTS" and cycles == 0.5:
-        t.put("optim.lr_scheduler", "cosine", setting, note="half a wave")
+        t.take("optim.lr_scheduler", "cosine", setting, note="half a wave")
     elif name == "COSINE_WITH_RESTARTS":
         note = "OneTrainer's rate rises again as slowly as it fell; here it jumps"
-        t.put("optim.lr_scheduler", "cosine_with_restarts", setting, note=note)
+        t.take("optim.lr_scheduler", "cosine_with_restarts", setting, note=note)
     else:
-        put_schedule(t, setting)
+        take_schedule(t, setting)
 
 
 def _cycles(t: Translator, setting: Setting) -> None:
@@ -167,7 +167,7 @@ def _cycles(t: Translator, setting: Setting) -> None:
         t.skip(setting, "this schedule does not read it, or it is the usual number")
     else:
         note = "" if cycles == int(cycles) else "a whole number here"
-        t.put("optim.lr_scheduler_num_cycles", max(round(cycles), 1), setting, note=note)
+        t.take("optim.lr_scheduler_num_cycles", max(round(cycles), 1), setting, note=note)
 
 
 def _least_rate(t: Translator, setting: Setting) -> None:
@@ -175,7 +175,7 @@ def _least_rate(t: Translator, setting: Setting) -> None:
     if not least or name in ("CONSTANT", "ADAFACTOR", "CUSTOM") or _is_schedule_free(t):
         t.skip(setting, "this schedule does not read it, or it is 0")
     else:
-        t.put("optim.lr_min_ratio", least, setting)
+        t.take("optim.lr_min_ratio", least, setting)
 
 
 def _warmup(t: Translator, setting: Setting) -> None:
@@ -186,11 +186,11 @@ def _warmup(t: Translator, setting: Setting) -> None:
     elif _is_schedule_free(t) or found <= 0:
         t.skip(setting, "there is no warm-up")
     elif found <= 1:
-        t.put("optim.lr_warmup_ratio", min(found, 0.99), setting, note="" if found < 1 else "almost the whole run")
+        t.take("optim.lr_warmup_ratio", min(found, 0.99), setting, note="" if found < 1 else "almost the whole run")
     else:
         batches = number(t.value("gradient_accumulation_steps")) or 1
         note = "" if batches == 1 else "in updates; OneTrainer counts batches"
-        t.put("optim.lr_warmup_steps", whole(int(found / batches)), setting, note=note)
+        t.take("optim.lr_warmup_steps", whole(int(found / batches)), setting, note=note)
 
 
 def _custom_schedule(t: Translator, setting: Setting) -> None:

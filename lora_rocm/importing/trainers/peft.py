@@ -18,7 +18,7 @@ from lora_rocm.importing.language import (
     functions_of,
 )
 from lora_rocm.importing.setting import FileContent, Setting, path_text
-from lora_rocm.importing.trainer import Trainer
+from lora_rocm.importing.trainer import PeerTrainer
 from lora_rocm.importing.translator import Function, RecipeValue, Translator
 from lora_rocm.importing.value_maps import number, whole
 
@@ -49,7 +49,7 @@ def _prepare(t: Translator) -> None:
     begin(t)
     folder = t.files.given[0].path.parent
     note = "the LoRA of this file: remove the line for a new one"
-    t.put("lora.init_from", path_text(folder / LORA_FILE), note=note)
+    t.take("lora.init_from", path_text(folder / LORA_FILE), note=note)
     _overrides(t)
 
 
@@ -70,7 +70,7 @@ def _overrides(t: Translator) -> None:
             if value is None:
                 t.lose(setting, "it is not a number", ours="lora.overrides")
             else:
-                t.put(f"{at}.{key}", whole(value), setting)
+                t.take(f"{at}.{key}", whole(value), setting)
 
 
 def _kind(t: Translator, setting: Setting) -> None:
@@ -89,8 +89,8 @@ OWN_FUNCTIONS: dict[str, Function] = {"kind": _kind}
 
 def _finish(t: Translator) -> None:
     if "lora.targets" not in t.values:
-        t.put("lora.targets", PEFT_TARGETS, note=NO_TARGETS)
+        t.take("lora.targets", PEFT_TARGETS, note=NO_TARGETS)
     finish(t)
 
 
-TRAINER = Trainer("peft", _read, functions_of("peft", OWN_FUNCTIONS), _prepare, _finish)
+TRAINER = PeerTrainer("peft", _read, functions_of("peft", OWN_FUNCTIONS), _prepare, _finish)

@@ -7,20 +7,20 @@ from collections.abc import Mapping
 
 from lora_rocm.importing.prompts import MAX_PROMPTS
 from lora_rocm.importing.setting import Setting, Value
-from lora_rocm.importing.trainer import Trainer
-from lora_rocm.importing.trainers.simpletuner_adapter import ADAPTER_FUNCTIONS, put_adapter, put_factors_of_classes
-from lora_rocm.importing.trainers.simpletuner_data import put_data_sets
+from lora_rocm.importing.trainer import PeerTrainer
+from lora_rocm.importing.trainers.simpletuner_adapter import ADAPTER_FUNCTIONS, take_adapter, take_factors_of_classes
+from lora_rocm.importing.trainers.simpletuner_data import take_data_sets
 from lora_rocm.importing.trainers.simpletuner_files import near, read
 from lora_rocm.importing.trainers.simpletuner_optimizer import OPTIMIZER_FUNCTIONS, finish_optimizer
 from lora_rocm.importing.translator import Function, Translator
 from lora_rocm.importing.value_maps import (
     is_on,
     number,
-    put_if,
-    put_number,
-    put_number_format,
-    put_path,
-    put_switch,
+    take_if,
+    take_number,
+    take_number_format,
+    take_path,
+    take_switch,
     whole,
 )
 
@@ -88,9 +88,9 @@ def _prepare(t: Translator) -> None:
         t.refuse_base(plain, named)
     family = FAMILIES.get(plain, "sdxl")
     if named is not None:
-        t.put("model.family", family, named)
+        t.take("model.family", family, named)
     else:
-        t.put("model.family", family, note="a guess: model_family is not set")
+        t.take("model.family", family, note="a guess: model_family is not set")
     # files
     flavour = t.given("model_flavour")
     own = str(flavour.value).lower() if flavour is not None and flavour.value else ""
@@ -98,14 +98,14 @@ def _prepare(t: Translator) -> None:
     if own.startswith("refiner"):
         t.refuse_base("the SDXL refiner", flavour)
     if path is not None and path.value:
-        put_path("model.name_or_path")(t, path)
+        take_path("model.name_or_path")(t, path)
         own = own or _flavour_in(str(path.value))
     else:
         own = own or USUAL[family]
         base = BASES[family].get(own)
         if base is not None:
             settings = (flavour,) if flavour is not None else (Setting("model_flavour", own),)
-            t.put("model.name_or_path", base, *settings)
+            t.take("model.name_or_path", base, *settings)
         elif flavour is not None:
             t.lose(flavour, "lora-rocm does not know the files of this flavour", ours="model.name_or_path")
     _variant(t, family, own, flavour)
@@ -115,10 +115,10 @@ def _prepare(t: Translator) -> None:
         t.skip(kind, "an adapter is trained")
     elif kind is not None:
         t.lose(kind, "trains the whole model; here an adapter is trained", ours="lora.type")
-    put_adapter(t, family)
-    put_factors_of_classes(t)
+    take_adapter(t, family)
+    take_factors_of_classes(t)
     # data
-    put_data_sets(t)
+    take_data_sets(t)
 
 
 def _flavour_in(path: str) -> str:
@@ -130,14 +130,14 @@ def _variant(t: Translator, family: str, own: str, flavour: Setting | None) -> N
     """The variant of the base, and the adapter that undoes its distillation."""
     settings = () if flavour is None or t.is_settled(flavour) else (flavour,)
     if family in ("flux", "z-image") and own in VARIANTS:
-        t.put("model.variant", VARIANTS[own], *settings, note="" if settings else "as the name of the base shows")
+        t.take("model.variant", VARIANTS[own], *settings, note="" if settings else "as the name of the base shows")
     if own == "ostris-de-turbo" and flavour is not None:
         t.change(flavour, "SimpleTuner takes the transformer of ostris/Z-Image-De-Turbo: name its file here")
     usual = TRAINING_ADAPTERS.get((family, own))
     given, off = t.given("assistant_lora_path"), t.given("disable_assistant_lora")
     if usual is not None and (given is None or not given.value) and (off is None or not is_on(off.value)):
         repository, file = usual
-        t.put("model.training_adapter", file, note=f"SimpleTuner applies it by default; download it from {repository}")
+        t.take("model.training_adapter", file, note=f"SimpleTuner applies it by default; download it from {repository}")
 
 
 # functions of the table: the base and the run
@@ -151,7 +151,7 @@ def _base_format(t: Translator, setting: Setting) -> None:
         t.lose(setting, "stores the base in a format that lora-rocm does not have", ours="model.quantization")
     else:
         has_same = not str(setting.value).lower().startswith(("int4", "uint4"))
-        t.put("model.quantization", own, setting, note="" if has_same else "SimpleTuner: int4")
+        t.take("model.quantization", own, setting, note="" if has_same else "SimpleTuner: int4")
 
 
 def _quantization(value: Value) -> str | None:
@@ -164,14 +164,14 @@ def _text_encoder_format(t: Translator, setting: Setting) -> None:
     if own is None or t.values["model.family"].value not in FLOW:
         t.skip(setting, "text encoders have the number format that fits them")
     else:
-        t.put("model.text_encoder_quantization", own, setting)
+        t.take("model.text_encoder_quantization", own, setting)
 
 
 def _vae(t: Translator, setting: Setting) -> None:
     if "sdxl-vae-fp16-fix" in str(setting.value):
         t.skip(setting, "the VAE always encodes in float32, so it needs no fix")
     else:
-        put_path("model.vae")(t, setting)
+        take_path("model.vae")(t, setting)
 
 
 def _prediction(t: Translator, setting: Setting) -> None:
@@ -179,7 +179,7 @@ def _prediction(t: Translator, setting: Setting) -> None:
     if t.values["model.family"].value in FLOW:
         t.skip(setting, "the family determines it")
     elif plain in ("v_prediction", "epsilon"):
-        t.put("model.prediction_type", plain, setting)
+        t.take("model.prediction_type", plain, setting)
     else:
         t.lose(setting, "trains another kind of prediction", ours="model.prediction_type")
 
@@ -187,18 +187,18 @@ def _prediction(t: Translator, setting: Setting) -> None:
 def _of_ddpm(function: Function) -> Function:
     """A function for SDXL and Stable Diffusion only."""
 
-    def put(t: Translator, setting: Setting) -> None:
+    def take(t: Translator, setting: Setting) -> None:
         if t.values["model.family"].value in FLOW:
             t.skip(setting, "flow models do not read it")
         else:
             function(t, setting)
 
-    return put
+    return take
 
 
 def _guidance(t: Translator, setting: Setting) -> None:
     if t.values["model.family"].value == "flux":
-        put_number("model.guidance")(t, setting)
+        take_number("model.guidance")(t, setting)
     else:
         t.skip(setting, "only FLUX.1 reads it")
 
@@ -209,12 +209,12 @@ def _precision(t: Translator, setting: Setting) -> None:
             setting, "computes in 8 bits; train.mixed_precision is the GPU's usual one", ours="train.mixed_precision"
         )
     else:
-        put_number_format("train.mixed_precision")(t, setting)
+        take_number_format("train.mixed_precision")(t, setting)
 
 
 def _steps(t: Translator, setting: Setting) -> None:
     if number(setting.value):
-        put_number("train.max_train_steps")(t, setting)
+        take_number("train.max_train_steps")(t, setting)
     else:
         t.skip(setting, "0: num_train_epochs is the length")
 
@@ -223,7 +223,7 @@ def _epochs(t: Translator, setting: Setting) -> None:
     if number(t.value("max_train_steps")) or not number(setting.value):
         t.skip(setting, "max_train_steps is the length")
     else:
-        put_number("train.epochs")(t, setting)
+        take_number("train.epochs")(t, setting)
 
 
 def _ema(t: Translator, setting: Setting) -> None:
@@ -234,7 +234,7 @@ def _ema(t: Translator, setting: Setting) -> None:
     decay, interval = number(t.value("ema_decay")) or 0.995, number(t.value("ema_update_interval")) or 1
     note = "the decay per update: SimpleTuner updates the average less often" if interval > 1 else ""
     settings = [each for key in ("ema_decay", "ema_update_interval") if (each := t.given(key)) is not None]
-    t.put("train.ema_decay", round(decay ** (1 / interval), 6), setting, *settings, note=note)
+    t.take("train.ema_decay", round(decay ** (1 / interval), 6), setting, *settings, note=note)
 
 
 # noise and loss
@@ -247,9 +247,9 @@ def _min_snr(t: Translator, setting: Setting) -> None:
         t.skip(setting, "0 switches it off")
     elif soft is not None and is_on(soft.value) and sigma is not None and number(sigma.value):
         value = round(1 / (number(sigma.value) or 1.0) ** 2, 6)
-        t.put("objective.soft_min_snr_gamma", value, setting, soft, sigma, note="1 over the square of sigma_data")
+        t.take("objective.soft_min_snr_gamma", value, setting, soft, sigma, note="1 over the square of sigma_data")
     else:
-        t.put("objective.min_snr_gamma", whole(gamma), setting)
+        t.take("objective.min_snr_gamma", whole(gamma), setting)
 
 
 def _loss(t: Translator, setting: Setting) -> None:
@@ -257,19 +257,19 @@ def _loss(t: Translator, setting: Setting) -> None:
     if plain == "l2":
         t.skip(setting, "the usual loss")
     elif plain in ("l1", "huber", "smooth_l1"):
-        t.put("objective.loss_type", plain, setting)
+        t.take("objective.loss_type", plain, setting)
     else:
         t.lose(setting, "lora-rocm has no such loss", ours="objective.loss_type")
 
 
 def _of_huber(ours: str) -> Function:
-    def put(t: Translator, setting: Setting) -> None:
+    def take(t: Translator, setting: Setting) -> None:
         if str(t.value("loss_type")).lower() in ("huber", "smooth_l1"):
-            t.put(ours, setting.value if isinstance(setting.value, str) else number(setting.value), setting)
+            t.take(ours, setting.value if isinstance(setting.value, str) else number(setting.value), setting)
         else:
             t.skip(setting, "the loss does not read it")
 
-    return put
+    return take
 
 
 def _offset(t: Translator, setting: Setting) -> None:
@@ -281,7 +281,7 @@ def _offset(t: Translator, setting: Setting) -> None:
     share = number(t.value("noise_offset_probability"))
     note = f"SimpleTuner: in a share of {0.25 if share is None else share} of the steps; here in all"
     settings = (setting,) if strength is None else (setting, strength)
-    t.put("objective.noise_offset", number(strength.value) if strength else 0.1, *settings, note=note)
+    t.take("objective.noise_offset", number(strength.value) if strength else 0.1, *settings, note=note)
 
 
 def _shift(t: Translator, setting: Setting) -> None:
@@ -292,19 +292,19 @@ def _shift(t: Translator, setting: Setting) -> None:
     uniform = t.given("flow_use_uniform_schedule")
     is_uniform = uniform is not None and is_on(uniform.value)
     settings = (uniform,) if is_uniform and uniform is not None else ()
-    t.put("objective.timestep_sampling", "uniform" if is_uniform else "logit-normal", *settings)
+    t.take("objective.timestep_sampling", "uniform" if is_uniform else "logit-normal", *settings)
     shift, by_size = number(setting.value), t.given("flow_schedule_auto_shift", "flux_schedule_auto_shift")
     if shift:
-        t.put("objective.shift", whole(shift), setting)
+        t.take("objective.shift", whole(shift), setting)
     elif by_size is not None and is_on(by_size.value):
-        t.put("objective.shift", "resolution", by_size, setting)
+        t.take("objective.shift", "resolution", by_size, setting)
     else:
-        t.put("objective.shift", 1, setting, note="0 means no shift")
+        t.take("objective.shift", 1, setting, note="0 means no shift")
 
 
 def _spread(t: Translator, setting: Setting) -> None:
     if t.values["model.family"].value in FLOW and not is_on(t.value("flow_use_uniform_schedule")):
-        put_number("objective.logit_std")(t, setting)
+        take_number("objective.logit_std")(t, setting)
     else:
         t.skip(setting, "this distribution does not read it")
 
@@ -322,7 +322,7 @@ def _prompts(t: Translator, setting: Setting) -> None:
     settings = (setting,) if not further or library is None else (setting, library)
     prompts: list[Value] = [*([] if setting.key == "user_prompt_library" else [str(setting.value)]), *further]
     if prompts:
-        t.put("sample.prompts", prompts[:MAX_PROMPTS], *settings)
+        t.take("sample.prompts", prompts[:MAX_PROMPTS], *settings)
     else:
         t.skip(setting, "there are no prompts")
 
@@ -345,14 +345,14 @@ def _library(t: Translator, setting: Setting) -> list[Value]:
 def _of_previews(function: Function) -> Function:
     """A function that runs only if there are previews."""
 
-    def put(t: Translator, setting: Setting) -> None:
+    def take(t: Translator, setting: Setting) -> None:
         prompts = [t.given(key) for key in ("validation_prompt", "user_prompt_library")]
         if is_on(t.value("validation_disable")) or not any(each is not None and each.value for each in prompts):
             t.skip(setting, "there are no previews")
         else:
             function(t, setting)
 
-    return put
+    return take
 
 
 def _preview_size(t: Translator, setting: Setting) -> None:
@@ -364,15 +364,15 @@ def _preview_size(t: Translator, setting: Setting) -> None:
         return
     width, height = int(sides[0] or 0), int(sides[-1] or 0)
     note = "the first of these sizes" if len(sizes) > 1 else ""
-    t.put("sample.width", width, setting, note=note)
-    t.put("sample.height", height, setting, note=note)
+    t.take("sample.width", width, setting, note=note)
+    t.take("sample.height", height, setting, note=note)
 
 
 def _negative_prompt(t: Translator, setting: Setting) -> None:
     if t.values["model.family"].value == "flux":
         t.skip(setting, "FLUX.1 has no negative prompt")
     else:
-        t.put("sample.negative_prompt", str(setting.value), setting)
+        t.take("sample.negative_prompt", str(setting.value), setting)
 
 
 def _preview_guidance(t: Translator, setting: Setting) -> None:
@@ -380,7 +380,9 @@ def _preview_guidance(t: Translator, setting: Setting) -> None:
     if found is None:
         t.lose(setting, "it is not a number", ours="sample.guidance_scale", changes_weights=False)
     else:
-        t.put("sample.guidance_scale", whole(max(found, 1.0)), setting, note="1 means no guidance" if found < 1 else "")
+        t.take(
+            "sample.guidance_scale", whole(max(found, 1.0)), setting, note="1 means no guidance" if found < 1 else ""
+        )
 
 
 def _validation_interval(t: Translator, setting: Setting) -> None:
@@ -389,7 +391,7 @@ def _validation_interval(t: Translator, setting: Setting) -> None:
     if "data.watched.path" not in t.values or not found:
         t.skip(setting, "there is no data set of the type eval")
     else:
-        t.put(f"train.validation_every_n_{unit}", max(round(found), 1), setting)
+        t.take(f"train.validation_every_n_{unit}", max(round(found), 1), setting)
 
 
 # files and other programs
@@ -398,9 +400,9 @@ def _validation_interval(t: Translator, setting: Setting) -> None:
 def _trackers(t: Translator, setting: Setting) -> None:
     known: list[Value] = [name for name in ("wandb", "trackio", "mlflow") if name in str(setting.value).lower()]
     if str(setting.value).lower() == "all":
-        t.put("output.log_with", ["wandb"], setting, note="TensorBoard files are always written")
+        t.take("output.log_with", ["wandb"], setting, note="TensorBoard files are always written")
     elif known:
-        t.put("output.log_with", known, setting)
+        t.take("output.log_with", known, setting)
     elif str(setting.value).lower() in ("none", "tensorboard", "false"):
         t.skip(setting, "TensorBoard files are always written")
     else:
@@ -411,7 +413,7 @@ def _project(t: Translator, setting: Setting) -> None:
     if str(t.value("report_to") or "none").lower() in ("none", "tensorboard"):
         t.skip(setting, "no tracker is on")
     else:
-        t.put("output.log_project", str(setting.value), setting)
+        t.take("output.log_project", str(setting.value), setting)
 
 
 def _finish(t: Translator) -> None:
@@ -419,7 +421,7 @@ def _finish(t: Translator) -> None:
 
 
 def _whole_number(ours: str, otherwise: str) -> Function:
-    return put_if(ours, lambda value: bool(number(value)), otherwise)
+    return take_if(ours, lambda value: bool(number(value)), otherwise)
 
 
 FUNCTIONS: Mapping[str, Function] = {
@@ -429,15 +431,15 @@ FUNCTIONS: Mapping[str, Function] = {
     "text_encoder_format": _text_encoder_format,
     "vae": _vae,
     "prediction": _prediction,
-    "zero_terminal": _of_ddpm(put_switch("objective.zero_terminal_snr")),
+    "zero_terminal": _of_ddpm(take_switch("objective.zero_terminal_snr")),
     "guidance": _guidance,
-    "training_adapter": put_path("model.training_adapter"),
+    "training_adapter": take_path("model.training_adapter"),
     "precision": _precision,
     "steps": _steps,
     "epochs": _epochs,
-    "batch": put_number("train.batch_size"),
-    "accumulation": put_number("train.gradient_accumulation_steps"),
-    "seed": put_number("train.seed"),
+    "batch": take_number("train.batch_size"),
+    "accumulation": take_number("train.gradient_accumulation_steps"),
+    "seed": take_number("train.seed"),
     "ema": _ema,
     "min_snr": _of_ddpm(_min_snr),
     "loss": _loss,
@@ -447,26 +449,26 @@ FUNCTIONS: Mapping[str, Function] = {
     "perturbation": _whole_number("objective.ip_noise_gamma", "0 switches it off"),
     "shift": _shift,
     "spread": _spread,
-    "caption_dropout": put_number("data.caption_dropout_rate"),
-    "bucket_step": put_number("data.bucket_step"),
+    "caption_dropout": take_number("data.caption_dropout_rate"),
+    "bucket_step": take_number("data.bucket_step"),
     "prompts": _prompts,
     "prompt_library": _prompt_library,
     "preview_steps": _of_previews(_whole_number("sample.every_n_steps", "0: at the start and the end only")),
     "preview_epochs": _of_previews(_whole_number("sample.every_n_epochs", "0: at the start and the end only")),
     "preview_guidance": _of_previews(_preview_guidance),
-    "preview_denoising": _of_previews(put_number("sample.steps")),
+    "preview_denoising": _of_previews(take_number("sample.steps")),
     "negative_prompt": _of_previews(_negative_prompt),
-    "preview_seed": _of_previews(put_number("sample.seed")),
+    "preview_seed": _of_previews(take_number("sample.seed")),
     "preview_size": _of_previews(_preview_size),
-    "preview_images": _of_previews(put_number("sample.images_per_prompt")),
+    "preview_images": _of_previews(take_number("sample.images_per_prompt")),
     "validation_interval": _validation_interval,
-    "folder_of_runs": put_path("output.dir"),
+    "folder_of_runs": take_path("output.dir"),
     "save_steps": _whole_number("output.save_every_n_steps", "0 switches it off"),
     "save_epochs": _whole_number("output.save_every_n_epochs", "0 switches it off"),
-    "keep_last": put_number("output.keep_last"),
+    "keep_last": take_number("output.keep_last"),
     "trackers": _trackers,
     "project": _project,
-    "description": lambda t, setting: t.put("output.description", str(setting.value), setting),
+    "description": lambda t, setting: t.take("output.description", str(setting.value), setting),
 }
 
-TRAINER = Trainer("simpletuner", read, FUNCTIONS, _prepare, _finish)
+TRAINER = PeerTrainer("simpletuner", read, FUNCTIONS, _prepare, _finish)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from lora_rocm.importing.setting import Setting, Value
 from lora_rocm.importing.translator import Function, Translator
-from lora_rocm.importing.value_maps import is_on, number, put_number, put_path, put_switch, whole
+from lora_rocm.importing.value_maps import is_on, number, take_number, take_path, take_switch, whole
 
 ATTENTION = r"attention\.(to_[qkv]|to_out\.0)"
 Z_IMAGE_BLOCKS = r"(layers|noise_refiner|context_refiner)\.\d+\."
@@ -42,26 +42,26 @@ def is_lycoris(t: Translator) -> bool:
     return str(t.value("lora_type")).lower() == "lycoris"
 
 
-def put_adapter(t: Translator, family: str) -> None:
+def take_adapter(t: Translator, family: str) -> None:
     """The layers that are adapted unless the configuration names others."""
     modules, preset = t.given("peft_lora_target_modules"), t.given("lycoris.apply_preset.target_module")
     if is_lycoris(t):
         if preset is None:
-            t.put("lora.targets", "attention-mlp", note="LyCORIS chooses its own layers if its file names none")
+            t.take("lora.targets", "attention-mlp", note="LyCORIS chooses its own layers if its file names none")
     elif (modules is None or not modules.value) and family != "flux":
-        t.put("lora.targets", TARGETS.get(family, "attention"), note="SimpleTuner adapts attention layers only")
+        t.take("lora.targets", TARGETS.get(family, "attention"), note="SimpleTuner adapts attention layers only")
 
 
 def _of_peft(function: Function) -> Function:
     """A function for LoRA of PEFT only."""
 
-    def put(t: Translator, setting: Setting) -> None:
+    def take(t: Translator, setting: Setting) -> None:
         if is_lycoris(t):
             t.skip(setting, "LyCORIS' own file has it")
         else:
             function(t, setting)
 
-    return put
+    return take
 
 
 def _kind(t: Translator, setting: Setting) -> None:
@@ -81,9 +81,11 @@ def _flux_targets(t: Translator, setting: Setting) -> None:
     if t.values["model.family"].value != "flux" or is_lycoris(t) or (modules is not None and modules.value):
         t.skip(setting, "another key chooses the layers")
     elif plain in FLUX_TARGETS:
-        t.put("lora.targets", FLUX_TARGETS[plain], setting)
+        t.take("lora.targets", FLUX_TARGETS[plain], setting)
     elif plain == "all+ffs+embedder":
-        t.put("lora.targets", "attention-mlp", setting, note="SimpleTuner also adapts the layer that reads the latents")
+        t.take(
+            "lora.targets", "attention-mlp", setting, note="SimpleTuner also adapts the layer that reads the latents"
+        )
     else:
         t.lose(setting, "adapts other layers", ours="lora.targets")
 
@@ -93,7 +95,7 @@ def _target_modules(t: Translator, setting: Setting) -> None:
     names = setting.value if isinstance(setting.value, list) else re.findall(r"[\w.]+", str(setting.value))
     if names and not str(setting.value).endswith(".json"):
         patterns: list[Value] = [rf"(.*\.)?{re.escape(str(name))}" for name in names]
-        t.put("lora.targets", patterns, setting, note="SimpleTuner compares the ends of names; here whole names count")
+        t.take("lora.targets", patterns, setting, note="SimpleTuner compares the ends of names; here whole names count")
     else:
         t.lose(setting, "names the layers that are adapted", ours="lora.targets")
 
@@ -102,12 +104,12 @@ def _text_encoder(t: Translator, setting: Setting) -> None:
     if not is_on(setting.value):
         t.skip(setting, "text encoders are not trained by default")
     else:
-        t.put("lora.train_text_encoder", True, setting)
+        t.take("lora.train_text_encoder", True, setting)
 
 
 def _text_encoder_rate(t: Translator, setting: Setting) -> None:
     if is_on(t.value("train_text_encoder")) and number(setting.value):
-        put_number("optim.text_encoder_learning_rate")(t, setting)
+        take_number("optim.text_encoder_learning_rate")(t, setting)
     else:
         t.skip(setting, "no text encoder is trained")
 
@@ -116,7 +118,7 @@ def _dropout(t: Translator, setting: Setting) -> None:
     if number(setting.value) == 0:
         t.skip(setting, "0 switches it off")
     else:
-        put_number("lora.dropout")(t, setting)
+        take_number("lora.dropout")(t, setting)
 
 
 def _init(t: Translator, setting: Setting) -> None:
@@ -126,7 +128,7 @@ def _init(t: Translator, setting: Setting) -> None:
     elif own is None:
         t.lose(setting, "starts the adapter in another way", ours="lora.init")
     else:
-        t.put("lora.init", own, setting)
+        t.take("lora.init", own, setting)
 
 
 def _formats(t: Translator, setting: Setting) -> None:
@@ -136,7 +138,7 @@ def _formats(t: Translator, setting: Setting) -> None:
     elif own is None:
         t.lose(setting, "lora-rocm writes no such file", ours="output.formats", changes_weights=False)
     else:
-        t.put("output.formats", [own], setting)
+        t.take("output.formats", [own], setting)
 
 
 # LyCORIS' own file
@@ -145,13 +147,13 @@ def _formats(t: Translator, setting: Setting) -> None:
 def _of_lycoris(function: Function) -> Function:
     """A function for networks of LyCORIS only: else its file is not read."""
 
-    def put(t: Translator, setting: Setting) -> None:
+    def take(t: Translator, setting: Setting) -> None:
         if is_lycoris(t):
             function(t, setting)
         else:
             t.skip(setting, "lora_type is standard, so LyCORIS' file is not read")
 
-    return put
+    return take
 
 
 def _algorithm(t: Translator, setting: Setting) -> None:
@@ -159,7 +161,7 @@ def _algorithm(t: Translator, setting: Setting) -> None:
     if own is None:
         t.lose(setting, "lora-rocm does not train this kind of adapter; a LoRA is written", ours="lora.type")
     else:
-        t.put("lora.type", own, setting)
+        t.take("lora.type", own, setting)
 
 
 def _is_whole(t: Translator) -> bool:
@@ -169,16 +171,16 @@ def _is_whole(t: Translator) -> bool:
 
 def _rank(t: Translator, setting: Setting) -> None:
     if _is_whole(t):
-        t.put("lora.rank", WHOLE, setting, note="the highest rank here: the second matrix is whole")
+        t.take("lora.rank", WHOLE, setting, note="the highest rank here: the second matrix is whole")
     else:
-        put_number("lora.rank")(t, setting)
+        take_number("lora.rank")(t, setting)
 
 
 def _full_matrix(t: Translator, setting: Setting) -> None:
     if not is_on(setting.value):
         t.skip(setting, "it is off")
     elif str(t.value("lycoris.algo")).lower() == "lokr":
-        t.put("lora.rank", WHOLE, setting, note="the highest rank here: the second matrix is whole")
+        t.take("lora.rank", WHOLE, setting, note="the highest rank here: the second matrix is whole")
     else:
         t.lose(setting, "trains whole matrices", ours="lora.rank")
 
@@ -187,7 +189,7 @@ def _alpha(t: Translator, setting: Setting) -> None:
     if _is_whole(t) and str(t.value("lycoris.algo")).lower() == "lokr":
         t.skip(setting, "a LoKr of whole matrices has no alpha")
     else:
-        put_number("lora.alpha")(t, setting)
+        take_number("lora.alpha")(t, setting)
 
 
 def _targets(t: Translator, setting: Setting) -> None:
@@ -201,10 +203,10 @@ def _targets(t: Translator, setting: Setting) -> None:
         t.lose(setting, "adapts the feed-forward layers alone; write lora.targets", ours="lora.targets")
         return
     key = (family if family not in ("sd15", "sd2") else "sdxl", len(names) == 2)
-    t.put("lora.targets", CLASSES.get(key, "attention"), setting)
+    t.take("lora.targets", CLASSES.get(key, "attention"), setting)
 
 
-def put_factors_of_classes(t: Translator) -> None:
+def take_factors_of_classes(t: Translator) -> None:
     """``module_algo_map``: other values for some classes; they have no effect if they are the general ones."""
     prefix = "lycoris.apply_preset.module_algo_map."
     for setting in t.below("lycoris"):
@@ -219,30 +221,30 @@ def put_factors_of_classes(t: Translator) -> None:
 
 def _factor(t: Translator, setting: Setting) -> None:
     if str(t.value("lycoris.algo")).lower() == "lokr":
-        put_number("lora.factor")(t, setting)
+        take_number("lora.factor")(t, setting)
     else:
         t.skip(setting, "only LoKr reads it")
 
 
 def _share(ours: str) -> Function:
-    def put(t: Translator, setting: Setting) -> None:
+    def take(t: Translator, setting: Setting) -> None:
         found = number(setting.value)
         if not found:
             t.skip(setting, "0 switches it off")
         else:
-            t.put(ours, whole(found), setting)
+            t.take(ours, whole(found), setting)
 
-    return put
+    return take
 
 
 ADAPTER_FUNCTIONS: Mapping[str, Function] = {
     "kind": _kind,
-    "rank": _of_peft(put_number("lora.rank")),
-    "alpha": _of_peft(put_number("lora.alpha")),
+    "rank": _of_peft(take_number("lora.rank")),
+    "alpha": _of_peft(take_number("lora.alpha")),
     "dropout": _of_peft(_dropout),
-    "dora": _of_peft(put_switch("lora.use_dora")),
+    "dora": _of_peft(take_switch("lora.use_dora")),
     "init": _of_peft(_init),
-    "start": put_path("lora.init_from"),
+    "start": take_path("lora.init_from"),
     "formats": _formats,
     "flux_targets": _flux_targets,
     "target_modules": _of_peft(_target_modules),
@@ -253,10 +255,10 @@ ADAPTER_FUNCTIONS: Mapping[str, Function] = {
     "lycoris_alpha": _of_lycoris(_alpha),
     "full_matrix": _of_lycoris(_full_matrix),
     "factor": _of_lycoris(_factor),
-    "decompose_both": _of_lycoris(put_switch("lora.decompose_both")),
+    "decompose_both": _of_lycoris(take_switch("lora.decompose_both")),
     "lycoris_dropout": _of_lycoris(_share("lora.dropout")),
     "rank_dropout": _of_lycoris(_share("lora.rank_dropout")),
     "module_dropout": _of_lycoris(_share("lora.module_dropout")),
-    "constraint": _of_lycoris(put_number("lora.constraint")),
+    "constraint": _of_lycoris(take_number("lora.constraint")),
     "lycoris_targets": _of_lycoris(_targets),
 }

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lora_rocm.importing.data_sources import Source, put_sources
+from lora_rocm.importing.data_sources import Source, take_sources
 from lora_rocm.importing.setting import Setting, Value, path_text
 from lora_rocm.importing.translator import RecipeValue, Translator
 from lora_rocm.importing.value_maps import is_on, number
@@ -55,7 +55,7 @@ class DataSet:
         return str(self.value("dataset_type") or "image").lower()
 
 
-def put_data_sets(t: Translator) -> None:
+def take_data_sets(t: Translator) -> None:
     """Write the data sets of images as sources."""
     every = [each for each in _data_sets(t) if _is_used(each)]
     conditions = {str(each.value("id")): each for each in every if each.kind == "conditioning"}
@@ -64,9 +64,9 @@ def put_data_sets(t: Translator) -> None:
             _watch(each)
     trained = [each for each in every if each.kind not in ("conditioning", "eval")]
     sources = [source for each in trained if (source := _source(each, conditions)) is not None]
-    put_sources(t, sources)
+    take_sources(t, sources)
     if sources:
-        t.put("data.upscale", True, note="SimpleTuner enlarges small images")
+        t.take("data.upscale", True, note="SimpleTuner enlarges small images")
     for condition in conditions.values():
         where = condition.own("instance_data_dir") or condition.own("dataset_name")
         if where is not None and not t.is_settled(where):
@@ -99,7 +99,7 @@ def _watch(data: DataSet) -> None:
     if path is None or "data.watched.path" in data.t.values:
         data.skip("one data set is measured here, and it is a folder")
     else:
-        data.t.put("data.watched.path", path_text(path.value), path)
+        data.t.take("data.watched.path", path_text(path.value), path)
         data.skip("its images are prepared like the training images")
 
 
@@ -220,7 +220,7 @@ def _shuffled(data: DataSet) -> dict[str, RecipeValue]:
     if start is not None and number(start.value):
         found["keep_tokens"] = RecipeValue(int(number(start.value) or 0), (start,))
     if count is not None and number(count.value):
-        t.put("data.caption_variants", int(number(count.value) or 1), count)
+        t.take("data.caption_variants", int(number(count.value) or 1), count)
     by = data.own("caption_shuffle.split_on")
     if by is not None and str(by.value).lower() not in ("comma", ","):
         t.lose(by, "separates tags by something other than a comma")
@@ -267,7 +267,7 @@ def _crop(data: DataSet) -> dict[str, RecipeValue]:
         return {}
     shape = str(aspect.value).lower() if aspect is not None else "square"
     if shape in ("square", "preserve"):
-        t.put("data.enable_bucket", shape == "preserve", crop, *(() if aspect is None else (aspect,)))
+        t.take("data.enable_bucket", shape == "preserve", crop, *(() if aspect is None else (aspect,)))
     elif aspect is not None:
         t.lose(aspect, "chooses the proportions of the crops", ours="data.enable_bucket")
         t.skip(crop, "images are always cropped to their bucket")

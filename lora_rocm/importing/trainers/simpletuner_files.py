@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lora_rocm.importing.config_files import ConfigFile, ConfigFiles
 from lora_rocm.importing.formats.command_line import ASSIGNMENT, COMMENT, NO_LINES, VARIABLE, options_of
-from lora_rocm.importing.setting import FileContent, Setting, Unread, Value, path_text
+from lora_rocm.importing.setting import FileContent, Setting, UnreadText, Value, path_text
 
 OF_ENVIRONMENT = {
     "resume_checkpoint": "resume_from_checkpoint", "dataloader_config": "data_backend_config", "training_seed": "seed",
@@ -113,7 +113,7 @@ def _environment(file: ConfigFile) -> FileContent:
         assigned = ASSIGNMENT["sh"].match(line.replace("+=", "=", 1))
         if COMMENT["sh"].match(line) or assigned is None:
             if line.strip() and not COMMENT["sh"].match(line):
-                found.unread.append(Unread(file.file, number, "sets no variable"))
+                found.unread.append(UnreadText(file.file, number, "sets no variable"))
             continue
         name, text = assigned[1].lower(), assigned[2]
         used.update(known[1].lower() for known in VARIABLE["sh"].finditer(text))
@@ -121,7 +121,7 @@ def _environment(file: ConfigFile) -> FileContent:
         try:
             value = " ".join(shlex.split(value, comments=True))
         except ValueError:
-            found.unread.append(Unread(file.file, number, "has an open quotation mark"))
+            found.unread.append(UnreadText(file.file, number, "has an open quotation mark"))
             continue
         before = f"{variables[name][0]} " if "+=" in line and name in variables else ""
         variables[name] = (before + value, number)
@@ -130,7 +130,7 @@ def _environment(file: ConfigFile) -> FileContent:
             continue  # a name of the user's own for a part of other values
         if re.search(r"\$\{?\w|\$\(|`", value):
             found.unread.append(
-                Unread(file.file, number, f"{name} has the value of a variable that the file does not set")
+                UnreadText(file.file, number, f"{name} has the value of a variable that the file does not set")
             )
         elif name in EXTRA:
             added = options_of(value.split(), file.file, NO_LINES).settings

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lora_rocm.importing.setting import Setting, Value, path_text
 from lora_rocm.importing.translator import Function, Translator
-from lora_rocm.importing.value_maps import is_on, number, put_absent, put_optimizer, put_weight_format, whole
+from lora_rocm.importing.value_maps import is_on, number, take_absent, take_optimizer, take_weight_format, whole
 
 USUAL = "adamw_bf16"
 LR_END = 4e-7
@@ -102,18 +102,18 @@ def _optimizer(t: Translator, setting: Setting) -> None:
     """Its class, and the arguments of ``optimizer_config`` and ``optimizer_beta1``. Also runs for the default."""
     known = KNOWN.get(_name(t))
     if known is None:
-        put_optimizer(t, setting)
+        take_optimizer(t, setting)
     elif known.ours == "adamw_bf16" and not _trains_in_bf16(t):
-        t.put("optim.optimizer", "adamw", setting, note=known.note)
+        t.take("optim.optimizer", "adamw", setting, note=known.note)
     else:
-        t.put("optim.optimizer", known.ours, setting, note=known.note)
+        t.take("optim.optimizer", known.ours, setting, note=known.note)
     _arguments(t)
 
 
 def _arguments(t: Translator) -> None:
     first, second = t.given("optimizer_beta1"), t.given("optimizer_beta2")
     if first is not None and second is not None and number(first.value) is not None:
-        t.put("optim.betas", [number(first.value), number(second.value)], first, second)
+        t.take("optim.betas", [number(first.value), number(second.value)], first, second)
     config = t.given("optimizer_config")
     if config is None or not config.value:
         return
@@ -123,11 +123,11 @@ def _arguments(t: Translator) -> None:
         name, _, value = word.partition("=")
         found = number(value)
         if name.strip() in ARGUMENTS and found is not None:
-            t.put(f"optim.{ARGUMENTS[name.strip()]}", whole(found), config)
+            t.take(f"optim.{ARGUMENTS[name.strip()]}", whole(found), config)
         else:
             others.append(word)
     for index, word in enumerate(others):
-        t.put(f"optim.optimizer_args[{index}]", word, config)
+        t.take(f"optim.optimizer_args[{index}]", word, config)
 
 
 def _learning_rate(t: Translator, setting: Setting) -> None:
@@ -136,12 +136,12 @@ def _learning_rate(t: Translator, setting: Setting) -> None:
         t.lose(setting, "it is not a rate", ours="optim.learning_rate")
         return
     if scale is None or not is_on(scale.value):
-        t.put("optim.learning_rate", rate, setting)
+        t.take("optim.learning_rate", rate, setting)
         return
     factor = (number(t.value("train_batch_size")) or 1) * (number(t.value("gradient_accumulation_steps")) or 1)
     factor = factor**0.5 if is_on(t.value("lr_scale_sqrt")) else factor
     note = f"lr_scale multiplies it by {factor:g} (per GPU)"
-    t.put("optim.learning_rate", float(f"{rate * factor:.6g}"), setting, scale, note=note)
+    t.take("optim.learning_rate", float(f"{rate * factor:.6g}"), setting, scale, note=note)
 
 
 def _schedule(t: Translator, setting: Setting) -> None:
@@ -152,27 +152,27 @@ def _schedule(t: Translator, setting: Setting) -> None:
     if known is not None and known.ours in OWN_SCHEDULE:
         t.skip(setting, "this optimizer has no schedule")
     elif plain in ("constant", "constant_with_warmup"):
-        t.put("optim.lr_scheduler", "constant", setting)
+        t.take("optim.lr_scheduler", "constant", setting)
     elif plain == "linear":
-        t.put("optim.lr_scheduler", "linear", setting)
+        t.take("optim.lr_scheduler", "linear", setting)
     elif plain in ("cosine", "cosine_with_warmup"):
         steps = int(number(t.value("lr_warmup_steps")) or PERIOD)
         note = "SimpleTuner: the rate falls over lr_warmup_steps, then rises, and so on"
-        t.put("optim.lr_scheduler", "cosine", setting, note=note)
-        t.put("optim.lr_cosine_steps", steps)
-        _put_end(t, rate, end)
+        t.take("optim.lr_scheduler", "cosine", setting, note=note)
+        t.take("optim.lr_cosine_steps", steps)
+        _take_end(t, rate, end)
     elif plain == "polynomial":
         power = number(t.value("lr_power"))
-        t.put("optim.lr_scheduler", "polynomial", setting)
-        t.put("optim.lr_scheduler_power", 0.8 if power is None else power)
-        _put_end(t, rate, end)
+        t.take("optim.lr_scheduler", "polynomial", setting)
+        t.take("optim.lr_scheduler_power", 0.8 if power is None else power)
+        _take_end(t, rate, end)
     else:
         t.lose(setting, "lora-rocm has no such schedule; the rate stays constant", ours="optim.lr_scheduler")
 
 
-def _put_end(t: Translator, rate: float, end: float) -> None:
+def _take_end(t: Translator, rate: float, end: float) -> None:
     if 0 < end < rate:
-        t.put("optim.lr_min_ratio", float(f"{end / rate:.6g}"), note=f"SimpleTuner: the rate ends at {end:g}")
+        t.take("optim.lr_min_ratio", float(f"{end / rate:.6g}"), note=f"SimpleTuner: the rate ends at {end:g}")
 
 
 def _warmup(t: Translator, setting: Setting) -> None:
@@ -182,7 +182,7 @@ def _warmup(t: Translator, setting: Setting) -> None:
     elif str(t.value("lr_scheduler")).lower() in ("cosine", "cosine_with_warmup", "sine", "cosine_with_restarts"):
         t.skip(setting, "SimpleTuner: the number of steps of one fall of the rate")
     else:
-        t.put("optim.lr_warmup_steps", int(found), setting)
+        t.take("optim.lr_warmup_steps", int(found), setting)
 
 
 def _grad_norm(t: Translator, setting: Setting) -> None:
@@ -191,17 +191,17 @@ def _grad_norm(t: Translator, setting: Setting) -> None:
     by_norm = method is not None and str(method.value).lower() == "norm"
     settings = (setting,) if method is None else (setting, method)
     if _name(t) in NOT_CLIPPED:
-        t.put("optim.max_grad_norm", 0, note="SimpleTuner does not clip the gradients of this optimizer")
+        t.take("optim.max_grad_norm", 0, note="SimpleTuner does not clip the gradients of this optimizer")
         t.skip(setting, "this optimizer does not read it")
     elif limit is None:
         t.lose(setting, "it is not a number", ours="optim.max_grad_norm")
     elif by_norm or limit == 0:
-        t.put("optim.max_grad_norm", whole(limit), *settings)
+        t.take("optim.max_grad_norm", whole(limit), *settings)
     elif limit >= 1:
         note = f"SimpleTuner limits each value of a gradient to {limit:g}, which hardly changes it"
-        t.put("optim.max_grad_norm", 0, *settings, note=note)
+        t.take("optim.max_grad_norm", 0, *settings, note=note)
     else:
-        t.put("optim.max_grad_norm", 0, note="SimpleTuner limits each value of a gradient")
+        t.take("optim.max_grad_norm", 0, note="SimpleTuner limits each value of a gradient")
         t.lose(setting, "limits each value of a gradient, not its norm", ours="optim.max_grad_norm")
 
 
@@ -213,11 +213,11 @@ def finish_optimizer(t: Translator) -> None:
     own = str(optimizer.value) if optimizer is not None else "adamw"
     for key, value in known.defaults.items():
         if key != "rounding" or own == "adamw_bf16":
-            put_absent(t, f"optim.{key}", value, f"SimpleTuner: the default of {path_text(_name(t))}")
+            take_absent(t, f"optim.{key}", value, f"SimpleTuner: the default of {path_text(_name(t))}")
     if is_bf16 and (own == "adamw_bf16" or not known.keeps):
-        put_weight_format(t, "bf16", "SimpleTuner: the number format of mixed_precision")
+        take_weight_format(t, "bf16", "SimpleTuner: the number format of mixed_precision")
     if is_bf16:
-        put_absent(t, "output.dtype", "bf16", "SimpleTuner: the number format of the adapter")
+        take_absent(t, "output.dtype", "bf16", "SimpleTuner: the number format of the adapter")
 
 
 OPTIMIZER_FUNCTIONS: Mapping[str, Function] = {

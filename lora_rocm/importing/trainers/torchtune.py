@@ -17,13 +17,13 @@ from lora_rocm.importing.language import (
     functions_of,
     is_dpo,
     lose_method,
-    put_table,
-    put_tables,
+    take_table,
+    take_tables,
 )
 from lora_rocm.importing.setting import FileContent, Setting
-from lora_rocm.importing.trainer import Trainer
+from lora_rocm.importing.trainer import PeerTrainer
 from lora_rocm.importing.translator import Function, Translator
-from lora_rocm.importing.value_maps import is_on, number, put_number_format, put_path
+from lora_rocm.importing.value_maps import is_on, number, take_number_format, take_path
 
 NAMES = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 """torchtune's name of a layer -> transformers' name."""
@@ -75,8 +75,8 @@ def _prepare(t: Translator) -> None:
     name = str(component.value).rpartition(".")[2] if component is not None else ""
     words = t.given("dataset.train_on_input")
     if component is not None and words is None and name in TRAIN_ON_ALL and not is_dpo(t):
-        t.put("objective.train_on", "all", Setting("dataset.train_on_input", True))
-    put_tables(t, _sources(t, component, name))
+        t.take("objective.train_on", "all", Setting("dataset.train_on_input", True))
+    take_tables(t, _sources(t, component, name))
 
 
 def _sources(t: Translator, component: Setting | None, name: str) -> list[Source]:
@@ -91,7 +91,7 @@ def _sources(t: Translator, component: Setting | None, name: str) -> list[Source
         t.lose(component, f"makes texts of columns that lora-rocm does not read; {UNKNOWN_COLUMNS}")
         given.remove(component)
     note = "torchtune writes Alpaca's headings; here the tokenizer's chat template" if name in TRAIN_ON_ALL else ""
-    return [put_table(dataset, *given, note=note, split=split)]
+    return [take_table(dataset, *given, note=note, split=split)]
 
 
 # functions of the table
@@ -103,7 +103,7 @@ def _model(t: Translator, setting: Setting) -> None:
         t.lose(setting, "reads images; here only texts are trained on", ours="model.family")
     elif builder.startswith(("lora_", "qlora_", "dora_", "qdora_")):
         if builder.startswith("q"):
-            t.put("model.quantization", "nf4", setting, note="the builder stores the base in 4 bits")
+            t.take("model.quantization", "nf4", setting, note="the builder stores the base in 4 bits")
         else:
             t.skip(setting, "a LoRA of a language model; the files of the base name it")
     else:
@@ -121,19 +121,19 @@ def _modules(t: Translator, setting: Setting) -> None:
         for each in given:
             t.lose(each, "these are not names of modules", ours="lora.targets")
     else:
-        t.put("lora.targets", f"{ANY_PARENT}(?:{'|'.join(names)})", *given)
+        t.take("lora.targets", f"{ANY_PARENT}(?:{'|'.join(names)})", *given)
 
 
 def _packing(t: Translator, setting: Setting) -> None:
     if is_on(setting.value) and not is_dpo(t):
-        t.put("data.packing", True, setting)
+        t.take("data.packing", True, setting)
     else:
         t.skip(setting, "it is off")
 
 
 def _trained_words(t: Translator, setting: Setting) -> None:
     if is_on(setting.value) and not is_dpo(t):
-        t.put("objective.train_on", "all", setting)
+        t.take("objective.train_on", "all", setting)
     else:
         t.skip(setting, "answers are trained on")
 
@@ -153,7 +153,7 @@ def _optimizer(t: Translator, setting: Setting) -> None:
     plain = str(setting.value).rpartition(".")[2].lower()
     if plain in OPTIMIZERS:
         note = "its state is never moved to main memory" if plain.startswith("paged") else ""
-        t.put("optim.optimizer", OPTIMIZERS[plain], setting, note=note)
+        t.take("optim.optimizer", OPTIMIZERS[plain], setting, note=note)
     else:
         LANGUAGE_FUNCTIONS["optimizer"](t, setting)
 
@@ -161,7 +161,7 @@ def _optimizer(t: Translator, setting: Setting) -> None:
 def _schedule(t: Translator, setting: Setting) -> None:
     plain = str(setting.value).rpartition(".")[2].lower()
     if plain == "get_cosine_schedule_with_warmup":
-        t.put("optim.lr_scheduler", "cosine", setting)
+        t.take("optim.lr_scheduler", "cosine", setting)
     else:
         t.lose(setting, "lora-rocm has no such schedule; the rate stays constant", ours="optim.lr_scheduler")
 
@@ -169,7 +169,7 @@ def _schedule(t: Translator, setting: Setting) -> None:
 def _loss(t: Translator, setting: Setting) -> None:
     plain = str(setting.value).rpartition(".")[2].lower()
     if plain == "dpoloss":
-        t.put("objective.loss", "dpo", setting)
+        t.take("objective.loss", "dpo", setting)
     elif "crossentropy" in plain or plain.startswith("ce"):
         t.skip(setting, "the loss of the next token")
     else:
@@ -183,7 +183,7 @@ def _steps_per_epoch(t: Translator, setting: Setting) -> None:
         t.skip(setting, "no limit")
     else:
         t.values.pop("train.epochs", None)
-        t.put("train.max_train_steps", int(found * (epochs or 1)), setting, note="times the epochs; a limit there")
+        t.take("train.max_train_steps", int(found * (epochs or 1)), setting, note="times the epochs; a limit there")
 
 
 def _epochs(t: Translator, setting: Setting) -> None:
@@ -198,12 +198,12 @@ def _folder(t: Translator, setting: Setting) -> None:
     if "${" in str(setting.value):
         t.skip(setting, "it names another key")
     else:
-        put_path("output.dir")(t, setting)
+        take_path("output.dir")(t, setting)
 
 
 def _tracker(t: Translator, setting: Setting) -> None:
     if str(setting.value).endswith("WandBLogger"):
-        t.put("output.log_with", ["wandb"], setting)
+        t.take("output.log_with", ["wandb"], setting)
     else:
         t.skip(setting, "the run's own files and TensorBoard files are always written")
 
@@ -219,9 +219,9 @@ OWN_FUNCTIONS: dict[str, Function] = {
     "loss": _loss,
     "steps_per_epoch": _steps_per_epoch,
     "epochs": _epochs,
-    "format": put_number_format("train.mixed_precision"),
+    "format": take_number_format("train.mixed_precision"),
     "folder": _folder,
     "tracker": _tracker,
 }
 
-TRAINER = Trainer("torchtune", _read, functions_of("torchtune", OWN_FUNCTIONS), _prepare, finish)
+TRAINER = PeerTrainer("torchtune", _read, functions_of("torchtune", OWN_FUNCTIONS), _prepare, finish)

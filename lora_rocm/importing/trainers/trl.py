@@ -20,13 +20,13 @@ from lora_rocm.importing.language import (
     is_dpo,
     lose_full_training,
     lose_method,
-    put_base,
-    put_table,
-    put_tables,
+    take_base,
+    take_table,
+    take_tables,
 )
 from lora_rocm.importing.language_calls import calls_of
 from lora_rocm.importing.setting import FileContent, Setting, Value
-from lora_rocm.importing.trainer import Trainer
+from lora_rocm.importing.trainer import PeerTrainer
 from lora_rocm.importing.translator import Function, RecipeValue, Translator
 from lora_rocm.importing.value_maps import is_on, number
 
@@ -107,12 +107,12 @@ def prepare_language(t: Translator) -> None:
     if method is not None:
         _method(t, method)
     elif any(t.given(key) for key in OF_PAIRS):
-        t.put("objective.loss", "dpo", note="a guess: the file has keys of DPO and does not name the method")
+        t.take("objective.loss", "dpo", note="a guess: the file has keys of DPO and does not name the method")
     given = [found for key in TRAINED if (found := t.given(key)) is not None]
     if "objective.loss" not in t.values and not any(map(_marks_answers, given)):
         name = OFF_BY_DEFAULT.get((t.table.name, is_script(t)), "assistant_only_loss")
-        t.put("objective.train_on", "all", *(given or [Setting(name, False)]))
-    put_tables(t, _sources(t))
+        t.take("objective.train_on", "all", *(given or [Setting(name, False)]))
+    take_tables(t, _sources(t))
 
 
 def _marks_answers(setting: Setting) -> bool:
@@ -155,7 +155,7 @@ def _sources(t: Translator) -> list[Source]:
 
 def _named(name: Setting, split: Setting | None) -> list[Source]:
     values = name.value if isinstance(name.value, list) else [name.value]
-    return [put_table(str(each), name, split=split) for each in values if each]
+    return [take_table(str(each), name, split=split) for each in values if each]
 
 
 def _loaded(t: Translator) -> list[Source]:
@@ -169,7 +169,7 @@ def _loaded(t: Translator) -> list[Source]:
         folder = "" if name is None or str(name.value).lower() in BUILDERS else f"{name.value}/"
         given = [each for each in (files, name) if each is not None]
         values = files.value if isinstance(files.value, list) else [files.value]
-        return [put_table(f"{folder}{each}", *given, split=split) for each in values]
+        return [take_table(f"{folder}{each}", *given, split=split) for each in values]
     if name is None or str(name.value).lower() in BUILDERS:
         if name is not None:
             t.lose(name, "the files of this table are computed by the script, or have other names")
@@ -185,7 +185,7 @@ def _method(t: Translator, setting: Setting) -> None:
     if plain in ("sft", "training", "trainingarguments"):
         t.skip(setting, "the loss of the next token")
     elif plain == "dpo":
-        t.put("objective.loss", "dpo", setting)
+        t.take("objective.loss", "dpo", setting)
     else:
         lose_method(t, setting, plain)
 
@@ -207,7 +207,7 @@ def _base(t: Translator, setting: Setting) -> None:
     if not is_name or is_object or "model.name_or_path" in t.values:
         t.skip(setting, "an object of the script")
     else:
-        put_base(t, setting)
+        take_base(t, setting)
 
 
 def _length(t: Translator, setting: Setting) -> None:
@@ -226,14 +226,14 @@ def _packing(t: Translator, setting: Setting) -> None:
     if not is_on(setting.value) or is_dpo(t):
         t.skip(setting, "it is off, or pairs are not packed")
     else:
-        t.put("data.packing", True, setting)
+        t.take("data.packing", True, setting)
 
 
 def _trained_words(t: Translator, setting: Setting) -> None:
     if is_dpo(t) or not _marks_answers(setting):
         t.skip(setting, "it is off, or pairs train on answers")
     else:
-        t.put("objective.train_on", "answers", setting)
+        t.take("objective.train_on", "answers", setting)
 
 
 def _text_column(t: Translator, setting: Setting) -> None:
@@ -272,7 +272,7 @@ def finish_language(t: Translator) -> None:
         if (named := COMPUTED.match(part.why)) is not None:
             _mark_computed(t, named[1])
     if "lora.targets" not in t.values:
-        t.put("lora.targets", PEFT_TARGETS, note=NO_TARGETS)
+        t.take("lora.targets", PEFT_TARGETS, note=NO_TARGETS)
     finish(t)
 
 
@@ -297,4 +297,4 @@ OWN_FUNCTIONS: dict[str, Function] = {
     "tables": _tables_are_read,
 }
 
-TRAINER = Trainer("trl", _read, functions_of("trl", OWN_FUNCTIONS), _prepare, finish_language)
+TRAINER = PeerTrainer("trl", _read, functions_of("trl", OWN_FUNCTIONS), _prepare, finish_language)

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from lora_rocm.importing.config_files import ConfigFiles
 from lora_rocm.importing.language import functions_of, is_dpo
 from lora_rocm.importing.setting import FileContent, Setting
-from lora_rocm.importing.trainer import Trainer
+from lora_rocm.importing.trainer import PeerTrainer
 from lora_rocm.importing.trainers import trl
 from lora_rocm.importing.translator import Function, RecipeValue, Translator
-from lora_rocm.importing.value_maps import is_on, put_number
+from lora_rocm.importing.value_maps import is_on, take_number
 
 PROGRAM = re.compile(r"(?:^|[\\/\s\"'])(unsloth-cli\.py|unsloth)(?=$|[\s\"'])")
 Defaults = Mapping[str, str | int | float | bool]
@@ -73,16 +73,16 @@ def _seed(t: Translator, setting: Setting) -> None:
     if setting.key == "random_state" and run is not None:
         t.skip(setting, "train.seed is for everything")
     else:
-        put_number("train.seed")(t, setting)
+        take_number("train.seed")(t, setting)
 
 
 def _tracker(t: Translator, setting: Setting) -> None:
     if is_on(setting.value):
-        t.put("output.log_with", ["wandb"], setting)
+        t.take("output.log_with", ["wandb"], setting)
     else:
         t.skip(setting, "it is off")
 
 
 OWN_FUNCTIONS: dict[str, Function] = trl.OWN_FUNCTIONS | {"seed_of_run": _seed, "tracker": _tracker}
 
-TRAINER = Trainer("unsloth", _read, functions_of("unsloth", OWN_FUNCTIONS), _prepare, trl.finish_language)
+TRAINER = PeerTrainer("unsloth", _read, functions_of("unsloth", OWN_FUNCTIONS), _prepare, trl.finish_language)
