@@ -16,6 +16,7 @@ from lora_rocm.importing.value_maps import (
     SCHEDULES,
     is_on,
     number,
+    take_if_on,
     take_number,
     take_optimizer,
     take_optimizer_arguments,
@@ -176,16 +177,6 @@ def _first_weights(t: Translator, setting: Setting) -> None:
         t.take("lora.init", "pissa" if plain.startswith("pissa") else FIRST_WEIGHTS[plain], setting)
     else:
         t.lose(setting, "lora-rocm does not have these first weights", ours="lora.init")
-
-
-def _switch_on(ours: str) -> Function:
-    def take(t: Translator, setting: Setting) -> None:
-        if is_on(setting.value):
-            t.take(ours, True, setting)
-        else:
-            t.skip(setting, "it is off")
-
-    return take
 
 
 def _dropout(t: Translator, setting: Setting) -> None:
@@ -494,8 +485,8 @@ LANGUAGE_FUNCTIONS: dict[str, Function] = {
     "rank": take_number("lora.rank"),
     "alpha": take_number("lora.alpha"),
     "dropout": _dropout,
-    "rank_stabilised": _switch_on("lora.use_rslora"),
-    "dora": _switch_on("lora.use_dora"),
+    "rank_stabilised": take_if_on("lora.use_rslora"),
+    "dora": take_if_on("lora.use_dora"),
     "start": take_start,
     "targets": take_targets,
     "layers": _take_layers,

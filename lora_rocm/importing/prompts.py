@@ -34,6 +34,9 @@ def take_prompts(t: Translator, setting: Setting) -> None:
         else:
             content = file.settings()
             t.unread += content.unread
+            for each in content.settings:
+                if each.key.rpartition(".")[2] not in KEYS and each.value not in (None, "", False):
+                    t.lose(each, "a prompt has no such key here", ours="sample.prompts", changes_weights=False)
             found = [*_mappings(content.settings)] or [*_strings(file.text)]
     else:
         found = [*_lines(value)] if isinstance(value, str) else list(value) if isinstance(value, list) else []

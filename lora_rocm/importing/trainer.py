@@ -6,8 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lora_rocm.importing.config_files import ConfigFiles
+from lora_rocm.importing.formats.command_line import NO_LINES, options_of
 from lora_rocm.importing.setting import FileContent
 from lora_rocm.importing.translator import Function, Translator
+
+
+def read_given(files: ConfigFiles, options: Sequence[str]) -> FileContent:
+    """Return the settings of the given files, then the options of the command line: ``read`` of most trainers."""
+    found = FileContent()
+    for each in files.given:
+        found.extend(each.settings())
+    found.extend(options_of([*options], "command line", NO_LINES))
+    return found
 
 
 def _nothing(translator: Translator) -> None:

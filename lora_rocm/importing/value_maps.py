@@ -72,6 +72,18 @@ def take_switch(ours: str, *, opposite: bool = False, note: str = "") -> Functio
     return take
 
 
+def take_if_on(ours: str, value: Value = True) -> Function:
+    """A function that writes ``value`` if a switch is on; a switch that is off has no effect."""
+
+    def take(t: Translator, setting: Setting) -> None:
+        if is_on(setting.value):
+            t.take(ours, value, setting)
+        else:
+            t.skip(setting, "it is off")
+
+    return take
+
+
 def take_path(ours: str) -> Function:
     """A function that copies a path, with forward slashes in place of Windows' own."""
 

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.errors import UserError
-from lora_rocm.importing.importer import PLACEHOLDER, import_files
+from lora_rocm.importing.importer import IDLE, PLACEHOLDER, import_files
 from lora_rocm.importing.registry import MODULES, trainer_of
 from lora_rocm.importing.rows import table_of
+from lora_rocm.recipe.key_rules.run_rules import ALONE
+from lora_rocm.recipe.key_rules.table import rules_for
+from lora_rocm.recipe.kinds import every_kind
 from lora_rocm.recipe.load import load_text
 from tests.importing.imported import CONFIGS, check_outcomes, imported, outcome_of, row_of, values_of
 
@@ -159,3 +162,23 @@ def test_no_damaged_file_raises_anything_but_a_user_error(seed: int, tmp_path: P
     assert load_text(found.text, Path("r.yaml")).recipe
     outcomes = [id(row.setting) for row in found.outcomes]
     assert len(outcomes) == len({*outcomes})
+
+
+def test_rules_about_keys_without_an_effect_are_recognised_by_their_words() -> None:
+    """A key that such a rule refuses changes nothing, so it is not lost. A rule with other words would be lost."""
+    every = {rule for kinds in every_kind("model") for rule in rules_for(kinds.family)}
+    idle = {rule for rule in every if rule.id.startswith("no-effect:")} | set(ALONE)
+    assert len(idle) > len(ALONE) and [rule.id for rule in idle if not IDLE.search(rule.what)] == []
+    assert any(not IDLE.search(rule.what) for rule in every - idle)
+
+
+def test_a_key_of_a_prompt_that_previews_lack_is_listed(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text('[{"prompt": "a cat", "clip_skip": 2}]', encoding="utf-8")
+    found = imported(tmp_path, train_toml="network_dim = 4\nsample_prompts = 'p.json'\n")
+    assert values_of(found)["sample.prompts[0].prompt"] == "a cat"
+    (lost,) = (row for row in found.outcomes if row.setting.key.endswith("clip_skip"))
+    assert (lost.outcome, lost.changes_weights, lost.setting.where) == (
+        "unsupported",
+        False,
+        f"{tmp_path / 'p.json'}:1",
+    )

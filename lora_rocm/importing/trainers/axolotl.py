@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from lora_rocm.importing.config_files import ConfigFiles
 from lora_rocm.importing.data_sources import Source
-from lora_rocm.importing.formats.command_line import NO_LINES, options_of
 from lora_rocm.importing.language import (
     UNKNOWN_COLUMNS,
     begin,
@@ -24,8 +21,8 @@ from lora_rocm.importing.language import (
     take_targets,
     take_warmup,
 )
-from lora_rocm.importing.setting import FileContent, Setting, path_text
-from lora_rocm.importing.trainer import PeerTrainer
+from lora_rocm.importing.setting import Setting, path_text
+from lora_rocm.importing.trainer import PeerTrainer, read_given
 from lora_rocm.importing.translator import Function, Translator
 from lora_rocm.importing.value_maps import is_on, number, take_number, take_path, whole
 
@@ -56,14 +53,6 @@ USUAL_NAMES = {
 }  # fmt: skip
 """Key of a table -> its values with which lora-rocm reads the table."""
 NOT_NEEDED = ("ds_type", "preprocess_shards", "shards_idx", "conversation", "roles.tool")
-
-
-def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
-    found = FileContent()
-    for each in files.given:
-        found.extend(each.settings())
-    found.extend(options_of([*options], "command line", NO_LINES))
-    return found
 
 
 def _prepare(t: Translator) -> None:
@@ -361,4 +350,4 @@ OWN_FUNCTIONS: dict[str, Function] = {
     "saves": _saves,
 }
 
-TRAINER = PeerTrainer("axolotl", _read, functions_of("axolotl", OWN_FUNCTIONS), _prepare, _finish)
+TRAINER = PeerTrainer("axolotl", read_given, functions_of("axolotl", OWN_FUNCTIONS), _prepare, _finish)

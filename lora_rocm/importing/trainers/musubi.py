@@ -17,6 +17,7 @@ from lora_rocm.importing.value_maps import (
     is_on,
     number,
     take_if,
+    take_if_on,
     take_number,
     take_number_format,
     take_optimizer,
@@ -332,18 +333,6 @@ def _schedule(t: Translator, setting: Setting) -> None:
         take_schedule(t, setting)
 
 
-def _switch(ours: str, value: Value) -> Function:
-    """A function that writes ``value`` if the switch is on."""
-
-    def take(t: Translator, setting: Setting) -> None:
-        if is_on(setting.value):
-            t.take(ours, value, setting)
-        else:
-            t.skip(setting, "it is off")
-
-    return take
-
-
 def _training_adapter(t: Translator, setting: Setting) -> None:
     """``base_weights``: adapters that are merged into the base before training."""
     files = setting.value if isinstance(setting.value, list) else [setting.value]
@@ -429,8 +418,8 @@ FUNCTIONS: Mapping[str, Function] = {
     "prompts": take_prompts,
     "base": take_path("model.name_or_path"),
     "vae": take_path("model.vae"),
-    "base_format": _switch("model.quantization", "fp8"),
-    "text_encoder_format": _switch("model.text_encoder_quantization", "fp8"),
+    "base_format": take_if_on("model.quantization", "fp8"),
+    "text_encoder_format": take_if_on("model.text_encoder_quantization", "fp8"),
     "precision": take_number_format("train.mixed_precision"),
     "file_format": take_number_format("output.dtype"),
     "dropout": _if_number("lora.dropout"),

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from lora_rocm.errors import UserError
-from lora_rocm.importing.config_files import ConfigFiles
-from lora_rocm.importing.formats.command_line import NO_LINES, options_of
 from lora_rocm.importing.language import (
     ANY_PARENT,
     LORA_FILE,
@@ -17,20 +14,12 @@ from lora_rocm.importing.language import (
     finish,
     functions_of,
 )
-from lora_rocm.importing.setting import FileContent, Setting, path_text
-from lora_rocm.importing.trainer import PeerTrainer
+from lora_rocm.importing.setting import Setting, path_text
+from lora_rocm.importing.trainer import PeerTrainer, read_given
 from lora_rocm.importing.translator import Function, RecipeValue, Translator
 from lora_rocm.importing.value_maps import number, whole
 
 PATTERNS = re.compile(r"(rank|alpha)_pattern\.(.+)$")
-
-
-def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
-    found = FileContent()
-    for each in files.given:
-        found.extend(each.settings())
-    found.extend(options_of([*options], "command line", NO_LINES))
-    return found
 
 
 def _prepare(t: Translator) -> None:
@@ -93,4 +82,4 @@ def _finish(t: Translator) -> None:
     finish(t)
 
 
-TRAINER = PeerTrainer("peft", _read, functions_of("peft", OWN_FUNCTIONS), _prepare, _finish)
+TRAINER = PeerTrainer("peft", read_given, functions_of("peft", OWN_FUNCTIONS), _prepare, _finish)

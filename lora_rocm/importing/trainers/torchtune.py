@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from lora_rocm.importing.config_files import ConfigFiles
 from lora_rocm.importing.data_sources import Source
-from lora_rocm.importing.formats.command_line import NO_LINES, options_of
 from lora_rocm.importing.language import (
     ANY_PARENT,
     LANGUAGE_FUNCTIONS,
@@ -20,8 +17,8 @@ from lora_rocm.importing.language import (
     take_table,
     take_tables,
 )
-from lora_rocm.importing.setting import FileContent, Setting
-from lora_rocm.importing.trainer import PeerTrainer
+from lora_rocm.importing.setting import Setting
+from lora_rocm.importing.trainer import PeerTrainer, read_given
 from lora_rocm.importing.translator import Function, Translator
 from lora_rocm.importing.value_maps import is_on, number, take_number_format, take_path
 
@@ -50,14 +47,6 @@ OTHER_METHODS = re.compile(
     r"prompt\.|tasks|max_generated_tokens|forward_batch_size|num_steps|base_model_path|ref_policy|lmbda|gamma|loss\.kl)"
 )
 """Keys of distillation, reinforcement learning, evaluation and generation."""
-
-
-def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
-    found = FileContent()
-    for each in files.given:
-        found.extend(each.settings())
-    found.extend(options_of([*options], "command line", NO_LINES))
-    return found
 
 
 def _prepare(t: Translator) -> None:
@@ -224,4 +213,4 @@ OWN_FUNCTIONS: dict[str, Function] = {
     "tracker": _tracker,
 }
 
-TRAINER = PeerTrainer("torchtune", _read, functions_of("torchtune", OWN_FUNCTIONS), _prepare, finish)
+TRAINER = PeerTrainer("torchtune", read_given, functions_of("torchtune", OWN_FUNCTIONS), _prepare, finish)
