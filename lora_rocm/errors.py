@@ -1,35 +1,35 @@
 """Every error that a user can meet, as one tree.
 
     LoraRocmError                 code, what, where, fix; ``exit_code`` per branch
-    +-- UserError                 exit 2: something the user wrote or pointed at
-    |   +-- RecipeError           the recipe: carries every problem found, not only the first
-    |   +-- DataError             folders, images, captions, datasets
-    |   +-- ModelFileError        a file that others made, with names from it escaped
-    |   |   +-- ModelError        a base model that cannot be used
-    |   |   +-- AdapterError      a LoRA file that cannot be used
-    |   +-- ResumeError           a run directory or checkpoint that does not fit
-    +-- MachineError              exit 3: the machine or its software
-    |   +-- StorageError          disk full, permission, a file that changed under us
+    +-- UserError                 exit 2: something that the user wrote or named is wrong
+    |   +-- RecipeError           the recipe is wrong; contains every problem, not only the first
+    |   +-- DataError             folders, images, captions or datasets cannot be used
+    |   +-- ModelFileError        a model file from elsewhere is wrong; names from it are escaped
+    |   |   +-- ModelError        a base model cannot be used
+    |   |   +-- AdapterError      a LoRA file cannot be used
+    |   +-- ResumeError           a run directory or checkpoint does not fit
+    +-- MachineError              exit 3: the machine or its software fails
+    |   +-- StorageError          the disk is full, permission is missing, or a file changed during the run
     |   +-- ExportError           a written file did not load back with the same effect
-    |   +-- RestartError          a restart may fix it; its code is a ``RestartCode``
+    |   +-- RestartError          a restart may help; the code is a ``RestartCode``
     |       +-- TransferError     data did not arrive on the device as sent, by any method
-    |       +-- NonFiniteError    loss or gradient not finite several times in a row, or a weight or moment to be saved
+    |       +-- NonFiniteError    loss or gradient was not finite several times in a row, or a weight or moment to save
     |       +-- StateError        the trained weights differ from the result of the last update
     |       +-- CanaryError       a calculation with a known answer gave a wrong result, or the frozen base has changed
-    |       +-- WorkerDiedError   the training process ended without a reason
-    |       +-- WorkerHungError   the training process was silent for too long
-    +-- GaveUpError               exit 4: the budget of restarts is used up, everything is kept
-    +-- StoppedError              exit 130: stopped on request, checkpoint saved
+    |       +-- WorkerDiedError   the training process ended without giving a reason
+    |       +-- WorkerHungError   the training process made no progress for too long
+    +-- GaveUpError               exit 4: the allowed number of restarts is used up; all files are kept
+    +-- StoppedError              exit 130: stopped on request; a checkpoint is saved
 
-``what`` describes what happened, ``where`` is the file, line and key with the offending value, and ``fix`` is the
-remedy. A traceback shown to a user is a bug.
+``what`` describes what happened, ``where`` is the file, line and key with the wrong value, and ``fix`` is the remedy. A
+traceback shown to a user is a bug.
 """
 
 from __future__ import annotations
 
 import errno
 import unicodedata
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypedDict
 
@@ -54,30 +54,30 @@ RestartCode = Literal[
     "worker-hung",
     "worker-unkillable",
 ]
-"""The codes on which the decision about a restart depends (``rules.mitigations``, ``supervisor.restart_policy``)."""
+"""Error codes on which the restart decision depends (``rules.mitigations``, ``supervisor.restart_policy``)."""
 
 
 STEERING = ("Cc", "Cs", "Zl", "Zp")
-"""Unicode categories of characters that control a terminal or begin a line."""
+"""Unicode categories of characters that control a terminal or begin a new line."""
 
 
 RESUMED = " with --resume latest"
-"""The words of advice that hold only for a run with a checkpoint."""
+"""Part of a fix that applies only if the run has a checkpoint."""
 
 
 class ResumeAdvice(TypedDict):
-    """Two fields of an error of a run."""
+    """The two fields of an error that contain advice, with and without a checkpoint."""
 
     fix: str
     fix_without_checkpoint: str
 
 
 def resume_advice(fix: str, without_checkpoint: str = "") -> ResumeAdvice:
-    """The advice to go on from the last checkpoint.
+    """Return the advice to continue from the last checkpoint.
 
     Args:
-        fix: the advice, which names ``--resume latest``.
-        without_checkpoint: the same for a run without a checkpoint; empty: ``fix`` without the words ``RESUMED``.
+        fix: the advice, which contains ``--resume latest``.
+        without_checkpoint: the advice for a run without a checkpoint. If empty, it is ``fix`` without ``RESUMED``.
     """
     assert without_checkpoint or RESUMED in fix, fix
     return {
@@ -90,9 +90,10 @@ def resume_advice(fix: str, without_checkpoint: str = "") -> ResumeAdvice:
 
 
 class LoraRocmError(Exception):
-    """Base of the tree. ``code`` is stable (scripts may match on it).
+    """Base class of all errors. ``code`` never changes, so that scripts can compare it.
 
-    fix_without_checkpoint: ``fix`` for a run that has no checkpoint yet (``resume_advice``); empty: it is ``fix``, too.
+    fix_without_checkpoint: the fix for a run without a checkpoint (see ``resume_advice``); empty if it is ``fix``
+    as well.
     """
 
     exit_code: ClassVar[int] = 1
@@ -118,7 +119,7 @@ class LoraRocmError(Exception):
         return "\n".join(lines)
 
     def to_event(self) -> dict[str, Any]:
-        """The fields of an ``error`` event, so that the parent can show the worker's error."""
+        """Return the fields of an ``error`` event, with which the parent can show the worker's error."""
         return {
             "code": self.code,
             "what": self.what,
@@ -130,47 +131,53 @@ class LoraRocmError(Exception):
 
 
 class UserError(LoraRocmError):
-    """The user's input is wrong (exit 2)."""
+    """The user's input is wrong (exit code 2)."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a recipe or a dataset, ready to print.
+    """One problem of a recipe or a dataset, ready to print.
 
     Attributes:
-        where: the place: file and line, or a sample.
-        what: the problem.
-        fix: the remedy; may be empty.
+        where: place of the problem: a file and line, or a sample.
+        what: the problem itself.
+        fix: how to fix it; may be empty.
+        excerpt: the line of the recipe with carets below the value; may be empty.
     """
 
     where: str
     what: str
     fix: str = ""
+    excerpt: str = field(default="", compare=False)
 
     def to_json(self) -> dict[str, str]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value or name != "excerpt"}
 
 
 class RecipeError(UserError):
-    """All problems of a recipe, in ``problems``."""
+    """A recipe is wrong. ``problems`` contains all its problems.
 
-    def __init__(self, problems: list[Problem]) -> None:
+    code: recipe-foreign for the configuration of another trainer, else recipe-invalid.
+    """
+
+    def __init__(self, problems: list[Problem], *, is_foreign: bool = False) -> None:
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("recipe-invalid", f"The recipe has {count}.")
+        super().__init__("recipe-foreign" if is_foreign else "recipe-invalid", f"The recipe has {count}.")
 
     def __str__(self) -> str:
         lines = [self.what]
         for problem in self.problems:
             lines.append(f"  {problem.where}: {problem.what}")
+            lines += [f"      {line}" for line in problem.excerpt.splitlines()]
             if problem.fix:
                 lines.append(f"      fix: {problem.fix}")
         return "\n".join(lines)
 
     def to_event(self) -> dict[str, Any]:
-        """The fields of the event; ``what`` holds all problems, because an event has no other field for them."""
+        """Return the fields of an ``error`` event. ``what`` contains all problems, because no other field could."""
         return {**super().to_event(), "what": str(self)}
 
 
@@ -179,14 +186,20 @@ class DataError(UserError):
 
 
 class ModelFileError(UserError):
-    """A file from elsewhere. Names in it may contain line ends and control characters, which are escaped here."""
+    """A model file from elsewhere cannot be used.
+
+    Names in it may contain line ends and control characters, so all fields are escaped.
+    """
 
     def __init__(self, code: str, what: str, *, where: str = "", fix: str = "") -> None:
         super().__init__(code, _escaped(what), where=_escaped(where), fix=_escaped(fix))
 
 
 def _escaped(text: str) -> str:
-    """Escape control characters, lone surrogates and line ends. Printing escapes characters that reorder text."""
+    """Escape control characters, lone surrogates and line ends.
+
+    Characters that reorder text are escaped later, when they are printed.
+    """
     return "".join(
         letter.encode("unicode_escape").decode("ascii") if unicodedata.category(letter) in STEERING else letter
         for letter in text
@@ -194,11 +207,11 @@ def _escaped(text: str) -> str:
 
 
 class ModelError(ModelFileError):
-    """A base model that cannot be used."""
+    """A base model cannot be used."""
 
 
 class AdapterError(ModelFileError):
-    """A LoRA file that cannot be used."""
+    """A LoRA file cannot be used."""
 
 
 class ResumeError(UserError):
@@ -206,7 +219,7 @@ class ResumeError(UserError):
 
 
 class MachineError(LoraRocmError):
-    """The machine or its software (exit 3)."""
+    """The machine or its software fails (exit code 3)."""
 
     exit_code = 3
 
@@ -229,7 +242,7 @@ class TransferError(RestartError):
 
 
 class NonFiniteError(RestartError):
-    """Loss or gradient not finite several times in a row, or a weight or moment that was to be saved."""
+    """Loss or gradient was not finite several times in a row, or a weight or moment to be saved is not finite."""
 
 
 class StateError(RestartError):
@@ -245,38 +258,38 @@ class ExportError(MachineError):
 
 
 class WorkerDiedError(RestartError):
-    """The training process ended without a reason."""
+    """The training process ended without giving a reason."""
 
 
 class WorkerHungError(RestartError):
-    """The training process was silent for too long, and was killed (or could not be)."""
+    """The training process made no progress for too long. It was killed, or could not be killed."""
 
 
 class GaveUpError(LoraRocmError):
-    """The budget of restarts is used up (exit 4). Everything is kept."""
+    """The allowed number of restarts is used up (exit code 4). All files are kept."""
 
     exit_code = 4
 
 
 class StoppedError(LoraRocmError):
-    """Training stopped on request, and the checkpoint is saved (exit 130)."""
+    """Training stopped on request, and a checkpoint is saved (exit code 130)."""
 
     exit_code = 130
 
 
 MIN_FREE_BYTES = 1 << 20
-"""A disk with less free space counts as full, even if it could hold an empty file."""
+"""A disk with less free space than this is reported as full, even if an empty file can still be created."""
 
 
 def storage_error(error: OSError, path: object) -> StorageError:
-    """Translate an operating-system error on ``path`` into a message with a remedy."""
+    """Turn an operating-system error on ``path`` into an error with a fix."""
     # full disk: of bytes or of inodes
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         if (free_bytes := _useless_bytes(str(path))) is not None:
             return StorageError(
                 "disk-full",
-                f"The disk is full: {free_bytes / 2**20:,.0f} MiB are free, but no more files can be created on it "
-                "(no inodes are left).",
+                "The disk has no inodes left: no more files can be created on it, although "
+                f"{free_bytes / 2**20:,.0f} MiB are free.",
                 where=str(path),
                 fix="Delete files on it, whatever their size, then run the same command again.",
             )
@@ -315,9 +328,9 @@ def storage_error(error: OSError, path: object) -> StorageError:
 
 
 def _useless_bytes(path: str) -> int | None:
-    """Free bytes of a disk that cannot hold even an empty file (no inodes left).
+    """Return the free bytes of a disk on which no file can be created because no inodes are left, else None.
 
-    None if it can hold one, or has less than ``MIN_FREE_BYTES``.
+    It is also None if the free bytes are fewer than ``MIN_FREE_BYTES``, because the disk is then full anyway.
     """
     import shutil
     import tempfile

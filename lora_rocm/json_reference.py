@@ -1,6 +1,6 @@
-"""The reference page of each command's ``--json`` output, generated from the classes of the results.
+"""The reference page of the commands' ``--json`` output, generated from the classes of their results.
 
-``python -m scripts.docs_pages`` writes it to docs/reference/json.md; a test fails if the page is not current.
+``python -m scripts.docs_pages`` writes it to docs/reference/json.md; a test fails if the page is out of date.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from lora_rocm.commands.compare import CompareResult
 from lora_rocm.commands.doctor import DoctorResult
 from lora_rocm.commands.documents import InspectDocument
 from lora_rocm.commands.env import EnvResult
+from lora_rocm.commands.import_config import ImportResult
+from lora_rocm.commands.new import NewResult, RecipesResult
 from lora_rocm.commands.output import Failed, ForgetResult, ReportResult
 from lora_rocm.commands.plan import PlanResult
 from lora_rocm.commands.prepare import PrepareResult
+from lora_rocm.commands.push import PushResult
 from lora_rocm.commands.runs import RunsResult
 from lora_rocm.commands.sample_export import ExportResult, SampleResult
 from lora_rocm.commands.start_run import RunResult
@@ -34,7 +37,11 @@ from lora_rocm.commands.tune import TuneResult
 
 RESULTS: dict[str, type] = {
     "train": RunResult,
+    "resume": RunResult,
     "demo": RunResult,
+    "import": ImportResult,
+    "recipes": RecipesResult,
+    "new": NewResult,
     "check": CheckResult,
     "plan": PlanResult,
     "sample": SampleResult,
@@ -42,6 +49,7 @@ RESULTS: dict[str, type] = {
     "compare": CompareResult,
     "export": ExportResult,
     "prepare": PrepareResult,
+    "push": PushResult,
     "tune": TuneResult,
     "status": StatusDocument,
     "runs": RunsResult,
@@ -58,8 +66,8 @@ RESULTS: dict[str, type] = {
     "bench loader": BenchResult,
     "bench step": BenchResult,
 }
-"""Command -> the class of its document. ``schema`` is not among them: its document is a JSON Schema."""
-FOLLOWS = ("train", "demo")
+"""Class of each command's JSON document. ``schema`` is missing because its document is a JSON Schema."""
+FOLLOWS = ("train", "resume", "demo")
 PLAIN = {str: "string", Path: "string", bool: "true or false", int: "whole number", float: "number", Any: "anything"}
 INTRODUCTION = """\
 ---
@@ -72,7 +80,7 @@ search:
 This page is generated from the classes of the results: `python -m scripts.docs_pages`.
 
 Every command takes `--json`. Standard output is then exactly one JSON document, in ASCII; progress, and errors as
-text, go to standard error. `train` and `demo` print JSON lines: each event of the run as it occurs, as in
+text, go to standard error. `train`, `resume` and `demo` print JSON lines: each event of the run as it occurs, as in
 `events.jsonl` (every event has a `type`). The last line is the document, which has no `type`. `schema --json` prints
 the JSON Schema of recipes. The exit code is the same as without `--json`. With `--quiet` only the result is printed,
 as text.
@@ -86,7 +94,7 @@ Keys may be added. Numbers that are not finite are null.
 
 
 class Key(NamedTuple):
-    """One key of a document. is_optional: it may be missing."""
+    """One key of a document. is_optional: whether the key may be missing."""
 
     name: str
     hint: Any
@@ -95,7 +103,7 @@ class Key(NamedTuple):
 
 
 def keys_of(kind: type) -> list[Key]:
-    """The keys of a dataclass or a typed dictionary, with their descriptions from its docstring."""
+    """Return the keys of a dataclass or typed dictionary, with their descriptions from its docstring."""
     hints = typing.get_type_hints(kind)
     said = attributes(getdoc(kind) or "")
     names = [field.name for field in fields(kind)] if is_dataclass(kind) else list(hints)
@@ -104,7 +112,10 @@ def keys_of(kind: type) -> list[Key]:
 
 
 def attributes(text: str) -> dict[str, str]:
-    """The attributes in a docstring: in its section, or in a line such as "files: their number. path: where"."""
+    """Return the description of each attribute in a docstring.
+
+    The docstring has an ``Attributes:`` section, or a line such as "files: their number. path: where".
+    """
     _, _, section = text.partition("Attributes:\n")
     if not section:
         return dict(re.findall(r"(?:^|\. |\n)([a-z_]+): (.+?)(?=\.(?: [a-z_]+: |\n|$))", text))
@@ -121,12 +132,12 @@ def attributes(text: str) -> dict[str, str]:
 
 
 def is_object(hint: Any) -> bool:
-    """Whether a type has keys."""
+    """Return whether a type becomes a JSON object."""
     return isinstance(hint, type) and (is_dataclass(hint) or typing.is_typeddict(hint))
 
 
 def type_text(hint: Any) -> str:
-    """A type as text, in the terms of JSON."""
+    """Return the JSON name of a type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return " or ".join("null" if part is type(None) else type_text(part) for part in arguments)
@@ -146,7 +157,7 @@ def type_text(hint: Any) -> str:
 
 
 def inside(hint: Any) -> Iterator[type]:
-    """All types with keys within a type."""
+    """Yield all types within a type that become JSON objects."""
     if is_object(hint):
         yield hint
     elif get_origin(hint) is not Literal:
@@ -156,7 +167,7 @@ def inside(hint: Any) -> Iterator[type]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page as Markdown."""
     parts = [INTRODUCTION, "| command | document |\n|---|---|"]
     parts[-1] += "".join(
         f"\n| `{name}` | {type_text(kind)}{', as the last line' if name in FOLLOWS else ''} |"
@@ -182,7 +193,7 @@ def page() -> str:
 
 
 def summary(kind: type) -> str:
-    """The first paragraph of a docstring, without its attributes."""
+    """Return the first paragraph of a docstring, without the attributes described in it."""
     text = (getdoc(kind) or "").split("\n\n")[0]
     return " ".join(re.split(r"(?<=\.) (?=[a-z_]+(?:, [a-z_]+)*: )", text)[0].split())
 

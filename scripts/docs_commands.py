@@ -11,7 +11,7 @@ from inspect import Parameter, getdoc, signature
 from typing import Any, get_args, get_origin
 
 import typer
-from typer.models import ArgumentInfo, OptionInfo
+from typer.models import ArgumentInfo, CommandInfo, OptionInfo
 
 from lora_rocm.cli import app
 from lora_rocm.json_reference import RESULTS
@@ -23,7 +23,8 @@ HEAD = """\
 Every command with its options. The same text is printed by `lora-rocm COMMAND --help` (or `-h`). `lora-rocm --version`
 (or `-V`) prints the version, and `lora-rocm --install-completion` sets up completion in your shell.
 
-Every command takes `--json` ([documents](json.md)) and `--quiet`. [Exit codes](exit-codes.md) are the same for all.
+Every command takes `--json` ([documents](json.md)), `--quiet` and `--verbose`. [Exit codes](exit-codes.md) are the same
+for all.
 This page is generated from the command line: `python -m scripts.docs_pages`.
 """
 TYPES = {int: "N", float: "X"}
@@ -43,10 +44,11 @@ class Option:
 
 @dataclass(frozen=True)
 class Command:
-    """A command. about: its help, options: in the order of its handler."""
+    """A command. about: its help, options: in the order of its handler, examples: without the program's name."""
 
     about: str
     options: tuple[Option, ...]
+    examples: tuple[str, ...]
 
 
 def commands() -> dict[str, Command]:
@@ -61,10 +63,14 @@ def _walk(group: typer.Typer, name: str) -> Iterator[tuple[str, Command]]:
         hints = typing.get_type_hints(found.callback, include_extras=True)
         parameters = signature(found.callback).parameters.values()
         options = tuple(_option(each, hints.get(each.name, each.annotation)) for each in parameters)
-        yield f"{name} {own}".strip(), Command(getdoc(found.callback) or "", options)
+        yield f"{name} {own}".strip(), Command(getdoc(found.callback) or "", options, _examples(found))
     for inner in group.registered_groups:
         assert inner.typer_instance is not None
         yield from _walk(inner.typer_instance, f"{name} {inner.name}".strip())
+
+
+def _examples(found: CommandInfo) -> tuple[str, ...]:
+    return tuple((found.epilog or "").splitlines())
 
 
 def _option(parameter: Parameter, hint: Any) -> Option:
@@ -85,8 +91,14 @@ def _option(parameter: Parameter, hint: Any) -> Option:
         names, value = (str(info.metavar),), ""
     elif of is bool:
         shown, value = "", ""
+    variable = f" Variable: `{info.envvar}`." if info.envvar else ""
     return Option(
-        tuple(sorted(names, key=len, reverse=True)), value, shown, str(info.help or ""), is_argument, is_required
+        tuple(sorted(names, key=len, reverse=True)),
+        value,
+        shown,
+        f"{info.help or ''}{variable}",
+        is_argument,
+        is_required,
     )
 
 
@@ -128,6 +140,7 @@ def _section(name: str, command: Command) -> str:
         command.about + "\n",
         f"```\n{' '.join(['lora-rocm', name, '[OPTIONS]', *arguments])}\n```\n",
         table(("option", "default", "meaning"), rows),
+        "\n```\n" + "\n".join(f"lora-rocm {example}" for example in command.examples) + "\n```",
     ]
     if name in RESULTS:
         lines.append(f"\nWith `--json`: [{RESULTS[name].__name__}](json.md#{RESULTS[name].__name__.lower()}).")

@@ -93,7 +93,7 @@ Search this page for the name that you know, such as `network_alpha`. A recipe t
 SimpleTuner, diffusers' examples, diffusion-pipe and musubi-tuner, and for language models of LLaMA-Factory, Axolotl
 and TRL.
 
-Files of other trainers are not read yet: start from a recipe that ships, such as `sdxl.yaml`. Defaults differ:
+`lora-rocm import` [translates a whole configuration](../how-to/moving-over-index.md). Defaults differ:
 
 - kohya, OneTrainer and ai-toolkit use alpha 1 by default; here alpha is the rank.
 - kohya trains the text encoders too; here `lora.train_text_encoder` is off.
@@ -102,7 +102,7 @@ Files of other trainers are not read yet: start from a recipe that ships, such a
   0.01 here.
 - A learning rate near 1 is meant for Prodigy or D-Adaptation. With `adamw` write 1.0e-4.
 
-[Coming from another trainer](../how-to/other-trainers.md) has what else differs.
+[What differs from other trainers](../how-to/other-trainers.md) has the rest.
 
 ## Same value, another name
 

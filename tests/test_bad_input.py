@@ -282,7 +282,7 @@ def with_a_vae_of_16_channels(model: Path) -> None:
         (without_a_block, ["unet", "tensors are missing, for example mid_block."]),
         (like_ssd_1b, ["unet", "tensors are missing, for example down_blocks.2.attentions.0.transformer_blocks.1."]),
         (with_a_vae_of_16_channels, ["vae", "of another shape"]),
-        (with_whole_numbers, ["whole numbers (I8)", "float16"]),
+        (with_whole_numbers, ["integers (I8)", "float16"]),
         (damaged("model_index.json", b"{"), ["model_index.json", worded("bad_input/download-the-model-again")]),
         (
             damaged("vae/config.json", None),
@@ -354,8 +354,8 @@ def files(folder: Path) -> Path:
             "someone/something",
             ["model.name_or_path", worded("bad_input/hub-cannot-be-reached"), worded("bad_input/give-its-folder")],
         ),
-        ("old.ckpt", ["pickle", worded("bad_input/can-run-any-program"), ".safetensors edition"]),
-        ("old.bin", ["pickle", ".safetensors edition"]),
+        ("old.ckpt", ["pickle", worded("bad_input/can-run-any-program"), ".safetensors files"]),
+        ("old.bin", ["pickle", ".safetensors files"]),
         ("cut.safetensors", ["damaged", worded("bad_input/download-or-copy")]),
         ("cut early.safetensors", ["damaged", worded("bad_input/download-or-copy")]),
         ("nothing.safetensors", ["damaged", worded("bad_input/download-or-copy")]),
@@ -530,12 +530,12 @@ def test_sample_and_export_of_what_is_not_there(program: Program, files: Path, t
     program("sample", "runs/ok", *SMALL, "--strength", "nan").refused(2, "--strength")
     program("sample", "old.ckpt", *SMALL, "--base", "model").refused(2, "old.ckpt", "pickle")
     program("export", young, "--format", "kohya").refused(2, young, "Continue the training first")
-    program("export", alone, "--format", "kohya").refused(2, alone, "Give a run directory")
+    program("export", alone, "--format", "kohya").refused(2, alone, "Use a run directory")
     (young / "recipe.yaml").write_text("lora: {rank: x}", encoding="utf-8")
     program("export", young, "--format", "kohya").refused(2, f"{young / 'recipe.yaml'}:1 lora.rank", "'x'")
     for command in ("status", "report"):
         for place in ("pics", "nowhere", "afile"):
-            program(command, place).refused(2, place, "Give a run directory")
+            program(command, place).refused(2, place, "Use a run directory")
     program("sample", alone, *SMALL, "--base", "model", "--output", "afile").refused(
         2, "afile", "Give the name of a folder"
     )

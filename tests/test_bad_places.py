@@ -138,7 +138,7 @@ def test_a_disk_that_is_really_full(program: Program, folder: Path, new: RunDir,
 def test_a_disk_without_inodes_is_named_as_such(program: Program, folder: Path, new: RunDir, small_disk: Path) -> None:
     subprocess.run(mount(small_disk, "remount,size=50m,nr_inodes=8"), check=True)
     cache = f"cache.dir={small_disk}"
-    program.train(new.path, FORMATS, cache).refused(3, "The disk is full: ", "MiB are free", "inodes", small_disk)
+    program.train(new.path, FORMATS, cache).refused(3, "The disk has no inodes left", "MiB are free", small_disk)
     subprocess.run(mount(small_disk, "remount,size=50m,nr_inodes=500"), check=True)
     assert program.train(new.path, FORMATS, cache, resume="latest").code == 0
     assert results(new) == results(RunDir(folder / "runs" / "ok"))
@@ -263,7 +263,7 @@ def test_a_complete_cache_that_may_only_be_read(
 
 def test_a_directory_that_holds_a_run(program: Program, folder: Path) -> None:
     before = snapshot(folder / "runs" / "ok")
-    program.train("runs/ok").refused(2, "already holds a run", "runs/ok", "--resume latest")
+    program.train("runs/ok").refused(2, "already contains a run", "runs/ok", "--resume latest")
     assert says(program.train("runs/ok", FORMATS, resume="latest").out, "bad_places/this-run-is-complete")
     assert snapshot(folder / "runs" / "ok") == before
 
@@ -389,10 +389,10 @@ def test_more_memory_than_this_machine_has(program: Program, new: RunDir, monkey
         torch.empty(2**50)
 
     monkeypatch.setattr("lora_rocm.train.load_model.inject", takes_all)
-    program.train(new.path).refused(3, "not enough memory", "lora.rank")
+    program.train(new.path).refused(3, "not have enough memory", "lora.rank")
     monkeypatch.setattr("lora_rocm.children.model_child.content_of", takes_all)
     small = ("--steps", "1", "--width", "64", "--height", "64")
-    program("sample", "runs/ok", "--prompt", "x", *small).refused(3, "not enough memory")
+    program("sample", "runs/ok", "--prompt", "x", *small).refused(3, "not have enough memory")
 
 
 @pytest.mark.slow

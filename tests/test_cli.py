@@ -26,13 +26,21 @@ HEALTHY = "tests/hosts/linux-rx7900xtx.json"
 # Users, scripts and documents rely on these names.
 COMMANDS: dict[str, set[str]] = {
     "": {"--version", "-V", "--install-completion", "--show-completion"},
-    "train": {"RECIPE", "--set", "--run-dir", "--resume", "--accept-changes", "--gpus", "--no-supervisor"},
-    "check": {"RECIPE", "--set", "--schema-only"},
-    "plan": {"RECIPE", "--set", "--card"},
+    "recipes": set(),
+    "new": {"RECIPE", "--from", "--images", "--texts", "--model", "--card"},
+    "import": {"FILE", "--output", "--option", "--strict"},
+    "train": {
+        *("RECIPE", "--set", "--run-dir", "--runs-dir", "--cache-dir", "--resume", "--accept-changes", "--gpus"),
+        "--no-supervisor",
+    },
+    "resume": {"RUN", "--runs-dir", "--set", "--cache-dir", "--accept-changes", "--gpus", "--no-supervisor"},
+    "check": {"RECIPE", "--set", "--cache-dir", "--schema-only"},
+    "plan": {"RECIPE", "--set", "--cache-dir", "--card"},
     "demo": {"--family"},
-    "compare": {"RUN", "--prompt", "--strength", "--most"},
+    "compare": {"RUN", "--runs-dir", "--prompt", "--strength", "--most"},
     "sample": {
         "RUN_OR_LORA",
+        "--runs-dir",
         "--prompt",
         "--negative-prompt",
         "--sampler",
@@ -51,14 +59,26 @@ COMMANDS: dict[str, set[str]] = {
         "--family",
         "--config",
     },
-    "chat": {"RUN", "--prompt", "--system", "--side", "--temperature", "--top-p", "--max-tokens", "--seed"},
-    "export": {"RUN", "--format", "--output", "--dtype", "--converter", "--step"},
-    "prepare": {"RECIPE", "--set"},
+    "chat": {
+        *("RUN", "--runs-dir", "--prompt", "--system", "--side", "--temperature", "--top-p", "--max-tokens", "--seed")
+    },
+    "export": {"RUN", "--runs-dir", "--format", "--output", "--dtype", "--converter", "--step"},
+    "prepare": {"RECIPE", "--set", "--cache-dir"},
+    "push": {
+        "RUN_OR_LORA",
+        "REPO",
+        "--public",
+        "--update",
+        "--dry-run",
+        "--output",
+        "--base-model",
+        "--license",
+    },
     "tune": {"RECIPE", "--set"},
-    "status": {"RUN"},
-    "runs": {"FOLDER"},
+    "status": {"RUN", "--runs-dir"},
+    "runs": {"FOLDER", "--state", "--family", "--name", "--last"},
     "inspect": {"PATH"},
-    "report": {"RUN"},
+    "report": {"RUN", "--runs-dir"},
     "doctor": {"--report", "--facts", "--quick"},
     "env": {"RECIPE", "--set", "--facts", "--shell", "--explain"},
     "forget": set(),
@@ -73,7 +93,7 @@ COMMANDS: dict[str, set[str]] = {
 }
 
 
-OF_RESULTS = {"--json", "--quiet", "-q"}
+OF_RESULTS = {"--json", "--quiet", "-q", "--verbose", "-v"}
 """Every command has them."""
 COMMANDS = {name: options | OF_RESULTS if name else options for name, options in COMMANDS.items()}
 
@@ -106,7 +126,9 @@ def test_usage_shows_arguments_plainly() -> None:
         argument = next((option for option in options if option.isupper() and option[0] != "-"), None)
         if argument is not None:
             usage = run(*name.split(), "--help")[1].splitlines()[0]
-            wanted = f"[{argument}]" if name in ("env", "runs") else argument
+            special = {"import": "FILE...", "push": "RUN_OR_LORA REPO"}
+            plain = argument in ("RECIPE", "PATH") and name not in ("env", "new")
+            wanted = special.get(name) or (argument if plain else f"[{argument}]")
             assert usage == f"Usage: lora-rocm {name} [OPTIONS] {wanted}".replace("lora-rocm", usage.split()[1])
 
 
@@ -169,6 +191,12 @@ def test_version_and_help() -> None:
         ["sample", "x", "--prompt", "x", "--steps", "0"],
         ["export", "no such run", "--format", "kohya"],
         ["export", "x", "--format", "pickle"],
+        ["new"],
+        ["new", "x.yaml", "--from", "no such recipe"],
+        ["new", "x.txt", "--from", "sdxl"],
+        ["new", "x.yaml", "--from", "sdxl", "--images", "no such folder"],
+        ["new", "x.yaml", "--images", "."],
+        ["new", "x.yaml", "--model", "no such file"],
         ["status", "no such run"],
         ["report", "no such run"],
         ["cache", "stats", "--dir", "no such folder"],
@@ -239,7 +267,7 @@ def test_forget_lists_what_was_remembered_and_deletes_it(tmp_path: Path, monkeyp
     code, output, _ = run("forget")
     assert code == 0 and "sdma-off: copies are made by shaders" in output and "because of: hang" in output
     assert "changes-0.json" in output and "damaged" in output
-    assert list(folder.iterdir()) == [] and run("forget")[1].startswith("Nothing")
+    assert list(folder.iterdir()) == [] and run("forget")[1].startswith("No mitigations")
 
 
 LIBRARIES = ("torch", "transformers", "diffusers", "peft", "datasets", "huggingface_hub", "pyarrow", "numpy", "PIL")
@@ -254,6 +282,7 @@ SLOW_TO_IMPORT = ("pydantic", "rich", "ruamel.yaml", "psutil", "filelock")
             ["check", str(ROOT / "recipes" / "demo.yaml"), "--schema-only"],
             LIBRARIES,
         ),
+        (["recipes"], LIBRARIES),
         (["env"], LIBRARIES),
         (["status", "RUN"], LIBRARIES),
         (["doctor", "--quick"], LIBRARIES),

@@ -533,7 +533,7 @@ def test_a_dry_run_here_knows_what_the_user_chose_before(
     monkeypatch.setenv("LORA_ROCM_TORCH_INDEX", "cpu")
     stand.run()
     monkeypatch.delenv("LORA_ROCM_TORCH_INDEX")
-    assert stand.run("--dry-run") == 0 and "why: as LORA_ROCM_TORCH_INDEX asks." in capsys.readouterr().out
+    assert stand.run("--dry-run") == 0 and "requested by LORA_ROCM_TORCH_INDEX." in capsys.readouterr().out
 
 
 def test_variables_without_sense(

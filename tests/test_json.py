@@ -22,6 +22,7 @@ from lora_rocm.rundir.event_types import AnsweredEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import worker_process as worker_process
 from tests.command_line import command_line
+from tests.commands.published_run import write_published_run
 from tests.commands.test_plan import net
 from tests.documents import faults
 from tests.golden import HOSTS
@@ -58,10 +59,12 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path / "home"))
     (tmp_path / "r.yaml").write_text(RECIPE, encoding="utf-8")
+    (tmp_path / "kohya.toml").write_text('network_module = "networks.lora"\nodd = 3\nb =\n', encoding="utf-8")
     (tmp_path / "pics").mkdir()
     for number, size in enumerate([(64, 64), (64, 32), (8, 8)]):
         Image.new("RGB", size, (number, 0, 0)).save(tmp_path / "pics" / f"{number}.png")
     write_whole_run(RunDir(tmp_path / "run"))
+    write_published_run(tmp_path / "published")
     (tmp_path / "cache" / "text" / "ab").mkdir(parents=True)
     (tmp_path / "cache" / "text" / "ab" / f"ab{'0' * 38}.safetensors").write_bytes(b"torn")
 
@@ -122,7 +125,11 @@ def talking(words: Sequence[str], env: Mapping[str, str]) -> Iterator[Any]:
 FACTS = ("--facts", str(HOSTS / "linux-strix-halo.json"))
 CALLS: dict[str, tuple[str, ...]] = {
     "train": ("train", "r.yaml", "--run-dir", "new"),
+    "resume": ("resume", "run", "--set", "train.max_train_steps=50"),
     "demo": ("demo",),
+    "import": ("import", "kohya.toml", "--output", "imported.yaml"),
+    "recipes": ("recipes",),
+    "new": ("new", "my.yaml", "--from", "sdxl", "--images", "pics", "--card", "24GB"),
     "check": ("check", "r.yaml"),
     "plan": ("plan", "r.yaml", "--card", "24GB"),
     "sample": ("sample", "run", "--prompt", "x"),
@@ -130,6 +137,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "compare": ("compare", "run", "--prompt", "a cat", "--strength", "1"),
     "export": ("export", "run", "--format", "peft"),
     "prepare": ("prepare", "r.yaml"),
+    "push": ("push", "published", "me/mine", "--dry-run", "--output", "out"),
     "tune": ("tune", "r.yaml"),
     "status": ("status", "run"),
     "runs": ("runs", "."),

@@ -148,6 +148,7 @@ NOT_OURS = {
     "convert_lora_to_gguf.py", "convert_z_image_lora_to_comfy.py", "network_norm.py", "torch.py", "docs/building.md",
     "configs/", "checkpoints/step-00000500/", "merged/", "peft/", "runs/<recipe>-<time>/", "samples/", "tensorboard/",
     "my.yaml", "my-chat.yaml", "my-lora.yaml", "recipe.yaml", "NAME-embeddings/", "samples/asked/", "recipe.asked.yaml",
+    "unsloth-cli.py", "config.toml", "FILE-lora-rocm.yaml", "FOLDER.yaml",
 }  # fmt: skip
 """Files of other projects, of a run, and of the user."""
 

@@ -228,7 +228,7 @@ def test_a_file_that_changes_while_it_is_verified_is_seen(
     with monkeypatch.context() as patch:
         patch.setattr(export, "verify", before_a_flip)
         said = train(program, run_dir, *SETS, "output.formats=[kohya]")
-    said.refused(3, "has changed", run_dir.lora, "exported again")
+    said.refused(3, "was changed", run_dir.lora, "exported again")
     assert not run_dir.result.exists()
 
 

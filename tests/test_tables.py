@@ -22,10 +22,13 @@ from lora_rocm.foundation.tables import Functions, read_rows, read_table
 from lora_rocm.hardware.archs import ArchTable
 from lora_rocm.hardware.pci import PciTable
 from lora_rocm.hardware.wheels import WheelTable
+from lora_rocm.importing.registry import MODULES
+from lora_rocm.importing.rows import TrainerTable
 from lora_rocm.model_files.adapter_parts import OtherTable
 from lora_rocm.model_files.adapter_spellings import SpellingTable
 from lora_rocm.model_files.adapters import AdapterTable
 from lora_rocm.model_files.models import ModelTable
+from lora_rocm.model_files.public_metadata import PublicFields
 from lora_rocm.model_files.readers import ReaderTable
 from lora_rocm.planning.format_errors import FormatError
 from lora_rocm.recipe.foreign import ForeignTable
@@ -59,10 +62,12 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "hardware/archs.toml": (read_table, ArchTable, {}),
     "hardware/pci.toml": (read_table, PciTable, {}),
     "hardware/wheels.toml": (read_table, WheelTable, {}),
+    **{f"importing/trainers/{name}.toml": (read_table, TrainerTable, {}) for name in (*MODULES, "transformers")},
     "model_files/adapter_parts.toml": (read_table, OtherTable, {}),
     "model_files/adapter_spellings.toml": (read_table, SpellingTable, {}),
     "model_files/adapters.toml": (read_table, AdapterTable, {}),
     "model_files/models.toml": (read_table, ModelTable, {}),
+    "model_files/public_metadata.toml": (read_table, PublicFields, {}),
     "model_files/readers.toml": (read_table, ReaderTable, {}),
     "planning/format_errors.toml": (read_rows, FormatError, {}),
     "recipe/foreign.toml": (read_table, ForeignTable, {}),

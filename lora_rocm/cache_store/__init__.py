@@ -1,1 +1,1 @@
-"""Cache entries as files, without torch: header, checksums and maintenance."""
+"""Cache entries as files: header, checksums and maintenance. Needs no torch."""

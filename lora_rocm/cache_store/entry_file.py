@@ -1,7 +1,7 @@
-"""Reads and checks cache entry files without torch, for the cache itself and for its maintenance.
+"""Reads and checks the files of cache entries without torch, for the cache and for its maintenance.
 
-Files are untrusted: file type, size, header and place are checked before the payload is read. At most MAX_ENTRY_BYTES
-of a file are in memory.
+Files are untrusted. Their type, size and header are checked before the tensors are read. At most MAX_ENTRY_BYTES of a
+file are in memory.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ WORD_TYPES = {4: "<i4", 2: "<i2", 1: "u1"}
 
 
 class CacheEntryBad(Exception):
-    """A cache entry is missing, damaged or of another kind; the message is the reason."""
+    """A cache entry that is missing, damaged or of another kind than expected. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class EntryHeader:
     """The header of a cache entry.
 
-    fingerprints: tensor name -> fingerprint.
-    spans: tensor name -> (begin, end) of its bytes in the file; contiguous, without gaps.
+    fingerprints: fingerprint of each tensor, by name.
+    spans: (begin, end) of each tensor's bytes in the file, by name. The spans are contiguous, without gaps.
     num_bytes: size of the file.
     """
 
@@ -46,23 +46,23 @@ class EntryHeader:
 
 
 def metadata_text(kind: str, key: str, fingerprints: Mapping[str, int]) -> str:
-    """The metadata of a new entry, stored in its header under METADATA_KEY."""
+    """Return the metadata of a new entry as JSON. The entry's header contains it under METADATA_KEY."""
     facts = {"kind": kind, "key": key, "spec": SPEC_VERSION, "fingerprints": dict(fingerprints)}
     return json.dumps(facts, sort_keys=True)
 
 
 def read_header(path: Path) -> EntryHeader:
-    """Read the header of an entry; the file must be a regular file of the size given by the header.
+    """Read the header of a cache entry's file.
 
     Raises:
-        CacheEntryBad: it is not such a file.
+        CacheEntryBad: the file is not a regular file, or its size does not match the header.
         OSError: the file cannot be read.
     """
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):  # reading a pipe or a device might never end
         raise CacheEntryBad("it is not a regular file")
     if found.st_size > MAX_ENTRY_BYTES:
-        raise CacheEntryBad("it is larger than any entry")
+        raise CacheEntryBad("it is larger than a cache entry can be")
     try:
         with path.open("rb") as file:
             return _parsed(*parse_header(file, found.st_size), found.st_size)
@@ -71,7 +71,7 @@ def read_header(path: Path) -> EntryHeader:
 
 
 def read_entry(path: Path) -> tuple[EntryHeader, bytes]:
-    """Read the header and the whole content of an entry; does not verify the tensors' bytes.
+    """Return the header and the whole content of an entry. The tensors' bytes are not verified.
 
     Raises:
         CacheEntryBad: the file is not a cache entry.
@@ -86,20 +86,26 @@ def read_entry(path: Path) -> tuple[EntryHeader, bytes]:
 
 
 def check_place(header: EntryHeader, kind: str, key: str) -> None:
-    """Raise CacheEntryBad if an entry's kind or key does not match its place in the cache."""
+    """Raise CacheEntryBad if an entry is not the one expected at its location in the cache.
+
+    Args:
+        header: the entry's header.
+        kind: the kind of entry that the location requires.
+        key: the cache key that the location requires.
+    """
     if (header.kind, header.key) != (kind, key):
         raise CacheEntryBad("it is another entry's file")
 
 
 def check_bytes(header: EntryHeader, content: bytes) -> None:
-    """Raise CacheEntryBad if a tensor's bytes do not match its fingerprint."""
+    """Raise CacheEntryBad if the bytes of a tensor do not match its fingerprint."""
     for name, (begin, end) in header.spans.items():
         if fingerprint_of(memoryview(content)[begin:end]) != header.fingerprints[name]:
             raise CacheEntryBad(f"the bytes of {name} have changed since they were written")
 
 
 def fingerprint_of(sample: bytes | memoryview) -> int:
-    """``device.transfer.fingerprint`` of one sample's bytes, computed without torch."""
+    """Return the same value as ``device.transfer.fingerprint`` for one sample's bytes, but computed without torch."""
     word_bytes = next(size for size in WORD_TYPES if len(sample) % size == 0)
     words_N = np.frombuffer(sample, dtype=WORD_TYPES[word_bytes])
     # Sum in chunks to bound memory; int64 wraps around, so the order of the sums does not matter.
@@ -111,7 +117,10 @@ def fingerprint_of(sample: bytes | memoryview) -> int:
 
 
 def _weights(first: int, count: int) -> NDArray[np.int64]:
-    """The odd weights of ``count`` positions from ``first`` on, as in ``device.transfer``; int64 wraps around."""
+    """Return the odd weights of ``count`` positions from ``first`` on, as in ``device.transfer``.
+
+    int64 arithmetic wraps around. Shape [count].
+    """
     mixed_N = np.arange(first + 1, first + count + 1, dtype=np.int64) * np.int64(-0x61C8864680B583EB)
     mixed_N = (mixed_N ^ (mixed_N >> 30)) * np.int64(-0x40A7B892E31B1A47)
     mixed_N = (mixed_N ^ (mixed_N >> 27)) * np.int64(-0x6B2FB644ECCEEE15)
@@ -119,7 +128,7 @@ def _weights(first: int, count: int) -> NDArray[np.int64]:
 
 
 def _parsed(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], num_bytes: int) -> EntryHeader:
-    """Build the entry's header from the header of a valid safetensors file.
+    """Build an entry's header from the parsed header of a safetensors file.
 
     Raises:
         CacheEntryBad: the file is not a cache entry.

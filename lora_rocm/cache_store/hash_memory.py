@@ -1,4 +1,7 @@
-"""Remembers the hashes of files by file state: path, size and times of change."""
+"""Stores the hashes of files, so that unchanged files are not read again.
+
+A file counts as unchanged if its path, size and times of change are the same.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,18 @@ SETTLED_S = 2.0  # a file changed this recently could change again within one ti
 
 
 def marks_of(found: os.stat_result) -> tuple[int, int, int]:
-    """Size and times of change, which identify a file's state together with its path; see ``FileState``."""
+    """Return size and times of change. Together with the path, they identify a file's state; see ``FileState``."""
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """Identifies a file's content: while the state is the same, its bytes are too.
+    """The state of a file. While the state is the same, the file's bytes are assumed to be the same.
 
-    inode_changed_ns: detects that two files of one size swapped names although their other times are equal, as after
-        unpacking an archive. On Windows it is the time of creation.
+    path: absolute path.
+    changed_ns: time of the last change of the content.
+    inode_changed_ns: time of the last change of the file's inode. It detects two files of equal size and time that
+        swapped names, as after unpacking an archive. On Windows, it is the time of creation.
     """
 
     path: str
@@ -38,7 +43,7 @@ class FileState:
 
     @classmethod
     def of(cls, file: Path) -> FileState:
-        """The current state of a file.
+        """Return the current state of a file.
 
         Raises:
             OSError: the file's status cannot be read.
@@ -51,7 +56,10 @@ class FileState:
 
 
 class State(Protocol):
-    """The key of a remembered hash; differs whenever the bytes differ. changed_ns: time of the last change."""
+    """The key under which a hash is stored. It must differ if the bytes differ.
+
+    changed_ns: time of the last change.
+    """
 
     @property
     def identity(self) -> list[Any]: ...
@@ -63,10 +71,11 @@ IMAGES_MEMORY, WEIGHTS_MEMORY = "hashes.jsonl", "weights.jsonl"
 
 
 class HashMemory:
-    """SHA-256 of files by (absolute path, size, times of change), stored in an append-only file.
+    """Stores SHA-256 hashes of files in an append-only file. The key is absolute path, size and times of change.
 
-    The file is read on first use. Each line carries a digest of itself: a line damaged or torn by a crash is skipped,
-    and its file is hashed again. After ``begin``, ``recall`` may be called from any thread.
+    The append-only file is read on first use. Each of its lines contains the line's own digest. A line that is damaged
+    or incomplete after a crash is skipped, and the file it describes is hashed again. After ``begin``, any thread may
+    call ``recall``.
     """
 
     def __init__(self, root: Path, name: str = IMAGES_MEMORY) -> None:
@@ -74,23 +83,31 @@ class HashMemory:
         self._known: dict[bytes, bytes] | None = None
 
     def begin(self) -> dict[bytes, bytes]:
-        """Read the remembered hashes on the first call; returns them."""
+        """Read the stored hashes if this is the first call.
+
+        Returns:
+            The SHA-256 hashes, by digest of the file's state.
+        """
         if self._known is None:
             self._known = self._read()
         return self._known
 
     def recall(self, state: State) -> str | None:
-        """The remembered hash (hex) of a file in this state; None if it is not known."""
+        """Return the stored hash (hex) of a file in this state; None if there is none."""
         known = self.begin().get(_digest(state.identity))
         return known.hex() if known is not None else None
 
     def remember(self, state: State, sha256: str) -> None:
-        """Remember the hash of content that was read after ``state`` was recorded; the last hash of a state counts.
+        """Store a hash. A later hash of the same state replaces an earlier one.
 
-        A file changed less than SETTLED_S ago is not remembered.
+        If the file was changed less than SETTLED_S ago, nothing is stored.
+
+        Args:
+            state: the file's state, recorded before the content was read.
+            sha256: hash of the content (hex).
 
         Raises:
-            StorageError: the memory cannot be written.
+            StorageError: the hash cannot be written.
         """
         known, digest = self.begin(), _digest(state.identity)
         if known.get(digest) != bytes.fromhex(sha256) and time.time() - state.changed_ns / 1e9 > SETTLED_S:
@@ -98,11 +115,11 @@ class HashMemory:
             self._append(remembered_line(state, sha256))
 
     def sha256(self, file: Path) -> str:
-        """The hash of a file's bytes; reads the file only if it is new or changed.
+        """Return the SHA-256 (hex) of a file's bytes. The file is only read if it is new or changed.
 
         Raises:
             OSError: the file cannot be read.
-            StorageError: the memory cannot be written.
+            StorageError: the hash cannot be stored.
         """
         state = FileState.of(file)
         known = self.recall(state)
@@ -145,13 +162,13 @@ class HashMemory:
 
 
 def remembered_line(state: State, sha256: str) -> bytes:
-    """A line of the hash memory's file."""
+    """Return the line that stores a hash in the file of a ``HashMemory``."""
     line = [*state.identity, sha256, _line_digest(state.identity, sha256)]
     return json.dumps(line).encode("ascii") + b"\n"
 
 
 def _digest(identity: list[Any]) -> bytes:
-    """A short digest of a file's state, to save memory: there may be a million."""
+    """Return a 16-byte digest of a file's state. It saves memory if there are a million files."""
     return hashlib.blake2b(json.dumps(identity).encode("ascii"), digest_size=16).digest()
 
 

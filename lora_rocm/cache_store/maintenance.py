@@ -1,7 +1,7 @@
-"""Maintenance of a cache folder: statistics, verification and pruning. No torch; one entry at a time in memory.
+"""Maintains a cache folder: statistics, verification and pruning. Needs no torch.
 
-Only files written by the cache are touched, recognised by place and name; links are never followed. Maintenance is safe
-during a run: if an entry that the run needs is deleted, the run encodes it again.
+At most one entry is in memory. Only files that the cache wrote are touched, recognised by location and name. Links are
+never followed. Maintenance is safe during a run: if an entry that the run needs is deleted, the run encodes it again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,13 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True)
 class File:
-    """One file of an entry. ``number``: number of repairs before it. ``why``: the fault, if there is one."""
+    """One file of a cache entry. Each repair of an entry writes a further file.
+
+    number: number of repairs before this file was written.
+    found: the file's status when it was examined.
+    state: GOOD, BAD, UNREADABLE, LINK, OLDER or NEWER.
+    why: the fault; "" if there is none.
+    """
 
     path: Path
     kind: str
@@ -57,7 +63,7 @@ class File:
 
 
 def holds_cache(folder: Path) -> bool:
-    """Whether an existing folder is a cache of this program, and contains no links to write through."""
+    """Whether a folder is a cache of this program and has no links, which could lead a writer out of the folder."""
     try:
         if not is_folder(folder):
             return False
@@ -71,7 +77,11 @@ def holds_cache(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class KindStats:
-    """The files of one kind. files: their number. num_bytes: their size together."""
+    """Number and total size of the files of one kind.
+
+    files: number of files.
+    num_bytes: total size of the files.
+    """
 
     files: int
     num_bytes: int
@@ -79,11 +89,11 @@ class KindStats:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """The contents of a cache folder.
+    """Statistics of a cache folder.
 
     Attributes:
         folder: the folder.
-        kinds: by kind; the files directly in the folder are "(top)".
+        kinds: statistics by kind of entry; "(top)" is for files directly in the folder.
     """
 
     folder: Path
@@ -92,7 +102,7 @@ class CacheStats:
 
 @dataclass(frozen=True)
 class CacheFault:
-    """A bad file of an entry without a good replacement.
+    """A bad file of an entry that has no good file.
 
     Attributes:
         path: the file.
@@ -107,17 +117,17 @@ class CacheFault:
 
 @dataclass(frozen=True)
 class CacheVerified:
-    """The state of the files of all entries of a cache folder.
+    """The state of all entries' files in a cache folder.
 
     Attributes:
         folder: the folder.
         good: number of intact files.
-        bad: number of files that are damaged, or not regular files.
+        bad: number of files that are damaged, or are not regular files.
         unreadable: number of files that cannot be read.
-        replaced: number of bad or unreadable files of entries that have a good file.
+        replaced: number of bad or unreadable files of entries that also have a good file.
         older: number of files from older versions of the program.
         newer: number of files from newer versions of the program.
-        faults: the bad and unreadable files of entries without a good file.
+        faults: the bad and unreadable files of entries that have no good file.
     """
 
     folder: Path
@@ -136,15 +146,16 @@ class CacheVerified:
 
 @dataclass(frozen=True)
 class CachePruned:
-    """Files deleted from a cache folder.
+    """The result of pruning a cache folder.
 
     Attributes:
         folder: the folder.
-        dry_run: nothing was deleted; files were only counted.
-        freed_bytes: size of the deleted files.
+        dry_run: whether files were only counted, and nothing was deleted.
+        freed_bytes: total size of the deleted files.
         deleted: number of deleted files by reason: good (second copies), bad, older, unused, temporary.
-        left: number of files left alone, by reason.
-        older_than_days: entries that no run has used for this long are deleted; null: entries of any age are kept.
+        left: number of files that were not deleted, by reason.
+        older_than_days: minimum number of days without use after which entries were deleted; null if unused entries
+            were kept.
     """
 
     folder: Path
@@ -173,7 +184,7 @@ def stats(folder: Path) -> CacheStats:
 
 
 def verify(folder: Path, notify: Notify) -> CacheVerified:
-    """Read every entry and compare its bytes with its fingerprints. ``notify`` receives a line per skipped link.
+    """Read every entry and compare its bytes with its fingerprints. ``notify`` receives a line for each skipped link.
 
     Raises:
         UserError: there is no such folder.
@@ -201,9 +212,12 @@ def verify(folder: Path, notify: Notify) -> CacheVerified:
 
 @dataclass
 class Pruning:
-    """Deletes files and counts them; with ``dry``, only counts.
+    """Deletes files and counts them.
 
-    done: number of files deleted, by reason. left: number of files left alone, by reason.
+    dry: whether to only count, and delete nothing.
+    freed_bytes: total size of the deleted files.
+    done: number of deleted files by reason.
+    left: number of files that were not deleted, by reason.
     """
 
     dry: bool
@@ -212,12 +226,21 @@ class Pruning:
     left: Counter[str] = field(default_factory=Counter)
 
     def delete(self, path: Path, found: os.stat_result, why: str) -> None:
-        """Delete a file, unless it has changed since it was examined."""
+        """Delete a file, unless it has changed since it was examined.
+
+        Args:
+            path: the file.
+            found: the file's status when it was examined.
+            why: the reason, under which the file is counted.
+        """
         if self._do(path, found, path.unlink):
             self._count(found, why)
 
     def move(self, file: File, target: Path, over: File | None) -> bool:
-        """Rename a good entry to an earlier name, replacing the file ``over``. Returns whether it was renamed."""
+        """Rename a good file of an entry to ``target``. Returns whether it was renamed.
+
+        ``over``: the file that is replaced at ``target``; None if there is none.
+        """
         moved = self._do(file.path, file.found, lambda: os.replace(file.path, target))
         if moved and over is not None:
             self._count(over.found, over.state)
@@ -246,9 +269,16 @@ class Pruning:
 
 
 def prune(folder: Path, notify: Notify, *, older_than_days: float | None, dry_run: bool) -> CachePruned:
-    """Delete leftovers of killed writers, bad and superfluous entries, and optionally entries not used recently.
+    """Delete files of a cache folder that are not needed.
 
-    ``notify`` receives a line per skipped link.
+    These are leftovers of killed processes, bad or superfluous files of entries, and optionally entries that are
+    unused.
+
+    Args:
+        folder: the cache folder.
+        notify: receives a line for each skipped link.
+        older_than_days: number of days without use after which entries are deleted; None to keep unused entries.
+        dry_run: whether to only count, and delete nothing.
 
     Raises:
         UserError: there is no such folder.
@@ -268,9 +298,14 @@ def prune(folder: Path, notify: Notify, *, older_than_days: float | None, dry_ru
 
 
 def _prune_entry(pruning: Pruning, files: Sequence[File], oldest: float | None) -> None:
-    """Keep only the newest good file of an entry, under the first free name.
+    """Delete an entry's files except the newest good one, and rename that file to the first free name.
 
     A run looks up an entry's names in order and stops at the first gap, so no gap may remain.
+
+    Args:
+        pruning: deletes and counts the files.
+        files: the entry's files, in the order of repairs.
+        oldest: time before which a last use makes the entry unused; None to keep unused entries.
     """
     good = [file for file in files if file.state == GOOD]
     unused = bool(good) and oldest is not None and max(file.found.st_mtime for file in good) < oldest
@@ -290,7 +325,7 @@ def _prune_entry(pruning: Pruning, files: Sequence[File], oldest: float | None) 
 
 
 def _prune_manifests(pruning: Pruning, folder: Path, oldest: float | None, now: float) -> None:
-    """Delete unused manifests (``latent_cache/manifest.py``); without one, the next start only takes longer."""
+    """Delete unused manifests (``latent_cache/manifest.py``). Without its manifest, a run takes longer to start."""
     if not is_folder(folder):
         return
     for path, pid in _matching(folder, MANIFEST_TEMPORARY_NAME):
@@ -303,7 +338,10 @@ def _prune_manifests(pruning: Pruning, folder: Path, oldest: float | None, now: 
 
 
 def _prune_temporary(pruning: Pruning, path: Path, pid: int, now: float) -> None:
-    """Delete a temporary file that is old, or not fresh and without a living writer."""
+    """Delete a temporary file if it is old, or if its writer no longer exists and the file is not fresh.
+
+    ``pid``: process id of the writer.
+    """
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -319,12 +357,12 @@ def _named(file: File, number: int) -> Path:
 
 
 def _entries(folder: Path, notify: Notify) -> Iterator[list[File]]:
-    """The examined files of each entry, in the order of its repairs."""
+    """Yield the files of each entry, after examining them, in the order of the entry's repairs."""
     _check_folder(folder)
     for kind in _kinds(folder):
         if is_link(folder / kind):
             shown = printable(str((folder / kind).absolute()))
-            notify(f"{shown} is a link and is not followed: pass its target's folder with --dir")
+            notify(f"{shown} is a link and is skipped: to include it, pass the folder of its target with --dir")
     for place in _places(folder):
         named = [(path, match) for path, match in _matching(place, ENTRY_NAME) if match[1].startswith(place.name)]
         named.sort(key=lambda pair: (pair[1][1], int(pair[1][2] or 0)))
@@ -336,14 +374,17 @@ def _entries(folder: Path, notify: Notify) -> Iterator[list[File]]:
 
 
 def _places(folder: Path) -> Iterator[Path]:
-    """The folders that directly contain entry files; links are not followed."""
+    """Yield the folders that directly contain entry files. Links are not followed."""
     for kind in _kinds(folder):
         if not is_link(folder / kind):
             yield from (path for path, _ in _matching(folder / kind, KEY_START) if is_folder(path))
 
 
 def _kinds(folder: Path) -> list[str]:
-    """The entry kinds in a cache folder: known kinds, and folders that contain an entry of a kind with their name."""
+    """Return the entry kinds in a cache folder, by the names of its sub-folders.
+
+    A sub-folder is included if its name is a known kind, or if it contains an entry of the kind that it is named after.
+    """
     found = [path for path, _ in _matching(folder, ENTRY_KIND) if path.name != MANIFESTS]
     return [path.name for path in found if path.name in KNOWN_KINDS or (not is_link(path) and _has_entry(path))]
 
@@ -358,7 +399,9 @@ def _has_entry(place: Path) -> bool:
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
-    """Paths in a folder with a name that matches the pattern, sorted by name; empty if there is no such folder.
+    """Return the paths in a folder with names that match the pattern, and the matches, sorted by name.
+
+    The list is empty if there is no such folder.
 
     Raises:
         StorageError: the folder cannot be read.
@@ -373,7 +416,7 @@ def _matching(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Mat
 
 
 def _read_entry(path: Path, kind: str, key: str, number: int) -> File | None:
-    """Read and check one file; None if it no longer exists."""
+    """Read and check one file of an entry; returns None if the file no longer exists."""
     try:
         found = path.lstat()
     except OSError:
@@ -396,5 +439,5 @@ def _read_entry(path: Path, kind: str, key: str, number: int) -> File | None:
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        fix = "Pass the folder of cache.dir with --dir."
-        raise UserError("no-cache", "There is no cache folder here.", where=str(folder.absolute()), fix=fix)
+        fix = "Pass the folder that the recipe sets as cache.dir, with --dir."
+        raise UserError("no-cache", "There is no cache folder at this path.", where=str(folder.absolute()), fix=fix)

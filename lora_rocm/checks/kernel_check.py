@@ -182,10 +182,7 @@ def _halves(implementation: Implementation, norm: nn.RMSNorm, qk: Tensor) -> Ten
 
 
 def _token_loss(cap: float | None, implementation: Implementation, norm: None, logits: Tensor) -> Outputs:
-    """Return the product of the logits and their loss gradient, and the losses.
-
-    The gradient of this product with respect to the logits is the loss gradient, so the comparison covers it.
-    """
+    """Return the product of the logits and their loss gradient (so its gradient is that gradient), and the losses."""
     labels = torch.arange(-1, len(logits) - 1, device=logits.device) * 5 % logits.shape[1]
     labels[0] = -100
     gradient = logits.detach().clone()
@@ -237,10 +234,7 @@ def _packed_product(name: str, implementation: Implementation, norm: None, x: Te
 
 
 def _fingerprints(implementation: Implementation, device: torch.device) -> dict[str, Tensor]:
-    """Run all fingerprint kernels on several buffers, and return their results by name.
-
-    One buffer's expected fingerprint is wrong, and ``renew`` has to update only one buffer.
-    """
+    """Run all fingerprint kernels on buffers, one with a wrong fingerprint, and return their results by name."""
     rng = torch.Generator().manual_seed(SEED)
     words = [torch.randint(-(2**31), 2**31, (count,), generator=rng).to(device, torch.int32) for count in WORDS]
     found_K = torch.zeros(len(WORDS), dtype=torch.int64, device=device)
@@ -455,10 +449,7 @@ def cases_for(kernels: Collection[str] | None, dtype: torch.dtype) -> tuple[Case
 
 
 def proof_of(case: Case | ExactCase, dtype: torch.dtype) -> Proof:
-    """Return the record for a case.
-
-    It becomes invalid if the code of the kernel, of its plain implementation or of the check changes.
-    """
+    """Return the record for a case. It is void once the code of kernel, plain implementation or check changes."""
     run = case.run.func if isinstance(case.run, partial) else case.run
     code = [inspect.getsource(part) for part in (run, _near, _exact, _KernelInputs, poison)]
     told = [str(case), *code, repr(TOLERANCE[dtype]), repr(getattr(case, "mean", 0.0))]
@@ -531,10 +522,7 @@ def _computed(compute: Callable[[], Made]) -> Made:
 
 
 class _KernelInputs:
-    """Random inputs and output gradients of a case, created on the device.
-
-    Both implementations get the same numbers.
-    """
+    """Random inputs and output gradients of a case, on the device, the same for both implementations."""
 
     def __init__(self, case: Case, device: torch.device, dtype: torch.dtype) -> None:
         self._case, self._device, self._dtype = case, device, dtype

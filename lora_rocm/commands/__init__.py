@@ -1,1 +1,1 @@
-"""One module per command of ``lora-rocm``. Only these modules print."""
+"""The commands of ``lora-rocm``, one module each. Only these modules print."""

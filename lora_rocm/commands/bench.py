@@ -1,4 +1,4 @@
-"""``lora-rocm bench``: start the measuring child process, survive its crashes, and show the results."""
+"""``lora-rocm bench``: start the measuring child process, continue after its crashes, and show the results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lora_rocm.rundir.events import current_steps, read_events
 from lora_rocm.supervisor import resume, worker_process
 
 WARM_UP = 20
-"""Steps before the counted ones, in which kernels are compiled and steps of the usual sizes captured as graphs."""
+"""Number of steps before those that are timed. In them, kernels are compiled and common shapes captured as graphs."""
 ONLY_STEPS = (
     "train.epochs=null",
     "train.validation_every_n_steps=0",
@@ -40,7 +40,7 @@ MADE_UP = ("lora.init_from=null", "data.sources=[]", "data.path=builtin:demo", "
 WITH_HIPBLASLT = {"DISABLE_ADDMM_HIP_LT": "0", "TORCH_BLAS_PREFER_HIPBLASLT": "1", "ROCBLAS_USE_HIPBLASLT": "1"}
 WITHOUT_HIPBLASLT = {"DISABLE_ADDMM_HIP_LT": "1", "TORCH_BLAS_PREFER_HIPBLASLT": "0", "ROCBLAS_USE_HIPBLASLT": "0"}
 VARIANTS = {"Lt": WITH_HIPBLASLT, "no Lt": WITHOUT_HIPBLASLT}
-"""AMD: the variables in which the profiles fast and safe differ, set here regardless of the user's values."""
+"""AMD only: environment variables for measuring with and without hipBLASLt, whatever the user has set."""
 NO_VARIANTS: dict[str, dict[str, str]] = {"": {}}
 NO_GPU = "There is no GPU to measure, or this PyTorch does not see it; "
 GROUPS = {"gemm": "Matrix products", "attention": "Attention", "convolution": "Convolutions"}
@@ -62,12 +62,12 @@ class BenchResult:
     Attributes:
         bench: transfer, compute, loader or step.
         lora_rocm: version of this program.
-        date: when it ended.
-        machine: the measured machine: device, versions, memory, number of images (loader).
-        rows: the figures of each row of the tables; without figures ``problem`` has the reason.
-        links: the PCIe link of each GPU, null if unknown (transfer).
-        recipe: the measured recipe; null: none was needed (transfer).
-        random_weights: the base has random weights, and the images are the demo's (step).
+        date: time at which the benchmark ended.
+        machine: the measured machine: device, versions, memory, and number of images (loader).
+        rows: figures of each row of the tables. If a row has no figures, its ``problem`` has the reason.
+        links: PCIe link of each GPU, or null if unknown (transfer).
+        recipe: the measured recipe, or null if none was needed (transfer).
+        random_weights: whether the base has random weights and the images are the demo's (step).
     """
 
     bench: str
@@ -87,7 +87,12 @@ def _result(bench: str, found: Measured, recipe: Recipe | None = None, random_we
 
 
 def finish(output: Output, measure: Callable[[], BenchResult], path: Path | None) -> int:
-    """Measure, show the figures, write them to ``path`` if it is given, and return the exit code.
+    """Run a benchmark, show its figures and return the exit code.
+
+    Args:
+        output: prints the result.
+        measure: runs the benchmark.
+        path: file to which the figures are written, or None.
 
     Raises:
         LoraRocmError: the benchmark failed, or the file cannot be written, which is checked first.
@@ -102,10 +107,10 @@ def finish(output: Output, measure: Callable[[], BenchResult], path: Path | None
 
 
 def transfer() -> BenchResult:
-    """Measure copies.
+    """Measure copies between host and GPU.
 
     Raises:
-        LoraRocmError: the child could not start.
+        LoraRocmError: the child process could not start.
     """
     found = Measured()
     _measure(TransferJob(), plan_here().applied_to(os.environ), found)
@@ -113,10 +118,10 @@ def transfer() -> BenchResult:
 
 
 def compute(recipe_path: str, overrides: Sequence[str] = ()) -> BenchResult:
-    """Measure the products, attention and convolutions of a recipe's pass; neither its weights nor its data are read.
+    """Measure the matrix products, attention and convolutions of a recipe's pass, without reading its weights or data.
 
     Raises:
-        LoraRocmError: the child could not start.
+        LoraRocmError: the child process could not start.
     """
     recipe = load_recipe(recipe_path, overrides).recipe
     situation, found = situation_here(recipe), Measured()
@@ -138,15 +143,15 @@ def step(
     """Train for some steps in a temporary folder and measure the time per step.
 
     Args:
-        recipe_path: a file, or the name of a recipe that ships.
-        overrides: ``section.key=value``.
-        steps: number of counted steps after a warm-up.
-        random_weights: use a base model with random weights, and the images of the demo.
-        output: shows the progress; None: nothing does.
+        recipe_path: path of a recipe, or name of a shipped one.
+        overrides: ``section.key=value`` settings.
+        steps: number of timed steps, after a warm-up.
+        random_weights: whether to use a base with random weights and the demo's images.
+        output: shows the progress, or None for no display.
 
     Raises:
-        StoppedError: the user stopped it.
-        LoraRocmError: any error of training.
+        StoppedError: the user stopped the benchmark.
+        LoraRocmError: training failed.
     """
     stream = (output or Output(OutputMode.QUIET)).stream
     with temporary_folder() as folder:
@@ -173,7 +178,11 @@ def step(
 def _short_run(recipe_path: str, overrides: Sequence[str], steps: int, made_up_cache: Path | None) -> LoadedRecipe:
     """Load the recipe without previews, validation loss and checkpoints.
 
-    With ``made_up_cache``, the base has random weights, and the data are the demo's.
+    Args:
+        recipe_path: path of a recipe, or name of a shipped one.
+        overrides: ``section.key=value`` settings.
+        steps: number of timed steps.
+        made_up_cache: cache folder for a base with random weights and the demo's images, or None for the recipe's own.
     """
     changes = [*overrides, f"train.max_train_steps={WARM_UP + steps}", *ONLY_STEPS]
     if made_up_cache is not None:
@@ -187,7 +196,12 @@ def _short_run(recipe_path: str, overrides: Sequence[str], steps: int, made_up_c
 
 
 def step_figures(steps: Sequence[StepEvent], samples: int) -> Row:
-    """Return median and 95th percentile of ``step`` events, rate, peak memory and the trainer's own parts."""
+    """Return the step times' median and 95th percentile, the rate, peak memory, and the times of the trainer's parts.
+
+    Args:
+        steps: the ``step`` events.
+        samples: number of samples per step.
+    """
     seconds = sorted(step.step_s for step in steps)
     median_s = statistics.median(seconds)
     return {
@@ -205,10 +219,10 @@ def step_figures(steps: Sequence[StepEvent], samples: int) -> Row:
 
 
 def loader(recipe_path: str, overrides: Sequence[str] = (), notify: Notify = unheard) -> BenchResult:
-    """Measure the loading rate of batches by number of workers.
+    """Measure the rate of batches for several numbers of loader workers.
 
     Raises:
-        LoraRocmError: the recipe or its images are wrong, or the child could not start.
+        LoraRocmError: the recipe or its images are wrong, or the child process could not start.
     """
     loaded, found = load_recipe(recipe_path, overrides), Measured()
     loaded.require_files()
@@ -220,7 +234,10 @@ def loader(recipe_path: str, overrides: Sequence[str] = (), notify: Notify = unh
 
 
 def _measure(job: RowsJob, env: Mapping[str, str], found: Measured, variant: str = "") -> None:
-    """Measure all rows into ``found``. If a row ends the child process, a new one continues after that row."""
+    """Measure all rows of a job and add them to ``found``.
+
+    If the child process dies, a new one continues with the next row.
+    """
 
     def on_event(event: Event) -> None:
         match event:
@@ -236,7 +253,7 @@ def _measure(job: RowsJob, env: Mapping[str, str], found: Measured, variant: str
 
 
 def render(result: BenchResult) -> str:
-    """Return the tables of a benchmark."""
+    """Return the tables of a benchmark as text."""
     return "\n".join(_lines(result))
 
 
@@ -269,7 +286,7 @@ def _lines(result: BenchResult) -> Iterator[str]:
 
 
 def machine_text(machine: Row) -> str:
-    """Return a description of the measured machine, in one line."""
+    """Return a one-line description of the measured machine."""
     runtime = f", HIP {machine['hip']}" if machine["hip"] else f", CUDA {machine['cuda']}" if machine["cuda"] else ""
     others = f", {len(machine['gpus'])} GPUs" if len(machine["gpus"]) > 1 else ""
     threads = "" if machine["gpu"] else f", threads: {machine['threads']}"
@@ -278,7 +295,7 @@ def machine_text(machine: Row) -> str:
 
 
 def _bus(found: BenchResult) -> tuple[Row | None, str]:
-    """Return the PCIe link to compare with, if known, and a sentence about it."""
+    """Return the PCIe link to compare copies with, or None if there is none, and a sentence about it."""
     link: Row | None = found.links[0] if found.links else None
     if found.machine["integrated"]:
         return None, "This GPU shares main memory with the processor: there is no bus, and memory is the limit."

@@ -1,4 +1,4 @@
-"""Figures of a benchmark as aligned text."""
+"""Format the figures of a benchmark as aligned text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ONE_WAY = ("host to device", "device to host")
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Align columns to equal width; the first ``left`` columns are left-aligned, the rest right-aligned."""
+    """Pad columns to equal width. The first ``left`` columns are left-aligned, all others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
@@ -26,7 +26,10 @@ def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
 
 
 def transfer_table(rows: Sequence[Row], link: Row | None) -> list[str]:
-    """Return GB/s (10^9 bytes per second) by copy and size; the last column is the share of the PCIe bandwidth."""
+    """Return a table of copy rates in GB/s (10^9 bytes per second) by direction and size.
+
+    With a known PCIe link, the last column is the share of its bandwidth.
+    """
     sizes = sorted({row["size_bytes"] for row in rows})
     of_the_bus = ["of the bus"] if link else []
     lines = [["GB/s", "", *(size_text(size).replace(".0 ", " ") for size in sizes), *of_the_bus]]
@@ -46,12 +49,12 @@ def _share(copy: str, by_size: Mapping[int, Row], link: Row) -> str:
 
 
 def best_over_bus(rows: Sequence[Row]) -> float:
-    """Return the fastest one-way copy between host and device, in bytes per second."""
+    """Return the rate of the fastest one-way copy between host and device, in bytes per second."""
     return max((row["per_second"] or 0.0 for row in rows if row["copy"] in ONE_WAY), default=0.0)
 
 
 def compute_table(rows: Sequence[Row], group: str, variants: Sequence[str]) -> list[str]:
-    """Return TFLOP/s of one group by shape and dtype, with one column per variant if there are several."""
+    """Return a table of TFLOP/s by shape and dtype for one group of operations. Several variants get a column each."""
     of_group = [row for row in rows if row["group"] == group]
     dtypes = [name for name in DTYPE_NAMES if any(row["dtype"] == name for row in of_group)]
     columns = [(dtype, variant) for dtype in dtypes for variant in variants]
@@ -69,7 +72,7 @@ def compute_table(rows: Sequence[Row], group: str, variants: Sequence[str]) -> l
 
 
 def loader_table(rows: Sequence[Row]) -> list[str]:
-    """Return the loading rate of batches, from the cache and from the images, by number of workers."""
+    """Return a table of batches per second by number of workers, read from the cache and from the images."""
     lines = [["read from", "workers", "samples/s", "batches/s", "first batch"]]
     for row in rows:
         batches = {**row, "per_second": row["per_second"] and row["per_second"] / row["batch_size"]}
@@ -79,7 +82,10 @@ def loader_table(rows: Sequence[Row]) -> list[str]:
 
 
 def best_workers_text(rows: Sequence[Row]) -> str:
-    """Recommend ``runtime.workers``: the fastest stable number for the cache, because training reads the cache."""
+    """Return a recommendation for ``runtime.workers``: the fastest stable number when batches come from the cache.
+
+    Only the cache matters, because training reads from it.
+    """
     stable = [row for row in rows if row["source"] == "cache" and row["per_second"]]
     if not stable:
         return "Nothing could be read from the cache."
@@ -88,7 +94,7 @@ def best_workers_text(rows: Sequence[Row]) -> str:
 
 
 def problems(rows: Sequence[Row]) -> list[str]:
-    """Return each reason for missing figures, with its rows."""
+    """Return one line per reason for missing figures, with the rows that it affects."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if row["problem"]:
@@ -127,9 +133,9 @@ PART_NAMES = {
 
 
 def step_table(row: Row) -> list[str]:
-    """Return rate, peak memory and parts of a training step.
+    """Return a table with the rate, peak memory and parts of a training step.
 
-    The parts do not add up, because the host works ahead of the device.
+    The times of the parts do not add up to the step time, because the host works ahead of the device.
     """
     parts = [
         [f"part: {PART_NAMES[name]}, ms", f"{1e3 * seconds:.2f}", f"{seconds / row['median_s']:.1%}"]

@@ -1,4 +1,4 @@
-"""The text output of ``lora-rocm cache`` about a cache folder (``cache_store.maintenance``)."""
+"""Text output of ``lora-rocm cache``, which reports on a cache folder (see ``cache_store.maintenance``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_NAMED = 100
 
 
 def stats_text(found: CacheStats) -> str:
-    """Return the number and size of the files of each kind."""
+    """Return the number and size of the files of each kind, as text."""
     lines = [f"{_shown(found.folder)}: {size_text(sum(kind.num_bytes for kind in found.kinds.values()))}"]
     for name, kind in found.kinds.items():
         lines.append(f"  {printable(name)}: {count_text(kind.files, 'file')}, {size_text(kind.num_bytes)}")
@@ -20,7 +20,7 @@ def stats_text(found: CacheStats) -> str:
 
 
 def verified_text(found: CacheVerified) -> str:
-    """Return the first faulty files, and the number of files in each state."""
+    """Return the first faulty files and the number of files in each state, as text."""
     lines = [f"{fault.state}: {_shown(fault.path)}: {printable(fault.why)}" for fault in found.faults[:MAX_NAMED]]
     if len(found.faults) > MAX_NAMED:
         lines.append(f"... and {len(found.faults) - MAX_NAMED} more")
@@ -40,7 +40,7 @@ def verified_text(found: CacheVerified) -> str:
 
 
 def pruned_text(found: CachePruned) -> str:
-    """Return the number of deleted files by reason, and of files that were kept."""
+    """Return the number of deleted files by reason, and the number of files kept, as text."""
     words = {
         BAD: "bad",
         GOOD: "second copies",

@@ -1,4 +1,4 @@
-"""``lora-rocm chat``: chat with a run's language model in the terminal, with and without its adapter."""
+"""``lora-rocm chat``: chat in the terminal with a run's language model, with and without the run's adapter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lora_rocm.supervisor.run_recipe import recipe_of_run
 SIDES = {"both": ("base", "adapter"), "base": ("base",), "adapter": ("adapter",)}
 TITLES = {"base": "base model", "adapter": "with adapter"}
 MIN_COLUMNS = 100
-"""Minimum width of a terminal for two answers side by side; else they follow one another."""
+"""Minimum width of a terminal that shows two answers side by side. In a narrower one they follow one another."""
 WEIGHTS = "adapter_model.safetensors"
 HELP = """\
 /both, /base, /adapter  choose who answers.
@@ -51,7 +51,7 @@ ENDINGS = {"limit": "[the limit of --max-tokens, or of the model's context]", "s
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the answers. For the fields of the child see ``families.base.Sampling``."""
+    """Options for generating answers. See ``families.base.Sampling`` for the sampling fields."""
 
     side: str
     system: str
@@ -66,10 +66,10 @@ class Answer:
     """One answer.
 
     Attributes:
-        side: base or adapter.
+        side: the model that answered, base or adapter.
         text: the answer.
-        tokens: their number.
-        ended: the reason for its end: end, limit (of tokens), stopped or refused.
+        tokens: number of generated tokens.
+        ended: why the answer ended: end, limit (of tokens), stopped or refused.
     """
 
     side: str
@@ -84,7 +84,7 @@ class ChatResult:
 
     Attributes:
         prompt: the prompt.
-        answers: of the base, of the adapter, or of both.
+        answers: answers of the base, of the adapter, or of both.
     """
 
     prompt: str
@@ -92,7 +92,7 @@ class ChatResult:
 
 
 def render(result: ChatResult) -> str:
-    """Return the answers as text, as in a conversation."""
+    """Return the answers as text."""
     headed = len(result.answers) > 1
     blocks = []
     for answer in result.answers:
@@ -104,19 +104,19 @@ def render(result: ChatResult) -> str:
 def chat(
     source: Path, prompt: str | None, options: Options, output: Output | None = None, registry: FamilyRegistry = PRODUCT
 ) -> int:
-    """Chat until the user ends it; with ``prompt`` answer only this. Returns the exit code.
+    """Chat until the user ends the conversation, or answer one ``prompt``. Return the exit code.
 
     Args:
-        source: a run directory, or its PEFT folder or file.
-        prompt: one message, in place of typed ones.
-        options: of the answers.
-        output: prints; for humans each answer as it comes, else all at the end.
-        registry: the model families.
+        source: a run directory, or the PEFT folder or file of a run.
+        prompt: the only message, or None to read messages from the terminal.
+        options: options of the answers.
+        output: prints the answers. In text mode each word appears as it is generated, in other modes all at the end.
+        registry: the available families.
 
     Raises:
-        UserError: there is no run, or its model is an image model; prompt-needed.
-        AdapterError: it has no LoRA file yet.
-        LoraRocmError: any error of the child process.
+        UserError: there is no run, its model is an image model, or a prompt is needed (prompt-needed).
+        AdapterError: the run has no LoRA file yet.
+        LoraRocmError: the child process failed.
     """
     output = output or Output()
     if prompt is None and output.mode != OutputMode.HUMAN:
@@ -141,7 +141,7 @@ def chat(
 
 
 def _adapter_of(source: Path, registry: FamilyRegistry) -> tuple[Path, Path]:
-    """The adapter and the recipe of its run.
+    """Return the paths of the adapter and of its run's recipe.
 
     Raises:
         UserError, AdapterError: see ``chat``.
@@ -174,14 +174,14 @@ def _adapter_of(source: Path, registry: FamilyRegistry) -> tuple[Path, Path]:
 
 @dataclass
 class _Talk:
-    """The terminal's end of a conversation.
+    """A conversation, on the side of the terminal.
 
     Attributes:
-        child: the process with the model.
-        options: of the answers; commands change who answers.
-        output: prints notices, and for humans the answers.
-        console: shows answers in columns.
-        num_asked: number of prompts so far; each answer gets its own seed.
+        child: the process that runs the model.
+        options: options of the answers. Commands such as /base change which model answers.
+        output: prints notices, and in text mode the answers.
+        console: the terminal, for answers in columns.
+        num_asked: number of prompts so far, so that each answer gets its own seed.
     """
 
     child: Tool
@@ -191,7 +191,10 @@ class _Talk:
     num_asked: int = 0
 
     def load(self, quiet: bool) -> None:
-        """Wait for the model, and begin the conversation."""
+        """Wait until the child has loaded the model, and begin the conversation.
+
+        ``quiet``: do not show the model's name.
+        """
         for event in self.child.heard(ReadyEvent):
             if isinstance(event, NoticeEvent):
                 self.output.on_stderr(event.text)
@@ -200,7 +203,7 @@ class _Talk:
         self.child.send(ResetRequest(self.options.system))
 
     def read_lines(self) -> None:
-        """Answer line after line, until the input ends or the user does."""
+        """Answer each line that the user types, until the user quits or the input ends."""
         prompt = ""
         if sys.stdin.isatty():
             prompt = ">>> "
@@ -222,7 +225,7 @@ class _Talk:
                 self.answers(line.removeprefix(" "))
 
     def _obeyed(self, name: str, rest: str = "") -> bool:
-        """Run a command; False: the conversation is over."""
+        """Run a command such as /reset. Return False if it ends the conversation."""
         match name:
             case "/quit" | "/exit" | "/bye":
                 return False
@@ -237,7 +240,10 @@ class _Talk:
         return True
 
     def answers(self, prompt: str) -> list[Answer]:
-        """Ask, and show the answers to humans as they come. Ctrl-C stops them; pressed twice, it ends the command."""
+        """Send a prompt and return the answers. In text mode they are shown as they are generated.
+
+        Ctrl-C stops the answers; pressed twice, it ends the command.
+        """
         sides = SIDES[self.options.side]
         is_shown = self.output.mode == OutputMode.HUMAN
         together = is_shown and len(sides) > 1 and self.console.is_terminal and self.console.width >= MIN_COLUMNS
@@ -276,7 +282,7 @@ class _Talk:
 
     @contextmanager
     def _alone(self, side: str, headed: bool) -> Iterator[Callable[[Event], None]]:
-        """Show one answer as it comes. headed: with the side's title above it."""
+        """Show one answer as it is generated. ``headed``: print which model answers above it."""
 
         def add(event: Event) -> None:
             match event:
@@ -294,7 +300,7 @@ class _Talk:
 
     @contextmanager
     def _in_columns(self, sides: Sequence[str]) -> Iterator[Callable[[Event], None]]:
-        """Show answers in columns as they come."""
+        """Show the answers of several models in columns as they are generated."""
         texts = {side: Text() for side in sides}
         table = Table(expand=True)
         for side in sides:

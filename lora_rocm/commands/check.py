@@ -1,4 +1,4 @@
-"""``lora-rocm check``: predict a run from headers and arithmetic; nothing is loaded or encoded."""
+"""``lora-rocm check``: predict a run from file headers and arithmetic. Nothing is loaded or encoded."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class SourceFacts:
     """One source of samples at one of its resolutions.
 
     Attributes:
-        name: of the folder or dataset.
-        usable: number of samples that can be used.
-        repeats: how often each is seen per epoch.
-        resolution: in pixels; null: the model does not read it.
-        is_reg: its samples are for regularisation.
-        seen: samples per epoch, for regularisation.
-        versions: the number of encoded versions of a sample, as text; empty if one.
+        name: folder or dataset.
+        usable: number of usable samples.
+        repeats: number of times that each sample is seen per epoch.
+        resolution: resolution in pixels, or null if the model does not read it.
+        is_reg: whether the samples are regularisation images.
+        seen: number of samples seen per epoch (regularisation images).
+        versions: number of encoded versions per sample, as text; empty if there is one.
     """
 
     name: str
@@ -61,17 +61,17 @@ class DataFacts:
 
     Attributes:
         kind: image, video or text.
-        usable: number of samples that can be used.
-        set_aside: number of skipped samples, which cannot be used.
-        looked_at: number of the first texts that were inspected with the tokenizer; 0 if all were.
-        captioned_several_times: number of samples with several captions.
-        several_captions: number of the captions of these.
-        sources: the sources at each of their resolutions.
-        watched: number of samples that are watched and never trained on, by the name of their source.
-        problems: samples that cannot be used, and the reasons; of texts only the first ones.
-        num_problems: total number of such samples.
-        notices: about the samples.
-        first_notices: about the first texts.
+        usable: number of usable samples.
+        set_aside: number of skipped samples, which are not usable.
+        looked_at: number of texts, the first ones, that the tokenizer inspected; 0 if it inspected all.
+        captioned_several_times: number of samples with more than one caption.
+        several_captions: total number of captions of these samples.
+        sources: each source at each of its resolutions.
+        watched: number of samples of which only the loss is watched, and which are never trained on, by source.
+        problems: samples that are not usable, with the reasons. Of texts, only the first ones.
+        num_problems: total number of samples that are not usable.
+        notices: notices about the samples.
+        first_notices: notices about the inspected texts.
         shown: the first texts as the model reads them, with marks around the parts that are trained on.
     """
 
@@ -96,15 +96,15 @@ class CheckResult:
 
     Attributes:
         recipe: the recipe file.
-        family: of the model.
-        model: its path or name.
-        schema_only: only the recipe was checked.
-        notices: about the recipe.
-        data: the samples; null: not inspected, or not usable.
-        plan: their use by a run.
-        weight_bytes: memory of the weights by component; null: the base was not inspected, or is not usable.
-        notes: about the base, the captions and new tokens.
-        error: the reason why training is not possible; null: it is possible.
+        family: model family.
+        model: path or name of the model.
+        schema_only: whether only the recipe was checked.
+        notices: notices about the recipe.
+        data: the samples, or null if they were not inspected or are not usable.
+        plan: how a run uses the samples, or null like ``data``.
+        weight_bytes: memory of the weights by component, or null if the base was not inspected or is not usable.
+        notes: notices about the base, the captions and new tokens.
+        error: why training is not possible, or null if it is.
     """
 
     recipe: Path
@@ -127,14 +127,14 @@ def check(
     registry: FamilyRegistry = PRODUCT,
     notify: Notify = unheard,
 ) -> CheckResult:
-    """Check a recipe, its data and its base model. Faults of data and base are the result's ``error``.
+    """Check a recipe, its data and its base model. Faults of data and base are returned as the result's ``error``.
 
     Args:
-        recipe_path: a file, or the name of a shipped recipe.
-        overrides: ``section.key=value``.
-        schema_only: check only the recipe.
-        registry: the model families.
-        notify: gets the notices of the recipe at once.
+        recipe_path: path of a recipe, or name of a shipped one.
+        overrides: ``section.key=value`` settings.
+        schema_only: whether to check only the recipe.
+        registry: the available families.
+        notify: receives the recipe's notices as soon as they are known.
 
     Raises:
         LoraRocmError: the recipe is wrong, or names files that do not exist.
@@ -182,7 +182,7 @@ def check(
 
 
 def _failure(loaded: LoadedRecipe, errors: Sequence[LoraRocmError]) -> Failure:
-    """A single error with the place of its key in the recipe, or several as problems of the recipe."""
+    """Return a single error with its recipe key's file and line, or several errors as problems of the recipe."""
     problems = [loaded.placed(error) for error in errors]
     if len(errors) == 1:
         return replace(Failure.of(errors[0]), where=problems[0].where)
@@ -198,7 +198,7 @@ def _cut_captions(recipe: Recipe, samples: Iterable[Sample], limits: Sequence[To
 
 
 def _unused_tokens(recipe: Recipe, samples: Iterable[Sample]) -> Iterator[str]:
-    """Yield a notice for each new token that no caption has."""
+    """Yield a notice for each new token that is in no caption."""
     from lora_rocm.dataset.captions.captions import variants
 
     left = list(recipe.lora.new_tokens)
@@ -206,14 +206,14 @@ def _unused_tokens(recipe: Recipe, samples: Iterable[Sample]) -> Iterator[str]:
         texts = variants(sample.captions, sample.options, recipe.data.caption_variants, recipe.train.seed)
         left = [token for token in left if not any(map(token.is_in, texts))]
     for token in left:
-        yield f"no caption has the token {token.token} of lora.new_tokens: its vectors are not trained."
+        yield f"no caption contains the token {token.token} of lora.new_tokens, so its vectors are not trained."
 
 
 def _images(recipe: Recipe) -> tuple[DataFacts, RunPlan, list[Sample]]:
-    """The images of a recipe, their use by a run, and the usable samples.
+    """Return facts about the images of a recipe, the plan of a run with them, and the usable samples.
 
     Raises:
-        DataError: no image can be used, or a source cannot be read.
+        DataError: no image is usable, or a source cannot be read.
     """
     from lora_rocm.dataset.images.views import view_count
     from lora_rocm.dataset.order.regularisation import evened, unused_notice
@@ -269,34 +269,37 @@ def _images(recipe: Recipe) -> tuple[DataFacts, RunPlan, list[Sample]]:
 
 
 class _CheckedTexts:
-    """The texts of a recipe: all are counted, and a child process inspects the first with the model's tokenizer."""
+    """The texts of a recipe.
+
+    All are counted, and a child process inspects the first ones with the model's tokenizer.
+    """
 
     def __init__(self, recipe: Recipe, counted: TextCount, watched: TextCount | None) -> None:
         self.recipe, self._counted, self._watched = recipe, counted, watched
 
     @classmethod
     def counted(cls, recipe: Recipe) -> _CheckedTexts:
-        """Count the texts, also the texts that are only watched.
+        """Count the texts, including texts that are only watched and not trained on.
 
         Raises:
-            DataError: as ``text_scan.count_texts``.
+            DataError: see ``text_scan.count_texts``.
         """
         from lora_rocm.dataset.sources.text_scan import count_texts
 
         return cls(recipe, count_texts(recipe), count_texts(recipe.watching) if recipe.watching else None)
 
     def samples(self) -> Iterator[Sample]:
-        """The texts, read a second time."""
+        """Read the texts again and yield them as samples."""
         from lora_rocm.dataset.sources.text_scan import FoundText, Notes, texts_of
 
         found = texts_of(self.recipe.data, Notes(), pairs=self.recipe.objective.compares_pairs)
         return (each.sample for each in found if isinstance(each, FoundText))
 
     def inspected(self) -> tuple[DataFacts, RunPlan]:
-        """The texts and their use by a run, after a child process has inspected the first ones.
+        """Let a child process inspect the first texts. Return facts about all texts, and the plan of a run with them.
 
         Raises:
-            LoraRocmError: the error of the child process.
+            LoraRocmError: the child process failed.
         """
         from lora_rocm.processes.tool import ask
         from lora_rocm.rules.this_machine import plan_here
@@ -327,7 +330,7 @@ class _CheckedTexts:
 
 
 def render(result: CheckResult) -> str:
-    """Return the result as text, without the recipe's own notices."""
+    """Return the result as text, without the notices about the recipe, which were already shown."""
     if result.schema_only:
         return f"{result.recipe}: keys and values are valid; images and base model were not checked"
     if result.data is None and result.error is not None:

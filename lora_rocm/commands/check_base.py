@@ -1,4 +1,4 @@
-"""Facts about the base model of a recipe: a child process finds them, and the cache keeps them until a file changes."""
+"""Facts about a recipe's base model. A child process finds them, and the cache keeps them until a file changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEPT_WEIGHTS, MAX_MEMORY_BYTES = 50, 1 << 26
 
 
 class Weighing:
-    """Facts about the base: recalled from an earlier check, or found by a child process during the scan."""
+    """Facts about the base model: recalled from an earlier check, or found by a child process during the data scan."""
 
     def __init__(self, recipe: Recipe) -> None:
         from lora_rocm.rules.this_machine import plan_here
@@ -52,7 +52,7 @@ class Weighing:
             self._error = error
 
     def result(self) -> Weighed:
-        """Wait for the child process and return the facts."""
+        """Wait for the child process, if one was needed, and return the facts."""
         from lora_rocm.dataset.captions.caption_length import keep_limits
         from lora_rocm.foundation.files import write_json
 
@@ -76,7 +76,7 @@ class Weighing:
 
 
 def _weights_key(recipe: Recipe, planned_precision: str | None) -> str:
-    """Return a key of everything that determines the facts, including the names of the base's files."""
+    """Return a hash of everything on which the facts depend, including the names of the base's files."""
     model = recipe.model
     # include the names of files, because a new file may be read instead of another
     files = [str(file) for name in paths_of(model) for file in _files(Path(name))]
@@ -94,7 +94,10 @@ def _files(path: Path) -> list[Path]:
 
 
 def _recalled(cache: Path, kept: Any) -> Weighed | None:
-    """Return the facts of an earlier check; None if a file of the base has changed, or a kept tokenizer is gone."""
+    """Return the facts stored by an earlier check, or None if they are out of date.
+
+    They are out of date if a file of the base has changed, or a stored tokenizer is gone.
+    """
     from lora_rocm.dataset.captions.caption_length import recall_limits
 
     try:

@@ -1,30 +1,71 @@
-"""Shared by all commands of the command line: plain usage and errors, ``--json``, ``--quiet``, an exit code."""
+"""Shared by all commands: usage lines, error messages, ``--json``, ``--quiet`` and exit codes."""
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from inspect import Parameter, signature
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
+from lora_rocm.commands.cli_help import write_commands, write_examples, write_parameters
 from lora_rocm.commands.output import Failed, Failure, Output, OutputMode
+from lora_rocm.foundation.colour import help_for_terminal
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; everything else goes to standard error.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", envvar="LORA_ROCM_QUIET", help="Print only the result.")]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        envvar="LORA_ROCM_VERBOSE",
+        help="Also print child processes, the log of training, error codes and times, on standard error.",
+    ),
+]
+
+
+class Group(TyperGroup):
+    """A group of commands. Its help lists them by subject, with whole sentences."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        write_parameters(self.get_params(ctx), formatter)
+        self.format_commands(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        write_commands((command for command in self.commands.values() if not command.hidden), formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        write_examples(self.epilog or "", formatter)
+
+    def get_help(self, ctx: Any) -> str:
+        return help_for_terminal(super().get_help(ctx))
 
 
 class Command(TyperCommand):
-    """A command with a plain usage line: RECIPE, or [RECIPE] if it is optional.
+    """A command with a plain usage line: RECIPE for a required argument, [RECIPE] for an optional one.
 
-    Messages about wrong options do not contain the library's own terms.
+    Messages about wrong options do not contain the command-line library's own terms.
     """
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        write_parameters(self.get_params(ctx), formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        write_examples(self.epilog or "", formatter)
+
+    def get_help(self, ctx: Any) -> str:
+        return help_for_terminal(super().get_help(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = [*args]
@@ -40,12 +81,12 @@ class Command(TyperCommand):
             raise
 
     def explained(self, message: str, args: list[str]) -> str:
-        """The message about wrong arguments; a subclass may improve it."""
+        """Return the message about wrong arguments. A subclass may improve it."""
         return message
 
 
 class BenchCommand(Command):
-    """A command that took a file with ``--json`` in earlier versions."""
+    """A ``bench`` command. In earlier versions its ``--json`` took a file, so the message about that is clearer."""
 
     def explained(self, message: str, args: list[str]) -> str:
         word = next((word for word in args if word == "--json" or word.startswith("--json=")), None)
@@ -58,30 +99,34 @@ class BenchCommand(Command):
 def printed(
     command: Callable[..., int | None], *, outlives_output: bool = False, follows: bool = False
 ) -> Callable[..., None]:
-    """Run a handler with the options ``--json`` and ``--quiet``. Its first argument is an ``Output``.
+    """Turn a handler into a command with the options ``--json``, ``--quiet`` and ``--verbose``.
 
-    Its return value is the exit code; errors become messages, never tracebacks.
+    The handler gets an ``Output`` as its first argument and returns the exit code. Its errors are shown as messages,
+    never as tracebacks.
 
     Args:
         command: the handler.
-        outlives_output: see ``exit_code_of``.
-        follows: see ``Output``.
+        outlives_output: whether it keeps running if standard output cannot be written; see ``exit_code_of``.
+        follows: whether it prints events in JSON mode; see ``Output``.
     """
 
     @functools.wraps(command)
-    def run(*args: object, as_json: bool, quiet: bool, **kwargs: object) -> None:
+    def run(*args: object, as_json: bool, quiet: bool, verbose: bool, **kwargs: object) -> None:
         from lora_rocm.foundation.exit_codes import exit_code_of
 
-        output = Output(
-            OutputMode.JSON if as_json else OutputMode.QUIET if quiet else OutputMode.HUMAN, follows=follows
-        )
+        mode = OutputMode.JSON if as_json else OutputMode.QUIET if quiet else OutputMode.HUMAN
+        output = Output(mode, follows=follows, verbose=verbose)
         work = functools.partial(command, output, *args, **kwargs)
-        raise typer.Exit(exit_code_of(work, outlives_output=outlives_output, report=output.fail))
+        began_s = time.monotonic()
+        with output.details():
+            code = exit_code_of(work, outlives_output=outlives_output, report=output.fail)
+            output.detail(f"exit code {code} after {time.monotonic() - began_s:.2f} s")
+        raise typer.Exit(code)
 
     given = signature(command, eval_str=True)
     options = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
-        for name, annotation in (("as_json", AsJson), ("quiet", Quiet))
+        for name, annotation in (("as_json", AsJson), ("quiet", Quiet), ("verbose", Verbose))
     ]
     parameters = [*list(given.parameters.values())[1:], *options]
     run.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -89,6 +134,9 @@ def printed(
 
 
 printed_for_files = functools.partial(printed, outlives_output=True)
-"""For a command that writes files: it continues if its terminal is closed or the disk of its log is full."""
+"""``printed`` for a command that writes files.
+
+It keeps running if its terminal closes or the disk of its log is full.
+"""
 printed_lines = functools.partial(printed, outlives_output=True, follows=True)
-"""For a command that writes files and prints events as JSON lines."""
+"""``printed`` for a command that writes files and, in JSON mode, prints events as JSON lines."""

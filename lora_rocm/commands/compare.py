@@ -1,4 +1,4 @@
-"""``lora-rocm compare``: the LoRA files of a run side by side on one page."""
+"""``lora-rocm compare``: show the LoRA files of a run side by side on one page."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ComparedFile:
     """One LoRA file of a run.
 
     Attributes:
-        updates: its step; 0: the base alone.
-        loss: mean held-out loss; null: unknown.
+        updates: step at which it was saved; 0 is the base alone.
+        loss: mean held-out loss, or null if unknown.
     """
 
     updates: int
@@ -40,10 +40,10 @@ class CompareResult:
 
     Attributes:
         page: the page with all images.
-        files: the base and the LoRA files in the order of their steps.
-        strengths: of the LoRA in the images.
-        verdict: the step that the held-out losses prefer; empty without them.
-        remarks: about skipped parts, with the reasons.
+        files: the base and the LoRA files, in the order of their steps.
+        strengths: strengths of the LoRA in the images.
+        verdict: sentence about the step with the best held-out loss; empty without held-out losses.
+        remarks: sentences about skipped parts, with the reasons.
     """
 
     page: Path
@@ -70,15 +70,15 @@ def compare(
 
     Args:
         source: the run directory.
-        prompts: in place of the recipe's; empty: the recipe's.
-        strengths: of the LoRA; empty: ``sample.lora_scale`` of the recipe.
-        most: number of LoRA files, spread evenly over the run if there are more.
-        registry: the model families.
-        notify: gets notices, and each file that was compared.
+        prompts: prompts for the images; empty for the recipe's prompts.
+        strengths: strengths of the LoRA; empty for the recipe's ``sample.lora_scale``.
+        most: largest number of LoRA files to compare. If there are more, they are chosen evenly over the run.
+        registry: the available families.
+        notify: receives notices, and the name of each file after its comparison.
 
     Raises:
-        UserError: there is no run, it has no LoRA file yet, or there is nothing to compare by.
-        LoraRocmError: any error of the child process.
+        UserError: there is no run, it has no LoRA file yet, or it has neither prompts nor held-out samples.
+        LoraRocmError: the child process failed.
     """
     # Check that there is something to compare
     run_dir, recipe = open_recipe(source, registry)
@@ -123,7 +123,7 @@ def compare(
 
 
 def _require_writable(run_dir: RunDir) -> None:
-    """Check, before a long computation, that the page can be written."""
+    """Check that the page can be written, before the long computation begins."""
     try:
         with tempfile.TemporaryFile(dir=run_dir.path):
             pass
@@ -132,6 +132,6 @@ def _require_writable(run_dir: RunDir) -> None:
 
 
 def spread(files: Sequence[tuple[int, Path]], most: int) -> list[tuple[int, Path]]:
-    """At most ``most`` files, evenly spread; the last one is always among them."""
+    """Return at most ``most`` of the files, evenly spread and always with the last one."""
     count = min(most, len(files))
     return [files[round((number + 1) * len(files) / count) - 1] for number in range(count)]

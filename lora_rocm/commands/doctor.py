@@ -1,6 +1,6 @@
-"""``lora-rocm doctor``: problems of a machine, ordered by harm, and their remedies.
+"""``lora-rocm doctor``: report a machine's problems and their fixes, the most harmful first.
 
-A machine with only notes is healthy and gets one line on standard output. Progress goes to standard error.
+A healthy machine, for which there are only notes, gets one line on standard output. Progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lora_rocm.supervisor.selftest_runner import self_test
 
 JSON_FORMAT = 1
 REFUSED = ("attention-images",)
-"""Findings below the level "breaks" with which a run is refused too (``rules.attention_refusal``)."""
+"""Ids of findings that prevent a run although their level is below "breaks" (see ``rules.attention_refusal``)."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class DoctorResult:
     """Result of ``lora-rocm doctor``.
 
     Attributes:
-        format: version of this document.
+        format: version of this document's format.
         lora_rocm: version of this program.
-        machine: the machine as text.
-        healthy: there are only notes.
+        machine: description of the machine.
+        healthy: whether there are only notes.
         findings: the problems, the most harmful first.
-        variables: the variables that training gets.
-        settings: the settings of this program that training gets.
-        selftest: the results of the GPU's self-test; null: there are none.
-        facts: the machine, which ``--facts`` reads.
+        variables: environment variables that training gets.
+        settings: settings of this program that training gets.
+        selftest: results of the GPU self-test, or null if there are none.
+        facts: recorded facts about the machine, which ``--facts`` can read.
     """
 
     format: int
@@ -60,7 +60,7 @@ class DoctorResult:
 
 @dataclass(frozen=True)
 class Examined:
-    """A machine, its environment plan, its problems, and the day of its self-test ("" without one)."""
+    """An examined machine: facts, environment plan, problems, and the day of its last self-test (empty if none)."""
 
     situation: Situation
     env_plan: EnvPlan
@@ -69,7 +69,7 @@ class Examined:
 
     @property
     def exit_code(self) -> int:
-        """0, or 3 if there is a finding of level "breaks", or one with which a run is refused."""
+        """The exit code: 3 if a finding prevents training, else 0."""
         refused = any(finding.id in REFUSED for finding in self.findings)
         return MachineError.exit_code if refused or _breaks(self.findings) else 0
 
@@ -79,8 +79,14 @@ def doctor(
 ) -> Examined:
     """Examine this machine, or a recorded one.
 
-    The GPU is tested too, unless ``quick`` is set, the machine is a recorded one, or another finding breaks training.
-    ``notify`` gets the progress.
+    The GPU self-test runs too, unless ``quick`` is set, the machine is a recorded one, or a finding already prevents
+    training.
+
+    Args:
+        facts_path: file with a recorded machine, or None for this machine.
+        report_file: file to which a report is written, or None.
+        quick: whether to skip the GPU self-test.
+        notify: receives the progress.
 
     Raises:
         UserError: the facts file is invalid.
@@ -109,7 +115,7 @@ def render(examined: Examined) -> str:
 
 
 def result_of(examined: Examined) -> DoctorResult:
-    """The output of ``--json``. A test freezes the keys; new ones raise ``format``."""
+    """Return the document for ``--json``. A test pins its keys; a new key needs a higher ``format``."""
     situation, env_plan, found = examined.situation, examined.env_plan, examined.findings
     return DoctorResult(
         JSON_FORMAT,
@@ -129,7 +135,10 @@ def _breaks(found: tuple[Finding, ...]) -> bool:
 
 
 def _tested(situation: Situation, notify: Notify) -> tuple[Situation, tuple[Finding, ...]]:
-    """The situation with a new verdict; if the test could not run, the old one with a finding about the reason."""
+    """Run the GPU self-test and return the situation with its result.
+
+    If the test could not run, the situation is unchanged, and a finding with the reason is returned.
+    """
     try:
         return replace(situation, verdict=self_test(situation, notify)), ()
     except LoraRocmError as error:
@@ -138,7 +147,7 @@ def _tested(situation: Situation, notify: Notify) -> tuple[Situation, tuple[Find
             "breaks",
             "The self-test of the GPU could not run",
             f"{error.what} {error.where}".strip(),
-            "torch cannot use the GPU, and neither could a run",
+            "torch cannot use the GPU, so a run could not either",
             (error.fix or "lora-rocm doctor --quick",),
             "self-test of this machine",
         )
@@ -146,7 +155,7 @@ def _tested(situation: Situation, notify: Notify) -> tuple[Situation, tuple[Find
 
 
 def _tested_on(situation: Situation) -> str:
-    """The day of the stored verdict ("2026-11-21"); empty without one."""
+    """Return the day of the stored self-test, such as "2026-11-21"; empty if there is none."""
     if situation.verdict is None:
         return ""
     try:
@@ -157,7 +166,7 @@ def _tested_on(situation: Situation) -> str:
 
 
 def _with_own_python(line: str) -> str:
-    """A pip command with the Python of this program, if its path needs no quotes."""
+    """Return a pip command that uses the Python of this program. It is unchanged if that path would need quotes."""
     start = "python -m pip "
     if not line.startswith(start) or " " in sys.executable:
         return line

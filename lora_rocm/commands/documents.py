@@ -1,4 +1,4 @@
-"""The JSON document of ``inspect``: nested dictionaries."""
+"""The JSON document of ``inspect``, as typed dictionaries."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ class AlphaDocument(TypedDict):
     """The alphas of an adapter.
 
     Attributes:
-        min: the smallest; null: there is none.
-        max: the largest.
-        missing: number of modules with a rank and without alpha.
+        min: smallest alpha, or null if there is none.
+        max: largest alpha, or null if there is none.
+        missing: number of modules that have a rank but no alpha.
     """
 
     min: float | None
@@ -23,12 +23,12 @@ class AdapterDocument(TypedDict):
     """Contents of an adapter file.
 
     Attributes:
-        kind: LoRA, DoRA, LoKr and others.
-        spelling: naming scheme of its tensors.
+        kind: kind of adapter, such as LoRA, DoRA or LoKr.
+        spelling: naming scheme of the tensors.
         modules: number of modules by component and kind of module.
         ranks: number of modules by rank.
-        alpha: its alphas.
-        readers: support by each program; null: unknown.
+        alpha: the alphas of its modules.
+        readers: how each program supports the file, or null if unknown.
     """
 
     kind: str
@@ -44,25 +44,25 @@ class InspectDocument(TypedDict, total=False):
 
     Attributes:
         path: the file or folder.
-        title: its description.
+        title: description in a few words.
         usable: whether a recipe can use it.
         families: possible values of `model.family`.
-        trainable: the families that can be trained here.
-        needed: keys of `model` that a base also needs.
-        unusable: the reason why no family can be trained.
-        problem: the error by which `check` and `train` refuse a base.
+        trainable: families that can be trained with it here.
+        needed: keys of `model` that a recipe with this base has to set too.
+        unusable: why it cannot be trained with any family.
+        problem: the error with which `check` and `train` refuse the base.
         notices: notices of `check` and `train` about an accepted base.
-        keys: the recipe key that can name a component, by family.
+        keys: recipe key for which a component can be used, by family.
         part: the part of a model that a component is.
         components: title of each component.
-        parts: each component, with all keys of this document.
-        adapter: the contents of an adapter file.
-        adapters: the same by component.
+        parts: description of each component, with all keys of this document.
+        adapter: contents of an adapter file.
+        adapters: contents of each component's adapter.
         tensors: number of tensors.
         bytes: size of the tensors.
-        dtypes: bytes by number format.
-        quantised: the format; null: it is not quantised.
-        metadata: the file's origin, according to its metadata.
+        dtypes: size in bytes by number format.
+        quantised: quantisation format, or null if there is none.
+        metadata: the file's metadata about its origin.
     """
 
     path: str

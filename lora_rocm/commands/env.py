@@ -1,4 +1,4 @@
-"""Output of ``lora-rocm env``: the plan as a table, as shell commands, or with its facts as JSON."""
+"""Output of ``lora-rocm env``: the environment plan as a table, as shell commands, or as JSON."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class EnvResult:
     """The environment that training gets.
 
     Attributes:
-        format: version of this document.
+        format: version of this document's format.
         lora_rocm: version of this program.
-        variables: the planned variables.
-        settings: the planned settings of this program.
-        warnings: harmful variables of the user.
-        facts: the machine, which ``--facts`` reads.
+        variables: planned environment variables.
+        settings: planned settings of this program.
+        warnings: harmful environment variables that the user has set.
+        facts: recorded facts about the machine, which ``--facts`` can read.
     """
 
     format: int
@@ -42,7 +42,12 @@ class EnvResult:
 
 
 def planned(recipe: str | None, overrides: Sequence[str], facts_path: Path | None) -> tuple[Situation, EnvPlan]:
-    """Return a machine and its environment plan, with or without a recipe.
+    """Return the machine's situation and its environment plan.
+
+    Args:
+        recipe: path or name of a recipe to plan for, or None.
+        overrides: ``section.key=value`` settings.
+        facts_path: file with a recorded machine, or None for this machine.
 
     Raises:
         UserError: recipe or facts cannot be read, or there are overrides without a recipe.
@@ -55,7 +60,7 @@ def planned(recipe: str | None, overrides: Sequence[str], facts_path: Path | Non
 
 
 def result_of(situation: Situation, env_plan: EnvPlan) -> EnvResult:
-    """Return a plan with its facts, as ``--json`` prints it."""
+    """Return the document for ``--json``: the environment plan with the machine's facts."""
     variables, settings = tuple(env_plan.variables), tuple(env_plan.setting_rows)
     return EnvResult(JSON_FORMAT, __version__, variables, settings, tuple(env_plan.warnings), situation.facts)
 

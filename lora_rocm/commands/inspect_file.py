@@ -1,4 +1,4 @@
-"""Describe a model file or folder: family, components, storage format, and for an adapter its modules and readers."""
+"""Describe a model file or folder: family, components and storage format; for an adapter, modules and readers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from lora_rocm.commands.adapter_verdict import has_fault, peft_config, refusals
-from lora_rocm.dataset.sources.folders import BUILTIN_FOLDERS, BUILTIN_TABLES
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
@@ -22,7 +20,7 @@ from lora_rocm.foundation.units import count_text, number_text, size_text
 from lora_rocm.model_files.adapter_contents import as_number
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
 from lora_rocm.model_files.adapter_spellings import any_rewritten, standard_names
-from lora_rocm.model_files.adapters import families_of, foreign_name, kind_of, origin_of
+from lora_rocm.model_files.adapters import families_with, foreign_name, kind_of, origin_of
 from lora_rocm.model_files.component_folder import COMPONENT_CONFIG, weight_files
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
 from lora_rocm.model_files.header import TensorFileHeader, read_header, refuse_gguf
@@ -47,17 +45,19 @@ from lora_rocm.model_files.storage_formats import (
     refuse_scaled,
     scaled,
 )
-from lora_rocm.processes.jobs import BaseVerdict, InspectJob, Judgements
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import final_files
 
+if TYPE_CHECKING:
+    from lora_rocm.processes.jobs import BaseVerdict
+
 Found = dict[str, Any]
-"""The result of ``inspect``, or a part of it, ready for JSON."""
+"""The description that ``inspect`` returns, or a part of it, ready for JSON."""
 STATE = "state.json"
 AIDS = ("tokenizer", "scheduler")
-"""Components of a diffusers folder without weights."""
+"""Components of a diffusers folder that have no weights."""
 LANGUAGE_MODEL, CAUSAL, CAUSAL_CLASSES = "language model", "causal-lm", ("ForCausalLM", "ForConditionalGeneration")
-"""Family of language models, and the endings of their class names in transformers."""
+"""Title and name of the family of language models, and the endings of their class names in transformers."""
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 WEIGHTS, RECIPES = (".safetensors", ".sft"), (".yaml", ".yml")
 BUILTIN = "builtin:"
@@ -73,49 +73,54 @@ NOTED = (
     "ss_learning_rate",
     "ss_optimizer",
 )
-"""Metadata about the origin of a file."""
+"""Metadata keys about a file's origin that are shown."""
 UNKNOWN, UNKNOWN_FILE = "an unknown model", "an unknown file"
 EMPTY = ("", "{}", "None", "null")
 MAX_SHOWN, MAX_NAMED, MAX_NEAR = 200, 6, 3
 BLOCK = re.compile(r".*(?:blocks?|layers|attentions|resnets|refiner)[._]\d+[._](.+)|.*?[._](.+)")
-"""The module within its block, else within its component."""
+"""Matches a tensor name. The group is the module's name within its block or, without blocks, within its component."""
 PART_ALONE = (
     "this part alone cannot be used here: give the checkpoint with text encoders and VAE, or the whole diffusers folder"
 )
 FOLDER_ALONE = "to train it, give its folder with config.json and tokenizer"
 NOT_TRAINED = "its family is known, but cannot be trained here"
 STARTERS = ("LoRA", "LoRA and DoRA", "LoKr", "LoHa", "OFT", "IA3")
-"""Kinds of adapter that ``lora.init_from`` reads."""
+"""Kinds of adapter that ``lora.init_from`` can read."""
 
 
 class Judge(Protocol):
-    """Checks whether a path can be ``model.name_or_path`` of families, as ``lora-rocm check`` would."""
+    """Checks for which families a path can be ``model.name_or_path``, as ``lora-rocm check`` does."""
 
     def __call__(self, path: Path, families: Sequence[str]) -> Mapping[str, BaseVerdict]:
-        """Family -> its judgement."""
+        """Return the verdict for each family."""
 
 
 def judge_in_child(path: Path, families: Sequence[str]) -> Mapping[str, BaseVerdict]:
-    """Ask a child process, because the check imports the models' libraries.
+    """Check a path as a ``Judge`` does, in a child process, because the check imports the models' libraries.
 
     Raises:
-        MachineError: the child cannot run.
+        MachineError: the child process cannot run.
     """
+    from lora_rocm.processes.jobs import InspectJob, Judgements
     from lora_rocm.processes.tool import ask
 
     return ask(InspectJob(path, tuple(families)), Judgements, os.environ).of_family
 
 
 def inspect(path: Path, registry: FamilyRegistry = PRODUCT, judge: Judge = judge_in_child) -> Found:
-    """Return the description of a file or folder, ready for JSON.
+    """Return the description of a file or folder, ready for JSON. ``documents.InspectDocument`` explains the keys.
 
-    For the keys see ``documents.InspectDocument``. ``judge`` decides which families can be trained on a base. The key
-    ``unusable`` is omitted if a family can be trained, or if none is known. ``problem`` and ``notices`` are also about
-    adapters.
+    ``unusable`` is omitted if a family can be trained, or if the family is unknown. ``problem`` and ``notices`` can
+    also be about an adapter.
+
+    Args:
+        path: the file or folder.
+        registry: the families that can be trained.
+        judge: decides which families can be trained on a base.
 
     Raises:
-        ModelError: it is missing, damaged, or not a model; pickle-refused, gguf-refused.
-        MachineError: the child that judges a base cannot run.
+        ModelError: the path is missing, damaged, not a model, or in a refused format (pickle-refused, gguf-refused).
+        MachineError: the child process that checks a base cannot run.
     """
     found = _judged(path, registry, judge)
     found["usable"] = bool(found["trainable"] or found.get("keys") or found.pop("no_model", False))
@@ -123,7 +128,7 @@ def inspect(path: Path, registry: FamilyRegistry = PRODUCT, judge: Judge = judge
 
 
 def _judged(path: Path, registry: FamilyRegistry, judge: Judge) -> Found:
-    """The description without the key ``usable``."""
+    """Return the description without the key ``usable``."""
     found = _inspected(path, registry)
     candidates = found.pop("candidates", [])
     if not candidates:
@@ -143,9 +148,9 @@ def _judged(path: Path, registry: FamilyRegistry, judge: Judge) -> Found:
 
 
 def _inspected(path: Path, registry: FamilyRegistry) -> Found:
-    """Return the description of a file or folder by names and headers.
+    """Return the description of a file or folder, from names and headers alone.
 
-    candidates: values of ``model.family`` for which it may be a base; omitted if there are none.
+    It may have the extra key ``candidates``: values of ``model.family`` for which the path may be a base.
     """
     if path.parts[:1] and path.parts[0].startswith(BUILTIN):
         return {"path": str(path), **_shipped(str(path), registry)}
@@ -185,17 +190,21 @@ def _file(header: TensorFileHeader, registry: FamilyRegistry) -> Found:
         "quantised": None if form is None else form[0],
         "metadata": _metadata(header.metadata),
     }
-    kind = kind_of(_standard(header).tensors)
+    standard = _standard(header)
+    kind = kind_of(standard.tensors)
     if not kind:
         model = {**_model(header, registry), **found}
         if unread := scaled(header.tensors, SCALED):
             model |= {"keys": {}, "unusable": quantised_error(unread[0], header.path, unread[1]).what}
         return model
-    return {**_adapter(header, kind, registry), **found}
+    return {**_adapter(header, standard, kind, registry), **found}
 
 
 def _standard(header: TensorFileHeader) -> TensorFileHeader:
-    """Return the header with standard names of adapters; unchanged if two of its names mean the same."""
+    """Return the header with standard names of an adapter's tensors.
+
+    It is unchanged if two tensors would get the same name.
+    """
     try:
         return replace(header, tensors=standard_names(header.tensors, header.path))
     except AdapterError:
@@ -203,7 +212,7 @@ def _standard(header: TensorFileHeader) -> TensorFileHeader:
 
 
 def _folder(path: Path, registry: FamilyRegistry) -> Found:
-    """Return the description of a folder by its configs: a model, a checkpoint of a run, or a PEFT adapter."""
+    """Return the description of a folder, from its configs: a model, a run, a run's checkpoint, or a PEFT adapter."""
     if (path / PEFT_CONFIG).is_file() or (path / PEFT_WEIGHTS).is_file():
         return _inspected(path / PEFT_WEIGHTS, registry)
     if (path / STATE).is_file() and (path / "adapter.safetensors").is_file():
@@ -229,10 +238,12 @@ def _folder(path: Path, registry: FamilyRegistry) -> Found:
 
 
 def _peft_folder(parts: Sequence[Path], registry: FamilyRegistry) -> Found:
-    """Return the description of a run's ``peft`` folder, which has a PEFT folder for each component.
+    """Return the description of a run's ``peft`` folder, which contains a PEFT folder for each component.
 
-    A component that many models share, such as a text encoder, belongs to the model of the other components.
+    A component that several models share, such as a text encoder, is assigned to the model of the other components.
     """
+    from lora_rocm.commands.adapter_verdict import has_fault, refusals
+
     # find the families that fit all components
     found = {part.name: _inspected(part, registry) for part in parts}
     if len(found) == 1:
@@ -266,7 +277,7 @@ def _peft_folder(parts: Sequence[Path], registry: FamilyRegistry) -> Found:
 
 
 def _component_folder(path: Path, registry: FamilyRegistry) -> Found:
-    """Return the description of the folder of one component, or of a transformers folder.
+    """Return the description of the folder of a diffusers component or of a whole transformers model.
 
     Raises:
         ModelError: weights-missing.
@@ -283,7 +294,7 @@ def _component_folder(path: Path, registry: FamilyRegistry) -> Found:
 
 
 def _component(path: Path, registry: FamilyRegistry) -> Found:
-    """Return the description of a folder of config and weights, even if it is not usable alone.
+    """Return the description of a folder with a config and weights, even if a recipe cannot use it alone.
 
     Raises:
         ModelError: weights-missing, weights-damaged, weights-unreadable, config-unreadable.
@@ -321,7 +332,7 @@ def _component(path: Path, registry: FamilyRegistry) -> Found:
 
 
 def _diffusers_folder(path: Path, index: Found, registry: FamilyRegistry) -> Found:
-    """Return the description of a whole diffusers folder and of each component in its index."""
+    """Return the description of a diffusers folder and of each component that its index lists."""
     # read the index
     name = str(index.get("_class_name", ""))
     known = pipeline_of(name)
@@ -356,7 +367,13 @@ def _diffusers_folder(path: Path, index: Found, registry: FamilyRegistry) -> Fou
 
 
 def _why_not(spec: FamilySpec, parts: Mapping[str, Found], families: Sequence[str]) -> str:
-    """Return why a diffusers folder of these families cannot be trained; "" if it can. ``spec``: the first family's."""
+    """Return why a diffusers folder cannot be trained; empty if it can.
+
+    Args:
+        spec: the first trainable family that fits the folder.
+        parts: description of each component.
+        families: all families that fit the folder.
+    """
     main = spec.component
     if main not in parts:
         return f"the weights of its {main} are missing"
@@ -369,11 +386,11 @@ def _why_not(spec: FamilySpec, parts: Mapping[str, Found], families: Sequence[st
 
 
 def _given_instead(path: Path) -> str:
-    """Return the advice to give one of the models in a folder."""
+    """Return advice to use one of the models inside a folder, or another file, in place of the folder."""
     inside = path.glob(f"*/{INDEXES[0]}")
     near = sorted([*(file.parent for file in inside), *path.glob("*.safetensors")])[:MAX_NEAR]
     if near:
-        return f"Give one of these in it: {', '.join(map(str, near))}."
+        return f"Give one of the models in it: {', '.join(map(str, near))}."
     return "Give a .safetensors file, a folder of diffusers or transformers, or a PEFT folder."
 
 
@@ -385,13 +402,17 @@ def _shipped(name: str, registry: FamilyRegistry) -> dict[str, object]:
     """Return the description of a built-in name such as builtin:tiny-sdxl.
 
     Raises:
-        ModelError: nothing of this name ships.
+        ModelError: the program ships nothing with this name.
     """
+    from lora_rocm.dataset.sources.folders import BUILTIN_FOLDERS, BUILTIN_TABLES
+
     stem = name.removeprefix(BUILTIN)
     package = Path(str(resources.files("lora_rocm.builtin")))
     models = sorted(BUILTIN + folder.name.replace("_", "-") for folder in package.glob("tiny_*"))
     if name in models:
         families = [spec.name for spec in registry if stem == f"tiny-{spec.name}"]
+        if (package / stem.replace("-", "_") / COMPONENT_CONFIG).is_file() and CAUSAL in registry:
+            families = [CAUSAL]
         return {"title": "a tiny model that ships with the program", "families": families, "trainable": families}
     if name in (*BUILTIN_FOLDERS, *BUILTIN_TABLES):
         title = "data that ships with the program, for data.path or dataset"
@@ -418,11 +439,12 @@ def _model(header: TensorFileHeader, registry: FamilyRegistry) -> Found:
     }
 
 
-def _adapter(header: TensorFileHeader, kind: str, registry: FamilyRegistry) -> Found:
+def _adapter(header: TensorFileHeader, standard: TensorFileHeader, kind: str, registry: FamilyRegistry) -> Found:
+    from lora_rocm.commands.adapter_verdict import has_fault, peft_config, refusals
+
     # recognise the families
-    standard = _standard(header)
     origin = origin_of(standard.tensors, standard.shapes)
-    families = families_of(standard.shapes, header.metadata)
+    families = families_with(origin, header.metadata)
     titles = [registry[name].title for name in families if name in registry]
     of = titles[0] if len(families) == len(titles) == 1 else origin.title if origin is not None else ""
     trained = [name for name in families if name in registry]
@@ -436,14 +458,16 @@ def _adapter(header: TensorFileHeader, kind: str, registry: FamilyRegistry) -> F
         problem = {"code": error.code, "what": error.what, "where": error.where, "fix": error.fix}
         others = {"unusable": error.what, "problem": problem}
     if trained and kind.removesuffix(" and trained norms") not in STARTERS:
-        others = {"unusable": f"no run starts from a {kind.removesuffix(' and trained norms')}"}
+        others = {"unusable": f"a run cannot start from a {kind.removesuffix(' and trained norms')}"}
     # find the programs that read it; a faulty file gets none
     spelling, ranks = spelling_of(header.tensors), ranks_of(standard)
     is_faulty = "unusable" in others and has_fault(refused)
     readers = None if is_faulty or any_rewritten(header.tensors) else readers_of_file(header, families)
     if trained and (foreign := foreign_name(standard.tensors, families)) is not None:
         name, other = foreign
-        others = {"unusable": f"no run starts from a mixture: it names {one_line(name)[:MAX_SHOWN]}, of {other.title}"}
+        others = {
+            "unusable": f"a run cannot start from a mixture: it contains {one_line(name)[:MAX_SHOWN]}, of {other.title}"
+        }
         of, families, readers = f"{of} and {other.title}", (), None
     # describe its modules, ranks and alphas
     config = peft_config(header)
@@ -466,7 +490,7 @@ def _adapter(header: TensorFileHeader, kind: str, registry: FamilyRegistry) -> F
 
 
 def _modules(header: TensorFileHeader) -> dict[str, dict[str, int]]:
-    """Return component (with its name in the file) -> kind of module -> number."""
+    """Return the number of modules of each kind, by the component's name in the file."""
     counts: dict[str, Counter[str]] = {}
     for name in sorted({name.rpartition(".lora")[0] or name.rpartition(".")[0] for name in header.tensors}):
         start = re.match(r"(?:lora|lycoris)_[a-z]+\d?(?=_)|base_model\.model|[^.]+", name)
@@ -477,7 +501,7 @@ def _modules(header: TensorFileHeader) -> dict[str, dict[str, int]]:
 
 
 def _alphas(header: TensorFileHeader) -> Found:
-    """Return the smallest and the largest alpha, and the number of modules with a rank but without alpha."""
+    """Return the smallest and largest alpha, and the number of modules that have a rank but no alpha."""
     found = alphas_of(header).values()
     missing = max(0, ranks_of(header).total() - len(found))
     return {"min": min(found, default=None), "max": max(found, default=None), "missing": missing}
@@ -496,7 +520,7 @@ def _metadata(metadata: dict[str, str]) -> Found:
 
 
 def inspect_text(found: Found) -> str:
-    """Return ``inspect`` as text."""
+    """Return a description as text."""
     lines = [f"{found['path']}: {found['title']}", *_verdict_lines(found)]
     is_refused = "unusable" in found and not found["trainable"]
     if "dtypes" in found:
@@ -518,7 +542,7 @@ def inspect_text(found: Found) -> str:
 
 
 def _verdict_lines(found: Found) -> list[str]:
-    """Return the possible uses of a file or folder, or why there are none."""
+    """Return lines about the possible uses of a file or folder, or about why there are none."""
     lines = list[str]()
     starts = "adapter" in found or "adapters" in found
     use = "can start a run (lora.init_from) with" if starts else "can be trained on with"
@@ -537,7 +561,7 @@ def _verdict_lines(found: Found) -> list[str]:
 
 
 def _part_text(part: Found) -> str:
-    """Return one component of a diffusers folder as text: its title, size and number formats."""
+    """Return one line about a component of a diffusers folder: its title, size and number formats."""
     if "tensors" not in part:
         return str(part["title"])
     size = f"{count_text(part['tensors'], 'tensor')}, {size_text(part['bytes'])}, {', '.join(part['dtypes'])}"
@@ -547,7 +571,7 @@ def _part_text(part: Found) -> str:
 
 
 def _adapter_lines(adapter: Found, *, is_refused: bool) -> list[str]:
-    """Return the contents of an adapter file as text. ``is_refused``: omit the notes about its use by programs."""
+    """Return lines about the contents of an adapter file. ``is_refused``: omit the notes about other programs."""
     lines = []
     shown = dict(list(adapter["modules"].items())[:MAX_NAMED])
     for component, modules in shown.items():

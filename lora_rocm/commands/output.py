@@ -1,7 +1,8 @@
-"""Output of commands: the only place that writes to the terminal.
+"""Output of commands. Only this module writes to the terminal.
 
-A command computes a frozen dataclass; ``Output.show`` prints it as text or, with ``--json``, as one JSON document.
-``Output.notify`` prints progress and notices elsewhere, so that standard output contains nothing but that document.
+A command computes a frozen dataclass, and ``Output.show`` prints it as text or, with ``--json``, as one JSON document.
+``Output.notify`` prints progress and notices. With ``--json`` they go to standard error, so that standard output
+contains only the document.
 """
 
 from __future__ import annotations
@@ -10,21 +11,23 @@ import io
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, TextIO
 
 from lora_rocm.errors import LoraRocmError, Problem, RecipeError
+from lora_rocm.foundation.colour import coloured_error, wants_colour
 from lora_rocm.foundation.terminal_text import legible
 
 Notify = Callable[[str], None]
-"""Takes a line of progress, or a notice for the user."""
+"""Callback that receives a line of progress or a notice for the user."""
 
 
 def unheard(text: str) -> None:
-    """A ``Notify`` for callers who want only the result."""
+    """Ignore a notice. Used as ``Notify`` by callers who want only the result."""
 
 
 class OutputMode(StrEnum):
@@ -40,12 +43,12 @@ class Failure:
     """The error with which a command ends.
 
     Attributes:
-        code: its stable name.
+        code: stable name of the error.
         what: what happened.
         where: file, line and key with the value, or another place.
-        fix: the remedy.
-        exit_code: of the command.
-        problems: each problem of a recipe.
+        fix: how to fix it.
+        exit_code: exit code of the command.
+        problems: each problem of an invalid recipe.
     """
 
     code: str
@@ -57,7 +60,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: LoraRocmError) -> Failure:
-        """The failure of an error."""
+        """Return the ``Failure`` with an error's fields."""
         problems = tuple(error.problems) if isinstance(error, RecipeError) else ()
         return cls(error.code, error.what, error.where, error.fix, error.exit_code, problems)
 
@@ -69,10 +72,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Failed:
-    """The document of a command without a result.
+    """The JSON document of a command that failed without a result.
 
     Attributes:
-        error: the reason.
+        error: the error.
     """
 
     error: Failure
@@ -80,7 +83,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class ReportResult:
-    """Result of ``lora-rocm report``. report: the page."""
+    """Result of ``lora-rocm report``. report: the written page."""
 
     report: Path
 
@@ -93,10 +96,10 @@ class ForgetResult:
 
 
 def json_value(value: Any) -> Any:
-    """The value for JSON: every field of a dataclass, paths and keys as text, null for numbers that are not finite.
+    """Convert a value for JSON. Dataclasses become objects, paths and keys text, and numbers that are not finite null.
 
     Raises:
-        TypeError: a value cannot be written as JSON.
+        TypeError: the value contains something that JSON cannot represent.
     """
     if value is None or isinstance(value, bool | int):
         return value
@@ -128,19 +131,23 @@ class Output:
     QUIET       text                                  nowhere
     ==========  ====================================  ===================
 
-    Errors go to standard error in every mode; in JSON mode they are also the document.
+    Errors go to standard error in every mode; in JSON mode they are also the document. So do details (``--verbose``).
 
     Args:
         mode: the output mode.
         follows: in JSON mode, print events too, as one JSON object per line (``follow``).
+        verbose: print details too: child processes, the log of training, error codes and times.
     """
 
-    def __init__(self, mode: OutputMode = OutputMode.HUMAN, *, follows: bool = False) -> None:
-        self.mode, self._follows, self._has_document = mode, follows, False
+    def __init__(self, mode: OutputMode = OutputMode.HUMAN, *, follows: bool = False, verbose: bool = False) -> None:
+        self.mode, self._follows, self._has_document, self.verbose = mode, follows, False, verbose
 
     @property
     def stream(self) -> TextIO:
-        """The stream for progress. Looked up each time, because a command may outlive its standard output."""
+        """The stream for progress.
+
+        It is read each time, because a command may keep running after standard output is gone.
+        """
         match self.mode:
             case OutputMode.HUMAN:
                 return sys.stdout
@@ -154,26 +161,60 @@ class Output:
         self.write("".join(legible(line, keep="\n") + "\n" for line in lines))
 
     def on_stderr(self, text: str) -> None:
-        """Print a notice on standard error in text mode too, so that the result can be redirected alone."""
+        """Print a notice on standard error, even in text mode, so that only the result is redirected."""
         if self.mode != OutputMode.QUIET:
             _write(sys.stderr, legible(text, keep="\n") + "\n")
 
+    def detail(self, text: str) -> None:
+        """Print a line on standard error if details are asked for, in every mode."""
+        if self.verbose:
+            _write(sys.stderr, f"[lora-rocm] {legible(text)}\n")
+
+    @contextmanager
+    def details(self) -> Iterator[None]:
+        """Print what the modules of the light half log, if details are asked for (``--verbose``)."""
+        if not self.verbose:
+            yield
+            return
+        import logging
+        import platform
+
+        from lora_rocm import __version__
+
+        self.detail(f"lora-rocm {__version__}, Python {platform.python_version()}, {platform.platform()}")
+        self.detail(f"folder {Path.cwd()}")
+
+        class Handler(logging.Handler):
+            def emit(_, record: logging.LogRecord) -> None:  # noqa: N805 - self is the output
+                self.detail(record.getMessage())
+
+        handler = Handler()
+        log = logging.getLogger("lora_rocm")
+        level = log.level
+        log.addHandler(handler)
+        log.setLevel(logging.DEBUG)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(level)
+
     def write(self, text: str) -> None:
-        """Show a piece of text unchanged as it comes, without a line end."""
+        """Print a piece of text at once, unchanged and without a line end."""
         _write(self.stream, text)
 
     def follow(self, event: Mapping[str, Any]) -> None:
-        """Print an event as a JSON line, in JSON mode of a command that ``follows``."""
+        """Print an event as a JSON line. Does nothing unless in JSON mode with ``follows``."""
         if self._follows and self.mode == OutputMode.JSON:
             _write(sys.stdout, json.dumps(json_value(event)) + "\n")
 
     def show(self, result: Any, text: str, *, exact: bool = False) -> int:
-        """Print the result and return the exit code of its ``error``, or 0 if it has none.
+        """Print the result. Return the exit code of its ``error``, or 0 if it has none.
 
         Args:
-            result: a dataclass.
-            text: the result as text; if it is empty, nothing is printed.
-            exact: the text is for another program, so unusual characters are not escaped.
+            result: the result, a dataclass.
+            text: the result as text; if empty, nothing is printed in text mode.
+            exact: whether the text is for another program, so that unusual characters are not escaped.
         """
         if self.mode == OutputMode.JSON:
             self.document(result)
@@ -182,17 +223,26 @@ class Output:
         failure = getattr(result, "error", None)
         if not isinstance(failure, Failure):
             return 0
-        _write(sys.stderr, legible(str(failure), keep="\n") + "\n")
+        self._write_error(failure.code, str(failure))
         return failure.exit_code
 
     def fail(self, error: LoraRocmError) -> None:
-        """Print the error with which the command ends. No second document is printed."""
-        _write(sys.stderr, legible(str(error), keep="\n") + "\n")
+        """Print the error with which the command ends.
+
+        In JSON mode, also print it as the document if there is none yet.
+        """
+        self._write_error(error.code, str(error))
         if self.mode == OutputMode.JSON and not self._has_document:
             self.document(Failed(Failure.of(error)))
 
+    def _write_error(self, code: str, text: str) -> None:
+        if self.verbose:
+            text += f"\n  code:  {code}"
+        text = legible(text, keep="\n")
+        _write(sys.stderr, (coloured_error(text) if wants_colour(sys.stderr) else text) + "\n")
+
     def document(self, value: Any) -> None:
-        """Print a value as the one JSON document. ASCII only: Windows PowerShell garbles other characters in a pipe."""
+        """Print a value as the JSON document, in ASCII: Windows PowerShell garbles other characters in a pipe."""
         self._has_document = True
         _write(sys.stdout, json.dumps(json_value(value), indent=None if self._follows else 1) + "\n")
 

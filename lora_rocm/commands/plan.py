@@ -1,4 +1,4 @@
-"""``lora-rocm plan``: predict memory and time of each memory plan of a recipe, without loading anything."""
+"""``lora-rocm plan``: predict memory and time of a recipe with each memory plan, without loading the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lora_rocm.hardware.memory_budget import (
 )
 from lora_rocm.planning.format_errors import loss_text, weights_text, whole_text
 from lora_rocm.planning.step_plan import CONTEXT_BYTES, MODES, Footprint, Plan, Rates, SampleCost, choose, table
-from lora_rocm.planning.step_requirements import ADAPTER, does_not_fit, job_of, plan_text
+from lora_rocm.planning.step_requirements import ADAPTER, RecipeJob, does_not_fit, job_of, plan_text
 from lora_rocm.processes.jobs import Counted, CountedGpu, PlanJob, QuantisedEncoder
 from lora_rocm.processes.tool import ask
 from lora_rocm.recipe.load import load_recipe
@@ -44,7 +44,7 @@ COUNTED = ("shape", "weight_bytes", *ADAPTER, "optimizer_bytes", "work")
 CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(?:G|GB|GiB)?", re.IGNORECASE)
 LARGEST_CARD_GIB = 4096
 PRECISION_ERROR = {"fp16": 0.002, "bf16": 0.018}
-"""Relative difference of a LoRA's gradients from those in float32 (``benchmarks/precision_error.py``)."""
+"""Relative error of a LoRA's gradients by number format, against float32 (``benchmarks/precision_error.py``)."""
 FITS_FP16: dict[Fp16, str] = {
     "whole": "its activations fit fp16",
     "products": "products in fp16, the residual stream between them in float32: its sums exceed the range of fp16",
@@ -57,10 +57,10 @@ class AvailableMemory:
     """Memory available for tensors.
 
     Attributes:
-        num_bytes: null if there is no limit to compare with.
-        why: how it was counted, as text.
-        shared: this is main memory; offloading weights then saves nothing.
-        parts: the amounts that were counted, in bytes; negative if subtracted.
+        num_bytes: amount in bytes, or null if there is no limit to compare with.
+        why: how the amount was computed, as text.
+        shared: whether this is main memory, so that offloading weights saves nothing.
+        parts: the amounts that add up to it, in bytes; a negative amount is subtracted.
     """
 
     num_bytes: int | None
@@ -75,13 +75,13 @@ class CountedFootprint:
 
     Attributes:
         blocks: number of repeated blocks.
-        shape: of these samples.
-        weight_bytes: frozen weights.
-        adapter_bytes: trained weights, gradients, moments and average.
-        gradient_bytes: the buffer that accumulates gradients.
-        landing_bytes: the staging buffer of the gradients.
-        optimizer_bytes: the optimizer's state, a part of ``adapter_bytes``.
-        work: of one sample.
+        shape: shape of the largest samples.
+        weight_bytes: memory of the frozen weights.
+        adapter_bytes: memory of the trained weights, their gradients, moments and average.
+        gradient_bytes: memory of the buffer that accumulates gradients.
+        landing_bytes: memory of the staging buffer for gradients.
+        optimizer_bytes: memory of the optimizer's state, which is part of ``adapter_bytes``.
+        work: work of one sample.
     """
 
     blocks: int
@@ -99,27 +99,27 @@ class PlanResult:
     """Result of ``lora-rocm plan``.
 
     Attributes:
-        recipe: its name.
+        recipe: name of the recipe.
         model: path or name of the model.
-        batch_size: samples of a micro-batch.
-        gradient_accumulation_steps: micro-batches of a step.
-        rank: of the adapter.
-        optimizer: its name.
+        batch_size: samples per micro-batch.
+        gradient_accumulation_steps: micro-batches per step.
+        rank: rank of the adapter.
+        optimizer: name of the optimizer.
         memory: ``runtime.memory``.
         gradient_checkpointing: ``train.gradient_checkpointing``.
         max_train_steps: ``train.max_train_steps``.
-        precision: number format of the computation; no is float32.
+        precision: number format of the computation; "no" is float32.
         footprint: memory and work at the largest samples.
         room: memory available for tensors.
-        plans: for each number of parts and each mode, the fastest plan that fits, else the smallest one.
-        chosen: the plan that training would use; null: none fits.
-        seconds_are_known: the times are for this machine's GPU; else only their ratios are meaningful.
-        attention: the backend of attention.
+        plans: for each mode and number of parts, the fastest plan that fits, or else the smallest plan.
+        chosen: the plan that training would use, or null if none fits.
+        seconds_are_known: whether the times are for this machine's GPU. If not, only their ratios are meaningful.
+        attention: backend of attention.
         encoders: the quantised text encoders.
-        model_is_here: the model was found on this machine; else it is counted by its published configuration.
+        model_is_here: whether the model is on this machine. If not, its published configuration is used.
         notes: consequences of the recipe.
-        remarks: about number formats, texts and encoders.
-        error: the reason why no plan fits; null: one does, or there is no limit to compare with.
+        remarks: remarks about number formats, texts and encoders.
+        error: why no plan fits, or null if one fits or there is no limit to compare with.
     """
 
     recipe: str
@@ -148,35 +148,28 @@ class PlanResult:
 def plan(
     recipe_path: str, overrides: Sequence[str] = (), *, card: str | None = None, registry: FamilyRegistry = PRODUCT
 ) -> PlanResult:
-    """Estimate memory and time of each memory plan, and choose as training would.
+    """Estimate memory and time of each memory plan, and choose one as training would.
 
     Args:
-        recipe_path: the recipe; its model is not downloaded, and its images are not read.
-        overrides: ``section.key=value``.
-        card: memory of a card, as "24GB"; None: this machine's GPU.
-        registry: the available model families.
+        recipe_path: path or name of the recipe. Its model is not downloaded, and its images are not read.
+        overrides: ``section.key=value`` settings.
+        card: memory of a GPU such as "24GB", or None for this machine's GPU.
+        registry: the available families.
 
     Raises:
-        LoraRocmError: recipe or model are wrong. If no plan fits, the result has an ``error`` instead.
+        LoraRocmError: recipe or model are wrong. If no plan fits, the result has an ``error`` and nothing is raised.
     """
     # Count the model and the available memory
     loaded = load_recipe(recipe_path, overrides, registry)
     recipe = loaded.recipe
-    total = None if card is None else card_bytes(card)
-    situation = situation_here(recipe)
-    counted = _counted(recipe, situation, card is not None)
-    footprint, gpu = Footprint.from_json(counted.footprint), counted.gpu
-    room = _room_of_card(total) if total is not None else _room_here(situation, gpu)
-    rates = gpu.rates if gpu is not None and total is None else Rates()
+    found = estimate(recipe, card)
+    counted, footprint, room, rates, job = found.counted, found.footprint, found.room, found.rates, found.job
     # Choose a plan
-    on_gpu = total is not None or gpu is not None
-    settings = environment_plan(situation).settings
-    job = job_of(recipe, settings, on_gpu=on_gpu, can_offload=not room.shared)
     chosen = choose(room.num_bytes, footprint, job, rates)
     rows = table(room.num_bytes, footprint, replace(job, modes=MODES if not room.shared else MODES[:-1]), rates)
     unfit = chosen is None and room.num_bytes is not None
     encoders = tuple(counted.encoders)
-    gpu_here = situation.gpu if total is None else None
+    gpu_here = found.situation.gpu if card is None else None
     return PlanResult(
         loaded.name,
         recipe.model.name_or_path,
@@ -193,7 +186,7 @@ def plan(
         tuple(rows),
         chosen,
         rates.known,
-        attention_text(situation),
+        attention_text(found.situation),
         encoders,
         counted.model_is_here,
         tuple(_notes(recipe, footprint)),
@@ -202,8 +195,51 @@ def plan(
     )
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """Memory, rates and requirements of a recipe, for a choice among its plans.
+
+    Attributes:
+        counted: the model's memory and work, as counted by the child process.
+        footprint: the footprint in ``counted``.
+        room: memory available for tensors.
+        rates: rates of this machine's GPU, or usual rates.
+        job: requirements of the recipe.
+        situation: facts about this machine.
+    """
+
+    counted: Counted
+    footprint: Footprint
+    room: AvailableMemory
+    rates: Rates
+    job: RecipeJob
+    situation: Situation
+
+
+def estimate(recipe: Recipe, card: str | None = None) -> Estimate:
+    """Count the memory of a recipe in a child process, and find the available memory.
+
+    Args:
+        recipe: the recipe.
+        card: memory of a GPU such as "24GB", or None for this machine's GPU.
+
+    Raises:
+        LoraRocmError: the model is wrong, or ``card`` is not an amount of memory.
+    """
+    total = None if card is None else card_bytes(card)
+    situation = situation_here(recipe)
+    counted = _counted(recipe, situation, card is not None)
+    footprint, gpu = Footprint.from_json(counted.footprint), counted.gpu
+    room = _room_of_card(total) if total is not None else _room_here(situation, gpu)
+    rates = gpu.rates if gpu is not None and total is None else Rates()
+    on_gpu = total is not None or gpu is not None
+    settings = environment_plan(situation).settings
+    job = job_of(recipe, settings, on_gpu=on_gpu, can_offload=not room.shared)
+    return Estimate(counted, footprint, room, rates, job, situation)
+
+
 def card_bytes(text: str) -> int:
-    """Return the bytes of "24GB"; a card's GB are GiB.
+    """Return an amount of GPU memory such as "24GB" in bytes. For GPUs, GB means GiB.
 
     Raises:
         UserError: the text is not an amount of memory.
@@ -224,30 +260,30 @@ def _counted(recipe: Recipe, situation: Situation, for_card: bool) -> Counted:
 
 
 def _room_of_card(total_bytes: int) -> AvailableMemory:
-    """The memory that a card of this size would have for tensors, with a desktop on it."""
+    """Return the memory for tensors on a GPU of this size that also shows a desktop."""
     card, desktop = BudgetItem(OF_CARD, total_bytes), BudgetItem(DESKTOP, -desktop_bytes(total_bytes))
     found = card_budget(card, desktop, memory_table().reserves, is_linux=True, shows=True)
     return AvailableMemory(found.total_bytes, parts_text(found.parts), parts=found.parts)
 
 
 def _room_here(situation: Situation, gpu: CountedGpu | None) -> AvailableMemory:
-    """Return the worker's memory; if torch sees no GPU, estimate it from the system's information."""
+    """Return the memory that the worker would have. If torch sees no GPU, estimate it from the system's information."""
     known = budget_of(situation.facts, situation.gpu)
     if gpu is not None:
         parts = _parts_of(known, gpu.budget_bytes)
         counted = f": {parts_text(parts)}" if parts else ""
         return AvailableMemory(gpu.budget_bytes, f"{gpu.name}, as training sees it{counted}", gpu.integrated, parts)
     if known is None or situation.gpu is None:
-        return AvailableMemory(None, "no GPU is seen here; --card 24GB shows whether the recipe fits a card")
+        return AvailableMemory(None, "there is no usable GPU here; --card 24GB shows whether the recipe fits a card")
     if not known.capped:  # the runtime's own memory is not subtracted yet
         return AvailableMemory(max(0, known.total_bytes - CONTEXT_BYTES), known.why)
     return AvailableMemory(known.total_bytes, parts_text(known.parts), bool(situation.gpu.integrated), known.parts)
 
 
 def _parts_of(known: MemoryBudget | None, budget_bytes: int) -> tuple[BudgetItem, ...]:
-    """The parts of a card's memory that lead to the budget measured by the worker's code; () if they are unknown.
+    """Return the amounts from which the memory budget measured by the worker is derived; empty if they are unknown.
 
-    Memory that is neither for libraries nor kept free is in use by other programs.
+    Memory that remains after the budget, the libraries and the reserve is counted as used by other programs.
     """
     if known is None or not known.library_bytes:
         return known.parts if known is not None and known.capped else ()
@@ -258,7 +294,7 @@ def _parts_of(known: MemoryBudget | None, budget_bytes: int) -> tuple[BudgetItem
 
 
 def _notes(recipe: Recipe, footprint: Footprint) -> Iterator[str]:
-    """Notes about the consequences of the recipe, as text."""
+    """Yield sentences about the consequences of the recipe."""
     for source in {source.index: source for source in recipe.data.resolved_sources()}.values():
         if source.class_prompt is not None:
             yield f"before training: {source.num_class_images} {source.name}, unless they are in the cache"
@@ -321,7 +357,7 @@ def _lines(result: PlanResult) -> Iterator[str]:
 
 
 def _remarks(recipe: Recipe, precision: str, gpu: Gpu | None, encoders: Sequence[QuantisedEncoder]) -> Iterator[str]:
-    """Remarks about the number format, texts and text encoders."""
+    """Yield remarks about the number format, texts and text encoders."""
     if precision in PRECISION_ERROR:
         arch = arch_of(gpu.gfx) if gpu is not None else None
         emulates = arch is not None and not arch.bf16
@@ -333,7 +369,7 @@ def _remarks(recipe: Recipe, precision: str, gpu: Gpu | None, encoders: Sequence
         share = 100 * PRECISION_ERROR[precision]
         yield f"{precision} changes the gradients by up to about {share:.1f} % of their size"
     elif recipe.train.mixed_precision == "auto":
-        yield "train.mixed_precision: auto is no (float32): this machine would train on the CPU"
+        yield "train.mixed_precision: auto means no (float32), because this machine would train on the CPU"
     if recipe.spec.trains_on_texts:
         of_full = "rows are full" if recipe.data.packing else "rows may be shorter"
         yield f"the texts were not read: data.max_length is counted, and {of_full}; lora-rocm check counts tokens"

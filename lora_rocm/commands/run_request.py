@@ -1,4 +1,4 @@
-"""The request for a training run. The command line makes this value; a page or a program makes the same one."""
+"""The request for a training run. The command line, a web page or another program creates it."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.foundation.terminal_text import quoted
+from lora_rocm.recipe.standard_input import STANDARD_INPUT
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.resume import owner_of
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A training run as it is asked for.
+    """A request for a training run.
 
     Attributes:
-        recipe_path: a file, or the name of a recipe that ships.
-        overrides: ``section.key=value``.
-        run_dir: its directory; None: a new one in ``output.dir``.
-        resume: "latest", a run or a checkpoint to go on from; None: a new run.
-        accept_changes: go on although recipe or data have changed.
-        supervised: restart a worker that fails or hangs. A process of ``torchrun`` is never supervised.
-        gpus: number of GPUs that train together; None: one, or the number given by ``torchrun``.
-        registry: the available model families.
-        worker: see ``worker.worker_command``; it must know the same families.
+        recipe_path: path of a recipe, or name of a shipped one.
+        overrides: ``section.key=value`` settings.
+        run_dir: run directory, or None for a new one in ``output.dir``.
+        resume: "latest", a run or a checkpoint to continue from, or None for a new run.
+        accept_changes: whether to continue although recipe or data have changed.
+        supervised: whether to restart a worker that fails or hangs. Processes of ``torchrun`` are never supervised.
+        gpus: number of GPUs that train together, or None for one GPU or the number that ``torchrun`` sets.
+        registry: the available families.
+        worker: the worker's module (see ``worker.worker_command``), which must know the same families.
     """
 
     recipe_path: str
@@ -37,11 +40,48 @@ class RunRequest:
     registry: FamilyRegistry = PRODUCT
     worker: str | None = None
 
+    @classmethod
+    def continuing(
+        cls,
+        source: Path,
+        overrides: Sequence[str] = (),
+        *,
+        accept_changes: bool = False,
+        supervised: bool = True,
+        gpus: int | None = None,
+    ) -> RunRequest:
+        """Return the request that continues a run with its own recipe.
+
+        Args:
+            source: the run directory, or a checkpoint in it.
+            overrides: ``section.key=value`` settings.
+            accept_changes: whether to continue although recipe or data have changed.
+            supervised: whether to restart a worker that fails or hangs.
+            gpus: number of GPUs that train together, or None.
+
+        Raises:
+            UserError: there is no run at ``source``, or its recipe is missing.
+        """
+        run = owner_of(source.absolute())
+        if not run.recipe.is_file():
+            fix = "Copy the recipe of the run to this path, or continue it with lora-rocm train RECIPE --run-dir."
+            raise UserError("run-without-recipe", "The recipe of this run is missing.", where=str(run.recipe), fix=fix)
+        return cls(
+            str(run.recipe),
+            overrides,
+            run_dir=run.path,
+            resume=str(source),
+            accept_changes=accept_changes,
+            supervised=supervised,
+            gpus=gpus,
+        )
+
     def resume_command(self, run: RunDir) -> str:
-        """Return the exact command that resumes a run of this request, quoted for the shell of this system."""
-        words = ["lora-rocm", "train", self.recipe_path]
-        for override in self.overrides:
+        """Return the command that resumes a run of this request, quoted for this system's shell."""
+        uses_own = self.recipe_path in (STANDARD_INPUT, str(run.recipe))
+        words = ["lora-rocm", "resume", str(run.path)] if uses_own else ["lora-rocm", "train", self.recipe_path]
+        for override in () if self.recipe_path == STANDARD_INPUT else self.overrides:  # they are in the run's recipe
             words += ["--set", override]
-        words += ["--run-dir", str(run.path), "--resume", "latest"]
+        words += [] if uses_own else ["--run-dir", str(run.path), "--resume", "latest"]
         words += ["--gpus", str(self.gpus)] if self.gpus else []
         return quoted(words + (["--accept-changes"] if self.accept_changes else []))

@@ -1,18 +1,25 @@
-"""The runs in a folder, as a list."""
+"""List the runs in a folder."""
 
 from __future__ import annotations
 
+import fnmatch
+import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.errors import LoraRocmError, UserError
-from lora_rocm.foundation.units import number_text
+from lora_rocm.foundation.units import number_text, size_text
 from lora_rocm.report.figures import Figures
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.newest import is_run, written_s
+from lora_rocm.rundir.recipe_family import family_in
 from lora_rocm.rundir.run_view import RunView
 
 DAY = "%Y-%m-%d %H:%M"
+LAST_STEPS = 400
+"""Number of steps that are read of each run. Older ones have a weight of 5e-6 in the smoothed loss."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +27,17 @@ class ListedRun:
     """One run.
 
     Attributes:
-        name: of its directory.
-        path: its directory.
-        state: as in `status`, or unreadable.
-        updates: the current step; null: unknown.
-        max_train_steps: total number of steps; null: unknown.
-        loss: smoothed; null: unknown.
-        last_event_s: time of the last event, in seconds since the epoch; null: there is none.
-        problem: the reason why it failed or cannot be read; null: neither.
+        name: name of the run directory.
+        path: the run directory.
+        state: state as in `status`, or unreadable.
+        updates: current step, or null if unknown.
+        max_train_steps: total number of steps, or null if unknown.
+        loss: smoothed loss, or null if unknown.
+        last_event_s: time of the last event in seconds since the epoch, or null if there is none.
+        problem: why the run failed or cannot be read, or null.
+        family: model family of its recipe, or null if unknown.
+        last_loss: loss of the last step, or null if unknown.
+        disk_bytes: size of all its files.
     """
 
     name: str
@@ -38,6 +48,9 @@ class ListedRun:
     loss: float | None = None
     last_event_s: float | None = None
     problem: str | None = None
+    family: str | None = None
+    last_loss: float | None = None
+    disk_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,58 +58,108 @@ class RunsResult:
     """The runs in a folder.
 
     Attributes:
-        runs: the one with the newest event last.
+        runs: the runs, the one with the newest event last.
     """
 
     runs: tuple[ListedRun, ...]
 
 
-def runs(folder: Path) -> RunsResult:
-    """Return the runs in a folder, or the folder itself if it is a run.
+@dataclass(frozen=True)
+class RunFilter:
+    """The runs that a user wants to see.
+
+    Attributes:
+        states: states of runs; empty for all.
+        families: model families; empty for all.
+        name: pattern of names with * and ?, or None for all.
+        last: number of runs, the newest ones, or None for all.
+    """
+
+    states: tuple[str, ...] = ()
+    families: tuple[str, ...] = ()
+    name: str | None = None
+    last: int | None = None
+
+
+def runs(folder: Path, wanted: RunFilter | None = None) -> RunsResult:
+    """Return the runs in a folder. If the folder is itself a run, return only that one.
+
+    Args:
+        folder: a folder with runs, or a run directory.
+        wanted: the runs to return, or None for all.
 
     Raises:
         UserError: there is no such folder.
     """
+    wanted = wanted or RunFilter()
     if not folder.is_dir():
         fix = "Give the folder that runs are written to (output.dir of the recipe)."
         raise UserError("no-folder", "There is no such folder.", where=str(folder), fix=fix)
     places = [folder] if RunDir(folder.absolute()).holds_run() else sorted(folder.iterdir())
-    found = [_run(run_dir) for run_dir in (RunDir(place.absolute()) for place in places) if _is_run(run_dir)]
-    return RunsResult(tuple(sorted(found, key=lambda run: run.last_event_s or 0.0)))
+    # names, families and times are read quickly
+    named = (RunDir(place.absolute()) for place in places if fnmatch.fnmatch(place.name, wanted.name or "*"))
+    families = {run_dir: family_in(run_dir.recipe) for run_dir in named if is_run(run_dir.path)}
+    chosen = [each for each, family in families.items() if not wanted.families or family in wanted.families]
+    if wanted.last is not None and not wanted.states:
+        chosen = sorted(chosen, key=written_s)[-wanted.last :]
+    # read their events
+    found = [_run(run_dir, families[run_dir]) for run_dir in chosen]
+    found = [run for run in found if not wanted.states or run.state in wanted.states]
+    found.sort(key=lambda run: run.last_event_s or 0.0)
+    return RunsResult(tuple(found[-wanted.last :] if wanted.last is not None else found))
 
 
-def _is_run(run_dir: RunDir) -> bool:
+def _run(run_dir: RunDir, family: str | None) -> ListedRun:
+    path, disk_bytes = run_dir.path, _bytes_in(run_dir.path)
     try:
-        return run_dir.path.is_dir() and run_dir.holds_run()
-    except OSError:  # no permission to open the folder
-        return False
-
-
-def _run(run_dir: RunDir) -> ListedRun:
-    try:
-        view = RunView.of(run_dir)
+        view = RunView.of(run_dir, last_steps=LAST_STEPS)
     except LoraRocmError as error:  # the other runs are still listed
-        return ListedRun(run_dir.path.name, run_dir.path, "unreadable", problem=error.what)
+        return ListedRun(path.name, path, "unreadable", problem=error.what, family=family, disk_bytes=disk_bytes)
+    losses = view.steps.real["loss"]
     return ListedRun(
-        run_dir.path.name,
-        run_dir.path,
+        path.name,
+        path,
         view.state,
         view.updates,
         view.max_train_steps,
         Figures.of(view).loss.value,
         view.latest_s,
         view.problem.what if view.problem is not None and not view.is_running else None,
+        family,
+        losses[-1] if losses else None,
+        disk_bytes,
     )
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return the size of all files in a folder; links are not followed, and unreadable files count as 0."""
+    total, waiting = 0, [os.fspath(folder)]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    elif entry.is_file(follow_symlinks=False):
+                        total += entry.stat(follow_symlinks=False).st_size
+        except OSError:  # removed meanwhile, or no permission
+            continue
+    return total
 
 
 def render(result: RunsResult) -> str:
     """Return the list as a table."""
-    rows = [("name", "state", "step", "loss", "last event")]
+    rows = [("name", "family", "state", "step", "loss", "last loss", "disk", "last event")]
     for run in result.runs:
         of = "" if run.max_train_steps is None else f" of {run.max_train_steps}"
         step = "-" if run.updates is None else f"{run.updates}{of}"
         when = "-" if run.last_event_s is None else time.strftime(DAY, time.localtime(run.last_event_s))
-        rows.append((run.name, run.state, step, number_text(run.loss), when))
+        losses = (number_text(run.loss), number_text(run.last_loss))
+        rows.append((run.name, run.family or "-", run.state, step, *losses, size_text(run.disk_bytes), when))
+    return _table(rows) if result.runs else "There are no runs here."
+
+
+def _table(rows: Iterable[tuple[str, ...]]) -> str:
+    rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join(lines) if result.runs else "There are no runs here."
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

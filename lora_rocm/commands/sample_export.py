@@ -1,4 +1,4 @@
-"""The commands that need the model but do not train: each writes a job file and starts a child process."""
+"""Commands that need the model but do not train. Each writes a job file and starts a child process."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from lora_rocm.supervisor.resume import holds_run, open_recipe
 
 FOLDER_FORMS = ("peft", MERGED)
 GGUF_SUFFIX, SAFETENSORS_SUFFIXES = ".gguf", (".safetensors", ".sft")
-"""Endings of single files, the usual one first."""
+"""File name endings of single-file formats; the usual ending of each comes first."""
 SCRIPT, LLAMA_CPP = "convert_lora_to_gguf.py", "LLAMA_CPP"
 LORA_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".bin", ".pt", ".pth")  # the reader refuses pickles with a reason
 RESULTS = {"sample": "drawn", "export": "export", "compare": "compared"}
-"""The event with which each tool reports its results."""
+"""Type of the event with which each tool reports its result."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SampleResult:
     """Result of ``lora-rocm sample``.
 
     Attributes:
-        images: the files; of a language model the answers.
+        images: the written files: images, or the answers of a language model.
     """
 
     images: tuple[Path, ...]
@@ -56,13 +56,13 @@ class ExportResult:
     """Result of ``lora-rocm export``.
 
     Attributes:
-        format: of the file.
-        path: the file or folder.
-        max_difference: the largest difference of its effect after loading it back; null: not compared.
+        format: format of the file.
+        path: the written file or folder.
+        max_difference: largest difference in effect after loading the file back, or null if it was not compared.
         can_read: programs that read it.
         cannot_read: programs that do not read it, or not exactly, with the reasons.
-        updates: its step.
-        checkpoint: digest of its checkpoint.
+        updates: step of the exported checkpoint.
+        checkpoint: digest of the exported checkpoint.
     """
 
     format: str
@@ -99,10 +99,20 @@ def sample(
     notify: Notify = unheard,
     **options: Any,
 ) -> SampleResult:
-    """Draw images. ``options`` are fields of ``SampleJob``; ``notify`` gets notices.
+    """Generate images with a LoRA.
+
+    Args:
+        source: a run, a LoRA file or a PEFT folder.
+        output: folder for the images, or None for the default folder.
+        base: path or name of the base model, or None for the run's base.
+        config: folder with the configs of a single-file base, or None.
+        family: family of the base, or None.
+        registry: the available families.
+        notify: receives notices.
+        options: other fields of ``SampleJob``.
 
     Raises:
-        LoraRocmError: any error of the child process.
+        LoraRocmError: an argument is wrong, or the child process failed.
     """
     # check the arguments before the slow start of the child process
     source = _existing(source)
@@ -114,7 +124,7 @@ def sample(
     if output is None:
         output = Path("samples") if source.is_file() or peft_folders(source) else RunDir(source).asked
     elif not output.is_dir() and os.path.lexists(output):
-        what = "There is a file at the path of the folder for the images."
+        what = "The folder for the images cannot be created, because a file has this name."
         raise UserError("output-no-folder", what, where=f"--output {output}", fix="Give the name of a folder.")
     # draw in a child process
     job = SampleJob(
@@ -137,10 +147,10 @@ def sample(
 
 
 def _inputs_of(named: Mapping[str, Path | None]) -> dict[str, Path]:
-    """The input images of the previews, as absolute paths by name.
+    """Check the input images of a preview and return their absolute paths by name.
 
     Raises:
-        UserError: a file is missing or cannot be used, or a mask has no image.
+        UserError: a file is missing or not usable, or there is a mask without an image.
     """
     where = {name: f"--{name.replace('_', '-')} {path}" for name, path in named.items()}
     for name, path in named.items():
@@ -160,12 +170,19 @@ def _check_options(options: dict[str, Any], unused_config: Path | None) -> None:
     for name in ("prompt", "negative_prompt"):
         require_image_prompt(f"--{name.replace('_', '-')}", options.get(name, ""))
     if unused_config is not None:
-        what, fix = "--config belongs to a single-file model given by --base.", "Also give --base, or remove --config."
+        what, fix = (
+            "--config has no effect without a single-file model in --base.",
+            "Also give --base, or remove --config.",
+        )
         raise UserError("config-unused", what, where=f"--config {unused_config}", fix=fix)
 
 
 def require_text(option: str, prompt: str) -> None:
-    """Refuse a prompt with bytes that are not text.
+    """Check that a prompt is valid text.
+
+    Args:
+        option: the command-line option, for the error.
+        prompt: the prompt.
 
     Raises:
         UserError: prompt-not-text.
@@ -178,7 +195,7 @@ def require_text(option: str, prompt: str) -> None:
 
 
 def require_image_prompt(option: str, prompt: str) -> None:
-    """Call ``require_text``; also refuse a prompt with options after it, which would be drawn as words.
+    """Check that a prompt is valid text without kohya's options, which would be read as part of the prompt.
 
     Raises:
         UserError: prompt-not-text, prompt-options.
@@ -210,18 +227,18 @@ def export(
 
     Args:
         source: the run directory.
-        file_format: the format.
-        output: file or folder to write; None: in the run.
-        dtype: of the weights; None: as in the recipe.
-        converter: llama.cpp's script or folder, for the gguf format; None: as ``_converter`` finds it.
-        step: of the checkpoint; None: the newest.
-        registry: the model families.
-        notify: gets notices.
+        file_format: the format to write.
+        output: file or folder to write, or None for the default place in the run.
+        dtype: dtype of the weights, or None for the recipe's.
+        converter: llama.cpp's script or folder for the gguf format, or None to search as ``_converter`` does.
+        step: step of the checkpoint to export, or None for the newest.
+        registry: the available families.
+        notify: receives notices.
 
     Raises:
-        AdapterError: ``export-form``: no program reads such an adapter in this format.
+        AdapterError: no program reads such an adapter in this format (``export-form``).
         UserError: ``output`` is of the wrong kind, an option does not apply, or the run cannot be exported.
-        LoraRocmError: any error of the child process.
+        LoraRocmError: the child process failed.
     """
     # check the format and the place of the output
     run_dir, recipe = open_recipe(source, registry)
@@ -231,17 +248,19 @@ def export(
     if output is not None and (output.is_file() if file_format in FOLDER_FORMS else output.is_dir()):
         is_now, wanted = ("file", "folder") if file_format in FOLDER_FORMS else ("folder", "file")
         what = f"There is a {is_now} at this path, but the format {file_format} writes a {wanted}."
-        raise UserError("output-kind", what, where=f"--output {output}", fix=f"Move it away, or name a {wanted}.")
+        raise UserError(
+            "output-kind", what, where=f"--output {output}", fix=f"Move it away, or give the name of a {wanted}."
+        )
     if output is not None:
         _require_suffix(output, file_format)
     if file_format not in FOLDER_FORMS:
         require_place(output, "--output")
     # check options that apply only to some formats
     if file_format == MERGED and dtype is not None:
-        what = "Merged weights have the dtype of the base."
+        what = "--dtype has no effect, because merged weights have the dtype of the base."
         raise UserError("dtype-unused", what, where=f"--dtype {dtype}", fix="Remove this option.")
     if file_format != GGUF and converter is not None:
-        what = f"The format {file_format} is written without a converter."
+        what = f"--converter has no effect, because the format {file_format} needs no converter."
         raise UserError("converter-unused", what, where=f"--converter {converter}", fix="Remove this option.")
     script = _converter(converter) if file_format == GGUF else None
     # choose the checkpoint
@@ -256,13 +275,15 @@ def export(
     # export in a child process
     place = output or run_dir.export_of(file_format)
     if file_format == MERGED and place.is_dir() and any(place.iterdir()):
-        what = "There are files in the folder for the merged model."
-        raise UserError("output-not-empty", what, where=str(place), fix="Remove it, or name another: --output FOLDER.")
+        what = "The folder for the merged model is not empty."
+        raise UserError(
+            "output-not-empty", what, where=str(place), fix="Remove the folder, or name another: --output FOLDER."
+        )
     return _export(run_dir, file_format, notify, output=output, dtype=dtype, updates=step, converter=script)
 
 
 def _require_suffix(output: Path, file_format: str) -> None:
-    """Refuse a file name with an ending that other programs would not recognise, and a file name for a folder.
+    """Check that the name of the output fits the format: an ending that other programs recognise, or a folder's name.
 
     Raises:
         UserError: output-suffix.
@@ -274,7 +295,7 @@ def _require_suffix(output: Path, file_format: str) -> None:
         fits, what = not names_file, f"The format {file_format} writes a folder, but this is the name of a file."
     else:
         wanted = (GGUF_SUFFIX,) if file_format == GGUF else SAFETENSORS_SUFFIXES
-        fits, what = suffix in wanted, f"The name of a {file_format} file ends in {wanted[0]}."
+        fits, what = suffix in wanted, f"The name of a {file_format} file has to end in {wanted[0]}."
         name += wanted[0]
     if not fits:
         fix = f"Give --output {output.with_name(name)}."
@@ -282,7 +303,7 @@ def _require_suffix(output: Path, file_format: str) -> None:
 
 
 def _converter(asked: Path | None) -> Path:
-    """llama.cpp's ``convert_lora_to_gguf.py``: the given one, else from the variable ``LLAMA_CPP``, else from PATH.
+    """Return the path of llama.cpp's ``convert_lora_to_gguf.py``: as given, from ``LLAMA_CPP``, or from PATH.
 
     Raises:
         UserError: gguf-converter-missing.
@@ -302,17 +323,17 @@ def _converter(asked: Path | None) -> Path:
 
 
 def _in_path(name: str) -> Path | None:
-    """A file of this name in a folder of PATH. Neither an executable bit nor Windows' PATHEXT is required."""
+    """Return the file with this name in a folder of PATH, or None. It need not be executable."""
     folders = [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if os.path.isabs(folder)]
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
 def make_again(run_dir: RunDir, recipe: Recipe, notify: Notify) -> bool:
-    """Rewrite missing or damaged result files of a finished run; return False if all files were intact.
+    """Rewrite missing or damaged result files of a finished run. Return False if all files were intact.
 
     Raises:
         StorageError: the last checkpoint is also missing or damaged.
-        LoraRocmError: any error of the child process.
+        LoraRocmError: the child process failed.
     """
     for fault in results.wrong_checkpoint_loras(run_dir):
         notify(f"{fault} Do not use it.")
@@ -374,11 +395,16 @@ def _existing(source: Path) -> Path:
 
 
 def run_model_tool(job: SampleJob | ExportJob | CompareJob, listen: OnEvent, notify: Notify) -> None:
-    """Run a job in the heavy child; ``listen`` gets every event, ``notify`` the notices.
+    """Run a job in the child process that loads the model.
+
+    Args:
+        job: the job.
+        listen: receives every event.
+        notify: receives the notices.
 
     Raises:
-        MachineError: it ended without a result.
-        LoraRocmError: any error of the child process.
+        MachineError: the child process ended without a result.
+        LoraRocmError: the child process failed.
     """
     heard: set[str] = set()
 

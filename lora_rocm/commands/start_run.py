@@ -1,6 +1,6 @@
-"""A training run in the parent process: check the recipe, train in a child process, write the report.
+"""A training run as seen by the parent process: check the recipe, train in a child process, write the report.
 
-``prepare_run`` checks; ``PreparedRun.train`` trains in the calling thread, as ``lora-rocm train`` does; ``start_run``
+``prepare_run`` checks. ``PreparedRun.train`` trains in the calling thread, as ``lora-rocm train`` does. ``start_run``
 does both in a new thread, for programs that follow several runs.
 """
 
@@ -59,20 +59,20 @@ Outcome = Literal["done", "stopped", "complete", "ended"]
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a run that did not end with an error.
+    """Result of a run that ended without an error.
 
     Attributes:
-        run_dir: its directory.
-        outcome: done; stopped, on request; complete, before it was started; ended, with another exit code of its
-            worker, or as one of several processes of ``torchrun``.
-        exit_code: of the command.
-        files: the LoRA files of a finished run.
-        remarks: about files of an earlier step.
-        stopped_by: how it was stopped, if its worker did not stop by itself.
-        again: the command that continues it.
-        talk: the command to chat with its model; empty for an image model.
-        report: the report; null: none was written.
-        report_fault: the reason why it could not be written.
+        run_dir: the run directory.
+        outcome: done; stopped by the user; complete, if nothing was left to train; or ended. It is ended if the worker
+            had another exit code, or was one of several processes of ``torchrun``.
+        exit_code: exit code of the command.
+        files: LoRA files of a finished run.
+        remarks: sentences about files of an earlier step.
+        stopped_by: how the run was stopped, if the worker did not stop by itself.
+        again: command that continues the run.
+        talk: command to chat with its model; empty for an image model.
+        report: the report, or null if none was written.
+        report_fault: why the report could not be written; empty if it was.
     """
 
     run_dir: Path
@@ -101,19 +101,21 @@ def render(result: RunResult) -> str:
         lines.append(f"Report: {result.report}")
     if result.report_fault:
         later = quoted([str(result.run_dir)])
-        lines.append(f"The report could not be written; later: lora-rocm report {later}\n{result.report_fault}")
+        lines.append(
+            f"The report could not be written. To write it later: lora-rocm report {later}\n{result.report_fault}"
+        )
     return "\n".join(lines)
 
 
 def prepare_run(request: RunRequest, notify: Notify = unheard) -> PreparedRun:
-    """Read the recipe and the machine, and refuse what cannot run, before any file is made.
+    """Read the recipe and examine the machine. A run that cannot work is refused before any file is created.
 
     Args:
-        request: the run.
-        notify: gets notices.
+        request: the request for a run.
+        notify: receives notices.
 
     Raises:
-        LoraRocmError: any error, with a message for the user.
+        LoraRocmError: the run is refused, with a message for the user.
     """
     loaded = load_recipe(request.recipe_path, request.overrides, request.registry)
     for notice in loaded.notices:
@@ -121,7 +123,7 @@ def prepare_run(request: RunRequest, notify: Notify = unheard) -> PreparedRun:
     chosen = choose(loaded, request.run_dir, request.resume)
     if request.resume == LATEST and not holds_run(chosen.run_dir):
         where = f"in {request.run_dir}" if request.run_dir else f"of {loaded.name} in {loaded.recipe.output.dir}"
-        notify(f"--resume latest: there is no run {where} to go on with, so a new one begins in {chosen.run_dir.path}")
+        notify(f"--resume latest: there is no run {where} to continue, so a new one starts in {chosen.run_dir.path}")
     begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
     loaded.require_files(begun)  # the worker requires them if there are steps left to train
     require_preview_images(loaded)
@@ -139,14 +141,14 @@ def prepare_run(request: RunRequest, notify: Notify = unheard) -> PreparedRun:
 
 @dataclass
 class PreparedRun:
-    """A run that can be trained; nothing was written yet.
+    """A run that is ready to be trained. Nothing has been written yet.
 
     Attributes:
-        request: the arguments.
-        loaded: its recipe.
-        chosen: its directory, and the checkpoint that it continues from.
-        situation: the machine.
-        me: this process among the processes of ``torchrun``.
+        request: the request for the run.
+        loaded: the loaded recipe.
+        chosen: the run directory, and the checkpoint to continue from.
+        situation: facts about the machine.
+        me: rank of this process among those that ``torchrun`` has started.
     """
 
     request: RunRequest
@@ -161,7 +163,7 @@ class PreparedRun:
 
     @property
     def again(self) -> str:
-        """The command that goes on with it."""
+        """The command that continues this run."""
         return self.request.resume_command(self.run_dir)
 
     @property
@@ -175,19 +177,19 @@ class PreparedRun:
 
     @property
     def spill_bytes(self) -> int | None:
-        """See ``vram_spill.spill_bytes``."""
+        """Bytes that tensors may take before the GPU's driver spills; None if unknown or if it never does."""
         return spill_bytes(self.situation.facts, self.situation.selection, self.loaded.recipe.runtime.device)
 
     def train(self, on_event: OnEvent, notify: Notify, asked: Asked | None = None) -> RunResult:
         """Train in this thread until the run ends.
 
         Args:
-            on_event: gets each event of the worker and of the supervisor.
-            notify: gets notices for the user.
-            asked: requests to stop; None: Ctrl-C, SIGTERM and the end of the terminal.
+            on_event: receives each event of the worker and of the supervisor.
+            notify: receives notices for the user.
+            asked: the caller's requests to stop, or None to stop at Ctrl-C, SIGTERM or the end of the terminal.
 
         Raises:
-            LoraRocmError: any error, with a message for the user.
+            LoraRocmError: training failed, with a message for the user.
         """
         loaded, accept_changes = self.loaded, self.request.accept_changes
         if not self.me.is_first:
@@ -213,7 +215,7 @@ class PreparedRun:
             return self._result(run, "complete", 0, with_report=is_new)
 
     def _train_in(self, run: RunDir, on_event: OnEvent, notify: Notify, asked: Asked | None) -> RunResult:
-        """Run the worker in a settled and locked run directory, and write the report."""
+        """Run the worker and write the report. The run directory is already prepared and locked."""
         recipe, accept_changes = self.loaded.recipe, self.request.accept_changes
         situation = selftest_runner.ensure(self.situation, recipe, notify)
         situation = supervisor.in_force(run, tuning_runner.ensure(run, situation, accept_changes, notify), notify)
@@ -264,7 +266,7 @@ class PreparedRun:
     def _result(
         self, run: RunDir, outcome: Outcome, code: int, *, stopped_by: str = "", with_report: bool = True
     ) -> RunResult:
-        """Write the report and return the result. A report that fails does not change the exit code."""
+        """Write the report and return the run's result. If the report fails, the exit code stays the same."""
         files, remarks = results_of(run)
         report, fault = None, ""
         if with_report:
@@ -288,7 +290,7 @@ class PreparedRun:
 
 
 def results_of(run: RunDir) -> tuple[list[Path], list[str]]:
-    """The finished files of a run, and a sentence about each file of an earlier step."""
+    """Return the finished files of a run, and a sentence about each file that is from an earlier step."""
     stale = stale_exports(run).values()
     old = {each.path for each in stale}
     return named_paths(path for path in final_files(run) if path not in old), [each.sentence for each in stale]
@@ -297,10 +299,10 @@ def results_of(run: RunDir) -> tuple[list[Path], list[str]]:
 class RunHandle:
     """A run that trains in a thread of this process.
 
-    If this process ends, the worker sees it, saves and exits by itself.
+    If this process ends, the worker notices it, saves and exits.
 
     Attributes:
-        run_dir: the run's directory.
+        run_dir: the run directory.
     """
 
     def __init__(self, run: PreparedRun) -> None:
@@ -323,9 +325,9 @@ class RunHandle:
             self._events.put(None)
 
     def follow(self) -> Iterator[Event]:
-        """Yield the events of worker and supervisor, and the parent's notices, as they come, until the run ends.
+        """Yield the events of worker and supervisor and the parent's notices as they occur, until the run ends.
 
-        One reader gets each event. Leaving the loop does not stop the run.
+        Each event goes to only one reader. Leaving the loop does not stop the run.
         """
         while True:
             try:  # with a timeout, so that Ctrl-C reaches the caller on every system
@@ -338,14 +340,17 @@ class RunHandle:
             yield event
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Ask the worker to finish its step, save and exit; ``at_once``, or asked a second time: kill it."""
+        """Ask the worker to finish its step, save and exit.
+
+        With ``at_once``, or on the second call, the worker is killed.
+        """
         self._asked.count = max(self._asked.count + 1, 2 if at_once else 1)
 
     def result(self) -> RunResult:
-        """Wait for the end of the run.
+        """Wait for the end of the run and return its result.
 
         Raises:
-            LoraRocmError: the error that ended it.
+            LoraRocmError: the error with which the run ended.
         """
         while self._thread.is_alive():
             self._thread.join(timeout=FOLLOW_POLL_S)
@@ -356,7 +361,7 @@ class RunHandle:
 
 
 def start_run(request: RunRequest) -> RunHandle:
-    """Prepare a run and train it in a thread.
+    """Prepare a run, start training it in a new thread, and return its handle.
 
     Raises:
         LoraRocmError: ``prepare_run`` refuses the run. ``RunHandle.result`` raises later errors.
@@ -365,7 +370,7 @@ def start_run(request: RunRequest) -> RunHandle:
 
 
 def _telemetry(situation: Situation, recipe: Recipe, count: int) -> Telemetry:
-    """Return the telemetry of the GPUs of ``count`` workers."""
+    """Return the telemetry of the GPUs used by ``count`` workers; empty if the recipe switches it off."""
     if not recipe.runtime.telemetry:
         return Telemetry()
     device = recipe.runtime.device
@@ -386,7 +391,7 @@ def _commands(run: RunDir, accept_changes: bool, worker: str | None) -> Callable
 
 
 def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
-    """Return important notices about the machine for the start of a run; ``doctor`` reports all others."""
+    """Return the notices about the machine that are important at the start of a run; ``doctor`` reports the others."""
     said = [
         f"Warning: {warning.variable}={warning.value} is set here and is kept. {warning.what} (lora-rocm doctor)"
         for warning in env_plan.warnings

@@ -1,4 +1,4 @@
-"""Status of a run, from its files."""
+"""The status of a run, read from its files."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from lora_rocm.telemetry.numbers import long_text
 
 @dataclass(frozen=True)
 class RunError:
-    """The error that ended a run.
+    """The error with which a run ended.
 
     Attributes:
-        code: its stable name.
+        code: stable name of the error.
         what: what happened.
         where: file, line and key with the value, or another place.
-        fix: what to do about it.
+        fix: how to fix it.
     """
 
     code: str
@@ -50,25 +50,25 @@ class StatusDocument:
 
     Attributes:
         path: the run directory.
-        state: running, finished, stopped (on request), failed (with an error, or ended because it hung), died (without
-            an error), or prepared.
-        updates: the step that was reached.
-        max_train_steps: steps in all; null: not known yet.
-        loss: smoothed.
-        rate_per_s: steps per second; null unless it is running.
-        eta_s: seconds left; null unless it is running.
-        activity: the check of its kernels while it runs, with a counter; null: none.
+        state: running, finished, stopped (on request), failed (with an error, or because it hung), died (without an
+            error), or prepared.
+        updates: current step.
+        max_train_steps: total number of steps, or null if not known yet.
+        loss: smoothed loss.
+        rate_per_s: steps per second, or null if the run is not running.
+        eta_s: seconds left, or null if the run is not running.
+        activity: the check of kernels, with a counter, or null if there is none now.
         last_event_s_ago: seconds since the last event.
-        incidents: number of faults that the loop handled.
-        restarts: how often the worker was restarted.
-        changes: the mitigations applied after failures, one entry per application.
-        last_checkpoint: the newest that is intact.
-        telemetry: the last readings of each GPU, as events have them, with a text.
+        incidents: number of faults that the training loop handled.
+        restarts: number of restarts of the worker.
+        changes: mitigations applied after failures, one entry per application.
+        last_checkpoint: newest intact checkpoint.
+        telemetry: last readings of each GPU, with the fields of telemetry events and a text.
         alarms: warnings from telemetry, the newest last.
-        error: the error that ended it; null: none.
+        error: the error with which the run ended, or null.
         files: intact result files.
-        readers: which programs read a LoRA file, by its path.
-        remarks: about damaged, missing and older files.
+        readers: programs that read each LoRA file, by its path.
+        remarks: sentences about damaged, missing and older files.
     """
 
     path: Path
@@ -93,7 +93,7 @@ class StatusDocument:
 
 
 def status(run_dir: RunDir) -> StatusDocument:
-    """Return state and figures of a run. Its ``files`` and ``last_checkpoint`` are none of an earlier step.
+    """Return state and figures of a run. Its ``files`` and ``last_checkpoint`` exclude files of an earlier step.
 
     Raises:
         ResumeError: an event file cannot be read.
@@ -145,7 +145,7 @@ def _activity(view: RunView) -> str | None:
 
 
 def status_text(found: StatusDocument) -> str:
-    """Return ``status`` as text."""
+    """Return a run's status as text."""
     total = found.max_train_steps
     lines = [
         f"{found.path}: {found.state}",
@@ -158,7 +158,7 @@ def status_text(found: StatusDocument) -> str:
     if found.activity:
         lines.append(f"  {found.activity}")
     if found.last_event_s_ago is not None:
-        lines.append(f"  last word {time_text(found.last_event_s_ago)} ago")
+        lines.append(f"  last event {time_text(found.last_event_s_ago)} ago")
     lines += _watched_lines(found)
     if found.incidents:
         lines.append(f"  {found.incidents} incidents, see the report")
@@ -180,7 +180,7 @@ def status_text(found: StatusDocument) -> str:
 
 
 def _watched_lines(found: StatusDocument) -> list[str]:
-    """Return the readings of a run that is going on, and its last warning."""
+    """Return lines with the GPU readings of a running run, and its last warning."""
     readings = found.telemetry if found.state == "running" else []
     lines = [f"  GPU {reading['gpu']}: {reading['text']}" for reading in readings]
     return lines + [f"  warning: {text}" for text in found.alarms[-1:]]

@@ -1,10 +1,13 @@
-"""``lora-rocm train`` and ``demo``: a view of one training run (``commands.start_run``)."""
+"""``lora-rocm train`` and ``demo``: show one training run in the terminal (see ``commands.start_run``)."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 from lora_rocm.commands.output import Output
 from lora_rocm.commands.run_request import RunRequest
 from lora_rocm.commands.start_run import prepare_run, render
+from lora_rocm.commands.worker_log import followed
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.recipe.load import load_recipe, shipped_recipes
@@ -13,14 +16,14 @@ from lora_rocm.rundir.event_types import Event
 
 
 def train(request: RunRequest, output: Output | None = None) -> int:
-    """Train with a progress display, and return the exit code (0 done, 130 stopped).
+    """Train with a progress display, and return the exit code (0 if done, 130 if stopped).
 
     Args:
-        request: the run.
-        output: prints; None: as for a human.
+        request: the request for a run.
+        output: prints the progress, or None for text mode.
 
     Raises:
-        LoraRocmError: any error, with a message for the user.
+        LoraRocmError: training failed, with a message for the user.
     """
     output = output or Output()
     run = prepare_run(request, output.notify)
@@ -30,13 +33,14 @@ def train(request: RunRequest, output: Output | None = None) -> int:
             output.follow(event.to_json())
             progress.on_event(event)
 
-        result = run.train(on_event, progress.notify)
+        with followed(run.run_dir.worker_log, output.detail) if output.verbose else nullcontext():
+            result = run.train(on_event, progress.notify)
     output.show(result, render(result))
     return result.exit_code
 
 
 def demo_recipe(family: str | None = None) -> str:
-    """The recipe of a shipped demo: demo.yaml, or a family's own.
+    """Return the recipe of a shipped demo: demo.yaml, or the demo of a family.
 
     Raises:
         UserError: the family has no demo.

@@ -28,11 +28,11 @@ class TunedProduct:
     """One matrix product of a step.
 
     Attributes:
-        product: its sizes and number format.
-        problem: why it was skipped; null: it was tuned.
+        product: sizes and number format of the product.
+        problem: why it was skipped, or null if it was tuned.
         count: number of times that a step computes it.
-        default_s: its time with the library's own choice.
-        seconds: its time with the fastest correct solution.
+        default_s: time in seconds with the library's own choice.
+        seconds: time in seconds with the fastest correct solution.
         solutions: names of the chosen solutions; empty if it was tuned before.
     """
 
@@ -49,9 +49,9 @@ class TuneResult:
     """Result of ``lora-rocm tune``.
 
     Attributes:
-        products: the products of a step that were measured now.
+        products: the products that were measured now.
         table: the file that runs with ``runtime.profile: fast`` use.
-        error: the reason why there is no table; null: there is one.
+        error: why there is no table, or null if there is one.
     """
 
     products: tuple[TunedProduct, ...]
@@ -66,14 +66,14 @@ def tune(
     module: str | None = None,
     notify: Notify = unheard,
 ) -> TuneResult:
-    """Tune the matrix products of a recipe's step and keep the table.
+    """Tune the matrix products of a recipe's step and store the table.
 
     Args:
-        recipe_path: the recipe; neither model nor images are read.
-        overrides: ``section.key=value``.
-        registry: the available model families.
-        module: in place of the child's module.
-        notify: gets each product after its measurement.
+        recipe_path: path or name of the recipe. Neither its model nor its images are read.
+        overrides: ``section.key=value`` settings.
+        registry: the available families.
+        module: module of the child process, or None for the usual one.
+        notify: receives each product after its measurement.
 
     Raises:
         LoraRocmError: the recipe is wrong, there is no GPU, or the table cannot be written.
@@ -131,13 +131,16 @@ def _product(row: Row) -> TunedProduct:
 
 
 def _with_those_before(rows: Sequence[Row], before: Choice | None) -> list[Row]:
-    """The new rows, after the stored rows of other products. A product that fails now loses its stored row."""
+    """Return the stored rows of all other products, followed by the new rows.
+
+    A product that fails now loses its stored row.
+    """
     products = {row["product"] for row in rows}
     return [*(dict(row) for row in (before.rows if before else ()) if row["product"] not in products), *rows]
 
 
 def table_text(rows: Sequence[Row]) -> str:
-    """The table of all products with a correct solution, in torch's format."""
+    """Return a table of all products with a correct solution, in torch's file format."""
     good = [row for row in rows if row["problem"] is None]
     validators = good[-1]["validators"] if good else []
     entries = {tuple(entry[:2]): entry for row in good for entry in row["entries"]}
@@ -146,7 +149,7 @@ def table_text(rows: Sequence[Row]) -> str:
 
 
 def row_text(row: TunedProduct) -> str:
-    """A product as text for the terminal."""
+    """Return a line about one product, for the terminal."""
     if row.problem is not None:
         return f"  {row.product}: skipped: {row.problem}"
     solutions = ", ".join(row.solutions) or "tuned before"
@@ -155,7 +158,7 @@ def row_text(row: TunedProduct) -> str:
 
 
 def render(result: TuneResult) -> str:
-    """The number of tuned products, and the time of a step's products before and after."""
+    """Return the result as text: the number of tuned products, and their total time per step before and after."""
     good = [row for row in result.products if row.problem is None]
     before, after = (sum((row.count or 0) * (getattr(row, name) or 0.0) for row in good) * 1e3 for name in TIMES)
     counted = f"{len(good)} of {len(result.products)} products tuned"

@@ -1,1 +1,1 @@
-"""Training data, without torch: folders and datasets, captions, buckets, batch order."""
+"""Finds and describes the training data: folders and datasets, captions, buckets, batch order. Needs no torch."""

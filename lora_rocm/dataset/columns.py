@@ -1,4 +1,4 @@
-"""Sequences that build their elements on access: a million stored objects would take ten times the memory."""
+"""Sequences that build their elements on access. Storing a million objects instead would take ten times the memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ class Lazy(Sequence[Thing]):
 
     @abstractmethod
     def _made(self, start: int, stop: int) -> Sequence[Thing]:
-        """The elements of [start, stop), at most MADE_AT_ONCE; both bounds are within the sequence."""
+        """Build the elements from index ``start`` up to, but not including, ``stop``.
+
+        At most MADE_AT_ONCE elements are requested at a time, and all of them are within the sequence.
+        """
 
     @overload
     def __getitem__(self, index: int) -> Thing: ...
@@ -36,7 +39,10 @@ class Lazy(Sequence[Thing]):
 
 
 class FirstN(Lazy[str]):
-    """The first few of many names, and their total count, for messages. Only the first ``most`` can be read."""
+    """Collects names for a message: stores the first ``most`` names, and counts all of them.
+
+    ``len`` returns the count of all names. Only the stored names can be read.
+    """
 
     def __init__(self, most: int) -> None:
         self._most, self._names, self._count = most, list[str](), 0

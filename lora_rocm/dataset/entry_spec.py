@@ -1,4 +1,4 @@
-"""Specifies the cache entries of a model family: the inputs and tensors of each entry. No torch."""
+"""Describes the cache entries of a model family: the inputs and tensors of each entry. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 @dataclass(frozen=True)
 class Pad:
-    """The axis of a tensor (a letter of ``TensorSpec.dims``) in which samples may differ, and the padding value.
+    """Padding that gives tensors of different sizes the same size, so that they can be stacked to a batch.
 
-    repeats: in place of a value, each sample is repeated along the axis, up to the least common multiple of the sizes.
+    axis: the axis in which sizes may differ, as a letter of ``TensorSpec.dims``.
+    value: the padding value.
+    repeats: whether each tensor is repeated along the axis instead of padded with ``value``. The common size is then
+        the least common multiple of all sizes.
     """
 
     axis: str
@@ -24,12 +27,13 @@ class Pad:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One cached tensor.
+    """One tensor of a cache entry.
 
-    dtype: torch's name of the dtype ("float32"). dims: one letter per dimension ("CHW").
-    pad: None if all samples of a batch have tensors of the same size.
-    if_padded: omitted from a batch without padding. A mask of the padding is such a tensor: attention without a mask
-        may use a faster kernel.
+    dtype: torch's name of the dtype ("float32").
+    dims: one letter per dimension ("CHW").
+    pad: how tensors are padded in a batch; None if all samples of a batch have the same size.
+    if_padded: whether a batch without padding omits this tensor. Padding masks are omitted, because attention without a
+        mask may use a faster kernel.
     """
 
     dtype: str
@@ -44,17 +48,18 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class EntrySpec:
-    """One cached entry of a sample.
+    """A cache entry that a model family stores for a sample.
 
-    name: unique in a family; also the name of its folder in the cache.
-    inputs: the inputs that it encodes: IMAGE, CAPTION, or a companion of the image (``companion_inputs``). There
-        is one entry per view (mirrored or not) of an image or companion and per variant of a caption; with both, one
-        per pair.
+    name: unique name within the family, and name of the cache folder.
+    inputs: the encoded inputs: IMAGE, CAPTION, or a companion of the image (``companion_inputs``). There is one entry
+        per view (mirrored or not) of an image or companion, and one per variant of a caption. With both, there is one
+        entry per pair of view and variant.
     tensors: the cached tensors by name, without a batch dimension.
-    follows_shape: the sample's ``Shape`` determines the size of its tensors. For a text, the tensors determine the
-        shape: the number of tokens is the size of their axis S, because only the encoder can count tokens.
-    keeps_size: encoded from a companion with its own size, which is a part of the sample's ``Shape``.
-    share: name of a tensor; its sum is the sample's share of an update's loss. "": all samples count alike.
+    follows_shape: whether the sample's ``Shape`` determines the tensor sizes. For texts it is reversed: the size of the
+        tensors' axis S is the number of tokens, because only the encoder can count tokens.
+    keeps_size: whether the entry encodes a companion at the companion's own size, which becomes part of ``Shape``.
+    share: name of the tensor that is summed to get the sample's weight in an update's loss; "" if all samples have the
+        same weight.
     """
 
     name: str
@@ -66,7 +71,7 @@ class EntrySpec:
 
     def __post_init__(self) -> None:
         if not self.inputs or not all(ENTRY_NAME.fullmatch(name) for name in (self.name, *self.inputs)):
-            raise ValueError(f"not an entry: {self.name!r} of {self.inputs}")
+            raise ValueError(f"invalid entry: {self.name!r} with the inputs {self.inputs}")
 
     @property
     def has_views(self) -> bool:
@@ -78,6 +83,6 @@ class EntrySpec:
 
     @property
     def caption_mask(self) -> str:
-        """Name of the mask that a batch of captions of different lengths needs; "" if there is none."""
+        """Name of the mask tensor that a batch needs if its captions differ in length; "" if there is none."""
         masks = (name for name, tensor in self.tensors.items() if tensor.if_padded)
         return next(masks, "") if self.has_captions and not self.has_views else ""

@@ -1,4 +1,4 @@
-"""``Sample``, and ``Samples``: a list of samples in an Arrow table."""
+"""``Sample``, and ``Samples``, which stores a list of samples in an Arrow table."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TEXTS = ("key", "place", "caption", "folder", "given", "companions")
-"""Columns of bytes: UTF-8 that may contain lone surrogates, because file names may have any bytes."""
+"""Columns of the table that store text as bytes. The bytes are UTF-8 that may contain lone surrogates, because file
+names may have any bytes.
+"""
 NUMBERS = ("source", "width", "height", "repeats", "row", "frames")
-"""``row``: row of the dataset; -1 if the image is the file at ``place``."""
+"""Columns of the table that store integers. ``row`` is the row in the dataset, or -1 if the image is a file."""
 ROWS_AT_ONCE = 4096
 
 
@@ -32,8 +34,11 @@ ROWS_AT_ONCE = 4096
 class Companion:
     """An image that belongs to a sample, such as its mask.
 
-    name: the input that it provides. place: its place; the sample's place, if it is a part of the sample's own image.
-    width, height: the companion's size in pixels, after EXIF orientation.
+    name: name of the input that it provides.
+    place: the file or cell that contains it. This is the sample's own location if the companion is a channel of the
+        image.
+    width: width in pixels, after applying EXIF orientation.
+    height: height in pixels, after applying EXIF orientation.
     """
 
     name: str
@@ -46,15 +51,15 @@ class Companion:
 class Sample:
     """One usable image or text.
 
-    key: unique and stable, shown to users (the path relative to the source's folder).
+    key: unique and stable name that is shown to users (the path relative to the source's folder).
     source: index in ``DataSection.resolved_sources``.
-    folder: the folder or dataset under which the metadata counts it.
-    caption: as read, or the fallback; caption options are not yet applied.
-    width, height: in pixels, after EXIF orientation.
-    repeats: number of times it is used per epoch.
-    given: the values of a table for it.
-    frames: number of frames of a clip, which is a folder (``dataset.sources.clips``); else 0.
-    companions: the images that belong to it, at most one per name.
+    folder: the folder or dataset under which the exported metadata counts the sample.
+    caption: the first caption as it was read, or the fallback. The caption options are not applied yet.
+    width, height: size in pixels, after applying EXIF orientation.
+    repeats: number of times that an epoch uses the sample.
+    given: values that a table of the user specifies for the sample.
+    frames: number of frames if the sample is a clip (``dataset.sources.clips``), else 0.
+    companions: images that belong to the sample, at most one per name.
     """
 
     key: str
@@ -71,18 +76,18 @@ class Sample:
     companions: tuple[Companion, ...] = ()
 
     def companion(self, name: str) -> Companion | None:
-        """The companion of this name; None if there is none."""
+        """Return the companion with this name; None if there is none."""
         return next((each for each in self.companions if each.name == name), None)
 
     @property
     def captions(self) -> tuple[str, ...]:
-        """All its captions, as ``caption``."""
+        """All captions of the sample, as they were read. The caption options are not applied yet."""
         return self.caption, *self.given.captions
 
 
 @cache
 def sample_schema() -> Any:
-    """The Arrow schema of samples."""
+    """Return the Arrow schema of the table of samples."""
     import pyarrow
 
     texts = [pyarrow.field(name, pyarrow.large_binary()) for name in TEXTS]
@@ -90,17 +95,17 @@ def sample_schema() -> Any:
 
 
 def rows_of(batch: Any) -> Iterator[tuple[Any, ...]]:
-    """The rows of an Arrow record batch."""
+    """Return an iterator over the rows of an Arrow record batch, as tuples of Python values."""
     return zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
 class Samples(Lazy[Sample]):
-    """A list of samples in an Arrow table; builds each ``Sample`` on access.
+    """A list of samples, stored in an Arrow table. Each ``Sample`` is built on access.
 
     Args:
         sources: the sources of the recipe.
         batch: an Arrow record batch of samples; None for an empty list.
-        resolves: read the texts that the table only refers to (``row_reference``).
+        resolves: whether captions that are references are read from their files (see ``row_reference``).
     """
 
     def __init__(self, sources: Sequence[ResolvedSource], batch: Any = None, resolves: bool = True) -> None:
@@ -141,11 +146,11 @@ class Samples(Lazy[Sample]):
 
     @property
     def stored(self) -> Samples:
-        """The same samples, with the captions as they are in the table: no file is read."""
+        """The same samples, but captions that are references stay references. So no file is read."""
         return Samples(self.sources, self.batch, resolves=False)
 
     def at(self, indices: Any) -> Samples:
-        """The samples at these indices."""
+        """Return the samples at these indices."""
         import numpy as np
 
         if np.array_equal(indices, np.arange(len(self))):  # avoids copying a large table
@@ -154,7 +159,7 @@ class Samples(Lazy[Sample]):
         return Samples(self.sources, self.batch.take(_numbers(rows)))
 
     def repeated(self, repeats_N: NDArray[np.int64]) -> Samples:
-        """The same samples with other repeats."""
+        """Return the same samples with the number of repeats replaced by ``repeats_N``."""
         import pyarrow
 
         columns = dict(zip(self.batch.schema.names, self.batch.columns, strict=True))
@@ -163,7 +168,7 @@ class Samples(Lazy[Sample]):
 
     @property
     def is_reg_N(self) -> NDArray[np.bool_]:
-        """Flags of the samples that are regularisation images."""
+        """Whether each sample is a regularisation image. Shape [N]."""
         import numpy as np
 
         of_source = np.array([source.is_reg for source in self.sources])
@@ -171,7 +176,7 @@ class Samples(Lazy[Sample]):
 
     @property
     def repeats_N(self) -> NDArray[np.int64]:
-        """The repeats of each sample."""
+        """Number of repeats of each sample. Shape [N]."""
         return numbers_of(self.batch["repeats"])
 
     def __len__(self) -> int:
@@ -203,7 +208,7 @@ class Samples(Lazy[Sample]):
         return id(self)
 
     def files_of_datasets(self) -> Iterator[str]:
-        """Paths of the image files that dataset sources refer to, including companions."""
+        """Yield the paths of image files that rows of datasets refer to, including companions."""
         if any(source.path is None for source in self.sources):
             for sample in self.stored:
                 if sample.options.path is None:
@@ -212,9 +217,10 @@ class Samples(Lazy[Sample]):
 
 
 def _written(sample: Sample) -> str:
-    """The companions of a sample as text for ``_read``; empty if there are none.
+    """Convert a sample's companions to text for ``_read``; "" if there are none.
 
-    A cell is stored as its column; its row is stored too if the sample itself is a file that the row names.
+    A companion in a dataset's cell is stored as its column. If the sample itself is a file that the row names, the row
+    is stored too.
     """
     places, is_file = [each.place for each in sample.companions], isinstance(sample.location, Path)
     named = [
@@ -238,7 +244,7 @@ def _read(text: str, options: ResolvedSource, row: int) -> tuple[Companion, ...]
 
 
 def _texts(values: Sequence[bytes]) -> Any:
-    """A column of bytes."""
+    """Return an Arrow column of bytes."""
     import pyarrow
 
     ends = array("q", itertools.accumulate(map(len, values), initial=0))
@@ -247,14 +253,14 @@ def _texts(values: Sequence[bytes]) -> Any:
 
 
 def _numbers(values: Any) -> Any:
-    """A column of 64-bit integers, from a buffer of such integers."""
+    """Return an Arrow column of 64-bit integers, which shares the memory of ``values``, a buffer of such integers."""
     import pyarrow
 
     return pyarrow.Array.from_buffers(pyarrow.int64(), len(values), [None, pyarrow.py_buffer(values)])
 
 
 def numbers_of(column: Any) -> NDArray[np.int64]:
-    """The values of a column of signed integers without gaps."""
+    """Return the values of an Arrow column of signed integers without nulls. Shape [N]."""
     import numpy as np
 
     width_bytes = column.type.bit_width // 8

@@ -1,6 +1,6 @@
-"""The size of a sample along its named axes: equal for all samples of a batch, and decisive for a step's memory.
+"""The size of a sample along named axes. It is the same for all samples of a batch and determines a step's memory.
 
-Data sources create shapes and families read them. All code in between only compares, orders and names them.
+Data sources create shapes, and model families read them. All code between them only compares, orders and prints them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ SIDES = re.compile(r"(?:([a-z][a-z0-9_]*) )?([0-9]+)x([0-9]+)")
 
 @dataclass(frozen=True)
 class SampleShape:
-    """Size of one sample. Images have ``h`` and ``w`` in pixels, clips also ``frames``, texts ``tokens``.
+    """Size of one sample. Images have the axes ``h`` and ``w`` in pixels, clips also ``frames``, and texts ``tokens``.
 
-    A companion with its own size, such as "control", adds ``control_h`` and ``control_w``.
+    A companion with its own size, such as "control", adds the axes ``control_h`` and ``control_w``.
 
     axes: name and size of each axis, sorted by name.
-    cost: grows with the memory and time of a step, and orders shapes. Defaults to the product of the sizes, plus
-        each companion's product.
+    cost: number that grows with the memory and time of a step; shapes are ordered by it. By default, the product of the
+        sizes, plus the product of each companion's sizes.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -32,7 +32,7 @@ class SampleShape:
 
     @classmethod
     def of(cls, cost: int | None = None, **axes: int) -> SampleShape:
-        """The shape with these axes."""
+        """Return the shape with these axes."""
         sizes: dict[str, int] = {}
         for name, size in axes.items():
             owner = name[:-2] if name.endswith(("_h", "_w")) else ""
@@ -40,10 +40,10 @@ class SampleShape:
         return cls(tuple(sorted(axes.items())), sum(sizes.values()) if cost is None else cost)
 
     def __getitem__(self, axis: str) -> int:
-        """The size along one axis.
+        """Return the size along one axis.
 
         Raises:
-            KeyError: this shape has no such axis.
+            KeyError: the shape has no such axis.
         """
         return dict(self.axes)[axis]
 
@@ -54,11 +54,14 @@ class SampleShape:
 
     @property
     def order(self) -> tuple[int, tuple[int, ...], tuple[str, ...]]:
-        """Sort key: by cost, then sizes, then axis names."""
+        """Sort key: cost, then sizes, then axis names."""
         return self.cost, self.sizes, tuple(name for name, _ in self.axes)
 
     def __str__(self) -> str:
-        """For example "1024x768" (width x height), "1024x768, 17 frames", "64x64, control 96x32" or "512 tokens"."""
+        """Return text such as "1024x768" (width x height), "1024x768, 17 frames" or "512 tokens".
+
+        A companion with its own size is added at the end: "64x64, control 96x32".
+        """
         axes = dict(self.axes)
         sides = [f"{axes.pop('w')}x{axes.pop('h')}"] if axes.keys() >= set(IMAGE_AXES) else []
         owners = sorted(name.removesuffix("_h") for name in axes if name.endswith("_h"))
@@ -67,10 +70,10 @@ class SampleShape:
 
     @classmethod
     def parse(cls, text: str) -> SampleShape:
-        """Parse the output of ``str``; the cost is the default.
+        """Convert text from ``str`` back to a shape, with the default cost.
 
         Raises:
-            ValueError: the text is not a shape.
+            ValueError: the text does not describe a shape.
         """
         axes: dict[str, int] = {}
         for part in text.split(", "):
@@ -88,10 +91,10 @@ class SampleShape:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> SampleShape:
-        """The shape written by ``to_json``.
+        """Return the shape that ``to_json`` wrote.
 
         Raises:
-            ValueError, LookupError, TypeError, AttributeError: the value is not a shape.
+            ValueError, LookupError, TypeError, AttributeError: the value does not describe a shape.
         """
         axes, cost = value["axes"], value["cost"]
         if not all(NAME.fullmatch(name) and type(size) is int for name, size in axes.items()) or type(cost) is not int:

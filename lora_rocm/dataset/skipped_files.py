@@ -1,4 +1,4 @@
-"""Counts the files that a walk skips, by reason, and builds notices that name a few of each."""
+"""Counts the files that a walk through a folder skips, by reason, and builds notices that name a few of them."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ NUM_NAMED = 3
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few names, and the number of further ones."""
+    """Return text with the first few names and the number of remaining ones."""
     more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
     return ", ".join(names[:NUM_NAMED]) + more
 
 
 def counted(names: Sequence[str], one: str, many: str) -> str:
-    """The number of names, followed by the words for one ("file is") or several ("files are")."""
+    """Return the number of names, followed by ``one`` ("file is") or, if it is not 1, by ``many`` ("files are")."""
     return f"1 {one}" if len(names) == 1 else f"{len(names)} {many}"
 
 
 def first_names() -> FirstN:
-    """An empty list of names of which a notice shows the first NUM_NAMED."""
+    """Return an empty list that collects names for a notice, which shows the first NUM_NAMED."""
     return FirstN(NUM_NAMED)
 
 
 class Patterns:
-    """The patterns of ``exclude`` or ``include``, each matched against a name and against a relative path."""
+    """The patterns of ``exclude`` or ``include``. A pattern may match a file's name or its relative path."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self._patterns = [(pattern, re.compile(fnmatch.translate(_plain(pattern)))) for pattern in patterns]
         self._used = set[str]()
 
     def fit(self, relative: str) -> bool:
-        """Whether one of them fits a path relative to the source's folder."""
+        """Whether a pattern matches a path relative to the source's folder, or the name at its end."""
         plain = name_key(relative.lower())
         name = plain.rpartition("/")[2]
         found = [pattern for pattern, regex in self._patterns if regex.match(plain) or regex.match(name)]
@@ -58,7 +58,7 @@ class Patterns:
 
     @property
     def unused(self) -> list[str]:
-        """The patterns that matched nothing."""
+        """The patterns that have matched nothing so far."""
         return [pattern for pattern, _ in self._patterns if pattern not in self._used]
 
 
@@ -68,12 +68,12 @@ def _plain(pattern: str) -> str:
 
 @dataclass
 class SkippedFiles:
-    """Files that are not trained on.
+    """Files that are not trained on, by reason.
 
-    stems: paths of skipped images, with and without extension, so that their caption files are known.
-    suffixes: number of files per extension that are not readable images.
-    used: keys of the companions that are used (``ForeignImageKind.key``).
-    key: maps exclude and include to their full keys (``ResolvedSource.key``).
+    stems: paths of skipped images, with and without extension, so that notices ignore their caption files.
+    suffixes: number of files per extension, for files that are not readable images.
+    used: keys of the companion kinds that the recipe uses (``ForeignImageKind.key``).
+    key: converts the names exclude and include to their full recipe keys (``ResolvedSource.key``).
     """
 
     used: Collection[str] = ()
@@ -92,7 +92,13 @@ class SkippedFiles:
     _paired: list[tuple[ForeignImageKind, str, str]] = field(default_factory=list)
 
     def no_image(self, relative: str, stem: str, suffix: str) -> None:
-        """Count a file without the extension of a supported image format."""
+        """Count a file that does not have the extension of a supported image format.
+
+        Args:
+            relative: path relative to the source's folder.
+            stem: full path without extension.
+            suffix: extension in lower case.
+        """
         name = relative.rpartition("/")[2]
         self.suffixes[legible(suffix) or "no extension"] += 1
         if (found := unread_format(suffix)) is not None:
@@ -115,7 +121,15 @@ class SkippedFiles:
         self.stems |= {stem, stem + os.path.splitext(relative)[1]}
 
     def is_companion(self, relative: str, real: str, stem: str) -> bool:
-        """Whether an image is, by its name, a mask or control image; ambiguous ones are decided by ``settle_pairs``."""
+        """Whether an image's name marks it as a mask or control image.
+
+        Ambiguous names also return True, until ``settle_pairs`` decides them.
+
+        Args:
+            relative: printable path relative to the source's folder.
+            real: the same path as it is on disk.
+            stem: full path without extension.
+        """
         match = companion_match(real)
         if match is None:
             return False
@@ -127,9 +141,16 @@ class SkippedFiles:
         return True
 
     def settle_pairs(self, root: str, images: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Decide the ambiguous companions (in folders such as "masks"); returns those without a partner in ``images``.
+        """Decide which files of ambiguous names are companions: images in folders with names such as "masks".
 
-        Files without a partner are trained on as images; the others are counted as companions.
+        Such a file is a companion if an image has the same name.
+
+        Args:
+            root: the source's folder.
+            images: pairs of printable and real relative path.
+
+        Returns:
+            The files that are not companions, in the format of ``images``. They are trained on.
         """
         if not self._paired:
             return []
@@ -145,12 +166,15 @@ class SkippedFiles:
         return alone
 
     def remedy(self, otherwise: str) -> str:
-        """The remedy for a folder without usable files. ``otherwise``: the remedy if no pattern is the cause."""
+        """Return the remedy for a folder without usable files: correct the recipe's patterns if they skipped files.
+
+        ``otherwise``: the remedy if no pattern skipped a file.
+        """
         keys = [self.key(name) for name, names in (("exclude", self.excluded), ("include", self.others)) if names]
         return f"Correct the patterns of {' and '.join(keys)}." if keys else otherwise
 
     def notices(self, exclusion: Patterns, inclusion: Patterns) -> list[str]:
-        """Notices about the skipped files, and about patterns that matched nothing."""
+        """Return notices about the skipped files, and about patterns that matched nothing."""
         # Unsupported formats and unused companions.
         said = [_notify_format(found, names) for found, names in self.formats.items()]
         said += [
@@ -161,14 +185,14 @@ class SkippedFiles:
         if self.unpaired:
             lie = counted(self.unpaired, "image is", "images are")
             said.append(
-                f"{lie} in a folder with a name for masks or control images, and no other image has the same name: "
-                f"trained on as usual ({some(self.unpaired)}). To exclude them, name the folder in "
+                f"{lie} in a folder with a name for masks or control images, but trained on as usual, because no other "
+                f"image has the same name ({some(self.unpaired)}). To exclude them, name the folder in "
                 f"{self.key('exclude')}."
             )
         if self.unknown:
             are = counted(self.unknown, "file is", "files are")
             said.append(
-                f"{are} skipped, because no image ends like that: {some(self.unknown)}. An image needs the "
+                f"{are} skipped because of an unknown extension: {some(self.unknown)}. An image needs the "
                 "extension of its format (.png, .jpg, ...)."
             )
         # Patterns of the recipe.
@@ -179,11 +203,13 @@ class SkippedFiles:
             said.append(f"{are} no pattern of {self.key('include')} ({some(self.others)}).")
         for name, patterns in (("exclude", exclusion), ("include", inclusion)):
             if unused := [legible(each) for each in patterns.unused]:
-                said.append(f"{self.key(name)}: nothing here matches {some(unused)}.")
+                said.append(f"{self.key(name)}: no file or folder matches {some(unused)}.")
         # Folders and links.
         if self.caption_folders:
-            have = counted(self.caption_folders, "folder is named like a caption", "folders are named like captions")
-            said.append(f"{have}; no caption is read from there: {some(self.caption_folders)}.")
+            have = counted(
+                self.caption_folders, "folder is named like a caption file", "folders are named like caption files"
+            )
+            said.append(f"{have}, so no caption is read from there: {some(self.caption_folders)}.")
         if self.unreachable:
             links = counted(self.unreachable, "link leads", "links lead")
             said.append(

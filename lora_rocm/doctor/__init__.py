@@ -1,1 +1,1 @@
-"""Finds problems of this machine, ordered by harm, and their remedies."""
+"""Finds problems of this machine and their remedies, ordered by severity."""

@@ -1,4 +1,4 @@
-"""The table of checks, and their findings about a machine, ordered by harm."""
+"""The table of all checks, and the function that runs them on a machine."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ CHECKS: dict[str, Check] = {
 
 
 def findings(situation: Situation, plan: EnvPlan) -> tuple[Finding, ...]:
-    """The findings of all checks, ordered by harm."""
+    """Return the findings of all checks, ordered by severity."""
     seen = as_intended(situation)
     found = [finding for check in CHECKS.values() if (finding := check(seen, plan)) is not None]
     return tuple(finding for level in LEVELS for finding in found if finding.level == level)
 
 
 def as_intended(situation: Situation) -> Situation:
-    """The situation with the GPU that training on this machine should use, whatever torch is installed.
+    """Return the situation with the GPU that training on this machine should use, independent of the installed torch.
 
-    A CUDA torch hides an unusable AMD GPU from ``select``. If another vendor's GPU or the CPU is used, findings about
-    an AMD GPU do not matter.
+    Without this, a CUDA torch would hide an unusable AMD GPU from ``select``. If another vendor's GPU or the CPU should
+    be used, no GPU is selected, because findings about an AMD GPU do not matter.
     """
     facts, environ = situation.facts, situation.environ
     try:

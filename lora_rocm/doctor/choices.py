@@ -1,4 +1,4 @@
-"""Findings about choices: the GPU among several, the user's variables, replaced values, mitigations."""
+"""Checks of choices: the GPU selected among several, the user's variables, replaced values, mitigations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _hides(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _no_rccl(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """Several equal GPUs, but no RCCL to train on them together."""
+    """Report several GPUs of the same architecture that cannot train together, because there is no RCCL for them."""
     gpu, facts = situation.gpu, situation.facts
     cards = [card for card in facts.amd_gpus if gpu is not None and card.gfx == gpu.gfx]
     if gpu is None or len(cards) < 2 or (facts.system != "windows" and gpu.gfx not in NO_RCCL):
@@ -74,7 +74,7 @@ def _variable(rule: str, situation: Situation, plan: EnvPlan) -> Finding | None:
     return Finding(
         f"variable-{rule}",
         found[0].level,
-        f"A variable that harms is set: {', '.join(names)}",
+        f"A variable has a harmful value: {', '.join(names)}",
         "; ".join(f"{warned.variable}={warned.value}" for warned in found),
         found[0].what,
         unset(situation, names),
@@ -112,7 +112,7 @@ def _override(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _cost_of_safe(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """The profile safe does not use hipBLASLt, which is slow on this card."""
+    """Report a card on which the profile "safe" is slow, because it does not use hipBLASLt."""
     off = any(row.rule == "torch-hipblaslt" and row.value == "0" for row in plan.variables)
     arch = arch_of(situation.gpu.gfx) if situation.gpu is not None else None
     if not off or arch is None or arch.generation != "rdna4":
@@ -141,17 +141,17 @@ def _unread(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _remembered(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """The stored mitigations of this machine: a note, because they cost speed or bit-exactness."""
+    """Report the stored mitigations of this machine, because they cost speed or bit-exactness."""
     remembered = situation.remembered
     if remembered is None or not (remembered.entries or remembered.damaged):
         return None
     if remembered.damaged:
         title, evidence = "The record of this machine's failures cannot be read", "the file is damaged"
-        effect = "it is ignored: the next run learns it again"
+        effect = "it is ignored, so the next run has to find the mitigations again"
     else:
         title = "Runs on this machine are changed because earlier runs failed"
         evidence = "; ".join(described(remembered.entries))
-        effect = "runs no longer fail there; some of these changes cost speed. A new driver, torch or GPU clears them"
+        effect = "runs no longer fail there; some of these changes cost speed. A new driver, torch or GPU resets them"
     return finding("remembered", situation, title=title, evidence=evidence, effect=effect, forget=FORGET)
 
 

@@ -1,7 +1,7 @@
-"""Remedies as lines to type, by distribution (``cures.toml``), operating system and shell.
+"""Remedies as lines to type, by Linux distribution (``cures.toml``), operating system and shell.
 
 Sentences end with a full stop; commands do not. Kernel parameters are appended to the command line, because the kernel
-takes the last of two values.
+uses the last of two values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lora_rocm.rules.rule import Situation
 
 REPORT = "lora-rocm doctor --report machine.md"
 KNOWN = "Known: "
-"""Starts a sentence about a known fault of a remedy."""
+"""Start of a sentence about a known fault of a remedy."""
 OTHER = "other"
 
 DEBIAN_CODENAMES = {"12": "bookworm", "13": "trixie", "14": "forky"}
@@ -30,7 +30,7 @@ DEBIAN_CODENAMES = {"12": "bookworm", "13": "trixie", "14": "forky"}
 
 @dataclass(frozen=True)
 class Family:
-    """Lines to type on some distributions, named by their IDs of os-release."""
+    """Lines to type on a family of Linux distributions. ``distributions``: their IDs from os-release."""
 
     id: str
     distributions: tuple[str, ...]
@@ -41,23 +41,26 @@ class Family:
 
 @cache
 def families() -> tuple[Family, ...]:
-    """The families; ``OTHER``, for a distribution that no other names, comes last. See ``read_rows`` for errors."""
+    """Return the families of distributions. Errors are as in ``read_rows``.
+
+    The last one, ``OTHER``, is for all distributions that no other family lists.
+    """
     return read_rows(Path(__file__).with_name("cures.toml"), Family)
 
 
 def family(facts: HostFacts) -> Family:
-    """The tools of the distribution."""
+    """Return the family of the machine's Linux distribution."""
     name = facts.linux.distribution if facts.linux is not None else ""
     return next(row for row in families() if name in row.distributions or row.id == OTHER)
 
 
 def kernel_parameter(facts: HostFacts, parameter: str) -> tuple[str, ...]:
-    """Lines that add ``parameter`` ("iommu=pt") to the kernel's command line."""
+    """Return lines that add ``parameter`` ("iommu=pt") to the kernel's command line."""
     return tuple(line.replace("{parameter}", parameter) for line in family(facts).kernel_parameter)
 
 
 def newer_kernel(facts: HostFacts, wanted: str) -> tuple[str, ...]:
-    """Lines that install the distribution's newest kernel; ``wanted`` names a good version."""
+    """Return lines that install the distribution's newest kernel. ``wanted``: description of a good version."""
     lines = family(facts).kernel
     version = facts.linux.distribution_version if facts.linux is not None else ""
     lasting = re.fullmatch(r"[0-9][02468]\.04", version) is not None
@@ -67,19 +70,22 @@ def newer_kernel(facts: HostFacts, wanted: str) -> tuple[str, ...]:
     }
     for name, value in names.items():
         lines = tuple(line.replace(name, value) for line in lines)
-    return (*lines, f"Restart; uname -r has to print {wanted}.")
+    return (*lines, f"Restart. Then uname -r must show {wanted}.")
 
 
 def newer_firmware(facts: HostFacts, wanted: str) -> tuple[str, ...]:
-    """Lines that update the GPU's firmware."""
+    """Return lines that update the GPU's firmware. ``wanted``: sentence about the version to get."""
     return (*family(facts).firmware, f"Restart. {wanted}")
 
 
 def unset(situation: Situation, names: Sequence[str]) -> tuple[str, ...]:
-    """Lines that remove variables from this shell and find the files that set them."""
+    """Return lines that remove variables from the current shell and find the files that set them."""
     if situation.facts.system == "windows":
         lines = [f'reg delete "HKCU\\Environment" /v {name} /f' for name in names]
-        return (*lines, "Then open a new window. (Not found there: it is a system variable; remove it in sysdm.cpl.)")
+        return (
+            *lines,
+            "Then open a new window. (If it is not found there, it is a system variable: remove it in sysdm.cpl.)",
+        )
     shell = situation.environ.get("SHELL", "")
     word = "set --erase" if shell.endswith("fish") else "unset"
     files = "~/.config/fish" if shell.endswith("fish") else "~/.bashrc ~/.profile ~/.zshrc ~/.config/environment.d"
@@ -88,13 +94,13 @@ def unset(situation: Situation, names: Sequence[str]) -> tuple[str, ...]:
     return (
         f"{word} {' '.join(names)}",
         f"grep -rns '{pattern}' {files} /etc/environment /etc/profile.d",
-        "Remove the lines that this finds, or the variable comes back.",
+        "Remove the lines that this finds. Otherwise the variable is set again.",
         *(("In a container: it may come from ENV in the Dockerfile, or from docker run -e.",) if contained else ()),
     )
 
 
 def install_torch(situation: Situation) -> tuple[str, ...]:
-    """Lines that install the matching torch into this environment; empty if there is none for this machine."""
+    """Return lines that install the matching torch into this environment; empty if there is none for this machine."""
     try:
         choice = wheels.choose(situation.facts, situation.environ)
     except LoraRocmError:
@@ -105,7 +111,10 @@ def install_torch(situation: Situation) -> tuple[str, ...]:
 
 
 def torch_of_the_table(situation: Situation) -> tuple[str, ...]:
-    """Lines that install the torch of the table, whatever the installer's variables ask for."""
+    """Return lines that install the torch from the table, or () if there is none for this machine.
+
+    The installer's variables LORA_ROCM_TORCH and LORA_ROCM_TORCH_INDEX are ignored.
+    """
     environ = {name: value for name, value in situation.environ.items() if name not in wheels.VARIABLES}
     try:
         return _by_pip(situation, wheels.choose(situation.facts, environ))
@@ -129,15 +138,15 @@ def _known(choice: wheels.WheelChoice) -> Iterator[str]:
 
 
 def install_for_cpu(facts: HostFacts) -> tuple[str, ...]:
-    """Lines that install a torch for the CPU into this environment."""
+    """Return lines that install a CPU build of torch into this environment."""
     return (_install_from(facts, "cpu", "--repair"),)
 
 
 def newest_rocm(facts: HostFacts) -> tuple[str, ...]:
-    """Lines that test the GPU, and then install AMD's newest ROCm, which lora-rocm does not choose by itself."""
+    """Return lines that test the GPU and then install AMD's newest ROCm, which lora-rocm does not choose by itself."""
     index = wheels.indexes()["amd-next"]
     driver = ", which requires Adrenalin 26.8.1 or newer" if facts.system == "windows" else ""
-    why = f"If the self-test fails, take ROCm {index.rocm}{driver}:"
+    why = f"If the self-test fails, install ROCm {index.rocm}{driver}:"
     return ("lora-rocm doctor", why, _install_from(facts, index.id, "--upgrade"))
 
 
@@ -148,10 +157,10 @@ def _install_from(facts: HostFacts, index: str, option: str) -> str:
 
 
 def uninstall(package: str) -> tuple[str, ...]:
-    """Lines that remove a Python package from this environment."""
+    """Return lines that remove a Python package from this environment."""
     return (f"python -m pip uninstall -y {package}",)
 
 
 def upgrade(requirement: str) -> tuple[str, ...]:
-    """Lines that bring a Python package to a version without changing torch."""
+    """Return lines that upgrade a Python package to a required version without changing torch."""
     return (f'python -m pip install --upgrade --no-deps "{requirement}"',)

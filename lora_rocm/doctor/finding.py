@@ -1,4 +1,4 @@
-"""A finding: the evidence, its effect on training, and the exact remedy. The texts are ``findings.toml``."""
+"""Findings: each has the evidence, the effect on training, and the exact remedy. The texts are in ``findings.toml``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lora_rocm.rules.rule import Level, Situation
 
 LEVELS: tuple[Level, ...] = ("breaks", "harms", "slows", "note")
 GIVEN_LINES = "{cure}"
-"""A line of a cure that is replaced by the lines from the check."""
+"""Line in a remedy that is replaced by the lines that the check passes."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding. ``cure``: lines to type or do as they are, for this system, shell and distribution."""
+    """A problem or note about the machine. ``cure``: lines to type or follow on this system."""
 
     id: str
     level: Level
@@ -38,7 +38,10 @@ Check = Callable[[Situation, EnvPlan], Finding | None]
 
 @cache
 def texts() -> Mapping[str, Finding]:
-    """The findings of the file by name, with places for values (``str.format``). See ``read_rows`` for errors."""
+    """Return the findings in ``findings.toml`` by id.
+
+    Their texts have placeholders (``str.format``). Errors are as in ``read_rows``.
+    """
     rows = read_rows(Path(__file__).with_name("findings.toml"), Finding)
     return {row.id: row for row in rows}
 
@@ -46,14 +49,15 @@ def texts() -> Mapping[str, Finding]:
 def finding(
     name: str, situation: Situation, /, *, level: Level | None = None, cure: Iterable[str] = (), **values: object
 ) -> Finding:
-    """The finding of this name about this machine.
+    """Return the finding with this id, with its texts filled in for this machine.
 
     Args:
-        name: its ``id`` in the file.
-        situation: the machine: ``facts``, ``linux``, ``windows``, ``torch`` and ``gpu`` of the texts.
-        level: the level, if it differs from the file's.
-        cure: the lines for ``GIVEN_LINES``, used as they are.
-        values: the other values of the texts.
+        name: id of the finding in ``findings.toml``.
+        situation: the machine, which replaces the placeholders ``facts``, ``linux``, ``windows``, ``torch`` and
+            ``gpu``.
+        level: severity, or None for the one in the file.
+        cure: lines that replace ``GIVEN_LINES``, without changes.
+        values: replacements of the other placeholders.
     """
     row, facts = texts()[name], situation.facts
     machine = {"facts": facts, "linux": facts.linux, "windows": facts.windows, "torch": facts.torch}

@@ -1,4 +1,4 @@
-"""Known bad drivers, kernels and firmware: by version (``known_bad.toml``), and by the kernel log."""
+"""Checks for drivers, kernels and firmware that are known to be bad, by version (``known_bad.toml``) or kernel log."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ Cure = Callable[[Situation, str], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Bad:
-    """One range: ``low`` <= version < ``below``. Of the rows about one ``subject`` only the first match is reported.
+    """A range of bad versions: ``low`` <= version < ``below``.
 
-    good: the version to get, or the line to type.
-    eased_by: a planned variable that mitigates it.
-    not_on: distributions with their version ("ubuntu 26.04") on which the range is not bad.
+    For each ``subject``, only the first matching row is reported.
+
+    good: version to install, or line to type.
+    eased_by: name of a planned variable that mitigates the fault.
+    not_on: distributions with their version ("ubuntu 26.04") on which these versions are not bad.
     """
 
     id: str
@@ -49,14 +51,17 @@ class Bad:
 
 @dataclass(frozen=True)
 class BadTable:
-    """The file. ``where``: subject -> its evidence, with places for the facts of the machine."""
+    """Contents of ``known_bad.toml``.
+
+    where: evidence for each subject, with placeholders for facts about the machine.
+    """
 
     where: Mapping[str, str]
     bad: tuple[Bad, ...]
 
 
 def kernel(situation: Situation) -> str | None:
-    """The kernel version (``uname -r``); None on other systems."""
+    """Return the kernel version (``uname -r``), or None if the system is not Linux."""
     return situation.facts.linux.kernel if situation.facts.linux else None
 
 
@@ -71,7 +76,7 @@ def _firmware_date(situation: Situation) -> str | None:
 
 
 def _mes(situation: Situation) -> str | None:
-    """The firmware's version in decimal; people write it as "0x83"."""
+    """Return the version of the GPU's scheduler firmware as a decimal number. It is usually written as "0x83"."""
     text = situation.gpu.mes_firmware if situation.gpu else None
     return str(int(text, 16)) if text and re.fullmatch(r"(0x)?[0-9a-fA-F]+", text) else None
 
@@ -81,7 +86,10 @@ def _adrenalin(situation: Situation) -> str | None:
 
 
 def _kernel_of_unread_drm(situation: Situation) -> str | None:
-    """The kernel version if it decides amdgpu's interface: the log lacks the latter, and no other module is loaded."""
+    """Return the kernel version if it determines the version of amdgpu's interface, else None.
+
+    It does if the kernel log does not contain the interface version and no separate amdgpu module is loaded.
+    """
     linux = situation.facts.linux
     own = linux is not None and linux.drm_version is None and linux.amdgpu_version is None
     return kernel(situation) if own else None
@@ -92,7 +100,10 @@ def _rocm(situation: Situation) -> str | None:
 
 
 def _rocm_of_unproven_attention(situation: Situation) -> str | None:
-    """ROCm's version, unless the files of its attention library were read and fit, which is better evidence."""
+    """Return the ROCm version, unless the attention library's own files show whether it works.
+
+    If they do, the result is None, because the files are better evidence than the version.
+    """
     facts, gfx = situation.facts, situation.gpu.gfx if situation.gpu is not None else None
     proven = attention_fits(facts.torch, gfx) or attention_misfit(facts.torch, gfx) is not None
     return None if proven else _rocm(situation)
@@ -111,7 +122,7 @@ FUNCTIONS = {
 
 @cache
 def bad_table() -> BadTable:
-    """The table. See ``read_table`` for errors."""
+    """Return the contents of ``known_bad.toml``. Errors are as in ``read_table``."""
     return read_table(Path(__file__).with_name("known_bad.toml"), BadTable, FUNCTIONS)
 
 
@@ -133,7 +144,7 @@ def _check(row: Bad, situation: Situation, plan: EnvPlan) -> Finding | None:
     effect = row.effect
     eased = next((planned for planned in plan.variables if planned.variable == row.eased_by), None)
     if eased is not None:
-        effect += f"; lora-rocm runs with {eased.variable}={eased.value} against it, which costs speed"
+        effect += f"; lora-rocm runs with {eased.variable}={eased.value} to avoid it, which costs speed"
     cure = row.cure(situation, row.good)
     return Finding(row.id, row.level, row.title, _evidence(row, situation), effect, cure, row.source)
 
@@ -146,7 +157,7 @@ def _evidence(row: Bad, situation: Situation) -> str:
 
 
 def _logged(pattern: LogPattern, situation: Situation, plan: EnvPlan) -> Finding | None:
-    """A pattern of this boot's kernel log about the GPU."""
+    """Report lines of this boot's kernel log that match a pattern of GPU faults."""
     linux = situation.facts.linux
     lines = linux.kernel_log if linux is not None and situation.gpu is not None else None
     found = [line for line in lines or () if pattern_of(line) == pattern]

@@ -1,4 +1,4 @@
-"""Checks whether this user's programs reach the GPU on Linux and WSL: driver, device files, groups, container, bus."""
+"""Checks whether this user's programs can use the GPU on Linux or WSL: driver, device files, groups, container, bus."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Situation
 
 CONTAINER_FLAGS = (
-    "docker run --device /dev/kfd --device /dev/dri --group-add video --group-add render "
-    "--security-opt seccomp=unconfined ...",
+    "docker run --device /dev/kfd --device /dev/dri --group-add $(getent group video | cut -d: -f3) "
+    "--group-add $(getent group render | cut -d: -f3) --security-opt seccomp=unconfined ...",
     "(podman: --device /dev/kfd --device /dev/dri --group-add keep-groups.)",
 )
 
 
 def _native(situation: Situation) -> Linux | None:
-    """Linux facts if this run uses an AMD GPU outside WSL, which has none of these files; else None."""
+    """Return the Linux facts if this run uses an AMD GPU, else None.
+
+    WSL gives None, because it has none of these files.
+    """
     linux = situation.facts.linux
     return linux if linux is not None and situation.gpu is not None and not linux.wsl else None
 
@@ -31,7 +34,7 @@ def _driver(situation: Situation, plan: EnvPlan) -> Finding | None:
         evidence += f"; a module of version {linux.amdgpu_version} is installed by DKMS"
         cure = (
             "mokutil --sb-state",
-            "If Secure Boot is on, it refuses a module that is not signed: enrol the key of DKMS, then restart:",
+            "If Secure Boot is on, it rejects unsigned modules: enrol the key of DKMS, then restart:",
             "sudo mokutil --import /var/lib/dkms/mok.pub",
             *cure,
         )
@@ -47,8 +50,8 @@ def _kfd_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
     if linux.container:
         title, cure = "The container was started without the GPU's device files", CONTAINER_FLAGS
     elif linux.amdgpu_loaded:
-        title = "The kernel offers no compute interface"
-        cure = ("sudo dmesg | grep -i kfd", "Take a kernel of your distribution: it has CONFIG_HSA_AMD.")
+        title = "The kernel has no compute interface"
+        cure = ("sudo dmesg | grep -i kfd", "Use a kernel of your distribution, which has CONFIG_HSA_AMD.")
     else:
         return None
     evidence = f"{linux.kfd.path} does not exist"
@@ -80,7 +83,7 @@ def _permission_cure(linux: Linux) -> tuple[str, ...]:
         return (f"sudo usermod -a -G {','.join(missing)} $USER", "Log out and in again.")
     return (
         "Log out and in again, if the groups are new.",
-        "Else the files belong to another group; give them to render:",
+        "Otherwise the files belong to another group. Assign them to render:",
         """echo 'SUBSYSTEM=="kfd", GROUP="render", MODE="0660"' | sudo tee /etc/udev/rules.d/70-kfd.rules""",
         "sudo udevadm control --reload-rules && sudo udevadm trigger",
     )
@@ -100,7 +103,7 @@ def _render_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _node_missing(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """The driver is loaded and computes, but KFD does not list the run's GPU."""
+    """Report that KFD does not list the run's GPU, although the driver is loaded."""
     linux, gpu = _native(situation), situation.gpu
     if linux is None or gpu is None or gpu.node is not None or gpu.gfx_source == "kfd":
         return None
@@ -161,7 +164,7 @@ def _iommu(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _boot_parameters_unread(facts: HostFacts) -> bool:
-    """Whether the kernel's command line could not be read; a parameter that is missing then means nothing."""
+    """Whether the kernel's command line could not be read. In that case, a missing parameter proves nothing."""
     return any("cmdline" in item.what for item in facts.unread)
 
 

@@ -1,7 +1,7 @@
 """Checks whether a training run fits: memory of APUs, main memory, swap, shared memory and disk.
 
-Sources: TheRock docs/faq.md (torch takes the larger of carve-out and GTT; ttm.pages_limit); unsloth#7960
-(amdgpu.gttsize alone does not raise the limit). The thresholds are our own.
+Sources: TheRock docs/faq.md (torch uses the larger of carve-out and GTT; ttm.pages_limit); unsloth#7960 (amdgpu.gttsize
+alone does not raise the limit). The thresholds are lora-rocm's own.
 """
 
 from __future__ import annotations
@@ -18,27 +18,32 @@ from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Situation
 
 COMFORTABLE_BYTES = 16 * GIB
-"""Rough GPU memory of SDXL LoRA training with everything kept."""
+"""Approximate GPU memory for SDXL LoRA training without offloading or recomputation."""
 WORTH_RAISING = 0.75
-"""A limit below this share of the possible one is reported."""
+"""The limit of mapped memory is reported if it is below this share of the possible limit."""
 SMALL_CARVE_OUT_BYTES = 4 * GIB
 LEAST_MEMORY_BYTES = 20 * GIB
-"""Main memory plus swap: a base model is read into it, at worst in float32."""
+"""Smallest sum of main memory and swap that is not reported. A base model is read into it, in the worst case as
+float32.
+"""
 FREE_MEMORY_BYTES = 8 * GIB
-"""A base model such as SDXL is a file of 7 GB that is read into main memory."""
+"""Smallest free main memory that is not reported. A base model such as SDXL is a file of 7 GB that is read into it."""
 SHM_BYTES, DISK_BYTES = GIB, 20 * GIB
 STRIX_HALO, MOST_DEDICATED_GIB = "gfx1151", 64
-"""Dedicated memory of this APU that is reported to be good under Windows, at most (TheRock#3032)."""
+"""Architecture of Strix Halo, and the largest dedicated memory in GiB that is reported to work well on Windows.
+
+Source: TheRock#3032.
+"""
 
 
 def _apu(situation: Situation, system: str) -> Gpu | None:
-    """The run's GPU if it is an APU on this operating system, else None."""
+    """Return the run's GPU if it is an APU and the machine has this operating system, else None."""
     gpu, facts = situation.gpu, situation.facts
     return gpu if gpu is not None and gpu.integrated and facts.system == system and not facts.is_wsl else None
 
 
 def _mappable(situation: Situation, gpu: Gpu) -> int | None:
-    """Bytes of main memory that the APU may map: GTT, or the limit for all GPUs if that is lower."""
+    """Return the bytes of main memory that the APU may map: GTT, or the limit for all GPUs if that is lower."""
     linux = situation.facts.linux
     pages = linux.ttm_pages_limit if linux is not None else None
     known = [size for size in (gpu.gtt_bytes, pages * PAGE_BYTES if pages else None) if size]
@@ -76,12 +81,12 @@ def _gtt(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _ttm(situation: Situation) -> Literal["ttm", "amdttm"]:
-    """The loaded module that limits mapped memory."""
+    """Return the name of the loaded kernel module that limits mapped memory."""
     return situation.facts.linux.ttm_module if situation.facts.linux is not None else "ttm"
 
 
 def _pages_limit(situation: Situation, gib: int) -> str:
-    """The kernel parameter that lets the GPUs map ``gib``."""
+    """Return the kernel parameter with which the GPUs may map ``gib`` GiB."""
     return f"{_ttm(situation)}.pages_limit={gib * GIB // PAGE_BYTES}"
 
 
@@ -104,7 +109,7 @@ def _carve_out(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _dedicated(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """Windows: the division of an APU's memory by Variable Graphics Memory."""
+    """Report an unsuitable size of an APU's dedicated memory on Windows (Variable Graphics Memory)."""
     gpu, memory = _apu(situation, "windows"), situation.facts.memory_bytes
     if gpu is None or gpu.vram_bytes is None or memory is None:
         return None
@@ -117,7 +122,7 @@ def _dedicated(situation: Situation, plan: EnvPlan) -> Finding | None:
     if too_much:
         effect = "little main memory is left: loading a base model swaps"
     elif beyond:
-        effect = "a model was reported to go to shared memory and run out of it with 96 GB, but not with 64 GB"
+        effect = "with 96 GB, a model was reported to run out of shared memory; with 64 GB it did not"
     else:
         effect = "data that does not fit is silently moved to shared memory, which is reported to be slow"
     return finding(
@@ -133,7 +138,7 @@ def _dedicated(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _memory_seen(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """The self-test reported that torch finds another amount of memory than the card has."""
+    """Report that torch finds another amount of memory than the card has, according to the self-test."""
     results = situation.verdict.results if situation.verdict is not None else ()
     seen = next((result.detail for result in results if result.name == MEMORY_TOTAL and result.status == "passed"), "")
     return finding("memory-seen", situation, seen=seen) if seen else None
@@ -152,7 +157,7 @@ def _main_memory(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _memory_in_use(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """Most memory is in use by other programs."""
+    """Report that other programs use most of the main memory."""
     facts = situation.facts
     total, free = facts.memory_bytes, facts.memory_available_bytes
     if total is None or free is None or total < 2 * FREE_MEMORY_BYTES or free >= FREE_MEMORY_BYTES:
@@ -170,7 +175,10 @@ def _memory_in_use(situation: Situation, plan: EnvPlan) -> Finding | None:
 def _swap_cure(situation: Situation) -> tuple[str, ...]:
     linux = situation.facts.linux
     if situation.facts.system == "windows":
-        return ("SystemPropertiesPerformance", "Advanced, Virtual memory, Change: custom size, 32768 MB for both.")
+        return (
+            "SystemPropertiesPerformance",
+            "Advanced, Virtual memory, Change: custom size, initial and maximum 32768 MB.",
+        )
     if linux is None:
         return ("Close other programs before a run.",)
     if linux.container:

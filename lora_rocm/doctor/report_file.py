@@ -1,4 +1,4 @@
-"""The Markdown file that a user attaches to a bug report, without private data."""
+"""Writes the Markdown file that a user attaches to a bug report, without private data."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Paths of the user, names of user and host, tokens and addresses were removed. St
 
 
 def write_report(path: Path, situation: Situation, *, live: bool, tested_on: str = "") -> None:
-    """Write the report about a machine, whole or not at all.
+    """Write the report about a machine. The file is written completely or not at all.
 
     Raises:
-        StorageError: it cannot be written there, or it would overwrite another file.
+        StorageError: the file cannot be written, or there is another file that is not a report.
     """
     _require_own(path)
     text = report(without_private(situation), live=live, tested_on=tested_on)
@@ -42,7 +42,7 @@ def write_report(path: Path, situation: Situation, *, live: bool, tested_on: str
 
 
 def _require_own(path: Path) -> None:
-    """Only an earlier report is written over."""
+    """Check that ``path`` does not exist or is an earlier report, so that no other file is overwritten."""
     try:
         there = read_plain(path, MAX_REPORT_BYTES)
     except FileNotFoundError:
@@ -50,12 +50,12 @@ def _require_own(path: Path) -> None:
     except OSError as error:
         raise storage_error(error, str(path)) from error
     if not there.startswith(TITLE.encode()):
-        what = "Another file, not a report, is already there."
-        raise StorageError("report-exists", what, where=str(path), fix="Give the name of a new file.")
+        what = "There is already a file at this path, and it is not a report."
+        raise StorageError("report-exists", what, where=str(path), fix="Choose another file name.")
 
 
 def without_private(situation: Situation) -> Situation:
-    """The situation with redacted facts; everything made from it is free of private data."""
+    """Return the situation without private data. Everything derived from it is then free of private data, too."""
     names = {**os.environ, **situation.environ}
     texts = [
         text
@@ -85,7 +85,7 @@ def without_private(situation: Situation) -> Situation:
 
 
 def report(situation: Situation, *, live: bool, tested_on: str = "") -> str:
-    """The report about a redacted situation."""
+    """Return the text of the report about a situation without private data."""
     env_plan = plan(situation)
     found = findings(situation, env_plan)
     sections = [

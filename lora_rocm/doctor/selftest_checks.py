@@ -1,4 +1,4 @@
-"""Findings from the self-test on this stack: the failed group, its meaning, and the plan's answer."""
+"""Checks of the self-test results: each finding names the failed group, its meaning, and the settings that avoid it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHER = "other"
 
 @dataclass(frozen=True)
 class SelftestGroup:
-    """A group of the self-test. ``rules``: rules of the plan that answer a failure."""
+    """A group of self-test checks. ``rules``: ids of the rules that react to a failure of this group."""
 
     id: str
     title: str
@@ -29,7 +29,10 @@ class SelftestGroup:
 
 @cache
 def groups() -> tuple[SelftestGroup, ...]:
-    """The groups; ``OTHER`` has all checks that no row names. See ``read_rows`` for errors."""
+    """Return the groups of self-test checks.
+
+    ``OTHER`` contains the checks that belong to no other group. Errors are as in ``read_rows``.
+    """
     return read_rows(Path(__file__).with_name("selftest_checks.toml"), SelftestGroup)
 
 
@@ -49,7 +52,7 @@ def _failed(group: SelftestGroup, situation: Situation, plan: EnvPlan) -> Findin
     answers = [row for row in plan.rows if row.rule in group.rules]
     effect = group.effect
     if answers:
-        effect += f". Settings against it: {'; '.join(f'{row.variable}={row.value}' for row in answers)}"
+        effect += f". Settings that avoid it: {'; '.join(f'{row.variable}={row.value}' for row in answers)}"
     return Finding(
         f"selftest-{group.id}",
         "slows" if answers and group.id in ("attention", "conv") else "harms",

@@ -1,4 +1,4 @@
-"""Checks whether Python, torch and related libraries fit each other and this machine."""
+"""Checks whether Python, torch and related libraries match each other and this machine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Level, Situation, When, release
 
 OLDEST_TORCH = (2, 11)
-SLOW = "training would run on the CPU, some hundred times slower; a model such as SDXL is out of reach"
+SLOW = "training would run on the CPU, hundreds of times slower; a model such as SDXL is out of reach"
 
 
 @dataclass(frozen=True)
 class OldestHip:
-    """The oldest HIP for an architecture; no ``gfx``: for any other."""
+    """The oldest HIP version that works on an architecture; without ``gfx``, on all others."""
 
     hip: tuple[int, ...]
     why: str
@@ -33,7 +33,12 @@ class OldestHip:
 
 @dataclass(frozen=True)
 class PackageConflict:
-    """A library that is harmful with ROCm. ``below`` None: in every version. ``cure`` applies to ``name``."""
+    """A Python package that is harmful with ROCm.
+
+    below: first version that is harmless, or None if all versions are harmful.
+    name: package name or requirement that is passed to ``cure``.
+    cure: function that returns the lines to type.
+    """
 
     id: str
     package: str
@@ -48,7 +53,10 @@ class PackageConflict:
 
 @dataclass(frozen=True)
 class SoftwareTable:
-    """The file. ``torchvision``: version of torch -> the torchvision that belongs to it."""
+    """Contents of ``software_checks.toml``.
+
+    ``torchvision``: for each torch version, the torchvision that belongs to it.
+    """
 
     torchvision: Mapping[str, str]
     oldest_hip: tuple[OldestHip, ...]
@@ -60,12 +68,12 @@ FUNCTIONS = by_name(uninstall, upgrade)
 
 @cache
 def software_table() -> SoftwareTable:
-    """The table. See ``read_table`` for errors."""
+    """Return the contents of ``software_checks.toml``. Errors are as in ``read_table``."""
     return read_table(Path(__file__).with_name("software_checks.toml"), SoftwareTable, FUNCTIONS)
 
 
 def _problem(situation: Situation) -> LoraRocmError | None:
-    """The error with the reason why no torch exists for this machine; None if there is one."""
+    """Return the error that explains why there is no torch for this machine, or None if there is one."""
     try:
         wheels.choose(situation.facts, situation.environ)
     except LoraRocmError as error:
@@ -130,7 +138,7 @@ def _wrong_build(situation: Situation, plan: EnvPlan) -> Finding | None:
         cure=install_torch(situation),
         built_for=words[built],
         gpus=gpus,
-        effect=f"training would run on the {nvidia[0]}, which is not tuned for, and not on the AMD GPU"
+        effect=f"training would run on the {nvidia[0]}, for which lora-rocm is not tuned, and not on the AMD GPU"
         if nvidia
         else SLOW,
     )
@@ -143,7 +151,7 @@ def _no_kernels(situation: Situation, plan: EnvPlan) -> Finding | None:
     if _problem(situation) is not None or has_kernels(torch.arch_list, gpu.gfx) or _overridden(torch, plan):
         return None
     if not torch.arch_list:
-        title, seen = "This torch has no device code at all", "it has no kernels for any GPU"
+        title, seen = "This torch has no GPU kernels at all", "it has no kernels for any GPU"
     else:
         title, seen = f"This torch has no kernels for {gpu.gfx}", f"it has kernels for {', '.join(torch.arch_list)}"
     evidence = f"torch {torch.version}: {seen}; GPU: {gpu.name} ({gpu.gfx})"
@@ -154,7 +162,7 @@ def _no_kernels(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _device_packages(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """AMD's multi-arch torch with another version's kernels for this GPU, or only with a part of them."""
+    """Report packages with kernels for this GPU that are missing or do not match AMD's multi-arch torch."""
     torch, gpu, libraries = situation.facts.torch, situation.gpu, situation.facts.libraries
     if torch is None or gpu is None or gpu.gfx is None or torch.arch_source != "metadata":
         return None
@@ -167,7 +175,7 @@ def _device_packages(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _overridden(torch: Torch, plan: EnvPlan) -> bool:
-    """Whether the plan makes the GPU use the kernels of a related architecture that this torch has."""
+    """Whether the plan makes the GPU use kernels of a related architecture, and this torch has them."""
     for row in plan.variables:
         if row.variable.startswith("HSA_OVERRIDE_GFX_VERSION") and not row.from_user:
             parts = release(row.value)
@@ -177,7 +185,7 @@ def _overridden(torch: Torch, plan: EnvPlan) -> bool:
 
 
 def _attention_images(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """The misfit for which ``rules.attention_refusal`` refuses to start a run."""
+    """Report the version mismatch for which ``rules.attention_refusal`` refuses to start a run."""
     torch, gpu = situation.facts.torch, situation.gpu
     misfit = attention_misfit(torch, gpu.gfx) if gpu is not None else None
     if misfit is None:

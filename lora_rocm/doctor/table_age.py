@@ -1,4 +1,4 @@
-"""Reports tables about AMD's hardware and software that were reviewed long ago."""
+"""Reports tables about AMD's hardware and software that were last reviewed long ago."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Situation
 
 OLD_DAYS = 120
-"""Our choice: AMD releases a ROCm about every six weeks."""
+"""Days after which a table counts as old. AMD releases a ROCm about every six weeks."""
 PACKAGE = Path(__file__).parents[1]
 AGEING = (
     "hardware/archs.toml",
@@ -30,17 +30,20 @@ AGEING = (
     "rules/mitigations.toml",
     "rules/selftest_rules.toml",
 )
-"""The tables with facts that age with AMD's drivers, cards and libraries."""
+"""Tables with facts that become outdated as AMD releases drivers, cards and libraries."""
 
 
 @cache
 def reviews() -> Mapping[str, Review]:
-    """The review of each ageing table, by its name in the package. See ``read_review`` for errors."""
+    """Return the last review of each table in ``AGEING``, by path in the package. Errors are as in ``read_review``."""
     return {name: read_review(PACKAGE / name) for name in AGEING}
 
 
 def old(today: date) -> Mapping[str, Review]:
-    """The tables that are too old; none if the clock shows a day before a review, because it is wrong then."""
+    """Return the tables that are too old.
+
+    If ``today`` is before a review, the clock is wrong and the result is empty.
+    """
     if any(today < review.day for review in reviews().values()):
         return {}
     return {name: review for name, review in reviews().items() if (today - review.day).days > OLD_DAYS}

@@ -22,11 +22,14 @@ LEVEL_WORDS = {
     "note": "NOTES",
 }
 QUIET: Level = "note"
-"""A machine with notes only is healthy: it gets one line. --json and --report contain the notes."""
+"""Severity of the findings that a healthy machine may have. Without other findings, the output is a single line.
+
+--json and --report contain these findings.
+"""
 
 
 def machine_text(situation: Situation) -> str:
-    """The GPU or processor, and torch: "Radeon RX 7900 XTX (gfx1100), torch 2.13.0+rocm7.2"."""
+    """Return the GPU or processor, and torch: "Radeon RX 7900 XTX (gfx1100), torch 2.13.0+rocm7.2"."""
     facts, gpu = situation.facts, as_intended(situation).gpu
     torch = f"torch {facts.torch.version}" if facts.torch is not None else "no torch"
     if gpu is not None:
@@ -36,12 +39,12 @@ def machine_text(situation: Situation) -> str:
 
 
 def healthy(found: tuple[Finding, ...]) -> bool:
-    """Whether there are notes only."""
+    """Whether all findings are notes."""
     return all(finding.level == QUIET for finding in found)
 
 
 def tested_text(situation: Situation, tested_on: str) -> str:
-    """The state of the self-test; ``tested_on`` is its date, or empty."""
+    """Return the state of the self-test as text. ``tested_on``: date of the test, or empty."""
     when = f" on {tested_on}" if tested_on else ""
     if situation.verdict is not None:
         return f"self-test passed{when}"
@@ -51,7 +54,7 @@ def tested_text(situation: Situation, tested_on: str) -> str:
 
 
 def second_class_text(situation: Situation) -> str:
-    """The consequence of not using an AMD GPU; empty if one is used."""
+    """Return a text about the consequences of training without an AMD GPU; empty if one is used."""
     if as_intended(situation).gpu is not None:
         return ""
     facts = situation.facts
@@ -62,7 +65,7 @@ def second_class_text(situation: Situation) -> str:
 
 
 def report_text(situation: Situation, found: tuple[Finding, ...], tested_on: str = "") -> str:
-    """The whole output; one line for a healthy machine."""
+    """Return the whole output of the command, which is one line for a healthy machine."""
     machine, second = machine_text(situation), second_class_text(situation)
     if healthy(found):
         ends = [f"{machine}, {tested_text(situation, tested_on)}", *([second] if second else [])]
@@ -82,7 +85,7 @@ def report_text(situation: Situation, found: tuple[Finding, ...], tested_on: str
 
 
 def finding_lines(finding: Finding) -> list[str]:
-    """One finding: title, evidence, effect, remedy, source."""
+    """Return the lines of one finding: title, evidence, effect, remedy, source."""
     lines = [f"  {finding.title}"]
     for name, text in (("read", finding.evidence), ("effect", finding.effect)):
         lines += _wrapped(name, text)

@@ -1,6 +1,6 @@
 """Checks of Windows: other copies of HIP, page file, driver resets, Smart App Control, missing runtime.
 
-Secure Boot is not checked: Windows loads AMD's signed driver with it.
+Secure Boot is not checked, because AMD's signed driver works with it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from lora_rocm.rules.rule import Situation, release
 
 DRIVER_PAGE = "https://www.amd.com/en/support/download/drivers.html"
 OLDER_BY_MONTHS = 3
-"""A driver older than the wheel by this much is reported; our own choice, because AMD has no table."""
+"""Months by which a driver must be older than the wheel to be reported. AMD has no table, so this is an estimate."""
 COMMIT_SPARE_BYTES = 20 * GIB
-"""In addition to the GPU's memory: the base model while loading, the program and Windows."""
+"""Memory needed in addition to the GPU's memory, for loading the base model, for the program and for Windows."""
 GOOD_TDR_DELAY_S = 60
 RESTART = "Then restart Windows."
 
@@ -38,7 +38,11 @@ def _in_system32(library: Library) -> bool:
 
 
 def _stale_dll(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """The driver's own copy of HIP. Its version is not HIP's, so the driver's age is compared with the wheel's."""
+    """Report a driver with an old copy of HIP.
+
+    The file version of this copy is not HIP's version. Therefore the month of the driver's version is compared with the
+    build month in the wheel's HIP version.
+    """
     windows, hip, gpu = _windows(situation), _hip(situation), situation.gpu
     if windows is None or gpu is None or not hip or situation.facts.torch is None:
         return None
@@ -57,7 +61,10 @@ def _file(library: Library) -> str:
 
 
 def _built(hip: tuple[int, ...]) -> tuple[int, int] | None:
-    """(year, month) from the last number of HIP's version if that is a date: 26221 is day 221 of 2026."""
+    """Return (year, month) of the build from the last number of HIP's version, or None if it is not a date.
+
+    26221 is day 221 of 2026.
+    """
     year, day = divmod(hip[2], 1000) if len(hip) > 2 else (0, 0)
     return (year, 1 + min(day - 1, 364) * 12 // 365) if 25 <= year <= 40 and 1 <= day <= 366 else None
 

@@ -155,6 +155,32 @@ def write_atomic(path: Path, content: bytes, root: Path | None = None, *, read_b
     )
 
 
+def write_new(path: Path, content: bytes) -> None:
+    """Write a file that must not exist yet, and flush it to the disk. Its folder is created.
+
+    Raises:
+        UserError: file-exists: there is a file, a folder or a link at this path.
+        StorageError: the file cannot be written. An incomplete file is removed.
+    """
+    try:
+        make_folder(path.parent)
+        write_through(path, content)
+    except FileExistsError as error:
+        if not os.path.lexists(path):
+            raise storage_error(error, path) from error
+        raise file_exists(path) from None
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink()  # incomplete
+        raise storage_error(error, path) from error
+
+
+def file_exists(path: Path) -> UserError:
+    """Return the error for a path at which something exists already."""
+    what = "This file exists, and nothing is overwritten."
+    return UserError("file-exists", what, where=str(path), fix="Choose another name, or move it away.")
+
+
 def write_json(path: Path, value: Any, root: Path | None = None) -> None:
     """Write ``json_bytes`` of a value with ``write_atomic``."""
     write_atomic(path, json_bytes(value), root)

@@ -144,6 +144,8 @@ def _fields(kind: type[DataclassInstance]) -> tuple[Mapping[str, object], frozen
 
 def _member(members: tuple[object, ...], value: object) -> object:
     """Return the member of a union that fits a value: a dataclass for a TOML table, another type for other values."""
+    if type(value) in members:
+        return type(value)
     given = [member for member in members if member is not NoneType]
     return next((member for member in given if is_dataclass(member) is isinstance(value, dict)), given[0])
 

@@ -1,1 +1,1 @@
-"""The machine as plain data: facts, architectures, memory, wheels. Standard library only."""
+"""Plain data about the machine: facts, GPU architectures, memory and torch wheels. Standard library only."""

@@ -1,4 +1,7 @@
-"""The program's own folder for kernel caches and stored knowledge about this machine. Standard library only."""
+"""Location of the program's own folder for kernel caches and stored knowledge about this machine.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ VARIABLE = "LORA_ROCM_HOME"
 
 
 def app_dir(environ: Mapping[str, str], system: str) -> Path:
-    """The folder for this program's caches of this user. ``LORA_ROCM_HOME`` overrides it. Nothing is created."""
+    """Return the folder of this user's caches. ``LORA_ROCM_HOME`` overrides it. The folder is not created."""
     own = environ.get(VARIABLE)
     if own:
         return Path(own)
@@ -24,5 +27,5 @@ def app_dir(environ: Mapping[str, str], system: str) -> Path:
 
 
 def own_app_dir() -> Path:
-    """``app_dir`` on this machine."""
+    """Return ``app_dir`` for this machine and environment."""
     return app_dir(os.environ, {"win32": "windows", "darwin": "macos"}.get(sys.platform, "linux"))

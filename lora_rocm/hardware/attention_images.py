@@ -1,7 +1,7 @@
-"""Checks from the facts about a torch whether its attention library (AOTriton) and its GPU images fit each other.
+"""Check whether torch's attention library (AOTriton) and its precompiled GPU kernels ("images") have the same version.
 
-A library with images of another version computes zeros without an error, or every later kernel of the process fails
-(ROCm/aotriton#210, TheRock#7315, #7992: torch 2.11 and 2.12 for Windows of August 2026). Standard library only.
+If the versions differ, attention silently returns zeros, or every later kernel of the process fails (ROCm/aotriton#210,
+TheRock#7315, #7992: torch 2.11 and 2.12 for Windows of August 2026). Standard library only.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ from dataclasses import dataclass
 from lora_rocm.hardware.facts import Torch
 
 FOLDER = re.compile(r"amd-gfx([0-9a-fx]+)")
-"""A folder of images: "x" stands for any digit of an architecture ("amd-gfx120x")."""
+"""Pattern of the names of image folders. In a name, "x" is a wildcard for one digit of the architecture
+("amd-gfx120x").
+"""
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """A library and images of different versions. ``where``: the files that show it, below site-packages."""
+    """A version mismatch between an AOTriton library and its GPU images.
+
+    library: version of the library.
+    images: version for which the images were built.
+    where: files that prove the mismatch, relative to site-packages, with the version in each.
+    """
 
     library: str
     images: str
@@ -25,9 +32,10 @@ class Misfit:
 
 
 def attention_misfit(torch: Torch | None, gfx: str | None) -> Misfit | None:
-    """The misfit between library and images for an architecture; None if they fit, or if the files do not show it.
+    """Return the version mismatch between library and GPU images, or None if they match or the files do not show it.
 
-    Major and minor version have to agree; images name no further numbers. An unknown architecture may use any image.
+    Only major and minor version are compared, because images record nothing else. If ``gfx`` is None, all folders of
+    images are compared.
     """
     if torch is None or torch.hip is None or torch.aotriton is None:
         return None
@@ -41,7 +49,7 @@ def attention_misfit(torch: Torch | None, gfx: str | None) -> Misfit | None:
 
 
 def attention_fits(torch: Torch | None, gfx: str | None) -> bool:
-    """Whether the files show that library and images for an architecture fit."""
+    """Whether the files prove that the library and the GPU images for an architecture match. False if unknown."""
     if torch is None or torch.aotriton is None or not any(_serves(folder, gfx) for folder in torch.aotriton_images):
         return False
     return attention_misfit(torch, gfx) is None
@@ -55,6 +63,6 @@ def _serves(folder: str, gfx: str | None) -> bool:
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    """Major and minor number ("0.12.50" is (0, 12)); () if it has none."""
+    """Return the first two numbers of a version ("0.12.50" gives (0, 12)); () if it does not start with two numbers."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else ()

@@ -1,7 +1,8 @@
-"""A card's memory in use by all programs together, from the system's counters. Standard library only.
+"""Memory of a card that all programs together use, from the driver's counters. Standard library only.
 
-HIP's free memory is not enough: on Linux it ignores the memory of the desktop and of games (ROCm#6389,
-rocm-systems#7993), and on Windows it is too high (librocdxg#57). Under WSL it is correct, and there are no counters.
+The free memory that HIP reports is not enough: on Linux it ignores the memory of the desktop and of games (ROCm#6389,
+rocm-systems#7993), and on Windows it is too high (librocdxg#57). Under WSL HIP's value is correct, and the driver has
+no counters.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.IGNORECASE)
 MAX_BYTES = 2**63
 SAME_POOL = 0.9
-"""Two totals of an integrated GPU that differ by more belong to two pools."""
+"""Two reported sizes of an integrated GPU's memory count as the same pool if their ratio is at least this."""
 
 
 @dataclass(frozen=True)
@@ -34,29 +35,29 @@ class CardMemory:
     """The memory counters of one card.
 
     Attributes:
-        vram: dedicated memory; the carve-out of an integrated GPU.
-        gtt: main memory that it may map; None if the system does not report it.
+        vram: dedicated memory of the card, or the carve-out of an integrated GPU.
+        gtt: main memory that the GPU may map, or None if the system does not report it.
     """
 
     vram: Pool
     gtt: Pool | None = None
 
     def for_tensors(self, integrated: bool) -> Pool:
-        """The pool for torch's tensors: the card's own, or the larger pool of an integrated GPU."""
+        """Return the pool that torch's tensors use: the card's own memory, or the larger pool of an integrated GPU."""
         if not integrated or self.gtt is None:
             return self.vram
         return max(self.vram, self.gtt, key=lambda pool: pool.total_bytes)
 
 
 def read_card_memory(pci_address: str | None, devices: Path = PCI_DEVICES) -> CardMemory | None:
-    """The counters of the card at a PCI address ("0000:03:00.0"), from Linux' sysfs.
+    """Return the memory counters of the card at a PCI address, read from Linux' sysfs; None if they are unknown.
 
-    None: unknown. The driver has no such counters (only amdgpu has), or they cannot be read. Or the card sleeps; then
-    they must not be read, because a read may wake it.
+    They are unknown if the driver has none (only amdgpu has) or they cannot be read. The counters of a sleeping card
+    are not read, because reading may wake it.
 
     Args:
-        pci_address: the card's address as sysfs writes it.
-        devices: folder of the PCI devices; tests give a simulated one.
+        pci_address: the card's address as sysfs writes it ("0000:03:00.0").
+        devices: folder of the PCI devices. Tests pass a simulated one.
     """
     if pci_address is None or PCI_ADDRESS.fullmatch(pci_address) is None:
         return None
@@ -70,14 +71,14 @@ def read_card_memory(pci_address: str | None, devices: Path = PCI_DEVICES) -> Ca
 def free_for_tensors(
     runtime: Pool, card: CardMemory | None, *, integrated: bool, main_memory_free_bytes: int | None
 ) -> int:
-    """Bytes that are free on a GPU: the smallest report of runtime, driver and system.
+    """Return the free bytes of a GPU: the smallest of the values from runtime, driver and system.
 
     Args:
-        runtime: the report of HIP or CUDA. For an integrated GPU it may cover the small carve-out alone; then it is
-            ignored in favour of the driver's larger pool.
-        card: the driver's counters; None: unknown.
-        integrated: the GPU has no dedicated memory.
-        main_memory_free_bytes: most main memory that an integrated GPU may take; None: unknown.
+        runtime: memory as HIP or CUDA reports it. It is ignored if it covers only the small carve-out of an integrated
+            GPU, and the driver reports a larger pool.
+        card: the driver's counters, or None if unknown.
+        integrated: whether the GPU has no dedicated memory.
+        main_memory_free_bytes: main memory that an integrated GPU may take at most, or None if unknown.
     """
     pool = card.for_tensors(integrated) if card is not None else None
     found = [pool.free_bytes] if pool is not None else []

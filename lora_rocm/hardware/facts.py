@@ -1,7 +1,7 @@
 """Facts about a machine as plain data, read by ``probe`` or loaded from a file that describes another machine.
 
-Standard library only: the installer uses it before anything is installed. Sizes are in bytes. A fact that could not be
-read is None and listed in ``unread``; nothing is guessed.
+Standard library only, because the installer uses it before anything is installed. Sizes are in bytes. A fact that could
+not be read is None and is listed in ``unread``; no fact is guessed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXPECTED: dict[Any, str] = {
 
 MAX_FILE_BYTES = 1 << 24
 NUMBERS = range(2**63)
-"""The range of numbers in facts."""
+"""The range of valid numbers in facts."""
 
 System = Literal["linux", "windows", "macos"]
 Vendor = Literal["amd", "nvidia", "apple", "intel", "other"]
@@ -42,30 +42,30 @@ class Unread:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. ``index`` counts the GPUs of a vendor in the order of its runtime."""
+    """One GPU. ``index`` is its number among the GPUs of its vendor, in the order of the vendor's runtime."""
 
     vendor: Vendor
     name: str
     index: int = 0
     gfx: str | None = None
-    """AMD: the true architecture ("gfx1151"), never an override's; None if unknown."""
+    """AMD: the GPU's true architecture ("gfx1151"), never the one set by an override; None if unknown."""
     gfx_source: Literal["kfd", "hipinfo", "pci", "name"] | None = None
     integrated: bool | None = None
     pci_id: str | None = None
-    """Vendor and device: "1002:1586"."""
+    """PCI vendor and device number: "1002:1586"."""
     pci_address: str | None = None
     node: int | None = None
     """Linux, AMD: number of the KFD topology node."""
     vram_bytes: int | None = None
-    """Dedicated memory; the carve-out of an APU."""
+    """Dedicated memory, or the carve-out of an APU."""
     vram_used_bytes: int | None = None
-    """Linux, AMD: the part of it that all programs together use now."""
+    """Linux, AMD: the part of ``vram_bytes`` that all programs together use now."""
     gtt_bytes: int | None = None
     """Linux, AMD: system memory that the GPU may map."""
     driver: str | None = None
-    """Driver version: of the adapter (Windows), of NVIDIA's driver (NVIDIA)."""
+    """Driver version: the display adapter's driver on Windows, or NVIDIA's driver for an NVIDIA GPU."""
     driver_product: str | None = None
-    """Windows, AMD: the Adrenalin version ("26.6.2") if it can be read."""
+    """Windows, AMD: version of the Adrenalin software ("26.6.2"), or None if it cannot be read."""
     pcie_atomics: bool | None = None
     mes_firmware: str | None = None
     """Linux, AMD: version of the scheduler firmware ("0x83"). Only root can read it."""
@@ -73,7 +73,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class DeviceFile:
-    """A device file and this user's rights to it."""
+    """A device file and this user's access rights to it."""
 
     path: str
     exists: bool
@@ -83,43 +83,45 @@ class DeviceFile:
 
 @dataclass(frozen=True)
 class Linux:
-    """Facts that only Linux has. ``kernel`` is the output of ``uname -r``."""
+    """Facts that exist only on Linux. ``kernel`` is the output of ``uname -r``."""
 
     kernel: str
     distribution: str = ""
-    """ID of os-release: "ubuntu", "fedora", "arch"."""
+    """ID from os-release: "ubuntu", "fedora", "arch"."""
     distribution_version: str = ""
     wsl: bool = False
     container: bool = False
     kfd: DeviceFile | None = None
     render_nodes: tuple[DeviceFile, ...] = ()
     dxg: bool = False
-    """/dev/dxg exists (WSL)."""
+    """Whether /dev/dxg exists, the GPU device of WSL."""
     groups: tuple[str, ...] = ()
-    """The groups of this user among render and video; "root" if the user is root."""
+    """Groups that give this user access to GPUs: "render" and "video" if the user is a member, "root" if the user is
+    root.
+    """
     boot_parameters: dict[str, str] = field(default_factory=dict)
     """Parameters of the kernel command line that concern the GPU: iommu, amd_iommu, ttm.*, amdttm.*, amdgpu.*."""
     amdgpu_loaded: bool = False
     amdgpu_version: str | None = None
-    """Version of an amdgpu module that is not the kernel's own (DKMS)."""
+    """Version of a separately installed amdgpu module (DKMS); None if the kernel's own module is used."""
     drm_version: str | None = None
-    """Interface version of the amdgpu driver, "3.64". Only the kernel log has it."""
+    """Interface version of the amdgpu driver ("3.64"). Only the kernel log contains it."""
     ttm_pages_limit: int | None = None
-    """Limit of memory that all GPUs together may map, in pages of 4 KiB."""
+    """Limit of the system memory that all GPUs together may map, in pages of 4 KiB."""
     ttm_module: Literal["ttm", "amdttm"] = "ttm"
-    """The module with that limit: the kernel's own, or amdttm of a separately installed amdgpu driver."""
+    """Module that has ``ttm_pages_limit``: the kernel's own ttm, or amdttm of a separately installed amdgpu driver."""
     shm_bytes: int | None = None
     rocm_version: str | None = None
-    """Version of a ROCm installed in /opt/rocm."""
+    """Version of the ROCm that is installed in /opt/rocm."""
     firmware_package: str | None = None
-    """Version of the distribution's linux-firmware, if a package database gives it without root."""
+    """Version of the distribution's linux-firmware package; None if it cannot be read without root."""
     kernel_log: tuple[str, ...] | None = None
-    """Lines of this boot's kernel log about the GPU; None if it was not read or is forbidden."""
+    """Lines about the GPU from this boot's kernel log; None if the log was not read or may not be read."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """A DLL that Windows may load instead of the wheel's."""
+    """A DLL that Windows may load in place of the one in the wheel."""
 
     path: str
     version: str | None = None
@@ -127,18 +129,18 @@ class Library:
 
 @dataclass(frozen=True)
 class Windows:
-    """Facts that only Windows has. ``build`` is the build number, 26100 for 11 24H2."""
+    """Facts that exist only on Windows. ``build`` is the build number; 26100 is Windows 11 24H2."""
 
     build: int
     product: str = ""
     hip_libraries: tuple[Library, ...] = ()
-    """amdhip64*.dll in System32 and in the folders of PATH."""
+    """All files amdhip64*.dll in System32 and in the folders of PATH."""
     hip_path: str | None = None
     page_file_bytes: int | None = None
     tdr_delay_s: int | None = None
-    """TdrDelay of the registry; None stands for the default of 2 s."""
+    """Registry value TdrDelay, or None if it is not set and the default of 2 s holds."""
     tdr_events: int | None = None
-    """Display driver resets in the System log (event 4101) of the last 7 days."""
+    """Number of display driver resets in the System log (event 4101) in the last 7 days."""
     smart_app_control: Literal["off", "evaluation", "on"] | None = None
     vc_runtime: str | None = None
     """Version of the Visual C++ runtime; None if it is missing."""
@@ -153,20 +155,20 @@ class Torch:
     hip: str | None = None
     cuda: str | None = None
     arch_list: tuple[str, ...] | None = None
-    """Architectures that it has kernels for; None if neither files nor metadata give them."""
+    """Architectures that this torch has kernels for; None if neither its files nor its metadata name them."""
     arch_source: Literal["files", "metadata", "asked"] | None = None
     aotriton: str | None = None
     """Version of the bundled attention library, AOTriton ("0.12.50")."""
     aotriton_images: dict[str, str] = field(default_factory=dict)
-    """Folder of AOTriton's GPU images ("amd-gfx120x") -> the AOTriton that they were built for ("0.13")."""
+    """AOTriton version for which each folder of GPU images was built ("amd-gfx120x": "0.13")."""
     rocm: str | None = None
-    """``torch.version.rocm`` ("10.1.0"), which torch has from 2.13 on; see ``rocm_version``."""
+    """``torch.version.rocm`` ("10.1.0"), which exists since torch 2.13. ``rocm_version`` also covers older versions."""
 
     @property
     def rocm_version(self) -> str | None:
-        """ROCm's version: torch's own value, else the number in "+rocm7.2", else the first two numbers of HIP.
+        """Return the ROCm version: torch's own value, else the number in "+rocm7.2", else the first two numbers of HIP.
 
-        HIP has ROCm's numbers only up to 7.14: ROCm 10.0 has HIP 7.15, and 10.1 has HIP 7.16.
+        HIP's and ROCm's numbers are equal only up to 7.14: ROCm 10.0 has HIP 7.15, and 10.1 has HIP 7.16.
         """
         if self.hip is None:
             return None
@@ -175,18 +177,21 @@ class Torch:
 
     @property
     def is_pytorch_org_rocm(self) -> bool:
-        """Whether it is a ROCm build of download.pytorch.org ("+rocm7.2"). AMD's own have three numbers there."""
+        """Whether this is a ROCm build from download.pytorch.org ("+rocm7.2").
+
+        The versions of AMD's own builds have three numbers ("+rocm7.2.1").
+        """
         return re.search(r"\+rocm\d+\.\d+$", self.version) is not None
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """All facts about a machine. ``origin`` is "probe", or describes the source of a recorded machine."""
+    """All facts about a machine. ``origin`` is "probe", or describes where a recorded machine comes from."""
 
     origin: str
     system: System
     python: str
-    """Version and word size: "3.12.4 64-bit"."""
+    """Version and word size of Python: "3.12.4 64-bit"."""
     cpu: str
     cpu_count: int
     memory_bytes: int | None = None
@@ -198,7 +203,7 @@ class HostFacts:
     windows: Windows | None = None
     torch: Torch | None = None
     libraries: dict[str, str] = field(default_factory=dict)
-    """Other installed packages that matter: triton, bitsandbytes, flash_attn, torchvision, ..."""
+    """Versions of other relevant packages by name: triton, bitsandbytes, flash_attn, torchvision, ..."""
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables that ROCm, HIP, MIOpen or torch read."""
     unread: tuple[Unread, ...] = ()
@@ -218,8 +223,10 @@ class HostFacts:
 def facts_from_json(value: Any, where: str) -> HostFacts:
     """Build facts from parsed JSON.
 
+    where: source of the JSON, for error messages.
+
     Raises:
-        UserError: a key is unknown or missing, or a value has the wrong type. It names the key.
+        UserError: a key is unknown or missing, or a value has the wrong type. The message names the key.
     """
     found: HostFacts = _read(HostFacts, value, where)
     return replace(found, gpus=tuple(replace(gpu, gfx=_without_features(gpu.gfx)) for gpu in found.gpus))
@@ -239,22 +246,27 @@ def load_facts(path: Path) -> HostFacts:
         value = parse_json(content)  # UTF-8, or UTF-16 from a redirect in Windows PowerShell
     except OSError as error:
         what = f"The file of facts cannot be read: {error.strerror}."
-        raise UserError("facts-unreadable", what, where=str(path), fix="Give a file that exists.") from None
+        raise UserError("facts-unreadable", what, where=str(path), fix="Pass the path of an existing file.") from None
     except (ValueError, RecursionError) as error:
         what = f"The file of facts cannot be used: {error}."
-        raise UserError("facts-no-json", what, where=str(path), fix="Give a file made by this program.") from None
+        raise UserError(
+            "facts-no-json", what, where=str(path), fix="Use a file written by lora-rocm env --json or doctor --json."
+        ) from None
     if isinstance(value, dict) and isinstance(value.get("facts"), dict):
         return facts_from_json(value["facts"], f"{path}: facts")
     return facts_from_json(value, str(path))
 
 
 def _without_features(gfx: str | None) -> str | None:
-    """The architecture without features: torch also writes "gfx90a:sramecc+:xnack-"."""
+    """Return the architecture without its feature flags; torch may report "gfx90a:sramecc+:xnack-"."""
     return gfx.partition(":")[0] if gfx is not None else None
 
 
 def _read(wanted: Any, value: Any, where: str) -> Any:
-    """Convert ``value`` to the type of the annotation ``wanted``; lists become tuples."""
+    """Convert ``value`` to the type of the annotation ``wanted``; lists become tuples.
+
+    ``where`` locates it in errors.
+    """
     if is_dataclass(wanted):
         return _read_fields(wanted, value, where)
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)

@@ -1,4 +1,4 @@
-"""Selects the GPU of a run, and the variable that hides the others."""
+"""Selects the GPU of a run, and the environment variable that hides the other GPUs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from lora_rocm.hardware.facts import Gpu, HostFacts
 ROCR = "ROCR_VISIBLE_DEVICES"
 HIP = "HIP_VISIBLE_DEVICES"
 CUDA = "CUDA_VISIBLE_DEVICES"
-"""In the order in which the runtimes read them. ROCr hides GPUs first (Linux). HIP then numbers the rest by the second
-variable, or by the third if the second is empty (ROCm/clr rocclr/device/rocm/rocdevice.cpp, device/pal/paldevice.cpp).
+"""Last of the three visibility variables, which the runtimes read in this order. First, ROCr hides GPUs (Linux). HIP
+then numbers the remaining GPUs by the second variable, or by the third if the second is empty (ROCm/clr
+rocclr/device/rocm/rocdevice.cpp, device/pal/paldevice.cpp).
 """
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The AMD GPU of a run (None: there is none), and the variable that hides the others.
+    """The AMD GPU of a run, or None if there is none, and the variable that hides the other GPUs.
 
-    alone: the run's processes cannot reach another AMD GPU, so a global variable concerns this GPU only.
-    by_user: the user's own variables made the selection.
+    alone: whether the run's processes can reach no other AMD GPU. A global variable then affects this GPU only.
+    by_user: whether the user's own variables made the selection.
     """
 
     gpu: Gpu | None
@@ -29,14 +30,14 @@ class Selection:
     alone: bool = True
     by_user: bool = False
     gpus: tuple[Gpu, ...] = ()
-    """With several processes: the AMD GPUs of all of them, if known (``hardware.ranks``)."""
+    """AMD GPUs of all processes of a run with several processes, if known (``hardware.ranks``)."""
 
 
 def select(facts: HostFacts, environ: Mapping[str, str]) -> Selection:
-    """Select the GPU that the user made visible, else the best.
+    """Select the GPU that the user made visible, or else the best one.
 
-    Criteria in order: discrete before integrated; the installed torch has kernels for it; it is in the table; more
-    memory. If the installed torch is NVIDIA's CUDA build, no AMD GPU is selected.
+    Criteria in order: a discrete GPU; kernels for it in the installed torch; a row in the architecture table; more
+    memory. If the installed torch is a CUDA build, no AMD GPU is selected.
     """
     amd = facts.amd_gpus
     if not amd or (facts.torch is not None and facts.torch.cuda is not None and facts.torch.hip is None):
@@ -53,13 +54,16 @@ def select(facts: HostFacts, environ: Mapping[str, str]) -> Selection:
 
 
 def set_by_user(facts: HostFacts, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The variables that limit visibility. Windows has no ROCr; HIP ignores an empty list."""
+    """Return the names of the variables with which the user limits the visible GPUs.
+
+    On Windows, ROCr's variable is ignored, because ROCr does not exist there. HIP ignores an empty list.
+    """
     rocr = (ROCR,) if facts.system != "windows" and ROCR in environ else ()
     return rocr + tuple(name for name in (HIP, CUDA) if environ.get(name))
 
 
 def visible(facts: HostFacts, environ: Mapping[str, str]) -> list[Gpu] | None:
-    """The AMD GPUs that HIP lists, in its order; None if a variable names them by UUID."""
+    """Return the AMD GPUs that HIP lists, in HIP's order; None if a variable selects them by UUID."""
     listed: list[Gpu] | None = sorted(facts.amd_gpus, key=lambda gpu: gpu.index)
     if facts.system != "windows" and ROCR in environ:
         listed = _chosen(listed, environ[ROCR])
@@ -68,7 +72,10 @@ def visible(facts: HostFacts, environ: Mapping[str, str]) -> list[Gpu] | None:
 
 
 def _chosen(listed: Sequence[Gpu] | None, value: str) -> list[Gpu] | None:
-    """The GPUs at the listed positions. As in the runtimes, the first position that does not exist ends the list."""
+    """Return the GPUs at the positions listed in ``value``; None if they are given as UUIDs.
+
+    As in the runtimes, the list ends at the first position that does not exist.
+    """
     if listed is None or "GPU-" in value:
         return None
     found: list[Gpu] = []

@@ -1,7 +1,7 @@
-"""The memory that a GPU's work may take, computed from facts, with its parts. Standard library only.
+"""Budget of GPU memory for a run, and the items that it is calculated from. Standard library only.
 
-An APU has no dedicated memory. The BIOS carves out part of main memory, and more can be mapped (Linux: GTT, Windows:
-shared memory). The GPU's share is lost to all other programs.
+An APU has no dedicated memory. The BIOS carves out part of main memory, and the GPU can map more (on Linux as GTT, on
+Windows as shared memory). Other programs cannot use the GPU's share.
 
 Sources: TheRock docs/faq.md (torch uses GTT if it is larger than the carve-out); unsloth#7960, unsloth#8482 (free
 memory is reported too high); microsoft.com, WDDM video memory: half of main memory can be shared.
@@ -17,11 +17,14 @@ from lora_rocm.hardware.facts import Gpu, HostFacts
 
 GIB, MIB = 2**30, 2**20
 HOST_RESERVE_SHARE, HOST_RESERVE_BYTES = 0.2, 16 * GIB
-"""Main memory left to the system: the smaller of the two (unsloth's worker.py, Strix Halo)."""
+"""Main memory left to the system on an APU: the smaller of this share and this size.
+
+Source: unsloth's worker.py (Strix Halo).
+"""
 DISPLAY_SHARE, DISPLAY_MIN_BYTES, DISPLAY_MAX_BYTES = 0.05, GIB // 2, GIB
-"""The desktop's part of a GPU's own memory where nothing measures it: an estimate."""
+"""Estimated memory of the desktop on a GPU with dedicated memory, used where it cannot be measured."""
 HEADLESS_BYTES = 256 * MIB
-"""A card of which less is in use than this shows no desktop."""
+"""Memory in use below which a card is taken as one without a desktop."""
 PAGE_BYTES = 4096
 OF_CARD, HELD, LIBRARIES, KEPT_FREE = "memory of the card", "held by other programs", "for libraries", "kept free"
 DESKTOP = "kept for the desktop"
@@ -32,9 +35,10 @@ class Reserves:
     """Memory of an AMD card that tensors must not use, in MiB (``rules/memory_rules.toml``).
 
     Attributes:
-        libraries_mib: used by libraries outside of torch's allocator during a run.
-        kept_free_mib: kept free on Linux, because a card that is nearly full faults.
-        headless_mib: the same for a card without a desktop: other programs' use does not change there.
+        libraries_mib: memory that libraries use outside of torch's allocator during a run.
+        kept_free_mib: memory kept free on Linux, because a nearly full card faults.
+        headless_mib: memory kept free on a card without a desktop. Less is enough, as other programs' use does not
+            change.
     """
 
     libraries_mib: int
@@ -46,7 +50,7 @@ class Reserves:
 
 @dataclass(frozen=True)
 class BudgetItem:
-    """One amount of the budget; negative if it is subtracted."""
+    """One item in the calculation of the budget. Bytes that are subtracted are negative."""
 
     name: str
     num_bytes: int
@@ -57,10 +61,11 @@ class MemoryBudget:
     """The memory for tensors, as far as it is known before a run.
 
     Attributes:
-        total_bytes: bytes for tensors on the GPU now.
-        capped: the allocator is limited to it.
-        limit_bytes: the same, ignoring other programs' current memory, which a run reads itself.
-        kept_free_bytes, library_bytes: parts of a card, as subtracted.
+        total_bytes: bytes that tensors on the GPU can use now.
+        capped: whether torch's allocator is limited to the budget.
+        limit_bytes: budget before other programs' measured memory is subtracted. The run itself subtracts that.
+        kept_free_bytes: memory of the card that is kept free. It is already subtracted.
+        library_bytes: memory of the card for libraries. It is already subtracted.
     """
 
     total_bytes: int
@@ -73,12 +78,15 @@ class MemoryBudget:
 
 
 def parts_text(parts: tuple[BudgetItem, ...]) -> str:
-    """The parts as text: "24.0 GiB memory of the card, 1.4 GiB held by other programs, 1.2 GiB for libraries"."""
+    """Return the items as text.
+
+    Example: "24.0 GiB memory of the card, 1.4 GiB held by other programs, 1.2 GiB for libraries".
+    """
     return ", ".join(f"{size_text(abs(part.num_bytes))} {part.name}" for part in parts)
 
 
 def desktop_bytes(pool_bytes: int) -> int:
-    """Assumed memory of a desktop on a GPU with dedicated memory, if nothing measures it."""
+    """Return the estimated memory of the desktop on a GPU with dedicated memory, in bytes."""
     return min(max(int(pool_bytes * DISPLAY_SHARE), DISPLAY_MIN_BYTES), DISPLAY_MAX_BYTES)
 
 
@@ -88,7 +96,7 @@ def host_reserve(memory_bytes: int) -> int:
 
 
 def budget(facts: HostFacts, gpu: Gpu, reserves: Reserves) -> MemoryBudget | None:
-    """The budget of a GPU of this machine; None if its memory could not be read."""
+    """Return the budget of a GPU of this machine, or None if its memory could not be read."""
     if not gpu.integrated:
         return _discrete(facts, gpu, reserves)
     if facts.system == "windows":
@@ -113,29 +121,30 @@ def _discrete(facts: HostFacts, gpu: Gpu, reserves: Reserves) -> MemoryBudget | 
 def card_budget(
     card: BudgetItem, others: BudgetItem, reserves: Reserves, *, is_linux: bool, shows: bool
 ) -> MemoryBudget:
-    """The budget of an AMD card with dedicated memory.
+    """Return the budget of an AMD card with dedicated memory.
 
     Args:
-        card: its memory.
-        others: measured (``HELD``) or assumed memory of other programs, negative.
-        reserves: the rest that is subtracted.
-        is_linux: a card that is nearly full faults there; Windows moves memory away instead, also below WSL.
-        shows: it shows a desktop.
+        card: memory of the card.
+        others: memory of other programs as a negative number: measured if its name is ``HELD``, else estimated.
+        reserves: further amounts to subtract.
+        is_linux: whether a nearly full card faults. On Windows and WSL it does not, because Windows moves memory away.
+        shows: whether the card shows a desktop.
     """
     kept = (reserves.kept_free_mib if shows else reserves.headless_mib) * MIB if is_linux else 0
     libraries = reserves.libraries_mib * MIB
     parts = (card, others, BudgetItem(LIBRARIES, -libraries), BudgetItem(KEPT_FREE, -kept))
     total = max(0, sum(part.num_bytes for part in parts))
     limit = max(0, card.num_bytes - libraries - kept) if others.name == HELD else total
-    why = "the card's own memory, less what other programs and libraries need"
+    why = "the card's own memory, minus the memory of other programs and libraries"
     return MemoryBudget(total, why, tuple(p for p in parts if p.num_bytes), True, limit, kept, libraries)
 
 
 def _shows_desktop(facts: HostFacts, gpu: Gpu) -> bool:
-    """Whether the GPU may show the desktop: assumed, unless it has no outputs or another GPU is there for it.
+    """Whether the GPU may show the desktop; True if unknown.
 
-    A card also counts as showing one if other programs use more than a little of its memory. Windows takes part of
-    every GPU's memory, and silently moves data that does not fit into main memory.
+    The result is False for a GPU without display outputs, or if an integrated GPU can show the desktop. It is True if
+    more than a little of the GPU's memory is in use. It is also True on Windows, which takes part of every GPU's memory
+    and silently moves excess data into main memory.
     """
     arch = arch_of(gpu.gfx)
     if arch is not None and arch.is_cdna:  # no display outputs
@@ -146,22 +155,28 @@ def _shows_desktop(facts: HostFacts, gpu: Gpu) -> bool:
 
 
 def _windows_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
-    """Dedicated memory. If more can be shared: both, less the system's reserve."""
+    """Return the budget of an APU on Windows: its dedicated memory, plus shared memory if that is larger.
+
+    If shared memory is included, the system's reserve is subtracted.
+    """
     if gpu.vram_bytes is None or facts.memory_bytes is None:
         return None
     dedicated = BudgetItem("dedicated memory", gpu.vram_bytes)
     shared = facts.memory_bytes // 2
     if gpu.vram_bytes >= shared:
-        why = "dedicated memory, less what the desktop needs; more would be spilled, and slow"
+        why = "dedicated memory, minus the desktop's share; a larger run would spill and be slow"
         return _less_display(why, gpu.vram_bytes, (dedicated,))
     free = _free_for_gpu(facts)
     parts = (dedicated, BudgetItem("main memory that can be shared", shared), *free)
     total = gpu.vram_bytes + min([shared, *_sum_if_any(free)])
-    return MemoryBudget(total, "dedicated and shared memory, less what the system keeps", parts, limit_bytes=total)
+    return MemoryBudget(total, "dedicated and shared memory, minus the system's reserve", parts, limit_bytes=total)
 
 
 def _linux_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
-    """The larger of the two pools. Mapped memory is taken from main memory; the carve-out is not part of it."""
+    """Return the budget of an APU on Linux: the larger of carve-out and mapped memory.
+
+    Mapped memory is limited by free main memory; the carve-out is not part of main memory.
+    """
     carved, mapped = gpu.vram_bytes or 0, gpu.gtt_bytes or 0
     pages = facts.linux.ttm_pages_limit if facts.linux is not None else None
     limits = (BudgetItem("limit of the kernel (pages_limit)", pages * PAGE_BYTES),) if pages else ()
@@ -174,15 +189,15 @@ def _linux_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
         *limits,
     )
     if carved >= mapped:
-        return _less_display("the BIOS's carve-out, less what the desktop needs", carved, parts)
+        return _less_display("the BIOS's carve-out, minus the desktop's share", carved, parts)
     free = _free_for_gpu(facts)
     total = max(0, min([mapped, *_sum_if_any(free)]))
-    why = "main memory that can be mapped, less what the system keeps"
+    why = "main memory that can be mapped, minus the system's reserve"
     return MemoryBudget(total, why, (*parts, *free), limit_bytes=total)
 
 
 def _free_for_gpu(facts: HostFacts) -> tuple[BudgetItem, ...]:
-    """Free main memory and the system's reserve; empty if they could not be read."""
+    """Return the items for free main memory and for the system's reserve; () if they could not be read."""
     if facts.memory_bytes is None or facts.memory_available_bytes is None:
         return ()
     return (

@@ -1,4 +1,7 @@
-"""PCI ids, addresses, and adapter names of AMD GPUs with their architectures: ``pci.toml``. Standard library only."""
+"""PCI ids and adapter names of AMD GPUs with their architectures (``pci.toml``), and PCI addresses.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ AMD = "1002"
 
 @dataclass(frozen=True)
 class AdapterName:
-    """A pattern of adapter names, and their architecture."""
+    """A regular expression for adapter names, and the architecture of these adapters."""
 
     pattern: str
     gfx: str
@@ -24,7 +27,10 @@ class AdapterName:
 
 @dataclass(frozen=True)
 class PciTable:
-    """The file. ``ids``: architecture -> device numbers in hexadecimal, with spaces between them."""
+    """Contents of ``pci.toml``.
+
+    ids: for each architecture, its PCI device numbers in hexadecimal, separated by spaces.
+    """
 
     names: tuple[AdapterName, ...]
     ids: Mapping[str, str]
@@ -32,23 +38,23 @@ class PciTable:
 
 @cache
 def pci_table() -> PciTable:
-    """The table. See ``read_table`` for errors."""
+    """Return the contents of ``pci.toml``. Errors are as in ``read_table``."""
     return read_table(Path(__file__).with_name("pci.toml"), PciTable)
 
 
 @cache
 def by_id() -> Mapping[str, str]:
-    """PCI id ("1002:744c") -> architecture."""
+    """Return the architecture of each PCI id ("1002:744c")."""
     return {f"{AMD}:{device}": gfx for gfx, devices in pci_table().ids.items() for device in devices.split()}
 
 
 def gfx_of_id(pci_id: str | None) -> str | None:
-    """The architecture of a PCI id ("1002:744c"); None if the table lacks it."""
+    """Return the architecture of a PCI id ("1002:744c"), or None if the table lacks it."""
     return by_id().get(pci_id.lower()) if pci_id else None
 
 
 def gfx_of_name(name: str) -> str | None:
-    """The architecture by an adapter's name ("AMD Radeon(TM) 8060S Graphics"); None if no pattern matches."""
+    """Return the architecture by adapter name ("AMD Radeon(TM) 8060S Graphics"), or None if no pattern matches."""
     for row in pci_table().names:
         if re.search(rf"(?<![0-9A-Za-z])(?:RX ?|PRO ?)?W?(?:{row.pattern})(?![0-9])", name, re.IGNORECASE):
             return row.gfx
@@ -56,7 +62,10 @@ def gfx_of_name(name: str) -> str | None:
 
 
 def product_name(ids_text: str, device: str, revision: str) -> str | None:
-    """The product in the text of an ``amdgpu.ids`` file; ``device`` ("744c") and ``revision`` ("c8") have no 0x."""
+    """Return the product name from the text of an ``amdgpu.ids`` file, or None if the file lacks it.
+
+    ``device`` ("744c") and ``revision`` ("c8") are hexadecimal without 0x.
+    """
     wanted = (device.lower(), revision.lower().zfill(2))
     for line in ids_text.splitlines():
         parts = [part.strip() for part in line.split(",", 2)]
@@ -66,7 +75,10 @@ def product_name(ids_text: str, device: str, revision: str) -> str | None:
 
 
 def address_of(properties: Any) -> str | None:
-    """Return a GPU's PCI address as sysfs writes it, from torch's properties; None if this torch lacks them."""
+    """Return a GPU's PCI address as sysfs writes it ("0000:03:00.0"), or None if this torch does not report it.
+
+    properties: the GPU's properties from torch.
+    """
     parts: list[int | None] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     known = [part for part in parts if part is not None]
     return "{:04x}:{:02x}:{:02x}.0".format(*known) if len(known) == len(parts) else None

@@ -1,6 +1,6 @@
 """This process's rank in distributed training, and the GPUs of all ranks. Standard library only.
 
-The variables are ``torchrun``'s, so a process need not know who started it.
+The environment variables are the same as ``torchrun``'s. A process therefore need not know what started it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ MAX_ON_CPU, MAX_PORT = 64, 65535
 
 @dataclass(frozen=True)
 class Rank:
-    """One of ``size`` processes that train together. ``local_rank`` counts the processes of one machine.
+    """One of ``size`` processes that train together.
 
-    start: number of restarts of the whole group by ``torchrun``; messages of earlier starts must not count.
+    local_rank: number of this process among those on the same machine.
+    start: number of times that ``torchrun`` restarted all processes. Messages from earlier starts must be ignored.
     """
 
     rank: int = 0
@@ -38,18 +39,18 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is rank 0, which writes the shared results."""
+        """Whether this is rank 0, which writes the shared results."""
         return self.rank == 0
 
     def variables(self, port: int) -> dict[str, str]:
-        """The environment variables of this rank on this machine. ``port``: the port that rank 0 listens on."""
+        """Return the environment variables with which to start this rank. ``port``: port on which rank 0 listens."""
         values = {RANK: self.rank, WORLD_SIZE: self.size, LOCAL_RANK: self.local_rank}
         values |= {LOCAL_WORLD_SIZE: self.local_size, PORT: port}
         return {ADDRESS: HERE, AGENT_STORE: "False"} | {name: str(value) for name, value in values.items()}
 
 
 def rank_of(environ: Mapping[str, str]) -> Rank:
-    """The rank of this process; a single-process one unless ``torchrun`` or ``lora-rocm --gpus`` started it.
+    """Return the rank of this process. Unless ``torchrun`` or ``lora-rocm --gpus`` started it, it is the only process.
 
     Raises:
         UserError: the variables contradict each other.
@@ -65,20 +66,20 @@ def rank_of(environ: Mapping[str, str]) -> Rank:
             return found
     raise UserError(
         "rank-unknown",
-        "The variables that number the processes of this training contradict each other.",
+        "The environment variables for training with several processes contradict each other.",
         where=" ".join(f"{name}={text}" for name, text in texts.items()),
-        fix="Start it with torchrun or with lora-rocm train --gpus N; or unset WORLD_SIZE to train on one GPU.",
+        fix="Start training with torchrun or lora-rocm train --gpus N; or unset WORLD_SIZE to train on one GPU.",
     )
 
 
 def select_several(facts: HostFacts, environ: Mapping[str, str], count: int, *, on_cpu: bool = False) -> Selection:
-    """Select the GPUs of ``count`` processes on this machine; local rank n uses the n-th.
+    """Select the GPUs of ``count`` processes on this machine; the process with local rank n uses the n-th.
 
-    All processes see all of these GPUs: RCCL copies directly only between GPUs that both processes can see (rccl
-    src/transport/p2p.cc, p2pCanConnect). Integrated GPUs are excluded unless the user made them visible.
+    Every process sees all of these GPUs, because RCCL copies directly only between GPUs that both processes can see
+    (rccl src/transport/p2p.cc, p2pCanConnect). Integrated GPUs are excluded unless the user made them visible.
 
     Raises:
-        UserError: there are fewer GPUs.
+        UserError: there are fewer than ``count`` GPUs.
     """
     best = select(facts, environ)
     if on_cpu:
@@ -90,9 +91,9 @@ def select_several(facts: HostFacts, environ: Mapping[str, str], count: int, *, 
         _require(count, _number(environ.get(CUDA), len(cards)), _listed(cards, environ, (CUDA,)))
         return best
     if torch is None or torch.hip is None or best.gpu is None:
-        version = torch.version if torch is not None else "that is missing"
+        version = torch.version if torch is not None else "not installed"
         usable = 0 if count > 1 else 1  # one process needs no GPU
-        _require(count, usable, f"This PyTorch ({version}) can use no GPU of this machine.")
+        _require(count, usable, f"PyTorch ({version}) can use no GPU of this machine.")
         return best
     if best.by_user:
         named = visible(facts, environ)
@@ -128,7 +129,7 @@ def _require(wanted: int, there_are: int, what_there_is: str) -> None:
 
 
 def _listed(gpus: list[Gpu] | tuple[Gpu, ...], environ: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """A sentence that lists the GPUs."""
+    """Return a sentence that lists the GPUs and the variables among ``names`` that limit them."""
     said = [f"{gpu.index}: {gpu.name}{' (integrated, excluded)' if gpu.integrated else ''}" for gpu in gpus]
-    limits = [f"{name}={environ[name]} limits them." for name in names if environ.get(name)]
-    return " ".join([f"There is {'; '.join(said)}." if said else "There is no GPU.", *limits])
+    limits = [f"{name}={environ[name]} limits the visible GPUs." for name in names if environ.get(name)]
+    return " ".join([f"GPUs of this machine: {'; '.join(said)}." if said else "There is no GPU.", *limits])

@@ -1,6 +1,7 @@
 """Self-test results of a software stack, stored until the stack changes, and conclusions from them.
 
-The key is (torch, HIP or CUDA, driver, architecture): a new driver needs a new self-test. Standard library only.
+There is one result per GPU and version of torch, HIP or CUDA, and driver. A new driver therefore needs a new self-test.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -15,19 +16,28 @@ from typing import Any, Literal, get_args
 Status = Literal["passed", "failed", "crashed", "timeout", "skipped"]
 FORMAT = 1
 MEMORY_TOTAL = "memory.total"
-"""The check that compares the memory that torch finds with the driver's counter; its detail names the difference."""
+"""Name of the check that compares the total memory that torch reports with the driver's counter.
+
+The check's detail contains the difference.
+"""
 FORMATS = ("fp32", "fp16", "bf16")
 UNUSABLE = (
-    (("copies",), ("pageable", "pinned", "mapped"), "no way of copying to the GPU and back works"),
+    (("copies",), ("pageable", "pinned", "mapped"), "no method of copying data to the GPU and back works"),
     (("gemm",), FORMATS, "matrix products fail in every number format"),
     (("conv.miopen", "conv.native"), FORMATS, "convolutions fail in every number format"),
 )
-"""(groups, kinds of checks in each group, conclusion if every kind has failures)."""
+"""Conditions under which the GPU cannot train: (groups, kinds of checks, conclusion).
+
+The conclusion holds if in each of the groups every kind has a failed check.
+"""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one check. ``name`` is "group.detail" ("gemm.lora-bf16-TN"); ``detail`` has the observation."""
+    """The result of one check.
+
+    ``name`` is "group.detail" ("gemm.lora-bf16-TN"). ``detail`` describes the observation.
+    """
 
     name: str
     status: Status
@@ -41,14 +51,14 @@ class Result:
 
 @dataclass(frozen=True)
 class SoftwareAndGpu:
-    """The software stack and GPU that a self-test result holds for."""
+    """A software stack and a GPU for which self-test results are valid."""
 
     torch: str
     runtime: str
-    """"hip 7.2.1", "cuda 13.0" or "cpu"."""
+    """GPU runtime and version: "hip 7.2.1", "cuda 13.0" or "cpu"."""
     driver: str
     gpu: str
-    """gfx name, or the name of another vendor's GPU."""
+    """Architecture of an AMD GPU ("gfx1100"), or another vendor's product name."""
 
     @property
     def key(self) -> str:
@@ -58,12 +68,12 @@ class SoftwareAndGpu:
 
 @dataclass(frozen=True)
 class SelftestVerdict:
-    """All self-test results on one stack.
+    """All self-test results of one software stack and GPU.
 
     Attributes:
         fast: results without the variables of the profile "safe"; empty if that was not tried.
-        remedies: ids of remedies (``rules/selftest_rules.toml``) that were applied for ``results``; training needs
-            them too.
+        remedies: ids of the remedies (``rules/selftest_rules.toml``) with which ``results`` were obtained. Training
+            needs the same remedies.
     """
 
     stack: SoftwareAndGpu
@@ -72,29 +82,29 @@ class SelftestVerdict:
     remedies: tuple[str, ...] = ()
 
     def failed(self, prefix: str) -> tuple[Result, ...]:
-        """The checks of a group ("gemm", "attention.flash") that did not pass."""
+        """Return the checks of a group ("gemm", "attention.flash") that did not pass."""
         return tuple(result for result in self.results if result.name.startswith(prefix) and not result.ok)
 
     def passed(self, prefix: str) -> bool:
-        """Whether the group was tried and all its checks passed."""
+        """Whether at least one check of the group ran, and all that ran passed."""
         tried = [r for r in self.results if r.name.startswith(prefix) and r.status != "skipped"]
         return bool(tried) and all(result.status == "passed" for result in tried)
 
     @property
     def clears_fast(self) -> bool:
-        """Whether the profile "fast" was tried and everything that could be tried passed."""
+        """Whether the checks ran with the profile "fast", and all that were not skipped passed."""
         return all(result.ok for result in self.fast) and any(result.status == "passed" for result in self.fast)
 
     @property
     def unusable(self) -> str:
-        """The reason why this GPU cannot train at all; empty if it can."""
+        """Return the reason why this GPU cannot train at all; empty if it can."""
         for groups, kinds, what in UNUSABLE:
             if all(self._all_fail(group, kinds) for group in groups):
                 return what
         return ""
 
     def _all_fail(self, group: str, kinds: tuple[str, ...]) -> bool:
-        """Whether every tried kind of check in the group has failures, and at least one was tried."""
+        """Whether every kind of check that ran in the group has a failure, and at least one check ran."""
         tried = [
             result for result in self.results if result.name.startswith(f"{group}.") and result.status != "skipped"
         ]
@@ -106,7 +116,7 @@ class SelftestVerdict:
 
 
 def verdict_from_json(value: dict[str, Any]) -> SelftestVerdict:
-    """The inverse of ``to_json``.
+    """Build a verdict from the result of ``SelftestVerdict.to_json``.
 
     Raises:
         KeyError, TypeError, ValueError: the value is not a result of ``to_json``.
@@ -124,7 +134,7 @@ def _result(name: str, status: Status, seconds: float, detail: str) -> Result:
 
 
 def stored(folder: Path, stack: SoftwareAndGpu) -> SelftestVerdict | None:
-    """The stored verdict on this stack, or None. A damaged file counts as none, so the self-test runs again."""
+    """Return the stored verdict on this stack, or None if it is missing or damaged; the self-test then runs again."""
     try:
         found = verdict_from_json(json.loads(path_of(folder, stack).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
@@ -133,5 +143,5 @@ def stored(folder: Path, stack: SoftwareAndGpu) -> SelftestVerdict | None:
 
 
 def path_of(folder: Path, stack: SoftwareAndGpu) -> Path:
-    """The file of the verdict on a stack."""
+    """Return the path of the file with the verdict on a stack."""
     return folder / f"selftest-{stack.key}.json"

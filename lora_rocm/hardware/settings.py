@@ -1,7 +1,7 @@
-"""Settings of the heavy half for which torch and HIP have no variable. They travel in one variable of our own.
+"""Settings of the processes that load torch, for which torch and HIP have no environment variable.
 
-A child reads them at its start (``device.backend_settings``, ``device.precision``); the parent plans them with the
-other variables. Standard library only.
+They are passed together in one variable of lora-rocm. The parent process plans them; a child reads them when it starts
+(``device.backend_settings``, ``device.precision``). Standard library only.
 """
 
 from __future__ import annotations
@@ -30,66 +30,77 @@ Attention = Literal[
 
 @dataclass(frozen=True)
 class Settings:
-    """Decisions of the parent about the heavy half. The defaults are for a machine without known faults."""
+    """Decisions of the parent for the processes that load torch.
+
+    The defaults are for a machine without known faults.
+    """
 
     miopen: bool = True
-    """False: torch.backends.cudnn.enabled = False, so convolutions do not use MIOpen."""
+    """Whether convolutions may use MIOpen. If False, torch.backends.cudnn.enabled is set to False."""
     attention: Attention = "auto"
-    """The attention backend in training (``device.attention``); auto: torch chooses. math: fused attention is disabled
-    in the whole process.
+    """The attention backend in training (``device.attention``). With "auto", torch chooses it. With "math", fused
+    attention is disabled in the whole process.
     """
     flash_attention: bool = True
-    """This and the next three: torch may compute attention by this route. False: it gave wrong numbers here."""
+    """Whether torch may use flash attention. This and the next three fields are False for backends that gave wrong
+    numbers on this machine.
+    """
     efficient_attention: bool = True
     cudnn_attention: bool = True
     plain_attention: bool = True
     products: str | None = None
-    """File of a table of tuned matrix products (``device.backend_settings``)."""
+    """Path of a table of tuned matrix products (``device.backend_settings``), or None."""
     pin_memory: bool = True
-    """The meaning of runtime.pin_memory: auto on a GPU."""
+    """Whether batches are pinned on a GPU with ``runtime.pin_memory: auto``."""
     precision: Literal["bf16", "fp16", "no"] | None = None
-    """The meaning of train.mixed_precision: auto on the GPU; None: the heavy half asks torch."""
+    """Precision on a GPU with ``train.mixed_precision: auto``, or None if the process that loads torch chooses it."""
     heap_copy: bool = False
-    """Copy tensors of memory-mapped files to the heap before they are sent to the device."""
+    """Whether to copy tensors of memory-mapped files to the heap before they are sent to the device."""
     expect_gpu: bool = False
-    """This torch is built for this machine's GPU. If it sees none, runtime.device: auto must not fall back to the CPU.
+    """Whether this torch is built for this machine's GPU. If torch then sees no GPU, runtime.device: auto raises an
+    error and does not fall back to the CPU.
     """
     memory_limit_bytes: int | None = None
-    """The allocator raises at this size, before the desktop freezes or the driver swaps. Memory
-    that other programs use is subtracted in the run (``device.allocator``).
+    """Limit of torch's allocator in bytes, or None. Above it, torch raises an error before the desktop freezes or the
+    driver swaps.
+
+    The run itself subtracts the memory that other programs use (``device.allocator``).
     """
     kept_free_bytes: int = 0
-    """Memory of the card that stays free, because a card that is nearly full faults."""
+    """Memory of the card that is kept free, because a nearly full card faults."""
     library_bytes: int = 0
-    """Memory of the card that libraries outside of torch take in the course of a run."""
+    """Memory of the card that libraries outside of torch use during a run."""
     loader_workers: int | None = None
-    """Upper limit of loader workers, even if the recipe has more."""
+    """Maximum number of loader workers, which limits the recipe's value; None for no limit."""
     copy_method: Literal["auto", "unpinned", "clone"] = "auto"
-    """The first method that ``device.transfer`` tries; auto: chosen by ``pin_memory``."""
+    """The first copy method that ``device.transfer`` tries. With "auto", ``pin_memory`` decides."""
     micro_batch_parts: int = 1
-    """Each micro-batch is computed in this many parts, with the same samples and noise."""
+    """Number of parts in which each micro-batch is computed, with the same samples and noise."""
     checkpointing: bool = False
-    """Recompute activations, whatever the value of ``train.gradient_checkpointing``."""
+    """Whether to recompute activations even if ``train.gradient_checkpointing`` is off."""
     graphs: bool = True
-    """Passes may be captured and replayed as graphs."""
+    """Whether forward and backward passes may be captured and replayed as GPU graphs."""
     triton: bool = True
-    """This program's Triton kernels may be used, where they pass their proof."""
+    """Whether lora-rocm's own Triton kernels may be used, if they pass their test on this machine."""
     image_tiling: bool = False
-    """Images to train on are encoded in tiles, whatever their size."""
+    """Whether training images of every size are encoded in tiles."""
     preview_tiling: bool = False
-    """Previews are decoded in tiles, whatever their size."""
+    """Whether previews of every size are decoded in tiles."""
 
     def pins(self, asked: str) -> bool:
-        """Whether copies to the GPU use pinned memory. ``asked`` is the recipe's ``runtime.pin_memory``."""
+        """Whether copies to the GPU use pinned memory.
+
+        ``asked`` is the value of ``runtime.pin_memory`` in the recipe.
+        """
         return (self.pin_memory if asked == "auto" else asked == "yes") and self.copy_method == "auto"
 
     def to_text(self) -> str:
-        """One line of JSON with only the values that differ from the defaults."""
+        """Return the settings that differ from the defaults as one line of JSON."""
         return json.dumps({key: value for key, value in asdict(self).items() if value != asdict(Settings())[key]})
 
 
 def settings_from(environ: Mapping[str, str]) -> Settings:
-    """The settings that the parent planned; the defaults without a parent.
+    """Return the settings that the parent process planned, or the defaults if no parent set the variable.
 
     Raises:
         MachineError: the variable's value is invalid.
@@ -100,7 +111,7 @@ def settings_from(environ: Mapping[str, str]) -> Settings:
     except (ValueError, RecursionError):
         raise _damaged(text, "it is not JSON") from None
     if not isinstance(value, dict):
-        raise _damaged(text, "it is not a table of settings")
+        raise _damaged(text, "it is not a JSON object")
     known = get_type_hints(Settings)
     for key, item in value.items():
         if key not in known:
@@ -111,7 +122,7 @@ def settings_from(environ: Mapping[str, str]) -> Settings:
 
 
 def _fits(value: Any, wanted: Any) -> bool:
-    """Whether a JSON value has a field's type; ``bool`` is not an ``int`` here."""
+    """Whether a JSON value has the type of a field; a ``bool`` does not count as an ``int``."""
     if get_origin(wanted) is Literal:
         return value in get_args(wanted)
     if get_args(wanted):

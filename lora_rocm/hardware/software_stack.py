@@ -7,11 +7,13 @@ from lora_rocm.hardware.gpu_select import Selection
 from lora_rocm.hardware.selftest_result import SoftwareAndGpu
 
 STACK = "LORA_ROCM_STACK"
-"""The variable by which a heavy process learns ``SoftwareAndGpu.key``; empty without a GPU."""
+"""Name of the variable that passes ``SoftwareAndGpu.key`` to the processes that load torch; its value is empty without
+a GPU.
+"""
 
 
 def stack_of(facts: HostFacts, selection: Selection) -> SoftwareAndGpu | None:
-    """Torch, runtime, driver and GPU as text; None without torch or without a usable GPU."""
+    """Return torch, runtime, driver and GPU as texts, or None if torch or a usable GPU is missing."""
     torch = facts.torch
     if torch is None:
         return None
@@ -25,7 +27,10 @@ def stack_of(facts: HostFacts, selection: Selection) -> SoftwareAndGpu | None:
 
 
 def _linux_driver(facts: HostFacts) -> str:
-    """The kernel version, because the kernel contains the driver, plus the version of a separate amdgpu module."""
+    """Return the kernel version, followed by the version of a separate amdgpu module if there is one.
+
+    The kernel contains the driver, so its version is also the driver's.
+    """
     linux = facts.linux
     if linux is None:
         return "unknown"

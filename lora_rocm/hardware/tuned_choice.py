@@ -1,6 +1,6 @@
-"""The fastest correct choices of trials on this machine, kept until GPU, driver, software or shapes change.
+"""The fastest correct choices that tuning trials found, stored until GPU, driver, software or shapes change.
 
-A run that uses such choices has its own copy of them (``rundir.layout.RunDir.tuned``). Standard library only.
+A run that uses such choices has its own copy (``rundir.layout.RunDir.tuned``). Standard library only.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Choice:
-    """One choice.
+    """One tuned choice: an attention backend, or a table of matrix products.
 
     Attributes:
-        key: the conditions as plain values: software stack, packages, and the recipe's values that decide the shapes.
+        key: conditions under which it is valid: software stack, packages, and the recipe values that determine the
+            shapes.
         chosen: the attention backend, or the table of matrix products in TunableOp's format.
         rows: the measurements, one row per candidate or product.
     """
@@ -40,7 +41,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The choices in force. ``table``: the file of the products' table."""
+    """The tuned choices that a run uses. ``table``: path of the table of matrix products."""
 
     attention: Choice | None = None
     products: Choice | None = None
@@ -48,7 +49,7 @@ class Tuned:
 
 
 def choice_from_json(value: Mapping[str, Any]) -> Choice:
-    """The inverse of ``Choice.to_json``.
+    """Build a choice from the result of ``Choice.to_json``.
 
     Raises:
         KeyError, TypeError, ValueError: the value is not a result of ``to_json``.
@@ -66,16 +67,16 @@ def choice_from_json(value: Mapping[str, Any]) -> Choice:
 
 
 def _is_trial(row: Mapping[str, object]) -> bool:
-    """Whether a row has the time of an attention backend, or its fault."""
+    """Whether a row contains an attention backend with its time, or with its fault."""
     took = isinstance(row["seconds"], int | float) if row.get("problem") is None else isinstance(row["problem"], str)
     return took and isinstance(row["way"], str)
 
 
 def store(folder: Path, choice: Choice) -> None:
-    """Keep a choice, and next to it the table that torch reads.
+    """Write a choice to ``folder``, and for matrix products also the table file that torch reads.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the choice cannot be written.
     """
     path = path_of(folder, choice.kind, choice.key)
     write_json(path, choice.to_json())
@@ -84,7 +85,7 @@ def store(folder: Path, choice: Choice) -> None:
 
 
 def stored(folder: Path, kind: Kind, key: Mapping[str, Any]) -> Choice | None:
-    """The kept choice for this key, or None. A damaged file counts as none."""
+    """Return the stored choice for this key, or None if it is missing or damaged."""
     try:
         found = choice_from_json(json.loads(path_of(folder, kind, key).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -93,11 +94,11 @@ def stored(folder: Path, kind: Kind, key: Mapping[str, Any]) -> Choice | None:
 
 
 def path_of(folder: Path, kind: Kind, key: Mapping[str, Any]) -> Path:
-    """The file of the choice for this key."""
+    """Return the path of the file with the choice for this key."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return folder / f"{kind}-{digest}.json"
 
 
 def table_of(path: Path) -> Path:
-    """The file of the table next to a kept choice."""
+    """Return the path of the table file that belongs to the choice file ``path``."""
     return path.with_suffix(".csv")

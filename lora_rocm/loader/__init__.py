@@ -1,1 +1,1 @@
-"""Loads batches from the cache: DataLoader workers, prefetch, repair of entries."""
+"""Loads batches from the cache: worker processes, prefetch, and repair of damaged cache entries."""

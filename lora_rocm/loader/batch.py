@@ -1,4 +1,4 @@
-"""One micro-batch on the host."""
+"""The data of one micro-batch in the host's memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from lora_rocm.dataset.shape import SampleShape
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of B rows on the host.
+    """One micro-batch of B rows in the host's memory.
 
-    tensors: contiguous, with leading dimension B: the cached tensors, the family's ``sample_meta``, and "weight"
-        (float32 [B]).
-    fingerprints: int64 [B] for each tensor; for cached tensors they were computed at encoding.
-    sample_keys: the sample of each row.
-    positions: the index of each row in the update.
-    shape: the shape of all rows.
+    tensors: contiguous tensors with leading dimension B: the cached tensors, the family's ``sample_meta``, and "weight"
+        (float32, shape [B]).
+    fingerprints: a fingerprint per row for each tensor (int64, shape [B]). For cached tensors, they are from encoding.
+    sample_keys: key of each row's sample.
+    positions: index of each row in the update.
+    shape: the shape that all rows have.
     shares: ``Item.share`` of each row.
-    iteration, micro: number of the update, and of the micro-batch within this rank's part of it.
-    is_last: no micro-batch of this rank follows in the update.
+    iteration: number of the update.
+    micro: index of the micro-batch among this rank's micro-batches of the update.
+    is_last: whether it is this rank's last micro-batch of the update.
     """
 
     tensors: dict[str, Tensor]
@@ -36,7 +37,7 @@ class Batch:
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:
-    """Split a batch into up to ``parts`` batches. Each row keeps its weight, so the losses add up."""
+    """Split a batch into up to ``parts`` batches. Each row keeps its weight, so the sum of the losses is the same."""
     count = len(batch.positions)
     size = -(-count // parts)
     if size >= count:

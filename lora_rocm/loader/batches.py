@@ -1,8 +1,8 @@
-"""Verified batches on the host, read from the cache in the order of the plan by a plain DataLoader.
+"""Reads verified batches from the cache into host memory, in the order of the plan, with a plain DataLoader.
 
-A worker process receives a list of cache keys and returns CPU tensors; it knows neither the plan nor the family.
-Memory is pinned in the main process: the DataLoader's pin thread would be one more thing that can hang.
-``loader/worker_pool.py`` handles workers that fail.
+A worker process receives a list of cache keys and returns CPU tensors. It has access neither to the plan nor to the
+model family. Memory is pinned in the main process, because the DataLoader's pin thread is one more thread that could
+hang. ``loader/worker_pool.py`` handles workers that fail.
 """
 
 from __future__ import annotations
@@ -40,9 +40,13 @@ def open_workers(
     runtime: RuntimeSection,
     context: RunContext = NOBODY,
 ) -> Workers:
-    """The workers for ``loader``, shared by all iterators of a run.
+    """Return the workers for ``loader``. All iterators of a run share them.
 
-    ``entries``: the kinds of entries to read (``Prepared.entries``). ``context``: see ``Workers``.
+    Args:
+        cache: the cache to read.
+        entries: the kinds of entries to read (``Prepared.entries``).
+        runtime: the recipe's section with the number of workers and their time limit.
+        context: receives notices about failed workers; see ``Workers``.
     """
     return Workers(CachedDataset(cache, entries), runtime, context)
 
@@ -57,9 +61,16 @@ def loader(
     pin_memory: bool = False,
     repair: Repair | None = None,
 ) -> Iterator[Batch]:
-    """The micro-batches of this rank from ``start_iteration`` on, in order; endless if ``num_iterations`` is None.
+    """Yield this rank's micro-batches in order, beginning with the update ``start_iteration``.
 
-    ``repair`` (``Prepared.repair``) encodes a bad cache entry again, in this process; reading resumes at its batch.
+    Args:
+        plan: the order of training.
+        family: the model family, which computes the tensors that are not cached.
+        workers: the workers from ``open_workers``.
+        start_iteration: number of the first update.
+        num_iterations: number of updates; None for an endless iterator.
+        pin_memory: whether to pin the tensors' memory.
+        repair: encodes a bad cache entry again, in this process (``Prepared.repair``). Its batch is then read again.
 
     Raises:
         DataError: a cache entry is bad and there is no ``repair``, or tensors of one batch differ in size.
@@ -82,19 +93,19 @@ def _unequal(read: Unequal) -> DataError:
     sizes = ", ".join(sorted({" x ".join(map(str, size)) for size in read.sizes}))
     return DataError(
         "batch-sizes-differ",
-        f"The samples of one batch have {read.tensor} of different sizes ({sizes}), and this model family does not pad "
-        "it.",
+        f"The samples of one batch differ in the size of {read.tensor} ({sizes}), which this model family does not "
+        "pad.",
         where=f"cache entry {read.entry}",
-        fix="Set train.batch_size: 1, or make the samples of one size.",
+        fix="Set train.batch_size: 1, or use samples of equal size.",
     )
 
 
 def _repair(bad: BadEntry, repair: Repair | None, repaired: set[tuple[str, str]]) -> None:
-    """Encode a bad entry again, once.
+    """Encode a bad entry again, but only once per entry.
 
     Raises:
         DataError: there is no ``repair``.
-        StorageError: the entry was already encoded again.
+        StorageError: the entry was already repaired before.
     """
     if repair is None:
         raise DataError(
@@ -108,14 +119,14 @@ def _repair(bad: BadEntry, repair: Repair | None, repaired: set[tuple[str, str]]
             "cache-entry-damaged",
             "A cache entry is damaged again right after it was rebuilt.",
             where=bad.reason,
-            fix="Check the disk, or set cache.dir to a folder on another one.",
+            fix="Check the disk, or set cache.dir to a folder on a different disk.",
         )
     repair(bad.kind, bad.key, bad.reason)
     repaired.add((bad.kind, bad.key))
 
 
 def _finished(read: Read, plan: BatchPlan, family: EncodesSamples, pin_memory: bool) -> Batch:
-    """Build the batch: add the tensors that are computed instead of cached (the family's metadata and the weights)."""
+    """Build the batch from the cached tensors and from computed ones: the family's metadata and the weights."""
     order = read.order
     rows = plan.micro(order.iteration, order.micro)
     computed = _meta(rows, family)

@@ -1,4 +1,7 @@
-"""Reads one micro-batch from the cache: cache keys in, CPU tensors out. Both are sent to and from worker processes."""
+"""Reads one micro-batch from the cache: a dataset that gets cache keys and returns CPU tensors.
+
+Both are sent between the main process and worker processes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from lora_rocm.latent_cache.cache import LatentCache
 
 @dataclass(frozen=True)
 class Order:
-    """A request to read one micro-batch. ``keys``: one cache key per row, by kind of entry."""
+    """A request to read one micro-batch.
+
+    keys: for each kind of entry, one cache key per row.
+    """
 
     iteration: int
     micro: int
@@ -27,7 +33,11 @@ class Order:
 
 @dataclass(frozen=True)
 class Read:
-    """The result of an order: tensors with leading dimension B, and their fingerprints [B]."""
+    """The micro-batch that was read for an order.
+
+    tensors: the tensors by name, with leading dimension B.
+    fingerprints: the fingerprints of each tensor's rows. Shape [B].
+    """
 
     order: Order
     tensors: dict[str, Tensor]
@@ -36,7 +46,7 @@ class Read:
 
 @dataclass(frozen=True)
 class BadEntry:
-    """A cache entry that could not be read. Not an exception, because it is sent from a worker process."""
+    """A cache entry that could not be read. It is not an exception, because worker processes send it as a result."""
 
     kind: str
     key: str
@@ -45,7 +55,7 @@ class BadEntry:
 
 @dataclass(frozen=True)
 class Unequal:
-    """Tensors of one batch that differ in size, without a ``Pad`` in their specification that allows it."""
+    """Error result: tensors of one batch differ in size, and their specification has no ``Pad`` that allows this."""
 
     entry: str
     tensor: str
@@ -53,7 +63,7 @@ class Unequal:
 
 
 class CachedDataset:
-    """A map-style dataset from orders to tensors; runs in the worker process if there is one."""
+    """A map-style dataset that reads the tensors of an order. It runs in the worker process if there is one."""
 
     def __init__(self, cache: LatentCache, entries: Sequence[EntrySpec]) -> None:
         self.cache, self.entries = cache, {entry.name: entry for entry in entries}
@@ -80,10 +90,17 @@ class CachedDataset:
 
 
 def together(rows: Sequence[Tensor], fingerprints: Sequence[int], spec: TensorSpec) -> tuple[Tensor, Tensor] | None:
-    """Stack the tensors of several samples, padded along the ``Pad`` axis; returns them and fingerprints [B].
+    """Stack the tensors of several samples. If their sizes differ, they are padded along the axis of ``Pad``.
 
-    A padded row gets a new fingerprint of its padded bytes; the cached bytes were already verified when they were read.
-    Returns None if the sizes differ in an axis that is not padded.
+    A padded row gets a new fingerprint of its padded bytes. Its cached bytes were already verified when they were read.
+
+    Args:
+        rows: the tensor of each sample.
+        fingerprints: the fingerprint of each tensor.
+        spec: specification of the tensors, with their padding.
+
+    Returns:
+        The stacked tensor and its fingerprints (shape [B]); None if the sizes differ in an axis that is not padded.
     """
     if len({row.shape for row in rows}) == 1:
         return torch.stack(list(rows)), torch.tensor(fingerprints, dtype=torch.int64)
@@ -106,14 +123,17 @@ def together(rows: Sequence[Tensor], fingerprints: Sequence[int], spec: TensorSp
 
 @dataclass(frozen=True)
 class Orders:
-    """The orders of a plan from micro-batch ``first`` to ``end`` (None: endless), iterated in the main process only."""
+    """The orders for a plan's micro-batches, from number ``first`` up to, but not including, ``end``.
+
+    If ``end`` is None, they are endless. Only the main process iterates over them.
+    """
 
     plan: BatchPlan
     first: int
     end: int | None
 
     def after(self, count: int) -> Orders:
-        """The same orders without the first ``count``."""
+        """Return the same orders without the first ``count``."""
         return Orders(self.plan, self.first + count, self.end)
 
     def __iter__(self) -> Iterator[Order]:

@@ -1,9 +1,9 @@
-"""A DataLoader that survives workers which hang, die or raise: it reads the rest in the main process.
+"""A DataLoader that survives workers that hang, die or raise: it reads the remaining batches in the main process.
 
-Each group of workers has its own thread. The caller only waits, with a deadline, for messages from that thread. So a
+Each group of workers has its own thread. The caller waits, with a deadline, only for messages from that thread. So a
 worker that stops while it sends a batch, or is killed while it holds a lock, blocks only that thread, never the run.
-The thread has a second purpose. If the main thread iterates a DataLoader, torch installs a handler, which raises at an
-arbitrary point of the main thread when a worker dies.
+The thread has a second purpose. If the main thread iterates over a DataLoader, torch installs a signal handler. When a
+worker dies, this handler raises an exception at an arbitrary point of the main thread.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from lora_rocm.rundir.exit_status import describe_exit
 from lora_rocm.rundir.run_context import NOBODY, RunContext
 
 START_S = 120.0
-"""Minimum time limit for the first batch of a new process, which imports torch first."""
+"""Minimum time limit in seconds for the first batch of a new process, which has to import torch first."""
 POLL_S = 0.2
 END_S = 1.0  # from a broken connection until the system reports the process's exit code
 KILL_WAIT_S = 5.0  # a process stuck inside a driver cannot be killed; it is abandoned
 WAITED = "DataLoader timed out"
-"""Part of torch's message if its own timeout expires before ours."""
+"""Part of torch's error message if torch's time limit ends before the limit of this module."""
 
 Result = Read | BadEntry | Unequal
 
 
 class SharedDataset(Protocol):
-    """A map-style dataset that is sent to the worker processes."""
+    """A map-style dataset that can be sent to worker processes."""
 
     def __getitem__(self, order: Order, /) -> Result: ...
 
 
 class WorkersFailed(Exception):
-    """A worker hung, died or raised; the message names the fault.
+    """A worker hung, died or raised. The message describes the fault.
 
     Args:
-        seen: the symptom for the table of mitigations, in which a worker that raised also counts as "died".
+        what: the message.
+        seen: the symptom to look up in the table of mitigations. "died" also includes a worker that raised.
     """
 
     def __init__(self, what: str, seen: Seen = "died") -> None:
@@ -59,14 +60,15 @@ class WorkersFailed(Exception):
 
 
 class Workers:
-    """Reads orders with worker processes until one of them fails, then without them.
+    """Reads orders with worker processes until one of them fails, and then in the main process.
 
-    One instance serves a whole run, so workers that failed are not tried again.
+    A run has one instance, so it never tries failed workers again.
 
     Args:
         source: the dataset that the workers read.
-        runtime: number of workers, their timeout, and whether they are kept between two iterators.
-        context: receives a notice per failure, and the change "workers-0" once.
+        runtime: the recipe's section with the number of workers and their time limit. It also sets whether workers are
+            reused by the next iterator.
+        context: receives a notice per failure, and once the event of the mitigation "workers-0".
     """
 
     def __init__(self, source: SharedDataset, runtime: RuntimeSection, context: RunContext = NOBODY) -> None:
@@ -76,7 +78,7 @@ class Workers:
         self._busy: list[WorkerPool] = []
 
     def reads(self, orders: Orders) -> Iterator[Result]:
-        """The results in the order of ``orders``, independent of the number of workers and of their failures."""
+        """Yield the results in the order of ``orders``, whatever the number of workers, and also if workers fail."""
         given = 0
         if self.count:
             group = self._idle.pop() if self._idle else WorkerPool(self.source, self.count, self._runtime)
@@ -98,7 +100,7 @@ class Workers:
             (self._idle or self._busy).pop().close()
 
     def _give_back(self, group: WorkerPool) -> None:
-        """Keep the workers for the next iterator if the recipe asks for it and no worker has failed."""
+        """Keep the workers for the next iterator if the recipe requests it and none has failed. Else, close them."""
         if group not in self._busy:  # closed
             return
         self._busy.remove(group)
@@ -108,17 +110,19 @@ class Workers:
             group.close()
 
     def _give_up(self, failure: WorkersFailed) -> None:
-        """Read without workers from now on, and report it."""
+        """Stop using workers from now on, and report the failure."""
         had, self.count = self.count, 0
         while self._idle:
             self._idle.pop().close()
-        self._context.notice(f"A loader worker failed: {failure}; going on without workers. No sample is lost.")
+        self._context.notice(
+            f"A loader worker failed: {failure}. The run continues without workers, and no sample is lost."
+        )
         if had:  # only once: two iterators may be active, and both may fail
             self._context.emit(change_event("workers-0", failure.seen))
 
 
 class WorkerPool:
-    """A group of worker processes and the thread that serves them."""
+    """A group of worker processes, and the thread that communicates with them."""
 
     def __init__(self, source: SharedDataset, size: int, runtime: RuntimeSection) -> None:
         self._size, self._timeout_s = size, runtime.worker_timeout_s
@@ -133,7 +137,7 @@ class WorkerPool:
         self._thread.start()
 
     def reads(self, orders: Orders) -> Iterator[Result]:
-        """The results of the workers, in order.
+        """Yield the results of the workers in order.
 
         Raises:
             WorkersFailed: a worker hung, died or raised.
@@ -144,7 +148,7 @@ class WorkerPool:
             yield said[1]
 
     def close(self) -> None:
-        """Kill the workers, which hold no state that could be lost."""
+        """Kill the workers. They have no state that could be lost."""
         self._closed = True
         self._asked.put("close")
         self._kill()
@@ -157,7 +161,17 @@ class WorkerPool:
             process.join(KILL_WAIT_S)
 
     def _ask(self, what: Orders | str) -> tuple[str, Any]:
-        """Send a request to the thread and wait for its answer; raises WorkersFailed on failure or timeout."""
+        """Send a request to the thread and return its answer.
+
+        Args:
+            what: the orders to read next, or the word "next" to request a result.
+
+        Returns:
+            The kind of answer ("open", "read" or "end"), and the result if it is "read".
+
+        Raises:
+            WorkersFailed: a worker failed, or there was no answer within the time limit.
+        """
         self._asked.put(what)
         starting = self._given < self._size  # workers take turns, so the first batches include each worker's first
         limit_s = max(self._timeout_s, START_S) if starting else self._timeout_s
@@ -176,7 +190,11 @@ class WorkerPool:
             return said, value
 
     def _wait_for_the_dead(self) -> None:
-        """Wait for exit codes: a process's connection breaks and its sentinel fires slightly before its exit code."""
+        """Wait for the exit code of a dead process, and raise WorkersFailed with it.
+
+        When a process dies, its connection breaks and its sentinel is set slightly before its exit code is known. If no
+        exit code appears in time, the method returns.
+        """
         deadline = time.monotonic() + END_S
         sentinels = [process.sentinel for process in self._processes]
         while time.monotonic() < deadline and wait(sentinels, deadline - time.monotonic()):
@@ -184,13 +202,18 @@ class WorkerPool:
             time.sleep(0.01)
 
     def _check_alive(self) -> None:
-        """Raise WorkersFailed if a process has a non-zero exit code; workers without work left exit with 0."""
+        """Raise WorkersFailed if a process has a non-zero exit code. Workers that have no work left exit with 0."""
         for process in self._processes:
             if process.exitcode:
                 raise WorkersFailed(f"process {process.pid} ended ({describe_exit(process.exitcode)})")
 
     def _serve(self, loader: DataLoader[Any], given: _OrderSampler) -> None:
-        """The thread's loop: answers requests until "close". Only this thread uses the iterator."""
+        """Answer requests until "close" is received. Runs in the thread, which alone uses the iterator.
+
+        Args:
+            loader: the DataLoader with the worker processes.
+            given: the loader's sampler, which receives the requested orders.
+        """
         batches: Iterator[bytes] = iter(())
         while (asked := self._asked.get()) != "close":
             try:
@@ -205,7 +228,7 @@ class WorkerPool:
                 self._told.put(("failed", _reason(error)))
 
     def _opened(self, loader: DataLoader[Any]) -> Iterator[bytes]:
-        """A new iterator of the loader; records the processes that it starts."""
+        """Return a new iterator of the loader, and record the processes that it starts."""
         before = set(multiprocessing.active_children())
         try:
             return iter(loader)
@@ -216,7 +239,10 @@ class WorkerPool:
 
 
 class _OrderSampler:
-    """A sampler over the current orders. A DataLoader with persistent workers iterates it once per iterator."""
+    """A sampler that yields the current orders, which can be replaced before each new iterator.
+
+    A DataLoader with persistent workers keeps its sampler and iterates over it once per iterator.
+    """
 
     orders: Orders
 
@@ -225,9 +251,9 @@ class _OrderSampler:
 
 
 def one_ahead(results: Iterable[Result]) -> Iterator[Result]:
-    """Prefetch by one: the results in the same order, with the next one read in a thread while the current one is used.
+    """Yield the results unchanged. A thread reads the next result while the caller uses the current one.
 
-    The host has time to read during a GPU step; reading after the step would leave the GPU idle.
+    So the host reads during a GPU step. If it read after the step, the GPU would be idle.
     """
     with ThreadPoolExecutor(1, "reader") as pool:
         waiting = iter(results)
@@ -244,7 +270,7 @@ def data_loader(
     timeout_s: float = 0.0,
     persistent: bool = False,
 ) -> DataLoader[Any]:
-    """A DataLoader over the orders. Workers are spawned, never forked, and have a timeout."""
+    """Return a DataLoader that reads the orders. Its workers are spawned, never forked, and have a time limit."""
     with_workers: dict[str, Any] = {}  # DataLoader rejects these options without workers
     if workers:
         with_workers = {
@@ -269,10 +295,12 @@ def _start_worker(worker_id: int) -> None:
 
 
 def hand_over(result: Result) -> Result | bytes:
-    """In a worker: the result as bytes, which need neither shared memory nor file descriptors of the main process.
+    """Convert a result to bytes if this is a worker process; else return it unchanged.
+
+    Sending bytes needs neither shared memory nor file descriptors of the main process.
 
     Raises:
-        ValueError: a tensor is not in main memory; HIP cannot send it to another process.
+        ValueError: a tensor is not in main memory. HIP cannot send it to another process.
     """
     for name, tensor in result.tensors.items() if isinstance(result, Read) else ():
         if tensor.device.type != "cpu":
@@ -284,13 +312,16 @@ def hand_over(result: Result) -> Result | bytes:
 
 
 def unpacked(packed: bytes) -> Result:
-    """The result that our own worker sent: ``Read``, ``BadEntry`` or ``Unequal``."""
+    """Return the result from the bytes that one of our own workers sent."""
     result: Result = torch.load(io.BytesIO(packed), weights_only=False)
     return result
 
 
 def _reason(error: Exception) -> str:
-    """The last non-empty line of the message: for a worker's exception, that is its own message below the traceback."""
+    """Return the reason for an error as one line: the last non-empty line of its message.
+
+    If a worker raised, the message contains a traceback, and the worker's own message is its last line.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     last = lines[-1].rstrip(".") if lines else ""
     return last if last.partition(":")[0].isidentifier() and ":" in last else f"{type(error).__name__}: {last}"

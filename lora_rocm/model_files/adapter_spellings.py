@@ -78,6 +78,12 @@ def _rewritten() -> tuple[tuple[re.Pattern[str], str], ...]:
 
 
 @cache
+def _rewritten_anywhere() -> tuple[re.Pattern[str], ...]:
+    """The same patterns for a text with a name in each line."""
+    return tuple(re.compile(row.pattern, re.MULTILINE) for row in _table().rewritten)
+
+
+@cache
 def _known(patterns: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)")
 
@@ -98,6 +104,9 @@ def standard_names(tensors: Mapping[str, Stored], path: Path) -> dict[str, Store
     Raises:
         AdapterError: "lora-parts": two names refer to the same tensor, or the file contains several adapters.
     """
+    text = "\n".join(tensors)
+    if not any(pattern.search(text) for pattern in _rewritten_anywhere()):  # most files, in a tenth of the time
+        return dict(tensors)
     found: dict[str, Stored] = {}
     adapters: set[str] = set()
     for name, tensor in tensors.items():

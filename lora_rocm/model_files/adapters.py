@@ -134,7 +134,11 @@ def families_of(shapes: Shapes, metadata: Mapping[str, str]) -> tuple[str, ...]:
 
     The names decide. If several families share them, the metadata narrow the choice.
     """
-    origin = origin_of(shapes, shapes)
+    return families_with(origin_of(shapes, shapes), metadata)
+
+
+def families_with(origin: Origin | None, metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the families to which an adapter file of this origin may belong."""
     named = origin.families if origin is not None else ()
     version = metadata.get("ss_base_model_version", "").lower()
     architecture = metadata.get("modelspec.architecture", "").lower()

@@ -1,4 +1,4 @@
-"""Steps, buckets and cache entries of training on given samples. Only arithmetic."""
+"""Steps, buckets and cache entries of training on given samples, by arithmetic alone."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Seen:
-    """The data as the model gets it. It is filled while the texts are read. Only the first texts are inspected.
+    """Facts about the texts as the model gets them, collected while they are read. Only the first texts are inspected.
 
     Attributes:
         shown: the first samples, with marks around the parts that are trained on.
-        notices: about the inspected texts.
+        notices: notices about the inspected texts.
         looked_at: number of inspected texts.
-        refused: index of a source -> number of its inspected texts that cannot be trained on.
-        problems: the first problems with such texts.
-        lengths: tokens -> inspected samples per epoch, or packed rows; None: only a run counts them.
+        refused: number of inspected texts that cannot be trained on, by index of their source.
+        problems: problems of the first such texts.
+        lengths: number of inspected samples or packed rows per epoch, by tokens. None if only a run can count them.
         held_out: number of inspected samples that are held out.
-        cached: of the inspected texts and the prompts, the number in the cache and the total; None: not counted.
+        cached: number of inspected texts and prompts in the cache, and their total number. None if not counted.
     """
 
     shown: list[str] = field(default_factory=list)
@@ -50,15 +50,16 @@ class DataPlan:
     Attributes:
         buckets: samples per epoch by shape; empty if only a run can count them.
         steps_per_epoch: updates per epoch.
-        max_train_steps: updates in all.
-        num_images: images in the cache, each version of an image counted.
-        num_captions: captions or texts in the cache.
-        how_sure: "about " or "at most ", which qualifies the numbers, or empty.
-        held_out: number of samples for the validation loss; null: unknown.
+        max_train_steps: total number of updates.
+        num_images: number of images in the cache, with each version of an image counted.
+        num_captions: number of captions or texts in the cache.
+        how_sure: word before the numbers: "about ", "at most ", or empty if they are exact.
+        held_out: number of samples for the validation loss, or null if unknown.
         num_samples: samples per epoch.
         one_bucket_steps: updates per epoch if all micro-batches of an update came from one bucket, as in earlier
             versions.
-        cached: number of texts in the cache, and of texts that were searched there; null: not searched.
+        cached: number of texts found in the cache, and number of texts searched there. Null if the cache was not
+            searched.
     """
 
     buckets: dict[SampleShape, int]
@@ -75,20 +76,20 @@ class DataPlan:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Use of the data by a run.
+    """The use of the data by a run.
 
     Attributes:
-        data: its size.
-        batch_size: samples of a micro-batch.
-        gradient_accumulation_steps: micro-batches of an update.
-        epochs: from the recipe, or computed from its steps.
-        steps_are_given: the recipe has the number of steps, not of epochs.
-        fewer_because: possible reasons for an update with fewer samples than in the recipe.
-        note: difference of the number of updates from earlier versions; null: none.
-        packing: a row of a batch contains several texts.
-        validation_split: the share that is held out for the validation loss.
+        data: size of the data.
+        batch_size: samples per micro-batch.
+        gradient_accumulation_steps: micro-batches per update.
+        epochs: number of epochs, from the recipe or computed from its steps.
+        steps_are_given: whether the recipe sets the number of steps, not of epochs.
+        fewer_because: possible reasons why an update has fewer samples than the recipe's batch size.
+        note: sentence about a number of updates that differs from earlier versions, or null if it is the same.
+        packing: whether a row of a batch contains several texts.
+        validation_split: share of the samples that is held out for the validation loss.
         cache_dir: folder of the caches.
-        output_dir: folder of the run directory.
+        output_dir: folder in which the run directory is created.
     """
 
     data: DataPlan
@@ -105,7 +106,7 @@ class RunPlan:
 
 
 def run_plan(recipe: Recipe, data: DataPlan) -> RunPlan:
-    """Return the use of data of this size by a run of this recipe."""
+    """Return how a run of this recipe would use data of this size."""
     train = recipe.train
     why = ["the last batch of a bucket is not full"]
     if train.gradient_accumulation_steps > 1:
@@ -128,7 +129,13 @@ def run_plan(recipe: Recipe, data: DataPlan) -> RunPlan:
 
 
 def plan_data(recipe: Recipe, samples: Sequence[Sample], shapes: Mapping[str, SampleShape]) -> DataPlan:
-    """Return steps, buckets and cache entries of samples; ``shapes`` is by key."""
+    """Return the plan for image or video samples.
+
+    Args:
+        recipe: the recipe.
+        samples: the samples.
+        shapes: shape of each sample, by key.
+    """
     from lora_rocm.dataset.captions.captions import variants
     from lora_rocm.dataset.images.views import views_of
 
@@ -146,12 +153,12 @@ def plan_data(recipe: Recipe, samples: Sequence[Sample], shapes: Mapping[str, Sa
 
 
 def plan_texts(recipe: Recipe, of_source: Counter[int], reported: Seen) -> DataPlan:
-    """Return the plan of texts.
+    """Return the plan for texts.
 
     Args:
         recipe: the recipe.
-        of_source: number of texts by index of the source.
-        reported: the result of the child process.
+        of_source: number of texts by index of their source.
+        reported: facts that the child process has collected about the first texts.
     """
     num_texts = of_source.total() - sum(reported.refused.values())
     num_captions = num_texts + len({"", recipe.sample.negative_prompt, *recipe.sample.texts})
@@ -168,7 +175,13 @@ def plan_texts(recipe: Recipe, of_source: Counter[int], reported: Seen) -> DataP
 
 
 def _plan(recipe: Recipe, counts: Mapping[int, Iterable[int]], num_captions: int) -> DataPlan:
-    """The plan of buckets with these numbers of samples per epoch, by batch size, without their shapes."""
+    """Return a plan without shapes.
+
+    Args:
+        recipe: the recipe.
+        counts: for each batch size, the number of samples per epoch in each of its buckets.
+        num_captions: number of captions or texts.
+    """
     from lora_rocm.dataset.order.batch_plan import num_batches, num_updates
 
     accumulation, of_size = (

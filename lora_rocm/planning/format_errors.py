@@ -1,4 +1,4 @@
-"""Loss of quality by the number formats of a frozen base: measured shares (``format_errors.toml``) as sentences."""
+"""Sentences about the quality that a frozen base loses by its number format, as measured (``format_errors.toml``)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lora_rocm.foundation.tables import read_rows
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A full-size model with random weights.
+    """Errors measured on a full-size model with random weights.
 
-    output, a, b: relative errors of its predictions, and of the gradients of a LoRA's A and B.
+    output, a, b: relative errors of the predictions and of the gradients of a LoRA's A and B.
     """
 
     family: str
@@ -24,7 +24,7 @@ class WholeModel:
 
 @dataclass(frozen=True)
 class FormatError:
-    """A row of the file, which describes the fields at its top. name: a value of ``model.quantization``."""
+    """A row of ``format_errors.toml``, which describes the fields at its top. name: value of ``model.quantization``."""
 
     name: str
     weights: float
@@ -34,28 +34,28 @@ class FormatError:
 
 @cache
 def format_errors() -> dict[str, FormatError]:
-    """Return name -> row."""
+    """Return the rows of ``format_errors.toml`` by name."""
     return {row.name: row for row in read_rows(Path(__file__).with_suffix(".toml"), FormatError)}
 
 
 def weights_text(name: str) -> str:
-    """Return the error of the weights in a format, as a clause."""
+    """Return a clause on how much a format changes the weights."""
     return f"{name} rounds the frozen weights: {100 * format_errors()[name].weights:.1f} % of their size"
 
 
 def loss_text(name: str) -> str:
-    """Return the change of the loss by a format, as a clause."""
+    """Return a clause on how much a format changes the loss."""
     low, high = (100 * share for share in format_errors()[name].loss)
     return f"a tiny model's loss after 200 steps changed by {low:+.1f} to {high:+.1f} %"
 
 
 def whole_text(name: str, family: str, title: str) -> str:
-    """Return the effect of a format over a whole model, as a clause.
+    """Return a clause on how much a format changes the predictions and gradients of a whole model.
 
     Args:
-        name: of the format.
-        family: of the model. If it was not measured, the clause has the range over all measured families.
-        title: of the family.
+        name: name of the format.
+        family: name of the model's family. If it was not measured, the clause has the range over all measured families.
+        title: title of the family.
     """
     row = format_errors()[name]
     own = [model for model in row.whole if model.family == family]

@@ -1,11 +1,12 @@
-"""Memory and time of a training step for each plan, and the choice of the fastest plan that fits. Only arithmetic.
+"""Memory and time of a training step for each plan, and the choice of the fastest plan that fits, by arithmetic alone.
 
-Its input (``Footprint``) is counted on a model without weights, for one sample; see ``memory.footprint``. Only
+The input (``Footprint``) is counted for one sample on a model without weights; see ``memory.footprint``. Only
 activations grow with the number of samples computed at once.
 
 Modes, from most memory to most time: *keep* keeps all activations. *selective* recomputes the activations of some
-blocks in the backward pass, *recompute* of all blocks (arXiv 1604.06174). *offload* recomputes all, and the frozen
-weights of blocks stay in main memory. Each micro-batch can also be split into parts (arXiv 1811.06965).
+blocks in the backward pass, *recompute* the activations of all blocks (arXiv 1604.06174). *offload* also recomputes
+all, and
+keeps the blocks' frozen weights in main memory. Each micro-batch can also be split into parts (arXiv 1811.06965).
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 MIB = 2**20
 
 SLOTS = 2
-"""Slots on the GPU for offloaded blocks: the one in use, and the one being fetched."""
+"""Number of offloaded blocks with space on the GPU: the block in use, and the next one, which is being fetched."""
 WORKSPACE_BYTES = 64 * MIB
-"""Workspaces of the matrix libraries, which stay allocated after their first call.
+"""Memory of the matrix libraries' workspaces, which stay allocated after the first call.
 
-cuBLAS and hipBLASLt take 32 MiB each on large GPUs.
+cuBLAS and hipBLASLt each take 32 MiB on large GPUs.
 """
 SLACK_BYTES = 256 * MIB
 SLACK_SHARE = 0.06
-"""Fragmentation allowance: a fixed amount, and a fraction of the activations."""
+"""Allowance for fragmentation: SLACK_BYTES, plus this fraction of the activations."""
 SLACK_RECOMPUTED = 0.5
-"""Extra fragmentation allowance, as a fraction of the activations of a fully recomputed pass."""
+"""Extra allowance for fragmentation with recomputed blocks: a fraction of a fully recomputed pass's activations."""
 GRAPH_BYTES = 512 * MIB
-"""Extra memory of captured steps: the nodes of the graphs, and their own memory pool."""
+"""Extra memory for steps captured as graphs: the graphs' nodes and their memory pool."""
 PROOF_BUFFERS, SUM_BUFFERS = 1, 1
 """Extra gradient buffers while a captured pass is compared with the eager pass.
 
-One is for the eager gradients. If a step has several passes, another one is for the sum of the previous passes.
+One is for the eager pass's gradients. If a step has several passes, a second one is for the sum over earlier passes.
 """
 MIN_CORRECTION = 0.25
-"""Lower limit of a measured correction; a smaller one means that something was miscounted."""
+"""Lower limit of a measured correction. A smaller value means that something was miscounted."""
 CONTEXT_BYTES = 512 * MIB
-"""GPU memory outside tensors: the runtime, its kernels and queues."""
+"""GPU memory outside tensors, taken by the runtime, its kernels and queues."""
 
 
 @dataclass(frozen=True)
 class SampleCost:
-    """Work of one sample: FLOPs of products and convolutions, bytes moved by everything else, kernel launches."""
+    """Work of one sample: FLOPs of products and convolutions, bytes moved by other operations, kernel launches."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
@@ -54,16 +55,16 @@ class SampleCost:
 
 @dataclass(frozen=True)
 class Block:
-    """One block of the model and its memory for one sample, in bytes.
+    """One block of the model, and its memory for one sample in bytes.
 
     Attributes:
         weight_bytes: frozen weights.
-        kept_bytes: activations that recomputation would free; the block's inputs do not count.
-        start_bytes: memory in use when its forward pass begins.
-        rise_bytes: peak of its forward pass above that, up to the last saved tensor.
-        passing_bytes: peak of its forward pass above that, if it saves nothing.
-        entry_bytes: memory in use when the backward pass reaches it and everything is kept.
-        forward: the work of recomputing it.
+        kept_bytes: activations that recomputation would free. The block's inputs are not among them.
+        start_bytes: memory in use when the block's forward pass begins.
+        rise_bytes: rise of the memory above ``start_bytes`` in the forward pass, up to the last saved tensor.
+        passing_bytes: rise of the memory above ``start_bytes`` in a forward pass that saves nothing.
+        entry_bytes: memory in use when the backward pass reaches the block, with all activations kept.
+        forward: work of recomputing the block.
     """
 
     name: str
@@ -78,10 +79,10 @@ class Block:
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """A peak sample: the peak memory of one part of a pass, for one sample with everything kept.
+    """The peak memory of one part of a pass, for one sample with all activations kept.
 
-    before: number of preceding blocks; their kept activations exist now.
-    within: it is in the forward pass of the next block.
+    before: number of blocks that come before this part; their kept activations are in memory.
+    within: whether this part is in the forward pass of the next block.
     """
 
     before: int
@@ -91,7 +92,7 @@ class MemoryPeak:
 
 @dataclass(frozen=True)
 class SmallerAdapter:
-    """The adapter's memory with a smaller setting ("lora.rank to 8"); fields as in ``Footprint``."""
+    """The adapter's memory after a setting was reduced ("lora.rank to 8"). For the other fields see ``Footprint``."""
 
     setting: str
     adapter_bytes: int
@@ -104,21 +105,21 @@ class Footprint:
     """The memory of a recipe at its largest samples.
 
     Attributes:
-        shape: of these samples, as text.
-        cost: activations and work are proportional to it.
-        weight_bytes: frozen weights, on the device without offload.
-        adapter_bytes: trained weights, a pass's gradients, moments and average.
-        gradient_bytes: the buffer that accumulates gradients; unless kept, it is allocated after activations are freed.
-        landing_bytes: the staging buffer of the gradients, also allocated after activations are freed.
+        shape: shape of these samples, as text.
+        cost: cost of one sample. Activations and work are proportional to it.
+        weight_bytes: frozen weights, all on the GPU unless blocks are offloaded.
+        adapter_bytes: trained weights, and the gradients of a pass, moments and average.
+        gradient_bytes: buffer that accumulates gradients. Unless kept, it is allocated after activations are freed.
+        landing_bytes: staging buffer of the gradients, also allocated after activations are freed.
         blocks: the repeated blocks in forward order.
-        moments: peak samples of one forward and backward pass of one sample.
-        work: of that pass.
+        moments: peaks of the parts of one sample's forward and backward pass.
+        work: work of this pass.
         recomputed_bytes: peak of one sample's activations if all blocks are recomputed, some of them together, and none
-            is offloaded. None: computed from the blocks.
-        narrow_layers: adapted layers with fewer inputs or outputs than the rank.
-        unstarted_layers: adapted layers with ranks for which ``lora.init`` has no numbers.
-        optimizer_bytes: the optimizer's state, a part of ``adapter_bytes``, with the adapter of the recipe.
-        smaller: the adapter with smaller settings, the smallest change first.
+            is offloaded. If None, it is computed from the blocks.
+        narrow_layers: number of adapted layers with fewer inputs or outputs than the rank.
+        unstarted_layers: number of adapted layers in which ``lora.init`` cannot initialise all ranks.
+        optimizer_bytes: the optimizer's state, with the recipe's adapter. It is part of ``adapter_bytes``.
+        smaller: the adapter with reduced settings, the smallest change first.
         kernels: names of the Triton kernels that a step launches (``kernels.backend.launches``).
     """
 
@@ -153,7 +154,7 @@ class Footprint:
         return cls(**{**value, **parts, "kernels": kernels})
 
     def with_adapter(self, smaller: SmallerAdapter) -> Footprint:
-        """The footprint with another adapter. Activations are unchanged, because an adapter has few."""
+        """Return the footprint with another adapter. Its activations are so few that they are not changed."""
         return replace(
             self,
             adapter_bytes=smaller.adapter_bytes,
@@ -162,7 +163,7 @@ class Footprint:
         )
 
     def scaled(self, share: float) -> Footprint:
-        """The footprint for samples of another cost.
+        """Return the footprint for samples with ``share`` times the cost.
 
         Activations and work are proportional to the cost because attention is fused.
         """
@@ -193,11 +194,11 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a machine per second.
+    """Rates of a machine, per second.
 
-    launch_s: minimum device time of a launch.
-    host_launch_s: host time of a launch that is not captured.
-    known: measured on this machine; else only ratios of times are meaningful.
+    launch_s: minimum time of a kernel launch on the device.
+    host_launch_s: time of a launch on the host, if it is not captured.
+    known: whether the rates were measured on this machine. If not, only ratios of times are meaningful.
     """
 
     flops: float = 100e12
@@ -210,18 +211,18 @@ class Rates:
 
 @dataclass(frozen=True)
 class StepRequirements:
-    """Requirements on a step.
+    """Requirements that a plan of the step has to meet.
 
     Attributes:
-        batch_size: samples of a micro-batch.
-        accumulation: micro-batches of a step.
-        modes: the modes to choose from.
+        batch_size: samples per micro-batch.
+        accumulation: micro-batches per step.
+        modes: modes that are allowed.
         min_parts: minimum number of parts of a micro-batch.
-        graphs: passes may be captured.
-        shapes: number of sample shapes. The first pass of a new shape is not captured; it needs memory in addition to
+        graphs: whether passes may be captured as graphs.
+        shapes: number of sample shapes. The first pass of a new shape is not captured, and needs memory in addition to
             the captured passes.
-        correction: measured activations over counted ones.
-        all_offloaded: offload every block, not as few as possible.
+        correction: ratio of measured to counted activations.
+        all_offloaded: whether every block is offloaded, and not as few as possible.
     """
 
     batch_size: int = 1
@@ -236,18 +237,18 @@ class StepRequirements:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan for the computation of a step.
+    """A plan for computing a step.
 
     Attributes:
         mode: keep, selective, recompute or offload.
-        parts: number of parts that a micro-batch is split into.
+        parts: number of parts into which a micro-batch is split.
         rows: samples computed at once.
         recomputed, offloaded: indices into ``Footprint.blocks``.
-        peak_bytes: peak of the tensors.
+        peak_bytes: peak memory of the tensors.
         needed_bytes: memory that the allocator needs for this peak.
         step_s: estimated time of a step.
-        graphs: passes are captured.
-        keeps_gradients: the gradient buffer stays allocated during the passes of a step.
+        graphs: whether passes are captured as graphs.
+        keeps_gradients: whether the gradient buffer stays allocated during the passes of a step.
     """
 
     mode: Mode
@@ -263,7 +264,10 @@ class Plan:
 
 
 def choose(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
-    """The fastest plan within the budget (None: no limit), or None if no plan fits."""
+    """Return the fastest plan within the budget, or None if no plan fits.
+
+    ``budget_bytes``: the available memory, or None for no limit.
+    """
     limit = float("inf") if budget_bytes is None else budget_bytes
     fitting = [
         plan
@@ -275,14 +279,14 @@ def choose(budget_bytes: int | None, footprint: Footprint, job: StepRequirements
 
 
 def smallest(footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan:
-    """The plan that needs the least memory."""
+    """Return the plan that needs the least memory."""
     ways = [(mode, parts, way) for parts in parts_of(job) for mode in job.modes for way in _captured_or_not(job)]
     plans = (plan for mode, parts, way in ways for plan in plans_of(mode, parts, footprint, way, rates))
     return min(plans, key=lambda plan: (plan.needed_bytes, plan.step_s))
 
 
 def table(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> list[Plan]:
-    """For each number of parts and each mode: the fastest plan that fits, else the smallest one."""
+    """Return, for each number of parts and each mode, the fastest plan that fits, or else the smallest plan."""
     limit = float("inf") if budget_bytes is None else budget_bytes
     return [
         fit(limit, mode, parts, footprint, job, rates)
@@ -296,7 +300,7 @@ def table(budget_bytes: int | None, footprint: Footprint, job: StepRequirements,
 
 
 def parts_of(job: StepRequirements) -> list[int]:
-    """Numbers of parts: ``min_parts`` doubled up to the batch size. A plan must not go below ``min_parts``."""
+    """Return the numbers of parts to try: ``min_parts``, doubled up to the batch size."""
     found = [job.min_parts]
     while found[-1] < job.batch_size:
         found.append(min(found[-1] * 2, job.batch_size))
@@ -304,7 +308,7 @@ def parts_of(job: StepRequirements) -> list[int]:
 
 
 def fit(limit: float, mode: Mode, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
-    """The fastest plan of a mode within the limit. The variants come in order of their time."""
+    """Return the fastest plan of a mode that needs at most ``limit`` bytes, or None if none fits."""
     found = []
     for way in _captured_or_not(job):
         variants = plans_of(mode, parts, footprint, way, rates)
@@ -317,7 +321,7 @@ def _captured_or_not(job: StepRequirements) -> tuple[StepRequirements, ...]:
 
 
 def plans_of(mode: Mode, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates) -> Iterator[Plan]:
-    """The variants of a mode, the fastest first: more and more blocks are recomputed or offloaded."""
+    """Yield the plans of a mode, the fastest first. Each recomputes or offloads more blocks than the one before."""
     every = tuple(range(len(footprint.blocks)))
     variants: Iterator[tuple[Sequence[int], Sequence[int]]]
     if mode == "keep":
@@ -343,7 +347,7 @@ def planned(
     job: StepRequirements,
     rates: Rates,
 ) -> Plan:
-    """A plan with its estimates."""
+    """Return the plan with these settings, with its estimated memory and time."""
     rows = -(-job.batch_size // parts)
     activations = int(rows * activation_bytes(footprint, recomputed, offloaded) * job.correction)
     several = parts * job.accumulation > 1
@@ -362,9 +366,14 @@ def planned(
 
 
 def correction(plan: Plan, peak_bytes: int, footprint: Footprint, before: float = 1.0) -> float:
-    """Measured activations over counted ones, from the peak of one pass of a plan.
+    """Return the ratio of measured to counted activations.
 
-    Returns ``before`` if the peak occurred while gradients were gathered: such a peak does not depend on activations.
+    Args:
+        plan: the plan with which a pass was run.
+        peak_bytes: measured peak memory of that pass.
+        footprint: the counted memory.
+        before: the previous ratio. It is returned if the peak occurred while gradients were gathered, because such a
+            peak does not depend on activations.
     """
     counted = plan.rows * activation_bytes(footprint, plan.recomputed, plan.offloaded)
     resident = resident_bytes(footprint, plan.offloaded)
@@ -375,17 +384,17 @@ def correction(plan: Plan, peak_bytes: int, footprint: Footprint, before: float 
 
 
 def resident_bytes(footprint: Footprint, offloaded: Sequence[int]) -> int:
-    """Memory that does not depend on the samples: weights, adapter and workspaces."""
+    """Return the memory that does not depend on the samples: weights, adapter and workspaces."""
     waiting = [footprint.blocks[index].weight_bytes for index in offloaded]
     weights = footprint.weight_bytes - sum(waiting) + min(SLOTS, len(waiting)) * max(waiting, default=0)
     return weights + footprint.adapter_bytes + WORKSPACE_BYTES
 
 
 def activation_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded: Sequence[int] = ()) -> int:
-    """Peak activations of one sample if the ``recomputed`` blocks do not keep their activations.
+    """Return the peak activations of one sample if the ``recomputed`` blocks do not keep their activations.
 
-    The kept bytes of a recomputed block are absent until its own backward pass. Its recomputation there adds the
-    memory of its forward pass to the memory in use.
+    A recomputed block's kept bytes are in memory only from its own backward pass on. Its recomputation then adds the
+    memory of its forward pass.
     """
     chosen = set(recomputed)
     if footprint.recomputed_bytes is not None and len(chosen) == len(footprint.blocks) and not offloaded:
@@ -407,9 +416,9 @@ def activation_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded:
 
 
 def _passing_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded: Sequence[int]) -> float:
-    """Activations of a fully recomputed pass of one sample, scaled by the share of recomputed blocks.
+    """Return one sample's activations in a fully recomputed pass, times the share of recomputed blocks.
 
-    Blocks are recomputed together only if all of them are recomputed.
+    Several blocks are recomputed together only if all blocks are recomputed.
     """
     every = range(len(footprint.blocks))
     if offloaded or len(recomputed) < len(every):
@@ -418,7 +427,7 @@ def _passing_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded: S
 
 
 def by_worth(footprint: Footprint, rates: Rates) -> list[int]:
-    """Indices of blocks with kept activations, ordered by bytes freed per second of recomputation."""
+    """Return the indices of blocks with kept activations, the most bytes freed per second of recomputation first."""
     blocks = footprint.blocks
     kept = [index for index, block in enumerate(blocks) if block.kept_bytes > 0]
     return sorted(
@@ -427,9 +436,9 @@ def by_worth(footprint: Footprint, rates: Rates) -> list[int]:
 
 
 def spread(count: int, total: int) -> list[int]:
-    """Choose ``count`` of ``total`` blocks evenly, so that others compute between two fetches.
+    """Return ``count`` of ``total`` block indices, evenly spread, so that other blocks compute between two fetches.
 
-    A larger choice includes the smaller ones.
+    A larger choice includes every smaller one.
     """
     bits = max(1, (total - 1).bit_length())
     order = sorted(range(total), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
@@ -444,10 +453,11 @@ def step_seconds(
     job: StepRequirements,
     rates: Rates,
 ) -> float:
-    """Estimated time of a step: products by FLOPs, all other work by bytes moved, plus a minimum per launch.
+    """Return the estimated time of a step.
 
-    Copies overlap with computation, so the longer of the two counts. Each offloaded block is fetched twice, forward and
-    backward.
+    Matrix products count by FLOPs, all other work by bytes moved, and each launch has a minimum time. Copies overlap
+    with computation, so only the longer of the two counts. Each offloaded block is fetched twice, in the forward and in
+    the backward pass.
     """
     samples = job.batch_size
     total = _seconds(footprint.work, samples, parts, rates)

@@ -1,4 +1,4 @@
-"""Requirements of a recipe on a step, and the change of the recipe to suggest if no plan fits."""
+"""Requirements of a recipe on its step, and the change of the recipe to suggest if no plan fits."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ MAX_SIDES = 32  # resolutions to try, each of which costs one choice
 
 @dataclass(frozen=True)
 class RecipeJob(StepRequirements):
-    """A job, and the modes that other recipe settings would allow.
+    """Requirements of a recipe on its step, with the modes that other settings would allow.
 
     Attributes:
-        auto_modes: with ``runtime.memory: auto``.
-        eager_modes: with ``runtime.compile: off`` as well.
+        auto_modes: modes allowed with ``runtime.memory: auto``.
+        eager_modes: modes allowed with ``runtime.memory: auto`` and ``runtime.compile: off``.
     """
 
     auto_modes: tuple[Mode, ...] = MODES
@@ -44,14 +44,14 @@ class RecipeJob(StepRequirements):
 def job_of(
     recipe: Recipe, settings: Settings, *, on_gpu: bool, can_offload: bool, shapes: int | None = None
 ) -> RecipeJob:
-    """The requirements on a step from the recipe and from past failures.
+    """Return the requirements on a step that follow from the recipe and from past failures.
 
     Args:
-        recipe: of the run.
-        settings: the parent's settings for this machine.
-        on_gpu: passes may be captured.
-        can_offload: main memory is separate from the GPU's. A recipe that asks for offload gets it in any case.
-        shapes: number of sample shapes; None: unknown, so several if the recipe has buckets.
+        recipe: recipe of the run.
+        settings: settings of the parent process for this machine, changed after failures.
+        on_gpu: whether training runs on a GPU, so that passes may be captured.
+        can_offload: whether the GPU has its own memory. A recipe that asks for offload gets it in any case.
+        shapes: number of sample shapes, or None if unknown. It is then taken as 2 with buckets, else as 1.
     """
     wanted, train = recipe.runtime.memory, recipe.train
     recomputes = train.gradient_checkpointing or settings.checkpointing
@@ -71,7 +71,7 @@ def job_of(
 
 
 def _allowed(modes: tuple[Mode, ...], recomputes: bool) -> tuple[Mode, ...]:
-    """The modes that recompute enough. ``recomputes``: all blocks have to be recomputed."""
+    """Return the modes that recompute enough. ``recomputes``: whether all blocks have to be recomputed."""
     if not recomputes:
         return modes
     return tuple(mode for mode in modes if mode in AT_LEAST_RECOMPUTED) or ("recompute",)
@@ -80,7 +80,7 @@ def _allowed(modes: tuple[Mode, ...], recomputes: bool) -> tuple[Mode, ...]:
 def does_not_fit(
     recipe: Recipe, footprint: Footprint, job: StepRequirements, rates: Rates, budget_bytes: int
 ) -> UserError:
-    """The error for a recipe without a fitting plan, with the nearest recipe that would fit."""
+    """Return the error for a recipe for which no plan fits. Its fix is the smallest change with which one would fit."""
     least = smallest(footprint, job, rates)
     return UserError(
         "does-not-fit",
@@ -92,11 +92,11 @@ def does_not_fit(
 
 
 def _nearest(recipe: Recipe, footprint: Footprint, job: StepRequirements, rates: Rates, budget_bytes: int) -> str:
-    """The smallest change of the recipe for which a plan exists, as text."""
+    """Return the smallest change of the recipe with which a plan fits, as text."""
     ways = _changes(recipe, job)
 
     def further_changes(side: int, adapter: SmallerAdapter | None) -> tuple[str, ...] | None:
-        """Changes of ``runtime`` that are also needed; None if none of them helps."""
+        """Return the changes of ``runtime`` that are needed too, or None if no plan fits with any of them."""
         reduced = _reduced(recipe, footprint, side, adapter)
         return next((texts for texts, way in ways if choose(budget_bytes, reduced, way, rates) is not None), None)
 
@@ -114,7 +114,10 @@ def _nearest(recipe: Recipe, footprint: Footprint, job: StepRequirements, rates:
 
 
 def _changes(recipe: Recipe, job: StepRequirements) -> list[tuple[tuple[str, ...], StepRequirements]]:
-    """Changes of ``runtime`` as text, each with its resulting job; the first entry changes nothing."""
+    """Return possible changes of ``runtime`` as text, each with the resulting requirements.
+
+    The first changes nothing.
+    """
     found: list[tuple[tuple[str, ...], StepRequirements]] = [((), job)]
     if isinstance(job, RecipeJob):
         auto = () if recipe.runtime.memory == "auto" else ("runtime.memory to auto",)
@@ -129,9 +132,14 @@ def _changes(recipe: Recipe, job: StepRequirements) -> list[tuple[tuple[str, ...
 def _milder_first(
     recipe: Recipe, smaller: Sequence[SmallerAdapter], fits: Callable[[int, SmallerAdapter], bool]
 ) -> Iterator[tuple[int, SmallerAdapter | None]]:
-    """Resolutions and adapters to try: the recipe's (None), then one reduced, then both, the smallest change first.
+    """Yield resolutions and adapters to try, the smallest change first: the recipe's own, then one reduced, then both.
 
-    ``fits`` skips all resolutions for an adapter that is too large even at the smallest one.
+    An adapter of None is the recipe's own.
+
+    Args:
+        recipe: the recipe.
+        smaller: smaller adapters, the smallest change first.
+        fits: whether a plan fits. An adapter that does not fit at the smallest resolution is skipped.
     """
     own_side, step = _resolution(recipe), recipe.data.bucket_step
     step *= max(1, (own_side - SMALLEST_RESOLUTION) // (MAX_SIDES * step))
@@ -153,17 +161,17 @@ def _reduced(recipe: Recipe, footprint: Footprint, side: int, adapter: SmallerAd
 
 
 def _listed(texts: Sequence[str]) -> str:
-    """Join texts for a sentence: "a, b and c"."""
+    """Join texts for a sentence, as in "a, b and c"."""
     return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 
 def _resolution(recipe: Recipe) -> int:
-    """The largest resolution of all sources; the footprint is for this one."""
+    """Return the largest resolution of all sources, for which the footprint is counted."""
     return max(source.resolution for source in recipe.data.resolved_sources())
 
 
 def _shown_resolution(recipe: Recipe) -> str:
-    """The resolution key and value for the place of an error; empty if the family has no resolution."""
+    """Return the resolution's key and value, for the place in an error; empty if the family has no resolution."""
     return f"{_resolution_key(recipe)}: {_resolution(recipe)}, " if recipe.spec.reads("data.resolution") else ""
 
 
@@ -173,7 +181,7 @@ def _resolution_key(recipe: Recipe) -> str:
 
 
 def plan_text(chosen: Plan) -> str:
-    """A plan as text: "selective (12 blocks recomputed), 2 samples at once"."""
+    """Return a plan as text, such as "selective (12 blocks recomputed), 2 samples at once"."""
     count = len(chosen.recomputed)
     more = f", {len(chosen.offloaded)} of them offloaded" if chosen.offloaded else ""
     blocks = f" ({count_text(count, 'block')} recomputed{more})" if count else ""

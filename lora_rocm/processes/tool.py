@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import time
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 from lora_rocm.errors import MachineError, WorkerDiedError
 from lora_rocm.foundation.files import require_room, temporary_folder
 from lora_rocm.foundation.safe_path import python_environment
+from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.processes import process
 from lora_rocm.processes.job_file import MisfitError, from_json, write_job_file
 from lora_rocm.processes.jobs import CHILDREN, RunJob, name_of, request_line
@@ -27,6 +29,7 @@ from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import died, tail_bytes
 
 A = TypeVar("A")
+LOG = logging.getLogger(__name__)
 JSON_LIMIT_S = 3600.0
 """Time limit of a child that answers with one object. It usually takes seconds, or minutes with huge data."""
 
@@ -193,6 +196,7 @@ def started(command: Sequence[str], env: Mapping[str, str]) -> Iterator[Tool]:
     with temporary_folder() as folder:
         log, output = folder / "tool.log", folder / "events.jsonl"
         with log.open("wb") as errors, output.open("wb") as events:
+            LOG.debug("child process: %s", quoted(command))
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,

@@ -19,7 +19,7 @@ Alpha = Annotated[float, Field(gt=0, le=100_000.0)]
 MERGED, GGUF = "merged", "gguf"
 """Formats that only ``lora-rocm export`` writes, not a run."""
 FORMS_WITH_NORMS = ("kohya", "comfyui")
-"""The formats that can store trained norms."""
+"""The formats that can store trained norm layers."""
 FROM_BASE = ("pissa", "olora")
 """The values of ``lora.init`` that derive the initial A and B from the base's weight."""
 DROPOUTS = ("dropout", "rank_dropout", "module_dropout")
@@ -28,12 +28,16 @@ Rate = Annotated[float, Field(gt=0)]
 
 
 def has_kernel(shape: Sequence[int]) -> bool:
-    """Whether a weight, [out, in] or [out, in, kh, kw], belongs to a convolution larger than 1 x 1."""
+    """Return whether a weight belongs to a convolution with a kernel larger than 1 x 1.
+
+    Args:
+        shape: the weight's shape, [out, in] or [out, in, kh, kw].
+    """
     return any(side > 1 for side in shape[2:])
 
 
 class ModuleOverride(Section):
-    """Rank, alpha and learning rate of some modules. Omitted keys are as in the other modules."""
+    """Rank, alpha and learning rate of some modules. Omitted keys keep the values that apply to all other modules."""
 
     match: Pattern = Field(
         description="A regular expression for whole module names with their component, such as "
@@ -45,11 +49,11 @@ class ModuleOverride(Section):
 
 
 RESERVED_STEM = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9])?", re.IGNORECASE)
-"""Names that a file cannot have on Windows, without their extensions."""
+"""Names, without extensions, that a file cannot have on Windows."""
 
 
 def file_stem(token: str) -> str:
-    """The token without characters that are invalid in file names: its embedding's file name without extension."""
+    """Return a token's file name, without extension: the token without the characters that file names cannot have."""
     return re.sub(r'[<>:"/\\|?*.]', "", token)
 
 
@@ -67,23 +71,28 @@ class NewToken(Section):
     """A token that the vocabulary lacks. Each text encoder gets its own trained vectors for it."""
 
     token: Token = Field(
-        description="The word in captions and prompts, without blanks, such as <zibu>. Small and capital letters are "
-        "the same."
+        description="The word to use in captions and prompts, without blanks, such as <zibu>. Upper and lower "
+        "case are the same."
     )
     vectors: int = Field(1, gt=0, le=75, description="Number of vectors, each of which takes a token's place.")
     init: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="A text of the vocabulary, such as creature: the vectors start at the mean of its tokens."
+        None, description="Text of known words, such as creature. The vectors start at the mean of its tokens."
     )
-    init_from: InputFile | None = Field(None, description="Start from this embedding file (.safetensors) instead.")
+    init_from: InputFile | None = Field(
+        None, description="Embedding file (.safetensors) to start from, in place of init."
+    )
 
     @property
     def file_stem(self) -> str:
-        """The name of the embedding's file without its extension."""
+        """File name of the token's embedding, without its extension."""
         return file_stem(self.token)
 
     @property
     def pattern(self) -> str:
-        """A regular expression for the token as a whole word in normalised text, for Python and for tokenizers."""
+        """Regular expression that finds the token as a whole word in normalised text.
+
+        Python and tokenizers both accept it.
+        """
         word = normalised(self.token)
         begin, end = (r"(?<!\w)" if word[0].isalnum() else ""), (r"(?!\w)" if word[-1].isalnum() else "")
         return begin + re.escape(word) + end
@@ -93,14 +102,14 @@ class NewToken(Section):
 
 
 def normalised(text: str) -> str:
-    """Return a text as CLIP's tokenizers read it: in lower case, with composed characters."""
+    """Return a text as CLIP's tokenizers read it: in lower case, in the Unicode normal form NFC."""
     return unicodedata.normalize("NFC", text).lower()
 
 
 class AdapterSection(Section):
     """The adapter: the keys that every kind of adapter reads.
 
-    formats: the values of ``output.formats``, and of ``export --format``, in which the adapter can be written.
+    formats: the file formats in which this kind can be written (values of ``output.formats`` and ``export --format``).
     """
 
     formats: ClassVar[tuple[str, ...]] = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft", MERGED, GGUF)
@@ -149,71 +158,75 @@ class AdapterSection(Section):
         "are not fused.",
     )
     overrides: Annotated[tuple[ModuleOverride, ...], Field(max_length=MAX_OVERRIDES)] = Field(
-        (), description="Other ranks, alphas and learning rates for some modules. The first entry that matches counts."
+        (), description="Other ranks, alphas and learning rates for some modules. The first entry that matches is used."
     )
 
     @property
     def tokenises(self) -> bool:
-        """Whether the text encoders run in every step, so that captions are only tokenised."""
+        """Whether the text encoders run in every training step. If so, captions are cached only as tokens."""
         return self.train_text_encoder or bool(self.new_tokens)
 
     @property
     def writable_formats(self) -> tuple[str, ...]:
-        """The ``formats`` that fit these settings."""
+        """The entries of ``formats`` that can store an adapter with these settings."""
         return tuple(form for form in self.formats if form in FORMS_WITH_NORMS or not self.train_norms)
 
     @property
     def title(self) -> str:
-        """The usual name of the adapter."""
+        """The adapter's usual name, such as "LoRA" or "DoRA"."""
         return self.type
 
     @property
     def size(self) -> str:
-        """The settings that determine the number of trained weights and their scale, as text."""
+        """Text with the settings that determine the number and scale of the trained weights: "rank 16, alpha 16"."""
         return f"rank {self.rank}, alpha {self.effective_alpha:g}"
 
     @property
     def ranks(self) -> str:
-        """The settings that determine the number of trained weights of a module, as text."""
+        """Text with all rank settings, which determine the number of trained weights of each module."""
         others = [f"of {override.match} {override.rank}" for override in self.overrides if override.rank is not None]
         return ", ".join([f"rank {self.rank}", *others])
 
     @property
     def drops(self) -> tuple[str, ...]:
-        """The active kinds of dropout, for which training draws random numbers."""
+        """Names of the active dropout keys. Training draws random numbers for them."""
         return tuple(name for name in DROPOUTS if getattr(self, name, 0.0))
 
     @property
     def max_update_norm(self) -> float | None:
-        """The largest norm that the update of a module may have; None: any."""
+        """Largest allowed norm of a module's update, or None if it is not limited."""
         return None
 
     @property
     def reads_inputs(self) -> bool:
-        """Whether the initial adapter depends on the inputs that its layers get before the first step."""
+        """Whether the initial weights depend on the layers' inputs, which are then collected before the first step."""
         return False
 
     def unstarted_text(self, num_layers: int) -> str:
-        """A notice that ``init`` does not fill all ranks of ``num_layers`` layers; empty for 0 layers."""
+        """Return a notice that ``lora.init`` fills only a part of the ranks of some layers.
+
+        Args:
+            num_layers: number of these layers. If it is 0, the notice is empty.
+        """
         return ""
 
     def at(self, override: ModuleOverride | None, shape: Sequence[int]) -> Self:
-        """The section with the rank and the alpha of a module.
+        """Return this section with the rank and the alpha of one module.
 
         Args:
-            override: the one that counts for the module.
-            shape: of its weight, [out, in] or [out, in, kh, kw].
+            override: the entry of ``overrides`` that applies to the module, or None if no entry matches.
+            shape: shape of the module's weight, [out, in] or [out, in, kh, kw].
         """
         if override is None:
             return self
         return self.model_copy(update={"rank": override.rank or self.rank, "alpha": override.alpha or self.alpha})
 
     def as_written(self) -> Self:
-        """The section that describes the adapter in its files, which may have another rank than in training."""
+        """Return the section that describes the exported adapter. Its rank may differ from the trained rank."""
         return self
 
     def rate_factor(self, role: str) -> float:
-        """The factor of the learning rate for the tensors of a role."""
+        """Return the learning-rate factor for tensors of one role, such as "lora_B"."""
         return 1.0
 
     @property
@@ -222,7 +235,7 @@ class AdapterSection(Section):
 
 
 class ProductSection(AdapterSection):
-    """The keys of adapters with an update that is a product of their tensors."""
+    """The keys of adapters that compute their update as a product of their tensors."""
 
     rank_dropout: Share = Field(
         0.0,
@@ -274,7 +287,10 @@ class LoraSection(ProductSection):
 
     @property
     def takes_off_start(self) -> bool:
-        """Whether A and B start from the base's weight, so that the result subtracts their first product."""
+        """Whether A and B are initialised from the base's weight.
+
+        The exported adapter then subtracts their initial product.
+        """
         return self.init in FROM_BASE
 
     @property
@@ -342,7 +358,7 @@ class LokrSection(ProductSection):
 
 
 class LohaSection(ProductSection):
-    """The adapter: LyCORIS' LoHa, the product, entry by entry, of two low-rank products."""
+    """The adapter: LyCORIS' LoHa, the elementwise product of two low-rank matrices."""
 
     formats = ("kohya", "peft", MERGED)
 
@@ -354,7 +370,7 @@ class LohaSection(ProductSection):
 
 
 class OftSection(AdapterSection):
-    """The adapter: LyCORIS' diag-oft, which rotates blocks of each layer's outputs. rank is the largest block."""
+    """The adapter: LyCORIS' diag-oft, which rotates blocks of each layer's outputs. rank is the largest block size."""
 
     formats = ("kohya",)
 
@@ -376,7 +392,10 @@ class OftSection(AdapterSection):
 
 
 class Ia3Section(AdapterSection):
-    """The adapter: LyCORIS' IA3, one number for each output of a layer. A1111, SD.Next and LyCORIS read it."""
+    """The adapter: LyCORIS' IA3, which scales each output of a layer by one number.
+
+    A1111, SD.Next and LyCORIS read it.
+    """
 
     formats = ("kohya",)
 
@@ -398,4 +417,4 @@ ADAPTERS: Mapping[str, type[AdapterSection]] = {
     "oft": OftSection,
     "ia3": Ia3Section,
 }
-"""The section of each ``lora.type``; the first is the default."""
+"""Section class of each value of ``lora.type``; the first is the default."""

@@ -1,4 +1,4 @@
-"""Values that have to be equal in two recipes: of a run and its resume, and of all ranks."""
+"""Compare recipes: some values must stay equal when a run is resumed, and some must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ OF_A_PROCESS = frozenset({
 LATER: dict[str, Any] = {
     f"data.{name}": info.default for name, info in SourceOptions.model_fields.items() if AddedLater() in info.metadata
 }
-"""Keys that were added to the recipe after 2026-11-27 -> their default. Options of sources are marked ``AddedLater``.
+"""Default of each key that was added to the recipe after 2026-11-27. Options of sources are marked ``AddedLater``.
 
-The fingerprints of earlier checkpoints lack them, so they are omitted while they have their default.
+The fingerprints of earlier checkpoints do not contain these keys. A fingerprint therefore omits a key at its default.
 """
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """SHA-256 over all values that must not change when a run is resumed."""
+    """Return the SHA-256 of all values that must not change when a run is resumed."""
     return hashlib.sha256(json.dumps(fixed_values(recipe), sort_keys=True).encode("utf-8")).hexdigest()
 
 
 def fixed_values(recipe: Recipe) -> dict[str, Any]:
-    """Key -> JSON value of all values that must not change when a run is resumed."""
+    """Return all values that must not change when a run is resumed, as JSON values by dotted key."""
     values = {dotted(key): value for key, value, may_change in _leaves(recipe) if not may_change}
     values = {key: value for key, value in values.items() if key not in LATER or value != LATER[key]}
     of_data = {key.removeprefix("data.") for key in LATER}
@@ -53,12 +53,17 @@ def fixed_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def shared_values(recipe: Recipe) -> dict[str, Any]:
-    """Key -> JSON value of all values that have to be equal on all ranks."""
+    """Return all values that must be equal on all ranks, as JSON values by dotted key."""
     return {dotted(key): value for key, value, _ in _leaves(recipe) if dotted(key) not in OF_A_PROCESS}
 
 
 def resume_differences(old: Recipe, new: Recipe) -> list[Problem]:
-    """The forbidden differences between a run's recipe and the recipe to resume it with."""
+    """Return one problem for each value that differs between two recipes although a resume must not change it.
+
+    Args:
+        old: recipe of the run.
+        new: recipe with which the run is to be resumed.
+    """
     after = {key: value for key, value, _ in _leaves(new)}
     return [  # a key of only one recipe belongs to another kind, and the key that names the kind differs too
         Problem(dotted(key), f"{shown(before)} -> {shown(after[key])}")
@@ -68,7 +73,7 @@ def resume_differences(old: Recipe, new: Recipe) -> list[Problem]:
 
 
 def _leaves(section: BaseModel, prefix: tuple[str, ...] = ()) -> Iterator[tuple[Key, Any, bool]]:
-    """(key, JSON value, may change on resume) of every leaf."""
+    """Yield (key, JSON value, whether a resume may change it) for each key that is not itself a section."""
     for name, info in type(section).model_fields.items():
         value, extra = getattr(section, name), info.json_schema_extra
         may_change = isinstance(extra, dict) and extra.get("resume") == "may change"

@@ -1,4 +1,4 @@
-"""Turn pydantic's errors into problems for users: the expected value, the given value, and the remedy."""
+"""Turn pydantic's errors into problems for users, with the expected value, the given value and a fix."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ NOT_ALLOWED = {
     "string_too_long": "is too long:",
     "string_too_short": "is empty:",
 }
-"""Errors of pydantic about a value of the right type -> words before the value."""
+"""Words that a message has before a refused value, by type of pydantic error.
+
+These values have the correct type, but are not allowed.
+"""
+NO_SUCH_KEY = "there is no such key"
 MAX_VALUE_LETTERS = 64  # comparing long strings is slow
 COMPARED = {
     "greater_than": ("greater than", "gt"),
@@ -43,7 +47,7 @@ COMPARED = {
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """A value for a message: one printable line of at most ``limit`` characters."""
+    """Return a value as one printable line of at most ``limit`` characters, for a message."""
     if isinstance(value, dict):
         return "a section"
     if value is None:
@@ -59,14 +63,14 @@ def explain(
     kinds: Kinds,
     written: Callable[[Key], str] = lambda key: "",
 ) -> list[Problem]:
-    """One problem per place, at most MAX_PROBLEMS.
+    """Return one problem for each place with an error, at most MAX_PROBLEMS.
 
     Args:
-        error: of ``kinds.recipe``.
-        data: the validated data.
-        where: turns a key into "file.yaml:12 lora.rank".
-        written: turns the key of a number, true, false or null into its spelling in the file (``YamlTree.texts``).
+        error: pydantic's error from validating ``data`` with ``kinds.recipe``.
+        data: the recipe data that failed.
+        where: returns the file, line and name of a key, such as "file.yaml:12 lora.rank".
         kinds: the kinds of ``data``. In a section of an unknown kind, only keys that all its kinds have are reported.
+        written: returns the spelling in the file of a number, true, false or null (see ``YamlTree.texts``).
     """
     expected: dict[Key, dict[str, None]] = {}
     problems: dict[Key, Problem] = {}
@@ -107,7 +111,7 @@ def explain(
 
 
 def real_key(detail: ErrorDetails, data: Any) -> Key:
-    """The location without pydantic's names of union members."""
+    """Return the key with the error: its location without the names that pydantic gives to union members."""
     key: list[str | int] = []
     for index, part in enumerate(detail["loc"]):
         last = index == len(detail["loc"]) - 1
@@ -126,7 +130,10 @@ def real_key(detail: ErrorDetails, data: Any) -> Key:
 
 
 def _of_rule(detail: ErrorDetails, key: Key) -> tuple[Key, str, str]:
-    """Place, problem and remedy of a broken rule, or of a field's own error ``at`` a place below it."""
+    """Return (place, problem, fix) of an error raised by one of our own checks.
+
+    The place may be a key below ``key``.
+    """
     context = detail["ctx"]
     return tuple(context.get("place") or (*key, *context["at"])), context["what"], context["fix"]
 
@@ -141,8 +148,8 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str
         names = list(_section_at(key[:-1], kinds.recipe).model_fields)
         owners = kinds.owners(dotted(key[:-1]), str(key[-1]).lower().replace("-", "_"))
         if owners:
-            return "there is no such key", f"{dotted(key)} is a key of {owners}."
-        return "there is no such key", suggest(str(key[-1]), names, dotted(key[:-1]), shown(value), kinds.recipe)
+            return NO_SUCH_KEY, f"{dotted(key)} is a key of {owners}."
+        return NO_SUCH_KEY, suggest(str(key[-1]), names, dotted(key[:-1]), shown(value), kinds.recipe)
     if key == FAMILY and isinstance(value, str):
         return kinds.registry.refusal(value)
     if kind == "literal_error":
@@ -163,12 +170,16 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str
 
 
 def _choices(detail: ErrorDetails) -> list[str]:
-    """The valid values in a literal_error."""
+    """Return the valid values that a literal_error lists."""
     return [choice.strip("'\" ") for choice in detail["ctx"]["expected"].replace(" or ", ", ").split(",")]
 
 
 def _near_choice(value: Any, choices: Collection[str]) -> str:
-    """A choice with nearly the same letters. Number formats differ in one letter only: for them all have to match."""
+    """Suggest the valid value that is spelled most like ``value``; empty if none is close.
+
+    Names with digits, such as number formats, often differ in one letter only. Such a name is suggested only if it has
+    exactly the same letters in another order.
+    """
     if isinstance(value, str) and value.strip().lower() in choices:
         return f"Write {value.strip().lower()}."
     given = str(value)[:MAX_VALUE_LETTERS].lower()
@@ -180,14 +191,17 @@ def _near_choice(value: Any, choices: Collection[str]) -> str:
 
 
 def _quote_advice(expected: Collection[str], value: Any, written: str) -> str:
-    """Advice to quote text that YAML reads as a number, true, false or null; quotes keep its zeros and its case."""
+    """Return the advice to quote a value where text is expected; empty if it does not apply.
+
+    YAML reads text such as 007 or True as a number, true, false or null. Quotes keep its zeros and its case.
+    """
     if "text" in expected and not isinstance(value, str | list | dict) and (written or value is not None):
         return f'If it is text, quote it: "{written or value}".'
     return ""
 
 
 def _section_at(key: Key, model: type[BaseModel]) -> type[BaseModel]:
-    """The section class that contains the keys below ``key``."""
+    """Return the section class found by following ``key`` from ``model``."""
     for part in key:
         if isinstance(part, str):
             found = section_class(model.model_fields[part].annotation)
@@ -201,14 +215,14 @@ def _field_at(key: Key, model: type[BaseModel]) -> FieldInfo:
 
 
 def _instead_of_more(key: Key, model: type[BaseModel]) -> str:
-    """The section's remedy for values beyond a key's upper limit."""
+    """Return the section's own advice for a value above the upper limit of ``key``; empty if it has none."""
     *sections, name = (part for part in key if isinstance(part, str))
     section = _section_at(tuple(sections), model)
     return section.above_limit.get(name, "") if issubclass(section, Section) else ""
 
 
 def _about(key: Key, model: type[BaseModel]) -> str:
-    """The description and the default of a key, as a fix where nothing better is known."""
+    """Return the description and default of a key, used as the fix if there is no better advice."""
     names = tuple(part for part in key if isinstance(part, str))
     if not names:
         return ""
@@ -237,7 +251,7 @@ def _description(key: Key, model: type[BaseModel]) -> str:
 
 
 def boolean_problems(data: Any, where: Callable[[Key], str], kinds: Kinds) -> dict[Key, Problem]:
-    """Problems for true and false in place of a number; pydantic would read them as 1 and 0."""
+    """Return a problem for each true or false given where a number is expected. Pydantic would read them as 1 and 0."""
     return {
         key: Problem(where(key), f"expected a number, got {str(value).lower()}", _about((str(key[-1]),), model))
         for key, value, model in _booleans(data, kinds.recipe, ())

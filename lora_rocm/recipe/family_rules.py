@@ -1,4 +1,4 @@
-"""Rules of a family for shared keys: unread keys are refused, and sizes, precision and formats have to be supported."""
+"""A family's rules for shared keys: it must read the key, and support the size, precision and format."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ if TYPE_CHECKING:
 
 FAMILY = "model.family"
 TEXT_KEY, TOKENS_KEY = "train_text_encoder", "new_tokens"
-"""The keys of ``lora`` that a family without text encoders, or without embedding files, refuses."""
+"""Two keys of ``lora``. A family without text encoders refuses the first, one without embedding files the second."""
 SIDES: dict[Key, int] = {
     ("data", "bucket_step"): MAX_BUCKET_STEP,
     ("sample", "width"): MAX_SIDE_PX,
     ("sample", "height"): MAX_SIDE_PX,
 }
-"""Keys of lengths in pixels that have to fit the family, with their upper limits."""
+"""Upper limit in pixels of each key that is a length. The family also limits these lengths to multiples of a step."""
 
 
 def given_unread(data: Any, spec: FamilySpec) -> Iterator[Key]:
-    """The given keys that the family does not read, also in ``data.watched`` and the entries of ``data.sources``."""
+    """Yield the given keys that the family does not read.
+
+    It also searches ``data.watched`` and the entries of ``data.sources``.
+    """
     for name in sorted(spec.unread):
         section, _, leaf = name.partition(".")
         sources = value_at(data, (section, "sources")) if section == "data" else None
@@ -53,14 +56,21 @@ def given_unread(data: Any, spec: FamilySpec) -> Iterator[Key]:
 
 
 def without_unread(data: dict[str, Any], spec: FamilySpec) -> dict[str, Any]:
-    """Recipe data without the keys that the family does not read."""
+    """Remove the keys that the family does not read from recipe data. Changes and returns ``data``."""
     for *place, leaf in list(given_unread(data, spec)):
         value_at(data, tuple(place)).pop(leaf)
     return data
 
 
 def unwritten(spec: FamilySpec, lora: AdapterSection, file_format: str, file_formats: Sequence[str]) -> tuple[str, str]:
-    """(problem, remedy) for a format in which an adapter cannot be written. ``file_formats``: the possible formats."""
+    """Return (problem, fix) for a file format in which an adapter cannot be written.
+
+    Args:
+        spec: family of the base model.
+        lora: the adapter's section.
+        file_format: the format that is not possible.
+        file_formats: the formats that are possible.
+    """
     title = f"{lora.title} of {spec.title}{' with trained norms' if lora.train_norms else ''}"
     title = f"{'an' if title[0] in 'AEIO' else 'a'} {title}"
     why, take = "no program would read it", ""
@@ -69,7 +79,7 @@ def unwritten(spec: FamilySpec, lora: AdapterSection, file_format: str, file_for
     elif file_format in (MERGED, GGUF) and file_format not in spec.conversions:
         why = "it is a format for language models"
     elif file_format == "comfyui" and "kohya" in file_formats:
-        why, take = "it differs from kohya only in the magnitudes of a DoRA", "Use kohya. "
+        why, take = "only the magnitudes of a DoRA would differ from kohya", "Use kohya. "
     return f"{title} cannot be written as {file_format}: {why}", f"{take}Formats of {title}: {', '.join(file_formats)}."
 
 
@@ -115,15 +125,15 @@ FAMILY_RULES: tuple[RecipeRule, ...] = (
         "precision-of-family",
         ("train.mixed_precision", FAMILY),
         lambda precision, spec: precision == "fp16" and not spec.takes_fp16,
-        "products of {1.title} have factors that are too large for fp16",
-        "Take auto, bf16 or no.",
+        "{1.title} cannot compute in fp16: factors of its matrix products are too large",
+        "Use auto, bf16 or no.",
         at="train.mixed_precision",
     ),
     RecipeRule(
         "text-encoder-of-family",
         (f"lora.{TEXT_KEY}", FAMILY),
         lambda trained, spec: trained and not spec.text_components,
-        "no text encoder of {1.title} can be trained",
+        "the text encoders of {1.title} cannot be trained",
         "Remove it, or set it to false.",
         at=f"lora.{TEXT_KEY}",
     ),
@@ -131,7 +141,7 @@ FAMILY_RULES: tuple[RecipeRule, ...] = (
         "new-tokens-of-family",
         (f"lora.{TOKENS_KEY}", FAMILY),
         lambda tokens, spec: bool(tokens) and not spec.embedding_keys,
-        "no text encoder of {1.title} can get new tokens",
+        "the text encoders of {1.title} cannot get new tokens",
         "Remove it.",
         at=f"lora.{TOKENS_KEY}",
     ),
@@ -147,9 +157,9 @@ FAMILY_RULES: tuple[RecipeRule, ...] = (
 
 
 def rules_of_spec(spec: FamilySpec) -> tuple[RecipeRule, ...]:
-    """The rules about frames, and about input images of a family's models.
+    """Return the family's rules about frame counts and about control and inpainting images.
 
-    A model takes input images if ``ModelSection.control_keys`` are set, or with masks.
+    A family's model takes control images only if the keys of ``ModelSection.control_keys`` are set.
     """
     control_keys = spec.model_section.control_keys
     keys = (FAMILY, *(f"model.{key}" for key in control_keys or ()))
@@ -170,14 +180,19 @@ def rules_of_spec(spec: FamilySpec) -> tuple[RecipeRule, ...]:
         name = f"{spec.name}:control-images"
         if spec.model_section.may_inpaint:
             name = f"{spec.name}:an-image-has-a-mask"
-            what = f"only inpainting bases of {spec.title} take an image in previews, and it needs a mask"
-            fix = "Name its mask too (mask, or sample.masks), or remove it."
+            what = f"previews of {spec.title} take an image only with an inpainting base and a mask"
+            fix = "Also give its mask (mask, or sample.masks), or remove the image."
         rules.append(RecipeRule(name, (*INPUTS, *keys), _preview_images, what, fix))
     return tuple(rules)
 
 
 def _num_taken(spec: FamilySpec, given: Sequence[object]) -> int:
-    """The number of control images that a model takes. ``given``: the values of the family's ``control_keys``."""
+    """Return the number of control images that a model takes.
+
+    Args:
+        spec: the model's family.
+        given: values of the family's ``control_keys`` in the recipe.
+    """
     wanted = spec.model_section.control_keys
     return spec.model_section.max_controls if wanted is not None and list(given) == list(wanted.values()) else 0
 
@@ -188,9 +203,11 @@ def _fix(spec: FamilySpec, taken: int) -> str:
 
 
 def _controls(num_keys: int, *values: Any) -> list[Breach]:
-    """The keys that give more control images than the model takes.
+    """Return a breach for each key that sets more control images than the model takes.
 
-    ``values``: the family and its ``control_keys``, together ``num_keys`` values, then the values of ``CONTROLS``.
+    Args:
+        num_keys: number of the first ``values``, which are the family and the values of its ``control_keys``.
+        values: these first values, followed by the values of ``CONTROLS``.
     """
     spec, *given = values[:num_keys]
     taken = _num_taken(spec, given)
@@ -200,9 +217,14 @@ def _controls(num_keys: int, *values: Any) -> list[Breach]:
 
 
 def _preview_images(prompts: Prompts, control_prompts: Prompts, *rest: Any) -> list[Breach]:
-    """The input images of previews that the model takes neither as control images nor, with a mask, to inpaint.
+    """Return a breach for each input image of a preview that the model does not take.
 
-    ``rest``: the files of ``INPUTS``, the family, and the values of its ``control_keys``.
+    A model may take it as a control image, or together with a mask for inpainting.
+
+    Args:
+        prompts: value of ``sample.prompts``.
+        control_prompts: value of ``sample.control_prompts``.
+        rest: the lists of input files, then the family, then the values of its ``control_keys``.
     """
     files = dict(zip(PREVIEW_INPUTS, rest, strict=False))
     spec, *given = rest[len(files) :]

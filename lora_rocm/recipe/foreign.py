@@ -1,13 +1,13 @@
-"""Recognise files of other trainers by their keys (``foreign.toml``), for users who pass one as a recipe.
+"""Recognise the files of other trainers by their keys (``foreign.toml``), if a user passes one as a recipe.
 
-Nothing is executed, and no other file is read. The text is no longer than a recipe may be.
+Nothing is executed, and no further file is read. The text is never longer than a recipe may be.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice, repeat
@@ -17,47 +17,66 @@ from typing import Any
 from lora_rocm.errors import Problem
 from lora_rocm.foundation.json_text import BadJson, parse_json
 from lora_rocm.foundation.tables import read_table
-from lora_rocm.recipe.peer_names import peer_names
+from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.yaml_tree import YamlSyntaxError, parse_yaml
 
-MAX_NAMED = 6
 MAX_DEPTH = 6  # nesting of keys
 MAX_KEYS = 20_000
 MAX_DOTS = 1000  # in a line of TOML: the library is very slow for keys with many parts
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=", re.MULTILINE)
+TOP_YAML_KEY = re.compile(r"^([A-Za-z_][A-Za-z0-9_]*):(?:\s|$)", re.MULTILINE)
+CODE = re.compile(r"""^[ \t"]*(?:from [\w.]+ )?import \w|"cell_type\"""", re.MULTILINE)
+"""A line of Python, or a notebook."""
+JSON_KEY = re.compile(r'"([A-Za-z_][\w.]*)"\s*:')
+YAML_KEY = re.compile(r"""^\s*(?:- )?["']?([A-Za-z_]\w*)["']?\s*:""", re.MULTILINE)
+TOML_HEADER = re.compile(r"^\s*\[{1,2}\s*([\w.-]+)\s*\]{1,2}", re.MULTILINE)
 USUAL_START = "sdxl.yaml"
 NAMES_IN_OTHER_TRAINERS = "docs/reference/kohya-names.md"
 
 
 @dataclass(frozen=True)
 class ForeignTrainer:
-    """Marks of another trainer's file.
+    """Marks by which another trainer's file is recognised.
 
     Attributes:
         file: name of the kind of file, with an article.
-        any_of: one of these keys is enough.
-        all_of: all of these are needed; ignored if empty.
+        trainer: id of the trainer for ``lora-rocm import``; empty if it cannot import the file.
+        any_of: keys of which the file must have at least one.
+        all_of: keys of which the file must have every one; ignored if empty.
     """
 
     file: str
+    trainer: str = ""
     any_of: tuple[str, ...] = ()
     all_of: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class ForeignTable:
-    """The file.
+class ForeignScript:
+    """A script with another trainer's command line.
 
     Attributes:
-        base_keys: keys of the base model.
-        recipes: regular expression for "key=value" of such a key -> name of the recipe to start from.
-        scripts: text in a file that is not a mapping -> name of the kind of file.
+        text: a part of the script.
+        file: name of the kind of file, with an article.
+        trainer: as in ``ForeignTrainer``.
+    """
+
+    text: str
+    file: str
+    trainer: str = ""
+
+
+@dataclass(frozen=True)
+class ForeignTable:
+    """The content of ``foreign.toml``.
+
+    Attributes:
+        script: marks of files that are not mappings.
         trainer: marks of each kind of file; the first match counts.
     """
 
-    base_keys: tuple[str, ...]
-    recipes: Mapping[str, str]
-    scripts: Mapping[str, str]
+    script: tuple[ForeignScript, ...]
     trainer: tuple[ForeignTrainer, ...]
 
 
@@ -67,53 +86,57 @@ def _table() -> ForeignTable:
 
 
 def recognised(text: str, path: str, value: Any) -> Problem | None:
-    """The problem for another trainer's file; None for a recipe or an unknown file.
+    """Return a problem if the file belongs to another trainer, or None for a recipe or an unknown file.
 
     Args:
         text: content of the file.
-        path: path of the file, for the problem.
-        value: content parsed as YAML (which includes JSON); None if it is not YAML.
+        path: path of the file, shown in the problem.
+        value: content parsed as YAML (which includes JSON), or None if it is not YAML.
     """
     if _is_ours(value):
         return None
     data = value if isinstance(value, dict | list) else _mapping(text)
+    found = _foreign(text, data)
+    if found is None:
+        return None
+    if found.trainer:
+        fix = f"Convert it: {quoted(['lora-rocm', 'import', path, '--output', 'my-recipe.yaml'])}"
+        return Problem(path, f"this is {found.file}", fix)
+    fix = f"Start from recipes/{USUAL_START}. Names in other trainers: {NAMES_IN_OTHER_TRAINERS}."
+    return Problem(path, f"this is {found.file}, which lora-rocm cannot import", fix)
+
+
+def trainer_in(text: str) -> str | None:
+    """The id of the trainer that a file is a configuration of; None for a recipe, or if no known trainer has it."""
+    try:
+        value = parse_yaml(text).value
+    except YamlSyntaxError:
+        value = None
+    if _is_ours(value):
+        return None
+    found = _foreign(text, value if isinstance(value, dict | list) else _mapping(text))
+    if found is None and value is None:  # damaged YAML
+        found = _foreign(text, dict.fromkeys(YAML_KEY.findall(text)))
+    return found.trainer or None if found is not None else None
+
+
+def _foreign(text: str, data: object) -> ForeignTrainer | ForeignScript | None:
+    """The first kind of file with marks that are in a file. ``data``: its content; None if it is not a mapping."""
     paths = frozenset(islice(_paths(data), MAX_KEYS))
     names = paths if isinstance(data, list) else paths | {path.rpartition(".")[2] for path in paths}
-    for trainer in _table().trainer:
-        if names.intersection(trainer.any_of) or (trainer.all_of and names.issuperset(trainer.all_of)):
-            return _problem(path, trainer.file, _renamed(paths), _start(data))
-    if not isinstance(value, dict):
-        for script, what in _table().scripts.items():
-            if script in text:
-                return _problem(path, what, "")
-    return None
-
-
-def _problem(path: str, what: str, renamed: str, start: str = USUAL_START) -> Problem:
-    fix = f"Start from recipes/{start}. {renamed}All names: {NAMES_IN_OTHER_TRAINERS}."
-    return Problem(path, f"this is {what}. lora-rocm cannot read it yet; an importer is planned", fix)
-
-
-def _start(data: object) -> str:
-    """Name of the recipe for the base model in another trainer's file."""
-    named = "\n".join(islice(_bases(data), MAX_KEYS)).lower()
-    found = (recipe for pattern, recipe in _table().recipes.items() if re.search(pattern, named))
-    return next(found, USUAL_START)
-
-
-def _bases(data: object, depth: int = 0) -> Iterator[str]:
-    """Each key of the base model with its value, as "key=value"."""
-    if depth == MAX_DEPTH:
-        return
-    for name, value in data.items() if isinstance(data, dict) else ():
-        if (key := str(name).lower().removeprefix("--")) in _table().base_keys and isinstance(value, str | bool):
-            yield f"{key}={value}"
-    for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
-        yield from _bases(value, depth + 1)
+    scripts = (script for script in _table().script if script.text in text)
+    trainers = (
+        trainer
+        for trainer in _table().trainer
+        if names.intersection(trainer.any_of) or (trainer.all_of and names.issuperset(trainer.all_of))
+    )
+    if CODE.search(text):  # names of a script are its own
+        return next(scripts, None) or next(trainers, None)
+    return next(trainers, None) or next(scripts, None)
 
 
 def _mapping(text: str) -> Any:
-    """The content of a JSON or TOML file or of KEY=VALUE lines; None for another file."""
+    """The content of a JSON or TOML file, the keys of a damaged one or of KEY=VALUE lines; None for another file."""
     try:
         return parse_json(text, repeated_keys=True)
     except BadJson:
@@ -123,11 +146,25 @@ def _mapping(text: str) -> Any:
             return tomllib.loads(text)
         except (ValueError, RecursionError):  # for example Windows paths with single backslashes
             pass
-    return dict.fromkeys(ASSIGNMENT.findall(text)) or None
+    if text.lstrip()[:1] == "{":
+        return dict.fromkeys(JSON_KEY.findall(text)) or None
+    return dict.fromkeys([*_keys_by_lines(text), *TOP_YAML_KEY.findall(text)]) or None
+
+
+def _keys_by_lines(text: str) -> Iterator[str]:
+    """The sections and keys of a damaged TOML file, the keys with and without the section above them."""
+    above = ""
+    for line in text.splitlines():
+        if (header := TOML_HEADER.match(line)) is not None:
+            parts = header[1].split(".")[:MAX_DEPTH]
+            yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
+            above = ".".join([*parts, ""])
+        elif (found := ASSIGNMENT.match(line)) is not None:
+            yield from (found[1], above + found[1])
 
 
 def _paths(data: Any, above: str = "", depth: int = 0) -> Iterator[str]:
-    """Dotted keys of all mappings; ``--name`` of a command line counts as ``name``."""
+    """Yield the dotted keys of all nested mappings. A key ``--name``, as on a command line, is read as ``name``."""
     if depth == MAX_DEPTH:
         return
     if isinstance(data, dict):
@@ -141,15 +178,11 @@ def _paths(data: Any, above: str = "", depth: int = 0) -> Iterator[str]:
 
 
 def _is_ours(data: Any) -> bool:
-    """Whether the data is meant as a recipe, even with errors: it has ``base``, or two or more of our sections."""
+    """Whether the data is meant as a recipe, even with errors: it has ``base``, or two or more of our sections.
+
+    Unsloth's files have sections of the same names, but the name of the model in place of a section.
+    """
     if not isinstance(data, dict):
         return False
     sections = [name for name in data if name in Recipe.model_fields and isinstance(data[name], dict)]
-    return "base" in data or len(sections) > 1
-
-
-def _renamed(paths: frozenset[str]) -> str:
-    found = {path.rpartition(".")[2] for path in paths}
-    rows = [f"{name} is {key}" for name, key in peer_names().same_value.items() if name in found and "." in key]
-    more = ", ..." if len(rows) > MAX_NAMED else ""
-    return f"Of its keys, {', '.join(rows[:MAX_NAMED])}{more}. " if rows else ""
+    return "base" in data or (len(sections) > 1 and not isinstance(data.get("model"), str))

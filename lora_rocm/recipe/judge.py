@@ -1,4 +1,4 @@
-"""Read all values of a recipe that are valid by themselves, and check all rules over them."""
+"""Read every valid value of a recipe, and check the rules over several keys with these values."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Values:
     """The values of a recipe that could be read.
 
     Attributes:
-        written: the given values, as unvalidated sections.
-        defaults: key without indices -> its default, of all keys of these kinds.
-        read: key -> value of every key that is valid by itself or has its default. As in ``RecipeRule.keys``, the value
-            of a list of sections is its length, of an optional section whether it is given, of the family its spec.
+        written: the sections as given by the user, not validated.
+        defaults: default of every key of these kinds, by key without list indices.
+        read: value of every key that is valid or has its default. As in ``RecipeRule.keys``, a list of sections has its
+            length as value, an optional section whether it is given, and the family its spec.
     """
 
     written: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Broken:
-    """A broken rule. key: the place of the problem."""
+    """A broken rule, with the key at which it is reported and the filled-in texts of the problem and its fix."""
 
     rule: RecipeRule
     key: Key
@@ -50,20 +50,22 @@ class Broken:
 
 
 def values_of(recipe: Section, spec: FamilySpec, written: Mapping[str, Any], failed: Collection[Key] = ()) -> Values:
-    """The values of a valid recipe, without the keys ``failed`` and everything below them."""
+    """Return the values of a valid recipe, except the keys in ``failed`` and all keys below them."""
     reader = _ValueReader(frozenset(failed))
     reader.section(type(recipe), vars(recipe), (), validated=True)
     return reader.values(type(recipe), spec, written)
 
 
 def readable(cls: type[Section], spec: FamilySpec, written: Mapping[str, Any], failed: Collection[Key]) -> Values:
-    """The values of an invalid recipe, without the keys ``failed``, everything below them, and unknown keys.
+    """Return the readable values of an invalid recipe.
+
+    Unknown keys, keys in ``failed`` and all keys below them are omitted.
 
     Args:
-        cls: class of the recipe.
-        spec: its family.
+        cls: recipe class.
+        spec: the recipe's family.
         written: unvalidated sections by name.
-        failed: the keys with an error.
+        failed: keys with an error.
     """
     reader = _ValueReader(frozenset(failed))
     reader.section(cls, written, (), validated=False)
@@ -81,7 +83,14 @@ class _ValueReader:
         return Values(written, keys_of(cls), self.read)
 
     def section(self, cls: type[Section], given: Mapping[str, Any], key: Key, validated: bool) -> None:
-        """Read the keys of a section. ``validated``: the given values come from a section object."""
+        """Read the keys of a section.
+
+        Args:
+            cls: the section's class.
+            given: the given values by name.
+            key: the section's key.
+            validated: whether the given values come from a validated section object.
+        """
         for name, (info, inner) in _fields(cls).items():
             child = (*key, name)
             is_raw = name in given and not validated
@@ -126,7 +135,13 @@ def _adapter(cls: type[Section], name: str) -> TypeAdapter[Any]:
 
 @dataclass(frozen=True)
 class _Inner:
-    """The section class in a field of one section, which may be optional, or of a list of sections (many)."""
+    """Type of a field that contains sections.
+
+    Attributes:
+        cls: the section's class.
+        optional: whether the section may be None.
+        many: whether the field is a list of sections.
+    """
 
     cls: type[Section]
     optional: bool = False
@@ -158,7 +173,7 @@ def _section_of(annotation: Any) -> _Inner | None:
 
 @cache
 def keys_of(cls: type[Section]) -> Mapping[Key, Any]:
-    """Every key below a section, without list indices -> its default."""
+    """Return the default of every key below a section, by key without list indices."""
 
     def below(section: type[Section], key: Key) -> Iterator[tuple[Key, Any]]:
         for name, (info, inner) in _fields(section).items():
@@ -170,12 +185,12 @@ def keys_of(cls: type[Section]) -> Mapping[Key, Any]:
 
 
 def broken_rules(rules: Iterable[RecipeRule], values: Values, *, of_file: bool = False) -> list[Broken]:
-    """Check every rule with readable values; return at most MAX_PROBLEMS breaches.
+    """Check the rules, skipping those with a key that could not be read. Return at most MAX_PROBLEMS breaches.
 
     Args:
-        rules: the table.
-        values: of a recipe.
-        of_file: a user wrote ``values.written``, so that rules with ``unless_written`` are checked too.
+        rules: the rules to check.
+        values: the recipe's values.
+        of_file: whether a user wrote ``values.written``. Rules with ``unless_written`` are checked only then.
     """
     found = (each for rule in rules for each in _breaches(rule, values, of_file))
     return list(islice(dict.fromkeys(found), MAX_PROBLEMS))
@@ -202,7 +217,13 @@ def _breaches(rule: RecipeRule, values: Values, of_file: bool) -> Iterator[Broke
 
 
 def _given(rule: RecipeRule, index: int | None, values: Values) -> list[Any] | None:
-    """The values of a rule's keys; None: one of them could not be read, or these kinds lack it."""
+    """Return the values of a rule's keys, or None if a key could not be read or does not exist in these kinds.
+
+    Args:
+        rule: the rule.
+        index: the list entry for which the rule is checked, or None if it is checked once.
+        values: the recipe's values.
+    """
     found = list[Any]()
     for key, parts in zip(rule.keys, rule.parts, strict=True):
         if ALL in parts:
@@ -224,14 +245,17 @@ def _given(rule: RecipeRule, index: int | None, values: Values) -> list[Any] | N
 
 
 def _at(parts: Parts, index: int | None) -> Key:
-    """The key in the entry ``index`` of the list that a rule is checked for."""
+    """Return the key with its EACH replaced by ``index``, the list entry for which a rule is checked."""
     if index is None or EACH not in parts:
         return parts
     return tuple(index if part == EACH else part for part in parts)
 
 
 def _place(keys: Sequence[Key], written: Mapping[str, Any]) -> Key:
-    """The key that is written last; if none is, the section that contains all of them."""
+    """Return the key that is written last in the recipe.
+
+    If none of the keys is written, return the section that contains all of them.
+    """
     given = [key for key in keys if _is_written(key, written)]
     if given:
         return max(given, key=lambda key: _order(key, written))
@@ -255,7 +279,7 @@ def _is_written(key: Key, written: Any) -> bool:
 
 
 def _order(key: Key, written: Any) -> tuple[int, ...]:
-    """The position of a written key, for comparisons: its index in each of the sections that contain it."""
+    """Return the position of a written key, for sorting: its index within each section that contains it."""
     numbers = list[int]()
     for part in key:
         below: Any = vars(written) if isinstance(written, Section) else written

@@ -1,4 +1,4 @@
-"""The kinds of a recipe (family, adapter, optimizer), which decide the keys of its sections."""
+"""The kinds of a recipe (family, adapter, optimizer). They determine which keys its sections have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lora_rocm.recipe.yaml_tree import dotted
 
 FAMILY, ADAPTER, OPTIMIZER = ("model", "family"), ("lora", "type"), ("optim", "optimizer")
 NAMED_BY = (FAMILY, ADAPTER, OPTIMIZER)
-"""Keys that name a kind. Each determines the keys of its section."""
+"""Keys that name a kind. The value of each determines which keys its section has."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Kinds:
 
     Attributes:
         registry: the available families.
-        family: of the base model.
-        adapter: class of the adapter's section.
-        optimizer: class of the optimizer's section.
-        unknown: keys that do not name a known kind, or that the recipe gives under another name (``optimizer_type``);
-            their default is used.
+        family: family of the base model.
+        adapter: class of the ``lora`` section.
+        optimizer: class of the ``optim`` section.
+        unknown: kind keys without a usable value, so that their default is used. The value is unknown, or the recipe
+            writes the key under another name (such as ``optimizer_type``).
     """
 
     registry: FamilyRegistry
@@ -42,16 +42,16 @@ class Kinds:
 
     @property
     def recipe(self) -> type[Recipe]:
-        """The recipe class of these kinds."""
+        """The recipe class with the sections of these kinds."""
         return recipe_class(self.registry, self.family, self.adapter, self.optimizer)
 
     def choices(self, key: tuple[str | int, ...]) -> tuple[str, ...]:
-        """The valid values of a key that names a kind; empty for any other key."""
+        """Return the valid values of a key that names a kind; empty for any other key."""
         tables = {FAMILY: self.registry.names, ADAPTER: tuple(ADAPTERS), OPTIMIZER: tuple(OPTIMIZERS)}
         return next((names for named, names in tables.items() if named == key), ())
 
     def name_of(self, section: str) -> str:
-        """The name of this kind of section in a recipe."""
+        """Return the recipe's name for this kind of section, such as "lora" or "adamw"."""
         if section == ADAPTER[0]:
             return next(name for name, found in ADAPTERS.items() if found is self.adapter)
         if section == OPTIMIZER[0]:
@@ -59,9 +59,9 @@ class Kinds:
         return self.family.name
 
     def judges(self, key: tuple[str | int, ...]) -> bool:
-        """Whether an error in a value is certain: its section is of a known kind, or all kinds have its key.
+        """Return whether an error at ``key`` can be reported although the kind of its section may be unknown.
 
-        A key that no kind has is certain too, such as another name for the key of the kind.
+        It can if the kind is known, if all kinds have the key, or if no kind has it.
         """
         named_by = kind_key(str(key[0])) if len(key) > 1 else None
         if named_by is None or named_by not in self.unknown:
@@ -75,13 +75,13 @@ class Kinds:
 
     @property
     def unjudged(self) -> frozenset[tuple[str, ...]]:
-        """Keys that no rule reads: those with an unknown kind, and keys that only some possible kinds have."""
+        """Keys that no rule may read: keys with an unknown kind, and keys that only some of the possible kinds have."""
         sections = [name for name in self.recipe.model_fields if kind_key(name) in self.unknown]
         keys = {(name, each) for name in sections for each in self.section(name).model_fields}
         return self.unknown | {key for key in keys if not self.judges(key)}
 
     def owners(self, section: str, key: str) -> str:
-        """The other kinds with a key in their section, as "optim.optimizer: adamw"; empty if there is none."""
+        """Return the kinds that have a key in their section, such as "optim.optimizer: adamw"; empty if none has it."""
         named_by = kind_key(section)
         if named_by is None:
             return ""
@@ -90,21 +90,21 @@ class Kinds:
         return f"{'.'.join(named_by)}: {' or '.join(names)}" if names else ""
 
     def section(self, name: str) -> type[Section]:
-        """The class of a section that depends on the kind."""
+        """Return the class of a section of this recipe."""
         found = self.recipe.model_fields[name].annotation
         assert isinstance(found, type) and issubclass(found, Section)
         return found
 
 
 def kind_key(section: str) -> tuple[str, str] | None:
-    """The key that names the kind of a section; None: the section has no kinds."""
+    """Return the key that names the kind of a section, or None if the section has only one kind."""
     return FAMILY if section == "objective" else next((key for key in NAMED_BY if key[0] == section), None)
 
 
 def every_kind(section: str, registry: FamilyRegistry = PRODUCT) -> list[Kinds]:
-    """The default kinds with every possible kind of one section, the default first.
+    """Return the default kinds once for every possible kind of one section, the default first.
 
-    A section that has no kinds gives the default alone.
+    For a section with only one kind, the list contains just the defaults.
     """
     default = kinds_of({}, registry)
     if section == FAMILY[0]:
@@ -117,7 +117,7 @@ def every_kind(section: str, registry: FamilyRegistry = PRODUCT) -> list[Kinds]:
 
 
 def kinds_of(data: Any, registry: FamilyRegistry = PRODUCT) -> Kinds:
-    """The kinds that recipe data names, with defaults for the others.
+    """Return the kinds named in recipe data, with the default for each kind that is not named.
 
     Args:
         data: unvalidated sections by name; a section may already be a section object.
@@ -139,7 +139,7 @@ def kinds_of(data: Any, registry: FamilyRegistry = PRODUCT) -> Kinds:
 
 
 def recipe_from(data: Any, registry: FamilyRegistry = PRODUCT) -> Recipe:
-    """Build a recipe from data written by this program: sections by name, as ``Recipe.model_dump`` gives them.
+    """Build a recipe from data written by this program, with sections by name as in ``Recipe.model_dump``.
 
     Raises:
         pydantic.ValidationError: the data is not a valid recipe.
@@ -148,7 +148,10 @@ def recipe_from(data: Any, registry: FamilyRegistry = PRODUCT) -> Recipe:
 
 
 def _names_of_no_key(data: object, recipe: type[Recipe]) -> list[tuple[str, str]]:
-    """(section, name) of all names in the data that are not keys of these kinds; a valid recipe has none."""
+    """Return (section, name) for each name in the data that is not a key of this recipe class.
+
+    A valid recipe has none.
+    """
     found = []
     for name, section in data.items() if isinstance(data, dict) else ():
         field = recipe.model_fields.get(name) if isinstance(name, str) else None
@@ -159,7 +162,7 @@ def _names_of_no_key(data: object, recipe: type[Recipe]) -> list[tuple[str, str]
 
 
 def _is_given_as(section: str, name: str, key: tuple[str, str]) -> bool:
-    """Whether a name in a section means a key: another trainer's name for it, or a misspelling."""
+    """Whether a name in a section probably means ``key``: it is another trainer's name for it, or a misspelling."""
     plain = name.lower().replace("-", "_")
     near = section == key[0] and len(plain) <= MAX_KEY_LETTERS and alike(plain, key[1])
     return near or peer_names().same_value.get(plain) == dotted(key)

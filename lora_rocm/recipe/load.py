@@ -1,4 +1,4 @@
-"""Load a recipe file into a ``Recipe``: base recipe, ``--set``, and all problems at once with file, line and key."""
+"""Load a recipe file into a ``Recipe``: merge base recipe, file and ``--set``, and report all problems together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -18,27 +18,27 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
-from lora_rocm.errors import LoraRocmError, ModelError, Problem, RecipeError
+from lora_rocm.errors import LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, FamilyRegistry
 from lora_rocm.foundation.names import BUILTIN, name_key, usable_stem
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.foundation.undecodable_names import NOT_TEXT, fix_of_name
-from lora_rocm.foundation.units import count_text
-from lora_rocm.model_files.adapter_contents import IMPLAUSIBLE
-from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
-from lora_rocm.model_files.header import read_header
+from lora_rocm.recipe.auto_rank import resolve_rank
+from lora_rocm.recipe.excerpt import with_excerpt
 from lora_rocm.recipe.explain import boolean_problems, explain, real_key, shown
 from lora_rocm.recipe.family_rules import given_unread, without_unread
 from lora_rocm.recipe.foreign import recognised
 from lora_rocm.recipe.judge import Broken, broken_rules, readable, values_of
-from lora_rocm.recipe.key_rules.run_rules import ALONE
 from lora_rocm.recipe.key_rules.table import rules_for
 from lora_rocm.recipe.kinds import FAMILY, Kinds, kinds_of
 from lora_rocm.recipe.layers import Layered, ValueOrigin
 from lora_rocm.recipe.optimizer_args import resolve_arguments
 from lora_rocm.recipe.paths import every_path, paths_of, with_absolute_paths
-from lora_rocm.recipe.schema import MOVED, RULES_ARE_JUDGED_APART, DataSection, Recipe
-from lora_rocm.recipe.trigger import trigger_notices, with_prompts_filled_in
+from lora_rocm.recipe.questions import questions
+from lora_rocm.recipe.schema import MOVED, RULES_ARE_JUDGED_APART, Recipe
+from lora_rocm.recipe.set_values import one_as_list
+from lora_rocm.recipe.standard_input import INPUT_NAME, STANDARD_INPUT, read_standard_input
+from lora_rocm.recipe.trigger import with_prompts_filled_in
 from lora_rocm.recipe.yaml_tree import (
     ESCAPE_FIX,
     MAX_OPEN_BRACKETS,
@@ -60,15 +60,22 @@ CONTROL, VARIABLE = re.compile(r"[\0-\x1f]"), re.compile(r"\$\w|\$\{|%\w+%")
 KEY_PATH = re.compile(r"(\w+)(\.\w+|\[\d+\])+")
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 FOR_IMAGES = "sdxl.yaml"
-"""The shipped recipe in the advice for a user who gives a folder of images in place of a recipe."""
-TABLE_FIX = "Give a table as dataset, in an entry of data.sources or in data.watched; path is a folder."
+"""The shipped recipe that is suggested to a user who gives a folder of images in place of a recipe."""
+TABLE_FIX = "Write dataset for a table, in an entry of data.sources or in data.watched. path is only for folders."
 
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """recipe: with absolute paths. name: for run directories. notices: sentences to show the user.
+    """A valid recipe with the facts about how it was loaded.
 
-    registry: the families that it was read with. overrides: the values of --set.
+    Attributes:
+        recipe: the recipe, with absolute paths.
+        path: the recipe file.
+        name: the file's stem, used for run directories.
+        notices: sentences to show the user.
+        layers: the merged data with the origin of each key.
+        registry: the families with which it was read.
+        overrides: the values of --set.
     """
 
     recipe: Recipe
@@ -80,10 +87,12 @@ class LoadedRecipe:
     overrides: tuple[str, ...] = ()
 
     def require_files(self, begun: bool = False) -> None:
-        """Check that the input files and folders of the recipe exist, and that its output folders can be created.
+        """Check that the recipe's input files and folders exist, and that its output folders can be created.
 
-        ``begun``: skip the image folders, which a run with complete training does not need; the file of lora.init_from,
-        which is already in the checkpoints; and output.name, because such a run keeps the names of its files.
+        Args:
+            begun: whether the run has already started. If so, three things are not checked: the image folders, which a
+                run with finished training does not need; the file of lora.init_from, which is already in the
+                checkpoints; and output.name, because the run keeps its file names.
 
         Raises:
             RecipeError: with one problem per path.
@@ -106,10 +115,10 @@ class LoadedRecipe:
                 is_table = rule.must_be == "folder" and key[0] == "data" and Path(value).suffix.lower() in TABLES
                 problems.append(Problem(self.layers.where(key), what, TABLE_FIX if is_table else _path_fix(value)))
         if problems:
-            raise RecipeError(problems)
+            raise RecipeError([with_excerpt(problem, self.layers) for problem in problems])
 
     def name_problems(self) -> list[Problem]:
-        """A problem if ``output.name`` is not a valid file name on every system."""
+        """Return a problem if ``output.name`` is not a valid file name on every system, else an empty list."""
         name = name_key(self.recipe.output.name)
         if not (fault := output_name_fault(name)):
             return []
@@ -119,7 +128,7 @@ class LoadedRecipe:
         return [Problem(self.layers.where(("output", "name")), f"{shown(name)} {fault}", fix)]
 
     def placed(self, error: LoraRocmError) -> Problem:
-        """The problem of an error. If ``where`` begins with a recipe key, it gets the key's file and line."""
+        """Turn an error into a problem. If its ``where`` begins with a recipe key, add the key's file and line."""
         named = KEY_PATH.match(error.where)
         if named is None or named[1] not in Recipe.model_fields:
             return Problem(error.where, error.what, error.fix)
@@ -135,7 +144,7 @@ class LoadedRecipe:
 
 
 def _path_fix(path: str) -> str:
-    """The remedy for a path that does not exist."""
+    """Return the fix to suggest for a path that does not exist."""
     if CONTROL.search(path):
         return ESCAPE_FIX
     if VARIABLE.search(path):
@@ -147,19 +156,55 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Famil
     """Read, merge and validate a recipe.
 
     Args:
-        path: a file; if it does not exist, the name of a shipped recipe.
-        overrides: ``section.key=value``; the value is parsed as YAML.
+        path: path of a recipe file, name of a shipped recipe if there is no such file, or "-" for standard input.
+        overrides: ``section.key=value`` settings; each value is parsed as YAML.
         registry: the available families.
 
     Raises:
         RecipeError: with all problems.
     """
-    # merge the layers: base, file, --set
     notices: list[str] = []
-    found = _find(Path(path), notices)
-    layers = Layered(str(found))
+    if str(path) == STANDARD_INPUT:
+        found, text = Path(INPUT_NAME), _decoded(read_standard_input(MAX_RECIPE_BYTES + 1), Path(INPUT_NAME))
+    else:
+        found = _find(Path(path), notices)
+        text = _read_text(found)
+    return load_text(text, found, overrides, registry, notices)
+
+
+def load_text(
+    text: str,
+    found: Path,
+    overrides: Sequence[str] = (),
+    registry: FamilyRegistry = PRODUCT,
+    notices: Sequence[str] = (),
+) -> LoadedRecipe:
+    """Merge and validate the text of a recipe.
+
+    Args:
+        text: the text of the recipe.
+        found: the path of the text, or a name for messages. A ``base`` is searched for next to it.
+        overrides: as in ``load_recipe``.
+        registry: as in ``load_recipe``.
+        notices: sentences to show before those about the recipe.
+
+    Raises:
+        RecipeError: with all problems, each with the line of its file.
+    """
+    layers = Layered(str(found), texts={str(found): text})
+    try:
+        return _load(layers, found, overrides, registry, [*notices])
+    except RecipeError as error:
+        excerpted = [with_excerpt(problem, layers) for problem in error.problems]
+        raise RecipeError(excerpted, is_foreign=error.code == "recipe-foreign") from None
+
+
+def _load(
+    layers: Layered, found: Path, overrides: Sequence[str], registry: FamilyRegistry, notices: list[str]
+) -> LoadedRecipe:
+    # merge the layers: base, file, --set
     problems: list[Problem] = []
-    own, places = _read_layer(found, problems)
+    own, places = _read_layer(layers.texts[str(found)], found, problems)
     base = own.pop("base", None)
     if base is not None:
         _lay_base(layers, base, found, places, notices, problems)
@@ -190,10 +235,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Famil
 
 
 def _require_text_names(recipe: Recipe, found: Path) -> None:
-    """Check the recipe's file name, which run directories are named after, and the absolute paths.
+    """Check that the recipe's file name, after which run directories are named, and its absolute paths are valid text.
 
     Raises:
-        RecipeError: one of them is not text. Paths in a recipe are text; the current folder may not be.
+        RecipeError: one of them is not valid text, for example because the current folder's name is not.
     """
     for place in (Path(found.name), *map(Path, paths_of(recipe))):
         if (fix := fix_of_name(place)) is not None:
@@ -202,69 +247,11 @@ def _require_text_names(recipe: Recipe, found: Path) -> None:
             raise RecipeError([Problem(legible(str(where)), NOT_TEXT, fix)])
 
 
-def questions(recipe: Recipe, layers: Layered) -> list[str]:
-    """Notices about valid but unusual values."""
-    # learning rate and warm-up
-    found = []
-    steps = recipe.train.max_train_steps
-    if steps and recipe.optim.warmup_steps(steps) >= steps:
-        given = "lr_warmup_steps" if recipe.optim.lr_warmup_steps else "lr_warmup_ratio"
-        found.append(
-            f"{layers.where(('optim', given))}: the warm-up is as long as the run "
-            f"({count_text(steps, 'step')}), which never reaches its learning rate. A tenth of the run is usual."
-        )
-    for name in (name for name in type(recipe.optim).model_fields if name.endswith("learning_rate")):
-        rate, (lowest, highest) = getattr(recipe.optim, name), recipe.optim.usual_rates
-        if rate is not None and not lowest <= rate <= highest:
-            height = "high" if rate > highest else "low"
-            found.append(
-                f"{layers.where(('optim', name))}: {rate:g} is very {height} for {recipe.optim.optimizer}, "
-                f"{recipe.optim.rate_advice}"
-            )
-    # validation and resolution
-    if recipe.data.validation_split and not any(getattr(recipe.train, key) for key in VALIDATION):
-        every = " or ".join(f"train.{key}" for key in VALIDATION)
-        found.append(
-            f"{layers.where(('data', 'validation_split'))}: these samples are not trained on, and only "
-            f"`lora-rocm compare` measures their loss. For their loss during the run, set {every}."
-        )
-    if (sides := _sides_of_a_size(recipe.data)) is not None:
-        found.append(
-            f"{layers.where(('data', 'resolution'))}: each image is seen at {sides[0]} and at {sides[1]}. If that is a "
-            f"width and a height, write one number, {round((sides[0] * sides[1]) ** 0.5)}: buckets have many shapes."
-        )
-    if steps and recipe.train.validation_every_n_steps > steps:
-        found.append(
-            f"{layers.where(('train', 'validation_every_n_steps'))}: the run has only {count_text(steps, 'step')}, so "
-            "it measures no held-out loss."
-        )
-    # keys without effect because a feature is switched off
-    switched_off = [replace(rule, unless_written=()) for rule in ALONE]
-    unread = broken_rules(switched_off, values_of(recipe, recipe.spec, layers.data))
-    found += [f"{layers.where(each.key)}: {each.what}." for each in unread]
-    return [*found, *trigger_notices(recipe, layers.where)]
-
-
-def _sides_of_a_size(data: DataSection) -> tuple[int, ...] | None:
-    """The two resolutions of ``data`` if a source uses them and the user may mean a width and a height.
-
-    Two multiples of 256, the smaller one first, count as resolutions.
-    """
-    sides = data.resolution
-    if not isinstance(sides, tuple) or len(sides) != 2:
-        return None
-    meant = sides[0] < sides[1] and not any(side % USUAL_STEP for side in sides)
-    read = not data.sources or any(source.resolution is None for source in data.sources)
-    return sides if read and not meant else None
-
-
-USUAL_STEP = 256  # of resolutions: 512, 768, 1024
 INIT_FROM: Key = ("lora", "init_from")
-VALIDATION = ("validation_every_n_steps", "validation_every_n_epochs")
 
 
 def _in_order(problems: list[Problem], layers: Layered) -> list[Problem]:
-    """The problems sorted by file and line; those without a line come last in their file."""
+    """Return the problems sorted by file and line. In each file, problems without a line come last."""
     origins = list(dict.fromkeys([layers.origin, *(place.origin for place in layers.places.values())]))
 
     def order(problem: Problem) -> tuple[int, float]:
@@ -278,7 +265,7 @@ def _in_order(problems: list[Problem], layers: Layered) -> list[Problem]:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The shipped recipes, by file name: inside the package, or next to it in a checkout."""
+    """Return the shipped recipes by file name. They are inside the package, or next to it in a checkout."""
     package = Path(str(files("lora_rocm")))
     found: dict[str, Path] = {}
     for folder in (package.parent / "recipes", package / "recipes"):
@@ -287,7 +274,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The whole recipe as YAML with all defaults written out. ``load_recipe`` reads it back to an equal recipe.
+    """Return the whole recipe as YAML, including all defaults. ``load_recipe`` reads it back to an equal recipe.
 
     Keys that the family does not read are omitted.
     """
@@ -299,7 +286,10 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _quoted(value: Any) -> Any:
-    """The value; strings with NEXT_LINE are quoted, because the YAML library would not read them back unchanged."""
+    """Return the value with all strings that contain NEXT_LINE quoted.
+
+    Unquoted, the YAML library would read them back changed.
+    """
     if isinstance(value, dict):
         return {_quoted(key): _quoted(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -308,7 +298,7 @@ def _quoted(value: Any) -> Any:
 
 
 def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
-    """The file itself, or a shipped recipe of that name."""
+    """Return the recipe file at a path, or the shipped recipe of that name if there is no such file."""
     here = (folder or Path()) / path
     if os.path.isfile(here):  # False for names that are too long, where pathlib raises
         return here
@@ -328,11 +318,10 @@ def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
 
 
 def _folder_fix(folder: Path) -> str:
-    """The command to type in place of ``train FOLDER``: for a run, for the recipes in it, or for its images."""
+    """Return advice for a user who gave a folder as a recipe: the command for its run, its recipes or its images."""
     train = ["lora-rocm", "train"]
     if RunDir(folder).holds_run():
-        words = [*train, str(RunDir(folder).recipe), "--run-dir", str(folder), "--resume", "latest"]
-        return f"It is a run directory. To continue the run: {quoted(words)}"
+        return f"It is a run directory. To continue the run: {quoted(['lora-rocm', 'resume', str(folder)])}"
     inside = [str(file) for file in sorted(folder.glob("*.yaml"))]
     if inside:
         return f"Recipes in it: {', '.join(inside[:10])}. The command: {quoted([*train, inside[0]])}"
@@ -355,11 +344,16 @@ def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_RECIPE_BYTES + 1)
-        if len(content) > MAX_RECIPE_BYTES:
-            raise RecipeError([Problem(str(path), f"is larger than {MAX_RECIPE_BYTES >> 10} KiB: not a recipe")])
-        return content.decode("utf-8-sig")
     except OSError as error:
         raise RecipeError([Problem(str(path), f"cannot be read: {error.strerror}")]) from None
+    return _decoded(content, path)
+
+
+def _decoded(content: bytes, path: Path) -> str:
+    if len(content) > MAX_RECIPE_BYTES:
+        raise RecipeError([Problem(str(path), f"is larger than {MAX_RECIPE_BYTES >> 10} KiB, so it is not a recipe")])
+    try:
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise RecipeError(
@@ -367,16 +361,19 @@ def _read_text(path: Path) -> str:
         ) from None
 
 
-def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], dict[Key, ValueOrigin]]:
-    """Data and origins of one file. Problems inside go to ``problems``; a file without a mapping raises."""
-    text, unreadable = _read_text(path), None
+def _read_layer(text: str, path: Path, problems: list[Problem]) -> tuple[dict[str, Any], dict[Key, ValueOrigin]]:
+    """Parse the text of one recipe file. Return its data and the origin of each key.
+
+    Problems inside the file are added to ``problems``. A file that is not a mapping raises RecipeError.
+    """
+    unreadable = None
     try:
         tree = parse_yaml(text)
     except YamlSyntaxError as error:
         tree, unreadable = YamlTree(), error
     foreign = recognised(text, str(path), tree.value)
     if foreign is not None:
-        raise RecipeError([foreign])
+        raise RecipeError([foreign], is_foreign=True)
     if unreadable is not None:
         where = f"{path}:{unreadable.line}:{unreadable.column}"
         raise RecipeError([Problem(where, f"this is not valid YAML: {unreadable}", unreadable.fix)])
@@ -390,13 +387,19 @@ def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], di
 
 
 def _places(tree: YamlTree, origin: str) -> dict[Key, ValueOrigin]:
-    return {key: ValueOrigin(origin, line, text=tree.texts.get(key, "")) for key, line in tree.lines.items()}
+    return {
+        key: ValueOrigin(origin, line, text=tree.texts.get(key, ""), span=tree.spans.get(key))
+        for key, line in tree.lines.items()
+    }
 
 
 def _lay_base(
     layers: Layered, base: Any, path: Path, places: dict[Key, ValueOrigin], notices: list[str], problems: list[Problem]
 ) -> None:
-    """Merge the base recipe. Its problems go to ``problems``; an unreadable base raises, as its keys are unknown."""
+    """Merge the base recipe into ``layers`` and add its problems to ``problems``.
+
+    An unreadable base raises RecipeError at once, because its keys are unknown.
+    """
     where = f"{places[('base',)]} base"
     if not isinstance(base, str) or not base:
         wrong = Problem(where, f"expected the path of another recipe, got {shown(base)}", "Give a .yaml file.")
@@ -409,23 +412,31 @@ def _lay_base(
             fix = "Give another recipe, or remove it."
             raise RecipeError([*problems, Problem(where, "a recipe cannot be its own base", fix)])
         inside: list[Problem] = []
-        data, base_places = _read_layer(found, inside)
+        layers.texts[str(found)] = _read_text(found)
+        data, base_places = _read_layer(layers.texts[str(found)], found, inside)
     except RecipeError as error:
         if error.problems[-1].where == where:
             raise
-        wrongs = [replace(problem, where=f"{where}: {problem.where}") for problem in error.problems]
+        seen = [with_excerpt(problem, layers) for problem in error.problems]
+        wrongs = [replace(problem, where=f"{where}: {problem.where}") for problem in seen]
         raise RecipeError([*problems, *wrongs]) from None
     problems += inside
     if "base" in data:
         del data["base"]
-        what = f"{path} builds on this recipe, which has a base itself"
-        fix = "Only one level is possible: copy what you need into one of them."
+        what = f"a base recipe cannot have a base itself, and {path} builds on this one"
+        fix = "Only one level is possible: copy the keys that you need into one of the two."
         problems.append(Problem(f"{base_places[('base',)]} base", what, fix))
     layers.merge(*_moved(data, base_places, problems))
 
 
 def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> list[Problem]:
-    """Merge one ``--set`` on top. ``set_names``: new place of each key of ``MOVED`` that is set -> the name used."""
+    """Merge one ``--set`` on top and return its problems.
+
+    Args:
+        layers: the layers so far; changed in place.
+        override: the value of ``--set``, as section.key=value.
+        set_names: name under which the user has set each key of ``MOVED``, by its new place; changed in place.
+    """
     # parse key and value
     name, equals, text = override.partition("=")
     key: Key = tuple(name.strip().split("."))
@@ -446,7 +457,7 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
         what = f"expected section.key=value, got {shown(override)}"
         return [Problem(f"--set {name}", what, "For example --set lora.rank=8")]
     # build a layer with its places
-    data: Any = tree.value
+    data: Any = one_as_list(key, tree.value)
     for part in reversed(key):
         data = {part: data}
     place = ValueOrigin("--set")
@@ -459,8 +470,8 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
     for new in set(MOVED.values()) & places.keys():
         given = places[new].name or dotted(new)
         if (before := set_names.setdefault(new, given)) != given:
-            what = f"is given twice: {before}, which is also set, is the same key"
-            problems.append(Problem(f"--set {given}", what, f"Remove one of them: {dotted(new)} is its name now."))
+            what = f"is given twice: {before} is the same key and is set too"
+            problems.append(Problem(f"--set {given}", what, f"Remove one of them. The name is now {dotted(new)}."))
     layers.merge(data, places)
     return problems
 
@@ -468,7 +479,10 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
 def _moved(
     data: dict[str, Any], places: dict[Key, ValueOrigin], problems: list[Problem]
 ) -> tuple[dict[str, Any], dict[Key, ValueOrigin]]:
-    """A layer with each key of ``MOVED`` at its new place. A key given at both places becomes a problem."""
+    """Return a layer with each key of ``MOVED`` moved to its new place.
+
+    A key given at both places is added to ``problems``.
+    """
     data, places = dict(data), dict(places)
     for old, new in MOVED.items():
         section = data.get(old[0])
@@ -479,7 +493,7 @@ def _moved(
         place = below.get(old, places.get(old[:1], ValueOrigin("--set")))
         places = {key: place for key, place in places.items() if key not in below}
         if new in places:
-            what = f"is the old name of {dotted(new)}, which is also given, in {places[new]}"
+            what = f"is the old name of {dotted(new)}, which is also given in {places[new]}"
             problems.append(Problem(f"{place} {dotted(old)}", what, f"Remove one of them: {dotted(old)}."))
         elif isinstance(target := data.get(new[0], {}), dict):
             data[new[0]] = {**target, new[1]: section[old[1]]}
@@ -489,19 +503,25 @@ def _moved(
 
 
 def _notice_of_moved(layers: Layered) -> list[str]:
-    """One notice about the keys given at their old place."""
+    """Return one notice about all keys that the user gave at their old place, or an empty list."""
     given = [
         (layers.where(key), dotted(key)) for key, place in layers.places.items() if place.name and key in MOVED.values()
     ]
     if not given:
         return []
     moves = ", ".join(f"{where} is now {new}" for where, new in given)
-    return [f"{moves}. The old place still works; write the new one."]
+    return [f"{moves}. The old place still works, but write the new one."]
 
 
 @dataclass(frozen=True)
 class JudgedRecipe:
-    """The result of ``judge``. recipe: None if a value is wrong (see ``error``). broken: all broken rules."""
+    """The result of ``judge``.
+
+    Attributes:
+        recipe: the recipe, or None if a value is wrong.
+        error: pydantic's error if a value is wrong.
+        broken: all broken rules.
+    """
 
     recipe: Recipe | None
     error: ValidationError | None
@@ -509,11 +529,11 @@ class JudgedRecipe:
 
 
 def judge(data: Mapping[str, Any], kinds: Kinds, failed: Collection[Key] = ()) -> JudgedRecipe:
-    """Validate each value of recipe data by itself, and check all rules over the values that are valid.
+    """Validate each value of recipe data, and check the rules over several keys with all valid values.
 
     Args:
-        data: unvalidated sections by name, as a user has written them.
-        kinds: of the data.
+        data: unvalidated sections by name, as written by a user.
+        kinds: the kinds of the data.
         failed: keys that already have a problem. No rule reads them.
     """
     cls, spec, rules = kinds.recipe, kinds.family, rules_for(kinds.family)
@@ -530,15 +550,18 @@ def judge(data: Mapping[str, Any], kinds: Kinds, failed: Collection[Key] = ()) -
 def _validate(
     layers: Layered, registry: FamilyRegistry, spoiled: Collection[str]
 ) -> tuple[Recipe | None, list[Problem]]:
-    """The recipe, if its values are valid, and all problems: of single values, of unknown keys, of broken rules.
+    """Return the recipe, or None if a value is wrong, and all problems: wrong values, unknown keys and broken rules.
 
-    ``spoiled``: the places that already have a problem.
+    Args:
+        layers: the merged recipe data.
+        registry: the available families.
+        spoiled: places that already have a problem.
     """
     data, where = layers.data, layers.where
     kinds = kinds_of(data, registry)
     found = boolean_problems(data, where, kinds)
     if FAMILY not in kinds.unknown:
-        what = f"this key is not read by {kinds.family.title}"
+        what = f"{kinds.family.title} does not read this key"
         found |= {key: Problem(where(key), what, "Remove it.") for key in given_unread(data, kinds.family)}
     known = {problem.where for problem in found.values()}
     failed = {key for key in layers.places if spoiled and where(key) in spoiled}
@@ -549,46 +572,3 @@ def _validate(
         *(problem for problem in told if problem.where not in known),  # one problem for each wrong value
         *(Problem(where(each.key), each.what, each.fix) for each in judged.broken),
     ]
-
-
-AUTO = "auto"
-
-
-def resolve_rank(data: dict[str, Any], where: Callable[[tuple[str, ...]], str]) -> list[Problem]:
-    """Set ``lora.rank`` to the highest rank in the file, and ``lora.alpha``, if unset, to the highest alpha.
-
-    Args:
-        data: of a recipe, before its validation; changed in place.
-        where: the file, line and name of a key.
-    """
-    lora = data.get("lora")
-    if not isinstance(lora, dict) or lora.get("rank") != AUTO:
-        return []
-    place, file, given = where(("lora", "rank")), lora.get("init_from"), "Give lora.rank as a number."
-    del lora["rank"]  # if there is a problem, it stays the only one
-    if not isinstance(file, str):
-        return [Problem(place, "auto takes the rank from the file of lora.init_from, which is not set", given)]
-    # read ranks and alphas from the file
-    path = Path(file).expanduser()
-    try:
-        headers = [read_header(each) for each in (sorted(path.rglob("*.safetensors")) if path.is_dir() else [path])]
-        ranks = {rank for header in headers for rank in ranks_of(header)}
-        alphas = {
-            (str(header.path), name): alpha
-            for header in headers
-            for name, alpha in alphas_of(header, of_ranks=True).items()
-        }
-    except (ModelError, OSError) as error:
-        return [Problem(place, f"auto takes the rank from {file}, which cannot be read: {error}", given)]
-    if not ranks:
-        return [Problem(place, f"auto takes the rank from {file}, but no module in it has a rank", given)]
-    # set rank and alpha
-    lora["rank"] = max(ranks)
-    if lora.get("alpha") is not None or not alphas:
-        return []
-    for (of_file, name), alpha in alphas.items():
-        if not 0 < alpha <= IMPLAUSIBLE:
-            what = f"auto takes the alpha from {of_file}, but {legible(name):.200} there is {alpha:g}: it is not usable"
-            return [Problem(place, what, "Use another file, or give lora.rank and lora.alpha as numbers.")]
-    lora["alpha"] = max(alphas.values())
-    return []

@@ -1,4 +1,4 @@
-"""The ``optim`` section of a recipe: the shared keys of all optimizers and schedules, and each optimizer's own keys."""
+"""The ``optim`` section of a recipe: keys shared by all optimizers and schedules, and each optimizer's own keys."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ READ_BY_SCHEDULE: Mapping[str, tuple[str, ...]] = {
     "lr_scheduler_power": ("polynomial",),
     "lr_min_ratio": ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex"),
 }
-"""Key of ``optim`` -> the values of ``lr_scheduler`` that read it."""
+"""Key of ``optim`` -> the values of ``lr_scheduler`` that use it."""
 
 
 ARGUMENTS_KEY = "optimizer_args"
-"""The key that takes an optimizer's keys in the format of other trainers."""
+"""The key under which a user can give the optimizer's keys in the format of other trainers."""
 
 
 def _describe_arguments(schema: JsonDict) -> None:
-    """Add ``ARGUMENTS_KEY`` to a section's schema. It is not a field, because the loader replaces it by typed keys."""
+    """Add ``ARGUMENTS_KEY`` to a section's JSON Schema.
+
+    It is not a field, because the loader replaces it by typed keys.
+    """
     text: JsonDict = {"type": "array", "items": {"type": "string"}}
     description = (
         "Keys of the optimizer as kohya's scripts write them, such as [weight_decay=0.01, betas=0.9,0.99], or as a "
@@ -44,12 +47,12 @@ class OptimSection(Section):
     """Optimizer and schedule: the keys that every optimizer reads. Steps are optimizer updates.
 
     Attributes:
-        usual_rates: (lowest, highest) learning rate without a notice.
-        rate_advice: half a sentence about its usual learning rate.
-        published: the library class that users of other trainers know, for metadata.
-        implied: arguments that this class always gets.
-        averages: it keeps an average of the weights, which is the result.
-        weight_dtypes: the valid values of ``lora.weight_dtype``.
+        usual_rates: lowest and highest learning rate that cause no notice.
+        rate_advice: half a sentence about the optimizer's usual learning rate.
+        published: library class known to users of other trainers, for the metadata.
+        implied: arguments with which that class is always called.
+        averages: whether the optimizer averages the weights and this average is the result.
+        weight_dtypes: valid values of ``lora.weight_dtype``.
     """
 
     model_config = ConfigDict(json_schema_extra=_describe_arguments)
@@ -75,7 +78,7 @@ class OptimSection(Section):
         description="Number of updates after which lora.new_tokens are no longer trained; 0: they always are.",
     )
     embedding_until_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.0, description="The same as a share of the run, in place of embedding_until_step."
+        0.0, description="This number of updates as a share of the run, in place of embedding_until_step."
     )
     weight_decay: float = Field(0.01, ge=0, le=100.0, description="Decoupled weight decay.")
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "rex"] = Field(
@@ -101,48 +104,48 @@ class OptimSection(Section):
     lr_warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.0, description="The warm-up as a share of the run, in place of lr_warmup_steps."
     )
-    max_grad_norm: float = Field(1.0, ge=0, le=1e9, description="Clip the total gradient norm; 0 disables it.")
+    max_grad_norm: float = Field(1.0, ge=0, le=1e9, description="Clip the total gradient norm to this; 0 disables it.")
 
     def warmup_steps(self, max_train_steps: int) -> int:
-        """The number of updates of the warm-up in a run of ``max_train_steps``."""
+        """Return the number of warm-up updates of a run with ``max_train_steps`` updates."""
         return self.lr_warmup_steps or math.ceil(self.lr_warmup_ratio * max_train_steps)
 
     @property
     def embedding_until_key(self) -> str:
-        """The key that is set, of embedding_until_step and embedding_until_ratio; empty if neither is."""
+        """Name of the key that is set, either embedding_until_step or embedding_until_ratio; empty if neither is."""
         return next((key for key in ("embedding_until_step", "embedding_until_ratio") if getattr(self, key)), "")
 
     def embedding_until(self, max_train_steps: int) -> int | None:
-        """The number of updates after which new tokens are no longer trained; None: they always are."""
+        """Return the number of updates after which new tokens are no longer trained, or None if they always are."""
         if not self.embedding_until_key:
             return None
         return self.embedding_until_step or math.ceil(self.embedding_until_ratio * max_train_steps)
 
     @property
     def text_rate(self) -> float:
-        """The peak learning rate of the text encoders."""
+        """Peak learning rate of the text encoders."""
         return self.text_encoder_learning_rate or self.learning_rate
 
     @property
     def embedding_rate(self) -> float:
-        """The peak learning rate of new tokens."""
+        """Peak learning rate of new tokens."""
         return self.embedding_learning_rate or self.text_rate
 
     @classmethod
     def arguments(cls) -> list[str]:
-        """The keys that the optimizer itself reads: its own, and the weight decay."""
+        """Return the keys that are passed to the optimizer itself: its own keys and the weight decay."""
         return ["weight_decay", *(name for name in cls.model_fields if name not in OptimSection.model_fields)]
 
     @property
     def description(self) -> str:
-        """Class and arguments in the format of kohya's metadata field ``ss_optimizer``."""
+        """Optimizer class and arguments, in the format of kohya's metadata field ``ss_optimizer``."""
         values = {name: getattr(self, name) for name in self.arguments()}
         given = {"eps" if name == "epsilon" else name: value for name, value in values.items()}
         return f"{self.published}({','.join(f'{name}={value}' for name, value in {**self.implied, **given}.items())})"
 
 
-BETAS = "Decay of the two moments."
-EPSILON = "Added to the denominator."
+BETAS = "Decay rates of the two moments."
+EPSILON = "Constant added to the denominator."
 
 
 class AdamwSection(OptimSection):
@@ -174,16 +177,16 @@ class EstimatedRateSection(OptimSection):
 
 
 class ProdigyKeys(EstimatedRateSection):
-    """The keys of Prodigy (arXiv 2306.06101), with a schedule and without."""
+    """The keys shared by Prodigy (arXiv 2306.06101) with and without a schedule."""
 
     rate_advice: ClassVar[str] = (
         "which estimates the learning rate itself and takes 1.0 as its factor. Tune it with optim.d_coef."
     )
 
     beta3: Decay | None = Field(
-        None, description="Decay of the sums behind the estimate; unset means the square root of the second beta."
+        None, description="Decay rate of the sums behind the estimate; unset means the square root of the second beta."
     )
-    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator, times the estimate.")
+    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Constant added to the denominator, times the estimate.")
     d0: float = Field(1e-6, gt=0, le=1.0, description="The estimate at the start.")
     d_coef: float = Field(1.0, gt=0, le=1000.0, description="Factor of the estimate; 0.5 and 2 are usual too.")
 
@@ -201,7 +204,7 @@ class ProdigySection(ProdigyKeys):
 
 
 class Adamw8bitSection(AdamwSection):
-    """AdamW with moments of 8 bits in blocks of 256 (arXiv 2110.02861). Steps are optimizer updates."""
+    """AdamW with 8-bit moments, quantised in blocks of 256 (arXiv 2110.02861). Steps are optimizer updates."""
 
     published: ClassVar[str] = "bitsandbytes.optim.AdamW8bit"
     weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
@@ -210,18 +213,20 @@ class Adamw8bitSection(AdamwSection):
 
 
 class LionSection(OptimSection):
-    """Lion: the sign of a momentum (arXiv 2302.06675). Steps are optimizer updates."""
+    """Lion, which uses only the sign of a momentum (arXiv 2302.06675). Steps are optimizer updates."""
 
     usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-3)
     rate_advice: ClassVar[str] = "which usually takes a third to a tenth of AdamW's rate, such as 3.0e-5."
     published: ClassVar[str] = "lion_pytorch.lion_pytorch.Lion"
 
     optimizer: Literal["lion"] = Field("lion", description="Optimizer.")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.99), description="Share of the momentum in the sign; its decay.")
+    betas: tuple[Decay, Decay] = Field(
+        (0.9, 0.99), description="Share of the momentum in the sign, and decay rate of the momentum."
+    )
 
 
 class AdafactorSection(OptimSection):
-    """Adafactor: second moments by rows and columns (arXiv 1804.04235). Steps are optimizer updates."""
+    """Adafactor, with second moments factored into rows and columns (arXiv 1804.04235). Steps are optimizer updates."""
 
     usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-2)
     rate_advice: ClassVar[str] = "which takes rates like AdamW's; with scale_parameter up to 1.0e-2."
@@ -230,20 +235,23 @@ class AdafactorSection(OptimSection):
 
     optimizer: Literal["adafactor"] = Field("adafactor", description="Optimizer.")
     eps: tuple[Small, Small] = Field(
-        (1e-30, 1e-3), description="Added to squared gradients; lowest size of weights for scale_parameter."
+        (1e-30, 1e-3),
+        description="Constant added to squared gradients, and lowest size of weights for scale_parameter.",
     )
     clip_threshold: float = Field(1.0, gt=0, le=1e9, description="Largest root mean square of an update.")
-    decay_rate: float = Field(-0.8, lt=0, ge=-10.0, description="Power of the step in the second moment's decay.")
-    beta1: Decay | None = Field(None, description="Decay of a first moment; unset means none.")
+    decay_rate: float = Field(
+        -0.8, lt=0, ge=-10.0, description="Exponent of the step number in the second moment's decay."
+    )
+    beta1: Decay | None = Field(None, description="Decay rate of a first moment; unset means no first moment.")
     scale_parameter: bool = Field(False, description="Multiply the rate by the root mean square of each weight.")
     relative_step: bool = Field(
-        False, description="The rate is 1 / sqrt(step), at most 0.01, in place of learning_rate and lr_scheduler."
+        False, description="Use the rate 1 / sqrt(step), at most 0.01, in place of learning_rate and lr_scheduler."
     )
     warmup_init: bool = Field(False, description="With relative_step: the rate starts at step * 1e-6.")
 
 
 class CameSection(OptimSection):
-    """CAME: Adafactor guided by confidence (arXiv 2307.02047). Steps are optimizer updates."""
+    """CAME, which is Adafactor with a confidence-guided update (arXiv 2307.02047). Steps are optimizer updates."""
 
     usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-2)
     rate_advice: ClassVar[str] = "which usually takes 1.0e-4."
@@ -252,14 +260,16 @@ class CameSection(OptimSection):
 
     optimizer: Literal["came"] = Field("came", description="Optimizer.")
     betas: tuple[Decay, Decay, Decay] = Field(
-        (0.9, 0.999, 0.9999), description="Decay of the update, of the second moment, and of the instability."
+        (0.9, 0.999, 0.9999), description="Decay rates of the update, the second moment and the instability."
     )
-    eps: tuple[Small, Small] = Field((1e-30, 1e-16), description="Added to squared gradients; to the instability.")
+    eps: tuple[Small, Small] = Field(
+        (1e-30, 1e-16), description="Constants added to squared gradients and to the instability."
+    )
     clip_threshold: float = Field(1.0, gt=0, le=1e9, description="Largest root mean square of an update.")
 
 
 class ScheduleFreeSection(OptimSection):
-    """AdamW with an average in place of a schedule (arXiv 2405.15682). Steps are optimizer updates."""
+    """AdamW with weight averaging in place of a schedule (arXiv 2405.15682). Steps are optimizer updates."""
 
     usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-1)
     rate_advice: ClassVar[str] = "which takes one to ten times AdamW's rate, such as 5.0e-4."
@@ -269,17 +279,17 @@ class ScheduleFreeSection(OptimSection):
 
     optimizer: Literal["adamw_schedule_free"] = Field("adamw_schedule_free", description="Optimizer.")
     betas: tuple[Share, Decay] = Field(
-        (0.9, 0.999), description="Share of the average in the trained weights; decay of the second moment."
+        (0.9, 0.999), description="Share of the average in the trained weights, and decay rate of the second moment."
     )
     epsilon: float = Field(1e-8, gt=0, le=1.0, description=EPSILON)
-    r: float = Field(0.0, ge=0, le=100.0, description="Power of the step in the weights of the average.")
+    r: float = Field(0.0, ge=0, le=100.0, description="Exponent of the step number in the weights of the average.")
     weight_lr_power: float = Field(
-        2.0, ge=0, le=100.0, description="Power of the learning rate in the weights of the average, for the warm-up."
+        2.0, ge=0, le=100.0, description="Exponent of the learning rate in the weights of the average, for the warm-up."
     )
 
 
 class ProdigyScheduleFreeSection(ProdigyKeys):
-    """Prodigy with an average in place of a schedule. Steps are optimizer updates."""
+    """Prodigy with weight averaging in place of a schedule. Steps are optimizer updates."""
 
     published: ClassVar[str] = "prodigyplus.ProdigyPlusScheduleFree"
     implied: ClassVar[Mapping[str, object]] = {"factored": False, "use_stableadamw": False, "split_groups": False}
@@ -288,7 +298,7 @@ class ProdigyScheduleFreeSection(ProdigyKeys):
 
     optimizer: Literal["prodigy_schedule_free"] = Field("prodigy_schedule_free", description="Optimizer.")
     betas: tuple[Share, Decay] = Field(
-        (0.9, 0.99), description="Share of the average in the trained weights; decay of the second moment."
+        (0.9, 0.99), description="Share of the average in the trained weights, and decay rate of the second moment."
     )
     d_limiter: bool = Field(True, description="Limit the growth of the estimate to a fifth per update.")
 
@@ -303,7 +313,10 @@ class DAdaptAdamSection(EstimatedRateSection):
     epsilon: float = Field(1e-8, gt=0, le=1.0, description=EPSILON)
     d0: float = Field(1e-6, gt=0, le=1.0, description="The estimate at the start.")
     growth_rate: float | None = Field(
-        None, gt=1.0, le=1e9, description="Largest growth of the estimate per update, such as 1.02; unset: any."
+        None,
+        gt=1.0,
+        le=1e9,
+        description="Largest growth of the estimate per update, such as 1.02; unset means no limit.",
     )
     use_bias_correction: bool = Field(False, description="Adam's bias correction of the rate.")
 
@@ -316,18 +329,18 @@ class MuonSection(OptimSection):
     published: ClassVar[str] = "torch.optim.Muon"
 
     optimizer: Literal["muon"] = Field("muon", description="Optimizer.")
-    momentum: Decay = Field(0.95, description="Decay of the momentum of matrices.")
+    momentum: Decay = Field(0.95, description="Decay rate of the momentum of matrices.")
     nesterov: bool = Field(True, description="Nesterov's momentum.")
     ns_steps: int = Field(5, gt=0, le=100, description="Steps of the Newton-Schulz iteration.")
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
         "match_rms_adamw", description="Scaling of the rate by a matrix's shape; original needs rates near 0.02."
     )
-    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of AdamW's two moments.")
-    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to AdamW's denominator.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay rates of AdamW's two moments.")
+    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Constant added to AdamW's denominator.")
 
 
 class AdamwBf16Section(AdamwSection):
-    """AdamW for lora.weight_dtype: bf16 that does not lose small updates to rounding. Steps are optimizer updates."""
+    """AdamW for lora.weight_dtype: bf16, without losing small updates to rounding. Steps are optimizer updates."""
 
     published: ClassVar[str] = "lora_rocm.AdamWBF16"
     weight_dtypes: ClassVar[tuple[str, ...]] = ("bf16",)
@@ -335,7 +348,8 @@ class AdamwBf16Section(AdamwSection):
     optimizer: Literal["adamw_bf16"] = Field("adamw_bf16", description="Optimizer.")  # type: ignore[assignment]
     rounding: Literal["stochastic", "kahan"] = Field(
         "stochastic",
-        description="Round the weights up or down by chance, or keep the rounding error (2 more bytes per weight).",
+        description="stochastic: round the weights up or down at random. kahan: keep the rounding error (2 more bytes "
+        "per weight).",
     )
 
 
@@ -353,4 +367,4 @@ SECTIONS: tuple[type[OptimSection], ...] = (
     DAdaptAdamSection,
 )
 OPTIMIZERS: Mapping[str, type[OptimSection]] = {each.model_fields["optimizer"].default: each for each in SECTIONS}
-"""The section of each ``optim.optimizer``; the first is the default."""
+"""Section class of each value of ``optim.optimizer``; the first is the default."""

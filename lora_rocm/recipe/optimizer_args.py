@@ -1,6 +1,6 @@
 """Replace ``optim.optimizer_args`` (kohya's optimizer arguments) by the typed keys of the optimizer.
 
-The recipe then has only typed keys, which are validated, written to the run's recipe and compared on a resume.
+Afterwards the recipe has only typed keys. They are validated, saved with the run and compared on a resume.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXAMPLE = 'For example ["weight_decay=0.01", "betas=0.9,0.99"].'
 
 @dataclass(frozen=True)
 class Renamed:
-    """The name of an argument of some optimizers -> their key in ``optim``."""
+    """An argument that some optimizers name differently from our key in ``optim``."""
 
     name: str
     key: str
@@ -39,7 +39,7 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Unset:
-    """The value of a key that means the same as no value."""
+    """A value of a key that has the same meaning as an unset key."""
 
     key: str
     value: str
@@ -47,7 +47,7 @@ class Unset:
 
 @dataclass(frozen=True)
 class Fixed:
-    """The value that an argument without a key always has. optimizers: empty for all."""
+    """An argument that has no key because its value never changes. optimizers: those it applies to; empty for all."""
 
     name: str
     value: str
@@ -65,13 +65,13 @@ class OptimizerArgTables:
 
 @cache
 def names() -> OptimizerArgTables:
-    """The tables. See ``read_table`` for errors."""
+    """Return the tables of ``optimizer_args.toml``. See ``read_table`` for errors."""
     return read_table(Path(__file__).with_name("optimizer_args.toml"), OptimizerArgTables)
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One entry. part: its index or name in ``optim.optimizer_args``."""
+    """One entry of ``optim.optimizer_args``. part: its list index, or its name in a mapping."""
 
     name: str
     value: object
@@ -79,12 +79,12 @@ class Argument:
 
 
 def resolve_arguments(layers: Layered) -> list[Problem]:
-    """Replace ``optim.optimizer_args`` by typed keys; a key of a higher layer takes precedence.
+    """Replace ``optim.optimizer_args`` by typed keys. A key set in a higher layer takes precedence.
 
-    If the optimizer is unknown, nothing changes: its arguments are unknown too, and its name is already reported.
+    If the optimizer is unknown, nothing changes: its name is already reported, and its arguments are not known.
 
     Args:
-        layers: all layers of a recipe, before its validation; changed in place.
+        layers: all layers of a recipe before validation; changed in place.
 
     Returns:
         A problem for each entry that the optimizer does not accept, and for each key with two values in one layer.
@@ -125,7 +125,7 @@ def _entries(given: object, layers: Layered, problems: list[Problem]) -> Iterato
 
 
 def _read(value: object) -> object:
-    """Parse text as a Python literal, as kohya does; ``true``, ``none`` and ``inf`` in any case."""
+    """Parse text as a Python literal, as kohya does. ``true``, ``none`` and ``inf`` are accepted in any case."""
     if not isinstance(value, str) or len(value) > MAX_LETTERS:
         return value
     if value.lower() in WORDS:
@@ -138,7 +138,7 @@ def _read(value: object) -> object:
 
 
 def _key(entry: Argument, optimizer: str) -> str:
-    """The key of ``optim`` for an entry; empty if the optimizer has none."""
+    """Return the key of ``optim`` that an entry sets; empty if the optimizer has no such key."""
     if entry.name in OPTIMIZERS[optimizer].arguments():
         return entry.name
     rows = (row for row in names().renamed if row.name == entry.name and optimizer in row.optimizers)
@@ -150,7 +150,7 @@ def _fixed(name: str, optimizer: str) -> list[Fixed]:
 
 
 def _where(layers: Layered, entry: Argument) -> str:
-    """Origin and name of an entry."""
+    """Return where an entry was given and its name, for a message."""
     return f"{_place(layers, entry)} {dotted((*ARGUMENTS, entry.part))}"
 
 
@@ -161,7 +161,7 @@ def _place(layers: Layered, entry: Argument) -> ValueOrigin:
 
 
 def _set_key(optim: dict[str, object], key: str, entry: Argument, layers: Layered) -> list[Problem]:
-    """Set a key, unless a higher layer sets it. A different value in the same layer is a problem."""
+    """Set a key, unless a higher layer sets it. Return a problem if the same layer sets another value."""
     value = None if any((row.key, _read(row.value)) == (key, entry.value) for row in names().unset) else entry.value
     at, place = ("optim", key), replace(_place(layers, entry), name=f"optim.{ARGUMENTS_KEY}.{entry.name}")
     if key in optim:
@@ -179,7 +179,7 @@ def _set_key(optim: dict[str, object], key: str, entry: Argument, layers: Layere
 
 
 def _height(place: ValueOrigin, layers: Layered) -> int:
-    """The layer of a place: 0 the base, 1 the file, 2 ``--set``."""
+    """Return the number of the layer in which a value was given: 0 for the base, 1 for the file, 2 for ``--set``."""
     return {"--set": 2, layers.origin: 1}.get(place.origin, 0)
 
 
@@ -197,7 +197,7 @@ def _unknown(entry: Argument, optimizer: str, where: str) -> Problem:
 
 
 def _taken(optimizer: str, section: type[OptimSection]) -> list[str]:
-    """The arguments of an optimizer, with the libraries' names for them."""
+    """Return the names of an optimizer's arguments, including the libraries' names for them."""
     other = {row.key: row.name for row in names().renamed if optimizer in row.optimizers}
     known = [f"{key} ({other[key]})" if key in other else key for key in section.arguments()]
     return known + [name for key, name in other.items() if key not in section.arguments()]

@@ -1,4 +1,4 @@
-"""The ``output`` section of a recipe: files, checkpoints and their metadata."""
+"""The ``output`` section of a recipe: output files, checkpoints and their metadata."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _listed(value: object) -> object:
 
 
 def _with_process(names: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
-    """The trackers with their own process, each once; the run itself writes TensorBoard files."""
+    """Return the trackers that need their own process, without duplicates. The run itself writes TensorBoard files."""
     return tuple(dict.fromkeys(name for name in names if name != "tensorboard"))
 
 
@@ -28,7 +28,7 @@ Trackers = Annotated[
     BeforeValidator(_listed, json_schema_input_type=Tracker | tuple[Tracker, ...]),
     AfterValidator(_with_process),
 ]
-"""One name or a list."""
+"""One tracker's name, or a list of names."""
 
 
 class OutputSection(Section):
@@ -76,7 +76,7 @@ class OutputSection(Section):
     license: str | None = on_resume(None, "License in the metadata of the file.")
 
     def save_steps(self, steps_per_epoch: int) -> int:
-        """The number of updates between two checkpoints; 0: only the time counts."""
+        """Return the number of updates between two checkpoints; 0 if checkpoints depend on time alone."""
         if self.save_every_n_epochs:
             return self.save_every_n_epochs * steps_per_epoch
         return self.save_every_n_steps or (0 if self.save_every_minutes else SAVE_STEPS)

@@ -1,4 +1,7 @@
-"""Make the paths of a recipe absolute, set their defaults, omit or list them (``sections.path_rule`` marks a path)."""
+"""Process the paths of a recipe: make them absolute, set defaults, list or omit them.
+
+``sections.path_rule`` marks the fields that are paths.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ AnySection = TypeVar("AnySection", bound=BaseModel)
 
 
 def made_absolute(value: str, rule: PathRule) -> str:
-    """The absolute path; hub ids and built-in names are unchanged."""
+    """Return the absolute path. Hub ids and built-in names stay unchanged if the rule allows them."""
     if value in rule.words:
         return value
     path = str(spelled(Path(os.path.abspath(os.path.expanduser(value)))))
@@ -27,7 +30,7 @@ def made_absolute(value: str, rule: PathRule) -> str:
 
 
 def with_absolute_paths(section: AnySection) -> AnySection:
-    """The section with absolute paths, because the worker and a later resume run in other folders."""
+    """Return the section with absolute paths. The worker and a later resume may run in other folders."""
 
     def absolute(value: Any, default: Any, rule: PathRule) -> Any:
         if isinstance(value, tuple):
@@ -38,12 +41,17 @@ def with_absolute_paths(section: AnySection) -> AnySection:
 
 
 def with_default_outputs(section: AnySection) -> AnySection:
-    """The section with every output folder at its default, relative to the current folder."""
+    """Return the section with every output folder at its default, relative to the current folder."""
     return _with_paths(section, lambda _, default, rule: made_absolute(default, rule) if rule.is_output else None)
 
 
 def _with_paths(section: AnySection, new: Callable[[Any, Any, PathRule], Any]) -> AnySection:
-    """The section with other paths at any depth. ``new``: (value, default, rule) -> the new value, None to keep it."""
+    """Return the section with paths replaced at any depth.
+
+    Args:
+        section: the section.
+        new: takes a path, its default and its rule. Returns the new path, or None to keep the old one.
+    """
     changed: dict[str, Any] = {}
     for name, info in type(section).model_fields.items():
         value, rule = getattr(section, name), path_rule(info)
@@ -58,7 +66,7 @@ def _with_paths(section: AnySection, new: Callable[[Any, Any, PathRule], Any]) -
 
 
 def settings_without_paths(section: BaseModel) -> dict[str, object]:
-    """The values of a recipe or section as JSON values, without paths of this machine. Hub ids are kept."""
+    """Return the values of a recipe or section as JSON values, without paths of this machine. Hub ids are kept."""
     found: dict[str, object] = {}
     for name, info in type(section).model_fields.items():
         value, is_path = getattr(section, name), path_rule(info) is not None
@@ -76,7 +84,7 @@ def settings_without_paths(section: BaseModel) -> dict[str, object]:
 
 
 def every_path(section: BaseModel, prefix: Key = ()) -> Iterator[tuple[Key, str, PathRule]]:
-    """(key, path, rule) of every path in a recipe or section."""
+    """Yield (key, path, rule) for every path in a recipe or section."""
     for name, info in type(section).model_fields.items():
         value, rule = getattr(section, name), path_rule(info)
         if isinstance(value, BaseModel):
@@ -92,7 +100,7 @@ def every_path(section: BaseModel, prefix: Key = ()) -> Iterator[tuple[Key, str,
 
 
 def paths_of(section: BaseModel) -> list[str]:
-    """The paths and hub ids in a section, without built-in names."""
+    """Return the paths and hub ids in a section, without built-in names."""
     return [
         value for _, value, rule in every_path(section) if not value.startswith(BUILTIN) and value not in rule.words
     ]

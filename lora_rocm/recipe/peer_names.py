@@ -1,4 +1,4 @@
-"""Names and values of other trainers with our keys, for did-you-mean and the documentation: ``peer_names.toml``."""
+"""Other trainers' names and values with our equivalents (``peer_names.toml``), for suggestions and documentation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.recipe.adapter_sections import ADAPTERS
+from lora_rocm.recipe.optim_sections import OPTIMIZERS
 
 NO_SUCH_OPTIMIZER = (
     "Write adamw with optim.learning_rate: 1.0e-4, or prodigy with 1.0: a rate for another optimizer, such as SGD, "
@@ -19,7 +20,7 @@ PER_EPOCH = "multiply by the steps per epoch, which lora-rocm check prints"
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice for names with another value in our recipe, or the reason why there is no such key."""
+    """Advice for other trainers' names without a direct equivalent: the key needs another value, or does not exist."""
 
     names: tuple[str, ...]
     text: str
@@ -27,7 +28,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class TheirSampling:
-    """A distribution of the noise level in another program and ours. number: their key that sets the shift."""
+    """Another program's distribution of noise levels, and ours. number: that program's key for the shift."""
 
     program: str
     name: str
@@ -37,19 +38,29 @@ class TheirSampling:
 
     @property
     def ours(self) -> str:
-        """The keys to write for it."""
+        """Return the keys of our recipe to write in its place."""
         given = f" (or its {self.number})" if self.number else ""
         return f"{self.timestep_sampling} with shift: {self.shift}{given}"
 
 
 @dataclass(frozen=True)
+class TheirOptimizer:
+    """Names of an optimizer in other programs, and ours. note: how it differs, as a clause; may be empty."""
+
+    names: tuple[str, ...]
+    ours: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class PeerNames:
-    """The tables of the file.
+    """The tables of ``peer_names.toml``.
 
     same_value: name -> our key with the same meaning and unit.
-    units: word of a key -> the unit of its value.
-    number_formats: ours -> theirs.
-    schedulers, optimizers: theirs -> what to write.
+    units: word in a key -> unit of its value.
+    number_formats: our name of a format -> the other trainers' names.
+    schedulers: other trainers' name -> the name to write in our recipe.
+    optimizers: names without the module, _ and -, in lower case.
     samplings: distributions of the noise level.
     """
 
@@ -57,27 +68,27 @@ class PeerNames:
     units: Mapping[str, str]
     number_formats: Mapping[str, tuple[str, ...]]
     schedulers: Mapping[str, str]
-    optimizers: Mapping[str, str]
+    optimizers: tuple[TheirOptimizer, ...]
     samplings: tuple[TheirSampling, ...]
     advice: tuple[Advice, ...]
 
 
 @cache
 def peer_names() -> PeerNames:
-    """The tables. See ``read_table`` for errors."""
+    """Return the tables of ``peer_names.toml``. See ``read_table`` for errors."""
     return read_table(Path(__file__).with_name("peer_names.toml"), PeerNames)
 
 
 @cache
 def advice() -> Mapping[str, str]:
-    """Name -> its advice."""
+    """Return the advice for each name of another trainer."""
     samplings = ". ".join(f"{row.program}'s {row.name} is {row.ours}" for row in peer_names().samplings)
     texts = {row: row.text.replace("{samplings}", samplings) for row in peer_names().advice}
     return {name: text for row, text in texts.items() for name in row.names}
 
 
 def value_advice(key: str, value: object) -> str:
-    """Advice for a value of ``key`` (dotted) as other trainers write it; empty if none is known."""
+    """Return advice if ``value`` is another trainer's value for the dotted ``key``; empty if none is known."""
     if key == "optim.lr_warmup_steps":
         return _warmup_advice(value)
     if key == "data.resolution" or key.startswith("data.sources["):
@@ -115,9 +126,25 @@ def _objective_advice(key: str, plain: str) -> str:
     return f"Write {'; '.join(f'for {row.program} {row.ours}' for row in known)}."
 
 
-def _optimizer_advice(plain: str) -> str:
-    name = plain.rpartition(".")[2].replace("_", "").replace("-", "")
-    return peer_names().optimizers.get(name, "")
+def optimizer_of(name: str) -> tuple[str, str] | None:
+    """(our optimizer, how it differs) for another trainer's name; None if there is none like it."""
+    plain = name.strip().rpartition(".")[2].lower()
+    if plain in OPTIMIZERS:
+        return plain, ""
+    found = _their_optimizer(plain)
+    return None if found is None else (found.ours, found.note)
+
+
+def _their_optimizer(name: str) -> TheirOptimizer | None:
+    plain = name.rpartition(".")[2].lower().replace("_", "").replace("-", "")
+    return next((row for row in peer_names().optimizers if plain in row.names), None)
+
+
+def _optimizer_advice(name: str) -> str:
+    found = _their_optimizer(name)
+    if found is None:
+        return f"Write {name}." if name in OPTIMIZERS else ""
+    return f"Write {'; '.join(filter(None, (found.ours, found.note)))}."
 
 
 def _warmup_advice(value: object) -> str:
@@ -126,7 +153,7 @@ def _warmup_advice(value: object) -> str:
     except (TypeError, ValueError):
         return ""
     return (
-        f"It counts optimizer updates. Write lr_warmup_ratio: {share:g} for a share of the run."
+        f"lr_warmup_steps counts optimizer updates. Write lr_warmup_ratio: {share:g} for a share of the run."
         if 0 < share < 1
         else ""
     )

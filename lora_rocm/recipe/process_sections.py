@@ -1,4 +1,4 @@
-"""The sections about the machine, the worker process and the files that it keeps between runs."""
+"""The sections about the machine, the worker process, and the files kept between runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from lora_rocm.recipe.sections import MAX_STEPS, MAX_TIMEOUT_S, MAX_WORKERS, Out
 
 
 class RuntimeSection(Section):
-    """Use of the machine. All keys may change on resume, but a bit-exact resume needs an unchanged thread count."""
+    """Settings for running on this machine. All keys may change on resume.
+
+    A bit-exact resume needs an unchanged thread count.
+    """
 
     device: Literal["auto", "cpu", "gpu"] = on_resume("auto", "Training device.")
     workers: int = on_resume(
@@ -83,7 +86,11 @@ class RuntimeSection(Section):
     threads: int | None = on_resume(None, "CPU threads of torch; unset keeps torch's default.", gt=0, le=1024)
 
     def workers_on(self, system: str) -> int:
-        """The effective number of workers on a system (named as in ``sys.platform``): 0 on Windows unless confirmed."""
+        """Return the number of loader workers to run on a system; 0 on Windows unless the user has confirmed them.
+
+        Args:
+            system: name of the system, as in ``sys.platform``.
+        """
         return self.workers if system != "win32" or self.workers_on_windows else 0
 
 
@@ -93,7 +100,7 @@ Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
 class TimeoutsSection(Section):
     """Seconds without progress, per phase, before the worker is killed and restarted.
 
-    Unset: a generous first limit, then a multiple of the time measured in the run.
+    An unset limit is generous at first, then a multiple of the times measured during the run.
     """
 
     start: Seconds | None = on_resume(None, "From the start of the process to its first phase, and between phases.")

@@ -16,10 +16,10 @@ Schema = dict[str, Any]
 
 
 def json_schema(registry: FamilyRegistry = PRODUCT) -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of a recipe file, for editors.
+    """Return the JSON Schema (draft 2020-12) of a recipe file, for editors.
 
-    With ``base`` nothing is required, not even the keys that name kinds, because the base may give them. ``resume: may
-    change`` is an annotation.
+    If the file has ``base``, no key is required, because the base recipe may set it, even a key that names a kind.
+    ``resume: may change`` is an annotation.
     """
     # sections of the default kinds; their required keys depend on `base`
     default = kinds_of({}, registry)
@@ -53,15 +53,15 @@ def json_schema(registry: FamilyRegistry = PRODUCT) -> dict[str, Any]:
 
 
 def schema_of(kinds: Kinds) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema of a recipe class, and the schemas of its sections by name; both may be changed."""
+    """Return the schema of a recipe class and the schemas of its sections by name. The caller may change both."""
     schema = json.loads(_generated(kinds.recipe))
     return schema, schema.pop("$defs")
 
 
 def schema_of_section(kinds: Kinds, section: str) -> tuple[str, Schema]:
-    """(name, schema) of a section as the recipe's schema has them; the schema may be changed.
+    """Return name and schema of one section, as in the recipe's schema. The caller may change the schema.
 
-    The schema of the whole recipe takes a tenth of a second, and there is one for each kind.
+    This avoids the schema of the whole recipe, which takes a tenth of a second and would be needed once per kind.
     """
     model = kinds.recipe.model_fields[section].annotation
     assert isinstance(model, type) and issubclass(model, BaseModel)
@@ -76,7 +76,7 @@ def _generated(model: type[BaseModel]) -> str:
 
 
 def _sections_of_kinds(section: str, registry: FamilyRegistry, sections: dict[str, Any]) -> list[dict[str, Any]]:
-    """References to the section of each kind, the default first. Adds their schemas to ``sections``."""
+    """Return references to the section of each kind, the default first, and add the schemas to ``sections``."""
     refs = []
     for kinds in every_kind(section, registry):
         name, schema = schema_of_section(kinds, section)
@@ -86,7 +86,7 @@ def _sections_of_kinds(section: str, registry: FamilyRegistry, sections: dict[st
 
 
 def _rules_of_families(registry: FamilyRegistry, sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Family -> its rules for sections that all families share."""
+    """Return each family's own rules for sections that all families share, by family name."""
     rules = {}
     for kinds in every_kind(FAMILY[0], registry):
         spec = kinds.family
@@ -108,7 +108,10 @@ def _rules_of_families(registry: FamilyRegistry, sections: dict[str, Any]) -> di
 
 
 def _conditions(registry: FamilyRegistry, sections: dict[str, Any]) -> list[dict[str, Any]]:
-    """Conditional rules per family. The default family's rules also apply if neither a base nor a family is given."""
+    """Return the conditional rules of each family.
+
+    The default family's rules also apply without a base and a family.
+    """
     rules = _rules_of_families(registry, sections)
     if len(rules) == 1:
         return list(rules.values())
@@ -125,5 +128,5 @@ def _conditions(registry: FamilyRegistry, sections: dict[str, Any]) -> list[dict
 
 
 def ref_name(value: Schema) -> str:
-    """Name of the section that a property references."""
+    """Return the name of the section that a property references."""
     return str(value["$ref"]).rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""A rule over several keys of a recipe, as data. ``recipe/key_rules`` has the table; ``recipe/judge.py`` runs it."""
+"""A rule over several keys of a recipe, as data. ``recipe/key_rules`` has the table; ``recipe/judge.py`` checks it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 Breach = Mapping[str, object]
-"""Words that fill in a rule's texts for one breach. "at": the key of the breach, in place of ``RecipeRule.at``."""
+"""The words of one breach that fill in the rule's texts. "at", if present, replaces ``RecipeRule.at``."""
 EACH, ALL, OPTIONAL = "[each]", "[all]", "?"
 Parts = tuple[str | int, ...]
-"""A key like ``yaml_tree.Key``; a list index may be EACH or ALL."""
+"""A key like ``yaml_tree.Key``, except that a list index may also be EACH or ALL."""
 
 
 @cache
 def parts_of(key: str) -> Parts:
-    """``data.sources[0].path`` -> ("data", "sources", 0, "path"). ``[each]`` and ``[all]`` stay as they are."""
+    """Split a key: ``data.sources[0].path`` becomes ("data", "sources", 0, "path").
+
+    ``[each]`` and ``[all]`` stay as they are.
+    """
     parts: list[str | int] = []
     for part in key.removesuffix(OPTIONAL).split("."):
         name, bracket, rest = part.partition("[")
@@ -25,27 +28,28 @@ def parts_of(key: str) -> Parts:
 
 
 def names_of(parts: Parts) -> tuple[str, ...]:
-    """A key without list indices: ("data", "sources", "path")."""
+    """Return a key without list indices, such as ("data", "sources", "path")."""
     return tuple(part for part in parts if isinstance(part, str) and part not in (EACH, ALL))
 
 
 @dataclass(frozen=True)
 class RecipeRule:
-    """A rule about the values of several keys. It is checked if all these values could be read.
+    """A rule about the values of several keys. It is checked only if all these values could be read.
 
     Attributes:
-        id: a short name that never changes.
-        keys: the dotted keys that it reads; it can read no others. ``data.sources[each].path``: the rule is checked for
-            each entry of the list; ``data.sources[all].path``: a tuple of the values of all entries. The value of a
-            list of sections is its length, of an optional section whether it is given, of ``model.family`` its
-            ``FamilySpec``. A key ending in ``?`` is None in kinds of a section that lack it.
-        broken: takes the values of ``keys`` in their order. True: the rule is broken; a list: broken once per item.
-        what: the problem, a format string for the values ({0}, {1}) and the words of the breach.
-        fix: the remedy, a format string likewise.
-        at: the key at which the problem is reported. Empty: the last written of the given keys, else the section that
-            contains them.
-        only_if_set: the rule is checked only if the first key differs from its default.
-        unless_written: the rule is checked only for recipe files, and only if none of these keys is written there.
+        id: short name that never changes.
+        keys: dotted keys that the rule reads; it can read no others. With ``data.sources[each].path``, the rule is
+            checked once per entry of the list. With ``data.sources[all].path``, the value is a tuple with all entries'
+            values. A list of sections has its length as value, an optional section whether it is given, and
+            ``model.family`` its ``FamilySpec``. A key that ends in ``?`` may be missing in some kinds, and its value is
+            then None.
+        broken: takes the values of ``keys`` in their order. Returns whether the rule is broken, or one breach per
+            fault.
+        what: the problem, as a format string for the values ({0}, {1}) and the words of the breach.
+        fix: the remedy, as a format string like ``what``.
+        at: key at which the problem is reported. If empty, the key written last, or else the section with all keys.
+        only_if_set: whether the rule is checked only if the first key differs from its default.
+        unless_written: keys that switch the rule off if any is written. Such a rule is checked for recipe files only.
     """
 
     id: str
@@ -59,7 +63,7 @@ class RecipeRule:
 
     @cached_property
     def parts(self) -> tuple[Parts, ...]:
-        """The parts of each of ``keys``."""
+        """Each of ``keys``, split into its parts."""
         return tuple(map(parts_of, self.keys))
 
     @cached_property
@@ -69,24 +73,24 @@ class RecipeRule:
 
     @cached_property
     def each(self) -> Parts | None:
-        """The list with the entries that the rule is checked for; None: it is checked once."""
+        """Key of the list for each of which entries the rule is checked, or None if it is checked once."""
         lists = {parts[: parts.index(EACH)] for parts in self.parts if EACH in parts}
         assert len(lists) < 2, self.id
         return next(iter(lists), None)
 
     def reads(self, key: str) -> bool:
-        """Whether the rule reads a key, such as "data.sources[0].path", or a key of a section, such as "data"."""
+        """Return whether the rule reads a key, such as "data.sources[0].path", or any key of a section ("data")."""
         asked = names_of(parts_of(key))
         return any(names[: len(asked)] == asked for names in self.names)
 
 
 def leaf(key: str) -> str:
-    """The last part of a dotted key."""
+    """Return the last part of a dotted key."""
     return key.rpartition(".")[2]
 
 
 def not_both(first: str, second: str) -> RecipeRule:
-    """Two keys of one section that replace each other."""
+    """Return a rule against giving two keys of one section that replace each other."""
     return RecipeRule(
         f"not-both:{first},{leaf(second)}",
         (first, second),
@@ -97,7 +101,10 @@ def not_both(first: str, second: str) -> RecipeRule:
 
 
 def exactly_one(first: str, second: str, *unless: str) -> tuple[RecipeRule, RecipeRule]:
-    """A section needs exactly one of two keys. Neither is needed if one of the keys ``unless`` is given."""
+    """Return rules that require exactly one of two keys in a section.
+
+    If a key in ``unless`` is given, neither is required.
+    """
     what, keys = f"give exactly one of {leaf(first)} and {leaf(second)}", (first, second, *unless)
     return (
         RecipeRule(
@@ -118,9 +125,14 @@ def exactly_one(first: str, second: str, *unless: str) -> tuple[RecipeRule, Reci
 
 
 def no_effect(key: str, others: Sequence[str], when: Callable[..., bool], why: str, fix: str) -> RecipeRule:
-    """A key has no effect if ``when``, called with the values of ``others``, is true. Its default is always accepted.
+    """Return a rule against a key that has no effect in a certain case. The key's default is always accepted.
 
-    ``why`` and ``fix`` are format strings: {1} is the value of the first of ``others``.
+    Args:
+        key: the key without effect.
+        others: the keys that determine the case.
+        when: takes the values of ``others``; returns whether the key has no effect.
+        why: reason, as a format string in which {1} is the value of the first of ``others``.
+        fix: remedy, as a format string like ``why``.
     """
     return RecipeRule(
         f"no-effect:{key},{leaf(others[0])}",

@@ -35,7 +35,7 @@ OPTIONS_OF_KOHYA: Mapping[str, str] = {
     "ss": "sampler",
     "am": "lora_scale",
 }
-"""Option after a prompt in the files of sd-scripts (docs/train_network.md there) -> key of ``PreviewPrompt``."""
+"""Key of ``PreviewPrompt`` for each option letter after a prompt in files of sd-scripts (its docs/train_network.md)."""
 OPTIONS = ", ".join(f"--{option} ({key})" for option, key in OPTIONS_OF_KOHYA.items())
 SAMPLERS_OF_KOHYA = {"k_euler": "euler", "k_euler_a": "euler_a", "dpmsolver++": "dpmpp_2m"}
 
@@ -49,7 +49,7 @@ PREVIEW_INPUTS: Mapping[str, str] = {
 
 
 class PreviewPrompt(Section):
-    """A prompt of the previews with its own options. Options that are not set come from ``sample``."""
+    """A preview's prompt with its own options. An option that is not set has its value in ``sample``."""
 
     prompt: str = Field(description="The prompt.")
     negative_prompt: str | None = Field(None, description="Its negative prompt.")
@@ -61,12 +61,14 @@ class PreviewPrompt(Section):
     sampler: Sampler | None = Field(None, description="Sampler.")
     lora_scale: float | None = Field(None, ge=-100.0, le=100.0, description="Strength of the LoRA.")
     control_image: InputFile | None = Field(None, description="Its control image, as in sample.control_images.")
-    control_image_2: InputFile | None = Field(None, description="Its second one, as in sample.control_images_2.")
+    control_image_2: InputFile | None = Field(
+        None, description="Its second control image, as in sample.control_images_2."
+    )
     mask: InputFile | None = Field(None, description="The mask of its control image, as in sample.masks.")
 
     @property
     def inputs(self) -> dict[str, Path]:
-        """The given files, by name."""
+        """The input files that are given, by key of ``PreviewPrompt``."""
         return {name: Path(file) for name in PREVIEW_INPUTS if (file := getattr(self, name))}
 
 
@@ -75,11 +77,15 @@ def _kind_of(value: Any) -> str:
 
 
 Prompt = Annotated[Annotated[str, Tag("text")] | Annotated[PreviewPrompt, Tag("mapping")], Discriminator(_kind_of)]
-"""A prompt, alone or with its own options."""
+"""A prompt as plain text, or as a mapping with its own options."""
 
 
 def of_text(text: str, number: int = 0) -> PreviewPrompt:
-    """Read a prompt with kohya's options after it. ``number``: its place in the list, for the error.
+    """Parse a prompt that may end in kohya's options.
+
+    Args:
+        text: the prompt.
+        number: the prompt's index in its list, shown in an error.
 
     Raises:
         PydanticCustomError: an option is unknown, or its value is wrong.
@@ -128,7 +134,9 @@ class SampleSection(Section):
     control_prompts: tuple[Prompt, ...] = on_resume(
         (), "Prompts without the concept, which the LoRA should not change.", max_length=MAX_ITEMS
     )
-    images_per_prompt: int = on_resume(1, "Images of each prompt, from seeds that count up.", gt=0, le=MAX_ITEMS)
+    images_per_prompt: int = on_resume(
+        1, "Number of images per prompt; the seed increases by one per image.", gt=0, le=MAX_ITEMS
+    )
     negative_prompt: str = on_resume("", "Negative prompt of the previews.")
     control_images: Annotated[tuple[InputFile, ...], Field(max_length=MAX_ITEMS)] = on_resume(
         (),
@@ -170,11 +178,11 @@ class SampleSection(Section):
         return prompts
 
     def round_steps(self, steps_per_epoch: int) -> int:
-        """The number of updates between two rounds of previews; 0: only before and after training."""
+        """Return the number of updates between two rounds of previews; 0 if there are none during training."""
         return self.every_n_steps or self.every_n_epochs * steps_per_epoch
 
     def numbered(self) -> Iterator[tuple[str, int, PreviewPrompt]]:
-        """Every prompt, with missing options from this section: (key, number in its list, prompt)."""
+        """Yield (key of the list, index in it, prompt) for every prompt. Options not set come from this section."""
         own_only = ("prompt", "seed", *PREVIEW_INPUTS)
         shared = {name: getattr(self, name) for name in PreviewPrompt.model_fields if name not in own_only}
         for key in ("prompts", "control_prompts"):
@@ -184,35 +192,44 @@ class SampleSection(Section):
                 yield key, number, PreviewPrompt.model_validate({**shared, **files, **own})
 
     def key_of(self, name: str, key: str, number: int) -> tuple[str | int, ...]:
-        """The recipe key that names an input file of a prompt. ``name``: of ``PREVIEW_INPUTS``."""
+        """Return the recipe key that sets an input file of a prompt.
+
+        Args:
+            name: kind of input file, a key of ``PREVIEW_INPUTS``.
+            key: the recipe key of the list with the prompt.
+            number: the prompt's index in that list.
+        """
         given = getattr(self, key)[number]
         if isinstance(given, PreviewPrompt) and getattr(given, name) is not None:
             return "sample", key, number, name
         return "sample", PREVIEW_INPUTS[name], self._listed(name, key, number)[0]
 
     def _listed(self, name: str, key: str, number: int) -> tuple[int, str | None]:
-        """(number in its list, file) of this section's input file for a prompt. The file is None if there is none."""
+        """Return the input file for a prompt that this section lists, and its index there.
+
+        The file is None if there is none.
+        """
         files = getattr(self, PREVIEW_INPUTS[name])
         place = min(number + (len(self.prompts) if key == "control_prompts" else 0), len(files) - 1)
         return place, files[place] if files else None
 
     @property
     def image_prompts(self) -> list[str]:
-        """The prompt of each image of one round."""
+        """Return the prompt of each image in one round of previews."""
         return [preview.prompt for _, _, preview in self.numbered() for _ in range(self.images_per_prompt)]
 
     def only(self, prompts: Sequence[str]) -> SampleSection:
-        """This section with other prompts, which are not parsed for options."""
+        """Return this section with other prompts. Kohya's options in them are not parsed."""
         plain = tuple(PreviewPrompt(prompt=prompt) for prompt in prompts)
         return self.model_copy(update={"prompts": plain, "control_prompts": ()})
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All prompts and negative prompts of previews."""
+        """All prompts and negative prompts of the previews."""
         previews = [preview for _, _, preview in self.numbered()]
         return (*(each.prompt for each in previews), *(each.negative_prompt or "" for each in previews))
 
     @property
     def num_images(self) -> int:
-        """The number of previews of one round."""
+        """Number of previews in one round."""
         return (len(self.prompts) + len(self.control_prompts)) * self.images_per_prompt if self.prompts else 0

@@ -1,4 +1,4 @@
-"""Describe faults of the recipe in a run directory, for commands that only show the run."""
+"""Describe faults of the recipe in a run directory. Used by commands that only show the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lora_rocm.rundir.layout import RunDir
 
 
 def recipe_fault(run_dir: RunDir, registry: FamilyRegistry = PRODUCT) -> str:
-    """The reason why ``recipe.yaml`` of a run cannot be used, with a remedy, as sentences; empty if it can."""
+    """Return why a run's ``recipe.yaml`` cannot be used, and how to fix it, as sentences; empty if it can be used."""
     try:
         if not os.path.lexists(run_dir.recipe):
             fault = "no longer exists"

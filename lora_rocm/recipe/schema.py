@@ -1,7 +1,7 @@
 """The recipe as frozen, typed sections: all keys with their defaults and descriptions.
 
 The JSON Schema (``lora-rocm schema``), the reference page and ``check`` are generated from this file. Units are pixels,
-steps (optimizer updates) and seconds unless a name has another unit. Limits of numbers are far beyond useful values:
+steps (optimizer updates) and seconds, unless a name contains another unit. Numeric limits are far above useful values:
 they catch typing errors before these exhaust the machine's memory.
 """
 
@@ -45,13 +45,15 @@ if TYPE_CHECKING:
 
 
 class DataSection(SourceOptions):
-    """Sources of images, captions and buckets."""
+    """The sources of images, their captions, and the buckets."""
 
     path: InputFolder | None = Field(None, description="A folder of images (for several, use sources).")
     sources: tuple[DataSource, ...] = Field(
         (), max_length=MAX_ITEMS, description="Several sources, each with its own options."
     )
-    prior_loss_weight: Weight = Field(1.0, description="Factor of the loss of regularisation images.")
+    prior_loss_weight: Weight = Field(
+        1.0, description="Factor by which the loss of regularisation images is multiplied."
+    )
     bucket_step: int = Field(
         64, gt=0, le=MAX_BUCKET_STEP, description="Bucket sides are multiples of this many pixels."
     )
@@ -90,17 +92,17 @@ class DataSection(SourceOptions):
 
     @property
     def largest_resolution(self) -> int:
-        """The largest resolution in ``data`` itself, in pixels."""
+        """Largest resolution set directly in ``data``, in pixels."""
         return max(sides_of(self.resolution))
 
     @property
     def most_frames(self) -> int:
-        """The maximum number of frames of a clip; 1 if there are no clips."""
+        """Largest number of frames of a clip, or 1 if there are no clips."""
         return max(max(source.lengths) for source in self.resolved_sources())
 
     @property
     def num_controls(self) -> int:
-        """The number of control images of each image."""
+        """Number of control images per image."""
         return max(len(source.control_places) for source in self.resolved_sources())
 
     @property
@@ -110,11 +112,11 @@ class DataSection(SourceOptions):
 
     @property
     def watched_name(self) -> str:
-        """The folder or dataset of ``watched``."""
+        """Folder or dataset of ``data.watched``."""
         return "" if self.watched is None else self.watched.path or self.watched.dataset or ""
 
     def resolved_sources(self) -> tuple[ResolvedSource, ...]:
-        """Every source at each of its resolutions, with the defaults of ``data`` filled in."""
+        """Every source once per resolution, with the options that it inherits from ``data``."""
         sources = self.sources or (DataSource(path=self.path),)
         names = SourceOptions.model_fields
         resolved = []
@@ -135,15 +137,16 @@ class DataSection(SourceOptions):
 
 
 def sides_of(resolution: int | tuple[int, ...]) -> tuple[int, ...]:
-    """The resolutions of a key, in pixels."""
+    """Return the resolutions that a key lists, in pixels."""
     return resolution if isinstance(resolution, tuple) else (resolution,)
 
 
 class ResolvedSource(SourceOptions):
-    """A source at one of its resolutions, with the defaults of ``data`` filled in (not written by users).
+    """A source at one of its resolutions, with the options that it inherits from ``data``. Users do not write it.
 
-    index: number of the source in the recipe. is_one_of: number of resolutions of this source. own: the options that
-    its entry of ``data.sources`` gives.
+    index: the source's number in the recipe. is_one_of: number of resolutions that this source has. own: the
+    options set in
+    the source's own entry of ``data.sources``.
     """
 
     own: frozenset[str]
@@ -165,16 +168,16 @@ class ResolvedSource(SourceOptions):
 
     @property
     def name(self) -> str:
-        """The name for users."""
+        """The source's name, shown to users."""
         return self.path or self.dataset or f"class images of {self.class_prompt!r}, which the base draws"
 
     def key(self, option: str) -> str:
-        """The key of the recipe that gives an option, in its entry or in ``data``."""
+        """Return the recipe key that sets an option: in the source's own entry, or in ``data``."""
         return f"data.sources[{self.index}].{option}" if option in self.own else f"data.{option}"
 
     @property
     def weight(self) -> float:
-        """The factor of the loss of its images."""
+        """Factor by which the loss of the source's images is multiplied."""
         return self.loss_weight * (self.prior_loss_weight if self.is_reg else 1.0)
 
 
@@ -205,16 +208,19 @@ class TrainSection(Section):
     )
 
     def num_steps(self, steps_per_epoch: int) -> int:
-        """The number of updates of the whole run."""
+        """Return the number of updates of the whole run."""
         return self.max_train_steps or steps_per_epoch * (self.epochs or 1)
 
     def validation_steps(self, steps_per_epoch: int) -> int:
-        """The number of updates between two held-out losses; 0: never."""
+        """Return the number of updates between two measurements of the held-out loss; 0 if it is never measured."""
         return self.validation_every_n_steps or self.validation_every_n_epochs * steps_per_epoch
 
 
 RULES_ARE_JUDGED_APART: Mapping[str, object] = {"rules": "judged apart"}
-"""The context of a validation without rules: the caller checks them, even if some values are wrong."""
+"""Pydantic context for validating without the rules over several keys.
+
+The caller checks them even if values are wrong.
+"""
 
 
 def _error(broken: Broken) -> InitErrorDetails:
@@ -223,7 +229,10 @@ def _error(broken: Broken) -> InitErrorDetails:
 
 
 class Recipe(Section):
-    """A whole recipe. ``recipe_class`` creates its class. ``spec``: its family, from ``registry``."""
+    """A whole recipe.
+
+    ``recipe_class`` creates the subclass for each combination of kinds. spec: the family from ``registry``.
+    """
 
     spec: ClassVar[FamilySpec]
     registry: ClassVar[FamilyRegistry]
@@ -253,22 +262,28 @@ class Recipe(Section):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The formats in which the result is written: as given, else the family's usual one."""
+        """File formats in which the result is written: ``output.formats``, or else the family's usual format."""
         return self.output.formats or self.spec.formats[:1]
 
     @property
     def exportable(self) -> tuple[str, ...]:
-        """The formats in which ``lora-rocm export`` can write the result."""
+        """File formats in which ``lora-rocm export`` can write the result."""
         spec = self.spec
         return tuple(form for form in (*spec.formats, *spec.conversions) if form in self.lora.writable_formats)
 
     def unwritten(self, file_format: str, file_formats: Sequence[str]) -> tuple[str, str]:
-        """(problem, remedy) for a format in which the adapter cannot be written. ``file_formats``: all formats."""
+        """Return (problem, fix) for a file format in which the adapter cannot be written.
+
+        ``file_formats``: the formats in which it can be written.
+        """
         return unwritten(self.spec, self.lora, file_format, file_formats)
 
     @property
     def watching(self) -> Recipe | None:
-        """The recipe with the samples of ``data.watched``, all held out; None: none are watched."""
+        """The recipe with only the samples of ``data.watched``, all held out.
+
+        None if there are none, or no held-out loss is measured.
+        """
         train, watched = self.train, self.data.watched
         if watched is None or not (train.validation_every_n_steps or train.validation_every_n_epochs):
             return None
@@ -279,26 +294,29 @@ class Recipe(Section):
         return self.model_copy(update={"data": data, "objective": self.objective.watching, "sample": SampleSection()})
 
     def trains(self, component: str) -> bool:
-        """Whether an adapter's component runs in a step: text encoders do if they, or new tokens, are trained."""
+        """Return whether training runs a component of the adapter.
+
+        A text encoder runs only if it or new tokens are trained.
+        """
         return component not in self.spec.text_components or self.lora.tokenises
 
     @property
     def preview_size(self) -> tuple[int, int]:
-        """(width, height) of previews in pixels: as given, else the resolution, rounded down for the family."""
+        """(width, height) of previews in pixels: as given, or else the resolution rounded down to a valid size."""
         step = self.spec.axes.multiple_px
         side = max(self.data.largest_resolution // step, 1) * step
         return self.sample.width or side, self.sample.height or side
 
 
 MOVED = {("train", name): ("objective", name) for name in ("min_snr_gamma", "noise_offset", "zero_terminal_snr")}
-"""Old place -> new place of keys that have moved; the old places are still read."""
+"""Old place -> new place of each key that has moved. The old places are still read."""
 
 
 @cache
 def recipe_class(
     registry: FamilyRegistry, family: FamilySpec, adapter: type[AdapterSection], optimizer: type[OptimSection]
 ) -> type[Recipe]:
-    """The recipe class of these kinds: ``Recipe`` with their sections. Equal kinds give the same class."""
+    """Return the subclass of ``Recipe`` with the sections of these kinds. Equal kinds return the same class."""
     made = create_model(
         "Recipe",
         __base__=Recipe,

@@ -37,7 +37,7 @@ Resolution = Annotated[int, Field(gt=0, le=MAX_SIDE_PX)]
 
 
 LIST_TAG = "list"
-"""The part of a pydantic location that names the list variant of a field for one value or several."""
+"""The part of a pydantic error location that means the list variant of a field, which takes one value or several."""
 
 
 def _kind_of_value(value: object) -> str:
@@ -62,11 +62,14 @@ Resolutions = Annotated[
     ],
     Discriminator(_kind_of_value),  # so that an error names only the variant that the user wrote
 ]
-"""One resolution, or a list of different ones."""
+"""One resolution, or a list of distinct ones."""
 
 
 def caption_endings(extension: str | Sequence[str]) -> tuple[str, ...]:
-    """The endings of caption files, in lower case. A leading dot is added unless there is one, or an underscore."""
+    """Return the endings of caption file names in lower case.
+
+    A dot is prepended unless they start with a dot or underscore.
+    """
     given = (extension,) if isinstance(extension, str) else extension
     return tuple(each.lower() if each.startswith("_") else "." + each.lower().lstrip(".") for each in given)
 
@@ -86,7 +89,7 @@ CaptionExtension = Annotated[
     ],
     Discriminator(_kind_of_value),
 ]
-"""The ending of the names of caption files, or a list of different ones."""
+"""The ending of caption file names, or a list of distinct ones."""
 Batch = Annotated[int, Field(gt=0, le=MAX_BATCH)]
 Crops = bool | Annotated[int, Field(gt=0, le=MAX_VIEWS)]
 Colours = Annotated[int, Field(ge=0, le=MAX_VIEWS)]
@@ -99,12 +102,12 @@ PathText = Annotated[str, Field(min_length=1)]  # an empty path would mean the c
 
 @dataclass(frozen=True)
 class PathRule:
-    """Handling of a path in a recipe.
+    """The treatment of a path in a recipe.
 
     Attributes:
-        absolute: when it is made absolute, because the worker and a later resume run in other folders. "if there"
-            leaves a hub id unchanged, "unless builtin" a built-in name.
-        must_be: the kind of file that has to exist before a run; "": none, or it is checked later.
+        absolute: when the path is made absolute, because the worker and a later resume run in other folders. "if there"
+            keeps a hub id unchanged, "unless builtin" a built-in name.
+        must_be: the kind of file that has to exist before a run; empty if none has to, or if it is checked later.
         words: values that are not paths.
     """
 
@@ -114,14 +117,14 @@ class PathRule:
 
     @property
     def is_output(self) -> bool:
-        """Whether the program creates the folder and writes to it; all other paths of a recipe are only read."""
+        """Whether the program creates this folder and writes to it. It only reads all other paths of a recipe."""
         return self.absolute == "always"
 
 
 InputFolder = Annotated[PathText, PathRule("unless builtin", "folder")]
 BESIDE = "beside"
 FolderOrBeside = Annotated[PathText, PathRule("unless builtin", "folder", words=(BESIDE,))]
-"""A folder, or ``BESIDE``: the files are with the images and have other trainers' names."""
+"""A folder, or ``BESIDE`` if the files are next to the images and named as other trainers do."""
 Frames = Annotated[int, Field(gt=0, le=MAX_FRAMES)]
 Lengths = Annotated[
     Annotated[Frames, Tag("one")]
@@ -130,14 +133,14 @@ Lengths = Annotated[
     ],
     Discriminator(_kind_of_value),
 ]
-"""One number of frames, or a list of different ones."""
+"""One frame count, or a list of distinct ones."""
 MAX_CONTROLS = 8
 ControlPath = Annotated[
     Annotated[FolderOrBeside, Tag("one")]
     | Annotated[tuple[FolderOrBeside, ...], Field(min_length=1, max_length=MAX_CONTROLS), Tag(LIST_TAG)],
     Discriminator(_kind_of_value),
 ]
-"""The places of control images: a folder with one per image, or a list with one per image in each folder."""
+"""Places of control images: one folder with one control image per image, or a list of such folders."""
 Columns = Annotated[
     Annotated[PathText, Tag("one")]
     | Annotated[
@@ -145,7 +148,7 @@ Columns = Annotated[
     ],
     Discriminator(_kind_of_value),
 ]
-"""A column of a table, or a list of different ones."""
+"""A table's column, or a list of distinct columns."""
 InputFile = Annotated[PathText, PathRule("unless builtin", "file")]
 PathOrHubId = Annotated[PathText, PathRule("if there")]
 OutputFolder = Annotated[PathText, PathRule("always")]
@@ -153,11 +156,11 @@ OutputFolder = Annotated[PathText, PathRule("always")]
 
 @dataclass(frozen=True)
 class AddedLater:
-    """Mark of a key that was added after 2026-11-27: recipes of earlier runs lack it, see ``comparison``."""
+    """Marks a key that was added after 2026-11-27. Recipes of earlier runs do not have it (see ``comparison``)."""
 
 
 def path_rule(field: FieldInfo) -> PathRule | None:
-    """The path rule of a field; None if the field is not a path."""
+    """Return the path rule of a field, or None if the field is not a path."""
     return next(
         (rule for rule in (*field.metadata, *_metadata_in(field.annotation)) if isinstance(rule, PathRule)), None
     )
@@ -170,14 +173,14 @@ def _metadata_in(annotation: Any) -> Iterator[Any]:
 
 
 def on_resume(default: Any, description: str, **limits: Any) -> Any:
-    """A field that may change when a run is resumed (more steps, sample, output, runtime)."""
+    """Return a field that may change when a run is resumed, such as the number of steps, previews or outputs."""
     return Field(default, description=description, json_schema_extra={"resume": "may change"}, **limits)
 
 
 class Section(BaseModel):
-    """Base class of all sections: unknown keys are refused, values are immutable.
+    """Base class of all sections. Unknown keys are refused, and values cannot be changed.
 
-    above_limit: key -> remedy for a value above its limit, where the description of the key does not help.
+    above_limit: advice for a value above a key's limit, by key. It replaces the key's description as the fix.
     """
 
     above_limit: ClassVar[Mapping[str, str]] = {}
@@ -196,11 +199,11 @@ class ModelSection(Section):
     """The base model.
 
     Attributes:
-        part_keys: the keys, named like components and tokenizers, that load these from elsewhere.
-        control_keys: keys and values with which a base takes control images; None: no base of this family does.
-        max_controls: the maximum number of control images per image.
-        controls_keep_size: a control image is encoded in its own bucket, not in the bucket of its image.
-        may_inpaint: the family has inpainting bases; their previews take control images with masks.
+        part_keys: keys that load a component or tokenizer from elsewhere. Each is named like the part that it loads.
+        control_keys: keys and values that a base with control images must have, or None if the family has no such base.
+        max_controls: largest number of control images per image.
+        controls_keep_size: whether a control image is encoded in its own bucket, not in its image's bucket.
+        may_inpaint: whether the family has inpainting bases. Previews with such a base take control images with masks.
     """
 
     part_keys: ClassVar[tuple[str, ...]] = ()
@@ -231,7 +234,7 @@ class ModelSection(Section):
 
     @property
     def configs(self) -> str | None:
-        """Folder of configs and tokenizers for a single-file checkpoint."""
+        """Folder with the configs and tokenizers of a single-file checkpoint, or None."""
         return None
 
     @property
@@ -242,11 +245,14 @@ class ModelSection(Section):
 
     @property
     def for_control(self) -> str:
-        """``control_keys`` as written in a recipe."""
+        """The entries of ``control_keys`` as a user writes them in a recipe."""
         return ", ".join(f"model.{key}: {value}" for key, value in (self.control_keys or {}).items())
 
     def metadata(self) -> Mapping[str, object]:
-        """Kohya's ``ss_`` fields for these keys, for the metadata of a LoRA file. None omits a field."""
+        """Return kohya's ``ss_`` fields for these keys, for a LoRA file's metadata.
+
+        A field with the value None is omitted.
+        """
         return {}
 
 
@@ -255,21 +261,24 @@ class ObjectiveSection(Section):
 
     @property
     def compares_pairs(self) -> bool:
-        """Whether a sample is a pair: a preferred answer and a rejected one."""
+        """Whether each sample is a pair of a preferred and a rejected answer."""
         return False
 
     @property
     def watching(self) -> ObjectiveSection:
-        """The objective for the loss on the samples of ``data.watched``."""
+        """The objective with which the loss on the samples of ``data.watched`` is measured."""
         return self
 
     def metadata(self) -> Mapping[str, object]:
-        """Kohya's ``ss_`` fields for these keys, for the metadata of a LoRA file. None omits a field."""
+        """Return kohya's ``ss_`` fields for these keys, for a LoRA file's metadata.
+
+        A field with the value None is omitted.
+        """
         return {}
 
 
 class DenoisingSection(ObjectiveSection):
-    """The keys of all denoising objectives. Timesteps count from 0 (the image) to 1000 (noise)."""
+    """The keys of all denoising objectives. Timesteps range from 0 (the image) to 1000 (noise)."""
 
     timestep_sampling: Literal["logit-normal", "uniform"] = Field(
         "uniform",

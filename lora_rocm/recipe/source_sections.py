@@ -1,4 +1,4 @@
-"""Sources of images as recipe sections: their options, and the entries of ``data.sources``."""
+"""Sources of images as recipe sections: the options of a source, and the entries of ``data.sources``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SourceOptions(Section):
         "that it has frames for. 1: single images.",
     )
     repeats: Repeats = Field(1, description="Number of times that each image is seen per epoch.")
-    loss_weight: Weight = Field(1.0, description="Factor of the loss of each image.")
+    loss_weight: Weight = Field(1.0, description="Factor by which the loss of each image is multiplied.")
     caption_extension: CaptionExtension = Field(
         ".txt",
         description="Extension of the caption files next to the images. A list, such as [.txt, .tags.txt, _2.txt]: "
@@ -76,7 +76,9 @@ class SourceOptions(Section):
     shuffle_caption: bool = Field(False, description="Shuffle the comma-separated tags of a caption.")
     keep_tokens: Tags = Field(0, description="Number of tags at the front that are never shuffled or dropped.")
     caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption.")
-    flip_aug: bool = Field(False, description="Also train on mirrored images (cached; half of the draws).")
+    flip_aug: bool = Field(
+        False, description="Also train on mirrored images, which are cached and drawn half of the time."
+    )
     random_crop: Crops = Field(
         False,
         description="Crop at a random place instead of the centre: one place per image, the same in each run. A number "
@@ -109,7 +111,9 @@ class SourceOptions(Section):
         "masks.",
     )
     alpha_mask: bool = Field(False, description="Take the alpha channel of each image as its mask.")
-    unmasked_weight: Fraction = Field(0.0, description="Lowest weight of a place in the loss, where its mask is black.")
+    unmasked_weight: Fraction = Field(
+        0.0, description="Lowest weight of a place in the loss. Where the mask is darker, this weight is used."
+    )
     control_path: ControlPath | None = Field(
         None,
         description="A folder of control images with the names of the images, for models that edit an image. The "
@@ -125,23 +129,23 @@ class SourceOptions(Section):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The numbers of frames that a clip can have."""
+        """All frame counts that a clip can have."""
         return (self.frames,) if isinstance(self.frames, int) else self.frames
 
     @property
     def control_places(self) -> tuple[str, ...]:
-        """The places of control images, one image from each: folders, ``BESIDE``, or ``control_columns``."""
+        """Places that each have one control image per image: folders, ``BESIDE``, or ``control_columns``."""
         folders = (self.control_path,) if isinstance(self.control_path, str) else self.control_path or ()
         return *folders, *self.control_columns
 
     @property
     def control_columns(self) -> tuple[str, ...]:
-        """The columns with control images; a source with such columns has no other places for them."""
+        """Table columns with control images. A source with such columns has no other places for control images."""
         return (self.control_column,) if isinstance(self.control_column, str) else self.control_column or ()
 
 
 class NamedSource(Section):
-    """A folder, or a ``datasets`` source, without options of a source. ``data`` gives the options."""
+    """A folder or a ``datasets`` source without its own options, which come from ``data``."""
 
     path: InputFolder | None = Field(None, description="A folder of images, with its sub-folders.")
     dataset: PathOrHubId | None = Field(
@@ -164,19 +168,19 @@ class NamedSource(Section):
 
 
 OF_FOLDERS = ("caption_extension", "recursive", "include", "exclude")
-"""The options of a source that apply only to the files of a folder."""
+"""Source options that apply only to the files of a folder."""
 MAX_CLASS_IMAGES = 100_000
 OPTIONS_OF_CLASS_IMAGES = ("resolution", "repeats", "loss_weight", "caption_dropout_rate", "flip_aug")
-"""The options of a source that apply to images that the base draws."""
+"""Source options that apply to class images, which the base generates."""
 OF_VIDEOS = frozenset({"frames"})
-"""The options of a source that only video families read."""
+"""Source options that only video families read."""
 OF_TEXTS_TOO = frozenset({"path", "dataset", "split", "repeats", "loss_weight", "recursive", "include", "exclude"})
-"""The options of a source that language models read too. All others are about images."""
+"""Source options that language models read too. All other options are about images."""
 OF_CLASS_IMAGES = frozenset((*OPTIONS_OF_CLASS_IMAGES, "is_reg", "class_prompt", "num_class_images", "max_batch_size"))
 
 
 class DataSource(NamedSource):
-    """One source: a folder of images, or a ``datasets`` source. Options that are not set come from ``data``."""
+    """One source: a folder of images, or a ``datasets`` source. An option that is not set has its value in ``data``."""
 
     loss_weight_column: PathText | None = Field(
         None,

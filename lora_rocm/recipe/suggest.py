@@ -1,7 +1,7 @@
-"""Did-you-mean for unknown keys: names of other trainers, the same key in another section, then similar spelling.
+"""Suggestions for unknown keys: another trainer's name, a key of another section, or a similar spelling.
 
-Users follow a suggestion, so a wrong one does harm. A key is proposed only if it means the same: according to the table
-of other trainers' names, or if only letters differ, never a word, a number or the unit.
+Users follow a suggestion, so a wrong one does harm. A key is suggested only if it has the same meaning. Either the
+table of other trainers' names has it, or it differs in letters but not in words, numbers or the unit.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ SPEAK_ALONE = frozenset({
     "threads", "workers", "seed", "device", "deterministic", "graphs", "revision", "family", "upscale", "author",
     "license", "description", "sampler",
 })  # fmt: skip
-"""Keys of one word with one meaning in every section."""
+"""One-word keys that have the same meaning in every section."""
 NEED_THEIR_SECTION = frozenset({"every_n_steps", "every_n_epochs", "keep_last", "first_step"})
-"""Keys of several words with a meaning that depends on the section."""
+"""Keys of several words that mean something only together with their section."""
 
 
 def section_class(annotation: Any) -> type[BaseModel] | None:
-    """The section class in an annotation: ``X``, ``X | None`` or ``tuple[X, ...]``."""
+    """Return the section class in an annotation such as ``X``, ``X | None`` or ``tuple[X, ...]``, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for part in get_args(annotation) if (found := section_class(part))), None)
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key of a recipe class as ``section.key`` in schema order, sections included.
+    """Yield every key of a recipe class as ``section.key`` in schema order, including the sections themselves.
 
-    It omits the keys of sections in lists, and of optional sections.
+    Keys below lists of sections and below optional sections are omitted.
     """
     for name, field in model.model_fields.items():
         yield prefix + name
@@ -53,24 +53,24 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 @cache
 def _portable_keys(recipe: type[Recipe]) -> tuple[str, ...]:
-    """Keys that may be proposed outside their section."""
+    """Return the keys that may be suggested to a user who wrote them in another section."""
     return tuple(key for key in all_keys(recipe) if "." in key and is_portable(key.rpartition(".")[2]))
 
 
 def is_portable(leaf: str) -> bool:
-    """Whether a key's meaning is clear without its section."""
+    """Return whether a key's meaning is clear without its section."""
     return leaf in SPEAK_ALONE if "_" not in leaf else leaf not in NEED_THEIR_SECTION
 
 
 def suggest(name: str, siblings: list[str], section: str, value: str, recipe: type[Recipe]) -> str:
-    """A suggestion for the unknown key ``name`` as a sentence. Without a similar key it lists the known ones.
+    """Return a suggestion for an unknown key, as a sentence. If no key is similar, the sentence lists the known keys.
 
     Args:
-        name: the key.
-        siblings: the keys of ``section``.
-        section: dotted name of the section that contains the key; "" at the top.
-        value: the value given for it, formatted for a message.
-        recipe: the recipe class of these kinds.
+        name: the unknown key.
+        siblings: the known keys of ``section``.
+        section: dotted name of the section that contains the unknown key; empty at the top level.
+        value: the value given for the unknown key, formatted for a message.
+        recipe: recipe class of these kinds.
     """
     # exact matches: another spelling, another section, another trainer's name
     plain = name.lower().replace("-", "_")
@@ -103,25 +103,31 @@ def suggest(name: str, siblings: list[str], section: str, value: str, recipe: ty
 
 
 def _for(target: str, siblings: list[str], section: str) -> str:
-    """Our key at the place of the unknown one: an entry of ``data.sources`` has most keys of ``data``."""
+    """Return the key to suggest.
+
+    In an entry of ``data.sources``, the entry's own key is preferred to a key of ``data``.
+    """
     owner, _, leaf = target.rpartition(".")
     return f"{section}.{leaf}" if owner == "data" and leaf in siblings and leaf in DataSection.model_fields else target
 
 
 def _words(name: str) -> list[str]:
-    """The words of a key in the singular."""
+    """Return the words of a key in the singular."""
     return [word[:-1] if len(word) > 3 and word.endswith("s") else word for word in name.split("_") if word]
 
 
 @lru_cache(maxsize=1000)
 def unit_of(key: str) -> frozenset[str]:
-    """The units that the words of a key's last part name."""
+    """Return the units named by the words in a key's last part."""
     units = peer_names().units
     return frozenset(units[word] for word in _words(key.rpartition(".")[2]) if word in units)
 
 
 def alike(name: str, key: str) -> bool:
-    """Whether two keys differ in spelling only: equal number of words, equal digits, equal unit."""
+    """Return whether two keys differ in spelling only.
+
+    They have equally many words, the same digits and the same unit.
+    """
     if unit_of(name) != unit_of(key) or re.findall(r"\d", name) != re.findall(r"\d", key):
         return False
     words, own = _words(name), _words(key)
@@ -133,7 +139,10 @@ def alike(name: str, key: str) -> bool:
 
 
 def osa_distance(first: str, second: str) -> int:
-    """Optimal string alignment distance: the number of letters to insert, delete, replace or swap with a neighbour."""
+    """Return the optimal string alignment distance of two words.
+
+    It is the number of letters to insert, delete, replace, or swap with a neighbour.
+    """
     before, row = list[int](), list(range(len(second) + 1))
     for i, letter in enumerate(first, start=1):
         before, row, above = row, [i], before
@@ -145,7 +154,7 @@ def osa_distance(first: str, second: str) -> int:
 
 
 def misspelt(name: str, key: str, recipe: type[Recipe]) -> bool:
-    """Whether a name is a key with one typing error. A name that consists of known words means something else."""
+    """Return whether a name is a key with one typing error. It is not if it consists of known words only."""
     if abs(len(name) - len(key)) > 1 or re.findall(r"\d", name) != re.findall(r"\d", key):
         return False
     of_known_words = _known_words(recipe).issuperset(_words(name))
@@ -154,14 +163,17 @@ def misspelt(name: str, key: str, recipe: type[Recipe]) -> bool:
 
 @cache
 def _known_words(recipe: type[Recipe]) -> frozenset[str]:
-    """The words of all keys, ours and other trainers'."""
+    """Return the words of all keys of this program and of other trainers."""
     theirs = (*peer_names().same_value, *advice())
     names = (key.rpartition(".")[2] for key in (*all_keys(recipe), *theirs))
     return frozenset(word for name in names for word in _words(name))
 
 
 def _near(word: str, own: str) -> bool:
-    """Whether a word is a misspelling of another. Typing errors keep the first letter; other words often do not."""
+    """Return whether a word is a misspelling of ``own``.
+
+    Typing errors keep the first letter; other words often do not.
+    """
     return word == own or (word[:1] == own[:1] and _ratio(word, own) > ALIKE)
 
 

@@ -1,4 +1,4 @@
-"""The trigger word of a recipe, and its placeholder in captions and prompts."""
+"""The trigger word of a recipe, and the placeholder for it in captions and prompts."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from lora_rocm.recipe.schema import Recipe
 
 PLACEHOLDER = "[trigger]"
-"""The placeholder of ai-toolkit, which replaces it likewise."""
+"""The placeholder for the trigger word, as in ai-toolkit."""
 
 
 def with_trigger(text: str, trigger_word: str | None) -> str:
-    """The text with the trigger word in place of ``PLACEHOLDER``; unchanged if there is no trigger word."""
+    """Return the text with PLACEHOLDER replaced by the trigger word; unchanged if there is no trigger word."""
     word = (trigger_word or "").strip()
     return text.replace(PLACEHOLDER, word) if word else text
 
 
 def has_words(text: str, words: str) -> bool:
-    """Whether a text has these words as whole words, in any case, as for CLIP's tokenizers."""
+    """Return whether ``text`` contains ``words`` as whole words. Case is ignored, as by CLIP's tokenizers."""
     return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text, re.IGNORECASE) is not None
 
 
 def trigger_words(recipe: Recipe) -> list[str]:
-    """The different trigger words of the sources; none if the family reads none."""
+    """Return the distinct trigger words of the sources; empty if the family does not read trigger words."""
     if not recipe.spec.reads("data.trigger_word"):
         return []
     words = ((source.trigger_word or "").strip() for source in recipe.data.resolved_sources())
@@ -37,16 +37,21 @@ def trigger_words(recipe: Recipe) -> list[str]:
 
 
 def trigger_of_prompts(recipe: Recipe) -> str:
-    """The word for ``PLACEHOLDER`` in prompts; empty if there is none, or several."""
+    """Return the trigger word that replaces PLACEHOLDER in prompts; empty if the sources have none, or several."""
     words = trigger_words(recipe)
     return words[0] if len(words) == 1 else ""
 
 
 def filled_in(option: str, prompt: str, recipe: Recipe) -> str:
-    """A prompt with the trigger word of a recipe in place of ``PLACEHOLDER``.
+    """Return a prompt with PLACEHOLDER replaced by the recipe's trigger word.
+
+    Args:
+        option: the command-line option with the prompt, for the error.
+        prompt: the prompt.
+        recipe: the recipe with the trigger word.
 
     Raises:
-        UserError: trigger-unknown, the recipe has none, or several.
+        UserError: trigger-unknown: the recipe has no trigger word, or several.
     """
     word = trigger_of_prompts(recipe)
     if PLACEHOLDER in prompt and not word and recipe.spec.reads("data.trigger_word"):
@@ -56,7 +61,7 @@ def filled_in(option: str, prompt: str, recipe: Recipe) -> str:
 
 
 def with_prompts_filled_in(recipe: Recipe) -> Recipe:
-    """The recipe with the trigger word in place of ``PLACEHOLDER`` in all prompts of previews."""
+    """Return the recipe with PLACEHOLDER replaced by the trigger word in all prompts of the previews."""
     word, sample = trigger_of_prompts(recipe), recipe.sample
 
     def filled(prompt: Prompt) -> Prompt:
@@ -77,11 +82,11 @@ def with_prompts_filled_in(recipe: Recipe) -> Recipe:
 
 
 def trigger_notices(recipe: Recipe, where: Callable[[Key], str]) -> Iterator[str]:
-    """Notices about prompts without the trigger word, and about placeholders that cannot be replaced.
+    """Yield notices about prompts without the trigger word, and about placeholders that cannot be replaced.
 
     Args:
-        recipe: with its prompts filled in.
-        where: turns a key into "file.yaml:12 sample.prompts".
+        recipe: recipe in which the prompts are already filled in.
+        where: returns the file, line and name of a key, such as "file.yaml:12 sample.prompts".
     """
     words = trigger_words(recipe)
     if any(PLACEHOLDER in text for text in recipe.sample.texts) and recipe.spec.reads("data.trigger_word"):

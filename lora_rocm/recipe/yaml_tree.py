@@ -1,7 +1,7 @@
 """Parse YAML text into plain values with their line numbers.
 
-It uses ruamel's node tree, not its constructors. Whatever tags a file has, the result holds only strings, numbers,
-true/false, null, lists and mappings. One pass finds all problems of a file.
+The parser uses ruamel's node tree, not its constructors. Whatever tags a file has, the result has only strings,
+numbers, true/false, null, lists and mappings. All problems of a file are found in one pass.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
@@ -47,11 +47,11 @@ SYNTAX_FIXES = {
     "special characters": "Remove the character; it may be invisible in an editor.",
     "deeply": "Remove brackets or levels: no key of a recipe is that deep.",
 }
-"""Words of a syntax error -> remedy; the first match counts."""
+"""Words in a syntax error -> the fix to show. The first match is used."""
 
 
 class YamlSyntaxError(Exception):
-    """The text is not YAML. ``line`` and ``column`` count from 1; ``fix``: the remedy."""
+    """The text is not valid YAML. ``line`` and ``column`` start at 1; ``fix`` is the remedy."""
 
     def __init__(self, message: str, line: int, column: int) -> None:
         super().__init__(message)
@@ -60,19 +60,29 @@ class YamlSyntaxError(Exception):
         self.fix = next((fix for words, fix in SYNTAX_FIXES.items() if words in message), otherwise)
 
 
+class Span(NamedTuple):
+    """Place of a value in a file. line: from 1. column: from 0. width: number of characters on this line."""
+
+    line: int
+    column: int
+    width: int
+
+
 @dataclass
 class YamlTree:
     """A parsed document.
 
-    value: plain Python values.
-    lines: line (from 1) of every key and list item.
-    texts: the spelling in the file of each number, true, false or null: 007 for 7, yes for true.
-    problems: (key, line, what, fix).
+    value: the content as plain Python values.
+    lines: line number (from 1) of every key and list item.
+    texts: spelling in the file of each number, true, false or null, such as 007 for 7, or yes for true.
+    spans: place of the value of every key and list item.
+    problems: each problem as (key, line, what, fix).
     """
 
     value: Any = None
     lines: dict[Key, int] = field(default_factory=dict)
     texts: dict[Key, str] = field(default_factory=dict)
+    spans: dict[Key, Span] = field(default_factory=dict)
     problems: list[tuple[Key, int, str, str]] = field(default_factory=list)
 
     def place_problems(self, origin: str) -> list[Problem]:
@@ -80,7 +90,7 @@ class YamlTree:
 
 
 def dotted(key: Key) -> str:
-    """``("data", "sources", 0, "path")`` as users write it: ``data.sources[0].path``."""
+    """Return a key as users write it: ``("data", "sources", 0, "path")`` becomes ``data.sources[0].path``."""
     text = ""
     for part in key:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -88,7 +98,7 @@ def dotted(key: Key) -> str:
 
 
 def value_at(data: Any, key: Key, otherwise: Any = None) -> Any:
-    """The value of a key in data; ``otherwise`` where it is missing."""
+    """Return the value of a key in nested data, or ``otherwise`` if it is missing."""
     for part in key:
         try:
             data = data[part]
@@ -98,7 +108,7 @@ def value_at(data: Any, key: Key, otherwise: Any = None) -> Any:
 
 
 def parse_yaml(text: str) -> YamlTree:
-    """Parse one YAML document.
+    """Parse a text that is one YAML document.
 
     Raises:
         YamlSyntaxError: the text is not YAML, has several documents, or is nested too deeply.
@@ -126,7 +136,7 @@ def parse_yaml(text: str) -> YamlTree:
 
 
 def _refuse_deep_brackets(text: str) -> None:
-    """Refuse deep nesting of brackets. The library's scanner is quadratic in them: thousands take minutes."""
+    """Raise YamlSyntaxError if brackets are nested deeply. The library would take minutes for a thousand brackets."""
     depth = 0
     for bracket in BRACKET.finditer(text):
         depth += 1 if bracket[0] in "[{" else -1
@@ -145,7 +155,7 @@ def _syntax_message(text: str, error: MarkedYAMLError, line: int) -> str:
 
 
 class _NodeReader:
-    """Read each node once. An unusable value becomes None and a problem."""
+    """Reads each node once. An unusable value becomes None and is reported as a problem."""
 
     def __init__(self, tree: YamlTree) -> None:
         self.tree, self.count = tree, 0
@@ -162,6 +172,10 @@ class _NodeReader:
 
     def read(self, node: Node, key: Key) -> Any:
         self.counted(node, key)
+        begin, end = node.start_mark, node.end_mark
+        self.tree.spans[key] = Span(
+            begin.line + 1, begin.column, end.column - begin.column if end.line == begin.line else 0
+        )
         if isinstance(node, MappingNode):
             return self.read_mapping(node, key)
         if isinstance(node, SequenceNode):
@@ -203,7 +217,7 @@ class _NodeReader:
         except (ValueError, KeyError):
             if tag == STANDARD_TAG + "float":
                 named = "inf" in text.lower() or "nan" in text.lower()
-                fix = "Write a number in digits, or remove the key." if named else "Write a number that is smaller."
+                fix = "Write a number in digits, or remove the key." if named else "Write a smaller number."
                 self.problem(node, key, f"expected a finite number, got {text:.60}", fix)
             else:
                 self.problem(node, key, f"{text!a:.60} is not a usable value", "Quote text, and use no tag (!).")
@@ -211,12 +225,12 @@ class _NodeReader:
 
 
 def is_clean(text: Any) -> bool:
-    """Whether the value is a string without NUL and lone surrogates, fit for printing and file names."""
+    """Return whether the value is a string without NUL and lone surrogates, fit for printing and for file names."""
     return isinstance(text, str) and "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _scalar(tag: str, text: str) -> Any:
-    """The value of a scalar. Raises ValueError or KeyError for anything but a plain value."""
+    """Return the value of a scalar. Raise ValueError or KeyError if it is not a plain value."""
     match tag.removeprefix(STANDARD_TAG):
         case "str" | "timestamp":
             return text

@@ -22,7 +22,7 @@ from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.foundation.redact import private_of
 from lora_rocm.report.svg_plot import Series, line_plot
 
-TEMPLATE = "page.html.j2"
+TEMPLATE, CHART_TEMPLATE = "page.html.j2", "chart.html.j2"
 MAX_SIDE_PX = 512
 MAX_IMAGE_BYTES, MAX_PIXELS = 1 << 27, 1 << 26
 LOSSLESS_SIDE_PX = 256
@@ -134,6 +134,17 @@ def page(title: str, heading: str, intro: Sequence[Block], sections: Iterable[Re
         intro: blocks below the heading.
         sections: the boxes of the page; None entries are omitted.
     """
+    kept = [section for section in sections if section is not None]
+    return _rendered(TEMPLATE, title=title, heading=heading, intro=intro, sections=kept)
+
+
+def chart(caption: str, series: Sequence[Series], x_label: str) -> str:
+    """Return a plot with its own colours as a piece of HTML, for another program's page."""
+    return _rendered(CHART_TEMPLATE, caption=caption, svg=line_plot(series, x_label))
+
+
+def _rendered(template: str, **values: object) -> str:
+    """Fill in a template. Every text is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here, because few commands write a page
 
     private = private_of(os.environ, platform.node(), ())
@@ -153,8 +164,7 @@ def page(title: str, heading: str, intro: Sequence[Block], sections: Iterable[Re
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    kept = [section for section in sections if section is not None]
-    return environment.get_template(TEMPLATE).render(title=title, heading=heading, intro=intro, sections=kept)
+    return environment.get_template(template).render(**values)
 
 
 def section(title: str, *parts: Block | None) -> ReportBox | None:

@@ -34,7 +34,7 @@ def failure_text(event: FailureEvent) -> str:
     where = f"{event.phase} ({doing})" if doing else event.phase
     limit = f" ({event.limit_s:g} s are allowed)" if event.limit_s is not None else ""
     stacks = f"; its stacks are in {event.stacks}" if event.stacks else ""
-    done = "could not be ended" if event.code == "worker-unkillable" else "was ended"
+    done = "could not be ended" if event.code == "worker-unkillable" else "was killed"
     return (
         f"The training process was silent for {event.silent_s:.3g} s{limit} in the phase {where}, after step "
         f"{event.updates}, and {done}{stacks}"

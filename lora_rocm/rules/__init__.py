@@ -1,1 +1,1 @@
-"""Rules for a machine: environment variables, mitigations after failures, and their store."""
+"""Rules that set a machine's variables and settings, mitigations after failures, and the mitigations' store."""

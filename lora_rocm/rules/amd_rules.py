@@ -1,4 +1,4 @@
-"""Rules for AMD GPUs: ``amd_rules.toml``, and the names and values in it that depend on the machine."""
+"""Rules for AMD GPUs (``amd_rules.toml``), and functions for variable names and values that depend on the machine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 STRIX_HALO = "gfx1151"
 STRIX_HALO_OVERRIDE = "11.5.1"
 PRICE_OF_SAFE = (
-    "On RX 9000 this costs speed: products may take several times longer (batched fp16 on gfx1200: 7 TFLOP/s without "
-    "hipBLASLt, 54 with it; TheRock#7881). runtime.profile: fast uses it where the self-test passes, best on ROCm 10.1"
+    "On RX 9000 this costs speed: matrix products may take several times longer (batched fp16 on gfx1200: 7 TFLOP/s "
+    "without hipBLASLt, 54 with it; TheRock#7881). runtime.profile: fast uses it where the self-test passes, best on "
+    "ROCm 10.1"
 )
 
 
@@ -35,7 +36,10 @@ def _global_override(situation: Situation) -> str | None:
 
 
 def _node_override(situation: Situation) -> str | None:
-    """The per-node override, for an APU that the global one does not reach or that its node's value would hide."""
+    """Return the value of Strix Halo's per-node override variable, or None if the global variable is enough.
+
+    It is not enough if it does not reach the APU, or if the user set another value for the APU's node.
+    """
     gpu = _strix_halo(situation)
     if gpu is None or gpu.node is None:
         return None
@@ -49,7 +53,10 @@ def _node_override_name(situation: Situation) -> str | None:
 
 
 def _override(situation: Situation) -> str | None:
-    """The override variable of the chosen GPU: per node if there are others, which the global one would change too."""
+    """Return the name of the override variable for the selected GPU, or None if its node is unknown.
+
+    If there are several GPUs, the variable is per node, because the global one would affect all of them.
+    """
     if len(situation.facts.amd_gpus) == 1:
         return OVERRIDE
     return f"{OVERRIDE}_{situation.gpu.node}" if situation.gpu is not None and situation.gpu.node is not None else None
@@ -64,7 +71,10 @@ def _chosen_gpus(situation: Situation) -> str | None:
 
 
 def _miopen_folder(last: str) -> Callable[[Situation], str | None]:
-    """A folder per architecture and ROCm version, because MIOpen's results for one are wrong for another."""
+    """Return a function for the path of one of MIOpen's folders, ending in ``last``.
+
+    Each architecture and ROCm version has its own folder, because MIOpen's results for one are wrong for another.
+    """
 
     def planned(situation: Situation) -> str | None:
         gpu, torch = situation.gpu, situation.facts.torch
@@ -85,7 +95,7 @@ def _plain_where_images_differ(situation: Situation) -> str | None:
 
 
 def _cost_of_safe(situation: Situation) -> str:
-    """Evidence: the cost of not using hipBLASLt, if it is large."""
+    """Return a text about the cost of not using hipBLASLt on this GPU; empty if the cost is small."""
     gpu = situation.gpu
     arch = arch_of(gpu.gfx) if gpu is not None else None
     return f". {PRICE_OF_SAFE}" if arch is not None and arch.generation == "rdna4" else ""
@@ -101,7 +111,10 @@ FUNCTIONS = {
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """Variables that other programs set and lora-rocm deliberately does not; for the documentation."""
+    """Variables that other programs set and lora-rocm deliberately does not set.
+
+    They are listed in the documentation.
+    """
 
     variables: str
     why: str
@@ -110,7 +123,7 @@ class LeftAlone:
 
 @dataclass(frozen=True)
 class AmdTable:
-    """The file."""
+    """Contents of ``amd_rules.toml``."""
 
     rule: tuple[MachineRule, ...]
     left_alone: tuple[LeftAlone, ...]
@@ -118,10 +131,10 @@ class AmdTable:
 
 @cache
 def amd_table() -> AmdTable:
-    """The rules for AMD GPUs. See ``read_table`` for errors."""
+    """Return the contents of ``amd_rules.toml``. Errors are as in ``read_table``."""
     return read_table(Path(__file__).with_name("amd_rules.toml"), AmdTable, FUNCTIONS)
 
 
 def override_rules() -> tuple[MachineRule, ...]:
-    """The rules that give a GPU the kernels of a related architecture."""
+    """Return the rules that make a GPU use the kernels of a related architecture."""
     return tuple(rule for rule in amd_table().rule if rule.id.startswith("override-"))

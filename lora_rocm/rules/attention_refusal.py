@@ -1,6 +1,6 @@
-"""Refuses to train with a torch if its attention library has GPU images of another version.
+"""Refuses training if torch's attention library and its GPU images have different versions.
 
-Other processes (samples, encoders of a measurement) get plain attention by the rule "attention-misfit".
+In other processes that load torch, the rule "attention-misfit" selects plain attention.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from lora_rocm.rules.rule import Situation
 
 
 def require_fitting_attention(situation: Situation) -> None:
-    """Check the files of torch's attention library, if training on this GPU may use it.
+    """Check that torch's attention library and its GPU images match, if training on this GPU may use them.
 
     Raises:
-        MachineError: the library and its images are of different versions.
+        MachineError: the library and its images have different versions.
     """
     gpu, recipe, torch = situation.gpu, situation.recipe, situation.facts.torch
     plain = recipe is not None and (recipe.runtime.device == "cpu" or recipe.runtime.attention == "math")
@@ -25,8 +25,8 @@ def require_fitting_attention(situation: Situation) -> None:
     install = installer(situation.facts.system == "windows", repair=True)
     raise MachineError(
         "attention-images-differ",
-        f"The installed torch {torch.version} cannot be used: its attention library is AOTriton {misfit.library}, and "
-        f"the GPU images of that library are of {misfit.images}. Attention would silently give zeros.",
+        f"The installed torch {torch.version} cannot be used: its attention library is AOTriton {misfit.library}, but "
+        f"its precompiled GPU kernels are from AOTriton {misfit.images}. Attention would silently return zeros.",
         where=misfit.where,
         fix=f"Install another torch: {install} (lora-rocm doctor has the command for pip). Until then, plain attention "
         "is correct, but slower and takes more memory: --set runtime.attention=math",

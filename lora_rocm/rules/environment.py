@@ -1,9 +1,9 @@
-"""Plans the environment of the heavy processes from the machine and the recipe: a pure function over a table.
+"""Plans the environment of processes that load torch, from the machine and the recipe, by a table of rules.
 
-Variables have to exist before a process starts, because a GPU runtime copies the environment once and Python reads
-some variables at its start. That is why the parent plans them; ``supervisor.worker_process`` starts the worker with
-them. A value that the user exported wins, unless the rule overrides it (``MachineRule.over_user``); if it is known to
-harm, the user is warned.
+Variables must be set before a process starts, because a GPU runtime copies the environment once and Python reads some
+variables at its start. The parent therefore plans them, and ``supervisor.worker_process`` starts the worker with them.
+A value that the user exported takes precedence, unless the rule overrides it (``MachineRule.over_user``). If the user's
+value is known to harm, there is a warning.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PACKAGES = (
 
 @cache
 def rules() -> tuple[MachineRule, ...]:
-    """All rules, in the order in which they apply."""
+    """Return all rules in the order in which they apply; a later rule replaces an earlier one for the same variable."""
     first = general_rules() + amd_table().rule + memory_table().rule + verdict_rules()
     return first + tuned_rules() + change_rules()  # a trial checks each kernel itself; changes after failures win
 
@@ -56,8 +56,8 @@ def rules() -> tuple[MachineRule, ...]:
 class EnvRow:
     """One planned variable or setting.
 
-    from_user: the user's value stays; ``planned`` is the rule's value if it differs.
-    replaced: the previous value if it does not stay.
+    from_user: whether the user's value is used. If so, ``planned`` is the rule's value, unless both are equal.
+    replaced: the user's value that the rule replaced, if any.
     """
 
     rule: str
@@ -73,7 +73,7 @@ class EnvRow:
 
 @dataclass(frozen=True)
 class Warned:
-    """A harmful variable of the user; the remedy is to unset it."""
+    """A variable that the user set to a harmful value. The remedy is to unset it."""
 
     rule: str
     variable: str
@@ -85,7 +85,7 @@ class Warned:
 
 @dataclass(frozen=True)
 class EnvPlan:
-    """The planned variables and settings of a heavy process, in addition to its inherited environment.
+    """Variables and settings planned for a process that loads torch, in addition to the environment that it inherits.
 
     stack: key of the software stack and the GPU; empty if there is none.
     """
@@ -96,7 +96,7 @@ class EnvPlan:
 
     @property
     def settings(self) -> Settings:
-        """The settings of the rows with ``setting:``."""
+        """Settings of the rows with a variable that starts with "setting:"."""
         chosen = {row.variable.removeprefix(SETTING): json.loads(row.value) for row in self.setting_rows}
         return Settings(**chosen)
 
@@ -109,13 +109,13 @@ class EnvPlan:
         return tuple(row for row in self.rows if not row.variable.startswith(SETTING))
 
     def applied_to(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The complete environment of a child."""
+        """Return the complete environment of a child process: ``environ`` with the planned variables."""
         planned = {row.variable: row.value for row in self.variables}
         return {**environ, **planned, VARIABLE: self.settings.to_text(), STACK: self.stack}
 
 
 def plan(situation: Situation) -> EnvPlan:
-    """Plan the environment for one start of a heavy process on this machine."""
+    """Plan the environment for one start of a process that loads torch on this machine."""
     planned: dict[str, EnvRow] = {}  # the last rule for a variable wins; rules of the self-test come late
     for rule in rules():
         found = rule.planned(situation)
@@ -145,7 +145,10 @@ def _row(rule: MachineRule, variable: str, value: str, situation: Situation) -> 
 
 
 def environment_json(env_plan: EnvPlan, facts: HostFacts) -> dict[str, Any]:
-    """The record of a run's environment: versions, machine, planned variables (no others, they may be secret)."""
+    """Return the record of a run's environment: versions, machine, and planned variables.
+
+    Other variables are omitted, because they may be secret.
+    """
     versions = versions_of(PACKAGES)
     return {
         "lora_rocm": __version__,

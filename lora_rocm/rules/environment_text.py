@@ -1,4 +1,4 @@
-"""The plan of environment variables as text: as a table, and as the lines of a shell."""
+"""The plan of environment variables as text, either as a table or as commands for a shell."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from lora_rocm.rules.this_machine import RECORDED_APP_DIR
 
 # A PowerShell string ends at any of these.
 POWERSHELL_QUOTES = "'\u2018\u2019\u201a\u201b"
-UNKNOWN_GPU = "This GPU is not in the table of architectures: the plan is the safe one."
+UNKNOWN_GPU = "This GPU is not in the table of architectures, so the plan has only safe settings."
 
 
 def described(situation: Situation, env_plan: EnvPlan, shell: str | None, *, explain: bool) -> str:
-    """Return a plan in words or commands, without a final line end."""
+    """Return a plan as a table, or as commands if ``shell`` is given, without a final line end.
+
+    explain: whether to add the reason and source of each row.
+    """
     lines = _table(situation, env_plan, explain) if shell is None else _commands(situation, env_plan, shell, explain)
     return "\n".join(lines)
 
@@ -34,7 +37,7 @@ def _table(situation: Situation, env_plan: EnvPlan, explain: bool) -> Iterator[s
             if explain:
                 yield from (f"      {printable(line)}" for line in _reasons(row))
     if env_plan.warnings:
-        yield "\nSet by you, kept, and known to harm (unset it)"
+        yield "\nHarmful values that you set (they are kept: unset them)"
     for warning in env_plan.warnings:
         yield f"  {warning.level}: {warning.variable}={printable(warning.value)}\n      {warning.what}"
         if explain:
@@ -64,7 +67,9 @@ def _machine(situation: Situation) -> Iterator[str]:
     if gpu is not None:
         refused = situation.profile == "fast" and not is_fast(situation)
         profile = "fast" if is_fast(situation) else "safe"
-        yield f"Profile: {profile}" + (" (the self-test has not cleared fast on this software)" if refused else "")
+        yield f"Profile: {profile}" + (
+            " (the self-test has not cleared the profile fast on this software)" if refused else ""
+        )
 
 
 def _name(row: EnvRow) -> str:
@@ -72,7 +77,7 @@ def _name(row: EnvRow) -> str:
 
 
 def _value(row: EnvRow) -> str:
-    """Return the row's value; JSON quotes of a setting are removed."""
+    """Return the value of a row, without the JSON quotes of a setting."""
     return row.value.strip('"') if row.variable.startswith(SETTING) else printable(row.value)
 
 
@@ -94,7 +99,7 @@ def _commands(situation: Situation, env_plan: EnvPlan, shell: str, explain: bool
     is_recorded = situation.app_dir in RECORDED_APP_DIR.values()
     if is_recorded and any(row.value.startswith(situation.app_dir) for row in env_plan.variables):
         folder = _for_comment(situation.app_dir, shell)
-        yield f"{comment}{folder} stands for a folder on the machine described: write it out"
+        yield f"{comment}replace {folder} by the actual folder on the described machine"
     if explain:
         yield from (comment + _for_comment(line, shell) for line in _machine(situation))
     for row in env_plan.variables:
@@ -109,7 +114,7 @@ def _commands(situation: Situation, env_plan: EnvPlan, shell: str, explain: bool
 
 
 def _for_comment(line: str, shell: str) -> str:
-    """Return one line that the shell reads only as a comment; cmd expands variables even in comments."""
+    """Return the text as one line that is safe in a comment, because cmd expands variables even in comments."""
     flat = printable(" ".join(line.split()))
     return flat.replace("%", "%%") if shell == "cmd" else flat
 
@@ -125,9 +130,12 @@ def _powershell(name: str, value: str) -> str:
 
 
 def _cmd(name: str, value: str) -> str:
-    """Return a line of a batch file: percent signs are doubled, and special characters outside quotes are escaped."""
+    """Return the line of a batch file that sets a variable.
+
+    Percent signs are doubled, and special characters outside quotes are escaped.
+    """
     if "\n" in value or "\r" in value:
-        return f"rem {name}: cmd cannot hold a value of several lines"
+        return f"rem {name}: cmd cannot set a value with several lines"
     quoted, inside = [], True
     for letter in value:
         inside = inside != (letter == '"')
@@ -141,4 +149,4 @@ SHELLS: dict[str, tuple[Callable[[str, str], str], str]] = {
     "cmd": (_cmd, "rem "),
     "powershell": (_powershell, "# "),
 }
-"""Shell -> (command that sets a variable, start of a comment)."""
+"""For each shell, the function that returns the command to set a variable, and the start of a comment."""

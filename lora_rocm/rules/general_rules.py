@@ -1,4 +1,4 @@
-"""Rules for every machine: ``general_rules.toml``, and the values in it that depend on machine or recipe."""
+"""Rules for every machine (``general_rules.toml``), and functions for values that depend on the machine or recipe."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ FUNCTIONS = by_name(_workspace_if_deterministic, _threads_of_recipe, _inductor_f
 
 @cache
 def general_rules() -> tuple[MachineRule, ...]:
-    """The rules for every machine. See ``read_rows`` for errors."""
+    """Return the rules for every machine. Errors are as in ``read_rows``."""
     return read_rows(Path(__file__).with_name("general_rules.toml"), MachineRule, FUNCTIONS)

@@ -1,4 +1,4 @@
-"""Harmful values of the user's variables: ``harmful_values.toml``, and its tests of value and situation."""
+"""Harmful values of the user's variables (``harmful_values.toml``), and the functions that detect them."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ LEGAL: dict[str, Callable[[str], bool]] = {
 
 
 def is_on(value: str, situation: Situation) -> bool:
-    """Whether a switch is on."""
+    """Whether the value turns a switch on."""
     return value.strip().lower() not in ("", "0", "false", "off", "no")
 
 
 def is_off(value: str, situation: Situation) -> bool:
-    """Whether a switch is off."""
+    """Whether the value turns a switch off."""
     return not is_on(value, situation)
 
 
 def is_set(value: str, situation: Situation) -> bool:
-    """True for any value."""
+    """Return True for every value."""
     return True
 
 
 def at_least(limit: int) -> Test:
-    """A test whether the value is a number of at least ``limit``."""
+    """Return a function that tests whether the value is a number of at least ``limit``."""
     return lambda value, situation: value.strip().isdecimal() and int(value) >= limit
 
 
 def _numbers(value: str) -> Numbers | None:
-    """Major, minor and stepping of an override as libhsakmt parses it; None if it refuses the value."""
+    """Return major, minor and stepping of an override as libhsakmt parses it; None if libhsakmt rejects the value."""
     found = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", value)
     numbers = tuple(int(part) for part in found.groups()) if found else ()
     return numbers if numbers and numbers[0] <= 63 and max(numbers[1:]) <= 255 else None
@@ -61,7 +61,10 @@ def _own_numbers(gpu: Gpu) -> Numbers | None:
 
 
 def _overridden(value: str, situation: Situation) -> list[Gpu]:
-    """The GPUs of this run that ``value`` applies to, except Strix Halo, which the owner's rules handle."""
+    """Return the GPUs of this run that this override value applies to.
+
+    Strix Halo is excluded, because rules with an id that starts with "owner-" handle its override.
+    """
     environ = situation.environ
     reached = visible(situation.facts, environ) if situation.selection.by_user else None
     gpus = reached or ([situation.gpu] if situation.gpu else [])
@@ -70,19 +73,19 @@ def _overridden(value: str, situation: Situation) -> list[Gpu]:
 
 
 def malformed_override(value: str, situation: Situation) -> bool:
-    """Whether libhsakmt refuses the value."""
+    """Whether libhsakmt rejects the override value, and it applies to a GPU of this run."""
     return _numbers(value) is None and bool(_overridden(value, situation))
 
 
 def other_generation(value: str, situation: Situation) -> bool:
-    """Whether the value turns a GPU of this run into one of another major version."""
+    """Whether the override makes a GPU of this run pass for one with another major version."""
     theirs = _numbers(value)
     own = [_own_numbers(gpu) for gpu in _overridden(value, situation)]
     return theirs is not None and any(numbers is not None and numbers[0] != theirs[0] for numbers in own)
 
 
 def other_card(value: str, situation: Situation) -> bool:
-    """Whether the value turns a GPU of this run into another of its generation without a known need."""
+    """Whether the override makes a GPU of this run pass for another GPU of its generation without a known need."""
     theirs = _numbers(value)
     if theirs is None or other_generation(value, situation):
         return False
@@ -93,7 +96,10 @@ def other_card(value: str, situation: Situation) -> bool:
 
 
 def _works(value: str, gpu: Gpu, situation: Situation) -> bool:
-    """Whether the value is the planned one, or a known working one if torch's architectures are unknown."""
+    """Whether an override value is harmless for this GPU.
+
+    It is if the plan sets the same value, or if torch may lack kernels for the GPU and the value is known to help.
+    """
     planned = [found[1] for rule in override_rules() if (found := rule.planned(situation)) is not None]
     torch, arch = situation.facts.torch, arch_of(gpu.gfx)
     lacking = has_kernels(torch.arch_list if torch else None, gpu.gfx) is not True
@@ -101,7 +107,7 @@ def _works(value: str, gpu: Gpu, situation: Situation) -> bool:
 
 
 def _options(value: str) -> dict[str, str] | None:
-    """The options of an allocator variable; None if torch refuses the value."""
+    """Return the options in an allocator variable, or None if torch rejects the value."""
     if value.strip() and not re.fullmatch(f"{OPTION}(,{OPTION})*,?", value):
         return None
     return {name: text.strip() for name, text in re.findall(OPTION, value)}
@@ -112,7 +118,10 @@ def _counts(value: str, situation: Situation) -> bool:
 
 
 def expandable(with_split: bool) -> Test:
-    """A test whether expandable_segments is on, with or without max_split_size_mb."""
+    """Return a function that tests whether expandable_segments is on.
+
+    with_split: whether max_split_size_mb must be set as well; if False, it must not be set.
+    """
 
     def harmful(value: str, situation: Situation) -> bool:
         options = _options(value) or {}
@@ -128,13 +137,13 @@ def expandable_at_all(value: str, situation: Situation) -> bool:
 
 
 def registers_host_memory(value: str, situation: Situation) -> bool:
-    """Whether pinned memory is ordinary memory that is registered afterwards."""
+    """Whether pinned memory is allocated as ordinary memory and then registered."""
     asked = (_options(value) or {}).get("pinned_use_cuda_host_register", "")
     return asked.lower() == "true" and _counts(value, situation)
 
 
 def bad_options(value: str, situation: Situation) -> bool:
-    """Whether torch refuses the value."""
+    """Whether torch rejects the value of this allocator variable."""
     options = _options(value)
     if not _counts(value, situation):
         return False
@@ -142,19 +151,22 @@ def bad_options(value: str, situation: Situation) -> bool:
 
 
 def hidden_by(*others: str) -> Test:
-    """A test whether one of ``others`` is set too and read instead."""
+    """Return a function that tests whether one of ``others`` is also set.
+
+    torch then reads the other variable and ignores this one.
+    """
     return lambda value, situation: any(name in situation.environ for name in others)
 
 
 def hides_all(value: str, situation: Situation) -> bool:
-    """Whether no AMD GPU is left."""
+    """Whether the user's variables hide every AMD GPU."""
     return situation.selection.by_user and situation.gpu is None and bool(situation.facts.amd_gpus)
 
 
 def chooses_apu(value: str, situation: Situation) -> bool:
-    """Whether an APU is chosen although there is a discrete GPU.
+    """Whether the user's variables select an APU although there is a discrete GPU.
 
-    Strix Halo is excluded: it has more memory than most cards.
+    Strix Halo does not count, because it has more memory than most discrete GPUs.
     """
     gpu, cards = situation.gpu, [gpu for gpu in situation.facts.amd_gpus if gpu.integrated is False]
     is_small = gpu is not None and gpu.integrated is True and gpu.gfx != STRIX_HALO
@@ -162,7 +174,7 @@ def chooses_apu(value: str, situation: Situation) -> bool:
 
 
 def longer_than_rocr(value: str, situation: Situation) -> bool:
-    """Whether HIP's list is longer than ROCr's."""
+    """Whether HIP's list of GPUs is longer than ROCr's."""
     rocr = situation.environ.get(ROCR)
     return rocr is not None and len(value.split(",")) > len(rocr.split(","))
 
@@ -173,14 +185,14 @@ def empty(value: str, situation: Situation) -> bool:
 
 
 def shadows_wheel(value: str, situation: Situation) -> bool:
-    """Whether the path has ROCm libraries that compete with torch's own."""
+    """Whether the path contains ROCm libraries that may be loaded in place of torch's own."""
     torch = situation.facts.torch
     has_rocm = torch is not None and torch.hip is not None
     return has_rocm and any(folder.startswith("/opt/rocm") for folder in value.split(":"))
 
 
 def is_temporary(value: str, situation: Situation) -> bool:
-    """Whether the folder is emptied regularly."""
+    """Whether the folder is one that the system empties regularly."""
     return value.startswith(("/tmp", "/var/tmp", "/dev/shm")) or "\\temp\\" in value.lower()
 
 
@@ -201,5 +213,5 @@ TESTS = {
 
 @cache
 def harms() -> tuple[Harm, ...]:
-    """The harmful values. See ``read_rows`` for errors."""
+    """Return the table of harmful values. Errors are as in ``read_rows``."""
     return read_rows(Path(__file__).with_name("harmful_values.toml"), Harm, TESTS)

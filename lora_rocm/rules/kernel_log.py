@@ -1,4 +1,4 @@
-"""Interprets lines of the kernel log about the GPU (``kernel_log.toml``), and reads those since a moment."""
+"""Interprets lines of the kernel log about the GPU (``kernel_log.toml``), and reads the lines since a point in time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lora_rocm.rules.rule import Level
 
 @dataclass(frozen=True)
 class LogPattern:
-    """A pattern of log lines with its meaning and remedy. A line counts for the first pattern that it matches.
+    """A pattern of log lines, with its meaning and remedy. A line belongs to the first pattern that it matches.
 
-    on_strix_halo: one more line of the remedy on that GPU; empty if there is none.
+    on_strix_halo: additional line of the remedy on that GPU; empty if there is none.
     """
 
     id: str
@@ -34,18 +34,21 @@ class LogPattern:
 
 @cache
 def patterns() -> tuple[LogPattern, ...]:
-    """The patterns, in the order in which they are tried. See ``read_rows`` for errors."""
+    """Return the patterns in the order in which they are tried. Errors are as in ``read_rows``."""
     return read_rows(Path(__file__).with_name("kernel_log.toml"), LogPattern)
 
 
 def pattern_of(line: str) -> LogPattern | None:
-    """The first pattern that a line of the kernel log matches; None if the line is harmless."""
+    """Return the first pattern that a line of the kernel log matches, or None if the line is harmless."""
     return next((pattern for pattern in patterns() if re.search(pattern.regex, line, re.IGNORECASE)), None)
 
 
 FAULT, HANG = "log-page-fault", "log-hang"
 KILLED = re.compile(r"out of memory: Killed process (\d+)", re.IGNORECASE)
-"""Also matches kills of a memory cgroup (mm/oom_kill.c)."""
+"""Pattern of the log line about a process that was killed because memory ran out.
+
+It also matches a kill by a memory cgroup (mm/oom_kill.c).
+"""
 STAMP = re.compile(r"\[ *(\d+\.\d+)\] ")
 TOOL_TIMEOUT_S = 10.0
 MAX_LINES, MAX_LETTERS = 20, 300
@@ -55,7 +58,7 @@ Run = Callable[[Sequence[str], float], str]
 
 @dataclass(frozen=True)
 class ClockReading:
-    """A point in time on the wall clock and on the clock of the kernel's line stamps."""
+    """A point in time, on the wall clock and on the clock of the kernel log's time stamps, both in seconds."""
 
     wall_s: float
     kernel_s: float
@@ -66,9 +69,9 @@ class ClockReading:
 
 
 def lines_since(moment: ClockReading, run: Run = run_tool, system: str = sys.platform) -> tuple[str, ...]:
-    """The newest relevant lines since then; empty if there are none or this user may not read them.
+    """Return the newest relevant lines of the kernel log since ``moment``, or () if none can be read.
 
-    It runs a tool, which takes a moment.
+    The function runs a tool, which takes a moment.
     """
     if system != "linux":
         return ()
@@ -86,11 +89,11 @@ def _stamp(line: str) -> float:
 
 
 def device_fault(lines: Sequence[str]) -> bool:
-    """Whether the GPU reported a fault or was reset, unless its copy engine failed."""
+    """Whether these lines report a GPU fault or reset, except a reset after a failure of the copy engine."""
     met = {pattern.id for line in lines if (pattern := pattern_of(line)) is not None}
     return FAULT in met or (HANG in met and "log-sdma" not in met)
 
 
 def killed_for_memory(lines: Sequence[str], pid: int) -> bool:
-    """Whether the kernel killed this process because memory ran out."""
+    """Whether these lines show that the kernel killed this process because memory ran out."""
     return any((found := KILLED.search(line)) and int(found.group(1)) == pid for line in lines)

@@ -1,4 +1,4 @@
-"""Settings about memory: the allocator's limit, and how mapped files are copied to the device."""
+"""Rules about memory: the allocator's limit, and the copying of memory-mapped files to the device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from lora_rocm.hardware.memory_budget import GIB, MemoryBudget, Reserves, budget
 from lora_rocm.rules.rule import MachineRule, Situation
 
 MIN_LIMIT_BYTES = GIB
-"""No limit is lower: the GPU's libraries would not even start, and the error would be misleading."""
+"""Smallest value of the allocator's limit.
+
+Below it, not even the GPU's libraries start, and the error is misleading.
+"""
 
 
 def budget_of(facts: HostFacts, gpu: Gpu | None) -> MemoryBudget | None:
-    """The memory budget of a GPU of this machine; None if there is none, or its memory could not be read."""
+    """Return the memory budget of a GPU of this machine, or None if there is no GPU or its memory could not be read."""
     return budget(facts, gpu, memory_table().reserves) if gpu is not None else None
 
 
@@ -45,7 +48,7 @@ FUNCTIONS = by_name(_memory_limit, _kept_free, _libraries)
 
 @dataclass(frozen=True)
 class MemoryTable:
-    """The file."""
+    """Contents of ``memory_rules.toml``."""
 
     reserves: Reserves
     rule: tuple[MachineRule, ...]
@@ -53,5 +56,5 @@ class MemoryTable:
 
 @cache
 def memory_table() -> MemoryTable:
-    """The table. See ``read_table`` for errors."""
+    """Return the contents of ``memory_rules.toml``. Errors are as in ``read_table``."""
     return read_table(Path(__file__).with_name("memory_rules.toml"), MemoryTable, FUNCTIONS)

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Workload:
-    """The properties of a run that decide its memory use. ``id``: short and stable; ``text``: for people."""
+    """The properties of a run that determine its memory use.
+
+    id: short, stable identifier.
+    text: description for the user.
+    """
 
     id: str
     text: str
@@ -17,10 +21,10 @@ class Workload:
 class Kept:
     """A stored mitigation.
 
-    change: its id.
-    seen: the failure that it answers (``mitigations.Seen``).
-    when: day of the failure (ISO).
-    workload: the runs that it is for; None: all.
+    change: id of the mitigation.
+    seen: kind of failure that made it necessary (``mitigations.Seen``).
+    when: day of the failure, in ISO format.
+    workload: runs for which it is stored, or None for all runs.
     """
 
     change: str
@@ -31,7 +35,10 @@ class Kept:
 
 @dataclass(frozen=True)
 class Remembered:
-    """The stored mitigations of a software stack. ``damaged``: the file cannot be read and counts as empty."""
+    """The stored mitigations of a software stack.
+
+    damaged: whether the file cannot be read. If so, there are no entries.
+    """
 
     entries: tuple[Kept, ...] = ()
     damaged: bool = False

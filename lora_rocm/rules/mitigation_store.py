@@ -1,8 +1,9 @@
-"""Stores the mitigations that past runs on this machine needed, until the software changes or the user forgets them.
+"""Stores the mitigations that past runs on this machine needed, until the software changes or the user deletes them.
 
-There is one small JSON file per machine and software stack in the program's folder. Mitigations for runs of one size
-(``Change.size``) count for such runs only. Training does not depend on the store: if the folder cannot be written, the
-next run learns again; if two runs write at once, one of them may have to. Standard library only.
+Each machine and software stack has one small JSON file in the program's folder. A mitigation for runs of one size
+(``Change.size``) is used for these runs only. Training does not depend on the store. If the folder cannot be written,
+or if another run writes at the same time, a mitigation may be lost, and the next run finds it again. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -36,24 +37,30 @@ FORGET = "lora-rocm forget"
 
 
 def key_of(facts: HostFacts, selection: Selection) -> str:
-    """The key of the machine and its software; without a GPU that torch can use, of its torch alone."""
+    """Return a key that identifies the machine and its software.
+
+    If torch can use no GPU, it identifies only the torch version.
+    """
     torch = facts.torch.version if facts.torch is not None else "none"
     return (stack_of(facts, selection) or SoftwareAndGpu(torch, "cpu", "", "")).key
 
 
 def path_of(folder: Path, key: str) -> Path:
-    """The file of a stack's mitigations."""
+    """Return the path of the file with a stack's mitigations."""
     return folder / f"{PREFIX}{key}.json"
 
 
 def workload_of(recipe: Recipe, size: Size) -> Workload:
-    """The workload of a recipe's training or previews. Values at their default add no word to the text."""
+    """Return the workload of a recipe's training or previews.
+
+    Its text mentions few of the values that are at their default.
+    """
     text = ", ".join(_words_of_training(recipe) if size == "training" else _words_of_previews(recipe))
     return Workload(hashlib.sha256(text.encode("utf-8")).hexdigest()[:16], text)
 
 
 def workloads_of(recipe: Recipe | None) -> frozenset[str]:
-    """The ``Workload.id`` of the recipe's training and previews; empty without a recipe."""
+    """Return the ids of the recipe's workloads, training and previews; empty without a recipe."""
     return frozenset(workload_of(recipe, size).id for size in get_args(Size)) if recipe is not None else frozenset()
 
 
@@ -103,14 +110,15 @@ def _words_of_training(recipe: Recipe) -> list[str]:
 
 
 def recall(folder: Path, key: str) -> Remembered:
-    """All stored mitigations of a stack, for runs of any size."""
+    """Return all stored mitigations of a stack, for runs of any size."""
     return _read(path_of(folder, key))
 
 
 def in_force(remembered: Remembered, workloads: Collection[str]) -> tuple[str, ...]:
-    """Names for ``Situation.changes``: mitigations for all runs and for these workloads (``workloads_of``).
+    """Return the ids of the stored mitigations that apply to a run, for ``Situation.changes``.
 
-    Names unknown to this version are omitted.
+    These are the mitigations for all runs, and the ones for these workloads (``workloads_of``). Ids that this version
+    does not know are omitted.
     """
     entries = remembered.entries
     return known(entry.change for entry in entries if entry.workload is None or entry.workload.id in workloads)
@@ -124,14 +132,14 @@ def _to_stderr(text: str) -> None:
 def keep(
     situation: Situation, change_ids: Sequence[str], seen: str, notify: Callable[[str], None] = _to_stderr
 ) -> None:
-    """Store mitigations for the next runs on this machine, all in one write or none.
+    """Store mitigations for the next runs on this machine, all in one write.
 
     A repeatable mitigation is stored as often as it is in ``situation.changes``, however often this function is called.
-    One for runs of a size is stored only if the situation has a recipe. If the file cannot be written, ``notify`` gets
-    a message and the run continues.
+    A mitigation for runs of one size is stored only if the situation has a recipe. If the file cannot be written,
+    ``notify`` is called with a message and the run continues.
 
     Raises:
-        KeyError: there is no such mitigation.
+        KeyError: there is no mitigation with this id.
     """
     path = path_of(Path(situation.app_dir), key_of(situation.facts, situation.selection))
     old = _read(path)
@@ -147,16 +155,16 @@ def keep(
     if len(entries) == len(old.entries):
         return
     if old.damaged:
-        notify(f"The record of this machine's failures cannot be read, and a new one is started: {path}")
+        notify(f"The record of this machine's failures cannot be read, so a new one is started: {path}")
     try:
         text = json.dumps({"format": FORMAT, "entries": [asdict(entry) for entry in entries]}, indent=1)
         write_atomic(path, text.encode("utf-8"), read_back=False)
     except StorageError as error:
-        notify(f"The next run will have to learn this again, because it cannot be saved: {path}\n  {error.what}")
+        notify(f"A mitigation cannot be saved, so the next run has to find it again: {path}\n  {error.what}")
 
 
 def forget(folder: Path) -> list[tuple[Path, tuple[Kept, ...]]]:
-    """Delete the stored mitigations of every stack; return (file, its entries). A damaged file has no entries.
+    """Delete the stored mitigations of every stack; return each file with its entries. A damaged file has no entries.
 
     Raises:
         StorageError: a file cannot be deleted.
@@ -173,7 +181,7 @@ def forget(folder: Path) -> list[tuple[Path, tuple[Kept, ...]]]:
 
 
 def described(entries: Iterable[Kept]) -> list[str]:
-    """Entries as text: each mitigation once per workload, with its first day and the failures that it answers."""
+    """Return the entries as text: each mitigation once per workload, with its first day and the kinds of failure."""
     groups: dict[tuple[str, Workload | None], list[Kept]] = {}
     for entry in entries:
         groups.setdefault((entry.change, entry.workload), []).append(entry)
@@ -181,7 +189,7 @@ def described(entries: Iterable[Kept]) -> list[str]:
 
 
 def _described(change: str, workload: Workload | None, same: list[Kept]) -> str:
-    what = changes_by_id()[change].text if change in changes_by_id() else "a change of another version of this program"
+    what = changes_by_id()[change].text if change in changes_by_id() else "a mitigation of another version of lora-rocm"
     times = f", {len(same)} times" if len(same) > 1 else ""
     because = ", ".join(dict.fromkeys(entry.seen for entry in same))
     runs = f"; for runs of this size: {workload.text}" if workload is not None else ""
@@ -189,16 +197,16 @@ def _described(change: str, workload: Workload | None, same: list[Kept]) -> str:
 
 
 def notices(situation: Situation) -> list[str]:
-    """Messages for the start of a run: the stored mitigations in force, each once."""
+    """Return messages for the start of a run: each stored mitigation that the run uses, once."""
     remembered = situation.remembered
     if remembered is None:
         return []
     workloads = workloads_of(situation.recipe)
     mine = [entry for entry in remembered.entries if entry.workload is None or entry.workload.id in workloads]
     known = [entry for entry in mine if entry.change in situation.changes and entry.change in changes_by_id()]
-    texts = [f"Remembered from a run before, {text}" for text in described(known)]
+    texts = [f"Mitigation from an earlier run: {text}" for text in described(known)]
     if texts:
-        texts.append(f"To try again without: {FORGET}")
+        texts.append(f"To run without stored mitigations: {FORGET}")
     if remembered.damaged:
         texts.append(f"The record of this machine's failures cannot be read and is ignored ({FORGET} deletes it).")
     return texts
@@ -220,7 +228,7 @@ def _entry(value: dict[str, Any]) -> Kept:
     """Parse one entry of the file.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not an entry.
+        KeyError, TypeError, ValueError: the value is not a valid entry.
     """
     workload = value["workload"]
     size = Workload(**workload) if workload is not None else None

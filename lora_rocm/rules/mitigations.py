@@ -1,8 +1,8 @@
-"""Mitigations: the changes that are made at the next start because of a failure in a run.
+"""Mitigations: changes of variables and settings that are made at the next start after a failure in a run.
 
-The table is ``mitigations.toml``; the functions that it names are here. A mitigation is a set of rules like all others:
-``environment.plan`` applies those in ``Situation.changes``, so ``lora-rocm env --explain`` shows them. The user's own
-values win here too: a mitigation that would alter nothing is skipped.
+The table is ``mitigations.toml``; this module has the functions that it names. Each mitigation is a set of ordinary
+rules. ``environment.plan`` applies the mitigations in ``Situation.changes``, so ``lora-rocm env --explain`` shows them.
+The user's own values take precedence here, too: a mitigation that would have no effect is skipped.
 """
 
 from __future__ import annotations
@@ -29,24 +29,29 @@ Seen = Literal[
 ]  # fmt: skip
 """Kinds of failure.
 
-loader-hang: waiting for the next batch.
-hang: anywhere else.
-corruption: data or weights did not arrive as sent, or changed since. A non-finite weight or moment counts too, because
-no update makes one.
-sum: the sum of several GPUs' gradients was wrong.
-graph: a captured graph computes wrong results.
-illegal-access: the device reported a fault, or was lost.
-died: the process ended without an error message.
-attention: a route of attention gave wrong numbers at the start of a run. The worker disables it and continues.
+loader-hang: the worker hung while it waited for the next batch.
+hang: the worker hung at any other place.
+corruption: data or weights did not arrive as sent, or have changed since. A non-finite weight or optimizer moment is of
+    this kind, because no update can cause it.
+sum: the sum of gradients from several GPUs was wrong.
+graph: a captured GPU graph computed wrong results.
+illegal-access: the GPU reported a fault, or was lost.
+died: the worker ended without an error message.
+attention: an attention backend gave wrong numbers at the start of a run. The worker disables it and continues.
 """
 Size = Literal["training", "previews"]
 Effect = Literal["exact", "rounding"]
-"""exact: the results equal an undisturbed run's bit for bit. rounding: they agree up to rounding."""
+"""Effect of a mitigation on results. exact: they equal the results without it bit for bit. rounding: they are equal up
+to rounding errors.
+"""
 
 
 @dataclass(frozen=True)
 class Sets:
-    """One variable, or a "setting:" with its value as JSON. ``when``: None means the mitigation's ``when``."""
+    """A variable, or a "setting:" with its value as JSON, that a mitigation sets.
+
+    when: conditions for this variable, or None for the conditions of the mitigation.
+    """
 
     variable: str
     value: str | Computed
@@ -58,17 +63,18 @@ class Change:
     """One mitigation.
 
     Attributes:
-        id: its name in events, in the store and in ``Situation.changes``.
-        seen: the failures that it answers.
-        effect: its effect on bit-exact results.
-        sets: the variables and settings that it sets.
-        text: the message for the user.
-        source: reports that it helps.
-        when: the machines that it is for.
-        phases: phases of the worker in which it can help; empty: all.
-        applies: whether it can have an effect in this run, in addition to ``when``.
-        most: how often it can be applied (each time it goes further).
-        size: None, or it is stored for runs of this size only (see ``mitigation_store.workload_of``).
+        id: name of the mitigation in events, in the store and in ``Situation.changes``.
+        seen: kinds of failure that the mitigation is for.
+        effect: effect of the mitigation on bit-exact results.
+        sets: variables and settings that it sets.
+        text: message for the user.
+        source: reports that the mitigation helps.
+        when: conditions for machines on which it is used.
+        phases: phases of the worker in which it can help; empty for all phases.
+        applies: function that returns whether the mitigation can have an effect in this run, in addition to ``when``.
+        most: number of times that it can be applied, each time with a larger effect.
+        size: workload that decides when a stored mitigation is used again (``mitigation_store.workload_of``), or None
+            for all runs.
     """
 
     id: str
@@ -85,12 +91,12 @@ class Change:
 
 
 def seen_of_code(code: str) -> Seen | None:
-    """The kind of failure of an error code; None if no new start cures it, or if the code is of another version."""
+    """Return the kind of failure for an error code, or None if no restart can help or the code is unknown."""
     return next((seen for known_code, seen in mitigation_table().seen_of_code.items() if known_code == code), None)
 
 
 def change_event(change_id: str, seen: str) -> ChangeEvent:
-    """The event for a row that was made, and because of what."""
+    """Return the event for an applied mitigation and the kind of failure that made it necessary."""
     from lora_rocm.rundir.event_types import ChangeEvent  # importing it takes longer than the plan
 
     row = changes_by_id()[change_id]
@@ -98,7 +104,10 @@ def change_event(change_id: str, seen: str) -> ChangeEvent:
 
 
 def parts(situation: Situation) -> int:
-    """The number of parts of a micro-batch; each mitigation doubles it."""
+    """Return the number of parts in which a micro-batch is computed.
+
+    Each mitigation "micro-batch-halved" doubles it.
+    """
     return 1 << situation.changes.count("micro-batch-halved")
 
 
@@ -113,7 +122,10 @@ def _on_gpu(situation: Situation) -> bool:
 
 
 def _pins(situation: Situation) -> bool:
-    """Whether batches would be pinned: "yes", or "auto" unless the self-test found pinned copies to fail."""
+    """Whether the run pins batches.
+
+    It does if ``runtime.pin_memory`` is "yes", or if it is "auto" and pinned copies did not fail the self-test.
+    """
     asked = situation.recipe.runtime.pin_memory if situation.recipe is not None else "auto"
     fails = situation.verdict is not None and bool(situation.verdict.failed("copies.pinned"))
     return _on_gpu(situation) and (asked == "yes" or (asked == "auto" and not fails))
@@ -124,7 +136,10 @@ def _captures(situation: Situation) -> bool:
 
 
 def _convolves_without_miopen(situation: Situation) -> bool:
-    """Whether torch's own convolutions passed the self-test: see ``selftest_rules.avoids_miopen``."""
+    """Whether the run can compute convolutions on the GPU without MIOpen.
+
+    It can if torch's own convolutions passed the self-test. See ``selftest_rules.avoids_miopen`` about tall products.
+    """
     verdict = situation.verdict
     sound = verdict is not None and verdict.passed("conv.native") and not verdict.failed("gemm.tall")
     return sound and _on_gpu(situation)
@@ -156,9 +171,9 @@ FUNCTIONS = {
 
 @dataclass(frozen=True)
 class MitigationTable:
-    """The file.
+    """Contents of ``mitigations.toml``.
 
-    seen_of_code: code of an error after which a new start may help -> the failure.
+    seen_of_code: kind of failure for each error code after which a restart may help.
     change: the mitigations, in the order in which they are tried.
     """
 
@@ -168,25 +183,25 @@ class MitigationTable:
 
 @cache
 def mitigation_table() -> MitigationTable:
-    """The table. See ``read_table`` for errors."""
+    """Return the contents of ``mitigations.toml``. Errors are as in ``read_table``."""
     return read_table(Path(__file__).with_name("mitigations.toml"), MitigationTable, FUNCTIONS)
 
 
 def changes() -> tuple[Change, ...]:
-    """The mitigations, in the order in which they are tried."""
+    """Return the mitigations in the order in which they are tried."""
     return mitigation_table().change
 
 
 @cache
 def changes_by_id() -> Mapping[str, Change]:
-    """The mitigations by name."""
+    """Return the mitigations by id."""
     return {change.id: change for change in changes()}
 
 
 def known(names: Iterable[str]) -> tuple[str, ...]:
-    """The names that this version knows, each at most as often as it can be applied.
+    """Return the ids that this version knows, each at most as often as the mitigation can be applied.
 
-    The names may come from a file of another version, or a damaged one.
+    The ids may come from a damaged file, or from a file of another version.
     """
     counts: Counter[str] = Counter()
     found = []
@@ -198,11 +213,11 @@ def known(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:
-    """The mitigations that are left for a failure in ``phase``, the mildest first.
+    """Return the mitigations that are left for a failure in ``phase``, from the mildest.
 
-    ``environment.plan`` decides whether one would alter anything. If the list is empty, the same is tried again, or the
-    run ends. There is no mitigation if memory runs out while the base is loaded, or if a loader hangs without workers
-    and pinning. On the CPU there is none for a hang, wrong results, an illegal access or non-finite numbers.
+    ``environment.plan`` decides whether a mitigation has an effect. If none is left, the run is restarted unchanged or
+    ends. There is no mitigation if memory runs out while the base model is loaded, or if a loader hangs without workers
+    and pinning. On the CPU, there is none for a hang, wrong results, an illegal access or non-finite numbers.
     """
     return [
         change
@@ -218,7 +233,7 @@ def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:
 def _rules(change: Change) -> Iterator[MachineRule]:
     for number, row in enumerate(change.sets, 1):
         name = f"change-{change.id}" + (f"-{number}" if len(change.sets) > 1 else "")
-        why = f"{change.text}, since a run here met: {' or '.join(change.seen)}"
+        why = f"{change.text}. Reason: a run on this machine failed with: {' or '.join(change.seen)}"
         value = Computed(_planned(change, row), f"`{row.value}`" if isinstance(row.value, str) else row.value.shown)
         yield MachineRule(
             name, row.variable, value, why, change.source, row.when or change.when, evidence=_when(change)
@@ -230,17 +245,20 @@ def _planned(change: Change, row: Sets) -> Callable[[Situation], str | None]:
 
 
 def _when(change: Change) -> Callable[[Situation], str]:
-    """Evidence: day and failure, if the mitigation is stored from an earlier run."""
+    """Return a function for a text about the earlier failure for which the mitigation was stored.
+
+    The text has the day and kind of the failure. It is empty if the mitigation was not stored.
+    """
 
     def evidence(situation: Situation) -> str:
         entries = situation.remembered.entries if situation.remembered is not None else ()
         mine = [entry for entry in entries if entry.change == change.id]
-        return f" (met on {mine[-1].when}: {mine[-1].seen})" if mine else ""
+        return f" (failure on {mine[-1].when}: {mine[-1].seen})" if mine else ""
 
     return evidence
 
 
 @cache
 def change_rules() -> tuple[MachineRule, ...]:
-    """The variables and settings of the mitigations, as rules."""
+    """Return the variables and settings of all mitigations as rules."""
     return tuple(rule for change in changes() for rule in _rules(change))

@@ -1,7 +1,7 @@
-"""The structure of a rule: where it holds, what it sets, why, and the source.
+"""The structure of a rule: its conditions, what it sets, the reason, and the source.
 
-The rows are TOML files: ``amd_rules``, ``general_rules``, ``memory_rules``, ``selftest_rules`` and ``harmful_values``,
-each next to the module with the functions that it names. ``environment.plan`` applies them.
+The rules are in the TOML files ``amd_rules``, ``general_rules``, ``memory_rules``, ``selftest_rules`` and
+``harmful_values``. Each file is next to the module with the functions that it names. ``environment.plan`` applies them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Profile = Literal["safe", "fast"]
 SETTING = "setting:"
-"""The variable of a rule that sets a field of ``hardware.settings.Settings`` starts with this; its value is JSON."""
+"""Prefix of a rule's variable if the rule sets a field of ``hardware.settings.Settings``. The value is then JSON."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,22 @@ class Situation:
     selection: Selection
     environ: Mapping[str, str]
     app_dir: str
-    """The program's folder for caches and self-test results, in the path syntax of the machine of ``facts``."""
+    """The program's folder for caches and self-test results, as a path in the syntax of the described machine."""
     recipe: Recipe | None = None
     profile: Profile = "safe"
     verdict: SelftestVerdict | None = None
     ranks: int = 1
-    """Processes that train together, each on its own GPU."""
+    """Number of processes that train together, each on its own GPU."""
     changes: tuple[str, ...] = ()
-    """Names of the mitigations in force (``rules.mitigations``); one that was applied several times is repeated."""
+    """Ids of the mitigations that the run uses (``rules.mitigations``). An id is repeated if it was applied several
+    times.
+    """
     remembered: Remembered | None = None
-    """The stored mitigations of this machine for runs of any size; None for a recorded machine."""
+    """Stored mitigations of this machine for runs of any size, or None for a recorded machine."""
     tuned: Tuned = Tuned()
-    """The measured choices in force."""
+    """The measured choices that the run uses."""
     today: date | None = None
-    """The day of this start; None for a recorded machine, which is of no day."""
+    """Date of this start, or None for a recorded machine."""
 
     @property
     def gpu(self) -> Gpu | None:
@@ -58,27 +60,28 @@ class Situation:
 
 @dataclass(frozen=True)
 class When:
-    """Conditions of a rule; all given ones have to hold. They are data, so that docs and tests can read them.
+    """Conditions of a rule; all that are set must hold. They are data, so that docs and tests can read them.
 
-    An unknown version meets no condition about it.
+    A condition about a version does not hold if the version is unknown.
     """
 
     amd: bool = True
-    """Only if an AMD GPU is selected."""
+    """Whether an AMD GPU must be selected."""
     systems: tuple[System, ...] = ()
     generations: tuple[Generation, ...] = ()
     gfx: tuple[str, ...] = ()
     unknown_too: bool = False
-    """Also for a GPU that is not in the table of architectures."""
+    """Whether the rule also applies to a GPU that is not in the table of architectures."""
     torch_from: str | None = None
     torch_below: str | None = None
     safe_profile: bool = False
-    """Only in the profile "safe", or if the self-test did not clear "fast"."""
+    """Whether the rule applies only in the profile "safe", which is also used if the self-test did not clear "fast"."""
     hip_from: str | None = None
-    """Compared with HIP's version. It equals ROCm's up to 7.14; ROCm 10.0 has HIP 7.15, and 10.1 has HIP 7.16."""
+    """Lowest HIP version. HIP's version equals ROCm's only up to 7.14: ROCm 10.0 has HIP 7.15, and 10.1 has HIP 7.16.
+    """
     hip_below: str | None = None
     rocm_from: str | None = None
-    """See ``Torch.rocm_version``: from ROCm 10 on HIP has other numbers."""
+    """Lowest ROCm version (``Torch.rocm_version``). From ROCm 10 on, HIP's version differs from it."""
     rocm_below: str | None = None
     aotriton_from: str | None = None
     aotriton_below: str | None = None
@@ -86,17 +89,17 @@ class When:
     kernel_below: str | None = None
     wsl: bool | None = None
     integrated: bool | None = None
-    """The selected GPU has no dedicated memory."""
+    """Whether the selected GPU must have no dedicated memory (True) or have it (False); None for either."""
     several_gpus: bool | None = None
-    """The machine has several AMD GPUs, visible or not."""
+    """Whether the machine must have several AMD GPUs, visible or hidden; None for any number."""
     several_ranks: bool | None = None
     lacks_kernels: bool = False
-    """The installed torch is known to lack kernels for this GPU."""
+    """Whether the installed torch must be known to lack kernels for this GPU."""
     wheel_has: str | None = None
-    """The installed torch is known to have kernels for this architecture."""
+    """Architecture for which the installed torch must be known to have kernels, or None."""
 
     def holds(self, situation: Situation) -> bool:
-        """Whether a rule with these conditions applies to this machine."""
+        """Whether the conditions hold on this machine, so that the rule applies."""
         facts, gpu = situation.facts, situation.gpu
         return (
             (gpu is not None or not self.amd)
@@ -137,11 +140,17 @@ class When:
 
 
 AOTRITON_OF_TORCH = (("2.12", "0.12"), ("2.11", "0.11.2"), ("2.10", "0.11.1"), ("2.9", "0.11"), ("2.8", "0.10"))
-"""(torch version, AOTriton that torch bundles from that version on) (pytorch cmake/External/aotriton.cmake)."""
+"""Pairs of a torch version and the AOTriton that torch bundles from this version on, from the newest to the oldest.
+
+Source: pytorch cmake/External/aotriton.cmake.
+"""
 
 
 def aotriton_of(facts: HostFacts) -> str | None:
-    """Version of the fused attention library: as read, else the one bundled with this version of torch."""
+    """Return the version of AOTriton, or None if unknown.
+
+    It is read from AOTriton's files, or else derived from the torch version.
+    """
     if facts.torch is None or facts.torch.hip is None:
         return None
     if facts.torch.aotriton is not None:
@@ -151,16 +160,16 @@ def aotriton_of(facts: HostFacts) -> str | None:
 
 
 def is_fast(situation: Situation) -> bool:
-    """Whether the profile "fast" is asked for and the self-test has cleared it on this stack."""
+    """Whether the user asked for the profile "fast" and this software stack passed the self-test with it."""
     return situation.profile == "fast" and situation.verdict is not None and situation.verdict.clears_fast
 
 
 @dataclass(frozen=True)
 class Computed:
-    """A text that depends on the machine.
+    """A text that is computed for the machine.
 
-    by: None (from the function) means that the rule does not apply after all.
-    shown: the text for the documentation.
+    by: function that returns the text, or None if the rule does not apply after all.
+    shown: text for the documentation.
     """
 
     by: Callable[[Situation], str | None]
@@ -169,9 +178,9 @@ class Computed:
 
 @dataclass(frozen=True)
 class MachineRule:
-    """One row.
+    """One rule, which sets a variable or setting.
 
-    over_user: it replaces even a value of the user.
+    over_user: whether the rule replaces even a value that the user set.
     """
 
     id: str
@@ -183,10 +192,10 @@ class MachineRule:
     over_user: bool = False
     reviewed: str = "2026-11-21"
     evidence: Callable[[Situation], str] | None = None
-    """Evidence for the rule on this machine, appended to ``why`` in the plan."""
+    """Function that returns evidence for the rule on this machine. The plan appends it to ``why``."""
 
     def planned(self, situation: Situation) -> tuple[str, str] | None:
-        """The variable and its value on this machine; None if the rule does not apply."""
+        """Return the variable and its value on this machine, or None if the rule does not apply."""
         if not self.when.holds(situation):
             return None
         variable, value = text_of(self.variable, situation), text_of(self.value, situation)
@@ -194,35 +203,37 @@ class MachineRule:
 
 
 def text_of(text: str | Computed, situation: Situation) -> str | None:
-    """The text on this machine; None if there is none."""
+    """Return the text for this machine. It is None if the text is computed and its rule does not apply."""
     return text if isinstance(text, str) else text.by(situation)
 
 
 Level = Literal["breaks", "harms", "slows", "note"]
-"""Severity of a finding: training is impossible or wrong; it may break; it is slower; good to know."""
+"""Severity of a finding. breaks: training is impossible or wrong. harms: training may break. slows: training is slower.
+note: good to know.
+"""
 
 
 @dataclass(frozen=True)
 class Harm:
-    """A harmful value that the user set. It stays, because the user's value wins, and the user is warned.
+    """A rule that detects harmful values of a user's variables. The user keeps the value but gets a warning.
 
-    The remedy is always to unset the variable. ``variables`` may end in ``*``.
+    The remedy is always to unset the variable. Names in ``variables`` may contain the wildcard ``*``.
     """
 
     id: str
     variables: tuple[str, ...]
     harmful: Callable[[str, Situation], bool]
     values: str
-    """The harmful values as text, for the documentation."""
+    """Description of the harmful values, for the documentation."""
     what: str
-    """The effect on training."""
+    """Effect of the harmful value on training."""
     source: str
     when: When = field(default_factory=When)
     level: Level = "harms"
     reviewed: str = "2026-11-21"
 
     def found(self, situation: Situation) -> list[tuple[str, str]]:
-        """The user's variables that harm here, with their values."""
+        """Return the user's variables with a harmful value on this machine, as (name, value)."""
         if not self.when.holds(situation):
             return []
         return [
@@ -233,7 +244,7 @@ class Harm:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version: "2.13.0+rocm7.2" is (2, 13, 0); () without numbers."""
+    """Return the numbers of a version: "2.13.0+rocm7.2" gives (2, 13, 0); () if it does not start with a number."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in found.group().split(".")) if found else ()
 

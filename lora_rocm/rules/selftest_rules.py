@@ -1,6 +1,6 @@
-"""Rules that follow from this stack's self-test: precision, attention, pinning, convolutions.
+"""Rules that follow from the self-test of this software stack: precision, attention, pinning, convolutions.
 
-Without a verdict only one rule applies: the precision of architectures known to have no bf16.
+Without self-test results only one rule applies: the precision of architectures that are known to lack bf16.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from lora_rocm.rules.rule import Computed, MachineRule, Situation, When
 
 NAMED = 3
 FUSED = ("attention.flash", "attention.efficient", "attention.cudnn", "attention.default")
-"""Routes other than plain attention; torch's own choice is one of them where it is not plain."""
+"""Groups of self-test checks for attention backends other than plain attention. Torch's default backend is included."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A variable that is tried if a group of the self-test failed, and kept if the group then fails less."""
+    """A variable that is tried if a group of the self-test failed.
+
+    It is kept if fewer checks of the group then fail.
+    """
 
     id: str
     group: str
@@ -37,22 +40,22 @@ class Remedy:
 
 @dataclass(frozen=True)
 class SelftestTable:
-    """The file."""
+    """Contents of ``selftest_rules.toml``."""
 
     rule: tuple[MachineRule, ...]
     remedy: tuple[Remedy, ...]
 
 
 def uses(result: Result, dtype: str) -> bool:
-    """Whether a check uses a dtype ("gemm.lora-bf16-TN" uses "bf16")."""
+    """Whether a check uses a dtype. "gemm.lora-bf16-TN" uses "bf16"."""
     return dtype in re.split(r"[.-]", result.name)
 
 
 def trains_in(verdict: SelftestVerdict, dtype: str) -> bool:
-    """Whether all checks that training in ``dtype`` needs passed: products, convolutions, plain attention, steps.
+    """Whether all self-test checks that training in ``dtype`` needs have passed.
 
-    A failed fused attention is ignored, because another rule disables it. MIOpen is ignored if torch's own kernels
-    passed.
+    These are matrix products, convolutions, plain attention and training steps. Failures of fused attention are
+    ignored, because another rule disables it. Failures of MIOpen are ignored if torch's own convolutions passed.
     """
     convolutions = "conv.native" if avoids_miopen(verdict) else "conv.miopen"
     needed = ("gemm", "training", "attention.math", convolutions)
@@ -64,8 +67,9 @@ def trains_in(verdict: SelftestVerdict, dtype: str) -> bool:
 def avoids_miopen(verdict: SelftestVerdict) -> bool:
     """Whether convolutions fail with MIOpen and pass with torch's own kernels.
 
-    Torch's kernels compute one product per image with as many rows as the image has pixels. If such tall products are
-    wrong (ROCm#6595, beyond 2**19 rows), a VAE would be wrong on image sizes that the self-test does not try.
+    Torch's kernels compute one matrix product per image, with as many rows as the image has pixels. If products of this
+    size are wrong (ROCm#6595, beyond 2**19 rows), the result is False. A VAE would then be wrong on image sizes that
+    the self-test does not try.
     """
     tall_is_wrong = bool(verdict.failed("gemm.tall"))
     return bool(verdict.failed("conv.miopen")) and verdict.passed("conv.native") and not tall_is_wrong
@@ -84,12 +88,15 @@ def _precision(situation: Situation) -> str | None:
 
 
 def _where(holds: Callable[[SelftestVerdict], object], value: str) -> Callable[[Situation], str | None]:
-    """The value where something holds of the verdict; nothing without one."""
+    """Return a function that returns ``value`` if there is a verdict and ``holds`` is true for it, else None."""
     return lambda situation: value if situation.verdict is not None and holds(situation.verdict) else None
 
 
 def _failed(*prefixes: str, dtypes: tuple[str, ...] = ()) -> Callable[[Situation], str]:
-    """Evidence: names of the first failed checks."""
+    """Return a function for a text with the names of the first failed checks in these groups.
+
+    The text is empty if none failed. With ``dtypes``, only checks of these dtypes are named.
+    """
 
     def evidence(situation: Situation) -> str:
         verdict = situation.verdict
@@ -127,11 +134,11 @@ FUNCTIONS: Mapping[str, Callable[[Situation], str | None]] = {
 
 @cache
 def selftest_table() -> SelftestTable:
-    """The rules and remedies of the file. See ``read_table`` for errors."""
+    """Return the contents of ``selftest_rules.toml``. Errors are as in ``read_table``."""
     return read_table(Path(__file__).with_name("selftest_rules.toml"), SelftestTable, FUNCTIONS)
 
 
 @cache
 def verdict_rules() -> tuple[MachineRule, ...]:
-    """The rules of the file, and one for each remedy."""
+    """Return the rules of ``selftest_rules.toml``, and one rule for each remedy in it."""
     return (*selftest_table().rule, *map(_remedy_rule, selftest_table().remedy))

@@ -1,6 +1,6 @@
-"""This machine's situation and plan, for every command that starts a heavy process.
+"""This machine's situation and environment plan, for every command that starts a process that loads torch.
 
-It combines facts, stored self-test result, stored mitigations and recipe.
+The situation combines facts, stored self-test results, stored mitigations and the recipe.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RECORDED_APP_DIR = {
     "linux": "~/.cache/lora-rocm",
     "macos": "~/Library/Caches/lora-rocm",
 }
-"""The program's folder on a recorded machine; its user's home is unknown."""
+"""Text for the program's folder on a recorded machine, where the user's home folder is unknown."""
 
 
 def situation_here(
@@ -42,9 +42,10 @@ def situation_here(
     *,
     deep: bool = False,
 ) -> Situation:
-    """The situation of a start on this machine, or on a recorded one with its own variables.
+    """Return the situation of a start on this machine, or on a recorded machine with its own variables.
 
-    ``deep``: also read slow facts.
+    facts: facts of a recorded machine, or None for this machine.
+    deep: whether to read slow facts, too.
     """
     live = facts is None
     found = probe(deep) if facts is None else facts
@@ -63,27 +64,27 @@ def situation_here(
 
 
 def _with_changes(situation: Situation, folder: Path) -> Situation:
-    """The situation with the mitigations stored for this machine."""
+    """Return the situation with the mitigations that are stored for this machine."""
     remembered = recall(folder, key_of(situation.facts, situation.selection))
     changes = in_force(remembered, workloads_of(situation.recipe))
     return replace(situation, changes=changes, remembered=remembered)
 
 
 def forget_here() -> str:
-    """Forget the stored mitigations of this machine for all software stacks; return them as text.
+    """Delete this machine's stored mitigations of all software stacks; return a text that lists them.
 
     Raises:
-        StorageError: they cannot be deleted.
+        StorageError: a file cannot be deleted.
     """
     gone = forget(own_app_dir())
     if not gone:
-        return "Nothing was remembered about this machine."
-    lines = ["Forgotten; the next run begins without:"]
+        return "No mitigations are stored for this machine."
+    lines = ["Deleted mitigations, which the next run does not use:"]
     for path, entries in gone:
-        lines += [f"  {text}" for text in described(entries)] or [f"  what {path} held (damaged)"]
+        lines += [f"  {text}" for text in described(entries)] or [f"  the contents of {path} (damaged)"]
     return "\n".join(map(printable, lines))
 
 
 def plan_here(recipe: Recipe | None = None) -> EnvPlan:
-    """The environment plan for a heavy process on this machine."""
+    """Return the environment plan for a process that loads torch on this machine."""
     return plan(situation_here(recipe))

@@ -1,4 +1,4 @@
-"""Rules that follow from the recipe's ``runtime.attention`` and from choices measured on this machine."""
+"""Rules that follow from the recipe's ``runtime.attention`` and from choices that were measured on this machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ if TYPE_CHECKING:
     from lora_rocm.recipe.schema import Recipe
 
 PACKAGES = ("diffusers", "transformers", "peft", "triton", "flash-attn", "aiter", "amd-aiter")
-"""Packages that compute attention, or decide on shapes."""
+"""Packages that compute attention or determine shapes. A measured choice is valid only for their versions."""
 NAMED = ("sdpa", "flash", "aiter")
-"""Values of runtime.attention that a trial has to confirm on a GPU."""
+"""Values of runtime.attention that must pass a trial on the GPU before they are used."""
 
 
 def key_of(kind: Kind, stack: SoftwareAndGpu, recipe: Recipe) -> dict[str, Any]:
-    """The key of a choice: GPU, driver, versions, and the recipe's values that its shapes follow from."""
+    """Return the conditions under which a choice is valid.
+
+    They are GPU, driver, software versions, and the recipe values that determine the shapes.
+    """
     versions = {"lora-rocm": __version__, **versions_of(PACKAGES)}
     shapes = {
         "model": recipe.model.model_dump(mode="json"),
@@ -57,7 +60,7 @@ def wants(kind: Kind, recipe: Recipe) -> bool:
 
 
 def kept_choices(folder: Path, stack: SoftwareAndGpu | None, recipe: Recipe | None) -> Tuned:
-    """The kept choices that a run of this recipe would use here."""
+    """Return the stored choices that a run of this recipe would use on this machine."""
     if stack is None or recipe is None:
         return Tuned()
     attention, products = (
@@ -82,7 +85,7 @@ def _times(situation: Situation) -> str:
 
 
 def described(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The results of a trial of attention, as text."""
+    """Return the results of an attention trial as text."""
     texts = [
         f"{row['way']} {row['seconds'] * 1e3:.3g} ms"
         if row.get("problem") is None
@@ -93,7 +96,7 @@ def described(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def attention_text(situation: Situation) -> str:
-    """The attention backend for training, as text."""
+    """Return a text about the attention backend used in training."""
     recipe, found = situation.recipe, situation.tuned.attention
     if found is not None:
         return f"{found.chosen} (measured: {described(found.rows)})"
@@ -105,13 +108,19 @@ def attention_text(situation: Situation) -> str:
 
 
 def _table(situation: Situation) -> str | None:
-    """The table, unless a change after a failure turned hipBLASLt off: the table may name its solutions."""
+    """Return the path of the table of tuned products as JSON, or None if there is no table or hipBLASLt was turned off.
+
+    Without hipBLASLt the table is not used, because it may name hipBLASLt's solutions.
+    """
     off = "hipblaslt-off" in situation.changes or not situation.tuned.table
     return None if off else json.dumps(situation.tuned.table)
 
 
 def _no_hipblaslt(situation: Situation) -> str | None:
-    """The variable is 0 if the table was tuned without hipBLASLt: torch refuses it where that library is allowed."""
+    """Return "0", which turns hipBLASLt off, if the table was tuned without hipBLASLt; else None.
+
+    Torch rejects such a table if hipBLASLt is allowed.
+    """
     found = situation.tuned.products
     return "0" if found is not None and _table(situation) and "HIPBLASLT_VERSION" not in found.chosen else None
 
@@ -121,5 +130,5 @@ FUNCTIONS = by_name(_attention, _table, _no_hipblaslt, _times)
 
 @cache
 def tuned_rules() -> tuple[MachineRule, ...]:
-    """The rules about measured choices. See ``read_rows`` for errors."""
+    """Return the rules about measured choices. Errors are as in ``read_rows``."""
     return read_rows(Path(__file__).with_name("tuned_rules.toml"), MachineRule, FUNCTIONS)

@@ -14,8 +14,11 @@ import json
 import secrets
 import sys
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import cache
+from heapq import merge
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,11 +43,18 @@ With this many bytes not in the index, it is rewritten.
 MAX_INDEX_BYTES = 1 << 30
 SETTLED_S = 3.0
 """A file read less than this after its last change may change again without a new time (FAT counts 2 s)."""
+STEP, STEP_WITHIN = b'"type": "step"', 64
+"""The mark of a step in its line, and the number of bytes at the start that may contain it."""
 KEY_FILE, KEY_BYTES, SEAL_BYTES = "index.key", 32, 32
 
 
-def read_log(path: Path, *, use_index: bool = True) -> EventLog:
+def read_log(path: Path, *, use_index: bool = True, last_steps: int | None = None) -> EventLog:
     """Return the events of a file; an empty log if there is no file.
+
+    Args:
+        path: the event file.
+        use_index: whether an index may be used.
+        last_steps: number of steps that are enough, the newest ones, or None for all. A file with an index has all.
 
     Raises:
         StorageError: see ``events.size_if_there``.
@@ -66,7 +76,8 @@ def read_log(path: Path, *, use_index: bool = True) -> EventLog:
         begun = data[end:] if end else begun + data
 
     with contextlib.suppress(FileNotFoundError):
-        log.read(reader.lines(hash_lines if key else lambda data: None))
+        lines = reader.lines(hash_lines if key else lambda data: None)
+        log.read(lines if key or last_steps is None else _with_last_steps(lines, last_steps))
     if version is not None and reader.offset - indexed >= INDEX_FROM_BYTES:
         about = {"program": _program(), "file": asdict(version), "read_s": read_s}
         content = log.to_bytes({**about, "offset": reader.offset, "sha256": digest.hexdigest()})
@@ -74,6 +85,14 @@ def read_log(path: Path, *, use_index: bool = True) -> EventLog:
             index = RunDir(path.parent).index_of(path)
             write_atomic(index, hmac.digest(key, content, "sha256") + content, path.parent, read_back=False)
     return log
+
+
+def _with_last_steps(lines: Iterable[bytes], count: int) -> Iterator[bytes]:
+    """Return the lines in order, with only the newest ``count`` steps."""
+    others, steps = list[tuple[int, bytes]](), deque[tuple[int, bytes]](maxlen=count)
+    for number, line in enumerate(lines):
+        (steps if STEP in line[:STEP_WITHIN] else others).append((number, line))
+    return (line for _, line in merge(others, steps))
 
 
 def _read_index(path: Path, version: FileVersion, key: bytes) -> tuple[EventLog, _Hash, int] | None:

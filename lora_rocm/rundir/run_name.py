@@ -11,9 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.names import stem_fault
@@ -97,10 +94,21 @@ def _name_in_recipe(recipe: Path) -> str:
         found = OUTPUT_OF_RECIPE.search(read_plain(recipe, MAX_RECIPE_BYTES).decode("utf-8"))
         text = found[1].strip(" ") if found else ""
         if text[:1] in ("'", '"') and len(text) <= MAX_NAMES_BYTES:  # one quoted text: parsing it has a time bound
-            return _usable(YAML(typ="safe", pure=True).load(text))
-    except (OSError, ValueError, YAMLError):
+            return _usable(_unquoted(text))
+    except (OSError, ValueError):
         return ""
     return _usable(text)
+
+
+def _unquoted(text: str) -> object:
+    """Return the value of one quoted text; "" if it is not valid YAML."""
+    from ruamel.yaml import YAML  # rarely needed, and a fifth of the start of `runs`
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except YAMLError:
+        return ""
 
 
 def _usable(name: object) -> str:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from lora_rocm.errors import StoppedError
+from lora_rocm.errors import StoppedError, UserError
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.rundir.event_index import read_log
 from lora_rocm.rundir.event_log import EventLog, Steps
@@ -80,14 +80,25 @@ class RunView:
     is_running: bool
 
     @classmethod
-    def of(cls, run_dir: RunDir, *, use_index: bool = True) -> RunView:
-        """Read a run directory. ``use_index``: whether an index of the events may be used (``event_index``).
+    def of(cls, run_dir: RunDir | Path | str, *, use_index: bool = True, last_steps: int | None = None) -> RunView:
+        """Read a run directory, also while the run is training.
+
+        Args:
+            run_dir: the run directory.
+            use_index: whether an index of the events may be used (``event_index``).
+            last_steps: number of steps that are enough, the newest ones, or None for all.
 
         Raises:
+            UserError: no-run: there is no run at this path.
             StorageError: an event file is not a regular file (``events.size_if_there``).
         """
+        if not isinstance(run_dir, RunDir):
+            place, run_dir = run_dir, RunDir(Path(run_dir).absolute())
+            if not run_dir.holds_run():
+                fix = "Use a run directory (runs/...)."
+                raise UserError("no-run", "There is no run here.", where=str(place), fix=fix)
         running = is_running(run_dir)  # first: if the run ends meanwhile, its end is still read below
-        log = read_log(run_dir.events(), use_index=use_index)
+        log = read_log(run_dir.events(), use_index=use_index, last_steps=last_steps)
         supervisor = read_log(run_dir.events(SUPERVISOR), use_index=use_index)
         others = (EventReader(path, kinds=KINDS).poll() for path in run_dir.events_of_others())
         trouble = in_time(supervisor.in_order(*KINDS), [log.in_order(*KINDS), *others])
@@ -166,6 +177,11 @@ class RunView:
         return self.log.current_steps()
 
     @property
+    def losses(self) -> list[tuple[int, float]]:
+        """Step and loss of every step that has one."""
+        return self.steps.curve("loss")
+
+    @property
     def updates(self) -> int:
         """Number of updates made."""
         start, done = self.last(StartEvent), self.steps.whole["updates"]
@@ -173,6 +189,7 @@ class RunView:
 
     @property
     def max_train_steps(self) -> int | None:
+        """Total number of updates, or None if it is not known yet."""
         data = self.last(DataEvent)
         return data.max_train_steps if data else None
 
@@ -191,6 +208,7 @@ class RunView:
 
     @cached_property
     def files(self) -> RunFiles:
+        """The files that the run has written, and its newest intact checkpoint."""
         run_dir = self.run_dir
         stale = {each.path: each for each in stale_exports(run_dir).values()}
         files = [path for path in result_files(run_dir) if path not in stale]

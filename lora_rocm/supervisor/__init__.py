@@ -1,1 +1,1 @@
-"""The parent of the workers: processes, hang detection, restarts, locks, resume."""
+"""The parent process of training workers: starts, hang detection, restarts, locks and resume."""

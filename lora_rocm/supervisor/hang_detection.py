@@ -1,6 +1,6 @@
-"""Hang detection: a state updated from the worker's events and heartbeats, and one decision over it.
+"""Hang detection: a state that is updated from the worker's events and heartbeats, and a function that decides from it.
 
-Pure: no clock, no file. The caller passes the time of each sign of life, in seconds of any monotonic clock.
+The module reads no clock and no file. The caller passes the time of each sign of life, in seconds of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 CLASS_IMAGES = "class-images"
 LEAVING, LEAVING_S = "leaving", 60.0
-"""Seconds that the worker has to exit after its last event.
+"""Name of the limit after the worker's last event, and the seconds that the worker then has to exit.
 
-On Windows a process with a GPU may hang then (pytorch#160759).
+On Windows, a process that uses a GPU may hang while it exits (pytorch#160759).
 """
 LOADER_EXTRA_S = 150.0
-"""The loader stops silent workers by itself; hang detection waits this much longer than the loader."""
+"""Seconds that hang detection waits longer than the loader, which itself stops silent loader workers."""
 ABSENT_S = 10.0
-"""A longer pause between two checks means that the whole machine (suspend) or the checking process was paused."""
+"""Seconds between two checks above which this process or the whole machine must have been paused (suspend)."""
 RECENT = 50
 ENCODED = ("images", "captions")
-"""Outputs of encoders, as named in ``cache`` events; other values there mean that files are examined."""
+"""Outputs of encoders, as named in ``cache`` events. Other names there belong to the inspection of files."""
 WAITING = ("verdict", "ranks")
 """Activities of a worker that waits for other ranks."""
 LEAST_STACKS_S = 0.2
@@ -39,7 +39,7 @@ LEAST_STACKS_S = 0.2
 
 @dataclass
 class Learned:
-    """Typical durations in this run, over all its starts: seconds per step, per cached item and per preview round."""
+    """Recent durations in this run, over all its starts: seconds per step, per cached item and per preview round."""
 
     step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     item_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -48,14 +48,15 @@ class Learned:
 
 @dataclass(frozen=True)
 class Limit:
-    """The time that a worker may be silent in a phase.
+    """A rule for the longest time that a worker may be silent in a phase.
 
     Attributes:
-        first_s: the limit before a usual duration is known.
-        floor_s, times: afterwards the limit is ``times`` the usual duration, but at least ``floor_s``.
-        usual: the usual duration, None if it is not known yet.
-        log_counts: output to the log is a sign of life. True only if a hub model may be downloaded, which has no other
-            sign; elsewhere a worker can hang and still write to its log.
+        first_s: limit in seconds as long as no usual duration is known.
+        floor_s: smallest limit once the usual duration is known.
+        times: factor by which the usual duration is multiplied for the limit.
+        usual: function that returns the usual duration in seconds, or None if it is not known yet.
+        log_counts: whether output to the log is a sign of life. This is True only where a hub model may be downloaded,
+            which has no other sign. Elsewhere, a worker can hang and still write to its log.
     """
 
     first_s: float
@@ -83,14 +84,17 @@ LIMITS: dict[str, Limit] = {
     "export": Limit(3600.0),
     LEAVING: Limit(LEAVING_S),
 }
-"""Limits by activity. A phase that is not listed, or no phase, has the limit of "start".
+"""Limits by phase, with special names for some parts of phases. Unlisted phases, and the time between phases, have the
+limit "start".
 
-class-images: the base is loaded, or some of the images are drawn.
+Work that some of the limits must allow for:
+
+class-images: the base model is loaded, or some of the images are generated.
 cache_first: an encoder is loaded before the first image and before the first caption.
-compile: a whole component can be one part, which takes the compiler many minutes on a slow host.
+compile: a whole component can be compiled at once, which takes many minutes on a slow host.
 """
 RECIPE_KEYS = {"cache_first": "cache", CLASS_IMAGES: "preview"}
-"""Limits with another name as key of ``timeouts``."""
+"""Name in the recipe's ``timeouts`` of each limit that has a different name there."""
 
 
 def _median(values: deque[float]) -> float | None:
@@ -102,15 +106,15 @@ class Limits:
     """The limits of one run.
 
     Attributes:
-        given_s: the recipe's ``timeouts``, by name; each replaces a whole rule.
-        loader_s: the least limit while waiting for the loader; 0 without loader workers.
+        given_s: limits from the recipe's ``timeouts`` by name, in seconds. Each replaces a whole ``Limit``.
+        loader_s: smallest limit while the worker waits for the loader; 0 without loader workers.
     """
 
     given_s: dict[str, float] = field(default_factory=dict)
     loader_s: float = 0.0
 
     def seconds(self, name: str, learned: Learned) -> float:
-        """The current limit."""
+        """Return the current limit of this name, in seconds."""
         limit = LIMITS[name]
         given, usual = self.given_s.get(RECIPE_KEYS.get(name, name)), limit.usual(learned)
         if given is not None:
@@ -118,17 +122,18 @@ class Limits:
         return limit.first_s if usual is None else max(limit.floor_s, limit.times * usual)
 
     def stacks_after_s(self) -> dict[str, float]:
-        """Activity -> seconds of silence before the worker writes its stacks.
+        """Return the seconds of silence after which the worker writes its stacks, for each limit.
 
-        Half of the smallest limit that can apply then, and not less. Writing the stacks of running threads reads data
-        that they change, and can crash the process (faulthandler, CPython 3.11: each time in imports).
+        This is half of the limit's smallest possible value. It is not less, because writing the stacks of running
+        threads reads data that they change, and can crash the process (faulthandler, CPython 3.11: each time in
+        imports).
         """
         least_s = {name: self.given_s.get(RECIPE_KEYS.get(name, name), limit.least_s) for name, limit in LIMITS.items()}
         return {name: max(seconds / 2, LEAST_STACKS_S) for name, seconds in least_s.items() if name != LEAVING}
 
 
 def limits_of(recipe: Recipe, settings: Settings, system: str = sys.platform) -> Limits:
-    """The limits for a worker with this recipe and these settings."""
+    """Return the limits for a worker with this recipe and these settings."""
     given = {name: value for name, value in recipe.timeouts.model_dump().items() if value is not None}
     has_workers = recipe.runtime.workers_on(system) > 0 and settings.loader_workers != 0
     return Limits(given, recipe.runtime.worker_timeout_s + LOADER_EXTRA_S if has_workers else 0.0)
@@ -136,7 +141,10 @@ def limits_of(recipe: Recipe, settings: Settings, system: str = sys.platform) ->
 
 @dataclass(frozen=True)
 class Hung:
-    """The worker was silent for too long. ``limit``: the limit's name below ``timeouts`` in a recipe, or "leaving"."""
+    """A hang: the worker was silent for longer than the limit.
+
+    limit: name of the limit in the recipe's ``timeouts``, or "leaving".
+    """
 
     phase: str
     activity: str
@@ -150,16 +158,17 @@ class WatchState:
     """The known state of one start of the worker.
 
     Attributes:
-        heard_at: time of its last sign of life.
-        learned: shared by all starts of a run.
-        phases: begun and not ended, the innermost last.
-        activity: from its heartbeat.
-        steps: confirmed by this start.
-        checkpoints: written by this start.
-        items: kind of entry -> number in the cache.
-        changes: mitigations that this start made itself -> how often.
-        beat, log_bytes: last seen heartbeat and size of the log, perhaps from an earlier worker.
-        left_at: time of its last event (``end`` or ``error``).
+        heard_at: time of the worker's last sign of life.
+        learned: usual durations, shared by all starts of a run.
+        phases: current phases, from the outermost to the innermost.
+        activity: the worker's activity according to its heartbeat.
+        steps: number of steps that this start has completed.
+        checkpoints: number of checkpoints that this start has written.
+        items: number of cached entries of each kind.
+        changes: number of times that this start itself applied each mitigation.
+        beat: last heartbeat that was read, perhaps from an earlier worker.
+        log_bytes: last size of the log that was read.
+        left_at: time of the worker's last event (``end`` or ``error``), or None.
     """
 
     limits: Limits
@@ -181,12 +190,12 @@ class WatchState:
 
     @property
     def phase(self) -> str:
-        """The current phase, as named in events; "start" before the first phase and between two."""
+        """The current phase, as named in events. It is "start" before the first phase and between two phases."""
         return self.phases[-1] if self.phases else "start"
 
     @property
     def limit(self) -> str:
-        """Name of the current limit."""
+        """Name of the limit that applies now."""
         name = self.phase
         if self.left_at is not None:
             return LEAVING
@@ -238,20 +247,20 @@ class WatchState:
         self._item_at, self._filling = now, done < event.total and not waits_for_encoder
 
     def on_heartbeat(self, beat: Heartbeat | None, now: float) -> None:
-        """Update the state from a heartbeat; only a changed count is a sign of life."""
+        """Update the state from a heartbeat. It is a sign of life only if its count has changed."""
         before = self.beat
         if beat is None or (before is not None and (beat.pid, beat.count) == (before.pid, before.count)):
             return
         self.heard_at, self.beat, self.activity = now, beat, beat.activity
 
     def on_log(self, size_bytes: int, now: float) -> None:
-        """Update the state from the size of the log."""
+        """Update the state from the size of the log, which is a sign of life in some phases."""
         if size_bytes != self.log_bytes and LIMITS[self.limit].log_counts:
             self.heard_at = now
         self.log_bytes = size_bytes
 
     def on_poll(self, now: float) -> None:
-        """Record a check. Time without checks (``ABSENT_S``) does not count as silence."""
+        """Record the time of a check. A long time without checks (``ABSENT_S``) does not count as silence."""
         absent_s = now - self._looked_at if self._looked_at is not None else 0.0
         if absent_s > ABSENT_S:
             self.heard_at = min(self.heard_at + absent_s, now)
@@ -260,13 +269,13 @@ class WatchState:
 
 
 def culprit(states: Sequence[WatchState]) -> int:
-    """The rank that the others wait for."""
+    """Return the rank that the other ranks are waiting for."""
     busy = [rank for rank, state in enumerate(states) if state.activity not in WAITING]
     return min(busy or range(len(states)), key=lambda rank: states[rank].heard_at)
 
 
 def decide(state: WatchState, now: float) -> Hung | None:
-    """Return the hang of the worker; None: it does not hang."""
+    """Return a description of the worker's hang, or None if it does not hang."""
     name = state.limit
     limit_s = state.limits.seconds(name, state.learned)
     if name == "step" and state.activity == "loader":

@@ -1,4 +1,7 @@
-"""Locks of a run directory: at most one parent, and one worker per rank. The system frees them when the holder ends."""
+"""Locks of a run directory, which allow one parent and one worker per rank.
+
+The operating system frees a lock when the process that has it ends.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ LEFTOVER_GRACE_S = 45.0  # after its parent died, a worker exits within 30 s (tr
 
 @contextlib.contextmanager
 def locked(run_dir: RunDir) -> Iterator[None]:
-    """Lock the run directory against other parents.
+    """Lock the run directory against other parent processes within the context.
 
     Raises:
         ResumeError: another parent has the lock.
@@ -41,9 +44,9 @@ def locked(run_dir: RunDir) -> Iterator[None]:
         pid = last_worker_pid(run_dir)
         raise ResumeError(
             "run-dir-in-use",
-            "Another lora-rocm is running in this directory" + (f" (its worker is process {pid})." if pid else "."),
+            "Another lora-rocm process uses this run directory" + (f" (its worker is process {pid})." if pid else "."),
             where=str(run_dir.path),
-            fix="Wait for it, stop it with Ctrl-C in its window, or give another --run-dir.",
+            fix="Wait for it, stop it with Ctrl-C in its window, or choose another --run-dir.",
         ) from None
     except OSError as error:
         raise storage_error(error, run_dir.parent_lock) from error
@@ -54,7 +57,7 @@ def locked(run_dir: RunDir) -> Iterator[None]:
 
 
 def last_worker_pid(run_dir: RunDir, rank: int = 0) -> int | None:
-    """Process id of the newest worker of this run, dead or alive."""
+    """Return the process id of the last started worker of this run, or None. The worker may have ended since."""
     starts = read_events(run_dir.events(rank), StartEvent)
     return starts[-1].pid if starts else None
 
@@ -62,16 +65,16 @@ def last_worker_pid(run_dir: RunDir, rank: int = 0) -> int | None:
 def end_leftover(
     run_dir: RunDir, notify: Callable[[str], None], grace_s: float | None = None, worker: str | None = None
 ) -> None:
-    """Wait for the workers of a parent that is gone; kill those that do not exit by themselves (they may hang).
+    """Wait for workers that a dead parent left running. Kill those that do not exit by themselves, as they may hang.
 
     Args:
-        run_dir: locked by this process.
-        notify: shows a message to the user.
-        grace_s: how long to wait; None: ``LEFTOVER_GRACE_S``.
-        worker: see ``worker.worker_command``.
+        run_dir: the run directory, locked by this process.
+        notify: function that shows a message to the user.
+        grace_s: seconds to wait before a worker is killed; None means ``LEFTOVER_GRACE_S``.
+        worker: module of the worker, as for ``worker_process.worker_command``.
 
     Raises:
-        ResumeError: another process, not known to be such a worker, has locked the directory.
+        ResumeError: the directory is locked by another process, which is not known to be a worker of the run.
         WorkerHungError: a worker cannot be killed.
     """
     held = [(rank, path) for rank, path in run_dir.worker_locks() if is_held(path)]
@@ -92,7 +95,7 @@ def _end_holder(
     beat = read_heartbeat(run_dir.heartbeat(rank))
     for pid in {last_worker_pid(run_dir, rank), beat.pid if beat else None} - {None}:
         if pid is not None and _is_worker_of(run_dir, pid, worker):
-            notify(f"It does not exit by itself, so it is killed (process {pid}).")
+            notify(f"The worker does not exit by itself, so it is killed (process {pid}).")
             if not kill_tree(pid):
                 raise unkillable(pid)
             return
@@ -100,12 +103,15 @@ def _end_holder(
         "run-dir-in-use",
         "Another process has locked this directory, and it is not one of the run's workers.",
         where=str(path),
-        fix="Wait for it, end it, or give another --run-dir.",
+        fix="Wait for it, end it, or choose another --run-dir.",
     )
 
 
 def _is_worker_of(run_dir: RunDir, pid: int, worker: str) -> bool:
-    """Whether the process is a worker of this run, by its command line: its pid may have been reused."""
+    """Whether the process is a worker of this run.
+
+    The process's command line is checked, because the pid of a dead worker may have been reused.
+    """
     try:
         words = psutil.Process(pid).cmdline()
     except psutil.Error:

@@ -23,10 +23,13 @@ from lora_rocm.supervisor.worker_process import Worker, follow
 
 
 def with_gpus(situation: Situation, here: int, everywhere: int) -> Situation:
-    """The situation for processes that train together: ``here`` on this machine, ``everywhere`` in total.
+    """Return the situation with the GPUs of all processes that train together.
+
+    here: number of processes on this machine.
+    everywhere: number of processes on all machines.
 
     Raises:
-        UserError: this machine has fewer GPUs.
+        UserError: this machine has fewer than ``here`` GPUs.
     """
     if everywhere == 1:
         return situation
@@ -36,10 +39,10 @@ def with_gpus(situation: Situation, here: int, everywhere: int) -> Situation:
 
 
 def require_place(me: Rank, gpus: int | None, run_dir: Path | None, resume: str | None) -> None:
-    """Check that a process of ``torchrun`` got the options that all ranks need.
+    """Check that a process that ``torchrun`` started has the options that it needs, and not --gpus.
 
     Raises:
-        UserError: it did not.
+        UserError: an option is missing or conflicts with ``torchrun``.
     """
     if gpus is not None:
         raise UserError(
@@ -51,9 +54,9 @@ def require_place(me: Rank, gpus: int | None, run_dir: Path | None, resume: str 
     if run_dir is None and resume in (None, LATEST):
         raise UserError(
             "run-dir-needed",
-            "Processes that torchrun starts need one run directory, the same for all of them.",
+            "Processes that torchrun starts need a common run directory.",
             where=f"rank {me.rank} of {me.size}",
-            fix="Add --run-dir DIR --resume latest: it works for a new run and for a resumed one.",
+            fix="Add --run-dir DIR --resume latest, which works for new and for resumed runs.",
         )
 
 
@@ -66,12 +69,12 @@ def run_unwatched(
     count: int,
     asked: Asked | None = None,
 ) -> int:
-    """Start ``count`` workers without hang detection or restarts; return their exit code.
+    """Start ``count`` workers without hang detection and restarts, and return their exit code.
 
-    ``asked``: requests to stop; None: Ctrl-C, SIGTERM and the end of the terminal.
+    asked: requests to stop; None means Ctrl-C, SIGTERM and the closing of the terminal.
 
     Raises:
-        LoraRocmError: the error of one of them.
+        LoraRocmError: the error of a worker that failed.
     """
     if count == 1:
         return worker_process.run_worker(run_dir, env, on_event, command, notify, asked)
@@ -90,10 +93,12 @@ def train_rank(
     accept_changes: bool,
     worker: str | None = None,
 ) -> int:
-    """Run one process of ``torchrun`` other than the first. Rank 0 prepares and writes; this one only trains.
+    """Train in a process of ``torchrun`` that is not rank 0, and return the exit code.
+
+    Rank 0 prepares and writes the run directory; this process only trains.
 
     Raises:
-        LoraRocmError: the error of its worker.
+        LoraRocmError: the error of this rank's worker.
     """
     run_dir = chosen.run_dir.create()
     if not settle_rank(chosen, loaded, me.rank):

@@ -1,4 +1,7 @@
-"""The restart policy: after a failure of the worker, restart it (perhaps with a mitigation) or give up. Pure."""
+"""The restart policy: decides after a worker's failure whether to restart, with which mitigation, or to give up.
+
+The functions only compute; they start nothing and read no file.
+"""
 
 from __future__ import annotations
 
@@ -16,39 +19,47 @@ from lora_rocm.supervisor.hang_detection import Hung
 
 MAX_ROLLBACKS = 3
 PAUSES_S = (0.0, 2.0, 5.0, 10.0, 20.0, 30.0)
-"""Pauses before a restart, by the number of starts in a row without progress: a device needs time to reset."""
+"""Seconds to wait before a restart, by the number of consecutive starts without progress.
+
+A device needs time to reset.
+"""
 LONGER_AFTER: dict[Seen | None, int] = {"illegal-access": 2, "out-of-memory": 1}
-"""Extra steps in ``PAUSES_S``: a GPU after a reset, and the memory of a dead process, are not available at once."""
+"""Number of steps by which these failures advance in ``PAUSES_S``, for a longer pause.
+
+A GPU after a reset, and the memory of a dead process, are not available at once.
+"""
 BEFORE_STEPS = ("start", "load")
 """Phases in which only the base model and the adapter need memory."""
 GPU_IS_AWAY: tuple[RestartCode, ...] = ("gpu-not-seen", "no-gpu")
-"""Failures that may pass with time, after another failure of the same command: a GPU comes back after its reset."""
+"""Error codes that may pass with time if they follow another failure of the same command, as a GPU returns after a
+reset.
+"""
 REMEMBERED = "remembered"
-"""The ``seen`` of a change that an earlier run on this machine made."""
+"""Value of ``seen`` for a change that an earlier run on this machine made."""
 WORDS: dict[Seen, str] = {
     "loader-hang": "hung while it waited for the next batch",
     "hang": "hung",
-    "corruption": "data, weights or state were altered",
+    "corruption": "data, weights or state were corrupted",
     "sum": "the sum of gradients of several GPUs was wrong",
     "illegal-access": "the GPU reported a fault or was reset",
     "out-of-memory": "memory ran out",
     "canary": "a calculation with a known answer came out wrong",
-    "graph": "a captured graph gave another result than the same work launched kernel by kernel",
+    "graph": "a captured GPU graph gave a different result than the same work launched kernel by kernel",
     "nonfinite": "loss or gradient was not finite",
     "died": "ended without an error message",
     "attention": "an attention backend gave wrong numbers",
 }
 NO_CURE: tuple[Seen, ...] = ("loader-hang", "hang", "died")
-"""The advice in an error of these kinds applies only to a single failure."""
+"""Kinds of failure for which the error's own advice applies only to a single failure, not to repeated ones."""
 
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """The failure of one start of the worker; fields as in the event ``failure``.
+    """The failure of one start of the worker. The fields are explained at the event ``failure``.
 
     Attributes:
-        seen: None if no restart can help.
-        changed: the worker made a mitigation itself, which the next start uses from its beginning.
+        seen: kind of the failure, or None if no restart can help.
+        changed: whether the worker itself applied a mitigation. The next start uses it from the beginning.
     """
 
     seen: Seen | None
@@ -80,14 +91,15 @@ class WorkerFailure:
 
 @dataclass(frozen=True)
 class History:
-    """The past of a run at the time of a judgement.
+    """The earlier starts and failures of a run when a failure is judged.
 
     Attributes:
-        budget: ``runtime.max_restarts``.
-        spent: used part of the budget, without the failure that is judged.
-        attempt: how often the run was rolled back to other noise, over all its commands.
-        progressed: for each start of this command, whether it got further than the one before; the failed one is last.
-        failures: failures of this command; the one to judge is last.
+        budget: value of ``runtime.max_restarts``.
+        spent: used part of the budget, without the failure to judge.
+        attempt: number of times that the run was rolled back and given other noise, over all its commands.
+        progressed: for each start of this command, whether it got further than the previous one. The failed start is
+            last.
+        failures: failures of this command. The one to judge is last.
     """
 
     budget: int
@@ -102,15 +114,15 @@ class History:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether two starts in a row made no progress."""
+        """Whether two consecutive starts made no progress."""
         return len(self.progressed) > 1 and not any(self.progressed[-2:])
 
     @property
     def may_fit(self) -> bool:
-        """Whether a fresh, unfragmented process could fit after out-of-memory with no mitigation left.
+        """Whether a restarted worker might fit if no mitigation is left, because its memory is not fragmented.
 
-        Not if the previous start also ran out of memory and there was no progress: the next one would fail in the same
-        way.
+        It cannot fit if the previous start also ran out of memory and there was no progress. The next start would fail
+        in the same way.
         """
         last, *before = reversed(self.failures)
         if self.progress or last.changed:
@@ -121,18 +133,21 @@ class History:
 
     @property
     def cost(self) -> int:
-        """The cost of a restart. The first start has no earlier one to compare its progress with."""
+        """Cost of a restart in the budget: 1, or 2 if the failed start made no progress.
+
+        The first start always costs 1, because there is no earlier start to compare its progress with.
+        """
         return 1 if self.progress or len(self.progressed) < 2 else 2
 
     def pause_s(self, pauses_s: Sequence[float] = PAUSES_S) -> float:
-        """Seconds to wait before the restart."""
+        """Return the seconds to wait before the restart."""
         further = [number for number, progress in enumerate(self.progressed, 1) if progress]
         in_vain = len(self.progressed) - max(further, default=0)
         place = max(in_vain - 1, 0) + LONGER_AFTER.get(self.failures[-1].seen, 0)
         return pauses_s[min(place, len(pauses_s) - 1)]
 
     def with_failure(self, failure: WorkerFailure, progress: bool, checkpoints: int) -> History:
-        """The history after the failure of another start, which wrote this many checkpoints."""
+        """Return the history extended by the failure of a start that wrote this many checkpoints."""
         return replace(
             self,
             spent=max(self.spent - checkpoints, 0),
@@ -146,7 +161,7 @@ class History:
 
 @dataclass(frozen=True)
 class Restart:
-    """Start again, with these changes in addition to those in force."""
+    """The decision to start again, with these changes in addition to the ones that are already used."""
 
     changes: tuple[str, ...]
     attempt: int
@@ -154,14 +169,14 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Give up: the budget is spent, or roll-backs do not help."""
+    """The decision to give up, because the budget is spent or roll-backs do not help."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Raise:
-    """A restart would fail in the same way: raise the error."""
+    """The decision to raise the error, because a restart would fail in the same way."""
 
     error: LoraRocmError
 
@@ -170,13 +185,13 @@ Judgement = Restart | GiveUp | Raise
 
 
 def after(failure: WorkerFailure, history: History, situation: Situation) -> Judgement:
-    """Decide what to do after a failure, the last one of ``history``."""
+    """Decide how to react to a failure, which is the last one of ``history``."""
     if failure.seen is None or history.budget == 0:
         return Raise(failure.error)
     rollback = failure.seen == "nonfinite"
     if rollback and history.attempt >= MAX_ROLLBACKS:
         return GiveUp(
-            f"{failure.error.what} The run was rolled back {history.attempt} times, each time to other noise."
+            f"{failure.error.what} The run was rolled back {history.attempt} times, each time with different noise."
         )
     change = next_change(failure.seen, failure.phase, situation)
     if failure.seen == "out-of-memory" and change is None and not history.may_fit:
@@ -189,7 +204,10 @@ def after(failure: WorkerFailure, history: History, situation: Situation) -> Jud
 
 
 def next_change(seen: Seen, phase: str, situation: Situation) -> Change | None:
-    """The mildest change against this failure that would have an effect. The user's own settings are kept."""
+    """Return the mildest change against this failure that would have an effect, or None.
+
+    The user's own settings are kept.
+    """
     now = _outcome(situation)
     return next(
         (row for row in candidates(seen, phase, situation) if _outcome(changed(situation, row.id)) != now), None
@@ -203,7 +221,7 @@ def relieved(changes: Iterable[str], phase: str) -> bool:
 
 
 def changed(situation: Situation, *changes: str) -> Situation:
-    """The situation with further changes in force."""
+    """Return the situation with these changes added."""
     return replace(situation, changes=(*situation.changes, *changes))
 
 
@@ -215,7 +233,10 @@ def _outcome(situation: Situation) -> tuple[dict[str, str], object]:
 def seen_of(
     error: LoraRocmError, hung: Hung | None, kernel_log: tuple[str, ...], pid: int, *, first: bool = True
 ) -> Seen | None:
-    """The kind of a failure (``rules.mitigations.Seen``). ``first``: it is the first of its command."""
+    """Return the kind of a failure, or None if no restart can help.
+
+    ``first``: whether it is this command's first failure.
+    """
     if hung is not None:
         seen: Seen | None = "loader-hang" if (hung.phase, hung.activity) == ("step", "loader") else "hang"
     else:
@@ -229,10 +250,10 @@ def seen_of(
 
 
 def hung_error(hung: Hung, where: str) -> WorkerHungError:
-    """The error for a worker that was killed because it was silent."""
+    """Return the error for a worker that was killed because it was silent for too long."""
     return WorkerHungError(
         "worker-hung",
-        f"The training process was silent for {hung.silent_s:.3g} s in the phase {hung.phase} and was ended.",
+        f"The training process was silent for {hung.silent_s:.3g} s in the phase {hung.phase} and was killed.",
         where=where,
         fix=f"lora-rocm doctor lists known problems of this machine. If it is only slow: --set timeouts.{hung.limit}="
         f"{max(round(2 * hung.limit_s), 1)} allows more than {hung.limit_s:g} s.",
@@ -240,17 +261,21 @@ def hung_error(hung: Hung, where: str) -> WorkerHungError:
 
 
 def changes_of(events: Iterable[Event]) -> tuple[str, ...]:
-    """The changes in force after these events; a change that was made several times is listed several times."""
+    """Return the changes made by these events. A change that was made several times is listed several times."""
     return known(event.id for event in events if isinstance(event, ChangeEvent))
 
 
 def attempt_of(events: Iterable[Event]) -> int:
-    """The number of roll-backs of a run, from its supervisor's ``restart`` events."""
+    """Return the number of roll-backs of a run, from its supervisor's ``restart`` events."""
     return max((event.attempt for event in events if isinstance(event, RestartEvent)), default=0)
 
 
 def gave_up(history: History, reason: str, changes: Iterable[str], where: str, again: str) -> GaveUpError:
-    """The error for a run that is given up: failures, attempted changes, and advice."""
+    """Return the error for a run that is given up, with its failures, the attempted changes, and advice.
+
+    where: location that the error names.
+    again: command that continues the run.
+    """
     last = history.failures[-1]
     cure = f"{last.error.fix}\n" if last.error.fix and last.seen not in NO_CURE else ""
     return GaveUpError(
@@ -263,7 +288,7 @@ def gave_up(history: History, reason: str, changes: Iterable[str], where: str, a
 
 
 def account(history: History, reason: str, changes: Iterable[str]) -> str:
-    """The failures and the attempted changes, as text for the user."""
+    """Return a text for the user that lists the failures and the attempted changes."""
     counts = Counter((failure.seen, failure.phase) for failure in history.failures)
     lines = [reason]
     for (seen, phase), count in counts.items():

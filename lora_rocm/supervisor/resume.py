@@ -1,6 +1,7 @@
-"""Chooses the run directory and checks that the request fits its content.
+"""Chooses the run directory and checks that the user's request fits its content.
 
-Only ``settle``, ``settle_rank`` and ``accept`` write. A refusal changes neither the recipe nor the result of a run.
+Only ``settle``, ``settle_rank`` and ``accept`` write files. If a request is refused, the run's recipe and result stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from lora_rocm.foundation.undecodable_names import NOT_TEXT, fix_of_name
 from lora_rocm.recipe.comparison import fixed_values, resume_differences
 from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.standard_input import INPUT_NAME
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, RunDir
 from lora_rocm.rundir.made_from import keep_made
+from lora_rocm.rundir.newest import is_run
 from lora_rocm.rundir.recipe_file import withdraw
 from lora_rocm.rundir.result_file import read_result_file
 from lora_rocm.supervisor.run_recipe import recipe_of_run
 
 LATEST = "latest"
 MAX_RUNS = 1000
-"""Limit of folders that are searched for a remedy."""
+"""Maximum number of folders that are searched for runs to suggest to the user."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,8 @@ class Chosen:
     """The chosen run directory.
 
     Attributes:
-        resume: the directory may already contain a run.
-        checkpoint: resume from this one instead of the newest.
+        resume: whether the directory may already contain a run.
+        checkpoint: checkpoint from which to resume, or None for the newest one.
     """
 
     run_dir: RunDir
@@ -48,18 +51,17 @@ class Chosen:
 
 
 def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Chosen:
-    """Find or name the run directory.
+    """Choose the run directory from the command's options.
 
     Args:
-        loaded: its name and ``output.dir`` make the default directory.
-        run_dir: the value of --run-dir.
-        resume: None, "latest", a run directory, or a checkpoint folder in one.
+        loaded: the recipe. The default directory is built from its name and ``output.dir``.
+        run_dir: value of --run-dir, or None.
+        resume: value of --resume: None, "latest", a run directory, or a checkpoint folder in one.
 
     Raises:
-        ResumeError: --resume names nothing that can be resumed, the two options disagree, or the directory holds
-            something else.
-        StorageError: a link is in place of a file or folder that the run writes.
-        ResumeError: also, the directory's name is not text.
+        ResumeError: there is nothing to resume, the two options disagree, the directory contains something else than a
+            run, or its name is not valid text.
+        StorageError: the run directory contains a link in place of a file or folder that the run writes.
     """
     if resume is None:
         return _own(Chosen(RunDir(run_dir.absolute() if run_dir else _new_directory(loaded)), resume=False))
@@ -68,14 +70,14 @@ def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Ch
         return _own(Chosen(RunDir(found or _new_directory(loaded)), resume=True))
     # --resume names a run or a checkpoint in one
     path = Path(resume).absolute()
-    checkpoint = path if CHECKPOINT_NAME.match(path.name) and path.parent.name == "checkpoints" else None
+    checkpoint = path if _is_checkpoint(path) else None
     found = path.parent.parent if checkpoint else path
     if not path.is_dir() or not holds_run(RunDir(found)):
         raise ResumeError(
             "nothing-to-resume",
             "There is no run to resume here.",
             where=f"--resume {resume}",
-            fix=_run_meant(path) or "Give a run directory, a checkpoint in one (checkpoints/step-...), or latest.",
+            fix=_run_meant(path) or "Use a run directory, a checkpoint in one (checkpoints/step-...), or latest.",
         )
     if run_dir is not None and run_dir.absolute() != found:
         raise ResumeError(
@@ -88,7 +90,7 @@ def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Ch
 
 
 def _own(chosen: Chosen) -> Chosen:
-    """Check the directory's name, and the directory with ``RunDir.require_own``."""
+    """Check the name of the chosen directory, and its content with ``RunDir.require_own``; return ``chosen``."""
     if (fix := fix_of_name(chosen.run_dir.path)) is not None:
         raise ResumeError("run-dir-name", NOT_TEXT, where=legible(str(chosen.run_dir.path)), fix=fix)
     chosen.run_dir.require_own()
@@ -96,7 +98,7 @@ def _own(chosen: Chosen) -> Chosen:
 
 
 def _new_directory(loaded: LoadedRecipe) -> Path:
-    """``<output.dir>/<recipe>-<time>``, with a number appended if that exists."""
+    """Return the path ``<output.dir>/<recipe>-<time>``, with a number appended if that exists already."""
     stem = f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(loaded.recipe.output.dir) / stem
     number = 2
@@ -107,7 +109,10 @@ def _new_directory(loaded: LoadedRecipe) -> Path:
 
 
 def newest_run(folder: Path, name: str) -> Path | None:
-    """The newest run directory of the recipe ``name``, by the time in its name."""
+    """Return the newest run directory of the recipe ``name`` in ``folder``, by the time in the directory's name.
+
+    It is None if there is no such directory.
+    """
     pattern = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
     if not folder.is_dir():
         return None
@@ -126,23 +131,22 @@ def holds_run(run_dir: RunDir) -> bool:
 
 
 def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
-    """Prepare the directory for the worker. The caller has its lock.
+    """Prepare the run directory for the worker; return whether there is anything left to train.
 
-    The recipe is written to ``recipe_asked`` if the worker could still refuse it because of existing checkpoints, else
-    to recipe.yaml.
-
-    Returns False if there is nothing to do: the run is complete and the recipe asks for no further steps.
+    Nothing is left if the run is complete and the recipe asks for no further steps. The caller must have the
+    directory's lock. The recipe is written to ``recipe_asked`` if the worker could still refuse it because of existing
+    checkpoints, and otherwise to recipe.yaml.
 
     Raises:
-        ResumeError: the directory holds a run and --resume was not given, or the recipe does not fit it.
+        ResumeError: the directory contains a run and --resume was not given, or the recipe does not fit the run.
     """
     run_dir, recipe = chosen.run_dir, loaded.recipe
     if holds_run(run_dir) and not chosen.resume:
         raise ResumeError(
             "run-dir-taken",
-            "This directory already holds a run.",
+            "This directory already contains a run.",
             where=str(run_dir.path),
-            fix="Continue it with --resume latest, or give another --run-dir.",
+            fix="Continue it with --resume latest, or choose another --run-dir.",
         )
     # Remove what an earlier start left
     run_dir.discard_unfinished(of_parent=True)
@@ -170,9 +174,9 @@ def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
 
 
 def settle_rank(chosen: Chosen, loaded: LoadedRecipe, rank: int) -> bool:
-    """``settle`` for a process that rank 0 does not start: it only makes the checks and writes its own recipe.
+    """Prepare one rank that ``torchrun`` started: write its own recipe. Return whether there is anything left to train.
 
-    Returns False if the run is complete.
+    Unlike ``settle``, it leaves the rest of the run directory to rank 0.
 
     Raises:
         ResumeError: the saved recipe cannot be read.
@@ -192,7 +196,7 @@ def _old_recipe(run_dir: RunDir, registry: FamilyRegistry) -> Recipe:
     except RecipeError as error:
         raise ResumeError(
             "run-recipe-damaged",
-            f"The recipe saved in this run cannot be read: {error.problems[0].what}",
+            f"The recipe stored in this run cannot be read: {error.problems[0].what}",
             where=error.problems[0].where,
             fix="Restore the recipe of this run there, or start a new run.",
         ) from None
@@ -214,7 +218,12 @@ def _refuse_differences(run_dir: RunDir, old: Recipe, loaded: LoadedRecipe, acce
 
 
 def _command_without(run_dir: RunDir, old: Recipe, loaded: LoadedRecipe) -> str:
-    """The command that continues with the run's own values, which --set may have given; empty if there is none."""
+    """Return the command that resumes with the run's own values in place of the changed ones; empty if there is none.
+
+    The changed values may come from --set or from the recipe file. Standard input cannot be read again.
+    """
+    if str(loaded.path) == INPUT_NAME:
+        return ""
     values = fixed_values(old)
     different = [problem.where for problem in resume_differences(old, loaded.recipe)]
     given = [each for each in loaded.overrides if each.partition("=")[0].strip() not in different]
@@ -230,7 +239,7 @@ def _command_without(run_dir: RunDir, old: Recipe, loaded: LoadedRecipe) -> str:
 
 
 def _is_complete(run_dir: RunDir, old: Recipe, new: Recipe) -> bool:
-    """Whether the finished run has everything that the recipe asks for."""
+    """Whether the finished run has everything that the new recipe asks for."""
     same_length = (old.train.max_train_steps, old.train.epochs) == (new.train.max_train_steps, new.train.epochs)
     if not same_length or resume_differences(old, new):
         return False
@@ -246,7 +255,7 @@ def _is_complete(run_dir: RunDir, old: Recipe, new: Recipe) -> bool:
 
 
 def open_run(path: Path) -> RunDir:
-    """The run directory at ``path``.
+    """Return the run directory at ``path``.
 
     Raises:
         UserError: there is no run there.
@@ -254,33 +263,38 @@ def open_run(path: Path) -> RunDir:
     run_dir = RunDir(path.absolute())
     if run_dir.path.is_dir() and holds_run(run_dir):
         return run_dir
-    fix = _run_meant(run_dir.path) or "Give a run directory (runs/...)."
+    fix = _run_meant(run_dir.path) or "Use a run directory (runs/...)."
     raise UserError("no-run", "There is no run here.", where=str(path), fix=fix)
 
 
+def owner_of(path: Path) -> RunDir:
+    """Return the run at ``path``, which is a run directory or a checkpoint in one.
+
+    Raises:
+        UserError: there is no run there.
+    """
+    return open_run(path.parent.parent if _is_checkpoint(path) else path)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return bool(CHECKPOINT_NAME.match(path.name)) and path.parent.name == "checkpoints"
+
+
 def _run_meant(path: Path) -> str:
-    """Advice that names the run that contains a path, or the newest runs in it; empty if there are none."""
+    """Return advice that names the run that contains a path, or the newest runs below it; empty if there are none."""
     for folder in path.parents[:3]:
-        if _is_run(folder):
-            return f"Give the run directory that it is in: {folder}."
-    inside = filter(_is_run, islice(path.iterdir(), MAX_RUNS) if path.is_dir() else ())
+        if is_run(folder):
+            return f"Use the run directory that contains it: {folder}."
+    inside = filter(is_run, islice(path.iterdir(), MAX_RUNS) if path.is_dir() else ())
     newest = sorted(inside, key=lambda run: run.stat().st_mtime, reverse=True)[:3]
-    return f"Runs in it: {', '.join(map(str, newest))}." if newest else ""
-
-
-def _is_run(path: Path) -> bool:
-    """``holds_run``; False for a folder that this user may not read."""
-    try:
-        return holds_run(RunDir(path))
-    except OSError:
-        return False
+    return f"Runs in this folder: {', '.join(map(str, newest))}." if newest else ""
 
 
 def open_recipe(path: Path, registry: FamilyRegistry) -> tuple[RunDir, Recipe]:
-    """The run directory at ``path``, and its recipe.
+    """Return the run directory at ``path`` and its recipe.
 
     Raises:
-        UserError: there is no run there, or its recipe is missing.
+        UserError: there is no run at ``path``, or its recipe is missing.
         RecipeError: its recipe is damaged.
     """
     run_dir = open_run(path)

@@ -1,6 +1,6 @@
-"""The recipe of a run, for commands that do not train it.
+"""Reads the recipe of a run, for commands that do not train it.
 
-A run may come from somebody else, so its recipe never decides where a command writes.
+A run may come from another person. Its recipe therefore never decides where a command writes.
 """
 
 from __future__ import annotations
@@ -15,24 +15,22 @@ from lora_rocm.recipe.schema import Recipe
 
 
 def recipe_of_run(file: Path, registry: FamilyRegistry, spare_cache: Path | None = None) -> Recipe:
-    """Read ``recipe.yaml`` of a run.
-
-    The recipe's output folders are replaced by the defaults in the current folder.
+    """Read a run's ``recipe.yaml``, with its output folders replaced by the defaults in the current folder.
 
     Args:
-        file: the recipe.
+        file: path of the recipe.
         registry: the model families.
-        spare_cache: the cache folder, unless the recipe's or the current folder's already is a cache. None: for a
-            process that opens no cache.
+        spare_cache: cache folder to use if neither the recipe's nor the current folder's contains a cache. None is for
+            a process that opens no cache.
 
     Raises:
-        UserError: run-without-recipe: it is missing, or not a file.
+        UserError: run-without-recipe: the recipe is missing, or is not a file.
         RecipeError: the recipe is damaged.
     """
     if not file.is_file():
         raise UserError(
             "run-without-recipe",
-            "This run has lost its recipe, so its base model is not known.",
+            "The recipe of this run is missing, so its base model is unknown.",
             where=str(file),
             fix="Copy the recipe of the run to this path.",
         )

@@ -1,4 +1,4 @@
-"""The GPU self-test, from the parent's side: children that may crash or hang, their verdict, and when to run it."""
+"""The GPU self-test, from the parent's side: runs checks in children that may crash or hang, and gives a verdict."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from lora_rocm.rundir.event_types import CheckEvent, ChecksEvent, Event, ResultE
 from lora_rocm.rundir.exit_status import describe_exit, died
 
 FAST_GROUPS = ("gemm", "attention", "training")
-"""The groups that the variables of the profile "safe" protect, so they are also tested without these variables."""
+"""Groups of checks that depend on the variables of the profile "safe". They are also tested without these variables."""
 START_TIMEOUT_S = 240.0  # torch may be read from a cold disk, and the GPU wakes up
 END_TIMEOUT_S = 60.0  # exiting with a GPU can hang too (pytorch#160759)
 FIRST_FACTOR = 5.0
-"""The first check of a group may take this many times longer, because kernels are compiled or searched for."""
+"""Factor on the time limit of a group's first check, because kernels are compiled or searched for in it."""
 MAX_CRASHES = 3
-"""Crashes or hangs in one family of checks ("conv.miopen") after which the rest of the family is skipped."""
+"""Number of crashes or hangs in a family of checks ("conv.miopen") after which the rest of the family is skipped."""
 MAX_STARTS = 12
 
 Notify = Callable[[str], None]
@@ -38,21 +38,21 @@ Command = Callable[[Path], list[str]]
 
 
 def child_command(job: Path) -> list[str]:
-    """The command of the testing child. job: its file."""
+    """Return the command of the child that runs the checks. ``job``: path of the job file."""
     return heavy_command(CHILDREN["self-test"].module, str(job))
 
 
 def ensure(situation: Situation, recipe: Recipe, notify: Notify) -> Situation:
-    """Before a run, test an AMD GPU if its software stack is new here; return the situation with the verdict.
+    """Before a run, test an AMD GPU if its software stack was not tested yet. Return the situation with the verdict.
 
     Raises:
-        MachineError: this GPU is unusable for training, or torch does not see it.
+        MachineError: this GPU cannot be used for training, or torch does not see it.
     """
     wanted = recipe.runtime.self_test == "auto" and recipe.runtime.device != "cpu"
     new = situation.verdict is None and stack_of(situation.facts, situation.selection) is not None
     if not wanted or not new or situation.gpu is None:
         return situation
-    notify("Testing this GPU once; it takes a minute or a few (runtime.self_test: no skips it) ...")
+    notify("Testing this GPU once, which takes one or a few minutes (runtime.self_test: no skips it) ...")
     verdict = self_test(situation, notify)
     if verdict.unusable:
         bad = [result for result in verdict.results if not result.ok]
@@ -66,10 +66,12 @@ def ensure(situation: Situation, recipe: Recipe, notify: Notify) -> Situation:
 
 
 def self_test(situation: Situation, notify: Notify, command: Command = child_command) -> SelftestVerdict:
-    """Test the GPU, try remedies and the profile "fast", and store the verdict unless the GPU is unusable.
+    """Test the GPU, try remedies and the profile "fast", and return the verdict.
+
+    The verdict is stored, except if the GPU cannot be used at all.
 
     Raises:
-        MachineError: there is no GPU for this torch, or testing crashes one process after another.
+        MachineError: the installed torch can use no GPU of this machine, or one test process after another crashes.
     """
     stack = stack_of(situation.facts, situation.selection)
     if stack is None:
@@ -99,12 +101,12 @@ def self_test(situation: Situation, notify: Notify, command: Command = child_com
 
 
 def store(folder: Path, verdict: SelftestVerdict) -> None:
-    """Store a verdict for ``selftest_result.stored``.
+    """Store a verdict, which ``selftest_result.stored`` reads.
 
-    The verdict "unusable" only deletes the stored one, so that the test is repeated.
+    For an unusable GPU, only the stored verdict is deleted, so that the test is repeated next time.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the verdict cannot be written.
     """
     path = path_of(folder, verdict.stack)
     if not verdict.unusable:
@@ -138,8 +140,11 @@ def _tested(situation: Situation, notify: Notify, command: Command, only: Sequen
 def _with_remedy(
     remedy: Remedy, plain: Situation, before: SelftestVerdict, notify: Notify, command: Command
 ) -> SelftestVerdict:
-    """The verdict with the remedy in force, if it reduces the failures of its group without adding others."""
-    notify(f"  once more with {remedy.variable}={remedy.value}:")
+    """Repeat the checks of the remedy's group with the remedy applied, and return the resulting verdict.
+
+    If the remedy does not reduce the group's failures, or adds others, ``before`` is returned.
+    """
+    notify(f"  repeated with {remedy.variable}={remedy.value}:")
     trial = SelftestVerdict(before.stack, (), remedies=(*before.remedies, remedy.id))
     again = {result.name: result for result in _tested(replace(plain, verdict=trial), notify, command, (remedy.group,))}
     failed_before = {result.name for result in before.failed(f"{remedy.group}.")}
@@ -151,23 +156,25 @@ def _with_remedy(
 
 
 def _fast(plain: Situation, verdict: SelftestVerdict, notify: Notify, command: Command) -> tuple[Result, ...]:
-    """The results without the variables of the profile "safe"; the existing results if it sets none of them."""
+    """Return the results without the variables of the profile "safe"; the existing results if it sets none of them."""
     assumed = (Result("assumed.for-this-test", "passed", 0.0),)
     safe = replace(plain, verdict=replace(verdict, results=()))
     fast = replace(safe, profile="fast", verdict=replace(verdict, results=(), fast=assumed))
     if _environment(fast) == _environment(safe):
         return tuple(result for result in verdict.results if _group(result.name) in FAST_GROUPS)
-    notify('  once more with the faster libraries of the profile "fast":')
+    notify('  repeated with the faster libraries of the profile "fast":')
     return _tested(fast, notify, command, FAST_GROUPS)
 
 
 def run_checks(
     job: SelfTestJob, env: Mapping[str, str], notify: Notify, command: Command = child_command
 ) -> tuple[Result, ...]:
-    """Run all checks of a job. If a child hangs or crashes, another one continues after the failed check.
+    """Run all checks of a job and return their results.
+
+    If a child hangs or crashes, another one continues after that check.
 
     Raises:
-        MachineError: a child ended before its first check, or too many ended.
+        MachineError: a child ended before its first check, or too many children failed.
     """
     progress = _Progress(notify)
     with temporary_folder() as folder:
@@ -205,7 +212,7 @@ class _Progress:
 
     @property
     def skipped(self) -> list[str]:
-        """Checks and families that the next child skips."""
+        """Names of checks and families that the next child skips."""
         return [*self.results, *self.given_up]
 
     def start(self) -> None:
@@ -233,7 +240,7 @@ class _Progress:
         """Record a child's end; return whether nothing is left to test.
 
         Raises:
-            MachineError: it ended without new results.
+            MachineError: the child ended without new results.
         """
         seconds = round(time.monotonic() - self._since, 3)
         if self.current is not None and code is None:
@@ -245,8 +252,8 @@ class _Progress:
         return code == 0 or not self._missing()
 
     def all_results(self) -> tuple[Result, ...]:
-        """Results in the order of the table, including skipped checks."""
-        reason = f"skipped: {MAX_CRASHES} checks before it ended the process"
+        """Return the results in the order of the table, including skipped checks."""
+        reason = f"skipped: {MAX_CRASHES} earlier checks of this kind ended the process"
         return tuple(self.results.get(name) or Result(name, "skipped", 0.0, reason) for name in self.names)
 
     def _missing(self) -> list[str]:
@@ -269,7 +276,10 @@ def _group(name: str) -> str:
 
 
 def _family(name: str) -> str:
-    """The checks of one kernel library: "conv.miopen" for "conv.miopen.3x3-bf16", "gemm" for "gemm.square-bf16-NN"."""
+    """Return a check's family, which has the checks of one kernel library.
+
+    It is "conv.miopen" for "conv.miopen.3x3-bf16", and "gemm" for "gemm.square-bf16-NN".
+    """
     return name.rpartition(".")[0]
 
 
@@ -289,6 +299,6 @@ def _never_began(code: int | None, log: bytes) -> MachineError:
 
 
 def _last_words(code: int, log: bytes) -> str:
-    """The exit of a child as text, with its last line of output."""
+    """Return a text with a child's exit status and its last line of output."""
     lines = log.decode("utf-8", "replace").strip().splitlines()
     return describe_exit(code) + (f": {lines[-1]:.200}" if lines else "")

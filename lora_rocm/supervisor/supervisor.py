@@ -1,7 +1,7 @@
-"""The supervisor: starts the worker, watches it, kills it if it hangs, makes mitigations, and restarts it.
+"""The supervisor: starts the workers, kills them if one hangs, applies mitigations, and restarts them.
 
-The decisions are made elsewhere, without a clock or a file: ``supervisor.hang_detection`` detects hangs and
-``supervisor.restart_policy`` chooses the reaction. This module carries them out.
+It carries out decisions that other modules make without clock or files: ``supervisor.hang_detection`` detects hangs,
+and ``supervisor.restart_policy`` chooses the reaction.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0
 MAX_STACKS_BYTES = 1 << 24
 UNKILLABLE: RestartCode = "worker-unkillable"
 KERNEL_LOG_CODES: tuple[RestartCode, ...] = (DIED, "worker-hung", UNKILLABLE, "device-fault")
-"""Errors after which the kernel log is read. Reading it takes a moment, and other errors do not need it."""
+"""Error codes after which the kernel log is read. Reading it takes a moment, and other errors do not need it."""
 
 Keep = Callable[[Situation, Sequence[str], str], None]
 
 
 class CommandBuilder(Protocol):
-    """Builds the worker's command line."""
+    """Function that returns the worker's command line."""
 
     def __call__(self, checkpoint: Path | None, attempt: int, stacks_after_s: Mapping[str, float]) -> list[str]: ...
 
 
 def in_force(run_dir: RunDir, situation: Situation, notify: Callable[[str], None]) -> Situation:
-    """The situation with the changes of this run.
+    """Return the situation with the changes that this run uses.
 
-    Only a new run takes over the stored changes of this machine, and records them. A resumed run keeps the changes that
-    it started with, whatever happened to other runs since.
+    Only a new run takes over the changes stored for this machine, and records them. A resumed run keeps the changes
+    that it started with, even if other runs have stored new ones since.
     """
     events = read_events(run_dir.events())
     trouble = trouble_of(run_dir, events)
@@ -71,7 +71,7 @@ def in_force(run_dir: RunDir, situation: Situation, notify: Callable[[str], None
 
 
 def record(run_dir: RunDir, session: int, event: Event) -> Event:
-    """Write one event of the supervisor."""
+    """Write one event of the supervisor to the run directory, and return the event as written."""
     writer = EventWriter(run_dir.events(SUPERVISOR), session)
     try:
         return writer.write(event)
@@ -84,19 +84,18 @@ class Supervisor:
     """One ``train`` command, from its first start of the worker to its last.
 
     Attributes:
-        run_dir: prepared and locked.
-        situation: with the changes in force (``in_force``).
-        command: builds the worker's command line.
-        checkpoint: the checkpoint for the first start, and for restarts until a start has made a step; None: the newest
-            valid one.
-        on_event: called in this thread with each event of the worker and of the supervisor.
-        notify: shows a message to the user.
-        again: the command that resumes the run, for the user.
-        keep: stores changes that a failure made necessary, for this machine.
-        read_log: lines of the kernel log since a moment.
+        run_dir: the run directory, prepared and locked.
+        situation: the situation with the changes of this run (``in_force``).
+        command: function that returns the worker's command line.
+        checkpoint: checkpoint to start from, used until a start has completed a step; None means the newest valid one.
+        on_event: function that is called in this thread with each event of the worker and the supervisor.
+        notify: function that shows a message to the user.
+        again: command with which the user can resume the run.
+        keep: function that stores changes for this machine when a failure made them necessary.
+        read_log: function that returns the lines of the kernel log since a time.
         size: number of workers that train together.
-        telemetry: watches the GPUs; by default none.
-        asked: requests to stop; None: Ctrl-C, SIGTERM and the end of the terminal.
+        telemetry: reader of the GPU's sensors; by default it reads nothing.
+        asked: requests to stop; None means Ctrl-C, SIGTERM and the closing of the terminal.
     """
 
     run_dir: RunDir
@@ -126,13 +125,13 @@ class Supervisor:
         self._session = 0
 
     def run(self) -> int:
-        """Start the worker until it has finished; return its exit code.
+        """Start the worker, again if needed, until it has finished; return its exit code.
 
         Raises:
-            LoraRocmError: an error that no restart can fix.
+            LoraRocmError: an error occurred that no restart can fix.
             GaveUpError: the budget of restarts is used up.
             StoppedError: the user asked to stop, and the worker had to be killed.
-            WorkerHungError: it hung and there is no restart, or it cannot be killed.
+            WorkerHungError: the worker hung and there is no restart, or it cannot be killed.
         """
         self.run_dir.stop.unlink(missing_ok=True)
         with stop_signals() if self.asked is None else nullcontext(self.asked) as asked:
@@ -150,7 +149,7 @@ class Supervisor:
         """Wait before a restart.
 
         Raises:
-            StoppedError: the user asked to stop meanwhile; no worker runs that could save.
+            StoppedError: the user asked to stop during the wait. No worker is running, so nothing can be saved.
         """
         if seconds:
             self.notify(f"The next start is in {seconds:g} s.")
@@ -164,7 +163,7 @@ class Supervisor:
         return asked.level > 0 or self.run_dir.stop.exists()
 
     def _start(self, asked: Asked) -> int | tuple[policy.WorkerFailure, WatchState]:
-        """Start the workers once; return their exit code, or the failure and the state of the first worker."""
+        """Start the workers once. Return their exit code, or the failure and the state of the worker with rank 0."""
         # Prepare the watch states and the command
         patterns()  # read now: after a failure the package may be unreachable
         limits = limits_of(self.recipe, self._planned.settings)
@@ -199,8 +198,8 @@ class Supervisor:
                 worker.kill()  # also kills remaining processes that it started
             if hung and found.error.code == DIED and self._stops(asked):
                 limit_s = hung[found.worker.rank].limit_s
-                what = f"It did not stop within {limit_s:g} s and was ended. {last_checkpoint_text(run_dir)}"
-                raise StoppedError("killed", what) from None
+                what = f"The training process did not stop within {limit_s:g} s and was killed."
+                raise StoppedError("killed", f"{what} {last_checkpoint_text(run_dir)}") from None
             return self._failure(found, hung, states, began), states[0]
 
     def _state(self, limits: Limits, rank: int) -> WatchState:
@@ -230,7 +229,10 @@ class Supervisor:
                 self._change([change], event.seen)
 
     def _is_late(self, states: Sequence[WatchState], hung: dict[int, Hung]) -> bool:
-        """Record the hanging rank in ``hung``. If several are silent, it is the one that the others wait for."""
+        """Return whether a worker hangs, and record it in ``hung`` by its rank.
+
+        If several workers are silent, the one that the others wait for is recorded.
+        """
         self.telemetry.poll()
         now = self.clock()
         for rank, state in enumerate(states):
@@ -244,9 +246,9 @@ class Supervisor:
         return bool(hung)
 
     def _keep_stacks(self, worker: Worker, state: WatchState, after_s: float) -> None:
-        """Copy the stacks of a worker that hangs. They may take a moment.
+        """Save a copy of the stacks that a hanging worker writes, after waiting a moment for them.
 
-        There are none before the worker's first heartbeat, or while it exits.
+        A worker writes none before its first heartbeat or while it exits.
         """
         stacks = self.run_dir.stacks(worker.rank)
         deadline = time.monotonic() + min(after_s, MAX_STACKS_S) + STACKS_EXTRA_S
@@ -260,7 +262,10 @@ class Supervisor:
     def _failure(
         self, end: End, hung: Mapping[int, Hung], states: Sequence[WatchState], began: ClockReading
     ) -> policy.WorkerFailure:
-        """The failure of a start. An error reported by the worker counts more than a hang during its exit."""
+        """Return the failure of a start.
+
+        An error reported by the worker takes precedence over a hang during its exit.
+        """
         error, state = end.error, states[end.worker.rank]
         late = hung.get(end.worker.rank) if error.code in (DIED, UNKILLABLE) else None
         if late is not None and error.code == DIED:
@@ -300,7 +305,7 @@ class Supervisor:
         self._prepare(failure, judgement)
 
     def _prepare(self, failure: policy.WorkerFailure, restart: policy.Restart) -> None:
-        """Apply the changes, and announce the restart."""
+        """Apply the changes of a restart, and write its events."""
         for change in restart.changes:
             self._emit(change_event(change, str(failure.seen)))
         self._change(restart.changes, str(failure.seen))
@@ -322,7 +327,7 @@ class Supervisor:
         )
 
     def _has_progressed(self, state: WatchState) -> bool:
-        """Whether that start got further than the previous one: a newer checkpoint, or more cache entries."""
+        """Whether the start got further than the previous one: it wrote a newer checkpoint, or more cache entries."""
         newest = newest_checkpoint(self.run_dir)
         items = {what: done for what, done in state.items.items() if what in ENCODED}
         further = newest > self._newest or any(done > self._items.get(what, 0) for what, done in items.items())
@@ -330,7 +335,7 @@ class Supervisor:
         return further
 
     def _change(self, changes: Sequence[str], seen: str) -> None:
-        """Apply changes and store them together, because a part of them may not help."""
+        """Apply changes, and store all of them at once for this machine, because single ones may not be enough."""
         for change in changes:
             self.situation = policy.changed(self.situation, change)
         if changes:
@@ -341,7 +346,7 @@ class Supervisor:
 
 
 def newest_checkpoint(run_dir: RunDir) -> int:
-    """Updates of the newest checkpoint; 0 if there is none."""
+    """Return the number of updates at the newest checkpoint; 0 if there is none."""
     checkpoints = run_dir.list_checkpoints()
     return checkpoints[-1][0] if checkpoints else 0
 

@@ -1,7 +1,7 @@
-"""Telemetry during a run: starts the process that reads the sensors, takes its readings, and never waits for it.
+"""Telemetry during a run: starts the process that reads the GPU's sensors, and collects its readings without waiting.
 
-A reading may block inside a driver for ever. The reading process is then killed without waiting, and the run continues
-and ends without it.
+Reading a sensor may block inside a driver forever. The reading process is then killed, and the run continues and ends
+without it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ LIMIT_S = 60.0
 """Seconds of silence after which the reading process is killed."""
 END_WAIT_S = 0.2
 CHUNK_BYTES, MAX_LINE_BYTES, MAX_WAITING = 1 << 16, 1 << 20, 1000
-LEFT_ALONE = (
-    "The sensors of the GPU did not answer for {limit:g} s and are no longer read. Training does not need them."
-)
+LEFT_ALONE = "The GPU's sensors did not respond for {limit:g} s and are no longer read. Training does not need them."
 
 Tell = Callable[[Event], None]
 
 
 class _Reading:
-    """One run of the reading process, and the thread that takes what it writes."""
+    """A running sensor process, and the thread that collects its output."""
 
     def __init__(self, command: Sequence[str], now_s: float) -> None:
         self.heard_s = now_s
@@ -63,7 +61,7 @@ class _Reading:
                 self._lines.extend(lines)
 
     def events(self, now_s: float) -> list[Event]:
-        """The events that it has written since the last call."""
+        """Return the events that the process has written since the last call."""
         found = []
         while self._lines:
             self.heard_s = now_s
@@ -72,11 +70,11 @@ class _Reading:
         return found
 
     def exit_code(self) -> int | None:
-        """Its exit code once all its output was taken; None before."""
+        """Return the exit code of the process, or None until it has ended and all its output was collected."""
         return None if self._thread.is_alive() else self._child.poll()
 
     def kill(self) -> None:
-        """Kill it, and wait only a moment: it may be blocked in a driver."""
+        """Kill the process, and wait only a moment for its end, because it may be blocked in a driver."""
         with contextlib.suppress(OSError):
             self._child.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -89,11 +87,11 @@ class _Reading:
 
 
 class Telemetry:
-    """Watches the GPUs of a run; one for all starts of a command.
+    """Telemetry of a run's GPUs. One object serves all starts of a command.
 
     Args:
-        cards: the GPUs to read; or the reason why none is read, as a sentence. An empty one gives no message.
-        command: of the reading process.
+        cards: GPUs to read, or a sentence with the reason why none is read. An empty text means no message.
+        command: function that returns the command of the reading process.
     """
 
     def __init__(
@@ -117,7 +115,10 @@ class Telemetry:
 
     @contextlib.contextmanager
     def watching(self, pids: Sequence[int], notify: Tell) -> Iterator[None]:
-        """Read in this context. ``notify`` records an event of the run, in the thread that calls ``poll``."""
+        """Read the sensors within this context.
+
+        ``notify`` records an event of the run, in the thread that calls ``poll``.
+        """
         self._tell, self._training = notify, False
         for alarms in self._alarms.values():
             alarms.on_start()
@@ -136,14 +137,14 @@ class Telemetry:
             self._stop()
 
     def on_event(self, event: Event) -> None:
-        """An event of the worker."""
+        """Use an event of the worker to track its steps."""
         if isinstance(event, StepEvent):
             self._updates, self._training = event.updates, True
             for alarms in self._alarms.values():
                 alarms.on_step()
 
     def poll(self) -> None:
-        """Take what was read; never waits."""
+        """Process the readings that have arrived, without waiting for more."""
         if self._reading is None:
             return
         now_s, reading = self._clock(), self._reading

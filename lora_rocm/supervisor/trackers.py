@@ -1,4 +1,4 @@
-"""The processes that pass a run's numbers to trackers (``output.log_with``). The run never waits for them."""
+"""Processes that pass a run's numbers to experiment trackers (``output.log_with``). The run never waits for them."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def require_trackers(output: OutputSection) -> None:
     """Check that the packages of ``output.log_with`` are installed.
 
     Raises:
-        UserError: tracker-missing.
+        UserError: tracker-missing: a package is not installed.
     """
     for name in output.log_with:
         if find_spec(name) is None:
             what, where = f"The package {name} is not installed.", f"output.log_with: {name}"
-            fix = f"Install it with {sys.executable} -m pip install {name}, or remove it."
+            fix = f"Install it with {sys.executable} -m pip install {name}, or remove it from output.log_with."
             raise UserError("tracker-missing", what, where=where, fix=fix)
 
 
 class Trackers:
-    """One process per tracker, started with the context. At its end they are left to finish by themselves.
+    """Runs one process per tracker within its context. When the context ends, the processes finish by themselves.
 
     Args:
-        run_dir: the run; events that it already has were logged by an earlier start.
-        output: names the trackers and the project.
-        notify: receives one message per failed tracker; the others and the run continue.
-        environ: of this process; the trackers get it without the GPU and without the ranks of a process group.
+        run_dir: the run. Its existing events are skipped, because an earlier start logged them.
+        output: recipe section with the trackers and the project's name.
+        notify: function that receives one message per failed tracker. The other trackers and the run continue.
+        environ: environment of this process. The trackers get it without access to GPUs and without distributed ranks.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Trackers:
         return self
 
     def passing(self, on_event: OnEvent) -> OnEvent:
-        """``on_event``, with a check of the trackers at each event."""
+        """Return a function that calls ``on_event`` and then checks the trackers."""
 
         def checked(event: Event) -> None:
             on_event(event)
@@ -83,13 +83,15 @@ class Trackers:
         return checked
 
     def check_trackers(self) -> None:
-        """Report trackers that failed or ended, once."""
+        """Report each tracker that failed or ended, once."""
         for name, (child, reader) in list(self._running.items()):
             code, errors = child.poll(), reader.poll()
             said = [f"{error.what} {error.fix}" for error in errors if isinstance(error, ErrorEvent)]
             if said or code is not None:
                 _close(self._running.pop(name)[0])
-                ended = f"{name} ended with exit code {code} and receives no further numbers of this run."
+                ended = (
+                    f"{name} ended with exit code {code}, so this run is no longer logged to it. Training continues."
+                )
                 self._notify(said[-1] if said else ended)
 
     def __exit__(

@@ -1,6 +1,7 @@
-"""Before a run: measures the attention backends if asked for, and applies the run's measured choices.
+"""Before a run, measures the attention backends if the recipe asks for it, and applies the measured choices.
 
-The run directory gets a copy of the choices. A resume uses that copy, or refuses if it is no longer valid.
+The run directory gets a copy of the choices. A resumed run uses that copy; if it is no longer valid, the resume is
+refused.
 """
 
 from __future__ import annotations
@@ -31,16 +32,18 @@ from lora_rocm.supervisor.selftest_runner import Notify
 WAYS = ("sdpa", *get_args(Attention)[1:])
 PACKAGES = ("flash", "aiter")
 WORTH = 0.97
-"""Another backend replaces torch's choice if it takes at most this share of its time."""
+"""Another attention backend is chosen only if it takes at most this share of the time of torch's default."""
 LIMIT_S, START_LIMIT_S = 120.0, 600.0
 KINDS: tuple[Kind, ...] = ("attention", "products")
 
 
 def without(situation: Situation) -> Situation:
-    """The situation without measured choices: processes of ``torchrun`` have no common parent that could choose.
+    """Return the situation without measured choices.
+
+    It is for processes of ``torchrun``, which have no common parent that could choose.
 
     Raises:
-        UserError: the recipe names a package for attention, which was not tried here.
+        UserError: the recipe names an attention package, which was not tested on this machine.
     """
     if situation.recipe is not None:
         _require_measurable(situation.recipe, "processes that torchrun starts use torch's own attention")
@@ -50,12 +53,12 @@ def without(situation: Situation) -> Situation:
 def ensure(
     run: RunDir, situation: Situation, accept_changes: bool, notify: Notify, module: str | None = None
 ) -> Situation:
-    """The situation with the measured choices of this run, which are stored in its directory.
+    """Return the situation with the measured choices of this run, after storing them in the run directory.
 
     Raises:
-        UserError: the attention backend that the recipe names is missing, or wrong.
+        UserError: the attention backend that the recipe names is missing, or gives wrong results.
         MachineError: no attention backend is correct at the shapes of this recipe.
-        ResumeError: the run's own choices are no longer valid.
+        ResumeError: the choices stored in the run are no longer valid.
     """
     stack, recipe = stack_of(situation.facts, situation.selection), situation.recipe
     if recipe is None or rank_of(os.environ).size > 1:
@@ -65,7 +68,9 @@ def ensure(
     # Which choices this run wants
     wanted = [kind for kind in KINDS if wants(kind, recipe)] if stack is not None else []
     if "attention" not in wanted:
-        _require_measurable(recipe, "it needs a GPU, and neither runtime.deterministic nor runtime.compile")
+        _require_measurable(
+            recipe, "it needs a GPU and cannot be combined with runtime.deterministic or runtime.compile"
+        )
     if stack is None or not wanted:
         if not any(wants(kind, recipe) for kind in KINDS):  # else the GPU is only not visible now
             _forget(run, notify)
@@ -92,10 +97,10 @@ def _require_measurable(recipe: Recipe, why: str) -> None:
 
 
 def unavailable(backend: str, why: str) -> UserError:
-    """The error for an attention backend that the recipe names but that cannot be used."""
+    """Return the error for an attention backend that the recipe names but that cannot be used."""
     return UserError(
         "attention-unavailable",
-        f"This attention cannot be used here: {why}.",
+        f"This attention backend cannot be used here: {why}.",
         where=f"runtime.attention: {backend}",
         fix="Set runtime.attention to auto: torch's own attention needs no other package.",
     )
@@ -104,10 +109,13 @@ def unavailable(backend: str, why: str) -> UserError:
 def _kept(
     run: RunDir, asked: Mapping[str, Any], keys: Mapping[Kind, Mapping[str, Any]], accept_changes: bool
 ) -> dict[Kind, Choice | None] | None:
-    """The choices of a run with checkpoints; None if it has none, or the recipe now asks for others.
+    """Return the stored choices of a run with checkpoints, or None if there are none or the recipe now asks for others.
+
+    asked: recipe values that control the measurement.
+    keys: current conditions for each kind of choice.
 
     Raises:
-        ResumeError: they were made on another GPU, driver or software, or are damaged.
+        ResumeError: the choices were made on another GPU, driver or software, or are damaged.
     """
     try:
         value = parse_json(run.tuned.read_text(encoding="utf-8"))
@@ -118,7 +126,7 @@ def _kept(
     except FileNotFoundError:
         if accept_changes or not _in_force_before(run, keys):
             return None
-        raise _refused(run, "The file with the measured choices of this run is gone.", "") from None
+        raise _refused(run, "The file with the measured choices of this run is missing.", "") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         if accept_changes:
             return None
@@ -133,7 +141,7 @@ def _kept(
 
 
 def _in_force_before(run: RunDir, keys: Mapping[Kind, Mapping[str, Any]]) -> bool:
-    """Whether the last start of a run used measured choices of these kinds, according to its environment."""
+    """Whether the last start of a run used measured choices of these kinds, according to its environment file."""
     rules = {"attention": "measured-attention", "products": "tuned-products"}
     try:
         rows = parse_json(run.environment.read_text(encoding="utf-8"))["settings"]
@@ -164,9 +172,9 @@ def _refused(run: RunDir, what: str, where: str) -> ResumeError:
 
 
 def _forget(run: RunDir, notify: Notify) -> None:
-    """Remove the choices of an earlier start, because the recipe asks for none now."""
+    """Remove the choices of an earlier start, because the recipe no longer asks for any."""
     if run.tuned.exists():
-        notify("From now on the run does not use the measured choices that it began with, as the recipe asks.")
+        notify("The run no longer uses the measured choices that it began with: the recipe no longer asks for them.")
         with suppress(OSError):
             remove(run.tuned)
 
@@ -174,11 +182,11 @@ def _forget(run: RunDir, notify: Notify) -> None:
 def measure_attention(
     situation: Situation, recipe: Recipe, key: Mapping[str, Any], notify: Notify, module: str | None = None
 ) -> Choice:
-    """Try the attention backends in children, and store the fastest correct one.
+    """Try the attention backends in child processes, store the choice of the fastest correct one, and return it.
 
     Raises:
-        UserError: the recipe names one that is missing, or wrong.
-        MachineError: none is correct.
+        UserError: the backend that the recipe names is missing, or gives wrong results.
+        MachineError: no backend is correct.
     """
     asked, rows, ways = recipe.runtime.attention, list[Row](), backends_for(situation)
     if asked == "sdpa" and asked not in ways:
@@ -200,7 +208,7 @@ def measure_attention(
     try:
         store(Path(situation.app_dir), choice)
     except StorageError as error:
-        notify(f"The measurement could not be stored, so it will be repeated. {error}")
+        notify(f"The measurement could not be stored, so the next run repeats it. {error}")
     return choice
 
 
@@ -216,7 +224,10 @@ def _none_right(asked: str, rows: Sequence[Row], died: str) -> LoraRocmError:
 
 
 def backends_for(situation: Situation) -> tuple[str, ...]:
-    """The backends to try here. Backends that failed the self-test are excluded, and then torch's own choice, too."""
+    """Return the attention backends to try on this machine.
+
+    Backends that failed the self-test are excluded. If there are any, torch's own choice is excluded, too.
+    """
     verdict, names = situation.verdict, ("flash", "efficient", "cudnn")
     failed = {name for name in names if verdict is not None and verdict.failed(f"attention.{name}.")}
     held_out = {name for name in names if f"attention-{name}-off" in situation.changes}
@@ -226,7 +237,10 @@ def backends_for(situation: Situation) -> tuple[str, ...]:
 
 
 def fastest(rows: Sequence[Row]) -> str:
-    """The fastest correct backend; torch's own choice if no other is clearly faster; "" if none is correct."""
+    """Return the fastest correct backend; "" if none is correct.
+
+    Torch's own choice is returned if no other backend is clearly faster.
+    """
     right = {row["way"]: row["seconds"] for row in rows if row["problem"] is None}
     if not right:
         return ""

@@ -1,4 +1,4 @@
-"""The training children of one start, one per GPU: started together, ended together, with one result."""
+"""The training processes of one start, one per GPU. They are started and ended together, and have one joint result."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from lora_rocm.supervisor.worker_process import Worker, follow
 
 DIED: RestartCode = "worker-died"
 LOST: RestartCode = "rank-lost"
-"""The error of a rank that ends because another one has ended; never the cause."""
+"""Error code of a rank that ends because another one has ended. It is never the cause of a failure."""
 
 OnRankEvent = Callable[[int, Event], None]
 
 
 @dataclass(frozen=True)
 class End:
-    """The failure of one of the children."""
+    """A worker that failed, and its error."""
 
     worker: Worker
     error: LoraRocmError
 
 
 def ranks(count: int) -> list[Rank]:
-    """The ranks of one machine."""
+    """Return the ranks of ``count`` processes on one machine."""
     return [Rank(number, count, number, count) for number in range(count)]
 
 
 def environments(env: Mapping[str, str], count: int) -> list[dict[str, str]]:
-    """The environment of each child. Each of several also gets its rank and a free port for the process group.
+    """Return the environment of each worker process.
 
-    They share the CPU: if threads outnumber its cores, they wait for each other.
+    If there are several, each also gets its rank and the port of the process group. They share the CPU's cores, because
+    threads that outnumber the cores wait for each other.
     """
     if count == 1:
         return [dict(env)]
@@ -47,17 +48,17 @@ def environments(env: Mapping[str, str], count: int) -> list[dict[str, str]]:
 
 
 def free_port() -> int:
-    """A free port. Another process may take it at once: then the start fails, and the next one gets another port."""
+    """Return a free port. If another process takes it first, the start fails, and the next start uses another port."""
     with contextlib.closing(socket.socket()) as found:
         found.bind((HERE, 0))
         return int(found.getsockname()[1])
 
 
 def verdict(workers: Sequence[Worker]) -> int | End:
-    """The joint result: an exit code, or the failure that caused the others.
+    """Return the joint result of the workers: their exit code, or the failure that caused the others.
 
     Raises:
-        StoppedError: the user had them killed.
+        StoppedError: the workers were killed on the user's request.
     """
     codes: list[int] = []
     ends: list[End] = []
@@ -76,7 +77,7 @@ def verdict(workers: Sequence[Worker]) -> int | End:
 
 
 def _of_rank(error: LoraRocmError, rank: int) -> LoraRocmError:
-    """The same error, naming its rank."""
+    """Return the same error, with the rank added to its location."""
     error.where = f"rank {rank}: {error.where}" if error.where else f"rank {rank}"
     return error
 
@@ -90,10 +91,12 @@ def run_workers(
     notify: Callable[[str], None],
     asked: Asked | None = None,
 ) -> int:
-    """``process.run_worker`` for several children: without hang detection, but if one fails, all are ended.
+    """Run several workers without hang detection until they end, and return their exit code.
+
+    If one fails, all are ended.
 
     Raises:
-        LoraRocmError: see ``process.Worker.verdict``.
+        LoraRocmError: the error of a failed worker, as in ``worker_process.Worker.verdict``.
     """
     run_dir.stop.unlink(missing_ok=True)
     listening = stop_signals() if asked is None else contextlib.nullcontext(asked)

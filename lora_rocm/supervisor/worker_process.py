@@ -1,9 +1,10 @@
-"""The worker processes of a run: start, follow and stop them, and judge their end."""
+"""The worker processes of a run: start, follow and stop them, and determine their result."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from lora_rocm.errors import (
 )
 from lora_rocm.foundation.files import open_in_place
 from lora_rocm.foundation.safe_path import python_environment
+from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.processes.process import (
     KILL_WAIT_S,
     POLL_S,
@@ -38,9 +40,10 @@ from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import TAIL_BYTES, died, size_of, tail_bytes
 from lora_rocm.rundir.layout import RunDir
 
+LOG = logging.getLogger(__name__)
 LAST_WORDS_S = 1.0
-"""Time for the other workers to report their own errors after one has failed."""
-STOPPING = "Finishing the step and saving; Ctrl-C again ends it now (the last checkpoint is kept)."
+"""Seconds that the other workers have to report their own errors after one has failed."""
+STOPPING = "Finishing the step and saving. Press Ctrl-C again to end at once (the last checkpoint is kept)."
 WORKER = "lora_rocm.train.worker"
 PREPARE = "--prepare"
 """Option of the worker: it does not train (``commands.prepare``)."""
@@ -56,10 +59,11 @@ def worker_command(
     worker: str | None = None,
     began_s: float | None = None,
 ) -> list[str]:
-    """The command of the training child. Without ``checkpoint`` it resumes from the newest valid one.
+    """Return the command that starts the training process.
 
-    worker: the module with the training ``main``; None: this program's, with this program's model families.
-    began_s: when the command began, in seconds since the epoch.
+    checkpoint: checkpoint to resume from; None means the newest valid one.
+    worker: module with the worker's ``main``; None means lora-rocm's own, with its own model families.
+    began_s: time when the user's command began, in seconds since the epoch.
     """
     command = heavy_command(worker or WORKER, str(run_dir.path), reads_input=True)
     command += ["--checkpoint", str(checkpoint)] if checkpoint else []
@@ -70,19 +74,19 @@ def worker_command(
 
 
 class Worker:
-    """A running training child, in its own process group (a job object on Windows), which is killed as a whole.
+    """A running training process. It has its own process group (a job object on Windows), which is killed as a whole.
 
-    If this process ends for any reason, the worker sees the end of its standard input and exits by itself.
+    If this process ends for any reason, the worker's standard input is closed, and the worker exits by itself.
 
     Args:
-        run_dir: a prepared and locked run directory.
-        env: the worker's complete environment.
-        command: program and arguments, see ``worker_command``.
-        rank: the worker's rank.
+        run_dir: the run directory, prepared and locked.
+        env: complete environment of the worker.
+        command: program and arguments from ``worker_command``.
+        rank: rank of the worker.
 
     Attributes:
-        given_up: it was killed because another rank had failed.
-        ended_in: the round of ``follow`` in which its end was first seen.
+        given_up: whether it was killed because another rank had failed.
+        ended_in: round of ``follow`` in which the end of the worker was noticed, or None.
     """
 
     def __init__(self, run_dir: RunDir, env: Mapping[str, str], command: Sequence[str], rank: int = 0) -> None:
@@ -93,6 +97,7 @@ class Worker:
         self._log_start = size_of(self._log)
         self._last: EndEvent | ErrorEvent | None = None
         self._killed = False
+        LOG.debug("worker: %s", quoted(command))
         with open_in_place(self._log) as log:
             self._child = subprocess.Popen(
                 command,
@@ -114,18 +119,21 @@ class Worker:
         self._job.close()
 
     def poll_ended(self, number: int) -> bool:
-        """Return whether it still runs; record its end as seen in round ``number`` of ``follow``."""
+        """Return whether the worker is still running.
+
+        If not, record that its end was noticed in round ``number`` of ``follow``.
+        """
         if self._child.poll() is None:
             return True
         self.ended_in = number if self.ended_in is None else self.ended_in
         return False
 
     def has_failed(self) -> bool:
-        """Whether it has ended without an ``end`` event."""
+        """Whether the worker has ended without an ``end`` event."""
         return self._child.returncode is not None and not isinstance(self._last, EndEvent)
 
     def hand_on(self, on_event: OnEvent) -> None:
-        """Pass on its new events."""
+        """Call ``on_event`` with each new event of the worker."""
         for event in self._reader.poll():
             match event:
                 case StartEvent():  # earlier events are the last ones of an orphan that this worker waited for
@@ -137,10 +145,10 @@ class Worker:
             on_event(event)
 
     def stop(self, *, at_once: bool) -> None:
-        """Ask it to finish its step and save, or kill it.
+        """Ask the worker to finish its step and save, or kill it if ``at_once``.
 
         Raises:
-            WorkerHungError: it cannot be killed.
+            WorkerHungError: the worker cannot be killed.
         """
         if at_once:
             self._killed = True
@@ -154,19 +162,19 @@ class Worker:
             self._child.stdin.close()
 
     def give_up(self) -> None:
-        """Kill it because another rank, which it needs, has ended.
+        """Kill the worker because another rank, which it needs, has ended.
 
         Raises:
-            WorkerHungError: it cannot be killed.
+            WorkerHungError: the worker cannot be killed.
         """
         self.given_up = True
         if not self.kill():
             raise unkillable(self.pid)
 
     def kill(self) -> bool:
-        """Kill it and everything that it started, including processes without a living parent.
+        """Kill the worker and everything that it started, including processes without a living parent.
 
-        Returns False if it cannot be killed, because a driver blocks it.
+        Return False if a driver blocks the worker, so that it cannot be killed.
         """
         if self._child.returncode is not None:  # its pid may have been reused, but not the id of its group
             kill_group(self.pid, self._job)
@@ -177,12 +185,14 @@ class Worker:
         return self._child.returncode is not None
 
     def verdict(self) -> int:
-        """Its exit code. Its own last event (``end``, ``error``) takes precedence over the system's exit status.
+        """Return the worker's exit code.
+
+        Its last event (``end``, ``error``) takes precedence over the system's exit status.
 
         Raises:
-            LoraRocmError: the error that it reported, with its exit code.
-            StoppedError: it was killed by the second Ctrl-C.
-            WorkerDiedError: it ended without a last event.
+            LoraRocmError: the error that the worker reported.
+            StoppedError: the worker was killed at the second Ctrl-C.
+            WorkerDiedError: the worker ended without a last event.
         """
         code = self._child.returncode
         return _verdict(
@@ -197,11 +207,11 @@ def follow(
     notify: Callable[[str], None],
     is_late: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Pass on events (with the rank) until all workers have ended, or until ``is_late`` reports a hang (True).
+    """Pass on events with their rank until all workers have ended. Return True as soon as ``is_late`` reports a hang.
 
-    ``is_late`` is called in every round. At the first stop request the workers are asked to finish their step and save,
-    at the second they are killed. If one of several fails, the others get a moment to report their own errors, and are
-    killed.
+    ``is_late`` is called in every round. The first stop request asks the workers to finish their step and save; the
+    second kills them. If one of several workers fails, the others have a moment to report their own errors before they
+    are killed.
     """
     seen, failed_at, number = 0, None, 0
     while running := [worker for worker in workers if worker.poll_ended(number)]:
@@ -212,7 +222,7 @@ def follow(
         if asked.level > seen:
             seen = asked.level
             first = seen == 1
-            notify(STOPPING if first else "Ending it now.")
+            notify(STOPPING if first else "Ending the training process now.")
             for worker in workers:
                 worker.stop(at_once=not first)
         # Hangs and failed ranks
@@ -240,15 +250,15 @@ def run_worker(
     """Start the worker without hang detection or restarts, pass on its events until it ends, and return its exit code.
 
     Args:
-        run_dir: a prepared and locked run directory.
-        env: the worker's complete environment.
-        on_event: called in this thread with each event, including ``error`` and ``end``.
-        command: program and arguments, see ``worker_command``.
-        notify: shows a message to the user.
-        asked: requests to stop; None: Ctrl-C, SIGTERM and the end of the terminal.
+        run_dir: the run directory, prepared and locked.
+        env: complete environment of the worker.
+        on_event: function that is called in this thread with each event, including ``error`` and ``end``.
+        command: program and arguments from ``worker_command``.
+        notify: function that shows a message to the user.
+        asked: requests to stop; None means Ctrl-C, SIGTERM and the closing of the terminal.
 
     Raises:
-        LoraRocmError: see ``Worker.verdict``.
+        LoraRocmError: an error as in ``Worker.verdict``.
     """
     run_dir.stop.unlink(missing_ok=True)
     listening = stop_signals() if asked is None else contextlib.nullcontext(asked)
@@ -258,7 +268,7 @@ def run_worker(
 
 
 def unkillable(pid: int, again: str = "") -> WorkerHungError:
-    """The error for a worker that the system cannot kill."""
+    """Return the error for a worker that the system cannot kill. ``again``: command that resumes the run."""
     return WorkerHungError(
         "worker-unkillable",
         f"The training process (process {pid}) is blocked in a driver (most likely the GPU's, else a disk's or a "
@@ -277,7 +287,7 @@ def _verdict(
     log_start: int,
     log: Path | None = None,
 ) -> int:
-    """The worker's exit code. Its own last event (``end``, ``error``) takes precedence over the exit status."""
+    """Return the worker's exit code. Its last event (``end``, ``error``) takes precedence over the exit status."""
     if isinstance(last, EndEvent):  # a crash while the interpreter shuts down does not matter
         return last.exit_code
     if last is not None:
@@ -295,13 +305,13 @@ def _verdict(
 
 
 def with_fitting_fix(error: E, run_dir: RunDir) -> E:
-    """Return the error with the advice for a run without a checkpoint if the run has none."""
+    """Return the error. If the run has no checkpoint, its advice is replaced by the error's advice for that case."""
     if error.fix_without_checkpoint and not run_dir.list_checkpoints():
         error.fix = error.fix_without_checkpoint
     return error
 
 
 def last_checkpoint_text(run_dir: RunDir) -> str:
-    """A sentence about the newest checkpoint."""
+    """Return a sentence about the newest checkpoint."""
     checkpoints = run_dir.list_checkpoints()
     return f"The last checkpoint is {checkpoints[-1][1].name}." if checkpoints else "There is no checkpoint yet."

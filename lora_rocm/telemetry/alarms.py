@@ -1,7 +1,7 @@
-"""Decides when readings deserve a warning: the GPU is hot or slowed down, or memory spills to main memory.
+"""Decides when readings cause a warning: the GPU is hot or slowed down, or its data spills to main memory.
 
-A state counts after STEADY readings in a row that show it. It ends after STEADY readings in a row without it; then it
-can count again.
+A state begins after STEADY consecutive readings that show it, and ends after STEADY consecutive readings without it.
+Each time it begins, there is a warning.
 """
 
 from __future__ import annotations
@@ -14,17 +14,23 @@ from lora_rocm.rundir.event_types import AlarmEvent, TelemetryEvent
 
 STEADY = 3
 MAX_EACH = 20
-"""Most warnings of one kind for a GPU in one command."""
+"""Maximum number of warnings of one kind about a GPU in one command."""
 HOT_MARGIN_C, COOL_MARGIN_C = 3.0, 10.0
-"""Degrees below a sensor's critical temperature: from there on it is hot; below that it has cooled down."""
+"""Degrees below a sensor's critical temperature at which the GPU counts as hot, and at which it counts as cool."""
 MOVED_BYTES = 256 << 20
-"""Bytes that the driver may move for a moment when other programs request memory."""
+"""Bytes that the driver may move to main memory without a warning. It moves some for a moment when other programs
+request memory.
+"""
 GROWN_BYTES, GROWN_SHARE, FULL_SHARE = 1 << 30, 0.05, 0.9
-"""Shared memory has grown if it is larger by both, the second being a share of the card's memory, which is then full.
-Before training it is as large as pinned buffers need.
+"""Limits for a warning about shared memory: its growth in bytes, its growth as a share of the card's memory, and the
+used share of the card's memory. All must be reached. Growth is measured from the start of training, when shared memory
+is as large as pinned buffers need.
 """
 SPILL_TIMES_SLOWER = 17
-"""Attention of 16,000 tokens on an RX 6800 under Windows: 3,226 ms in place of 187."""
+"""Measured slowdown of attention after its tensors spilled to main memory.
+
+Attention of 16,000 tokens on an RX 6800 under Windows took 3,226 ms in place of 187.
+"""
 WHAT_TO_DO = (
     "Close other programs that use this GPU. Or stop the run and continue with train.gradient_checkpointing: true or "
     "runtime.memory: offload. Or start a new run with a smaller train.batch_size (and more "
@@ -33,7 +39,7 @@ WHAT_TO_DO = (
 
 
 class Alarms:
-    """Watches the readings of one GPU. ``spills``: see ``cards.Cards``."""
+    """Watches the readings of one GPU. ``spills`` is explained at ``cards.Cards``."""
 
     def __init__(self, spills: Literal["moved", "shared", ""]) -> None:
         self._spills = spills
@@ -43,16 +49,16 @@ class Alarms:
         self._training = False
 
     def on_start(self) -> None:
-        """A worker has started; its memory is unrelated to the previous worker's."""
+        """Reset the memory state for a new worker, which uses its memory independently of the previous worker."""
         self._before_bytes, self._training = None, False
         self._end("spilling")
 
     def on_step(self) -> None:
-        """An update was made."""
+        """Record that the worker has made an update, so that it is training."""
         self._training = True
 
     def on_reading(self, reading: TelemetryEvent) -> list[AlarmEvent]:
-        """The warnings caused by this reading."""
+        """Return the warnings caused by this reading."""
         if reading.asleep:
             return []
         judged = {"hot": self._hot(reading), "slowed": self._slowed(reading), "spilling": self._spilling(reading)}
@@ -76,7 +82,10 @@ class Alarms:
         self._steady[kind] = 0
 
     def _hot(self, reading: TelemetryEvent) -> tuple[bool, bool, str]:
-        """Only the temperature is known, not whether the card lowers its clocks."""
+        """Return whether the GPU is hot, whether it is cool again, and the warning.
+
+        Only the temperature is known, not whether the card lowers its clocks.
+        """
         limits = {sensor: limit for sensor, limit in reading.limits_c.items() if sensor in reading.temperatures_c}
         near = [(limit - reading.temperatures_c[sensor], sensor) for sensor, limit in limits.items()]
         if not near:
@@ -103,14 +112,14 @@ class Alarms:
         used, total = reading.memory_bytes, reading.memory_total_bytes
         full = f" ({size_text(used)} of {size_text(total)} are used)" if used is not None and total else ""
         text = (
-            f"GPU memory spills: {size_text(moved_bytes)} of this run are in main memory, and not on the GPU "
-            f"{reading.gpu}{full}. Work on it is far slower there ({SPILL_TIMES_SLOWER} times was measured once). "
+            f"GPU memory spills: {size_text(moved_bytes)} of this run's data are in main memory, and not on the GPU "
+            f"{reading.gpu}{full}. They are used far more slowly there ({SPILL_TIMES_SLOWER} times was measured once). "
             f"{WHAT_TO_DO}"
         )
         return moved_bytes > 0, moved_bytes == 0, text
 
     def _spilled_bytes(self, reading: TelemetryEvent) -> float | None:
-        """Bytes that do not fit on the card; 0 if there is another explanation; None: unknown."""
+        """Return the bytes that do not fit on the card; 0 if all fit, or None if unknown."""
         if not self._training or not self._spills:
             return None
         if reading.moved_bytes is not None:

@@ -1,4 +1,4 @@
-"""Chooses which readings of a run's GPUs are taken, from facts alone."""
+"""Chooses how a run's GPUs are read, from facts alone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lora_rocm.hardware.gpu_select import Selection, visible
 
 Method = Literal["sysfs", "pdh", "nvml"]
 EVERY_S = 5.0
-"""Seconds between two readings; not shorter, because each reading may query the GPU's own controller."""
+"""Seconds between two readings. It is not less, because each reading may query the GPU's own controller."""
 EXPLAINED = 3
-"""Exit code of the reading process after it has reported why it ends."""
+"""Exit code of the reading process if it has already reported why it ends."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,13 @@ class Cards:
     """The GPUs of a run.
 
     Attributes:
-        method: sysfs (Linux, AMD), pdh (Windows), nvml (NVIDIA).
-        addresses: PCI addresses (sysfs); empty where the run's processes show which GPUs they use.
-        count: number of GPUs that the run uses; 0: all.
+        method: source of the readings: sysfs (Linux, AMD), pdh (Windows) or nvml (NVIDIA).
+        addresses: PCI addresses for sysfs; empty for the other methods, which find the GPUs by the run's processes.
+        count: number of GPUs that the run uses; 0 means all.
         total_bytes: memory of each card, if ``method`` does not report it.
-        spills: the sign that memory does not fit on the card. moved: the driver counts the bytes that it moved; shared:
-            main memory that our processes share with the GPU grows; "": it does not spill, or this is unknown.
+        spills: sign that memory does not fit on the card. With "moved", the driver counts the bytes that it moved. With
+            "shared", main memory that the run's processes share with the GPU grows. It is "" if memory cannot spill, or
+            this is unknown.
     """
 
     method: Method
@@ -42,7 +43,7 @@ class TelemetryJob:
     """The job of the reading process (``telemetry.reader_child``).
 
     Attributes:
-        pids: the run's processes. Their child processes are included.
+        pids: process ids of the run. Their child processes are included.
         root: folder that replaces the root of the file system.
     """
 
@@ -64,14 +65,16 @@ class TelemetryJob:
 def cards_of(
     facts: HostFacts, selection: Selection, environ: Mapping[str, str], device: str, count: int = 1
 ) -> Cards | str:
-    """The cards to read, or a sentence with the reason why none is read; it is empty if the run uses no GPU.
+    """Return the cards to read, or a sentence with the reason why none is read.
+
+    The sentence is empty if the run uses no GPU.
 
     Args:
-        facts: the machine.
-        selection: the AMD GPUs of the run.
-        environ: may limit which GPUs are visible.
-        device: as in ``runtime.device``.
-        count: number of processes on this machine, each with a GPU.
+        facts: facts about the machine.
+        selection: AMD GPUs of the run.
+        environ: environment variables, which may limit the visible GPUs.
+        device: value of ``runtime.device``.
+        count: number of processes on this machine, each with its own GPU.
     """
     torch = facts.torch
     if device == "cpu" or torch is None or (torch.hip is None and torch.cuda is None):

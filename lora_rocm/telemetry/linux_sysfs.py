@@ -1,8 +1,9 @@
 """Reads AMD GPUs on Linux from files of the kernel: sysfs, hwmon, and the DRM clients of processes.
 
-Reading most of these files wakes a sleeping card, and its first values are wrong then. So ``power/runtime_status``,
-which does not wake it, is read first. ``gpu_busy_percent`` is not read: it is 100 as long as a compute context lives.
-Sources: kernel docs, gpu/amdgpu/thermal and gpu/drm-usage-stats; ROCm/rocm-systems#8024; ROCm/amdgpu#221.
+Reading most of these files wakes a sleeping card, and the first values are then wrong. ``power/runtime_status`` does
+not wake it and is therefore read first. ``gpu_busy_percent`` is not read, because it is 100 as long as a compute
+context exists. Sources: kernel docs, gpu/amdgpu/thermal and gpu/drm-usage-stats; ROCm/rocm-systems#8024;
+ROCm/amdgpu#221.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from lora_rocm.telemetry import reader
 
 PCI_DEVICES, PROC = "sys/bus/pci/devices", "proc"
 AWAKE = ("active", "unsupported")
-"""Values of ``runtime_status`` at which reading does not wake the card (kernel docs, power/runtime_pm)."""
+"""Values of ``runtime_status`` with which reading does not wake the card (kernel docs, power/runtime_pm)."""
 READ_BYTES = 1 << 16
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 CLIENT_LINE = re.compile(r"^([a-z]+-[\w-]+):\s*(\S+)(?:[ \t]+([KMG]iB))?[ \t]*$", re.MULTILINE)
 LEFT = (errno.ENOENT, errno.ESRCH)
-"""Errors for a process or file that ended meanwhile."""
+"""Errors that mean that a process has ended, or a file has been removed, during the reading."""
 
 
 @dataclass
 class _Files:
-    """The files below a folder of one GPU. ``unread``: value that could not be read -> reason."""
+    """The files in the folder of one GPU. ``unread``: for each value that could not be read, the reason."""
 
     folder: Path
     unread: dict[str, str] = field(default_factory=dict)
 
     def text(self, name: str, what: str) -> str | None:
-        """A file's text; None if the file is absent or unreadable. Only the latter is recorded."""
+        """Return a file's text, or None if the file is missing or unreadable. Only an unreadable file is recorded."""
         try:
             with (self.folder / name).open("rb", buffering=0) as file:
                 return file.read(READ_BYTES).decode("utf-8", "replace").strip()
@@ -52,11 +53,11 @@ class _Files:
         try:
             return int(text) / divisor
         except ValueError:
-            self.unread[what] = f"no number in {name}: {text[:40]!r}"
+            self.unread[what] = f"not a number in {name}: {text[:40]!r}"
             return None
 
     def first(self, names: tuple[str, ...], what: str, divisor: float = 1) -> float | None:
-        """The number of the first of these files that is there."""
+        """Return the number in the first of these files that has one, divided by ``divisor``; None if none has."""
         for name in names:
             if (found := self.number(name, what, divisor)) is not None:
                 return found
@@ -78,8 +79,8 @@ class SysfsReader:
 
     Args:
         root: root of the file system.
-        addresses: as the kernel writes them, "0000:03:00.0".
-        pids: the run's processes.
+        addresses: PCI addresses as the kernel writes them, "0000:03:00.0".
+        pids: function that returns the run's process ids.
     """
 
     def __init__(self, root: Path, addresses: tuple[str, ...], pids: reader.Pids) -> None:
@@ -92,7 +93,7 @@ class SysfsReader:
         files = _Files(self._root / PCI_DEVICES / address)
         status = files.text("power/runtime_status", reader.CARD)
         if not files.folder.is_dir():
-            return reader.reading(address, number, {reader.CARD: "its files are gone"})
+            return reader.reading(address, number, {reader.CARD: "its files are missing"})
         if reader.CARD in files.unread:  # unknown whether it sleeps
             return reader.reading(address, number, files.unread)
         if status is not None and status not in AWAKE:
@@ -107,7 +108,10 @@ class SysfsReader:
         return reader.reading(address, number, files.unread, **values)
 
     def _own(self, address: str, unread: dict[str, str]) -> dict[str, object]:
-        """Memory of the run's processes on this GPU. Each DRM client counts once, however many files share it."""
+        """Return the memory of the run's processes on this GPU.
+
+        A DRM client counts once, even if several files show it.
+        """
         clients: dict[str, dict[str, int]] = {}
         for pid in self._pids():
             for text in self._fdinfo(pid, unread):
@@ -147,7 +151,7 @@ class SysfsReader:
 
 
 def _sensors(files: _Files) -> dict[str, object]:
-    """Temperatures with their limits, and power, of the GPU's hwmon folder."""
+    """Return temperatures, their limits, and power from the GPU's hwmon folder."""
     temperatures: dict[str, float] = {}
     limits: dict[str, float] = {}
     found: dict[str, object] = {"temperatures_c": temperatures, "limits_c": limits}
@@ -174,7 +178,7 @@ def _sensors(files: _Files) -> dict[str, object]:
 
 
 def _region(client: dict[str, int], name: str) -> int:
-    """Resident bytes of a memory region; older kernels have only the second or third of these keys."""
+    """Return the resident bytes of a memory region. Older kernels report them with another key."""
     keys = (f"drm-resident-{name}", f"drm-memory-{name}", f"drm-total-{name}")
     return next((client[key] for key in keys if key in client), 0)
 

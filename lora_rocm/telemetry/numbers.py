@@ -1,4 +1,4 @@
-"""Telemetry as numbers with names, for trackers, and as text, for people."""
+"""Telemetry as named numbers for trackers, and as text for the user."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ PLAIN = {
     "own_main_bytes": "own_main_memory_bytes",
     "moved_bytes": "moved_memory_bytes",
 }
-"""Field of a telemetry event -> its name for trackers."""
+"""Name in trackers of each telemetry field."""
 
 
 def numbers_of(event: TelemetryEvent) -> dict[str, float]:
-    """The values of a reading, with names such as "telemetry/gpu0/power_w"."""
+    """Return the values of a reading by their names in trackers, such as "telemetry/gpu0/power_w"."""
     found = {name: getattr(event, field) for field, name in PLAIN.items()}
     found |= {f"temperature_{sensor}_c": value for sensor, value in event.temperatures_c.items()}
     return {f"telemetry/gpu{event.number}/{name}": value for name, value in found.items() if value is not None}
 
 
 def short_text(event: TelemetryEvent) -> str:
-    """The hottest sensor and the power ("61 °C, 210 W"); empty if neither was read."""
+    """Return the highest temperature and the power as text ("61 °C, 210 W"); empty if neither was read."""
     temperatures = event.temperatures_c
     parts = [f"{max(temperatures.values()):.0f} °C"] if temperatures else []
     parts += [f"{event.power_w:.0f} W"] if event.power_w is not None else []
@@ -32,7 +32,7 @@ def short_text(event: TelemetryEvent) -> str:
 
 
 def long_text(event: TelemetryEvent) -> str:
-    """All that was read of a GPU, in one line."""
+    """Return all values read from a GPU as one line of text."""
     if event.asleep:
         return "asleep, not read"
     parts = [f"{sensor} {value:.0f} °C" for sensor, value in event.temperatures_c.items()]

@@ -1,4 +1,4 @@
-"""Reads NVIDIA GPUs from the driver's library NVML. Source: NVIDIA's NVML API reference and nvml.h."""
+"""Reads NVIDIA GPUs with NVML, a library of the driver. Source: NVIDIA's NVML API reference and nvml.h."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ SUCCESS, NOT_SUPPORTED, INSUFFICIENT_SIZE, NO_FUNCTION = 0, 3, 7, 13
 GPU_SENSOR, SLOWDOWN_LIMIT = 0, 1  # NVML_TEMPERATURE_GPU, NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
 UNKNOWN_BYTES = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE, always so under Windows' WDDM
 SLOWED_BY = {0x08: "hardware slowdown", 0x20: "heat (driver)", 0x40: "heat (hardware)", 0x80: "power brake"}
-"""Bits of the clocks event reasons that indicate a problem; a power cap is usual under load."""
+"""Names of the bits in NVML's clocks event reasons that indicate a problem. A power cap is not one; it is usual under
+load.
+"""
 MAX_PROCESSES = 1024
 
 
 class NvmlMemory(ctypes.Structure):
-    """nvmlMemory_t."""
+    """The C structure nvmlMemory_t."""
 
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
 class PciInfo(ctypes.Structure):
-    """nvmlPciInfo_t."""
+    """The C structure nvmlPciInfo_t."""
 
     _fields_ = (
         ("busIdLegacy", ctypes.c_char * 16),
@@ -39,7 +41,7 @@ class PciInfo(ctypes.Structure):
 
 
 class ProcessInfo(ctypes.Structure):
-    """nvmlProcessInfo_t of the functions that end in _v3."""
+    """The C structure nvmlProcessInfo_t, in the version of the functions that end in _v3."""
 
     _fields_ = (
         ("pid", ctypes.c_uint),
@@ -50,15 +52,15 @@ class ProcessInfo(ctypes.Structure):
 
 
 class NvmlReader:
-    """Reads the GPUs that the run's processes use; on a machine with one GPU, that one.
+    """Reads the GPUs that the run's processes use. If the run uses all GPUs, it reads all.
 
     Args:
-        nvml: the library's functions, as ``ctypes`` gives them.
-        count: number of GPUs of the run; 0: all that there are.
-        pids: the run's processes.
+        nvml: the library's functions, as loaded by ``ctypes``.
+        count: number of GPUs of the run; 0 means all.
+        pids: function that returns the run's process ids.
 
     Raises:
-        OSError: the driver does not answer.
+        OSError: the driver does not respond.
     """
 
     def __init__(self, nvml: Any, count: int, pids: reader.Pids) -> None:
@@ -113,7 +115,10 @@ class NvmlReader:
         )
 
     def _own(self, device: ctypes.c_void_p, pids: set[int], unread: dict[str, str]) -> int | None:
-        """Bytes of the run's processes; None if none is listed there, as in a container with its own pids."""
+        """Return the memory of the run's processes on this GPU, in bytes.
+
+        It is None if NVML lists none of them, as in a container with its own process ids.
+        """
         infos, count = (ProcessInfo * MAX_PROCESSES)(), ctypes.c_uint(MAX_PROCESSES)
         code = self._nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), infos)
         if not self._answers(code, reader.OWN_MEMORY, unread):
@@ -138,10 +143,10 @@ class NvmlReader:
 
 
 def load_nvml() -> Any:
-    """The functions of the driver's library. All return an ``int``, and devices are pointers.
+    """Return the NVML library. Its functions return an ``int``, and devices are pointers.
 
     Raises:
-        OSError: it is not installed.
+        OSError: the library is not installed.
     """
     library = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
     library.nvmlErrorString.restype = ctypes.c_char_p

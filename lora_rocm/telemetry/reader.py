@@ -1,4 +1,4 @@
-"""Shared by the readers of all systems: an event for each GPU, and the values that could not be read."""
+"""Shared by the readers of all systems: the structure of a reading, and the values that could not be read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 from lora_rocm.rundir.event_types import TelemetryEvent
 
 Pids = Callable[[], Iterable[int]]
-"""The run's processes now."""
+"""Function that returns the current process ids of the run."""
 ABSENT = "not offered by this GPU, driver or system"
 TEMPERATURE, POWER, POWER_CAP = "temperature", "power", "power limit"
 MEMORY, MAIN_MEMORY = "memory of the card", "main memory used by the GPU"
@@ -16,18 +16,22 @@ OWN_MEMORY, CARD = "memory of the run's processes", "the GPU"
 
 
 class GpuReader(Protocol):
-    """Reads the GPUs of a run once for each call. It may block, so only a separate process calls it."""
+    """Reads the GPUs of a run at each call. A call may block, so only a separate process makes it."""
 
     def read(self) -> list[TelemetryEvent]: ...
 
 
 def faults(event: TelemetryEvent) -> Iterator[tuple[str, str]]:
-    """(what, why) of each value that should be readable and is not."""
+    """Yield (value's name, reason) for each value that could not be read although the system offers it."""
     yield from ((what, why) for what, why in event.unread.items() if why != ABSENT)
 
 
 def reading(gpu: str, number: int, unread: dict[str, str], **values: object) -> TelemetryEvent:
-    """One reading of one GPU; values that are not given are unknown."""
+    """Return one reading of one GPU. Values that are not passed are unknown.
+
+    gpu: identifier of the GPU.
+    unread: for each value that could not be read, the reason.
+    """
     empty: dict[str, object] = {
         "updates": 0,
         "samples": 1,

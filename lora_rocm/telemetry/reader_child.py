@@ -1,10 +1,10 @@
 """The process that reads a run's GPUs: ``python -m lora_rocm.telemetry.reader_child JOB``, or ``--show N``.
 
-It writes an event for each reading to standard output, and ends with its standard input. A read may block inside a
-driver, and then not even killing the process interrupts it. So the run's own process does not read. No library of ROCm
-is loaded: readings by HIP or amd-smi have frozen desktops.
+It writes an event for each reading to standard output, and ends when its standard input is closed. A read may block
+inside a driver, where even killing the process does not interrupt it. Therefore the run's own process does not read. No
+ROCm library is loaded, because readings by HIP or amd-smi have frozen desktops.
 
-``--show N`` prints N readings of this machine's GPUs, for people.
+``--show N`` prints N readings of this machine's GPUs for the user.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ from lora_rocm.telemetry.reader import GpuReader, Pids, faults
 from lora_rocm.telemetry.windows_pdh import PdhReader, load_pdh
 
 UNFOUND_READS = 120
-"""Readings before a notice that the run is not seen on any GPU. It uses none while it scans its data."""
+"""Number of readings before a notice that the run uses no GPU. While a run scans its data, it uses none."""
 
 
 def family(pids: Sequence[int]) -> set[int]:
-    """These processes and all that they started: ``python.exe`` of a Windows environment only starts the real one."""
+    """Return the ids of these processes and of all that they started.
+
+    On Windows, ``python.exe`` of a virtual environment only starts the real interpreter.
+    """
     found = set(pids)
     for pid in pids:
         try:
@@ -47,10 +50,10 @@ def family(pids: Sequence[int]) -> set[int]:
 
 
 def reader_for(job: TelemetryJob, pids: Pids) -> GpuReader:
-    """The reader of a job.
+    """Return the reader for a job.
 
     Raises:
-        OSError: this machine lacks a library or file that it needs.
+        OSError: this machine lacks a library or file that the reader needs.
     """
     cards = job.cards
     if cards.method == "sysfs":
@@ -61,7 +64,7 @@ def reader_for(job: TelemetryJob, pids: Pids) -> GpuReader:
 
 
 def read_on(reader: GpuReader, notify: Emit, wait: Callable[[], object]) -> None:
-    """Read forever. Each value that cannot be read, or can no longer be read, is reported once."""
+    """Read forever, and pass each reading to ``notify``. A value that cannot be read is reported once."""
     said, failed, empty = set[tuple[str, str]](), set[str](), 0
     while True:
         found = list[TelemetryEvent]()
@@ -77,17 +80,26 @@ def read_on(reader: GpuReader, notify: Emit, wait: Callable[[], object]) -> None
             if new:
                 said |= {(event.gpu, what) for what in new}
                 listed = "; ".join(f"{what} ({why})" for what, why in new.items())
-                notify(NoticeEvent(text=f"GPU {event.gpu}: not readable: {listed}. Training does not need it."))
+                notify(
+                    NoticeEvent(
+                        text=f"Some values of GPU {event.gpu} cannot be read: {listed}. Training does not need them."
+                    )
+                )
         empty = 0 if found else empty + 1
         if empty == UNFOUND_READS:
             notify(
-                NoticeEvent(text="Temperature, power and memory are not read: the run is not seen on any GPU so far.")
+                NoticeEvent(
+                    text="Temperature, power and memory are not read: the run has not been found on any GPU so far."
+                )
             )
         wait()
 
 
 def main() -> int:
-    """Do the job of the first argument; an error becomes a notice on standard output."""
+    """Do the job that is the command's argument, and return the exit code.
+
+    An error becomes a notice on standard output.
+    """
     if sys.argv[1:2] == ["--show"]:
         return show(int(sys.argv[2]))
     job = TelemetryJob.from_text(sys.argv[1])
@@ -112,7 +124,7 @@ def main() -> int:
 
 
 def show(count: int) -> int:
-    """Print readings of the GPUs that a run would use here."""
+    """Print ``count`` readings of the GPUs that a run on this machine would use; return the exit code."""
     facts = probe()
     cards = cards_of(facts, select(facts, os.environ), os.environ, "auto")
     if not isinstance(cards, Cards):

@@ -1,4 +1,4 @@
-"""Summarises readings, so that the event file of a long run stays small: a week of one GPU takes about 2 MB."""
+"""Summarises readings, so that the event file of a long run stays small: about 2 MB for one GPU in a week."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from lora_rocm.rundir.event_types import TelemetryEvent
 
 FIRST_GAP_S, LAST_GAP_S, AGE_PER_GAP = 30.0, 300.0, 1000.0
-"""Seconds between two events: the shortest, the longest, and in between this share of the run's age."""
+"""Shortest and longest time between two events, in seconds.
+
+In between, it is the run's age divided by ``AGE_PER_GAP``.
+"""
 
 
 class Thinned:
-    """The readings of one GPU. The first one becomes an event at once; later ones are summarised."""
+    """Collects the readings of one GPU. The first one becomes an event at once; later ones are summarised."""
 
     def __init__(self) -> None:
         self._waiting: list[TelemetryEvent] = []
@@ -19,7 +22,7 @@ class Thinned:
         self._last_s = float("-inf")
 
     def add(self, reading: TelemetryEvent, now_s: float) -> TelemetryEvent | None:
-        """Take a reading; returns the summary if it is time for one."""
+        """Add a reading; return the summary of the pending readings if it is time for an event, else None."""
         self._first_s = now_s if self._first_s is None else self._first_s
         self._waiting.append(reading)
         gap_s = min(max((now_s - self._first_s) / AGE_PER_GAP, FIRST_GAP_S), LAST_GAP_S)
@@ -29,13 +32,13 @@ class Thinned:
         return self.rest()
 
     def rest(self) -> TelemetryEvent | None:
-        """The summary of the pending readings; None if there are none."""
+        """Return the summary of the pending readings and remove them; None if there are none."""
         waiting, self._waiting = self._waiting, []
         return summary(waiting) if waiting else None
 
 
 def summary(readings: Sequence[TelemetryEvent]) -> TelemetryEvent:
-    """One event for several readings of a GPU: highest temperatures and memory, mean power."""
+    """Return one event for several readings of a GPU, with highest temperatures and memory, and mean power."""
     last = readings[-1]
 
     def over(name: str, of: Callable[[list[float]], float]) -> float | None:

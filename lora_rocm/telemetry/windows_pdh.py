@@ -1,8 +1,8 @@
 """Reads GPU memory on Windows from its performance counters (PDH), which need no driver of the vendor.
 
-Temperature and power are in none of these counters. AMD's own library (ADL) has them; it is not used.
-Sources: learn.microsoft.com, PdhAddEnglishCounterW and PdhGetFormattedCounterArrayW; winsiderss/systeminformer,
-ExtendedTools (names and meaning of the counter sets).
+These counters contain no temperature or power. AMD's own library (ADL) has them, but it is not used. Sources:
+learn.microsoft.com, PdhAddEnglishCounterW and PdhGetFormattedCounterArrayW; winsiderss/systeminformer, ExtendedTools
+(names and meaning of the counter sets).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_TRIES = 5
 
 
 class CounterItem(ctypes.Structure):
-    """PDH_FMT_COUNTERVALUE_ITEM_W, with the 64-bit member of its union."""
+    """The C structure PDH_FMT_COUNTERVALUE_ITEM_W, with the 64-bit member of its union."""
 
     _fields_ = (("name", ctypes.c_wchar_p), ("status", ctypes.c_uint32), ("value", ctypes.c_int64))
 
@@ -39,10 +39,10 @@ class PdhReader:
     """Reads the GPUs on which the run's processes have memory.
 
     Args:
-        pdh: the library's functions, as ``ctypes`` gives them.
-        count: number of GPUs of the run; 0: all that there are.
-        total_bytes: dedicated memory of each; None: unknown.
-        pids: the run's processes.
+        pdh: the library's functions, as loaded by ``ctypes``.
+        count: number of GPUs of the run; 0 means all.
+        total_bytes: dedicated memory of each GPU, or None if unknown.
+        pids: function that returns the run's process ids.
 
     Raises:
         OSError: this Windows has no such counters.
@@ -84,7 +84,10 @@ class PdhReader:
         return reading(luid, number, unread, **values, own_bytes=own.get(luid), own_main_bytes=main.get(luid))
 
     def _values(self, name: str) -> list[tuple[int, str, int]]:
-        """(pid or 0, adapter, bytes) of a counter's instances. There may be more of them by the second call."""
+        """Return (pid, adapter, bytes) for each instance of a counter; the pid is 0 in counters of a whole adapter.
+
+        The size is queried first. If the instances no longer fit it, the query is repeated.
+        """
         for _ in range(MAX_TRIES):
             size, count = ctypes.c_uint32(0), ctypes.c_uint32(0)
             get, counter = self._pdh.PdhGetFormattedCounterArrayW, self._counters[name]
@@ -115,10 +118,10 @@ def _check(code: int, what: str) -> None:
 
 
 def load_pdh() -> Any:
-    """The functions with their types.
+    """Return the PDH library, with the types of its functions set.
 
     Raises:
-        OSError: this is not Windows.
+        OSError: this system is not Windows.
     """
     if sys.platform != "win32":
         raise OSError("only Windows has performance counters")

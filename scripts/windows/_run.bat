@@ -37,7 +37,7 @@ if defined LR_ARGS goto asked
 set "LR_CODE=2"
 if "%LR_DO%"=="train" echo Drop a recipe or a folder of images onto train.bat, or name one: train.bat RECIPE 1>&2
 if "%LR_DO%"=="train" goto leave
-if "%LR_DO%"=="resume" echo Drop a recipe onto resume.bat, or name one: resume.bat RECIPE 1>&2
+if "%LR_DO%"=="resume" echo Drop a recipe or a run onto resume.bat, or name one: resume.bat RECIPE 1>&2
 if "%LR_DO%"=="resume" goto leave
 if "%LR_DO%"=="sample" echo Name a run: sample.bat RUN --prompt TEXT 1>&2
 if "%LR_DO%"=="sample" goto leave
@@ -74,16 +74,49 @@ goto back
 :train
 set "LR_ONE=%LR_ARGS:"=%"
 if not defined LR_ONE goto recipe
-if not exist "%LR_ONE%\*" goto recipe
-rem In single quotes the program reads the path as it is; one inside it is doubled.
-set "LR_ONE=%LR_ONE:'=''%"
-set LR_ARGS=sdxl.yaml --set "data.path='%LR_ONE%'"
+if not exist "%LR_ONE%" goto recipe
+for %%f in ("%LR_ONE%\.") do set "LR_NAME=%%~nxf"
+if exist "%LR_ONE%\*" goto images
+for %%f in ("%LR_ONE%") do set "LR_NAME=%%~nf"
+for %%f in ("%LR_ONE%") do set "LR_ENDING=%%~xf"
+if /i "%LR_ENDING%"==".toml" goto foreign
+if /i "%LR_ENDING%"==".json" goto foreign
+rem Another trainer's YAML is recognised by the program. Its answer is a file: in a pipe, cmd would read the path again.
+if /i not "%LR_ENDING%"==".yaml" if /i not "%LR_ENDING%"==".yml" goto recipe
+set "LR_ANSWER=lora-rocm-check-%RANDOM%%RANDOM%.json"
+"%LR_PROGRAM%" check "%LR_ONE%" --schema-only --json >"%TEMP%\%LR_ANSWER%" 2>nul
+"%SystemRoot%\System32\find.exe" "recipe-foreign" "%TEMP%\%LR_ANSWER%" >nul 2>nul
+set "LR_CODE=%ERRORLEVEL%"
+del "%TEMP%\%LR_ANSWER%" 2>nul
+if not %LR_CODE% equ 0 goto recipe
+:foreign
+rem The recipe is not trained at once: its user has to read first which keys were lost.
+set "LR_NEW=.\%LR_NAME%-lora-rocm.yaml"
+"%LR_PROGRAM%" import "%LR_ONE%" --output "%LR_NEW%"
+set "LR_CODE=%ERRORLEVEL%"
+if %LR_CODE% equ 0 echo Drop "%LR_NEW%" onto train.bat to train it. 1>&2
+goto back
+:images
+rem With .\ a name that begins with dashes is not an option. An existing recipe of that name is used as it is: it may have been edited.
+if not defined LR_NAME set "LR_NAME=images"
+set "LR_NEW=.\%LR_NAME%.yaml"
+if exist "%LR_NEW%" goto made
+"%LR_PROGRAM%" new "%LR_NEW%" --from sdxl --images "%LR_ONE%"
+set "LR_CODE=%ERRORLEVEL%"
+if not %LR_CODE% equ 0 goto back
+:made
+set LR_ARGS="%LR_NEW%"
 :recipe
 "%LR_PROGRAM%" train %LR_ARGS%
 goto done
 
 :resume
+set "LR_ONE=%LR_ARGS:"=%"
+if exist "%LR_ONE%\*" goto of_folder
 "%LR_PROGRAM%" train --resume latest %LR_ARGS%
+goto done
+:of_folder
+"%LR_PROGRAM%" resume "%LR_ONE%"
 goto done
 
 :doctor

@@ -1,5 +1,5 @@
 @echo off
-rem Goes on with the newest run of a recipe.   resume.bat RECIPE [options]
+rem Continues the newest run of a recipe, or a run.   resume.bat RECIPE [options]   resume.bat RUN_FOLDER
 setlocal disabledelayedexpansion
 set "LR_FILE=%~f0"
 set "LR_DO=resume"

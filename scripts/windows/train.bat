@@ -1,5 +1,5 @@
 @echo off
-rem Trains. A recipe or a folder of images can be dropped onto this file.   train.bat RECIPE [options]
+rem Trains. Drop a recipe, a folder of images or another trainer's configuration.   train.bat RECIPE [options]
 setlocal disabledelayedexpansion
 set "LR_FILE=%~f0"
 set "LR_DO=train"

@@ -169,7 +169,7 @@ def test_what_does_not_fit_the_others_is_refused(folder: Path) -> None:
         ({"optim": {"optimizer": "adamw_schedule_free"}, "lora": {"scale_weight_norms": 1.0}}, "average"),
         (
             {"optim": {"optimizer": "adafactor", "relative_step": True}, "lora": {"loraplus_lr_ratio": 2.0}},
-            "no learning",
+            "learning rates",
         ),
     ):
         with pytest.raises(ValidationError, match=words):

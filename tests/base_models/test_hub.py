@@ -47,7 +47,7 @@ def test_without_cache_and_network_it_is_a_sentence(cache: Path) -> None:
     with pytest.raises(ModelError) as caught:
         _ = Sdxl(tiny_recipe("someone/tiny-sdxl")).source
     assert caught.value.code == "hub-unreachable"
-    assert "folder" in caught.value.fix
+    assert "model.name_or_path" in caught.value.fix
 
 
 def test_half_a_download_is_not_taken_for_a_model(cache: Path, tiny_sdxl: Path) -> None:

@@ -83,7 +83,7 @@ def results(copier: Copier) -> list[Result]:
 @pytest.mark.parametrize("way", ["there", "back"])
 def test_damage_is_noticed_and_the_way_is_named(way: str, damage: Damage) -> None:
     found = results(Copier(**{way: damage}))
-    words = {"there": "to the device", "back": "to the host"}[way]
+    words = {"there": "copy to the device", "back": "copy to the host"}[way]
     assert all(result.status == "failed" and result.detail.startswith(words) for result in found), found
     assert all("bytes differ" in result.detail for result in found)
     assert {result.name.split(".")[1] for result in found} == set(METHODS)

@@ -160,7 +160,7 @@ def test_a_triton_that_refuses_the_gpu_is_named(version: str, told: bool) -> Non
     made = situation("linux-rx6800xt")
     facts = replace(made.facts, libraries={"triton-rocm": version})
     text = described(replace(made, facts=facts), plan(made), None, explain=True)
-    said = f"Triton {version} compiles nothing for this GPU (gfx1030); Triton 3.6 to 3.8 does. Steps use plain PyTorch"
+    said = f"Triton {version} cannot compile for this GPU (gfx1030); Triton 3.6 to 3.8 can. Steps use plain PyTorch"
     assert (said in text) is told
 
 

@@ -11,7 +11,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.lock import locked
 from tests.command_line import command_line
 from tests.commands.test_status import END, STEPS, write
-from tests.supervisor.fake_run import save_recipe, write_whole_run
+from tests.supervisor.fake_run import save_recipe, step_fields, write_whole_run
 from tests.wording import says
 
 
@@ -59,3 +59,54 @@ def test_a_folder_without_runs_and_no_folder(folder: Path) -> None:
     assert "no runs" in command_line("runs", folder / "pictures").stdout
     said = command_line("runs", folder / "none")
     assert said.exit_code == 2 and says(said.stderr, "commands/no-such-folder")
+
+
+def names(*words: object) -> list[str]:
+    said = command_line("runs", *words, "--json")
+    assert said.exit_code == 0, said.stderr
+    return [run["name"] for run in json.loads(said.stdout)["runs"]]
+
+
+def test_runs_are_filtered(folder: Path) -> None:
+    text_run = RunDir(folder / "texts-1").create()
+    text_run.recipe.write_text('model: {name_or_path: x, family: "causal-lm"}\n', encoding="utf-8")
+    everything = set(names(folder))
+    assert set(names(folder, "--state", "finished", "--state", "stopped")) == {"ok", "stopped"}
+    assert names(folder, "--family", "causal-lm") == ["texts-1"]
+    assert set(names(folder, "--family", "sdxl")) == everything - {"texts-1"}
+    assert names(folder, "--name", "goes*") == ["goes on"] and names(folder, "--name", "x*") == []
+    assert len(names(folder, "--last", "2")) == 2
+    assert names(folder, "--state", "finished", "--last", "1") == ["ok"]
+    assert command_line("runs", folder, "--state", "odd").exit_code == 2
+
+
+def test_newest_are_the_same_with_and_without_reading_all(folder: Path) -> None:
+    """With --last alone, only the events of the newest runs are read."""
+    assert names(folder, "--last", "1") == names(folder)[-1:] or names(folder)[-1] == "ok"
+
+
+def test_columns(folder: Path) -> None:
+    (folder / "ok" / "big.bin").write_bytes(bytes(3 << 20))
+    run = next(run for run in json.loads(command_line("runs", folder, "--json").stdout)["runs"] if run["name"] == "ok")
+    assert run["family"] == "sdxl" and 0 < run["last_loss"] < 1 and run["disk_bytes"] > 3 << 20
+    head, *rows = command_line("runs", folder).stdout.splitlines()
+    assert head.split() == ["name", "family", "state", "step", "loss", "last", "loss", "disk", "last", "event"]
+    (row,) = (row for row in rows if row.startswith("ok "))
+    assert "sdxl" in row and "MiB" in row
+
+
+def test_the_loss_needs_only_the_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = RunDir(tmp_path / "long").create()
+    save_recipe(run_dir)
+    losses = [1 / (1 + number % 7) for number in range(900)]
+    steps = [step_fields(updates=number + 1, iteration=number + 1, loss=loss) for number, loss in enumerate(losses)]
+    write(run_dir, *(("step", fields) for fields in steps), ("end", END))
+    few = json.loads(command_line("runs", tmp_path, "--json").stdout)["runs"][0]
+    monkeypatch.setattr("lora_rocm.commands.runs.LAST_STEPS", None)
+    every = json.loads(command_line("runs", tmp_path, "--json").stdout)["runs"][0]
+    assert few.pop("loss") == pytest.approx(every.pop("loss"), rel=1e-4)
+    assert few == every and few["updates"] == 900 and few["state"] == "stopped"
+    monkeypatch.setattr("lora_rocm.commands.runs.LAST_STEPS", 3)  # control
+    assert json.loads(command_line("runs", tmp_path, "--json").stdout)["runs"][0]["loss"] != pytest.approx(
+        0.37, rel=0.01
+    )

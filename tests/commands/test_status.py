@@ -297,10 +297,10 @@ def test_the_last_word_may_be_the_supervisor_s(run_dir: RunDir, monkeypatch: pyt
 def test_open_run(run_dir: RunDir, tmp_path: Path) -> None:
     assert open_run(run_dir.path) == run_dir
     words = {
-        run_dir.path.parent: f"Runs in it: {run_dir.path}",
-        run_dir.recipe: f"the run directory that it is in: {run_dir.path}",
-        run_dir.checkpoint(7): f"the run directory that it is in: {run_dir.path}",
-        tmp_path / "nothing" / "here" / "or" / "there": "Give a run directory (runs/...)",
+        run_dir.path.parent: f"Runs in this folder: {run_dir.path}",
+        run_dir.recipe: f"the run directory that contains it: {run_dir.path}",
+        run_dir.checkpoint(7): f"the run directory that contains it: {run_dir.path}",
+        tmp_path / "nothing" / "here" / "or" / "there": "Use a run directory (runs/...)",
     }
     for path, fix in words.items():
         with pytest.raises(UserError, check=saying("commands/no-run-here")) as caught:

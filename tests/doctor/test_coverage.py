@@ -98,7 +98,7 @@ LIBRARIES = (
     ("DeepSpeed", "library-deepspeed"),
     ("torchvision belongs to a torch", "torchvision"),
     ("torch.compile on Windows", "rule:no-compile variable-compile-on"),
-    ("Triton compiles nothing for the GPU", "triton-gpu"),
+    ("Triton cannot compile for the GPU", "triton-gpu"),
     ("the packages with the kernels belong to torch", "torch-device-packages code:scripts/install.py"),
     ("expandable segments on RDNA 4", "variable-alloc-expandable-rdna4"),
     ("registered host memory under Windows", "variable-alloc-registered"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -23,6 +24,7 @@ from lora_rocm.foundation.files import (
     require_place,
     write_atomic,
     write_json,
+    write_new,
 )
 from tests.wording import saying
 
@@ -283,3 +285,27 @@ def test_a_link_is_removed_and_not_what_it_leads_to(ours: Path, outside: Path) -
     for path in (ours / "to file", ours / "to folder", ours / "to nothing", ours / "deep", ours / "never was"):
         remove(path)
     assert os.listdir(ours) == [] and untouched(outside)
+
+
+def test_a_new_file_replaces_nothing(ours: Path, outside: Path) -> None:
+    write_new(ours / "deep" / "ä", b"ours")
+    assert (ours / "deep" / "ä").read_bytes() == b"ours"
+    (ours / "link").symlink_to(outside / "new")
+    for taken in (ours / "deep" / "ä", ours / "deep", ours / "link"):
+        with pytest.raises(UserError) as caught:
+            write_new(taken, b"other")
+        assert caught.value.code == "file-exists" and caught.value.where == str(taken)
+    assert (ours / "deep" / "ä").read_bytes() == b"ours" and untouched(outside)
+    with pytest.raises(StorageError):
+        write_new(ours / "deep" / "ä" / "below a file", b"ours")
+
+
+def test_an_incomplete_new_file_is_removed(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        path.write_bytes(content[:1])
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(files, "write_through", full)
+    with pytest.raises(StorageError) as caught:
+        write_new(ours / "a", b"ours")
+    assert caught.value.code == "disk-full" and not (ours / "a").exists()

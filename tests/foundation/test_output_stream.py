@@ -195,7 +195,7 @@ def test_a_system_that_says_it_twice_still_waits_for_the_save(start: Callable[..
         time.sleep(0.01)
     output = process.communicate(timeout=WAIT_S)[0]
     assert process.returncode == 130, output
-    assert b"Finishing the step and saving" in output and b"Ending it now" not in output
+    assert b"Finishing the step and saving" in output and b"Ending the training process now" not in output
     assert read_events(RunDir(place / "run").events(), "end")[-1]["reason"] == "stopped"
 
 

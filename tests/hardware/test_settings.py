@@ -45,8 +45,8 @@ def test_only_what_differs_is_written() -> None:
     ("text", "words"),
     [
         ("{", "not JSON"),
-        ("[]", "a table"),
-        ("null", "a table"),
+        ("[]", "JSON object"),
+        ("null", "JSON object"),
         ('{"colour": 1}', "no setting 'colour'"),
         ('{"miopen": "no"}', "miopen cannot be 'no'"),
         ('{"miopen": 0}', "miopen cannot be 0"),

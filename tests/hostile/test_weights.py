@@ -189,5 +189,5 @@ def test_an_index_of_a_pipeline_of_another_kind(tmp_path: Path, index: dict[str,
     with contextlib.suppress(ModelError):
         detect.check(resolve(SdxlSection(name_or_path=str(folder)), layout), EXPECTED, PRODUCT)
     (folder / "model_index.json").write_text("[" * 100_000, encoding="utf-8")
-    with pytest.raises(ModelError, match="not readable"):
+    with pytest.raises(ModelError, match="nested"):
         detect.check(resolve(SdxlSection(name_or_path=str(folder)), layout), EXPECTED, PRODUCT)

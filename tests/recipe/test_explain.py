@@ -147,7 +147,7 @@ def problems_of(registry: FamilyRegistry = PRODUCT, **changes: Any) -> list[Prob
             {"optim": {"optimizer": "DAdaptAdam"}},
             "optim.optimizer",
             worded("recipe/got"),
-            "Write dadapt_adam, or prodigy",
+            "Write dadapt_adam;",
         ),
         (
             {"optim": {"optimizer": "SGD"}},

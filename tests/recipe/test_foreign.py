@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 
 import pytest
 
 from lora_rocm.errors import RecipeError
-from lora_rocm.recipe.foreign import recognised
+from lora_rocm.recipe import foreign
+from lora_rocm.recipe.foreign import recognised, trainer_in
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, dump_recipe, load_recipe, shipped_recipes
 from tests.command_line import command_line
-from tests.wording import mentions, saying, says
+from tests.wording import saying, says
 
 KOHYA_TOML = """
 pretrained_model_name_or_path = "C:\\models\\base.safetensors"
@@ -94,57 +96,51 @@ MUSUBI_DATASET = "[general]\nbatch_size = 1\n[[datasets]]\nimage_directory = '/a
 COMMAND_LINE = "accelerate launch sdxl_train_network.py \\\n  --network_dim=32 --train_data_dir=/images\n"
 
 FILES = {
-    "kohya.toml": (KOHYA_TOML, "kohya's sd-scripts", "network_dim is lora.rank"),
-    "kohya.yaml": (KOHYA_TOML, "kohya's sd-scripts", "unet_lr is optim.learning_rate"),
-    "sections.toml": (KOHYA_SECTIONS, "kohya's sd-scripts", "network_dim is lora.rank"),
-    "dataset.toml": (KOHYA_DATASET, "a dataset file of kohya's sd-scripts", "num_repeats is data.repeats"),
-    "easy.toml": (EASY_SCRIPTS, "a configuration of kohya's sd-scripts", "max_train_epochs is train.epochs"),
-    "gui.json": (json.dumps(KOHYA_GUI), "kohya's sd-scripts or its GUI", "train_data_dir is data.path"),
-    "one.json": (json.dumps(ONE_TRAINER, indent="\t"), "OneTrainer", "base_model_name is model.name_or_path"),
-    "one.yaml": (json.dumps(ONE_TRAINER), "OneTrainer", ""),
-    "concepts.json": (json.dumps(CONCEPTS), "the concepts of OneTrainer", ""),
-    "ai-toolkit.yaml": (AI_TOOLKIT, "ai-toolkit", "linear is lora.rank"),
-    "pipe.toml": (DIFFUSION_PIPE, "diffusion-pipe", "micro_batch_size_per_gpu is train.batch_size"),
-    "pipe-data.toml": (DIFFUSION_PIPE_DATASET, "a dataset file of diffusion-pipe", ""),
-    "tuner.json": (json.dumps(SIMPLE_TUNER), "SimpleTuner", "lora_rank is lora.rank"),
-    "config.env": (SIMPLE_TUNER_ENV, "SimpleTuner", "lora_rank is lora.rank"),
-    "new.env": ("export TRAINING_NUM_PROCESSES=1\nexport MIXED_PRECISION=bf16\n", "SimpleTuner", ""),
-    "multidatabackend.json": (json.dumps(SIMPLE_TUNER_DATA), "a dataset file of SimpleTuner", ""),
-    "musubi.toml": (MUSUBI, "musubi-tuner", "network_dim is lora.rank"),
-    "musubi-data.toml": (MUSUBI_DATASET, "a dataset file of musubi-tuner", ""),
-    "train.sh": (COMMAND_LINE, "a command line of kohya's sd-scripts", ""),
+    "kohya.toml": (KOHYA_TOML, "kohya's sd-scripts", "kohya"),
+    "kohya.yaml": (KOHYA_TOML, "kohya's sd-scripts", "kohya"),
+    "sections.toml": (KOHYA_SECTIONS, "kohya's sd-scripts", "kohya"),
+    "dataset.toml": (KOHYA_DATASET, "a dataset file of kohya's sd-scripts", "kohya"),
+    "easy.toml": (EASY_SCRIPTS, "a configuration of kohya's sd-scripts", "kohya"),
+    "gui.json": (json.dumps(KOHYA_GUI), "kohya's sd-scripts or its GUI", "kohya"),
+    "half of a gui.json": (json.dumps(KOHYA_GUI)[:60], "kohya's sd-scripts or its GUI", "kohya"),
+    "half of a dataset.toml": (f"{KOHYA_DATASET}\nx = ", "kohya's sd-scripts", "kohya"),
+    "one.json": (json.dumps(ONE_TRAINER, indent="\t"), "OneTrainer", "onetrainer"),
+    "one.yaml": (json.dumps(ONE_TRAINER), "OneTrainer", "onetrainer"),
+    "concepts.json": (json.dumps(CONCEPTS), "the concepts of OneTrainer", "onetrainer"),
+    "ai-toolkit.yaml": (AI_TOOLKIT, "ai-toolkit", "ai-toolkit"),
+    "pipe.toml": (DIFFUSION_PIPE, "diffusion-pipe", "diffusion-pipe"),
+    "pipe-data.toml": (DIFFUSION_PIPE_DATASET, "a dataset file of diffusion-pipe", "diffusion-pipe"),
+    "tuner.json": (json.dumps(SIMPLE_TUNER), "SimpleTuner", "simpletuner"),
+    "config.env": (SIMPLE_TUNER_ENV, "SimpleTuner", "simpletuner"),
+    "new.env": ("export TRAINING_NUM_PROCESSES=1\nexport MIXED_PRECISION=bf16\n", "SimpleTuner", "simpletuner"),
+    "multidatabackend.json": (json.dumps(SIMPLE_TUNER_DATA), "a dataset file of SimpleTuner", "simpletuner"),
+    "musubi.toml": (MUSUBI, "musubi-tuner", "musubi"),
+    "musubi-data.toml": (MUSUBI_DATASET, "a dataset file of musubi-tuner", "musubi"),
+    "train.sh": (COMMAND_LINE, "a command line of kohya's sd-scripts", "kohya"),
 }
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_another_trainer_is_one_problem_that_says_whose_it_is(name: str, tmp_path: Path) -> None:
-    text, whose, renamed = FILES[name]
+def test_a_file_of_another_trainer_is_one_problem_with_the_command_that_imports_it(name: str, tmp_path: Path) -> None:
+    text, whose, trainer = FILES[name]
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     with pytest.raises(RecipeError) as caught:
         load_recipe(path)
     (problem,) = caught.value.problems
-    assert problem.where == str(path) and whose in problem.what and says(problem.what, "recipe/cannot-read-it-yet")
-    start = "flux" if "is_flux" in text else "sdxl"
-    assert (
-        f"recipes/{start}.yaml" in problem.fix
-        and "docs/reference/kohya-names.md" in problem.fix
-        and renamed in problem.fix
-    )
+    assert problem.where == str(path) and whose in problem.what and trainer_in(text) == trainer
+    command = problem.fix.partition("lora-rocm import ")[2]
+    assert shlex.split(command)[:2] == [str(path), "--output"]
 
 
-@pytest.mark.parametrize(
-    ("named", "start"),
-    [
-        ({"name_or_path": "black-forest-labs/FLUX.1-dev"}, "flux"),
-        ({"arch": "zimage"}, "z-image"),
-        ({"name_or_path": "stable-diffusion-v1-5/stable-diffusion-v1-5", "flux1_checkbox": True}, "sd15"),
-        ({"arch": "flux2", "is_flux": False}, "sdxl"),
-    ],
-)
-def test_it_names_the_recipe_for_its_base(named: dict[str, object], start: str) -> None:
-    found = recognised("", "x.json", {"network_dim": 4, "model": named})
-    assert found is not None and says(found.fix, "recipe/start-from-recipes-start-yaml", start=start)
+def test_a_file_that_cannot_be_imported_names_a_recipe_to_start_from(tmp_path: Path) -> None:
+    text = "accelerate launch train_nothing_here.py --x 1\n"
+    table = foreign._table()
+    assert all(row.trainer for row in table.trainer) and {row.trainer for row in table.trainer} >= {"kohya"}
+    assert trainer_in(text) is None and trainer_in("model: {}\nlora: {}\n") is None
+    for script in (script for script in table.script if not script.trainer):
+        found = recognised(f"python {script.text}.py --rank=4\n", "x.sh", None)
+        assert found is not None and says(found.fix, "recipe/start-from-recipes-start-yaml", start="sdxl")
 
 
 @pytest.mark.parametrize("command", ["train", "check", "plan", "env"])
@@ -194,7 +190,7 @@ def test_what_nobody_knows_is_nobody_s(text: str, tmp_path: Path) -> None:
     path.write_text(text, encoding="utf-8")
     with pytest.raises(RecipeError) as caught:
         load_recipe(path)
-    assert not mentions(str(caught.value), "recipe/cannot-read-it-yet")
+    assert "lora-rocm import" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ REFUSED = [
         "no effect with huber_schedule: snr",
         "huber_schedule: constant",
     ),
-    ("min_timestep: 500; max_timestep: 500", ":10 objective.max_timestep", "no timestep is from", "Lower min_timestep"),
+    ("min_timestep: 500; max_timestep: 500", ":10 objective.max_timestep", "is not below", "Lower min_timestep"),
     ("min_timestep: -1", ":9 objective.min_timestep", "at least 0", "Lowest noise"),
     ("adaptive_noise_scale: 1", ":9 objective.adaptive_noise_scale", "without noise_offset", "set noise_offset"),
     ("multires_noise_discount: 0.5", ":9 objective.multires_noise_discount", "no effect without", "iterations"),

@@ -183,7 +183,7 @@ def test_a_failure_a_change_and_a_restart_are_one_line_each() -> None:
     (line,) = said(("failure", failure_fields(what="It ended without a word.\nThe end of its log:\n    words")))
     assert line == worded("report/the-training-process-failed-in-the-phase")
     (stuck,) = said(("failure", failure_fields(code="worker-unkillable", silent_s=9.0)))
-    assert says(stuck, "report/could-not-be-ended") and "was ended" not in stuck and "was ended" in lines[0]
+    assert says(stuck, "report/could-not-be-ended") and "was killed" not in stuck and "was killed" in lines[0]
     (other,) = said(("restart", restart_fields(attempt=2)))
     assert says(other, "report/other-noise-attempt-2")
     (rounding,) = said(("change", change_fields(effect="rounding", seen="remembered")))

@@ -274,9 +274,9 @@ def test_the_plan_says_when_it_was_met() -> None:
     entry = Kept("sdma-off", "hang", "2026-11-20")
     (row,) = [row for row in plan(start(changes=("sdma-off",), remembered=Remembered((entry,)))).rows
               if row.rule == "change-sdma-off"]  # fmt: skip
-    assert row.why.endswith("(met on 2026-11-20: hang)")
+    assert row.why.endswith("(failure on 2026-11-20: hang)")
     (fresh,) = [row for row in after("sdma-off").rows if row.rule == "change-sdma-off"]
-    assert "met on" not in fresh.why
+    assert "failure on" not in fresh.why
 
 
 @given(

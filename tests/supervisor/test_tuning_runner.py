@@ -285,7 +285,7 @@ def test_a_record_that_is_gone_is_refused_where_the_last_start_used_it(start: St
     assert setting(start()) == "sdpa-flash", "the control: no start is known that used one"
     write_json(start.run.environment, environment_json(plan(made), made.facts))
     start.run.tuned.unlink()
-    with pytest.raises(ResumeError, match="is gone") as caught:
+    with pytest.raises(ResumeError, match="is missing") as caught:
         start()
     assert caught.value.code == "resume-tuned-changed"
     assert setting(start(accept_changes=True)) == "sdpa-flash"

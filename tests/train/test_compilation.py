@@ -156,7 +156,7 @@ def test_where_it_cannot_be_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert (
         how_asked("regional", GPU, {"TORCHDYNAMO_DISABLE": "0"}) == "regional" and how_asked("full", GPU, {}) == "full"
     )
-    for device, environ, word in ((CPU, {}, "on the CPU"), (GPU, {"TORCHDYNAMO_DISABLE": "1"}, "TORCHDYNAMO_DISABLE")):
+    for device, environ, word in ((CPU, {}, "CPU"), (GPU, {"TORCHDYNAMO_DISABLE": "1"}, "TORCHDYNAMO_DISABLE")):
         with pytest.raises(UserError, match=word):
             how_asked("regional", device, environ)
     monkeypatch.setattr(choice, "find_spec", lambda name: None)

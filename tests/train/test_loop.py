@@ -373,5 +373,5 @@ def test_a_lost_verdict_is_read_again_and_never_believed() -> None:
     pending.on_host = torch.zeros_like(pending.on_host)
     assert pending.verdict()[0] == 1
     pending.on_device = torch.zeros_like(pending.on_host)
-    with pytest.raises(TransferError, match="verdict"):
+    with pytest.raises(TransferError, match="update"):
         pending.verdict()

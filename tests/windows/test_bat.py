@@ -151,13 +151,74 @@ def test_a_network_path(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("ending", ["", "\\"])
-def test_a_dropped_folder_of_images(stage: Stage, ending: str) -> None:
+def test_a_dropped_folder_of_images_gets_a_recipe(stage: Stage, ending: str) -> None:
     images = stage.root.parent / "it's & [x] #2 \u00fc"
     images.mkdir()
     (images / "a.png").touch()
-    outcome = stage.double_click("train.bat", f'"{windows_path(images)}{ending}"')
-    value = windows_path(images).replace("'", "''") + ending
-    assert outcome.calls[-1].arguments == ["train", "sdxl.yaml", "--set", f"data.path='{value}'"]
+    dropped = f"{windows_path(images)}{ending}"
+    outcome = stage.double_click("train.bat", f'"{dropped}"')
+    recipe = f".\\{images.name}.yaml"
+    made, trained = [call for call in outcome.calls if call.program == "lora-rocm"]
+    assert made.arguments[:-1] == ["new", recipe, "--from", "sdxl", "--images"]
+    assert made.arguments[-1].rstrip('\\"') == windows_path(images)
+    assert trained.arguments == ["train", recipe] and trained.folder == windows_path(stage.root)
+
+
+def test_the_recipe_of_a_folder_is_not_made_twice(stage: Stage) -> None:
+    """Its user may have edited it."""
+    images = stage.root.parent / "my pics"
+    images.mkdir()
+    (stage.root / "my pics.yaml").touch()
+    outcome = stage.double_click("train.bat", f'"{windows_path(images)}"')
+    assert [call.arguments for call in outcome.calls if call.program == "lora-rocm"] == [["train", ".\\my pics.yaml"]]
+
+
+def test_a_folder_without_a_usable_recipe_is_not_trained(stage: Stage) -> None:
+    images = stage.root.parent / "pics"
+    images.mkdir()
+    outcome = stage.double_click("train.bat", f'"{windows_path(images)}"', codes={"lora-rocm": "2"})
+    assert outcome.code == 2 and [call.arguments[0] for call in outcome.calls[2:]] == ["new"]
+
+
+@pytest.mark.parametrize("ending", [".toml", ".json", ".JSON"])
+def test_a_dropped_configuration_of_another_trainer_is_imported(stage: Stage, ending: str) -> None:
+    file = stage.root.parent / f"it's & my (x) \u00fc{ending}"
+    file.touch()
+    outcome = stage.double_click("train.bat", f'"{windows_path(file)}"')
+    recipe = f".\\{file.stem}-lora-rocm.yaml"
+    (imported,) = [call for call in outcome.calls if call.program == "lora-rocm"]
+    assert imported.arguments == ["import", windows_path(file), "--output", recipe]
+    assert outcome.code == 0 and "-lora-rocm.yaml" in outcome.said and "Press any key" in outcome.said
+
+
+YAML_OF = {"another trainer": ('"code": "recipe-foreign"', "2"), "ours": ('"error": null', "0"), "wrong": ("{}", "2")}
+
+
+@pytest.mark.parametrize("owner", YAML_OF)
+def test_a_dropped_yaml_file_is_recognised_by_the_program(stage: Stage, owner: str) -> None:
+    answer, code = YAML_OF[owner]
+    file = stage.root.parent / "a & b.yaml"
+    file.touch()
+    said, codes = {"lora-rocm": answer}, {"lora-rocm": f"{code},0"}
+    outcome = stage.double_click("train.bat", f'"{windows_path(file)}"', says=said, codes=codes)
+    checked, then = [call.arguments for call in outcome.calls if call.program == "lora-rocm"]
+    assert checked == ["check", windows_path(file), "--schema-only", "--json"]
+    foreign = ["import", windows_path(file), "--output", ".\\a & b-lora-rocm.yaml"]
+    assert then == (foreign if owner == "another trainer" else ["train", windows_path(file)])
+
+
+def test_a_failed_import_is_not_hidden(stage: Stage) -> None:
+    file = stage.root.parent / "x.toml"
+    file.touch()
+    outcome = stage.double_click("train.bat", f'"{windows_path(file)}"', codes={"lora-rocm": "2"})
+    assert outcome.code == 2 and "x-lora-rocm.yaml" not in outcome.said
+
+
+def test_a_dropped_run_is_continued(stage: Stage) -> None:
+    run = stage.root.parent / "my runs & more" / "cat-1"
+    run.mkdir(parents=True)
+    outcome = stage.double_click("resume.bat", f'"{windows_path(run)}"', codes={"lora-rocm": "4"})
+    assert outcome.code == 4 and outcome.calls[-1].arguments == ["resume", windows_path(run)]
 
 
 def test_a_dropped_path_without_quotes(stage: Stage) -> None:
@@ -178,7 +239,7 @@ def test_a_dropped_folder_whose_name_has_dashes_in_it(stage: Stage, name: str) -
     folder = stage.root.parent / f"of mine {name}"
     folder.mkdir()
     outcome = stage.double_click("train.bat", f'"{windows_path(folder)}"')
-    assert outcome.calls[-1].arguments == ["train", "sdxl.yaml", "--set", f"data.path='{windows_path(folder)}'"]
+    assert outcome.calls[-1].arguments == ["train", f".\\{folder.name}.yaml"]
     assert "Press any key" in outcome.said
 
 

@@ -1,1 +1,1 @@
-"""Captions: their files, their changes by the recipe, their length in tokens."""
+"""Captions: the files that contain them, the recipe's changes to them, and their length in tokens."""

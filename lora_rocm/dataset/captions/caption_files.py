@@ -1,4 +1,4 @@
-"""Caption files next to images: pairing with images, and notices about files of no image."""
+"""Caption files next to images: assigns each file to an image, and reports files that match no image."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from lora_rocm.recipe.sections import caption_endings
 
 
 class CaptionFiles:
-    """The caption files of a walk.
+    """The caption files found while walking a folder of images.
 
-    A file is a caption of the image with the same path without extension (a.txt for a.png), or of the image with the
-    name that it begins with (a.png.txt for a.png). If an image has both, the first counts.
+    A caption file a.txt or a.png.txt belongs to the image a.png. If both exist, a.txt is used.
 
     Args:
-        caption_extension: extension of caption files, or several, as the recipe has them.
+        caption_extension: extension of caption files, or several of them, as written in the recipe.
 
     Attributes:
-        endings: endings of their names, in lower case, in the order of the recipe.
+        endings: the possible ends of caption file names, in lower case, in the recipe's order.
 
     Raises:
-        DataError: images have such an ending.
+        DataError: one of the extensions is an image extension.
     """
 
     def __init__(self, caption_extension: str | Sequence[str]) -> None:
@@ -37,9 +36,9 @@ class CaptionFiles:
         if wrong := [each for each in self.endings if "." + each.rpartition(".")[2] in readable_extensions()]:
             raise DataError(
                 "caption-extension-of-images",
-                f"{wrong[0]} is an ending of images, so caption files cannot have it.",
+                f"{wrong[0]} is an image extension, so caption files cannot have it.",
                 where="data.caption_extension, or caption_extension of an entry of data.sources",
-                fix=f"Remove {wrong[0]} there, or name the ending of text files, such as .txt.",
+                fix=f"Remove {wrong[0]}, or use the extension of text files, such as .txt.",
             )
         self._longest_first = sorted(self.endings, key=len, reverse=True)
         # Ending -> path without it -> the ending as it is spelled
@@ -51,11 +50,15 @@ class CaptionFiles:
         return any(map(len, (*self._of_stems.values(), *self._of_whole_names.values())))
 
     def ending_of(self, name: str) -> str:
-        """The longest caption ending of a file name in lower case; empty if it has none."""
+        """Return the longest caption extension that a file name ends with; "" if there is none.
+
+        Args:
+            name: file name in lower case.
+        """
         return next(filter(name.endswith, self._longest_first), "")
 
     def add(self, ending: str, path: str) -> None:
-        """Note a caption file with this ending. ``path``: absolute."""
+        """Add a caption file that was found. ``ending``: its caption extension. ``path``: its absolute path."""
         stem, here = path[: -len(ending)], self._of_stems[ending]
         found = here.find(stem)
         if found is not None and found[0] == stem:  # a.TXT and a.txt
@@ -66,11 +69,11 @@ class CaptionFiles:
         return {ending: len(found) for ending, found in self._of_stems.items()}
 
     def of(self, image: Path) -> list[Path]:
-        """The caption files of an image, one of each ending at most."""
+        """Return the caption files of an image, at most one per caption extension."""
         return [Path(paths[0]) for paths in self._all_of(image) if paths]
 
     def _all_of(self, image: Path) -> list[list[str]]:
-        """For each ending, the caption files of an image; the first counts."""
+        """Return, for each caption extension, the image's files with it. The first file of each list is used."""
         whole = str(image)
         stem, found = os.path.splitext(whole)[0], list[list[str]]()
         for ending in self.endings:
@@ -79,13 +82,17 @@ class CaptionFiles:
         return found
 
     def settle(self, images: Iterable[Path], skipped_files: Collection[str]) -> list[str]:
-        """Decide which image each file belongs to; returns notices about files of no image, and about several of one.
+        """Decide which image each caption file belongs to. Call it once, after all files were added.
 
-        With the endings .txt and _2.txt, a_2.txt has the longer ending. Next to a_2.png it is not a caption of a.png.
+        With the extensions .txt and _2.txt, a_2.txt is normally the second caption of a.png. If there is an image
+        a_2.png, it is that image's caption instead.
 
         Args:
             images: the images that are trained on.
             skipped_files: paths of skipped images, with and without extension; their caption files get no notice.
+
+        Returns:
+            Notices about caption files without an image, and about images with several files of one extension.
         """
         if not self:
             return []
@@ -120,7 +127,7 @@ class CaptionFiles:
         return notices + self._notify_several(paths)
 
     def _notify_several(self, images: Sequence[str]) -> list[str]:
-        """A notice about images with two files of one ending."""
+        """Return notices about images with two caption files of the same extension."""
         several = first_names()
         for image in images if any(map(len, self._of_whole_names.values())) else ():
             for paths in self._all_of(Path(image)):
@@ -129,10 +136,10 @@ class CaptionFiles:
         notices = []
         if several:
             have = counted(several, "image has two caption files", "images have two caption files")
-            notices.append(f"{have}. The file without the image's extension counts: {some(several)}.")
+            notices.append(f"{have}. The file without the image's extension is used: {some(several)}.")
         if self._spelled_twice:
             are = counted(self._spelled_twice, "caption file exists", "caption files exist")
-            notices.append(f"{are} in two spellings, and the second counts: {some(self._spelled_twice)}.")
+            notices.append(f"{are} in two spellings, and the second is used: {some(self._spelled_twice)}.")
         return notices
 
 

@@ -1,4 +1,4 @@
-"""Finds captions that the text encoders truncate, by counting tokens with their own tokenizers. No torch."""
+"""Finds captions that the text encoders truncate, by counting tokens with the encoders' tokenizers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ LOST_SHOWN = 60  # letters of a caption's lost end that a notice quotes
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """A tokenizer and the number of tokens that its text encoder reads.
+    """A text encoder's tokenizer, and the maximum number of tokens that the encoder reads.
 
-    tokenizer: in the JSON format of the ``tokenizers`` library.
-    max_tokens: includes the end-of-text token, which takes the last position.
+    tokenizer: the tokenizer in the JSON format of the ``tokenizers`` library.
+    max_tokens: the maximum, including the end-of-text token, which is always last.
     """
 
     tokenizer: str
@@ -35,7 +35,10 @@ class TokenLimit:
 
 
 def lost_ends(captions: Iterable[str], limits: Sequence[TokenLimit]) -> Iterator[str]:
-    """The longest end of each caption that a text encoder truncates; "" if all of them read the whole caption."""
+    """Yield the truncated end of each caption, or "" if every text encoder reads the whole caption.
+
+    If several encoders truncate a caption, the longest truncated end is yielded.
+    """
     tokenizers = [(_loaded(limit.tokenizer), limit.max_tokens) for limit in limits]
     left = iter(captions)
     while chunk := list(islice(left, AT_ONCE)):
@@ -50,7 +53,10 @@ def lost_ends(captions: Iterable[str], limits: Sequence[TokenLimit]) -> Iterator
 
 
 def _surely_fits(caption: str, max_tokens: int) -> bool:
-    """Whether a caption fits without tokenizing it: a token covers at least one ASCII character, plus begin and end."""
+    """Whether a caption certainly fits, judged by its length alone.
+
+    A token covers at least one ASCII character. Two more tokens mark the beginning and the end.
+    """
     return len(caption) + 2 <= max_tokens and caption.isascii()
 
 
@@ -67,12 +73,12 @@ def _loaded(tokenizer: str) -> Tokenizer:
 def cut_notice(
     captions: Iterable[tuple[str, str]], limits: Sequence[TokenLimit], are_samples: bool = False
 ) -> tuple[str, ...]:
-    """A notice if the text encoders truncate captions. With shuffling, each variant loses different tags.
+    """Return a notice if the text encoders truncate any caption, else an empty tuple.
 
     Args:
         captions: pairs of sample key and caption.
-        limits: the tokenizers of the text encoders.
-        are_samples: the captions are the texts on which the model itself trains.
+        limits: the tokenizers of the text encoders, with their limits.
+        are_samples: whether the captions are the texts that the model itself is trained on.
     """
     keys, texts = tee(captions)
     count, example = 0, ""
@@ -89,7 +95,10 @@ def cut_notice(
 
 
 def keep_limits(cache: Path, limits: Sequence[TokenLimit]) -> list[list[Any]]:
-    """Store each distinct tokenizer in a cache folder; returns the list that ``recall_limits`` takes.
+    """Store each distinct tokenizer in a cache folder.
+
+    Returns:
+        A list that can be stored as JSON; ``recall_limits`` reads the tokenizers back from it.
 
     Raises:
         StorageError: a tokenizer cannot be written.
@@ -105,7 +114,15 @@ def keep_limits(cache: Path, limits: Sequence[TokenLimit]) -> list[list[Any]]:
 
 
 def recall_limits(cache: Path, kept: object) -> list[TokenLimit] | None:
-    """The limits stored by ``keep_limits``; None if a tokenizer is missing or damaged, or ``kept`` is malformed."""
+    """Read the limits that ``keep_limits`` stored.
+
+    Args:
+        cache: the cache folder.
+        kept: the list returned by ``keep_limits``.
+
+    Returns:
+        The limits; None if a tokenizer is missing or damaged, or ``kept`` is malformed.
+    """
     try:
         named = [(str(digest), int(max_tokens)) for digest, max_tokens in kept]  # type: ignore[attr-defined]
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Turns captions as read into the captions to train on: text only, deterministic given the seed."""
+"""Turns the captions of caption files and datasets into the captions to train on. Random choices depend on the seed."""
 
 from __future__ import annotations
 
@@ -17,26 +17,29 @@ from lora_rocm.recipe.trigger import has_words, with_trigger
 TRIES_PER_VARIANT = 32
 WILDCARD = re.compile(r"(\{\{|\}\})|\{([^{}]+)\}")
 Draw = Callable[..., int]
-"""Maps a purpose to a random number in [0, 2**64)."""
+"""Function that maps any arguments to a random number in [0, 2**64). Equal arguments give the same number."""
 
 
 def as_read(text: str, options: SourceOptions) -> str:
-    """A caption on one line, or with a line for each of several captions if the options read wildcards."""
+    """Normalise a caption to one line. If the options read wildcards, each non-empty line stays a separate caption."""
     if not options.enable_wildcard:
         return one_line(text)
     return "\n".join(filter(None, map(one_line, text.splitlines())))
 
 
 def prepare(caption: str, options: SourceOptions, draw: Draw = lambda *purpose: 0) -> str:
-    """Choose a line and words if the options read wildcards, and add prefix, suffix and trigger word.
+    """Add prefix, suffix and trigger word to a caption. If the options read wildcards, choose a line and words first.
 
-    The trigger word takes the place of ``PLACEHOLDER``. It is a separate tag in front, unless the caption contains it
-    as a whole word. Matching ignores case, because CLIP's tokenizers lower-case all text.
+    The trigger word replaces ``PLACEHOLDER``. If the result does not contain the trigger word as a whole word, it is
+    added in front as a separate tag. Matching ignores case, because CLIP's tokenizers lower-case all text.
 
     Args:
-        caption: from ``as_read``.
-        options: options of its source.
-        draw: draws the choices; the default takes the first line and words.
+        caption: a caption from ``as_read``.
+        options: options of the caption's source.
+        draw: draws the random choices; by default the first line and the first words are chosen.
+
+    Returns:
+        The caption to train on.
     """
     if options.enable_wildcard:
         lines = caption.split("\n")
@@ -50,7 +53,11 @@ def prepare(caption: str, options: SourceOptions, draw: Draw = lambda *purpose: 
 
 
 def open_wildcard(caption: str, options: SourceOptions) -> str:
-    """The first line from its first brace outside of wildcards on; "" if there is none, or wildcards are not read."""
+    """Find a brace without a partner in a caption with wildcards.
+
+    Returns:
+        The text from that brace to the end of its line; "" if all braces match, or the options read no wildcards.
+    """
     for line in caption.split("\n") if options.enable_wildcard else ():
         text = _framed(line, options)
         rest = WILDCARD.sub(lambda match: " " * len(match[0]), text)
@@ -60,9 +67,9 @@ def open_wildcard(caption: str, options: SourceOptions) -> str:
 
 
 def variants(captions: str | Sequence[str], options: SourceOptions, num_variants: int, seed: int) -> tuple[str, ...]:
-    """The texts to cache for an image with these captions; depends only on seed, captions and options.
+    """Return the different texts to cache for an image. They depend only on the seed, the captions and the options.
 
-    Up to ``num_variants`` different texts, in turn from each caption; at least one from each caption.
+    There are at most ``num_variants`` texts, taken from each caption in turn, but at least one text per caption.
     """
     captions = (captions,) if isinstance(captions, str) else captions
     of_each = [_variants(caption, options, num_variants, seed) for caption in captions]
@@ -71,11 +78,11 @@ def variants(captions: str | Sequence[str], options: SourceOptions, num_variants
 
 
 def _variants(caption: str, options: SourceOptions, num_variants: int, seed: int) -> tuple[str, ...]:
-    """The texts to cache for one caption.
+    """Return the different texts to cache for one caption: at most ``num_variants``, fewer if not enough exist.
 
-    Up to ``num_variants`` different texts (fewer if there are not enough). They differ in lines and wildcards, and in
-    comma-separated tags that are shuffled or dropped. Without any of these, the result is the prepared caption alone.
-    The first ``keep_tokens`` tags and tags that contain the trigger word are neither moved nor dropped.
+    They differ in the chosen line and wildcards, and in the order and omission of comma-separated tags. If the options
+    use none of these, the only text is the prepared caption. The first ``keep_tokens`` tags and tags that contain the
+    trigger word are neither moved nor dropped.
     """
     number, possible = drawer("wildcard", seed, caption), num_variants
     if not options.caption_tag_dropout_rate and not (options.enable_wildcard and re.search(r"[\n{]", caption)):
@@ -101,7 +108,7 @@ def _chosen(draw: Draw, match: re.Match[str]) -> str:
 
 
 def _movable(tags: list[str], options: SourceOptions) -> list[int]:
-    """Positions of the tags that may be moved or dropped."""
+    """Return the indices of the tags that may be moved or dropped."""
     return [place for place, tag in enumerate(tags) if place >= options.keep_tokens and not _is_trigger(tag, options)]
 
 
@@ -113,7 +120,10 @@ def _num_orders(prepared: str, options: SourceOptions) -> int:
 
 
 def _arranged(prepared: str, options: SourceOptions, seed: int, attempt: int) -> str:
-    """The caption with its tags shuffled and some of them dropped, according to the options."""
+    """Return the caption with its tags shuffled and some of them dropped, as the options require.
+
+    ``prepared`` is a caption from ``prepare``. ``attempt`` makes the random choices of repeated calls differ.
+    """
     tags, rate = tags_of(prepared), options.caption_tag_dropout_rate
     movable = _movable(tags, options)
     if not rate and (not options.shuffle_caption or len(movable) < 2):
@@ -128,7 +138,7 @@ def _arranged(prepared: str, options: SourceOptions, seed: int, attempt: int) ->
 
 
 def tags_of(caption: str) -> list[str]:
-    """The non-empty comma-separated tags of a caption, as counted in the metadata."""
+    """Return the non-empty comma-separated tags of a caption. The tag counts in the exported metadata use them."""
     return [tag for tag in (part.strip() for part in caption.split(",")) if tag]
 
 

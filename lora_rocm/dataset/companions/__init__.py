@@ -1,1 +1,1 @@
-"""Files that belong to an image: masks, control images, and how they are paired with it."""
+"""Companions: further files that belong to an image (masks and control images), and how they are paired with it."""

@@ -1,4 +1,4 @@
-"""Companion inputs: files or channels, such as masks, that belong to the images of a source and are read with them."""
+"""Companion inputs: files or channels, such as masks, that belong to a source's images and are read with them."""
 
 from __future__ import annotations
 
@@ -17,29 +17,37 @@ if TYPE_CHECKING:
 
 
 class CompanionInput(Protocol):
-    """The companions of one kind of the images of one source."""
+    """All companions of one kind (masks or control images) for the images of one source."""
 
     @property
     def folders(self) -> Sequence[str]:
-        """The folders of their files, which are not searched for images."""
+        """Folders that contain companion files. They are not searched for training images."""
 
     @property
     def path_key(self) -> str:
-        """The key of ``data``, if their files are among the images; empty if not."""
+        """The key of ``data`` for companion files that are among the images; "" if they are in another folder."""
 
     def check(self, sample: Sample, header: ImageHeader, row: DatasetRow | None) -> Sequence[Companion | Problem]:
-        """Count an image, find its companions and check their headers; a problem: the image cannot be used.
+        """Find the companions of an image and check their headers. Also counts the image for ``notices``.
 
-        ``row``: the row that names or contains the image; None if it is not from a dataset.
+        Args:
+            sample: the image.
+            header: the image's header.
+            row: the dataset row that names or contains the image; None if the image is not from a dataset.
+
+        Returns:
+            The companions. A problem in place of a companion means that the image cannot be used.
         """
 
     def notices(self) -> list[str]:
-        """Notices about the companions; none if the recipe uses none.
+        """Return notices about the companions. Call it after all images were checked.
+
+        The list is empty if the recipe uses no companions of this kind.
 
         Raises:
-            DataError: images lack a companion that they need, or all of them lack it.
+            DataError: an image lacks a required companion, or no image has one.
         """
 
 
 COMPANION_INPUTS: tuple[Callable[[ResolvedSource, int], CompanionInput], ...] = (Masks, Controls)
-"""One class per kind, built from the options of a source and its index in the recipe."""
+"""The class of each kind of companion. It is called with a source's options and the source's index in the recipe."""

@@ -1,4 +1,4 @@
-"""Control images: further images for each image of a source, which the model sees in addition to the noisy one."""
+"""Control images: further images for each image of a source. The model sees them in addition to the noisy image."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ CONTROL_FIX = "Repair the control image, or remove it together with its image."
 
 
 def control_name(number: int) -> str:
-    """The input name of a control image, by its number per image, from 0: control, control_2, ..."""
+    """Return the input name of an image's control image with this number: control for 0, control_2 for 1, ..."""
     return f"{CONTROL}_{number + 1}" if number else CONTROL
 
 
 class Controls:
-    """The control images of one source. Each image needs one of each of its ``control_places``.
+    """The control images of one source. Each image needs a control image from every entry of ``control_places``.
 
-    A place is a folder of files (see ``PairedFiles``), or a column of the source's rows. A folder that is listed n
-    times has n numbered files per image.
+    An entry is a folder of files (see ``PairedFiles``), or a column of the source's rows. If a folder is listed n
+    times, each image has n numbered files in it.
 
     Args:
         options: options of the source.
         index: index of the source in the recipe.
 
     Raises:
-        DataError: ``control_path`` is the folder of the images, or ``control_column`` is their column, or is missing.
+        DataError: ``control_path`` is the folder of the images. Or ``control_column`` is missing from the dataset, or
+            is the column of the images.
     """
 
     def __init__(self, options: ResolvedSource, index: int) -> None:
@@ -65,7 +66,7 @@ class Controls:
         self._without, self._outside = [first_names() for _ in self._places], first_names()
 
     def check(self, sample: Sample, header: ImageHeader, row: DatasetRow | None) -> Sequence[Companion | Problem]:
-        """As ``CompanionInput.check``."""
+        """See ``CompanionInput.check``."""
         found = list[Companion | Problem]()
         for number, (place, without) in enumerate(zip(self._places, self._without, strict=True)):
             where = ""
@@ -92,10 +93,10 @@ class Controls:
         return found
 
     def notices(self) -> list[str]:
-        """Notices about control images without an image, and about control images outside of a dataset's folder.
+        """Return notices about control images without an image, and about control images outside a dataset's folder.
 
         Raises:
-            DataError: an image has no control image, or two files have the same name.
+            DataError: an image has no control image, or two control images have the same name.
         """
         # Refuse missing and ambiguous control images, place by place.
         for place, without in zip(self._places, self._without, strict=True):
@@ -105,10 +106,13 @@ class Controls:
                     "Fill these cells, or remove the rows.",
                 )
             else:
-                where, fix = shown(place.root), "Add a control image of the same name there for each, also in the same "
-                fix += "sub-folder, or remove the image."
+                where, fix = (
+                    shown(place.root),
+                    "Add a control image with the name of each of these images, in the same ",
+                )
+                fix += "sub-folder, or remove the images."
                 if place is self._files.get(BESIDE):
-                    fix = "Name the control image of NAME.png NAME-condlabel.png, and several of them "
+                    fix = "Rename the control image of NAME.png to NAME-condlabel.png, and several of them to "
                     fix += "NAME_0-condlabel.png and so on, or remove the image."
             if without:
                 what = f"{counted(without, 'image has', 'images have')} no control image: {some(without)}."
@@ -118,7 +122,7 @@ class Controls:
                 names = [f"{shown(first.name)} and {shown(second.name)}" for first, second in doubles]
                 raise DataError(
                     "control-ambiguous",
-                    f"Control images have the same name: {some(names)}. The choice is ambiguous.",
+                    f"Several control images have the same name: {some(names)}. It is ambiguous which one to use.",
                     where=shown(doubles[0][1]),
                     fix="Remove one of each pair.",
                 )

@@ -1,4 +1,4 @@
-"""Loss masks: weights of the pixels of an image in the loss. Finds and decodes masks, checks them, computes values."""
+"""Loss masks, which weight the pixels of an image in the loss. Finds, checks and decodes masks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from lora_rocm.dataset.rows.hf_datasets import DatasetRow
 
 MASK = "mask"
-MASK_FIX = "Repair the mask, or remove it: without a mask, the whole image counts."
+MASK_FIX = "Repair the mask, or remove it: without a mask, the loss uses the whole image."
 
 
 class Masks:
-    """The masks of one source: the files of ``mask_path`` (see ``PairedFiles``), or the images' alpha channels.
+    """The masks of one source: either the files of ``mask_path`` (see ``PairedFiles``), or the images' alpha channels.
 
     Args:
         options: options of the source.
@@ -48,7 +48,7 @@ class Masks:
 
     @property
     def folders(self) -> Sequence[str]:
-        """The folder of masks, if the recipe names one."""
+        """The folder of masks; empty if the recipe names none, or if the masks are among the images."""
         path = self._options.mask_path
         return () if path is None or path == BESIDE else (path,)
 
@@ -57,7 +57,7 @@ class Masks:
         return "mask_path" if self._options.mask_path == BESIDE else ""
 
     def check(self, sample: Sample, header: ImageHeader, row: DatasetRow | None) -> Sequence[Companion | Problem]:
-        """As ``CompanionInput.check``. The mask is a file, or the image itself."""
+        """See ``CompanionInput.check``. With ``alpha_mask``, the returned companion is the image file itself."""
         if self._options.alpha_mask:
             if header.transparent:
                 self._with += 1
@@ -79,7 +79,7 @@ class Masks:
         return (Problem(shown(mask), f"The mask of {sample.key} has other proportions: it is {sizes}.", MASK_FIX),)
 
     def notices(self) -> list[str]:
-        """Notices about the masks; none if the recipe uses no masks.
+        """Return notices about the masks; none if the recipe uses no masks. Call it after all images were checked.
 
         Raises:
             DataError: no image has a mask.
@@ -90,19 +90,21 @@ class Masks:
         if not self._with and self._without:
             raise DataError(
                 "masks-missing",
-                f"No image has a mask (found: {count_text(len(self._without), 'image')}).",
+                f"No image has a mask ({count_text(len(self._without), 'image')} found).",
                 where=where,
                 fix=self._fix_if_none(),
             )
         said = [f"Images with a mask: {self._with} of {self._with + len(self._without)} ({where})."]
         if self._without:
-            have = counted(self._without, "image has none and counts", "images have none and count")
-            said.append(f"{have} everywhere: {some(self._without)}.")
+            have = counted(self._without, "image has none, so its", "images have none, so their")
+            said.append(f"{have} whole area is used: {some(self._without)}.")
         if self._files is not None:
             said += self._files.notices()
             if doubles := [shown(second.name) for _, second in self._files.doubles]:
                 have = counted(
-                    doubles, "mask has the name of another one and is", "masks have the names of others and are"
+                    doubles,
+                    "mask has the same name as another mask and is",
+                    "masks have the same names as other masks and are",
                 )
                 said.append(f"{have} not used: {some(doubles)}.")
         return [" ".join(said)]
@@ -110,17 +112,24 @@ class Masks:
     def _fix_if_none(self) -> str:
         if self._options.mask_path == BESIDE:
             return (
-                "Name masks NAME-masklabel.png or move them into a sub-folder masks. Or name their folder in mask_path."
+                "Rename the masks to NAME-masklabel.png, or move them into a sub-folder masks. Or set mask_path to "
+                "their folder."
             )
         if self._options.mask_path:
-            return "Correct mask_path: masks have the names of the images, also of their sub-folders. Or remove it."
+            return (
+                "Correct mask_path, or remove it. A mask needs the name of its image, in a sub-folder of the same name."
+            )
         return "Remove alpha_mask, or set mask_path: none of these files has an alpha channel."
 
 
 def decode_mask(content: bytes, alpha: bool) -> Image.Image:
-    """Decode a mask in mode L with EXIF orientation applied: 255 counts fully, 0 and transparent pixels do not count.
+    """Decode a mask to greyscale (mode L) and apply its EXIF orientation.
 
-    ``alpha``: use the alpha channel alone; an image without one counts everywhere.
+    Pixels with the value 255 have full weight in the loss. Pixels that are 0 or transparent have no weight.
+
+    Args:
+        content: the file's bytes.
+        alpha: whether to use only the alpha channel; without an alpha channel, all pixels are 255.
 
     Raises:
         UnreadableImage: see ``image_io.decode``.
@@ -137,15 +146,24 @@ def _grey(image: Image.Image, profile: bytes | None, alpha: bool) -> Image.Image
 
 
 def fits(mask_wh: Size, image_wh: Size) -> bool:
-    """Whether a mask has the aspect ratio of an image, up to one pixel of rounding."""
+    """Whether a mask has the same aspect ratio as its image, allowing for one pixel of rounding."""
     (mask_width, mask_height), (width, height) = mask_wh, image_wh
     return abs(mask_height * width - mask_width * height) <= max(width, height)
 
 
 def mask_on_grid(mask_HW: NDArray[np.uint8], geometry: Geometry, flip: bool, step_hw: Size) -> NDArray[np.float32]:
-    """The mask of a cropped image, averaged by area: float32 in [0, 1], one value per cell of ``step_hw`` pixels.
+    """Crop a mask like its image, and average it over cells.
 
     Like in ``image_io.cut``, the mask is mirrored before it is cropped.
+
+    Args:
+        mask_HW: the whole mask, 0 to 255.
+        geometry: scaling and crop of the image.
+        flip: whether the image is mirrored.
+        step_hw: size of a cell in pixels of the scaled image.
+
+    Returns:
+        Float32 in [0, 1], with one value per cell.
     """
     (height, width), (top, left) = geometry.resized_hw, geometry.crop_top_left
     (target_height, target_width), (step_y, step_x) = geometry.target_hw, step_hw
@@ -156,7 +174,13 @@ def mask_on_grid(mask_HW: NDArray[np.uint8], geometry: Geometry, flip: bool, ste
 
 
 def _means(values_NM: NDArray[np.generic], edges: NDArray[np.int64], whole: int) -> NDArray[np.float64]:
-    """Means over the rows between consecutive edges; the edges' unit is 1 / ``whole`` of all N rows."""
+    """Return the mean row of each interval between consecutive edges. Shape [len(edges) - 1, M].
+
+    Args:
+        values_NM: N rows of M values.
+        edges: ascending edges; the edge ``whole`` is the end of all N rows. Edges may cut a row.
+        whole: the number of units into which the N rows are divided.
+    """
     values = values_NM.astype(np.float64)  # differences of cumulative sums would lose digits in float32
     at = edges * len(values) / whole
     lower = np.minimum(at.astype(np.int64), len(values) - 1)

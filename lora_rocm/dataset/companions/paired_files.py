@@ -1,4 +1,4 @@
-"""Pairs the images of a source with the files of another folder, by name."""
+"""Pairs the images of a source with files such as masks, which have the same names."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ NUMBER_END = re.compile(r"(.+)_([0-9]{1,4})", re.DOTALL)
 
 
 class PairedFiles:
-    """The image files of a folder. Each belongs to the image that has the same path relative to its own folder.
+    """The companion files of one kind (masks or control images) in one folder, paired with a source's images by name.
 
-    The comparison ignores extensions and the endings that other trainers give ("0-masklabel", "0_mask"). If an image
-    may have several files, NAME_0 or NAME_0000 is the first file of NAME and so on, as in musubi-tuner.
+    A file belongs to the image with the same path relative to the images' folder. Extensions are ignored, and so are
+    the suffixes used by other trainers ("0-masklabel", "0_mask"). If an image has several files, they are numbered from
+    NAME_0 or NAME_0000 on, as in musubi-tuner.
 
     Args:
-        options: options of the source of images.
+        options: options of the source of the images.
         index: index of the source in the recipe.
-        root: the folder of files, or ``BESIDE``: the files in the images' folder with a name of this kind.
+        root: the folder of the files. ``BESIDE`` means that they are among the images, marked by a suffix.
         key: the key of ``data`` that names the folder.
-        noun: a file's name in messages, in the singular.
+        noun: what messages call such a file, in the singular.
 
     Attributes:
-        doubles: (file, further file with the same name), known once ``of`` was called.
+        doubles: pairs of files with the same name: the used file and the ignored one. Complete after a call of ``of``.
 
     Raises:
         DataError: the folder is the images' folder.
@@ -58,7 +59,7 @@ class PairedFiles:
 
     @cached_property
     def _files(self) -> NameIndex[Path]:
-        """Relative path without extension -> file; the first by name if several match."""
+        """The files by relative path without extension. Of several files with one path, only the first is used."""
         wanted, found = readable_extensions(), NameIndex[Path]()
         visited, real_root = set[str](), os.path.realpath(self.root)
         for parent, folders, names in os.walk(self.root, onerror=self._refuse, followlinks=True):
@@ -84,9 +85,10 @@ class PairedFiles:
         return NameIndex([*((COMPANION_END.sub("", name), path) for name, path in found.items()), *found.items()])
 
     def _may_enter(self, folder: Path, real_root: str) -> bool:
-        """Whether to search a folder. A linked folder outside of the root may contain any number of other files.
+        """Whether to search a sub-folder.
 
-        So such a folder is entered only if the images have a folder at the same place.
+        A link out of the root may lead to any number of unrelated files. It is followed only if the images have a
+        folder of the same relative path.
         """
         target, relative = real_path(folder), folder.relative_to(self.root)
         inside = target is None or target == real_root or lies_in(target, real_root)
@@ -96,7 +98,10 @@ class PairedFiles:
         return False
 
     def _owner(self, path: Path) -> str | None:
-        """Relative path without extension of the image that a file belongs to; None if its name does not fit any."""
+        """Return the relative path, without extension, of the image that a file belongs to.
+
+        None if the file is among the images and its name does not mark it as a companion of this kind.
+        """
         relative = path.relative_to(self.root)
         if not self._beside:
             return str(relative.with_suffix(""))
@@ -106,10 +111,12 @@ class PairedFiles:
         return str(Path(match.companion.owner(relative.as_posix())))
 
     def of(self, sample: Sample, number: int | None = None) -> Path | None:
-        """The file of an image of this source; None if there is none.
+        """Return the companion file of an image; None if there is none.
 
-        ``number``: the file's number within its image, from 0; None: files are not numbered. The first file is NAME or
-        else NAME_0, and each further file is its NAME_1 or else NAME.
+        Args:
+            sample: an image of this source.
+            number: which of the image's numbered files to return, from 0; None if files are not numbered. File 0 is
+                NAME, or NAME_0 if there is no NAME. File 1 is NAME_1, or NAME if there is no NAME_1, and so on.
         """
         assert isinstance(sample.location, Path), "a recipe that pairs rows of a dataset with files is refused"
         name = str(sample.location.relative_to(self._images).with_suffix(""))
@@ -125,21 +132,25 @@ class PairedFiles:
 
     @cached_property
     def _numbered(self) -> NameIndex[Path]:
-        """Relative path without extension and without leading zeros of its number -> file, for numbered files."""
+        """The numbered files by relative path without extension; leading zeros of the number are removed."""
         matches = ((NUMBER_END.fullmatch(name), path) for name, path in self._files.items())
         return NameIndex((f"{match[1]}_{int(match[2])}", path) for match, path in matches if match)
 
     def _is_of_an_image(self, path: Path, image: Path) -> bool:
-        """Whether a numbered file has the whole name of another image in the folder of ``image``."""
+        """Whether a file with a number at the end of its name belongs to another image in the folder of ``image``.
+
+        For example, a_1.png is the companion of the image a_1.png if that exists, and otherwise companion 1 of a.png.
+        """
         if image.parent not in self._stems:
             names = map(Path, os.listdir(image.parent))
             self._stems[image.parent] = {name.stem for name in names if name.suffix.lower() in readable_extensions()}
         return COMPANION_END.sub("", path.stem) in self._stems[image.parent]
 
     def notices(self) -> list[str]:
-        """Sentences about files without an image (after all calls of ``of``), and about links out of the folder.
+        """Return sentences about files without an image, and about links out of the folder.
 
-        Links among the images are reported by the walk over the images.
+        Call it after all calls of ``of``. Links among the images themselves are not included, because the search for
+        images reports them.
         """
         names = sorted(shown(path.name) for path in {path for _, path in self._files.items()} - self._used)
         have = counted(names, f"{self._noun} has", f"{self._noun}s have")
@@ -155,7 +166,7 @@ class PairedFiles:
             said.append(f"{files} reached through links that lead out of the folder: {some(self._outside)}.")
         if self._not_entered:
             folders = counted(self._not_entered, "linked folder was", "linked folders were")
-            why = "because the images have no folder at the same place"
+            why = "because the images have no folder with the same relative path"
             said.append(f"{folders} not searched for {self._noun}s, {why}: {some(self._not_entered)}.")
         return said
 
@@ -164,5 +175,5 @@ class PairedFiles:
             f"{self._key.removesuffix('_path')}-folder-unreadable",
             f"A folder of {self._noun}s cannot be read: {error.strerror}.",
             where=shown(error.filename),
-            fix=f"Correct data.{self._key}, or the permissions.",
+            fix=f"Correct data.{self._key}, or the folder's permissions.",
         )

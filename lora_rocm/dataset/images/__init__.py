@@ -1,1 +1,1 @@
-"""Images: formats and their optional readers, buckets, crops and other views."""
+"""Images: reading their formats, aspect-ratio buckets, crops, and other variations."""

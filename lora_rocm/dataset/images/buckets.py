@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: pure maths, in pixels. Sizes are (height, width) unless a name ends in wh."""
+"""Aspect-ratio buckets: pure maths, in pixels. Sizes are (height, width), except in names that end in wh."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Size = tuple[int, int]
 class Geometry:
     """Scaling and crop of one image. SDXL is conditioned on original_hw, crop_top_left and target_hw.
 
-    original_hw: size of the file after EXIF orientation.
-    resized_hw: size after scaling; covers target_hw.
+    original_hw: size of the file's image after applying EXIF orientation.
+    resized_hw: size after scaling, which is at least target_hw in both dimensions.
     crop_top_left: (top, left) of the crop in the scaled image.
     target_hw: size of the crop, equal to the bucket size.
     """
@@ -33,31 +33,31 @@ class Geometry:
 
     @property
     def shape(self) -> SampleShape:
-        """The shape of the bucket."""
+        """The shape of the bucket's samples."""
         return image_shape(self.target_hw)
 
     @property
     def lost_share(self) -> float:
-        """Fraction of the image's area that the crop removes."""
+        """Fraction of the image's area that is cropped away."""
         (height, width), (target_height, target_width) = self.resized_hw, self.target_hw
         return 1.0 - target_height * target_width / (height * width)
 
     def transposed(self) -> Geometry:
-        """The same geometry with height and width swapped."""
+        """Return the same geometry with height and width swapped."""
         return Geometry(self.original_hw[::-1], self.resized_hw[::-1], self.crop_top_left[::-1], self.target_hw[::-1])
 
 
 def image_shape(size_hw: Size) -> SampleShape:
-    """The shape of an image of (height, width) pixels."""
+    """Return the shape of a sample with an image of (height, width) pixels."""
     return SampleShape.of(h=size_hw[0], w=size_hw[1])
 
 
 @lru_cache(maxsize=64)
 def bucket_sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, ...]:
-    """All buckets, sorted. Sides are multiples of ``step``; the area is at most ``resolution**2``.
+    """Return all buckets, sorted by size. Sides are multiples of ``step``; the area is at most ``resolution**2``.
 
-    They are the tallest bucket for each width, the widest for each height, and the square rounded down to ``step``. The
-    ratio of the longer to the shorter side is at most ``max_aspect``.
+    They are the tallest bucket of each width, the widest bucket of each height, and the largest square. The ratio of
+    the longer to the shorter side is at most ``max_aspect``.
 
     Raises:
         DataError: the resolution is smaller than one step.
@@ -80,7 +80,10 @@ def bucket_sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, .
 
 
 def largest_shape(data: DataSection) -> SampleShape:
-    """The bucket of the largest area, whether or not an image uses it; ties go to the one closest to a square."""
+    """Return the shape of the largest bucket by area, even if no image uses it.
+
+    If several buckets have this area, the one closest to a square is returned.
+    """
     resolution = max(source.resolution for source in data.resolved_sources())
     sizes = bucket_sizes(resolution, data.bucket_step, data.bucket_max_aspect if data.enable_bucket else 1.0)
     return image_shape(max(sizes, key=lambda hw: (hw[0] * hw[1], -abs(hw[0] - hw[1]))))
@@ -89,11 +92,11 @@ def largest_shape(data: DataSection) -> SampleShape:
 def choose_bucket(
     width: int, height: int, resolution: int, step: int, max_aspect: float, enable_bucket: bool, upscale: bool
 ) -> Geometry:
-    """Choose the bucket nearest in log aspect ratio; the image is scaled to cover it and cropped at the centre.
+    """Return the scaling and crop for an image: the image is scaled to cover its bucket and cropped at the centre.
 
-    Without ``upscale``, an image smaller than its bucket gets its own, smaller bucket: the image's sides rounded down
-    to ``step``, limited by the sides of the nearest bucket and by ``max_aspect``.
-    Without ``enable_bucket``, every bucket is square.
+    The bucket is the one with the nearest aspect ratio (by logarithm). Without ``upscale``, an image smaller than this
+    bucket gets a smaller bucket: the image's sides rounded down to ``step``. The sides of the nearest bucket and
+    ``max_aspect`` limit it. Without ``enable_bucket``, all buckets are squares.
 
     Raises:
         DataError: a side of the image is smaller than one step and ``upscale`` is off, or the resolution is smaller
@@ -111,14 +114,14 @@ def choose_bucket(
 
 
 def covering(original_hw: Size, target_hw: Size) -> Geometry:
-    """The geometry of an image that is scaled to cover the target, whatever its size, and cropped at the centre."""
+    """Return the geometry that scales an image to cover the target, enlarging it if necessary, and crops its centre."""
     resized = _cover(original_hw, target_hw)
     top_left = ((resized[0] - target_hw[0]) // 2, (resized[1] - target_hw[1]) // 2)
     return Geometry(original_hw, resized, top_left, target_hw)
 
 
 def _own_bucket(width: int, height: int, bucket_hw: Size, step: int, max_aspect: float) -> Size:
-    """The bucket of a landscape image that is smaller than ``bucket_hw``.
+    """Return the bucket of a landscape image that is smaller than the nearest bucket ``bucket_hw``.
 
     Raises:
         DataError: the height is smaller than one step.
@@ -135,7 +138,7 @@ def _own_bucket(width: int, height: int, bucket_hw: Size, step: int, max_aspect:
 
 
 def _cover(original_hw: Size, target_hw: Size) -> Size:
-    """Smallest size that covers the target at the original's aspect ratio, rounded to whole pixels."""
+    """Return the smallest size that covers the target at the original's aspect ratio, rounded to whole pixels."""
     (height, width), (target_height, target_width) = original_hw, target_hw
     if target_height * width >= target_width * height:  # the height limits the scale
         return target_height, max(target_width, _divide_rounded(width * target_height, height))

@@ -1,4 +1,4 @@
-"""Reads images with Pillow: the size from the header, and pixels of any mode as 8-bit sRGB."""
+"""Reads images with Pillow: sizes from headers, and pixels of any mode as 8-bit sRGB."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ DARK_SHARE = 16  # 12-bit values in 16 bits stay below 1/16 of white
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """Properties of an image from its header.
+    """Properties of an image that its header contains.
 
-    size: (width, height) after EXIF orientation.
-    several: it has further frames or pages, which are not read.
-    deep_grey: it is greyscale with more than 8 bits.
-    transparent: it has an alpha channel or a transparent colour.
+    size: (width, height) after applying EXIF orientation.
+    several: whether the file has further frames or pages, which are ignored.
+    deep_grey: whether the image is greyscale with more than 8 bits.
+    transparent: whether the image has an alpha channel or a transparent colour.
     """
 
     size: tuple[int, int]
@@ -60,12 +60,12 @@ class ImageHeader:
 
 
 class UnreadableImage(Exception):
-    """An image cannot be read. The message gives the reason, for a sentence that already names the file."""
+    """An image that cannot be read. The message is only the reason; the caller names the file."""
 
 
 @lru_cache(maxsize=1)
 def readable_formats() -> tuple[str, ...]:
-    """Pillow's names of the supported formats, in the order in which they are tried: common ones first."""
+    """Return Pillow's names of the supported formats, in the order in which they are tried: common ones first."""
     from PIL import Image
 
     Image.preinit()
@@ -76,7 +76,7 @@ def readable_formats() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def readable_extensions() -> frozenset[str]:
-    """Extensions (".png", lower case) of the supported formats."""
+    """Return the file extensions (".png", in lower case) of the supported formats."""
     from PIL import Image
 
     formats = readable_formats()
@@ -84,10 +84,10 @@ def readable_extensions() -> frozenset[str]:
 
 
 def read_header(file: Path | BinaryIO) -> ImageHeader:
-    """Read size and kind of an image without decoding pixels.
+    """Read an image's properties, normally without decoding pixels.
 
-    Some files are decoded: a PNG with trailing EXIF data (see PNG_TAIL_MARKS), a file that may be truncated, because
-    only decoding shows it, and JPEG XL, because its plugin always decodes.
+    Pixels are decoded in three cases. A PNG may have EXIF data after its pixels (see PNG_TAIL_MARKS). A file may look
+    truncated, which only decoding confirms. The plugin for JPEG XL always decodes.
 
     Raises:
         UnreadableImage: the file is not an image, or is damaged, unreadable or too large to decode.
@@ -104,10 +104,10 @@ def read_header(file: Path | BinaryIO) -> ImageHeader:
 
 
 def decode(content: bytes) -> Image.Image:
-    """Decode an image (the first frame of an animation) in mode RGB.
+    """Decode an image (the first frame of an animation) to mode RGB.
 
-    Applies EXIF orientation, converts an embedded colour profile to sRGB (a damaged or unusable profile is ignored),
-    composites transparency onto white, and scales 16-bit and 32-bit grey to 8 bits.
+    Applies the EXIF orientation. Converts an embedded colour profile to sRGB, but ignores a damaged or unusable
+    profile. Composites transparency onto white, and scales 16-bit and 32-bit grey to 8 bits.
 
     Raises:
         UnreadableImage: the content is truncated, damaged, too large, or not an image.
@@ -116,9 +116,14 @@ def decode(content: bytes) -> Image.Image:
 
 
 def decode_as(convert: Callable[[Image.Image, bytes | None], Image.Image], content: bytes) -> Image.Image:
-    """Decode an image (the first frame of an animation), upright and with at most 8 bits per channel.
+    """Decode an image (the first frame of an animation) and convert it with ``convert``.
 
-    ``convert``: called with that image and its colour profile; returns the result.
+    Args:
+        convert: function that gets the upright image, with at most 8 bits per channel, and the colour profile or None.
+        content: the file's bytes.
+
+    Returns:
+        The image that ``convert`` returned.
 
     Raises:
         UnreadableImage: the content is truncated, damaged, too large, or not an image.
@@ -143,7 +148,11 @@ def _opaque_rgb(image: Image.Image, profile: bytes | None) -> Image.Image:
 
 
 def _upright(content: bytes) -> tuple[Image.Image, bytes | None]:
-    """The image with EXIF orientation applied and at most 8 bits per channel, and its colour profile."""
+    """Decode an image, apply its EXIF orientation and reduce it to at most 8 bits per channel.
+
+    Returns:
+        The image and its colour profile, or None without a profile.
+    """
     from PIL import ImageOps
 
     frugal = _Frugal(BytesIO(content))
@@ -157,7 +166,9 @@ def _upright(content: bytes) -> tuple[Image.Image, bytes | None]:
 
 
 def is_dark(content: bytes) -> bool:
-    """Whether a 16-bit grey image has no value above 1/16 of white: usually 12-bit data, which looks almost black.
+    """Whether all values of a 16-bit grey image are at most 1/16 of white.
+
+    Such an image usually contains 12-bit data and looks almost black.
 
     Raises:
         UnreadableImage: see ``decode``.
@@ -175,10 +186,10 @@ def is_dark(content: bytes) -> bool:
 
 
 def cut(image: Image.Image, geometry: Geometry, flip: bool) -> Image.Image:
-    """Scale, optionally mirror, and crop an image to a geometry.
+    """Scale, optionally mirror, and crop an image as its geometry specifies.
 
-    The image is mirrored before it is cropped, so crop_top_left holds for both views. kohya's trainer also gives the
-    crop in the mirrored image (``crop_ltrb[2] is right, so target_size[0] - crop_ltrb[2] is left``).
+    The image is mirrored before it is cropped, so crop_top_left has the same value for both views. kohya's trainer also
+    conditions on the crop in the mirrored image (``crop_ltrb[2] is right, so target_size[0] - crop_ltrb[2] is left``).
     """
     from PIL import Image
 
@@ -190,10 +201,10 @@ def cut(image: Image.Image, geometry: Geometry, flip: bool) -> Image.Image:
 
 
 class _Quiet:
-    """Context manager that silences Pillow's warnings about large images and odd metadata.
+    """Context manager that silences Pillow's warnings about large images and unusual metadata.
 
     Python's warning filters are process-wide. If threads read images, the thread that waits for them must stay in this
-    context throughout; otherwise one reader could restore the filters while another is still reading.
+    context all the time. Otherwise one reader could restore the filters while another is still reading.
     """
 
     def __init__(self) -> None:
@@ -218,10 +229,10 @@ quiet = _Quiet()
 
 
 class _Frugal:
-    """A file with a limit on the cost of reading its header; setting ``left`` to infinity lifts the limit.
+    """A file that limits how much is read from it, so that a hostile header cannot take minutes.
 
-    Pillow joins the parts of a JPEG's EXIF data over and over (125 MB take minutes), keeps every chunk of a PNG, and
-    reads the comment of a PPM byte by byte.
+    Setting ``left`` to infinity removes the limit. Without a limit, Pillow copies the parts of a JPEG's EXIF data again
+    and again (125 MB take minutes), keeps every chunk of a PNG, and reads a PPM comment byte by byte.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -244,12 +255,12 @@ class _Frugal:
     def _paid(self, content: bytes) -> bytes:
         self.left -= max(len(content), COST_OF_A_READ)
         if self.left < 0:
-            raise OSError(errno.EFBIG, "its header has no end")
+            raise OSError(errno.EFBIG, "its header is too long")
         return content
 
 
 def _open(file: _Frugal) -> Image.Image:
-    """Open an image and read its header. Raises Pillow's exceptions, also for an image that is too large."""
+    """Open an image and read its header. Pillow's exceptions are raised unchanged, also if the image is too large."""
     from PIL import Image
 
     formats, as_file = readable_formats(), cast("BinaryIO", file)  # it has the methods that Pillow needs
@@ -274,9 +285,14 @@ def _header(file: BinaryIO) -> ImageHeader:
 
 
 def _may_be_truncated(image: Image.Image, file: BinaryIO, begin: int) -> bool:
-    """Whether a file looks truncated, by its end or by the places of its pixels; False for other formats.
+    """Whether a file looks truncated, judged by its last bytes or by the offsets of its pixels.
 
-    ``begin``: the start of the pixels, if the header is read.
+    Returns False for formats without such a check.
+
+    Args:
+        image: the opened image.
+        file: the image's file.
+        begin: offset at which the header ends and the pixels begin.
     """
     from PIL import BmpImagePlugin, TiffImagePlugin
 
@@ -295,7 +311,7 @@ def _may_be_truncated(image: Image.Image, file: BinaryIO, begin: int) -> bool:
 
 
 def _has_several_frames(image: Image.Image) -> bool:
-    """Whether there is a second frame; False if finding it fails (it is damaged, or too far into the file)."""
+    """Whether the file has a second frame. Returns False if the frame is damaged or too far into the file."""
     try:
         return bool(getattr(image, "is_animated", False))
     except _decode_errors():
@@ -304,7 +320,7 @@ def _has_several_frames(image: Image.Image) -> bool:
 
 @lru_cache(maxsize=1)
 def _decode_errors() -> tuple[type[Exception], ...]:
-    """Exceptions that Pillow's readers raise on damaged files, found by testing with damaged files."""
+    """Return the exceptions that Pillow's readers raise on damaged files, as found by tests with such files."""
     from PIL import Image
 
     known = (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, EOFError, RuntimeError)
@@ -316,7 +332,7 @@ def _reason(error: Exception, file: Path | BinaryIO) -> str:
 
     if isinstance(error, UnidentifiedImageError):
         empty = file.stat().st_size == 0 if isinstance(file, Path) else file.seek(0, os.SEEK_END) == 0
-        return "the file is empty" if empty else "it is not an image of a format that can be read"
+        return "the file is empty" if empty else "it is not an image in a supported format"
     if isinstance(error, Image.DecompressionBombError):
         return "it has too many pixels"
     if isinstance(error, OSError) and error.strerror:
@@ -325,7 +341,7 @@ def _reason(error: Exception, file: Path | BinaryIO) -> str:
 
 
 def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation not yet applied to ``image.size``."""
+    """Return the EXIF orientation that ``image.size`` does not include yet."""
     from PIL import ExifTags, Image
 
     if image.format == "TIFF":  # Pillow has already swapped the sides
@@ -344,7 +360,7 @@ def _png_tail_has_exif(image: Image.Image) -> bool:
 
 
 def _tail(file: BinaryIO, begin: int = 0) -> bytes:
-    """At most TAIL_BYTES from the end of the file, none from before ``begin``. The position in the file is kept."""
+    """Return at most the last TAIL_BYTES of a file, but nothing before ``begin``. The file position stays the same."""
     position = file.tell()
     file.seek(max(begin, file.seek(0, os.SEEK_END) - TAIL_BYTES))
     tail = file.read(TAIL_BYTES)
@@ -353,7 +369,10 @@ def _tail(file: BinaryIO, begin: int = 0) -> bytes:
 
 
 def _bits_per_sample(image: Image.Image) -> int:
-    """Bits per grey value declared by the file: 12 for a 12-bit TIFF, which Pillow does not scale, else 16."""
+    """Return the bits per grey value of a file with 16-bit grey values.
+
+    A 12-bit TIFF gives 12, because Pillow does not scale its values; all other files give 16.
+    """
     from PIL import TiffImagePlugin
 
     declared = (
@@ -363,10 +382,11 @@ def _bits_per_sample(image: Image.Image) -> int:
 
 
 def _scaled_to_8_bit(image: Image.Image, bits: int) -> Image.Image:
-    """Convert grey of more than 8 bits to mode L.
+    """Convert grey of more than 8 bits to mode L. The maximum value, which becomes 255, depends on the mode.
 
-    White is 2**bits - 1 in mode I;16. In mode I it is 65535 if no value exceeds it (Pillow's PGM and 16-bit TIFF
-    readers), else 2**31 - 1. In mode F it is the smallest of 1, 255 and 65535 that no value exceeds, else the maximum.
+    In mode I;16, it is 2**bits - 1. In mode I, it is 65535 if no value is greater (Pillow's PGM and 16-bit TIFF
+    readers), else 2**31 - 1. In mode F, it is 1, 255 or 65535, the smallest that no value exceeds, else the greatest
+    value.
     """
     import numpy as np
     from PIL import Image
@@ -382,7 +402,7 @@ def _scaled_to_8_bit(image: Image.Image, bits: int) -> Image.Image:
 
 
 def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
-    """Convert an opaque image to sRGB by its colour profile; to plain RGB if the profile is missing or unusable."""
+    """Convert an opaque image to sRGB with its colour profile. Without a usable profile, convert it to mode RGB."""
     from PIL import ImageCms
 
     if profile:
@@ -404,7 +424,7 @@ def _srgb() -> ImageCms.ImageCmsProfile:
 
 
 def _in_space_of(image: Image.Image, profile: ImageCms.ImageCmsProfile) -> Image.Image:
-    """The image in the colour space of its profile: grey and palette images often carry an RGB profile."""
+    """Convert the image to the mode that its profile expects. Grey and palette images often carry an RGB profile."""
     if profile.profile.xcolor_space.strip() == "RGB" and image.mode in ("1", "L", "P"):
         return image.convert("RGB")
     return image.convert("L") if image.mode == "1" else image

@@ -1,6 +1,6 @@
 """Registers plugins for image formats that Pillow does not read itself. Runs before any image is opened.
 
-Plugins are optional: one is used if the user has installed it.
+Plugins are optional: those that the user has installed are used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ HEADER_BYTES = 16  # of a codestream; the size field is shorter
 
 @cache
 def plugin_faults() -> dict[str, str]:
-    """Register all installed plugins. Returns package -> reason why it cannot be used, "" if it is not installed."""
+    """Register all installed plugins.
+
+    Returns:
+        Packages of plugins that cannot be used, each with the reason, or with "" if it is not installed.
+    """
     faults = {}
     for package, register in (("pillow-heif", _register_heif), ("pillow-jxl-plugin", _register_jxl)):
         try:
@@ -42,9 +46,9 @@ def _register_jxl() -> None:
 
 
 def jxl_size(file: BinaryIO) -> tuple[int, int] | None:
-    """(width, height) from a JPEG XL header; None for other formats. Restores the file position.
+    """Read (width, height) from a JPEG XL header; returns None for other formats. The file position stays the same.
 
-    The plugin decodes an image as soon as it is opened, so Pillow's own size check would come too late.
+    The plugin decodes an image as soon as it is opened, so Pillow's own check of the size would come too late.
 
     Raises:
         SyntaxError: the header is damaged.
@@ -64,7 +68,10 @@ def jxl_size(file: BinaryIO) -> tuple[int, int] | None:
 
 
 def _codestream(file: BinaryIO) -> bytes:
-    """The first bytes of the codestream in a container: a sequence of boxes, each prefixed by its length and type."""
+    """Return the first bytes of the JPEG XL codestream in a file.
+
+    The file may be a container: a sequence of boxes, each prefixed by its length and type.
+    """
     head = b""
     for _ in range(MAX_BOXES):
         box = file.read(8)

@@ -1,4 +1,4 @@
-"""Input images of previews: control images, and masks of the part that an inpainting base redraws."""
+"""Input images of previews: control images, and masks that mark which part an inpainting model redraws."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 CONTROL_UNUSABLE = "control-unusable"  # error code
 READ_FIX = "Name another file, or repair this one."
-MISFIT_FIX = "Give a mask of the size of its image, or of the same proportions."
+MISFIT_FIX = "Use a mask with the size of its image, or with the same proportions."
 
 
 def require_preview_images(loaded: LoadedRecipe) -> None:
-    """Check the headers of the input images of a recipe's previews; the files exist.
+    """Check the headers of all input images that a recipe's previews name. The files must exist.
 
     Raises:
-        RecipeError: with one problem for each file that cannot be used.
+        RecipeError: at least one file cannot be used. It contains one problem per file.
     """
     sample, problems = loaded.recipe.sample, dict[str, Problem]()
     for key, number, preview in sample.numbered():
@@ -34,7 +34,7 @@ def require_preview_images(loaded: LoadedRecipe) -> None:
 
 
 def faults(inputs: Mapping[str, Path]) -> Iterator[tuple[str, str, str]]:
-    """Faults of the input images of one preview: (name, fault, remedy)."""
+    """Yield (input name, fault, remedy) for each unusable input image of one preview."""
     sizes: dict[str, Size] = {}
     for name, path in inputs.items():
         try:
@@ -46,7 +46,7 @@ def faults(inputs: Mapping[str, Path]) -> Iterator[tuple[str, str, str]]:
 
 
 def misfit(mask_wh: Size, image_wh: Size) -> str:
-    """The fault of a mask's size; empty if there is none."""
+    """Describe the fault if a mask's proportions differ from its image's proportions; returns "" if they agree."""
     from lora_rocm.dataset.companions.masks import fits  # imports numpy, which most commands do not need
 
     if fits(mask_wh, image_wh):

@@ -1,4 +1,4 @@
-"""Finds images that have the same size at several resolutions of their source: an epoch repeats such images."""
+"""Finds images that get the same size at several resolutions of their source, so that each epoch repeats them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from lora_rocm.recipe.schema import DataSection
 
 SHOWN_SIZES = 3
-TWICE = "An epoch shows such an image twice at that size."
+TWICE = "An epoch uses such an image twice at this size."
 Pair = tuple[int, int]
-"""A resolution, and a larger one that gives the same size."""
+"""Two resolutions, the smaller one first, at which an image gets the same size."""
 
 
 class SameSizes:
-    """Counts images with one size at several resolutions, by cause: resolutions too close, or an image too small."""
+    """Counts images that get the same size at several resolutions.
+
+    There are two causes, counted separately: the resolutions are too close, or the image is too small.
+    """
 
     def __init__(self, data: DataSection) -> None:
         self._data, self._small = data, first_names()
@@ -32,7 +35,7 @@ class SameSizes:
         self._sizes = dict[Pair, Counter[Size]]()
 
     def add(self, sample: Sample, geometry: Geometry) -> None:
-        """Check one image; calls for its resolutions follow each other."""
+        """Check an image at one resolution. All resolutions of an image must be added one after another."""
         if sample.location != self._place:
             self._place, self._seen = sample.location, {}
         size, resolution = geometry.target_hw, sample.options.resolution
@@ -44,14 +47,14 @@ class SameSizes:
             self._small.append(sample.key)
 
     def _enlarged(self, sample: Sample) -> Size:
-        """The size that an image would have at this resolution if small ones were enlarged."""
+        """Return the size that an image would have at its resolution if small images were enlarged."""
         data, crop = self._data, sample.given.crop
         wide, high = (sample.width, sample.height) if crop is None else crop[2:]
         how = (data.bucket_step, data.bucket_max_aspect, data.enable_bucket)
         return choose_bucket(wide, high, sample.options.resolution, *how, upscale=True).target_hw
 
     def notices(self) -> list[str]:
-        """Notices that name the resolutions and the recipe key that helps; none if there are none."""
+        """Return notices that name the affected resolutions and the recipe key to change; empty if there are none."""
         said = [
             f"The resolutions {first} and {second} give {count_text(sizes.total(), 'image')} the same size "
             f"({_sizes_text(sizes)}). {TWICE} {_fix(self._data)}"
@@ -60,7 +63,7 @@ class SameSizes:
         if self._small:
             are = counted(self._small, "image is", "images are")
             said.append(
-                f"{are} too small for a resolution, and repeated at a smaller resolution's size: {some(self._small)}. "
+                f"{are} too small for a resolution, and repeated at the size for a smaller one: {some(self._small)}. "
                 "Set data.upscale: true to enlarge them."
             )
         return said
@@ -79,7 +82,7 @@ def _fix(data: DataSection) -> str:
 
 
 def alike_squares(data: DataSection) -> list[str]:
-    """Notices about resolutions of one source at which a square image has the same size, without reading an image."""
+    """Return notices about resolutions of one source at which a square image gets the same size. No image is read."""
     said = dict[str, None]()
     for first, second in combinations(data.resolved_sources(), 2):
         pair = sorted((first.resolution, second.resolution))

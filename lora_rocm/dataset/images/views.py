@@ -1,4 +1,4 @@
-"""Views of an image: its cached versions, of which each step draws one."""
+"""Views: the variations of an image (mirrored, cropped, recoloured) that are cached. Each step draws one of them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ MOST_GAMMA = 0.05  # more or less than 1, as there
 
 @dataclass(frozen=True, slots=True)
 class ImageView:
-    """One version of an image.
+    """One variation of an image.
 
-    flip: mirrored. crop: number of the random crop. colour: number of the change of colours; 0: unchanged.
+    flip: whether the image is mirrored.
+    crop: number of the random crop.
+    colour: number of the colour change; 0 means unchanged.
     """
 
     flip: bool = False
@@ -37,14 +39,14 @@ PLAIN = ImageView()
 
 
 def views_of(options: SourceOptions) -> tuple[ImageView, ...]:
-    """The views of each image of a source: first the plain one, last the mirrored ones."""
+    """Return the views of every image of a source. The plain view is first, and all mirrored views are last."""
     flips = (False, True) if options.flip_aug else (False,)
     crops, colours = range(max(int(options.random_crop), 1)), range(options.color_aug + 1)
     return tuple(ImageView(*each) for each in product(flips, crops, colours))
 
 
 def view_count(options: SourceOptions) -> str:
-    """A sentence with the number of an image's views and their causes; empty if it has one view."""
+    """Return a sentence with the number of views per image and the options that cause them; "" if there is only one."""
     parts = {
         "random_crop": max(int(options.random_crop), 1),
         "color_aug": options.color_aug + 1,
@@ -54,11 +56,12 @@ def view_count(options: SourceOptions) -> str:
     if num_views == 1:
         return ""
     factors = " x ".join(f"{count} ({name})" for name, count in parts.items() if count > 1)
-    return f"{num_views} versions of each image are encoded and stored, {num_views} times the time and disk: {factors}"
+    cost = f"which takes {num_views} times the time and disk space"
+    return f"{num_views} versions of each image are encoded and stored, {cost}: {factors}"
 
 
 def view_geometry(geometry: Geometry, sample: Sample, view: ImageView) -> Geometry:
-    """The crop of one view. ``geometry``: the plain view's geometry."""
+    """Return the geometry of one view. ``geometry``: geometry of the plain view."""
     if view.crop:
         geometry = randomly_cropped(geometry, sample, view.crop)
     if view.flip and sample.given.crop is not None:  # an image is mirrored before it is cropped
@@ -68,7 +71,13 @@ def view_geometry(geometry: Geometry, sample: Sample, view: ImageView) -> Geomet
 
 
 def randomly_cropped(geometry: Geometry, sample: Sample, number: int) -> Geometry:
-    """The geometry with one of the random crops of a sample, inside its given crop if it has one."""
+    """Return the geometry with a random crop, which stays inside the crop that the user specified, if any.
+
+    Args:
+        geometry: geometry of the plain view.
+        sample: the sample; its key seeds the random crop.
+        number: number of the random crop.
+    """
     (top, left), (height, width) = window(geometry, sample.given.crop)
     spare_hw = (height - geometry.target_hw[0], width - geometry.target_hw[1])
     which = (number,) if number else ()
@@ -77,7 +86,12 @@ def randomly_cropped(geometry: Geometry, sample: Sample, number: int) -> Geometr
 
 
 def window(geometry: Geometry, crop: Rectangle | None) -> tuple[Size, Size]:
-    """(top, left) and (height, width) of the part of the scaled image that may be used; it contains the target."""
+    """Return the usable part of the scaled image as (top, left) and (height, width); at least as large as the target.
+
+    Args:
+        geometry: scaling and target size of the image.
+        crop: part of the original image that may be used; None for the whole image.
+    """
     if crop is None:
         return (0, 0), geometry.resized_hw
     left, top, width, height = crop
@@ -87,18 +101,21 @@ def window(geometry: Geometry, crop: Rectangle | None) -> tuple[Size, Size]:
 
 
 def _scaled(start: int, length: int, whole: int, resized: int, target: int) -> tuple[int, int]:
-    """Start and length of a part after scaling ``whole`` to ``resized``; at least as long as ``target``."""
+    """Return start and length of an interval after scaling an axis from ``whole`` to ``resized`` pixels.
+
+    The interval is enlarged to ``target`` pixels if it would be shorter.
+    """
     size = min(max(round(length * resized / whole), target), resized)
     return min(round(start * resized / whole), resized - size), size
 
 
 def within(geometry: Geometry, original_hw: Size, crop: Rectangle) -> Geometry:
-    """The geometry of a whole image, of which only a given crop is used.
+    """Return the geometry of a whole image if only a part of it, specified by the user, may be used.
 
     Args:
-        geometry: geometry of the given crop, treated as an image.
+        geometry: geometry that the part would have as a separate image.
         original_hw: size of the whole image.
-        crop: the given crop.
+        crop: the part that the user specified.
     """
     resized = [
         max(round(whole * size / part), target)
@@ -113,10 +130,11 @@ def within(geometry: Geometry, original_hw: Size, crop: Rectangle) -> Geometry:
 
 
 def colour_change(sample: Sample, view: ImageView) -> tuple[str, float] | None:
-    """The change of colours of a view: ("hue", steps of HUE_STEPS) or ("gamma", exponent); None: none.
+    """Return the colour change of a view: ("hue", steps of HUE_STEPS), ("gamma", exponent), or None if unchanged.
 
-    Odd numbers are small turns of the hue, even numbers are gammas near 1. The limits are sd-scripts' limits.
-    sd-scripts changes every third image, and takes the power of values up to 255; here values go up to 1.
+    Odd colour numbers rotate the hue a little; even ones apply a gamma near 1. The limits are the same as in
+    sd-scripts. sd-scripts changes only every third image and applies its gamma to values up to 255; here, values are
+    scaled to 1.
     """
     if not view.colour:
         return None
@@ -127,7 +145,7 @@ def colour_change(sample: Sample, view: ImageView) -> tuple[str, float] | None:
 
 
 def recoloured(image: Image.Image, change: tuple[str, float] | None) -> Image.Image:
-    """An image in mode RGB with a ``colour_change``."""
+    """Return an image in mode RGB after applying a change from ``colour_change``."""
     if change is None:
         return image
     from PIL import Image

@@ -1,1 +1,1 @@
-"""Order and repeats of the samples in training."""
+"""The order in which training uses the samples, and how often it repeats them."""

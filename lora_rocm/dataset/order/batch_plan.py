@@ -1,17 +1,18 @@
-"""Assigns samples to updates, as a pure function of (seed, epoch). No torch.
+"""Assigns samples to updates, as a pure function of (seed, epoch). Needs no torch.
 
-A micro-batch is from one bucket: samples of one shape and one batch size, as a source may have a smaller one. An epoch
-is a shuffled list of the micro-batches of all buckets. An update takes the next ``accumulation`` x ranks
-micro-batches of any bucket; the last update of an epoch takes the rest. So an update has the same samples on one GPU
-that accumulates 8 micro-batches and on four that accumulate 2. Other trainers do the same: kohya-ss/sd-scripts buckets
-micro-batches in ``train_util.BucketManager``, and accelerate accumulates over whatever comes next.
+A bucket contains samples of one shape and one batch size, because a source may set a smaller batch size. All samples
+of a micro-batch are from one bucket. An epoch is a shuffled list of the micro-batches of all buckets. An update takes
+the next ``accumulation`` x ranks micro-batches of any bucket; the last update of an epoch takes the remaining ones. So
+an update has the same samples on one GPU that accumulates 8 micro-batches and on four that accumulate 2. Other
+trainers do the same: kohya-ss/sd-scripts buckets micro-batches in ``train_util.BucketManager``, and accelerate
+accumulates the next micro-batches of any shape.
 
-Smaller micro-batches and a bucket's last one are padded with rows of weight 0, so shapes never change. The first
-micro-batch of training has the most expensive shape: running out of memory shows at once, and the allocator's first
-blocks are large enough for all later batches.
+Incomplete micro-batches are padded with rows of weight 0, so shapes never change. The first micro-batch of training has
+the most expensive shape. So running out of memory shows at once, and the allocator's first blocks are large enough for
+all later batches.
 
-If texts of different lengths need a mask in one micro-batch, the samples of a bucket are ordered so that as many
-micro-batches as possible have texts of one length.
+Texts of different lengths may need a mask in a micro-batch. In this case, the samples of a bucket are ordered so that
+as many micro-batches as possible have texts of one length.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ NUM_EPOCHS_KEPT = 2  # prefetch reaches the next epoch before the training loop 
 
 
 Grid = tuple[tuple[str, ...], ...]
-"""Cache keys of one entry of a sample: a tuple per view, holding a key per caption; the last is the empty caption's.
+"""Cache keys of a sample for one kind of entry: a tuple per view, with a key per caption. The empty caption is last.
 
-An entry that is not encoded from an image has one view. Without a caption it has one key per view.
+Entries that are not encoded from an image have one view. Entries that are not encoded from a caption have one key per
+view.
 """
 
 
@@ -44,18 +46,18 @@ class Item:
     """One sample to train on.
 
     key: key of the ``Sample``.
-    keys: cache keys by entry of the family.
-    num_views: number of versions of its image; 2 with flip_aug alone (the image and its mirror image).
+    keys: cache keys by name of the family's entry.
+    num_views: number of the image's views; 2 with only flip_aug (the image and its mirror image).
     num_captions: number of caption variants, without the empty caption.
     dropout_rate: probability that the empty caption replaces a variant.
-    loss_weight: factor of its loss.
-    share: number of places that its loss averages, if samples count by places; else 1.
+    loss_weight: factor of the sample's loss.
+    share: number of positions over which the loss is averaged, if it determines the sample's weight; else 1.
     geometry: scaling and crop of the image; None if the family reads no image.
-    crops: geometry of each view; empty if all views have the same.
+    crops: geometry of each view; empty if all views have the same geometry.
     content: cache keys that identify the data independently of how it was encoded.
-    batch_size: maximum samples of its source in a micro-batch; 0: the run's batch size.
-    lengths: a number for each caption, the empty one last, that grows with the caption's length. Captions with
-        different numbers need a mask in one batch. Empty if captions never need one.
+    batch_size: maximum number of samples in a micro-batch, as set by the source; 0 to use the run's batch size.
+    lengths: a number per caption that grows with the caption's length; the empty caption is last. Captions with
+        different numbers need a mask if they are in one batch. Empty if captions never need a mask.
     """
 
     key: str
@@ -76,9 +78,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Row:
-    """One sample of one update.
+    """One sample in one update.
 
-    position: index in the update, which decides the noise. weight: share of the loss. view: index of the image's view.
+    position: index in the update, which determines the noise.
+    weight: factor of the sample's loss in the update.
+    view: index of the image's view.
     """
 
     item: Item
@@ -89,7 +93,7 @@ class Row:
     dropout: bool
 
     def key(self, entry: str) -> str:
-        """The cache key of an entry for this row's view and caption."""
+        """Return the cache key for this row's view and caption. ``entry``: name of the family's entry."""
         views = self.item.keys[entry]
         captions = views[self.view] if len(views) > 1 else views[0]
         if len(captions) == 1:
@@ -104,9 +108,11 @@ class Row:
 
 @dataclass(frozen=True)
 class TextLengths:
-    """``Item.lengths`` of N items: ``count_N`` numbers of each item, in ``length_L`` one after another.
+    """``Item.lengths`` of N items in one array.
 
-    dropout_N: ``Item.dropout_rate`` of each.
+    count_N: number of lengths of each item.
+    length_L: the lengths of all items, one item after another.
+    dropout_N: ``Item.dropout_rate`` of each item.
     """
 
     count_N: NDArray[np.int64]
@@ -116,13 +122,15 @@ class TextLengths:
 
 @dataclass(frozen=True)
 class Outline:
-    """The data of N items that determines their order.
+    """The facts about N items that determine their order.
 
-    keys: sample keys; iterated again for each epoch.
-    shapes: the distinct shapes of the items. shape_N: index of each item's shape in ``shapes``.
-    repeats_N: repeats of each item in an epoch.
-    share_N: ``Item.share`` of each. batch_N: ``Item.batch_size`` of each.
-    texts: None if texts never need a mask.
+    keys: sample keys; must allow a new iteration in each epoch.
+    shapes: the distinct shapes of the items.
+    shape_N: index of each item's shape in ``shapes``.
+    repeats_N: number of times that an epoch uses each item.
+    share_N: ``Item.share`` of each item.
+    batch_N: ``Item.batch_size`` of each item.
+    texts: lengths of the captions; None if captions never need a mask.
     """
 
     keys: Iterable[str]
@@ -136,13 +144,16 @@ class Outline:
 
 @runtime_checkable
 class Outlined(Protocol):
-    """A lazy item list that can return its outline in bulk: building a million items would dominate start-up."""
+    """A list of items built on access that can return its outline directly.
+
+    Building a million items for the outline would take most of the start-up time.
+    """
 
     def outline(self) -> Outline: ...
 
 
 def outline_of(items: Sequence[Item]) -> Outline:
-    """The outline of the items, in the same order."""
+    """Return the outline of the items, in the same order."""
     if isinstance(items, Outlined):
         return items.outline()
     numbers: dict[SampleShape, int] = {}
@@ -163,41 +174,49 @@ def _texts_of(items: Sequence[Item]) -> TextLengths | None:
 
 
 def num_batches(counts: Iterable[int], size: int) -> int:
-    """Batches of up to ``size`` samples that buckets are cut into; ``counts``: samples of each bucket."""
+    """Return the number of batches if each bucket is cut into batches of up to ``size`` samples.
+
+    ``counts``: number of samples per bucket.
+    """
     return sum(-(-count // size) for count in counts)
 
 
 def num_updates(num_micro_batches: int, per_update: int) -> int:
-    """Updates per epoch, of ``per_update`` micro-batches each; the last one takes the rest."""
+    """Return the number of updates per epoch. The last update may have fewer than ``per_update`` micro-batches."""
     return -(-num_micro_batches // per_update)
 
 
 @dataclass(frozen=True)
 class _Epoch:
-    """The order of one epoch: its P sample numbers, grouped by bucket, and its S batch numbers in training order."""
+    """The order of one epoch.
+
+    samples_P: its P sample numbers, grouped by bucket.
+    batches_S: its S batch numbers, in the order of training.
+    """
 
     samples_P: NDArray[np.int64]
     batches_S: NDArray[np.int64]
 
 
 class BatchPlan:
-    """The order of training.
+    """Determines which samples each update trains on, and in which order.
 
-    The P samples of an epoch are numbered item by item, one number per repeat. Only two permutations are kept per
-    epoch: the sample numbers, grouped by bucket, and the S batches that the buckets are cut into. Batch boundaries are
-    the same in every epoch. A batch is one micro-batch; in the order of earlier runs it is a whole update.
+    The P samples of an epoch are numbered item by item, one number per repeat. Two permutations are stored per epoch:
+    the sample numbers, grouped by bucket, and the S batches into which the buckets are cut. Batch boundaries are the
+    same in every epoch. A batch is one micro-batch, or a whole update with ``one_bucket_updates``.
 
     Args:
-        items: items with unique keys, in an order that is the same at every start. Not copied: there may be many.
+        items: items with unique keys, in an order that is the same at every start. Not copied, because there may be
+            many.
         batch_size: samples per micro-batch.
         accumulation: micro-batches per update on each rank.
-        seed: determines order, mirroring, caption variants and dropout.
+        seed: seed of the order, mirroring, caption variants and dropout.
         world: number of ranks.
         rank: this rank.
-        by_length: group captions of one length into micro-batches, if mixed lengths need a mask.
-        one_bucket_updates: use the order of runs that did not store an order in checkpoints. All micro-batches of an
-            update come from one bucket, and missing samples are padded. With one micro-batch per update both orders
-            are the same.
+        by_length: whether to group captions of one length into micro-batches, if mixed lengths need a mask.
+        one_bucket_updates: whether to use the order of earlier versions, which did not store it in checkpoints. All
+            micro-batches of an update come from one bucket, and missing samples are padded. With one micro-batch per
+            update, both orders are the same.
     """
 
     def __init__(
@@ -240,33 +259,37 @@ class BatchPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Updates per epoch."""
+        """Number of updates per epoch."""
         return num_updates(self._num_micros, self.accumulation * self.world)
 
     @property
     def one_bucket_steps(self) -> int:
-        """Updates per epoch if all micro-batches of an update came from one bucket, as in earlier versions."""
+        """Number of updates per epoch in earlier versions, where all samples of an update came from one bucket."""
         per_update = self.accumulation * self.world // self._micros_per_batch
         return sum(num_batches([len(range(of.start, of.stop))], of.step * per_update) for _, of in self._buckets)
 
     @property
     def _num_micros(self) -> int:
-        """Micro-batches per epoch, summed over all ranks."""
+        """Number of micro-batches per epoch, summed over all ranks."""
         return (len(self._bounds_S1) - 1) * self._micros_per_batch
 
     def rows(self, iteration: int) -> list[Row]:
-        """All rows of one update, over all ranks.
+        """Return all rows of one update, for all ranks. ``iteration``: number of the update, from 0.
 
-        The weight of each sample is ``loss_weight`` times its share of the update: ``Item.share`` divided by the sum of
-        ``Item.share`` over the update's samples.
+        A row's weight is ``loss_weight`` times ``Item.share``, divided by the sum of ``Item.share`` over the
+        update's samples.
         """
         epoch, step = divmod(iteration, self.steps_per_epoch)
         return self._rows(epoch, step, range(self._micros_of(step)))
 
     def micro(self, iteration: int, index: int) -> list[Row]:
-        """This rank's rows of one micro-batch; ``index`` is below ``num_micros``.
+        """Return this rank's rows of one micro-batch.
 
-        A rank that has no micro-batch of an update repeats another rank's with weight 0.
+        If an update has no micro-batch for this rank, the rank repeats another rank's micro-batch with weight 0.
+
+        Args:
+            iteration: number of the update, from 0.
+            index: index of the micro-batch on this rank, below ``num_micros``.
         """
         epoch, step = divmod(iteration, self.steps_per_epoch)
         own = self._own_micros(epoch, step)
@@ -275,34 +298,38 @@ class BatchPlan:
         return [replace(row, weight=0.0) for row in self._rows(epoch, step, range(1))]
 
     def num_micros(self, iteration: int) -> int:
-        """Micro-batches of this rank in one update: at least 1, at most ``accumulation``."""
+        """Return the number of this rank's micro-batches in one update: at least 1, at most ``accumulation``."""
         return max(1, len(range(self.rank, self._micros_of(iteration % self.steps_per_epoch), self.world)))
 
     def first_micro(self, iteration: int) -> int:
-        """Number of this rank's micro-batches before an update. Inverse of ``place_of``."""
+        """Return how many micro-batches this rank processes before an update.
+
+        This is also the number of the update's first micro-batch. ``place_of`` converts it back.
+        """
         epoch, step = divmod(iteration, self.steps_per_epoch)
         return epoch * self._micros_per_epoch + step * self.accumulation
 
     def place_of(self, number: int) -> tuple[int, int]:
-        """(iteration, index) of one of this rank's micro-batches, which are numbered from the start of training."""
+        """Return (iteration, index) of this rank's micro-batch ``number``, counted from 0 over the whole training."""
         epoch, rest = divmod(number, self._micros_per_epoch)
         step, index = divmod(rest, self.accumulation)  # only the last update of an epoch is shorter
         return epoch * self.steps_per_epoch + step, index
 
     @property
     def _micros_per_epoch(self) -> int:
-        """Micro-batches of this rank per epoch."""
+        """Number of this rank's micro-batches per epoch."""
         return (self.steps_per_epoch - 1) * self.accumulation + self.num_micros(self.steps_per_epoch - 1)
 
     def _micros_of(self, step: int) -> int:
-        """Micro-batches of an update of an epoch, summed over all ranks."""
+        """Return the number of micro-batches in one update of an epoch, summed over all ranks."""
         whole = self.accumulation * self.world
         return min(whole, self._num_micros - step * whole)
 
     def _own_micros(self, epoch: int, step: int) -> Sequence[int]:
-        """Indices in the update of this rank's micro-batches.
+        """Return which of an update's micro-batches this rank processes, as indices in the update.
 
-        Several ranks get them in turn, the most expensive first, so that all ranks have about the same work.
+        With several ranks, micro-batches are dealt out in turn, the most expensive first, so that all ranks have a
+        similar amount of work.
         """
         micros = range(self._micros_of(step))
         if self.world == 1 or self.one_bucket_updates:
@@ -318,7 +345,7 @@ class BatchPlan:
         return np.fromiter((starts.start for _, starts in self._buckets), np.int64)
 
     def _rows(self, epoch: int, step: int, micros: Iterable[int]) -> list[Row]:
-        """The rows of some of an update's micro-batches."""
+        """Return the rows of an update's micro-batches with the indices ``micros``."""
         batches, whole = self._samples(epoch, step)
         rows = list[Row]()
         for micro in micros:
@@ -343,9 +370,12 @@ class BatchPlan:
         )
 
     def _samples(self, epoch: int, step: int) -> tuple[list[list[tuple[int, int]]], int]:
-        """(item index, repeat) of each sample of an update, without padding rows: a list per batch; sum of the shares.
+        """Return the samples of an update, without padding.
 
-        Kept for the latest update, since it is needed for each of its micro-batches.
+        The latest result is stored, because each micro-batch of the update needs it.
+
+        Returns:
+            For each batch, a list of (item index, repeat); and the sum of the samples' shares.
         """
         latest = self._latest
         if latest is not None and latest[0] == (epoch, step):
@@ -361,7 +391,7 @@ class BatchPlan:
         return batches, whole
 
     def _epoch(self, epoch: int) -> _Epoch:
-        """The order of an epoch, computed once and kept for the latest NUM_EPOCHS_KEPT epochs."""
+        """Return the order of an epoch. It is computed once; the last NUM_EPOCHS_KEPT epochs are stored."""
         found = self._epochs.get(epoch)
         if found is None:  # each line is thread-safe: a loader thread may do the same
             for oldest in sorted(self._epochs)[: 1 - NUM_EPOCHS_KEPT]:
@@ -370,7 +400,7 @@ class BatchPlan:
         return found
 
     def _shuffled(self, epoch: int) -> _Epoch:
-        """A newly drawn order; epoch 0 starts with a batch of the most expensive shape."""
+        """Draw the order of an epoch. Epoch 0 starts with a batch of the most expensive shape."""
         drawn_P, drawn_S = self._sample_draws(epoch), self._batch_draws(epoch)
         batches_S = np.argsort(drawn_S, kind="stable")
         if epoch == 0:
@@ -384,7 +414,7 @@ class BatchPlan:
         return _Epoch(_in_batches_of_one_length(self._bucket_P, length_P, drawn_P, self.batch_size), batches_S)
 
     def _drawn_lengths(self, epoch: int, texts: TextLengths) -> NDArray[np.int64]:
-        """The length of the caption that each sample has in an epoch, as in ``_row``."""
+        """Return the caption length of each sample in an epoch. The captions are drawn as in ``_row``. Shape [P]."""
         firsts_N, variants_N = np.cumsum(texts.count_N) - texts.count_N, texts.count_N - 1
         item_P = np.repeat(np.arange(len(firsts_N)), self._repeats_N)
         caption_P = np.zeros(len(item_P), np.int64)
@@ -414,11 +444,20 @@ class BatchPlan:
 def _in_batches_of_one_length(
     bucket_P: NDArray[np.int32], length_P: NDArray[np.int64], drawn_P: NDArray[np.uint64], batch_size: int
 ) -> NDArray[np.int64]:
-    """The P sample numbers grouped by bucket, so that most micro-batches have texts of one length.
+    """Group the P sample numbers by bucket, so that most micro-batches have texts of one length.
 
-    In each bucket these micro-batches come first, in drawn order; their samples are drawn too. The remaining samples
-    follow, fewer than ``batch_size`` of each length, sorted by length. If all lengths are equal, the order is
-    the drawn one.
+    In each bucket, micro-batches of one length come first, in random order, with randomly chosen samples. The remaining
+    samples follow, sorted by length; there are fewer than ``batch_size`` of each length. If all lengths are equal, the
+    samples are sorted by ``drawn_P``.
+
+    Args:
+        bucket_P: bucket of each sample.
+        length_P: caption length of each sample.
+        drawn_P: random number of each sample.
+        batch_size: samples per micro-batch.
+
+    Returns:
+        The sample numbers in the new order. Shape [P].
     """
     order_P, number_P = np.lexsort((drawn_P, length_P, bucket_P)), np.arange(len(bucket_P))
     bucket_P, length_P, drawn_P = bucket_P[order_P], length_P[order_P], drawn_P[order_P]

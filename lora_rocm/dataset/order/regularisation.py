@@ -1,4 +1,4 @@
-"""Regularisation images: images of the class without the concept, as many per epoch as images of the concept."""
+"""Regularisation images, which show the class without the concept. An epoch has as many as images of the concept."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lora_rocm.errors import DataError
 
 
 def evened_repeats(is_reg_N: NDArray[np.bool_], repeats_N: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The repeats of N samples, with as many regularisation images per epoch as other images.
+    """Adjust repeats so that an epoch has as many regularisation images as other images.
 
-    Regularisation images are used in their order, with their own repeats, until there are enough. If there are too few,
-    each is seen once more, from the first on, until there are enough. kohya's sd-scripts counts in the same way.
+    Regularisation images are used in order, with their own repeats, until there are enough. If there are too few, each
+    gets one more repeat, beginning with the first, until there are enough. kohya's sd-scripts counts in the same way.
 
     Args:
-        is_reg_N: flags of the regularisation images.
-        repeats_N: the repeats of the recipe.
+        is_reg_N: whether each of the N samples is a regularisation image.
+        repeats_N: the samples' repeats according to the recipe.
 
     Returns:
-        The repeats; 0 for an unused regularisation image. Without regularisation images, ``repeats_N``.
+        The adjusted repeats, 0 for an unused regularisation image. Without regularisation images, ``repeats_N``.
 
     Raises:
         DataError: all samples are regularisation images.
@@ -34,7 +34,7 @@ def evened_repeats(is_reg_N: NDArray[np.bool_], repeats_N: NDArray[np.int64]) ->
     if wanted == 0:
         raise DataError(
             "only-regularisation-images",
-            "All images that can be used are regularisation images, so there is nothing to learn.",
+            "All usable images are regularisation images, so there is nothing to learn.",
             where="data.sources",
             fix="Check the skipped images, or remove is_reg from a source.",
         )
@@ -50,20 +50,20 @@ def evened_repeats(is_reg_N: NDArray[np.bool_], repeats_N: NDArray[np.int64]) ->
 
 
 def evened(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples that are used, with the repeats of ``evened_repeats``."""
+    """Return the samples that are used, with their repeats adjusted by ``evened_repeats``."""
     is_reg_N = np.array([sample.options.is_reg for sample in samples])
     repeats_N = evened_repeats(is_reg_N, np.array([sample.repeats for sample in samples]))
     return [replace(sample, repeats=count) for sample, count in zip(samples, repeats_N.tolist(), strict=True) if count]
 
 
 def unused_notice(num_found: int, num_used: int) -> tuple[str, ...]:
-    """A notice if some samples are not used; there can only be too many regularisation images."""
+    """Return a notice if some samples are not used. Unused samples are always surplus regularisation images."""
     if num_used == num_found:
         return ()
     unused = f"{num_found - num_used} of the regularisation images are not used"
-    return (f"{unused}: an epoch shows at most as many as other images, counting repeats.",)
+    return (f"{unused}: an epoch uses at most as many as other images, counting repeats.",)
 
 
 def class_image(number: int) -> str:
-    """File name of a class image. Its number is its seed."""
+    """Return the file name of a generated class image. ``number``: the seed from which it is generated."""
     return f"{number:06d}.png"

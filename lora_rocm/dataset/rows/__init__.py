@@ -1,1 +1,1 @@
-"""Tables and their rows: readers of CSV, JSON Lines, Parquet; columns, records, errors of one row."""
+"""Reads tables row by row: CSV, JSON Lines, Parquet. Recognises columns, builds records, and reports errors per row."""

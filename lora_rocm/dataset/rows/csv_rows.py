@@ -1,4 +1,4 @@
-"""Reads the rows of a CSV file of texts (RFC 4180). The first line names its columns."""
+"""Reads the rows of a CSV file of texts (RFC 4180). The first line contains the column names."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from lora_rocm.foundation.units import count_text
 MAX_ROW_BYTES = 1 << 24
 NOT_UTF8 = UnusableText("It is not UTF-8 text.", "Save the file as UTF-8.")
 OPEN_QUOTE = UnusableText(
-    "A quote that opens in this row is never closed.", 'Close it, or double it: a quote is written "".'
+    "A quote that opens in this row is never closed.",
+    'Close the quote. If it is part of the text, write it twice ("").',
 )
 SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 
 
 class _Cells:
-    """The rows of an open file as lists of cells, from its position on."""
+    """Splits an open file into rows, each a list of cells, starting at the file's current position."""
 
     def __init__(self, file: BinaryIO) -> None:
         csv.field_size_limit(MAX_ROW_BYTES)
@@ -33,14 +34,16 @@ class _Cells:
 
     @property
     def line(self) -> int:
-        """The line at which the next row begins."""
+        """Number of the line at which the next row begins."""
         return self._reader.line_num + 1
 
     def next(self) -> list[str] | None:
-        """The cells of the next row: an empty list for an empty line, None at the end. Reads no line beyond the row.
+        """Return the cells of the next row: an empty list for an empty line, None at the end of the file.
+
+        Nothing is read beyond the row.
 
         Raises:
-            DataError: table-row.
+            DataError: "table-row", if the row cannot be read.
         """
         line, begin = self.line, self._file.tell()
         try:
@@ -49,18 +52,20 @@ class _Cells:
             end = self._file.tell()
             self._file.seek(begin)
             if b"\r" in self._file.read(end - begin).replace(b"\r\n", b""):
-                what = "A carriage return (CR) without a line feed ends a line, or is in a cell without quotes."
-                fix = "Save the file with CRLF or LF line ends, and quote cells that have line ends."
+                what = (
+                    "A line ends in a carriage return (CR) without a line feed, or a cell without quotes contains one."
+                )
+                fix = "Save the file with CRLF or LF line ends, and quote cells that contain line ends."
             else:
                 what = f"The row that begins here cannot be read: {error}."
-                fix = f"A row has up to {MAX_ROW_BYTES >> 20} MiB: split it, or close the quotes of its cells."
+                fix = f"Rows are limited to {MAX_ROW_BYTES >> 20} MiB: split the row, or close the quotes of its cells."
             raise DataError("table-row", what, where=f"{self._file.name}:{line}", fix=fix) from error
 
     def columns(self) -> Sequence[str]:
-        """The names in the first row that is not empty; none if there is none.
+        """Return the column names from the first row that is not empty; an empty sequence if there is no such row.
 
         Raises:
-            DataError: table-header, or as ``next``.
+            DataError: "table-header" if the names cannot be used, or "table-row" (see ``next``).
         """
         line, names = self.line, self.next()
         while names == []:
@@ -75,14 +80,19 @@ class _Cells:
         elif twice is not None:
             what, fix = f"Two columns have the name {shown(twice):.60}.", "Rename or remove one."
         elif between:
-            what, fix = f"Its cells are separated by {between}.", "Save the table with commas between its cells."
+            what, fix = (
+                f"The cells are separated by {between}, not by commas.",
+                "Save the table with commas between its cells.",
+            )
         else:
             return names
         raise DataError("table-header", what, where=f"{self._file.name}:{line}", fix=fix)
 
 
 def rows_in(file: BinaryIO) -> Iterator[tuple[int, Mapping[str, str] | UnusableText, int]]:
-    """Every row: its first line, its cells by column (or the reason why it has none), and the byte at which it begins.
+    """Yield every row as (number of its first line, cells by column, byte offset).
+
+    A row that cannot be used has an ``UnusableText`` with the reason in place of its cells.
 
     Raises:
         DataError: the header is invalid, or the rows cannot be separated.
@@ -101,10 +111,10 @@ def rows_in(file: BinaryIO) -> Iterator[tuple[int, Mapping[str, str] | UnusableT
 
 
 def row_at(path: Path, begin: int) -> Mapping[str, str]:
-    """The cells of the row that begins at a byte.
+    """Return the cells, by column, of the row at a byte offset.
 
     Raises:
-        OSError, LookupError, UnusableText: there is no such row, as after a change of the file.
+        OSError, LookupError, UnusableText: there is no such row, for example because the file has changed.
     """
     try:
         with path.open("rb") as file:
@@ -121,25 +131,25 @@ def row_at(path: Path, begin: int) -> Mapping[str, str]:
 
 @lru_cache(maxsize=64)
 def _columns_of(version: FileVersion) -> Sequence[str]:
-    """The columns of a version of a file, cached for rows that are read later."""
+    """Return the column names of a file version. They are cached, because rows are read later one by one."""
     with Path(version.path).open("rb") as file:
         return _Cells(file).columns()
 
 
 def _row(columns: Sequence[str], cells: Sequence[str]) -> Mapping[str, str] | UnusableText:
-    """The cells by column, or the reason why they do not form a row."""
+    """Return the cells by column, or the reason why the cells do not match the columns."""
     if not _is_text(cells):
         return NOT_UTF8
     more = [cell for cell in cells[len(columns) :] if cell]
     if len(cells) < len(columns) or more:
         what = f"It has {count_text(len(cells), 'cell')}, but the table has {count_text(len(columns), 'column')}."
-        fix = "Quote cells with commas." if more else "Give each column a cell, which may be empty."
+        fix = "Quote cells that contain commas." if more else "Add the missing cells, which may be empty."
         return UnusableText(what, fix)
     return dict(zip(columns, cells, strict=False))
 
 
 def _is_text(cells: Sequence[str]) -> bool:
-    """Whether cells are UTF-8 (``_lines``), and not UTF-16, which has zeros between its letters."""
+    """Whether cells from ``_lines`` were valid UTF-8 text. UTF-16 is detected by the zero bytes between its letters."""
     try:
         return b"\0" not in "".join(cells).encode("utf-8")
     except UnicodeEncodeError:
@@ -147,7 +157,10 @@ def _is_text(cells: Sequence[str]) -> bool:
 
 
 def _is_open(file: BinaryIO, begin: int) -> bool:
-    """Whether the last row, which begins at a byte, has a quote that is never closed. Leaves the file at its end."""
+    """Whether the last row of a file has an opening quote but no closing one. Leaves the file position at the end.
+
+    ``begin``: byte offset of the row.
+    """
     file.seek(begin)
     try:
         for _ in csv.reader(_lines(file), strict=True):
@@ -159,7 +172,7 @@ def _is_open(file: BinaryIO, begin: int) -> bool:
 
 
 def _lines(file: BinaryIO) -> Iterator[str]:
-    """The lines of a file; bytes that are not UTF-8 become lone surrogates.
+    """Yield the lines of a file. Bytes that are not UTF-8 become lone surrogates.
 
     Raises:
         csv.Error: a line is longer than ``MAX_ROW_BYTES``.

@@ -1,4 +1,4 @@
-"""Reads rows of Hugging Face ``datasets`` sources by index, one at a time. Images are not decoded here."""
+"""Reads rows of Hugging Face ``datasets`` sources by index, one at a time. Images are returned without decoding."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ DATASET_ERRORS = (
     ImportError,
 )
 MAX_UNPACKED_BYTES, MAX_UNPACKING = 1 << 30, 50
-"""A Parquet file that unpacks to more than both limits (in bytes, and as a multiple of the file's size) cannot contain
-images, which hardly compress. The library would write all of it to its cache. (Forged footers are not detected.)"""
+"""Limits of the unpacked size of a Parquet file, in bytes and as a multiple of the file's size. A file that exceeds
+both limits cannot contain images, which hardly compress. The library would write all of it to its cache. (Forged
+footers are not detected.)
+"""
 ADDED = ("__key__", "__url__")  # columns of a webdataset
 SAVED_MARKS = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
 
 
 class UnreadableCell(Exception):
-    """A cell without a usable image or caption; the message is the reason."""
+    """A cell that contains no usable image or caption. The message is the reason."""
 
 
 class EmptyCell(UnreadableCell):
@@ -55,7 +57,7 @@ class EmptyCell(UnreadableCell):
 
 @dataclass(frozen=True)
 class DatasetRow:
-    """The image of one row of a dataset."""
+    """Address of an image in a dataset: the row, and the column that contains the image."""
 
     dataset: str
     split: str
@@ -67,7 +69,7 @@ class DatasetRow:
 
 
 def num_rows(source: ResolvedSource) -> int:
-    """The number of rows.
+    """Return the number of rows of a source's dataset.
 
     Raises:
         DataError: there is no such dataset or split.
@@ -77,7 +79,7 @@ def num_rows(source: ResolvedSource) -> int:
 
 
 def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, Captions | UnreadableCell | None]]:
-    """Every row and its captions: None if there are none, an ``UnreadableCell`` if they cannot be used.
+    """Yield every row with its captions: None if it has no captions, an ``UnreadableCell`` if they cannot be used.
 
     Raises:
         DataError: there is no such dataset, split or column, or a column is damaged or has the wrong type.
@@ -99,7 +101,9 @@ def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, Captions | Unr
 
 
 def givens_of(source: ResolvedSource) -> Iterator[Given | UnreadableCell]:
-    """The values of each row in the columns of weights and crops.
+    """Yield each row's loss weight and crop, from the columns that the source names for them.
+
+    An ``UnreadableCell`` replaces values that cannot be used.
 
     Raises:
         DataError: see ``rows_of``.
@@ -120,7 +124,9 @@ def givens_of(source: ResolvedSource) -> Iterator[Given | UnreadableCell]:
 
 
 def notices(source: ResolvedSource) -> list[str]:
-    """A notice about unread columns of a dataset of images, except the columns that the library itself adds.
+    """Return a notice about the columns of an image dataset that are not read; empty if all are read.
+
+    Columns that the library itself adds are ignored.
 
     Raises:
         DataError: see ``num_rows``.
@@ -129,7 +135,7 @@ def notices(source: ResolvedSource) -> list[str]:
     read = (source.image_column, source.caption_column, source.loss_weight_column, source.crop_column)
     ours = (*read, *source.control_columns, *ADDED)
     left = [name for name in opened(source.dataset, source.split).column_names if name not in ours]
-    return [f"Columns of {shown(source.dataset)} that nothing reads: {listed(left)}."] if left else []
+    return [f"Columns of {shown(source.dataset)} that are not read: {listed(left)}."] if left else []
 
 
 def _caption(cell: Any, column: str | None, row: DatasetRow) -> Captions | None:
@@ -155,7 +161,7 @@ def _caption(cell: Any, column: str | None, row: DatasetRow) -> Captions | None:
 
 
 def _cell(table: Any, index: int) -> Any:
-    """The cell of a row of a one-column table, as an Arrow scalar.
+    """Return the cell in a row of a one-column table, as an Arrow scalar.
 
     Raises:
         UnreadableCell: the row is missing, although the table's length includes it.
@@ -169,7 +175,10 @@ def _cell(table: Any, index: int) -> Any:
 
 
 def header_in(row: DatasetRow) -> tuple[ImageHeader, Path | DatasetRow]:
-    """The header of the image in a cell, and the image's place: a file that the cell names, or the cell.
+    """Read the header of the image in a cell.
+
+    Returns:
+        The header, and the location of the image: the file if the cell contains a path, else ``row``.
 
     Raises:
         DataError: see ``image_in``.
@@ -186,14 +195,15 @@ def header_in(row: DatasetRow) -> tuple[ImageHeader, Path | DatasetRow]:
 
 
 def image_in(row: DatasetRow) -> Path | memoryview | None:
-    """The row's image: a file path, or its undecoded bytes (a view, not a copy); None for an empty cell.
+    """Return a row's image as a file path or as undecoded bytes (a view, not a copy); None for an empty cell.
 
-    Relative paths resolve inside the folder of a local dataset. Paths outside it are accepted only from lists of files
-    (a JSON file, a column of texts), which users write. A hub dataset may only name files in the library's own caches.
+    Relative paths start in the folder of a local dataset. Paths out of this folder are only accepted from lists of
+    files that users write (a JSON file, a column of texts). A hub dataset may only contain paths into the library's
+    caches.
 
     Raises:
         DataError: the column does not contain images.
-        UnreadableCell: the cell names a file that the dataset may not name.
+        UnreadableCell: the cell contains a path that is not accepted.
     """
     value = _cell(_images(row.dataset, row.split, row.column), row.index)
     listed = True
@@ -217,7 +227,7 @@ def image_in(row: DatasetRow) -> Path | memoryview | None:
 
 
 class _View(io.RawIOBase):
-    """A raw file over a memoryview; copies only the bytes that are read."""
+    """A raw file over a memoryview. Only the bytes that are read are copied."""
 
     def __init__(self, content: memoryview) -> None:
         self._content, self._position = content, 0
@@ -241,25 +251,28 @@ class _View(io.RawIOBase):
 
 
 def as_file(content: memoryview) -> io.BufferedReader:
-    """A file object over memory-mapped bytes, so reading the header of a large image does not load all of it."""
+    """Return a file object over memory-mapped bytes. Reading a header from it does not load the whole image."""
     return io.BufferedReader(_View(content))
 
 
 def leads_out(path: Path, dataset: str) -> bool:
-    """Whether an image of a local dataset is outside the dataset's folder after resolving links."""
+    """Whether an image of a local dataset is outside the dataset's folder, after links are resolved."""
     return not _lies_in(path, _folder(dataset))
 
 
 def _resolved(text: str, dataset: str, listed: bool) -> Path:
-    """The file that a cell names; relative paths resolve against a local dataset's folder.
+    """Return the file that a cell's text refers to. Relative paths start in a local dataset's folder.
 
-    ``listed``: the cell is text from a list of files, not a path that the library stored with an image.
+    Args:
+        text: the text of the cell.
+        dataset: path or hub id of the dataset.
+        listed: whether a user wrote the text into a list of files. Otherwise the library stored it with an image.
 
     Raises:
         UnreadableCell: see ``image_in``.
     """
     if text.startswith(("//", "\\\\")) or "\0" in text:  # Windows would sign in to any host in a UNC path
-        raise UnreadableCell(f"it names a place that is not a file on this machine: {shown(text):.200}")
+        raise UnreadableCell(f"the cell names a path that is not a file on this machine: {shown(text):.200}")
     local = Path(os.path.expanduser(dataset))
     if os.path.exists(local):
         path = _folder(dataset) / text  # an absolute path stays unchanged
@@ -268,7 +281,7 @@ def _resolved(text: str, dataset: str, listed: bool) -> Path:
         path = Path(text)
         allowed = any(_lies_in(path, Path(cache)) for cache in _library_caches())
     if not allowed:
-        raise UnreadableCell(f"it names a file outside the dataset: {shown(text):.200}")
+        raise UnreadableCell(f"the cell names a file outside the dataset: {shown(text):.200}")
     return path
 
 
@@ -283,7 +296,7 @@ def _lies_in(path: Path, folder: Path) -> bool:
 
 
 def _library_caches() -> tuple[str, str]:
-    """The folders in which the library stores downloaded datasets."""
+    """Return the two folders in which the library stores downloaded datasets."""
     import datasets
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -299,10 +312,10 @@ def _text(cell: Any) -> str:
 
 @lru_cache(maxsize=8)
 def opened(dataset: str, split: str) -> Any:
-    """The dataset's split as the library's table, from disk or from the hub.
+    """Return a split of a dataset, from disk or from the hub, as an object of the ``datasets`` library.
 
     Raises:
-        DataError: it is missing, empty, unreadable, or of a format that is not supported.
+        DataError: the dataset is missing, empty, unreadable, or in an unsupported format.
     """
     import datasets
 
@@ -329,7 +342,7 @@ def opened(dataset: str, split: str) -> Any:
                     "dataset-kind",
                     f"A dataset cannot be read from a {path.suffix or 'nameless'} file.",
                     where=where,
-                    fix=f"Files: {', '.join(BUILDERS)}. For a folder of images use path, not dataset.",
+                    fix=f"Supported files: {', '.join(BUILDERS)}. For a folder of images, use the key path.",
                 )
             _check_parquet([path], where)
             found = datasets.load_dataset(BUILDERS[path.suffix.lower()], data_files=glob.escape(str(path)), split=split)
@@ -340,25 +353,25 @@ def opened(dataset: str, split: str) -> Any:
             found = _from_folder(path, split, where) if os.path.isdir(path) else _from_hub(dataset, split, where)
         else:
             fix = "Correct the path. Relative paths start where the command runs."
-            raise DataError("dataset-missing", f"There is no {path}.", where=where, fix=fix)
+            raise DataError("dataset-missing", f"There is no file or folder {path}.", where=where, fix=fix)
     except (*DATASET_ERRORS, datasets.exceptions.DatasetsError) as error:  # DatasetsError only points to its cause
         raise DataError(
             "dataset-unreadable",
             f"The dataset cannot be read: {shown(error.__cause__ or error):.400}",
             where=where,
-            fix="Give a hub id, a Parquet file or folder, or a folder written by save_to_disk, and an existing split.",
+            fix="Use a hub id, a Parquet file or folder, or a folder written by save_to_disk, and an existing split.",
         ) from error
     if len(found) == 0:
-        fix = "Give a split that has rows, or another dataset."
+        fix = "Use a split that has rows, or a different dataset."
         raise DataError("dataset-empty", "The dataset has no rows.", where=where, fix=fix)
     return found
 
 
 def _from_folder(path: Path, split: str, where: str) -> Any:
-    """Load a folder of Parquet or JSON files, or of images with metadata files; file names determine the splits.
+    """Load a folder of Parquet or JSON files, or of images with metadata files. File names determine the splits.
 
-    The file list is passed explicitly, because the library would otherwise follow a README.md in the folder, which may
-    name files anywhere, even on the network.
+    The library gets an explicit list of files. Otherwise it would follow a README.md in the folder, which may name
+    files anywhere, even on the network.
 
     Raises:
         DataError: the folder contains no dataset, or a Parquet file is too large when unpacked.
@@ -386,16 +399,17 @@ def _from_folder(path: Path, split: str, where: str) -> Any:
         "dataset-kind",
         "There is no dataset in this folder.",
         where=where,
-        fix=f"Datasets are {', '.join(BUILDERS)} files, images with a metadata file, or written by save_to_disk. For a "
-        "folder of images or .txt files use path.",
+        fix=f"Supported are {', '.join(BUILDERS)} files, images with a metadata file, and folders of save_to_disk. For "
+        "a folder of images or .txt files, use the key path.",
     )
 
 
 def _check_parquet(files: Iterable[Path], where: str) -> None:
-    """Check the rows and the unpacked size of Parquet files before the library unpacks any.
+    """Check the rows and the unpacked size of Parquet files before the library unpacks any file.
 
     Raises:
-        DataError: a file has no rows, or exceeds the limits of MAX_UNPACKED_BYTES and MAX_UNPACKING.
+        DataError: a file has no rows, has two columns of the same name, or exceeds both MAX_UNPACKED_BYTES and
+            MAX_UNPACKING.
         OSError, pyarrow.ArrowException (a ValueError or OSError): a file cannot be read, or is not Parquet.
     """
     from pyarrow import parquet
@@ -404,7 +418,7 @@ def _check_parquet(files: Iterable[Path], where: str) -> None:
         if file.suffix.lower() != ".parquet":
             continue
         if parquet.read_metadata(file).num_rows == 0:  # the library fails at such a file with an unclear message
-            what, fix = "This Parquet file has no rows.", "Remove it, or give one with rows."
+            what, fix = "This Parquet file has no rows.", "Remove the file, or replace it by one with rows."
             raise DataError("dataset-empty", what, where=f"{where}: {shown(file)}", fix=fix)
         if twice := _repeated_name(parquet.read_schema(file)):  # as a dict, a row would keep only the last
             what, fix = f"Two columns or fields have the name {shown(twice):.60}.", "Rename or remove one."
@@ -414,14 +428,14 @@ def _check_parquet(files: Iterable[Path], where: str) -> None:
         if found_bytes > limit_bytes:
             raise DataError(
                 "dataset-swells",
-                f"A file of {file.stat().st_size} bytes would unpack to {found_bytes} or more: these cannot be images.",
+                f"{file.stat().st_size} bytes would unpack to {found_bytes} bytes or more, too many for images.",
                 where=f"{where}: {shown(file)}",
                 fix="Rebuild the dataset, with images in their own format (PNG, JPEG, ...) in its cells.",
             )
 
 
 def _repeated_name(fields: Iterable[Any]) -> str:
-    """A name of two columns of an Arrow schema, or of two fields of a struct at any depth; empty: none."""
+    """Return a name that two columns share, or two fields of a struct at any depth; "" if all names are unique."""
     found = list(fields)
     names = Counter(field.name for field in found)
     inner = ([kind.field(n) for n in range(kind.num_fields)] for kind in (field.type for field in found))
@@ -439,7 +453,7 @@ def _from_hub(dataset: str, split: str, where: str) -> Any:
             "dataset-kind",
             f"A dataset of the kind {shown(builder.name)} is not supported.",
             where=where,
-            fix=f"Kinds: {', '.join(sorted(READ))}.",
+            fix=f"Supported kinds: {', '.join(sorted(READ))}.",
         )
     return datasets.load_dataset(dataset, split=split)
 
@@ -447,8 +461,8 @@ def _from_hub(dataset: str, split: str, where: str) -> Any:
 def _refuse_silent_hub(dataset: str, where: str) -> None:
     """Check that the hub answers.
 
-    ``load_dataset`` waits forever for a hub that accepts a request and never responds (datasets 5.2). Other
-    failures are left to ``load_dataset``, which falls back to its cache.
+    ``load_dataset`` waits forever if the hub accepts a request but never responds (datasets 5.2). Other failures are
+    ignored here, because ``load_dataset`` handles them by using its cache.
 
     Raises:
         DataError: the hub does not answer within ANSWER_TIMEOUT_S.
@@ -464,7 +478,7 @@ def _refuse_silent_hub(dataset: str, where: str) -> None:
             return
         raise DataError(
             "hub-unreachable",
-            "The hub does not answer.",
+            "The Hugging Face Hub does not answer.",
             where=where,
             fix="Try again later, or set HF_HUB_OFFLINE=1 if the dataset was downloaded before.",
         ) from error
@@ -472,12 +486,18 @@ def _refuse_silent_hub(dataset: str, where: str) -> None:
 
 @lru_cache(maxsize=8)
 def _images(dataset: str, split: str, column: str) -> Any:
-    """The image column in Arrow format; its bytes stay memory-mapped."""
+    """Return the image column in Arrow format. Its bytes stay memory-mapped."""
     return opened(dataset, split).select_columns([column]).with_format("arrow")
 
 
 def require_column(source: ResolvedSource, name: str, key: str) -> None:
-    """Raise DataError if a dataset lacks a column, or if the column is damaged. ``key``: the recipe's key for it."""
+    """Raise DataError if a dataset lacks a column, or if the column is damaged.
+
+    Args:
+        source: the source with the dataset.
+        name: name of the column.
+        key: recipe key that names the column, for the message.
+    """
     import pyarrow
 
     dataset = source.dataset or ""
@@ -487,7 +507,7 @@ def require_column(source: ResolvedSource, name: str, key: str) -> None:
             "dataset-column",
             f"The dataset has no column {name!r}.",
             where=f"data: dataset {dataset}, {key}: {name}",
-            fix=f"Columns: {shown(', '.join(table.column_names)):.400}.",
+            fix=f"Use one of these columns: {shown(', '.join(table.column_names)):.400}.",
         )
     try:  # Arrow trusts a file's lengths and offsets unless validated: a wrong one reads arbitrary memory
         table.data.column(name).validate(full=True)

@@ -1,4 +1,4 @@
-"""JSON texts in cells and values of a row, as in tables of texts such as CSV."""
+"""JSON texts in the cells of a row. Tables of texts, such as CSV, store lists and mappings in this format."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from lora_rocm.dataset.rows.row_cells import UnusableText
 from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
 
-ROW_FIX = "Repair it, or remove the row."
+ROW_FIX = "Repair the JSON, or remove the row."
 MESSAGES_FIX = (
-    "Messages are mappings with role and content. If one column is a list of messages, the others are lists too."
+    "Write messages as mappings with role and content. If one column is a list of messages, write the others as lists."
 )
 MESSAGES_BEGIN = re.compile(r"""\s*\[\s*\{\s*['"](role|from)['"]\s*:""")
-"""The start of a list of messages, in JSON and as Python prints it."""
+"""Matches the start of a list of messages, either as JSON or as printed by Python."""
 
 
 def object_in(value: Any) -> Any:
-    """The mapping in a JSON text; any other value is returned unchanged.
+    """Return the parsed mapping if a value is the JSON text of one; any other value is returned unchanged.
 
     Raises:
-        UnusableText: it is JSON that cannot be read.
+        UnusableText: the text is JSON that cannot be read.
     """
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
@@ -29,15 +29,17 @@ def object_in(value: Any) -> Any:
     except NoJson:
         return value
     except BadJson as error:
-        raise UnusableText(f"A JSON text in it cannot be read: {error}: {value!a:.40}.", ROW_FIX) from error
+        raise UnusableText(f"A JSON text in the row cannot be read: {error}: {value!a:.40}.", ROW_FIX) from error
     return found if isinstance(found, dict) else value
 
 
 def messages_or_text(cell: object) -> object:
-    """A cell of prompts or answers. In a table of texts, such as CSV, a list of messages is JSON.
+    """Return the parsed list of messages if a cell is the JSON text of one, as in CSV tables.
+
+    Any other cell is returned unchanged.
 
     Raises:
-        UnusableText: it begins like such a list but is not valid JSON, such as a list printed by Python.
+        UnusableText: the text begins like a list of messages but is not valid JSON, such as a list printed by Python.
     """
     if not isinstance(cell, str) or not cell.lstrip().startswith("["):
         return cell
@@ -54,7 +56,16 @@ def messages_or_text(cell: object) -> object:
 
 
 def parsed(text: str, what: str, fix: str) -> Any:
-    """The value of a JSON text; the error's message begins with ``what``, and ``fix`` is its remedy."""
+    """Parse a JSON text.
+
+    Args:
+        text: the JSON text.
+        what: beginning of the error message, such as "The column tools".
+        fix: remedy in the error if the text is not JSON.
+
+    Raises:
+        UnusableText: the text cannot be parsed.
+    """
     try:
         return parse_json(text)
     except NoJson as error:

@@ -1,6 +1,7 @@
-"""Keys of rows, messages and parts of a message that concern the loss (``loss_keys.toml``).
+"""Keys that affect the loss, in rows, messages and message parts (``loss_keys.toml``).
 
-Each key is applied, refused with the whole row, or reported as having no effect. None is merely an unread column.
+Each key is applied, or its row is refused, or it is reported as having no effect. So none of these keys is ever
+ignored silently as an unknown column.
 """
 
 from __future__ import annotations
@@ -17,19 +18,26 @@ from lora_rocm.dataset.rows.row_cells import RowCells, UnusableText, has_content
 from lora_rocm.foundation.tables import read_rows
 
 TRAINED = "trained"
-"""Key of a message with the value False if its row excludes it, and True if its row asks to train on another role than
-the assistant's. Other messages do not have it."""
+"""Key that is added to a message to override whether it is trained on. It is False if the row excludes the message. It
+is True if the row includes a message that is not the assistant's. Other messages do not have the key.
+"""
 WORDS_OF_FLAGS = frozenset(
     "yes no on off y n t f none all good bad desirable undesirable chosen rejected accepted masked unmasked train skip "
     "ignore keep drop include exclude up down positive negative".split()
 )
-"""Words that mean yes or no in some format, also in a key that often has other data."""
+"""Words that mean yes or no in some format. Under a key listed in ``LossKey.everyday``, any other word is ordinary
+data.
+"""
 ANSWER_COLUMNS = ("messages", "conversations", "completion", "output")
 
 
 @dataclass(frozen=True)
 class LossKey:
-    """A row of the table. ``holds``: meaning of such a key. ``beside_text``: names without a meaning for a text."""
+    """One kind of key in ``loss_keys.toml``; the file explains the other fields.
+
+    holds: meaning of the key, for messages.
+    beside_text: names that have no meaning for the loss if the row is a plain text.
+    """
 
     id: str
     kind: Literal["mask", "refused", "label", "pair", "harmless"]
@@ -42,17 +50,19 @@ class LossKey:
     beside_text: tuple[str, ...] = ()
 
     def refusal(self, key: str, value: object, where: str) -> UnusableText:
-        return UnusableText(f"{where} has {key:.60} {value!a:.40}, which holds {self.holds}.", self.fix)
+        return UnusableText(
+            f"{where} has {key:.60} {value!a:.40}, which is not supported. The key specifies {self.holds}.", self.fix
+        )
 
     def is_data(self, key: str, value: object) -> bool:
-        """Whether a value is a word, in a key that often has other data."""
+        """Whether a value is ordinary data: a word that does not mean yes or no, under a key listed in ``everyday``."""
         if spelled(key) not in map(spelled, self.everyday) or not isinstance(value, str):
             return False
         return _number(value) is None and flag_of(value) is None and value.strip().lower() not in WORDS_OF_FLAGS
 
 
 def spelled(key: object) -> str:
-    """A key in lower case, without the characters between its words."""
+    """Return a key in lower case, without the characters that separate its words."""
     return re.sub(r"[\W_]+", "", str(key).casefold())
 
 
@@ -68,7 +78,7 @@ def _by_name() -> tuple[dict[str, LossKey], list[tuple[str, str, LossKey]]]:
 
 @lru_cache(maxsize=4096)
 def meaning_of(key: str) -> LossKey | None:
-    """The meaning of a key for the loss; None: it has none."""
+    """Return the kind of key that a name belongs to; None if such a key does not affect the loss."""
     names, patterns = _by_name()
     name = spelled(key)
     if name in names:
@@ -84,19 +94,22 @@ def _number(value: object) -> float | None:
 
 
 def flag_of(value: object) -> bool | None:
-    """Whether a value means yes or no; None: it means something else."""
+    """Return whether a value means yes or no; None if it means neither."""
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         return value.strip().lower() == "true"
     return {0.0: False, 1.0: True}.get(number) if (number := _number(value)) is not None else None
 
 
 def carry_out_in_message(message: Mapping[str, Any], where: str, *, is_trained: bool) -> dict[str, Any]:
-    """A message without the keys that decide whether it is trained on, and with ``TRAINED`` if they change that.
+    """Apply a message's keys that decide whether it is trained on.
 
     Args:
-        message: a row's message, in the spelling of chat templates.
-        where: the message, for people ("Message 2").
-        is_trained: whether it is trained on without such a key.
+        message: a message of a row, in the spelling of chat templates.
+        where: name of the message in errors ("Message 2").
+        is_trained: whether the message is trained on without such keys.
+
+    Returns:
+        The message without these keys. ``TRAINED`` is added if the keys change whether it is trained on.
 
     Raises:
         UnusableText: a key has a value that cannot be applied, or two keys contradict each other.
@@ -120,7 +133,10 @@ def carry_out_in_message(message: Mapping[str, Any], where: str, *, is_trained: 
 
 
 def refuse_in_part(part: Mapping[str, Any], where: str) -> None:
-    """Raise UnusableText if a part of a message's content has a key about the loss: all parts are trained alike."""
+    """Raise UnusableText if a part of a message's content has a key that affects the loss.
+
+    Parts cannot be treated differently, so only a key that includes the part in training is accepted.
+    """
     for key, value in part.items():
         meaning = meaning_of(str(key))
         if meaning is None or meaning.kind == "harmless" or not has_content(value) or meaning.is_data(str(key), value):
@@ -130,14 +146,14 @@ def refuse_in_part(part: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_in_row(row: RowCells, *, read: Collection[str] = (), next_to_text: bool = False) -> None:
-    """Raise UnusableText if a column about the loss cannot be applied.
+    """Apply a row's columns that affect the loss, and raise UnusableText if a column cannot be applied.
 
-    Applied columns count as read; columns without an effect add a remark.
+    Applied columns are marked as read. Columns without an effect add a remark to the row.
 
     Args:
         row: the cells by column.
-        read: columns that make up the sample itself.
-        next_to_text: the row is a plain text.
+        read: columns that contain the sample itself, which are not checked.
+        next_to_text: whether the row is a plain text.
     """
     said, answers = dict[str, bool](), [row.unread(column) for column in ANSWER_COLUMNS if column in row]
     is_chosen = any(has_content(each) and each == row.unread("chosen") for each in answers)
@@ -152,7 +168,7 @@ def refuse_in_row(row: RowCells, *, read: Collection[str] = (), next_to_text: bo
                 what = f"Its column {name:.60} is empty in a table that uses it to mark good answers."
                 raise UnusableText(what, "Fill it and keep only good answers, or remove the column from all rows.")
         elif meaning.kind == "harmless":
-            row.remarks.add(f"The column {name:.60} ({meaning.holds}) has no effect: all rows count alike")
+            row.remarks.add(f"The column {name:.60} ({meaning.holds}) has no effect: all rows have the same weight")
             row[column]
         elif meaning.kind == "mask" and flag_of(value) is not None:
             said[name] = bool(flag_of(value))
@@ -165,15 +181,23 @@ def refuse_in_row(row: RowCells, *, read: Collection[str] = (), next_to_text: bo
     # Refuse a row that these columns exclude from training.
     if _agreed(said, "The row") is False:
         column = next(iter(said))
-        what = f"Its column {column:.60} is {row.unread(column)!a:.20}: it is excluded from training."
+        what = f"Its column {column:.60} is {row.unread(column)!a:.20}, which excludes the row from training."
         raise UnusableText(what, "Remove the row.")
 
 
 def _agreed(described: Mapping[str, bool], where: str) -> bool | None:
-    """The common value of all keys; None: there is no key."""
+    """Return the value that all keys have in common; None if there are no keys.
+
+    ``described``: for each key, whether it includes the row or message in training. ``where``: its name in errors.
+
+    Raises:
+        UnusableText: the keys contradict each other.
+    """
     flags = set(described.values())
     if len(flags) == 2:
         yes, no = (next(key for key, flag in described.items() if flag is wanted) for wanted in (True, False))
-        what = f"{where} is included in training by {yes:.60}, and excluded by {no:.60}."
+        what = (
+            f"{where} has keys that contradict each other: {yes:.60} includes it in training, and {no:.60} excludes it."
+        )
         raise UnusableText(what, f"Keep one of {yes:.60} and {no:.60}.")
     return next(iter(flags), None)

@@ -1,8 +1,8 @@
-"""Computes the unpacked size of an untrusted Parquet file before it is unpacked.
+"""Computes the unpacked size of an untrusted Parquet file without unpacking it.
 
-A file may store a value once and refer to it in a million rows (dictionaries), or store only the suffix that differs
-from the previous value (delta byte arrays). The footer does not reveal this, so such columns are read in bounded
-batches of rows, without expanding dictionaries, and the sizes of their values are summed.
+A file may store a value once and refer to it in a million rows (dictionaries). Or it may store only the suffix that
+differs from the previous value (delta byte arrays). The footer does not reveal this. Such columns are therefore read in
+bounded batches of rows, without expanding dictionaries, and the sizes of their values are summed.
 """
 
 from __future__ import annotations
@@ -14,28 +14,33 @@ from typing import Any
 DICTIONARIES = frozenset({"PLAIN_DICTIONARY", "RLE_DICTIONARY"})
 SWELLING = DICTIONARIES | {"DELTA_BYTE_ARRAY"}
 KEPT_SHORT = DICTIONARIES | {"PLAIN", "RLE", "BIT_PACKED"}
-"""Encodings that Arrow can read as a dictionary, without expanding the values."""
+"""Encodings of columns that Arrow can read as a dictionary, without expanding the values."""
 WIDTHS_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 OFFSET_BYTES = 4  # each text in a table takes these, even if it is empty
 BATCH_BYTES, MAX_BATCH_ROWS = 1 << 26, 256
 READ_BYTES = 1 << 20
 DICTIONARY_BATCHES = 16
-"""A chunk with a dictionary is read in about this many batches; each batch has a copy of the dictionary."""
+"""Approximate number of batches in which a column chunk with a dictionary is read. Each batch has a copy of the
+dictionary.
+"""
 MAX_LIST_VALUES = 1 << 25
-"""Limit for chunks of lists, in which one row may have all values: even a dictionary index takes some bytes."""
+"""Maximum number of values in a chunk of lists that is read. Reading in batches of rows does not limit the memory for
+lists, because one row may contain all values. Even a dictionary index takes a few bytes.
+"""
 
 
 def unpacked_bytes(file: Path, limit_bytes: int, little: float = 0.0) -> int:
-    """The size of all columns with every value expanded; at least the size given by the footer.
+    """Return the size in bytes of all columns with every value expanded, but at least the size stated in the footer.
 
-    Counting stops above the limit, so a larger result is only a lower bound. Memory: a few times BATCH_BYTES, or one
-    value; for lists, a few times the encoded size of a chunk. Time: reads the columns in which one stored value
-    may represent many.
+    Counting stops above the limit, so a larger result is only a lower bound. Only columns in which one stored value may
+    represent many are read. This needs memory of a few times BATCH_BYTES, or of one value. Lists need a few times the
+    encoded size of a chunk.
 
     Args:
         file: the file.
         limit_bytes: the size above which counting stops.
-        little: a chunk is not counted if its longest value bounds its size to this multiple of its compressed size.
+        little: factor of growth up to which a chunk is ignored. The growth is estimated as the number of values times
+            the longest value, divided by the compressed size.
 
     Raises:
         OSError, pyarrow.ArrowException (a ValueError or OSError): the file cannot be read, or is not Parquet.
@@ -64,7 +69,7 @@ def unpacked_bytes(file: Path, limit_bytes: int, little: float = 0.0) -> int:
 
 
 def _counted(file: Path, footer: Any, group: int, column: int, left_bytes: int, little: float) -> Iterator[int]:
-    """Bytes of the values of a chunk, batch by batch, until their sum exceeds ``left_bytes``."""
+    """Yield the bytes of a column chunk's values, batch by batch, until their sum exceeds ``left_bytes``."""
     from pyarrow import parquet
 
     chunk, about = footer.row_group(group).column(column), footer.schema.column(column)
@@ -90,9 +95,12 @@ def _counted(file: Path, footer: Any, group: int, column: int, left_bytes: int, 
 
 
 def _longest_bytes(first: Any) -> int:
-    """Length of the longest value in a chunk's dictionary, from a batch of its first row; 0 if it cannot be determined.
+    """Return the length of the longest value in a chunk's dictionary; 0 if it cannot be determined.
 
-    If the chunk does not use its dictionary from the first row on, Arrow builds one from the values of that row alone.
+    The dictionary is only known if the first row uses it. Otherwise, Arrow builds one from that row's values.
+
+    Args:
+        first: batch with only the first row of the chunk.
     """
     from pyarrow import compute, types
 
@@ -103,7 +111,7 @@ def _longest_bytes(first: Any) -> int:
 
 
 def _values_bytes(array: Any) -> int:
-    """The size of the values in a column, each expanded."""
+    """Return the size in bytes of a column's values, with dictionaries expanded."""
     from pyarrow import compute, types
 
     values = _innermost(array)
@@ -114,7 +122,7 @@ def _values_bytes(array: Any) -> int:
 
 
 def _innermost(array: Any) -> Any:
-    """The array of values inside nested lists and structs."""
+    """Return the array of values inside nested lists and structs."""
     from pyarrow import types
 
     while types.is_nested(array.type):

@@ -1,7 +1,7 @@
-"""Samples that are texts: plain ones, prompts with their completions, conversations, and pairs of answers.
+"""Records: samples that are plain texts, prompts with completions, conversations, or pairs of answers.
 
-A row of a table is recognised by its columns. A record travels as one string (``written``), which is the caption of its
-``Sample``. No torch.
+The columns of a table's row determine the kind of record. ``written`` converts a record to one string, which is the
+caption of its ``Sample``. Needs no torch.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from lora_rocm.dataset.rows.row_cells import RowCells, has_content, listed
 from lora_rocm.dataset.rows.row_cells import UnusableText as UnusableText
 
 MARK = "\x1e"
-"""First character of a record that is not a plain text (RFC 7464 begins its records with it)."""
+"""First character of every record that is not a plain text. (RFC 7464 begins its records with the same character.)"""
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "model": "assistant"}
-"""Names of roles in ShareGPT's rows -> names that chat templates know."""
+"""Converts role names of ShareGPT's rows to the names that chat templates know."""
 ANSWERS, ASKS = "assistant", "user"
 KNOWN_ROLES = ("system", "developer", ASKS, ANSWERS, "tool", "function", "ipython")
 """Roles that chat templates know."""
 CALLS = ("function_call", "tool_call")
-"""Roles of messages that contain the JSON of calls by the assistant: LLaMA-Factory's, ms-swift's."""
+"""Roles of messages that contain the assistant's tool calls as JSON, in the formats of LLaMA-Factory and ms-swift."""
 RESULTS = ("observation", "tool_response", "function_response")
-"""Roles of messages that contain the result of a tool."""
+"""Roles of messages that contain a tool's result."""
 PRINTED = ("tool_calls",)  # keys of a message that chat templates print as JSON
 Cells = Mapping[str, Any]
 """The cells of a row by column, or the fields of a record."""
@@ -55,13 +55,13 @@ class Conversation:
     """Messages of a chat.
 
     Attributes:
-        messages: each with the keys "role" and "content", and others that the chat template reads ("tool_calls").
-            ``TRAINED`` is False in messages that are excluded from training, and True in included messages of other
-            roles than the assistant's.
+        messages: messages with the keys "role" and "content", and further keys for the chat template ("tool_calls").
+            ``TRAINED`` is False if a message is excluded from training. It is True if a message that is not the
+            assistant's is included.
         tools: descriptions of functions for the chat template.
-        last_only: only the last message is trained on.
-        num_completion: number of the last messages that form a completion; each of them is trained on, with any role.
-            0: the answers of all messages are trained on.
+        last_only: whether only the last message is trained on.
+        num_completion: number of messages at the end that form a completion. Each of them is trained on, whatever its
+            role. 0 means that all answers of the assistant are trained on.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -71,7 +71,10 @@ class Conversation:
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """Places of the answers that are trained on. With ``last_only``, none if the last answer is masked."""
+        """Indices of the assistant's messages that are trained on.
+
+        With ``last_only``, only the last of these messages is considered. The result is empty if the row excludes it.
+        """
         first = len(self.messages) - self.num_completion if self.num_completion else 0
         answers = [at for at, message in enumerate(self.messages) if at >= first and message["role"] == ANSWERS]
         asked = answers[-1:] if self.last_only else answers
@@ -79,24 +82,24 @@ class Conversation:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """Places of a completion's trained messages that are not the assistant's."""
+        """Indices of a completion's messages that are trained on although they are not the assistant's."""
         places = range(len(self.messages) - (0 if self.last_only else self.num_completion), len(self.messages))
         found = ((at, self.messages[at]) for at in places)
         return tuple(at for at, message in found if message["role"] != ANSWERS and message.get(TRAINED, True))
 
     @property
     def masked(self) -> tuple[int, ...]:
-        """Places of the messages that the row excludes from training."""
+        """Indices of the messages that the row excludes from training."""
         return tuple(at for at, message in enumerate(self.messages) if not message.get(TRAINED, True))
 
     def up_to(self, turn: int) -> Conversation:
-        """The messages up to one trained message, which is then the only trained one."""
+        """Return the conversation up to the message with index ``turn``, with only this message trained on."""
         return replace(self, messages=self.messages[: turn + 1], last_only=True, num_completion=0)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt: the better one, and the worse one. Both are of one kind."""
+    """Two answers to one prompt: the preferred one and the rejected one. Both have the same type."""
 
     chosen: Completion | Conversation
     rejected: Completion | Conversation
@@ -106,16 +109,16 @@ Record = str | Completion | Conversation | Pair
 
 
 def part(record: Record, number: int) -> Record:
-    """One of the samples that a conversation is cut into, one for each message that is trained on."""
+    """Return one of the samples into which a conversation is cut: a sample per message that is trained on."""
     assert isinstance(record, Conversation), "only conversations are cut"
     return record.up_to(record.turns[number])
 
 
 def written(record: Record) -> str:
-    """A record as one string. A plain text is itself, unless it begins with ``MARK``.
+    """Convert a record to one string. A plain text stays as it is, unless it begins with ``MARK``.
 
-    The keys of ``tools`` and of calls keep the order of the row, because chat templates print them in that order
-    (``tool | tojson``). All other keys are sorted: they are read by name.
+    The keys of ``tools`` and of tool calls keep the row's order, because chat templates print them in that order
+    (``tool | tojson``). All other keys are sorted, because they are read by name.
     """
     if isinstance(record, str):
         return record if not record.startswith(MARK) else MARK + json.dumps(record)
@@ -143,7 +146,7 @@ def _sorted(value: Any) -> Any:
 
 
 def _as_json(value: Any) -> object:
-    """The JSON substitute for a value that JSON does not have: a text for dates, decimal numbers and bytes."""
+    """Return a value that JSON supports in place of one that it does not: text for dates, decimal numbers and bytes."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -156,7 +159,7 @@ def _as_json(value: Any) -> object:
 
 
 def read(text: str) -> Record:
-    """The record of a string from ``written``."""
+    """Convert a string from ``written`` back to the record."""
     if not text.startswith(MARK):
         return text
     found = json.loads(text[1:])
@@ -174,10 +177,10 @@ def _answered(found: Cells) -> Completion | Conversation:
 
 
 def encodable(text: str) -> str:
-    """Return the text unchanged, after a check that it can be encoded.
+    """Return the text unchanged, after checking that it can be encoded.
 
     Raises:
-        UnusableText: it has a lone surrogate, such as half an emoji from truncated JSON.
+        UnusableText: the text has a lone surrogate, such as half an emoji from truncated JSON.
     """
     try:
         text.encode("utf-8")
@@ -190,11 +193,11 @@ def encodable(text: str) -> str:
 
 
 def record_of(row: Cells, pairs: bool = False) -> Record:
-    """The record of a row, recognised by its columns.
+    """Build the record of a row. Its columns determine the kind of record.
 
     Args:
         row: the cells by column.
-        pairs: read pairs of answers (``pair_of``), and nothing else.
+        pairs: whether to accept only pairs of answers (see ``pair_of``).
 
     Raises:
         UnusableText: the columns are unknown, or the row has nothing to learn from.
@@ -222,28 +225,31 @@ def record_of(row: Cells, pairs: bool = False) -> Record:
             raise meaning.refusal(column, cells.unread(column), "The row")
     named = "; ".join(", ".join(sorted(columns)) for columns, _ in READERS)
     raise UnusableText(
-        f"Its columns are {listed(list(cells)) or 'none'}, and no kind of text has these.",
-        f"Rename them to one of these sets: {named}.",
+        f"Its columns are {listed(list(cells)) or 'none'}, which do not match a supported format.",
+        f"Rename the columns to one of these sets: {named}.",
     )
 
 
 NO_PICTURES = "Language models are trained on text only: remove the row or the column."
 PARTS_FIX = (
-    'Only parts of the type "text" are read: write {"type": "text", "text": ...}, give the whole content as a text, or '
-    "remove the row."
+    'Only parts of the type "text" are read: write {"type": "text", "text": ...}, write the whole content as one text, '
+    "or remove the row."
 )
 REFUSED: Mapping[str, tuple[str, str]] = {
-    "history": ("earlier turns", "Give all turns as a list of messages in the column messages, or remove it."),
-    "reasoning_content": ("thoughts", "Give it as a key of the assistant's message, or remove the column."),
-    "chat_template_kwargs": ("settings of the chat template", "Remove the column: rows cannot set them."),
+    "history": (
+        "earlier turns",
+        "Write all turns as a list of messages in the column messages, or remove the column history.",
+    ),
+    "reasoning_content": ("thoughts", "Move it into the assistant's message as a key, or remove the column."),
+    "chat_template_kwargs": ("settings of the chat template", "Remove the column: rows cannot change these settings."),
     **{name: ("pictures", NO_PICTURES) for name in ("image", "images")},
     **{name: ("recordings", NO_PICTURES) for name in ("audio", "audios", "video", "videos")},
 }
-"""Columns that change the meaning of a conversation, and that no reader uses -> their content, and the remedy."""
+"""Columns that change the meaning of a conversation but are not supported. Maps each to its content and the remedy."""
 
 
 def _refuse_columns(row: RowCells) -> None:
-    """Raise UnusableText if a row fills a column of ``REFUSED``, in any spelling."""
+    """Raise UnusableText if a column of ``REFUSED`` has content in this row, whatever the spelling of its name."""
     refused = {spelled(column): found for column, found in REFUSED.items()}
     for column in row:
         holds, fix = refused.get(spelled(column), ("", ""))
@@ -298,16 +304,17 @@ READERS: tuple[tuple[frozenset[str], Callable[[RowCells], Record]], ...] = (
     (frozenset({"instruction", "output"}), _of_instruction),
     (frozenset({"text"}), _of_text),
 )
-"""Columns -> reader of a row that has them; the first match is used."""
+"""Readers of rows, each with the columns that a row needs for it. The first matching reader is used."""
 PAIRED = frozenset({"chosen", "rejected"})
 
 
 def pair_of(cells: Cells) -> Pair:
-    """The two answers of a row, as TRL reads them: the prompt is a separate column, or the beginning of both.
+    """Build the pair of answers of a row, as TRL reads it.
 
-    Answers are texts or lists of messages, and so is the prompt. The prompt is ignored as a repetition in two cases: it
-    is a text and both answers begin with the same messages, or it is a list of messages with which both begin.
-    LLaMA-Factory's rows have the prompt in the column conversations.
+    The prompt is a separate column, or both answers begin with it. Prompt and answers are texts or lists of messages. A
+    separate prompt is ignored if the answers already contain it. For a list, both answers begin with its messages. For
+    a text, it is enough that both begin with the same messages. LLaMA-Factory's rows have the prompt in the column
+    conversations.
 
     Raises:
         UnusableText: a column is missing, an answer is empty, the answers are the same, or their prompts differ.
@@ -364,10 +371,10 @@ def _pair_of_messages(row: RowCells, prompt: object, answers: Sequence[object]) 
     if shared and (isinstance(prompt, str) or before == sides[0][: len(before)]):
         before = []
     if not before and not shared:
-        raise UnusableText("The prompts of chosen and rejected differ, or there is none.", PROMPT_FIX)
+        raise UnusableText("The prompts of chosen and rejected differ, or there is no prompt.", PROMPT_FIX)
     if any(len(side) != shared + 1 or side[-1]["role"] != ANSWERS for side in sides):
         what = "The prompts of chosen and rejected differ, or more than one message of the assistant differs."
-        raise UnusableText(what, "Give answers of one message after the same messages.")
+        raise UnusableText(what, "Write each answer as one message after the same messages.")
     # Both answers have to count in the loss.
     excluded = [
         name for name, side in zip(("chosen", "rejected"), sides, strict=True) if not side[-1].get(TRAINED, True)
@@ -380,20 +387,24 @@ def _pair_of_messages(row: RowCells, prompt: object, answers: Sequence[object]) 
 
 
 EMPTY_FIX = "Fill it, or remove the row."
-ROLE_FIX = f"Give a message with the role {ANSWERS}, or remove the row."
-PROMPT_FIX = "Let both begin with the same prompt, or give it in the column prompt."
+ROLE_FIX = f"Add a message with the role {ANSWERS}, or remove the row."
+PROMPT_FIX = "Begin both answers with the same prompt, or add it in the column prompt."
 
 
 def _conversation(
     row: RowCells, messages: Sequence[Mapping[str, Any]], last_only: bool = False, num_completion: int = 0
 ) -> Conversation:
-    """The conversation of messages from ``_message``, with the row's columns ``system`` and ``tools``."""
+    """Build the conversation from messages of ``_message`` and from the columns for system message and tools.
+
+    Raises:
+        UnusableText: a message has an unknown role or is empty, or no answer is trained on.
+    """
     found = Conversation((*_system(row, messages), *messages), _tools(row), last_only, num_completion)
     for number, message in enumerate(found.messages, 1):
         role = message["role"]
         if role not in KNOWN_ROLES:
             what = f"Message {number} has the role {role!a:.60}, which chat templates do not know."
-            raise UnusableText(what, f"Roles are {', '.join(KNOWN_ROLES)}.")
+            raise UnusableText(what, f"Use one of these roles: {', '.join(KNOWN_ROLES)}.")
         if role in (ASKS, ANSWERS) and not message.get("tool_calls"):
             _require(message["content"], f"Message {number} ({role})")
     if not messages:
@@ -411,20 +422,20 @@ def _has_system(row: RowCells) -> bool:
 
 
 SYSTEM = ("system", "system_prompt")
-"""Columns with the system's message."""
+"""Columns that contain the system message."""
 
 
 def _system(row: RowCells, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The system's message of the columns ``SYSTEM``; none if there is none, or the messages begin with one."""
+    """Return a list of the system message in the columns ``SYSTEM``; empty without one, or if ``messages`` has one."""
     found = {column: row[column] for column in SYSTEM if column in row and row.unread(column)}
     first = messages[0] if messages else {"role": ""}
     if first["role"] in ("system", "developer"):
         for column, value in found.items():
             if value != first["content"]:
-                row.remarks.add(f"The column {column} is ignored where the messages begin with another system message")
+                row.remarks.add(f"The column {column} is ignored if the messages begin with a different system message")
         return []
     if len(found) == 2 and found["system"] != found["system_prompt"]:
-        row.remarks.add("The column system is used, and system_prompt, which differs, is ignored")
+        row.remarks.add("The columns system and system_prompt differ, so system_prompt is ignored")
     return [
         _message(row, {"role": "system", "content": value}, f"The column {column}")
         for column, value in [*found.items()][:1]
@@ -432,7 +443,7 @@ def _system(row: RowCells, messages: Sequence[Mapping[str, Any]]) -> list[dict[s
 
 
 def _tools(row: RowCells) -> tuple[Any, ...]:
-    """Descriptions of functions: the column tools, or functions, which OpenAI's older format has instead."""
+    """Return the function descriptions from the column tools, or from the column functions of OpenAI's older format."""
     return _functions(row, "tools") or tuple(
         {"type": "function", "function": function} for function in _functions(row, "functions")
     )
@@ -444,12 +455,14 @@ def _functions(row: RowCells, column: str) -> tuple[Any, ...]:
         return ()
     tools = [_tool(each) for each in found] if isinstance(found, list | tuple) else [None]
     if not all(isinstance(tool, Mapping) for tool in tools):
-        raise UnusableText(f"The column {column} is not a list of functions.", "Give a list of functions, or its JSON.")
+        raise UnusableText(
+            f"The column {column} is not a list of functions.", "Write a list of functions, or its JSON."
+        )
     return tuple(tools)
 
 
 def _tool(given: Any) -> Any:
-    """A description of a function; its parts may be JSON texts."""
+    """Return a description of a function, after parsing the parts that are JSON texts."""
     tool = object_in(given)
     if not isinstance(tool, Mapping):
         return tool
@@ -461,12 +474,15 @@ def _tool(given: Any) -> Any:
 
 
 def _value_of(row: RowCells, column: str) -> object:
-    """The value of a cell that is not a text; in tables of texts, such as CSV, it is JSON. None: it is empty."""
+    """Return the value of a cell that is not plain text; None if the cell is empty.
+
+    In tables of texts, such as CSV, the value is parsed from JSON.
+    """
     cell = row.get(column)
     if not isinstance(cell, str) or not cell.strip():
         return None if isinstance(cell, str) else cell
     of = "messages (mappings with role and content)" if column in ("messages", "conversations") else "functions"
-    return parsed(cell, f"The column {column}", f"Give a list of {of}, or its JSON.")
+    return parsed(cell, f"The column {column}", f"Write a list of {of}, or its JSON.")
 
 
 def _messages(row: RowCells, values: object, what: str) -> list[dict[str, Any]]:
@@ -478,15 +494,16 @@ def _numbered(row: RowCells, values: Sequence[Cells], column: str) -> list[dict[
 
 
 def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_trained: bool | None = None) -> dict[str, Any]:
-    """A message in the spelling of chat templates, without empty fields, which tables add.
+    """Convert a message to the spelling of chat templates. Empty fields, which tables add, are removed.
 
-    Unknown keys are kept: only the rendering knows whether the chat template reads them.
+    Unknown keys stay, because only rendering shows whether the chat template reads them.
 
     Args:
-        row: the row with the message.
-        given: the message of the row.
-        where: the message, for people.
-        is_trained: whether it is trained on if none of its keys decides; None: only messages of the assistant are.
+        row: the row that contains the message.
+        given: the message as the row has it.
+        where: name of the message in errors.
+        is_trained: whether the message is trained on if none of its keys decides this. None means that only messages of
+            the assistant are.
     """
     message = {str(key): value for key, value in given.items() if value is not None}
     # names of ShareGPT, and of roles elsewhere
@@ -500,11 +517,13 @@ def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_trained:
         raise UnusableText(f"{where} has no role; its keys are {keys}.", "Each message needs role and content.")
     message["content"] = content = _text(row, message.get("content", ""), where)
     if has_content(message.get("refusal")) and not content.strip() and not message.get("tool_calls"):
-        what = f"{where} has its answer in refusal ({message['refusal']!a:.40}), and has no content."
+        what = f"{where} has no content, but an answer in refusal ({message['refusal']!a:.40})."
         raise UnusableText(what, "Move the text from refusal to content to learn to refuse, or remove the row.")
     # calls of tools
     if message["role"] in CALLS:
-        made = parsed(content, f"The content of the role {message['role']}", "Give calls as JSON: name and arguments.")
+        made = parsed(
+            content, f"The content of the role {message['role']}", "Write calls as JSON with name and arguments."
+        )
         message |= {"role": ANSWERS, "content": "", "tool_calls": _wrapped(made)}
     elif message["role"] in RESULTS:
         message["role"] = "tool"
@@ -517,13 +536,17 @@ def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_trained:
 
 
 def _text(row: RowCells, content: object, where: str) -> str:
-    """The text of a message; its parts of text are joined."""
+    """Return the text of a message. If its content is a list of text parts, they are joined."""
     if isinstance(content, list):
         for number, part in enumerate(content, 1):
             of_part = f"Part {number} of the content of {where[:1].lower()}{where[1:]}"
             if not isinstance(part, Mapping) or part.get("type") != "text":
                 kind = part.get("type") if isinstance(part, Mapping) else part
-                what = "has the type" if isinstance(part, Mapping) else "is not a mapping with type and text, but"
+                what = (
+                    "has the unsupported type"
+                    if isinstance(part, Mapping)
+                    else "is not a mapping with type and text, but"
+                )
                 raise UnusableText(f"{of_part} {what} {kind!a:.40}.", PARTS_FIX)
             refuse_in_part(part, of_part)
         more = {str(key) for part in content for key in part if key not in ("type", "text") and has_content(part[key])}
@@ -531,18 +554,18 @@ def _text(row: RowCells, content: object, where: str) -> str:
         parts = ["" if part.get("text") is None else part["text"] for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(content, str):
-        raise UnusableText(f"{where} has a content that is not text: {content!a:.40}.", "Give its content as text.")
+        raise UnusableText(f"{where} has content that is not text: {content!a:.40}.", "Write the content as text.")
     return content
 
 
 def _wrapped(made: Any) -> list[Any]:
-    """Calls converted to the format of tool_calls, from a name and arguments each."""
+    """Convert tool calls that are only a name and arguments to the format of tool_calls."""
     return [call if "function" in call else {"type": "function", "function": call} for call in _calls(made)]
 
 
 def _calls(given: Any) -> list[Any]:
-    """Calls of tools as a list of mappings; the list, each call, and each call's function may be a JSON text."""
-    fix = "Give a list of calls, each with function: name and arguments."
+    """Return tool calls as a list of mappings. The list, each call, and each call's function may be JSON texts."""
+    fix = "Write a list of calls, each with a function that has name and arguments."
     if isinstance(given, str):
         given = parsed(given, "tool_calls of a message", fix) if given.strip() else []
     calls = [given] if isinstance(given, Mapping) else [] if given is None else given
@@ -553,7 +576,10 @@ def _calls(given: Any) -> list[Any]:
 
 
 def _listed(values: object, what: str) -> list[Cells]:
-    """``_mappings``, also for a single message."""
+    """Return messages as a list of mappings. A single message that is not in a list is accepted, too.
+
+    ``what``: name of the value in errors.
+    """
     return _mappings([values] if isinstance(values, Mapping) else values, what)
 
 

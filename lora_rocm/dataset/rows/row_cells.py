@@ -1,6 +1,7 @@
-"""The cells of a row of a table of texts, and the account of unread cells.
+"""The cells of a table's row, and a count of the columns that are not read.
 
-Every reader of a row gets ``RowCells``, so unread columns are known without a list of known columns.
+Every reader of a row gets ``RowCells``, which records what is read. So unread columns are found without a list of known
+columns.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import count_text
 
 MAX_COUNTED, MAX_NAMED, MAX_LETTERS = 1000, 50, 60
-"""Columns that are counted separately, columns that a notice names, and letters of a column's name in a notice."""
+"""Limits: columns that are counted separately, columns that a notice names, and characters of a column name in a
+notice.
+"""
 EMPTY_JSON = ("", "[]", "{}", "null")
 
 
@@ -22,7 +25,8 @@ class UnusableText(Exception):
     """A row or record that cannot be trained on.
 
     Attributes:
-        what, fix: the problem and its remedy, as in ``errors.Problem``.
+        what: the problem, as in ``errors.Problem``.
+        fix: the remedy, as in ``errors.Problem``.
     """
 
     def __init__(self, what: str, fix: str) -> None:
@@ -31,17 +35,17 @@ class UnusableText(Exception):
 
 
 def has_content(value: object) -> bool:
-    """Whether a cell or a value of a message has content: an empty text, list or mapping has none."""
+    """Whether a cell or a message's value has content. Empty texts, lists, mappings and their JSON texts have none."""
     if isinstance(value, str):
         return value.strip() not in EMPTY_JSON
     return value is not None and not (isinstance(value, list | tuple | Mapping) and not value)
 
 
 class RowCells(Mapping[str, Any]):
-    """The cells of a row by column. Records the columns that are read.
+    """The cells of a row by column. Accessing a cell marks its column as read.
 
     Attributes:
-        remarks: sentences about the row, without the full stop; ``RowAccount`` counts rows with the same sentence.
+        remarks: sentences about the row, without the full stop. ``RowAccount`` counts how many rows have each sentence.
     """
 
     def __init__(self, cells: Mapping[str, Any]) -> None:
@@ -61,22 +65,22 @@ class RowCells(Mapping[str, Any]):
         return len(self._cells)
 
     def unread(self, column: str) -> Any:
-        """A cell, or None, without noting that it was read."""
+        """Return a cell without marking its column as read; None if there is no such column."""
         return self._cells.get(column)
 
     @property
     def filled(self) -> frozenset[str]:
-        """Columns with a cell that is not null."""
+        """The columns with a cell that is not null."""
         return frozenset(column for column, cell in self._cells.items() if cell is not None)
 
     @property
     def left(self) -> list[str]:
-        """Columns with content that were not read."""
+        """The columns that have content but were not read."""
         return [str(column) for column, cell in self._cells.items() if column not in self._read and has_content(cell)]
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names of columns as a part of a sentence."""
+    """Join column names with commas, for a sentence. Only the first ``MAX_NAMED`` are named."""
     return _joined([_short(name) for name in names[:MAX_NAMED]], max(len(names) - MAX_NAMED, 0), "")
 
 
@@ -90,20 +94,25 @@ def _short(name: str) -> str:
 
 @dataclass
 class NameCount:
-    """Number of rows by unread name (of a column, or of a key)."""
+    """Counts the rows in which each unread column or key occurs."""
 
     of_name: Counter[str] = field(default_factory=Counter)
     num_more: int = 0
 
     def add(self, name: str) -> None:
-        """Count a row. Names beyond ``MAX_COUNTED`` are counted together."""
+        """Count a row for a column or key. Names after the first ``MAX_COUNTED`` are counted together."""
         if name in self.of_name or len(self.of_name) < MAX_COUNTED:
             self.of_name[name] += 1
         else:
             self.num_more += 1
 
     def notices(self, what: str, noun: str = "row") -> list[str]:
-        """A notice with the names, each with its count; none if there are no names. ``what`` begins the sentence."""
+        """Return a notice that lists the names and their counts; empty if there are no names.
+
+        Args:
+            what: beginning of the sentence.
+            noun: word for the counted things, in the singular.
+        """
         found = self.of_name.most_common()
         names = [f"{_short(name)} ({count_text(count, noun)})" for name, count in found[:MAX_NAMED]]
         listing = _joined(names, len(found) - len(names), " or more" if self.num_more else "")
@@ -112,18 +121,18 @@ class NameCount:
 
 @dataclass
 class RowAccount:
-    """Unread content of the rows of one source."""
+    """Collects the unread columns and the remarks of all rows of a source."""
 
     columns: NameCount = field(default_factory=NameCount)
     remarks: Counter[str] = field(default_factory=Counter)
 
     def add(self, row: RowCells) -> None:
-        """Add a row that was read."""
+        """Add a row after it was read."""
         for column in row.left:
             self.columns.add(column)
         self.remarks.update(row.remarks)
 
     def notices(self, source: str) -> list[str]:
-        """Notices about a source. ``source``: its name for people."""
+        """Return notices about unread columns and remarks. ``source``: the source's name in the notices."""
         found = [f"{remark} ({count_text(count, 'row')} of {source})." for remark, count in self.remarks.most_common()]
-        return found + self.columns.notices(f"Columns of {source} that nothing reads")
+        return found + self.columns.notices(f"Columns of {source} that are not read")

@@ -1,7 +1,7 @@
-"""The edge of a row: an exception of one row skips that row, and never ends a check or a run.
+"""Confines exceptions to one row: a row that fails is skipped, and never ends a check or a run.
 
-Reading, rendering, encoding and cutting a row call foreign code (the row's own values, a chat template, a tokenizer),
-which may raise anything. All of it runs inside ``row_edge``, which raises only ``UnusableText``.
+Reading, rendering, encoding and cutting a row call foreign code (methods of the row's values, a chat template, a
+tokenizer), which may raise anything. All of this runs inside ``row_edge``, which raises only ``UnusableText``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from lora_rocm.errors import DataError, LoraRocmError
 
 MAX_REASON_LETTERS = 200
 Shared = Callable[[str], DataError]
-"""Builds the error for all rows from a reason."""
+"""Function that builds the error for the case that all rows fail, from the reason of one row."""
 
 
 class SharedCause(UnusableText):
-    """A row that cannot be used because of something that all rows share: the chat template or the tokenizer.
+    """A row that cannot be used because of the chat template or the tokenizer, which all rows share.
 
     Attributes:
-        of_all: the error that names it, if most rows fail alike and none can be used.
+        of_all: the error to raise if no row can be used and most rows fail for this reason.
     """
 
     def __init__(self, what: str, fix: str, of_all: DataError) -> None:
@@ -31,30 +31,30 @@ class SharedCause(UnusableText):
 
 
 def fails_for_all(part: Literal["chat template", "tokenizer"], model: str) -> Shared:
-    """Return a function that builds the error for all rows, for a failing part of the model that all rows share.
+    """Return a function that builds the error for the case that a part of the model fails for all rows.
 
     Args:
         part: the failing part.
-        model: the model's name, for messages.
+        model: the model's name in the error.
     """
 
     def made(reason: str) -> DataError:
         return DataError(
             f"{part.replace(' ', '-')}-fails",
-            f"The {part} works for none of the rows. The first failure: {reason}",
+            f"The {part} fails for all rows. The first failure: {reason}",
             where=f"{part} of {model}",
-            fix=f"Give a tokenizer with another {part} (model.tokenizer), or change the messages of all rows."
+            fix=f"Set model.tokenizer to a tokenizer with a different {part}, or change the messages of all rows."
             if part == "chat template"
-            else "Download the tokenizer's files again, or give another one (model.tokenizer).",
+            else "Download the tokenizer's files again, or set model.tokenizer to a different tokenizer.",
         )
 
     return made
 
 
 def is_of_a_row(error: BaseException) -> bool:
-    """Whether a row may be the cause of an exception. Errors of this program, Ctrl-C and the like have other causes.
+    """Whether a row may have caused an exception. Errors of this program, Ctrl-C and the like have other causes.
 
-    A row may cause a panic of the tokenizers library, although that is not an ``Exception``.
+    The tokenizers library raises panics because of rows; they are included although they are not an ``Exception``.
     """
     if type(error).__name__ == "PanicException":
         return True
@@ -63,12 +63,12 @@ def is_of_a_row(error: BaseException) -> bool:
 
 @contextmanager
 def row_edge(what: str, fix: str, shared: Shared | None = None) -> Iterator[None]:
-    """Turn the exceptions of one row into ``UnusableText``.
+    """Context manager that converts exceptions caused by one row to ``UnusableText``.
 
     Args:
         what: the failure ("The row cannot be read").
         fix: the remedy for the user.
-        shared: builds the error that names a shared cause, if all rows may share the cause.
+        shared: builds the error for the case that all rows fail; None if the rows do not share a possible cause.
     """
     try:
         yield
@@ -82,7 +82,7 @@ def row_edge(what: str, fix: str, shared: Shared | None = None) -> Iterator[None
 
 
 def reason_of(error: BaseException) -> str:
-    """An exception as one short line."""
+    """Return an exception's type and message as one short line."""
     said = " ".join(str(error).split()).rstrip(".")
     kind = "" if type(error) is Exception else type(error).__name__
     return ": ".join(filter(None, (kind, said)))[:MAX_REASON_LETTERS]

@@ -1,7 +1,7 @@
-"""A text that stays in its file: a table stores only its position and its digest.
+"""References to texts that stay in their file. A table stores only a text's position and digest.
 
-So hundreds of megabytes of conversations take no memory. The digest proves that a text that is read later, for encoding
-or repair, has not changed.
+So hundreds of megabytes of conversations take no memory. The digest detects a change of the text between the scan and
+a later read for encoding or repair.
 """
 
 from __future__ import annotations
@@ -18,28 +18,30 @@ from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import ResolvedSource
 
 REFERENCE, ROW = records.MARK + "@", records.MARK + "["
-"""First characters of a reference, and of several texts in one row; no record begins with them."""
+"""Prefixes of stored strings that are a reference (``REFERENCE``) or several texts of one row (``ROW``). Records never
+begin with them.
+"""
 
 
 def reference(text: str, position: int, part: int | None, pairs: bool = False) -> str:
-    """The reference to a text, as a table stores it.
+    """Return the string that a table stores as a reference to a text.
 
     Args:
-        text: a record as one string.
+        text: the record as one string.
         position: position of its row (``text_rows.Row``).
-        part: its number, if the record of the row was cut into several (``records.part``).
-        pairs: as in ``records.record_of``.
+        part: number of the text if the row's record was cut into several (``records.part``), else None.
+        pairs: whether the row is read as a pair of answers, as in ``records.record_of``.
     """
     return REFERENCE + json.dumps([position, part, pairs, _digest(text)])
 
 
 def joined(stored: list[str]) -> str:
-    """Several texts or references as one string."""
+    """Join several texts or references into one string, which ``separated`` splits."""
     return records.MARK + json.dumps(stored, ensure_ascii=False)
 
 
 def separated(stored: str) -> list[str]:
-    """The texts in a string from ``joined``; any other string is one."""
+    """Return the texts of a string from ``joined``. Any other string is returned as the only element."""
     if not stored.startswith(ROW):
         return [stored]
     found: list[str] = json.loads(stored[len(records.MARK) :])
@@ -47,10 +49,10 @@ def separated(stored: str) -> list[str]:
 
 
 def resolved(stored: str, source: ResolvedSource) -> str:
-    """The stored text, or the text behind a reference to a row of a source.
+    """Return the text for a stored string. If the string is a reference, the text is read from the source.
 
     Raises:
-        DataError: text-changed, or the file cannot be read.
+        DataError: the text has changed or is missing ("text-changed"), or the dataset cannot be opened.
     """
     if stored.startswith(ROW):
         return joined([resolved(each, source) for each in separated(stored)])
@@ -74,15 +76,15 @@ def resolved(stored: str, source: ResolvedSource) -> str:
 
 
 def _change(source: ResolvedSource) -> str:
-    """A description of a change, with the present size and time of a file, which the user may recognise."""
+    """Describe how the data changed. For a file, its current size and time help the user to recognise the change."""
     if unit_of_position(source) == "row":  # a folder or the hub
-        return "this row is missing or has another text"
+        return "this row is missing or has different text"
     try:
         found = table_path(source.dataset or "").stat()
     except OSError:
         return "the file no longer exists"
     changed = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.st_mtime))
-    return f"the file has {found.st_size} bytes, last written {changed}, and this row is missing or has another text"
+    return f"the file has {found.st_size} bytes, last written {changed}, and this row is missing or has different text"
 
 
 def _digest(text: str) -> str:

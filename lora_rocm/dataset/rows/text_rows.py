@@ -17,17 +17,20 @@ from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.json_text import BadJson, parse_json
 from lora_rocm.recipe.schema import ResolvedSource
 
-NO_OBJECT = UnusableText("It is not a JSON object.", "Give one object per row.")
+NO_OBJECT = UnusableText("It is not a JSON object.", "Write one JSON object per row.")
 MAX_ARRAY_BYTES = 1 << 30
 CSV, PARQUET = ".csv", ".parquet"
 Row = tuple[str, Mapping[str, Any] | UnusableText, int | None]
-"""A row: its place for messages (file and line, or split and number), its cells or the reason why it has none, and its
-position for ``row_at``. The position is the byte at which it begins in a file of JSON Lines or CSV, or its number in a
-dataset of the ``datasets`` library. None: the table is one JSON array; its texts stay in memory."""
+"""A row: its location, its cells and its position.
+
+The location is for messages: file and line, or split and number. If the row cannot be used, the reason replaces its
+cells. The position is for ``row_at``: a byte offset in JSON Lines and CSV files, or the row's number in a dataset of
+the ``datasets`` library. If the table is one JSON array, its texts stay in memory, and the position is None.
+"""
 
 
 def rows_of(source: ResolvedSource) -> Iterator[Row]:
-    """Every row of a source with ``dataset``. JSON Lines and CSV are streamed.
+    """Yield every row of a source with the key ``dataset``. JSON Lines and CSV files are read row by row.
 
     Raises:
         DataError: there is no such dataset or split, or it cannot be read.
@@ -40,7 +43,7 @@ def rows_of(source: ResolvedSource) -> Iterator[Row]:
             "dataset-kind",
             f"Texts are not read from a {path.suffix or 'nameless'} file.",
             where=str(path),
-            fix=f"Tables are {', '.join((*READERS, PARQUET))} files. For .txt files, give their folder as path.",
+            fix=f"Tables are {', '.join((*READERS, PARQUET))} files. For .txt files, set path to their folder.",
         )
     if reader is None or not os.path.isfile(path):
         for number, row in enumerate(opened(source.dataset, source.split)):
@@ -55,16 +58,16 @@ def rows_of(source: ResolvedSource) -> Iterator[Row]:
             "dataset-unreadable",
             f"The table cannot be read: {shown(error)}",
             where=str(path),
-            fix="Repair the file, or give another.",
+            fix="Repair or replace the file.",
         ) from error
 
 
 def row_at(source: ResolvedSource, position: int) -> Cells:
-    """The cells of a row of a source with ``dataset``. ``position``: see ``Row``.
+    """Return the cells of one row of a source with the key ``dataset``. ``position``: see ``Row``.
 
     Raises:
         OSError, ValueError, LookupError, UnusableText: there is no such row.
-        DataError: the ``datasets`` library cannot open it.
+        DataError: the ``datasets`` library cannot open the dataset.
     """
     assert source.dataset is not None
     path = table_path(source.dataset)
@@ -79,10 +82,10 @@ def row_at(source: ResolvedSource, position: int) -> Cells:
 
 
 def without_nulls(row: Mapping[str, Any]) -> Cells:
-    """A row of an Arrow table without the null keys of the mappings in its cells.
+    """Remove the keys with null values from the mappings in a row's cells.
 
-    Arrow stores mappings of one column with the keys of all of them, and null where a mapping does not have a key. A
-    null that the user wrote looks the same. Null columns and null elements of lists stay.
+    In Arrow, all mappings of a column have the same keys. It adds null for the keys that a mapping lacks, which looks
+    like a null that the user wrote. Columns that are null and list elements that are null stay.
     """
     return {column: _without_nulls(cell) for column, cell in row.items()}
 
@@ -94,7 +97,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def unit_of_position(source: ResolvedSource) -> str:
-    """The unit of positions in a source (``Row``)."""
+    """Return the unit of the source's row positions: "byte" or "row" (see ``Row``)."""
     return "byte" if table_path(source.dataset or "").suffix.lower() in READERS else "row"
 
 
@@ -102,7 +105,11 @@ Numbered = Iterator[tuple[int, Mapping[str, Any] | UnusableText, int | None]]
 
 
 def _json_rows(file: BinaryIO) -> Numbered:
-    """Rows of JSON Lines, or of one JSON array."""
+    """Yield (number, row, byte offset) for each row of JSON Lines or of one JSON array.
+
+    If a row cannot be used, the reason replaces it. The number counts lines, or elements of the array. The offset is
+    None for an array.
+    """
     if file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
         found = _parsed(read_plain(Path(file.name), MAX_ARRAY_BYTES), list)
         rows = [found] if isinstance(found, UnusableText) else found
@@ -124,7 +131,7 @@ def _json_rows(file: BinaryIO) -> Numbered:
 
 
 def _parsed(content: bytes, kind: type[Any]) -> Any:
-    """The value in JSON, or the reason why it cannot be used."""
+    """Return the parsed JSON, or the reason why it cannot be used. ``kind``: the expected type."""
     try:
         found = parse_json(content.decode("utf-8-sig"))
     except UnicodeDecodeError:

@@ -1,1 +1,1 @@
-"""Contents of a recipe's sources: walks over folders and tables, kinds of files, metadata next to images."""
+"""Reads the sources of a recipe: finds files in folders, reads their metadata, and scans tables of images and texts."""

@@ -1,4 +1,4 @@
-"""Clips: folders of numbered images, each of which is one sample with an axis of frames."""
+"""Clips: folders of numbered images. Each folder is one sample with an axis of frames."""
 
 from __future__ import annotations
 
@@ -23,9 +23,15 @@ LENGTH_BYTES = 8
 
 
 def in_videos(relatives: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The samples of a walk: a sub-folder with several images, all of them numbered, is one sample and replaces them.
+    """Replace numbered images by clips.
 
-    ``relatives``: as ``folders.Folder.relatives``.
+    A sub-folder becomes a clip if it has several images and all of them are numbered.
+
+    Args:
+        relatives: pairs of printable and real relative path of each image, as in ``folders.Folder.relatives``.
+
+    Returns:
+        The sorted pairs of all samples: the folder of each clip, and the remaining images.
     """
     of_folder: dict[str, list[tuple[str, str]]] = {}
     for relative, real in relatives:
@@ -41,9 +47,12 @@ def in_videos(relatives: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def frames_of(video: Path, root: Path, options: ResolvedSource) -> list[Path]:
-    """The frames of a clip, in the order of their numbers, without frames that ``options`` exclude.
+    """Return the files of a clip's frames in the order of their numbers, without those that ``options`` exclude.
 
-    ``root``: the source's folder; ``exclude`` and ``include`` are relative to it.
+    Args:
+        video: the clip's folder.
+        root: the source's folder. The patterns of ``exclude`` and ``include`` are relative to it.
+        options: options of the source.
 
     Raises:
         OSError: the folder cannot be read.
@@ -62,12 +71,15 @@ def frames_of(video: Path, root: Path, options: ResolvedSource) -> list[Path]:
 
 
 def read_video(video: Path, root: Path, options: ResolvedSource) -> tuple[ImageHeader, int, int]:
-    """The header that all frames of a clip share, and the numbers of used and unused frames.
+    """Read a clip's header. For arguments see ``frames_of``.
 
-    The largest possible one of ``options.lengths`` is used. Arguments: see ``frames_of``.
+    The clip is cut to the greatest length in ``options.lengths`` for which it has enough frames.
+
+    Returns:
+        The header that all used frames share, the number of used frames, and the number of unused frames.
 
     Raises:
-        UnreadableImage: it has fewer frames, one of them cannot be read, or they have several sizes.
+        UnreadableImage: the clip has too few frames, a frame cannot be read, or the frames differ in size.
     """
     try:
         frames = frames_of(video, root, options)
@@ -81,24 +93,25 @@ def read_video(video: Path, root: Path, options: ResolvedSource) -> tuple[ImageH
     for header, frame in zip(headers, frames, strict=False):
         if header.size != headers[0].size:
             sizes = " and ".join(f"{width}x{height}" for width, height in (headers[0].size, header.size))
-            raise UnreadableImage(f"its frames have several sizes ({sizes}, from {frame.name} on)")
+            raise UnreadableImage(f"its frames differ in size ({sizes}, from {frame.name} on)")
     return headers[0], count, len(frames) - count
 
 
 def video_bytes(video: Path, root: Path, options: ResolvedSource, count: int) -> bytes:
-    """The undecoded bytes of the first frames of a clip, each after its length, for decoding and hashing.
+    """Return the undecoded bytes of a clip's first frames, for decoding and hashing.
 
-    ``count``: number of frames. Other arguments: see ``frames_of``.
+    Each frame is prefixed by its length in bytes. ``count``: number of frames. For the other arguments see
+    ``frames_of``.
 
     Raises:
-        OSError: they cannot be read.
+        OSError: a file cannot be read.
     """
     contents = [read_plain(frame, MAX_IMAGE_BYTES) for frame in frames_of(video, root, options)[:count]]
     return b"".join(len(content).to_bytes(LENGTH_BYTES, "little") + content for content in contents)
 
 
 def frames_in(content: bytes) -> Iterator[bytes]:
-    """The frames in ``video_bytes``."""
+    """Yield the undecoded bytes of each frame. ``content``: bytes from ``video_bytes``."""
     at = 0
     while at < len(content):
         start = at + LENGTH_BYTES

@@ -1,7 +1,7 @@
-"""Recognises by name the files in a data folder that are not training images (``file_kinds.toml``).
+"""Recognises, by name, files in a data folder that are not training images (``file_kinds.toml``).
 
 There are three kinds: images in unsupported formats, files that commonly accompany images (captions, caches, settings),
-and masks and control images that other trainers store next to their images.
+and companion images (masks and control images) that other trainers store next to their images.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".tags", ".cap")
 
 @dataclass(frozen=True)
 class UnreadFormat:
-    """An unsupported format.
+    """An unsupported file format.
 
-    name: in the plural. suffixes: its extensions, in lower case.
-    fix: advice for the user. plugin: the package that adds the format to Pillow, if there is one.
+    name: name for messages, in the plural.
+    suffixes: extensions in lower case.
+    fix: advice for the user.
+    plugin: the package that adds the format to Pillow, or "" if there is none.
     """
 
     name: str
@@ -35,13 +37,14 @@ class UnreadFormat:
 
 @dataclass(frozen=True)
 class ForeignImageKind:
-    """A kind of image that other trainers store next to training images.
+    """A kind of companion image that other trainers store next to training images, such as masks.
 
-    what: its name in messages, in the plural.
-    key: the key of ``data`` that names their folder.
-    stem_ends: endings of a file name, before the extension, that mark a companion.
-    folders: names of sub-folders that contain only companions.
-    paired_folders: ordinary names of sub-folders. A file in one is a companion if an image elsewhere has the same name.
+    what: name of the kind for messages, in the plural.
+    key: the key of ``data`` that names the folder of such images.
+    stem_ends: suffixes of the file name, before the extension, that mark such an image.
+    folders: names of sub-folders that contain only such images.
+    paired_folders: names of sub-folders that may also contain training images. A file in such a folder is a companion
+        if an image elsewhere has the same name.
     """
 
     what: str
@@ -52,13 +55,13 @@ class ForeignImageKind:
 
     @property
     def unused(self) -> str:
-        """The reason why they are not used."""
-        return f"data.{self.key} neither names their folder nor is {BESIDE}"
+        """The reason why the recipe does not use such images, as part of a sentence."""
+        return f"data.{self.key} is not set to their folder or to {BESIDE}"
 
     def owner(self, relative: str) -> str:
-        """The path without extension of the image that a companion belongs to, relative to the images' folder.
+        """Return the path of the image that a companion belongs to, without extension.
 
-        ``relative``: path of the companion, with slashes.
+        The result is relative to the source's folder. ``relative``: path of the companion, with slashes.
         """
         *folders, name = relative.split("/")
         kept = [folder for folder in folders if folder.lower() not in (*self.folders, *self.paired_folders)]
@@ -67,7 +70,10 @@ class ForeignImageKind:
 
 @dataclass(frozen=True)
 class FileKinds:
-    """The content of the table. Harmless files (by extension, or whole name in lower case) are ignored silently."""
+    """The content of the table ``file_kinds.toml``.
+
+    Harmless files are ignored without a notice. They are recognised by extension, or by their whole name in lower case.
+    """
 
     harmless_suffixes: tuple[str, ...]
     harmless_names: tuple[str, ...]
@@ -77,20 +83,26 @@ class FileKinds:
 
 @cache
 def kinds() -> FileKinds:
-    """The table. See ``read_table`` for errors."""
+    """Return the table. For errors see ``read_table``."""
     return read_table(Path(__file__).with_name("file_kinds.toml"), FileKinds)
 
 
 @dataclass(frozen=True)
 class CompanionMatch:
-    """The companion kind of a name. ``paired``: only if an image elsewhere has the same name."""
+    """The kind of companion image that a path indicates.
+
+    paired: whether the file is such a companion only if an image elsewhere has the same name.
+    """
 
     companion: ForeignImageKind
     paired: bool
 
 
 def companion_match(relative: str) -> CompanionMatch | None:
-    """The companion kind of a path. ``relative``: path relative to the source's folder, with slashes."""
+    """Return the kind of companion that a path indicates; None if it indicates none.
+
+    ``relative``: path relative to the source's folder, with slashes.
+    """
     folder, _, name = relative.lower().rpartition("/")
     stem = name.rpartition(".")[0]
     for companion in kinds().companion:
@@ -113,10 +125,10 @@ def _folder_match(folder: str) -> CompanionMatch | None:
 
 @cache
 def unread_format(suffix: str) -> UnreadFormat | None:
-    """The unsupported format of an extension (".heic", lower case); None if it is not in the table."""
+    """Return the unsupported format with this extension (".heic", in lower case); None if it is not in the table."""
     return next((found for found in kinds().unread if suffix in found.suffixes), None)
 
 
 def is_harmless(name: str, suffix: str) -> bool:
-    """Whether a file that is not an image is ignored without a notice."""
+    """Whether a file that is not an image is ignored without a notice. ``suffix``: extension in lower case."""
     return suffix in kinds().harmless_suffixes or name.lower() in kinds().harmless_names

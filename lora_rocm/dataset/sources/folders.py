@@ -1,4 +1,4 @@
-"""Walks folders of images and texts; reads caption files, file names and kohya's ``10_name`` sub-folders."""
+"""Finds images and texts in folders. Reads caption files, captions in file names, and ``10_name`` sub-folders."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ CAMERA_NAME = re.compile(r"(img|image|dsc[nf]?|pxl|mvimg|photo|image|screenshot)
 
 
 class UnusableCaption(Exception):
-    """A caption file in JSON has no usable captions. The message continues a sentence that already names the file."""
+    """A JSON caption file without usable captions. The message is the end of a sentence that begins with the file."""
 
 
 @dataclass(frozen=True)
 class RepeatFolder:
-    """Repeats and caption given by the first ``10_name`` folder on an image's path; the defaults if there is none.
+    """Repeats and caption of the first ``10_name`` folder on an image's path; the defaults if there is no such folder.
 
-    place: its path relative to the source's folder.
+    place: the folder's path relative to the source's folder; "" if there is none.
     """
 
     place: str = ""
@@ -64,14 +64,17 @@ class RepeatFolder:
 
     @property
     def is_regularisation(self) -> bool:
-        """Whether it is in a project's folder of regularisation images, as kohya's GUI lays it out: reg/1_woman."""
+        """Whether the folder is inside a folder named reg, which kohya's GUI uses for regularisation images."""
         return self.place.lower().startswith("reg/") or "/reg/" in self.place.lower()
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Columns of metadata files: captions, ``Given.loss_weight`` and ``Given.crop``; None: not read.
+    """The columns to read from metadata files. A column that is None is not read.
 
+    caption_column: the column of captions.
+    weight_column: the column for ``Given.loss_weight``.
+    crop_column: the column for ``Given.crop``.
     json_file: a JSON file in kohya's format, which is read in addition to the metadata files next to the images.
     """
 
@@ -90,11 +93,12 @@ TEXT_COLUMN = Tables()
 
 @dataclass
 class Folder:
-    """The result of a walk.
+    """The usable files of a folder, as found by ``walk`` or ``walk_texts``.
 
-    relatives: sorted pairs of the printable and the real path of each file, relative to ``root``.
-    captions: the caption files; texts have none.
-    lasting: nothing was skipped because of a read error that may be temporary.
+    relatives: sorted pairs of printable and real path, relative to ``root``, one per file.
+    captions: the caption files; empty for texts.
+    lasting: whether the result may be reused while the files stay the same. False after a read error that may be
+        temporary.
     """
 
     root: Path
@@ -110,15 +114,20 @@ class Folder:
 
     @property
     def images(self) -> Iterator[tuple[Path, str]]:
-        """Path and printable relative path (with slashes) of each image, sorted by the latter."""
+        """The full path and the printable relative path (with slashes) of each image, sorted by the relative path."""
         return ((self.root / real, relative) for relative, real in self.relatives)
 
     def listed_caption(self, position: int) -> Captions | None:
-        """The metadata's captions for the image at this position in ``relatives``; None if there are none."""
+        """Return the captions that metadata files contain for an image; None if they contain none.
+
+        ``position``: index of the image in ``relatives``.
+        """
         return None if self.metadata is None else self.metadata.caption(position)
 
     def given(self, position: int) -> Given:
-        """The metadata's other values for the image at this position.
+        """Return the loss weight and crop that metadata files contain for an image.
+
+        ``position``: index of the image in ``relatives``.
 
         Raises:
             UnusableValue: a value is unusable.
@@ -126,9 +135,9 @@ class Folder:
         return Given() if self.metadata is None else self.metadata.given(position)
 
     def repeat_folder(self, relative: str) -> RepeatFolder:
-        """Repeats and caption of an image by kohya's convention: images in ``10_name`` are repeated 10 times.
+        """Return an image's repeats and caption by kohya's convention: images in ``10_name`` are repeated 10 times.
 
-        The folder may be at any depth: in a project of kohya's GUI it is img/10_name.
+        The folder may be at any depth, such as img/10_name in a project of kohya's GUI. ``relative``: the image's path.
         """
         folders = relative.split("/")[:-1]
         for depth, name in enumerate(folders, start=1):
@@ -138,14 +147,16 @@ class Folder:
 
 
 def table_path(dataset: str) -> Path:
-    """The path of a source's ``dataset``; ``builtin:demo-chats`` ships with the package."""
+    """Return the path of a source's ``dataset``. The package contains the table of ``builtin:demo-chats``."""
     if dataset in BUILTIN_TABLES:
         return Path(str(resources.files("lora_rocm.builtin") / BUILTIN_TABLES[dataset]))
     return Path(os.path.expanduser(dataset))
 
 
 def source_folder(path: str, index: int) -> Path:
-    """The folder of a source's ``path``; ``builtin:demo`` ships with the package.
+    """Return the folder of a source's ``path``. The package contains the folder of ``builtin:demo``.
+
+    ``index``: index of the source in the recipe, for the message.
 
     Raises:
         DataError: there is no such folder.
@@ -154,13 +165,18 @@ def source_folder(path: str, index: int) -> Path:
     if path.startswith(BUILTIN):
         if path not in BUILTIN_FOLDERS:
             known = ", ".join(BUILTIN_FOLDERS)
-            raise DataError("data-folder-missing", f"There is no {path}.", where=where, fix=f"Known: {known}.")
+            raise DataError(
+                "data-folder-missing",
+                f"There is no built-in folder {path}.",
+                where=where,
+                fix=f"Use one of these: {known}.",
+            )
         return Path(str(resources.files("lora_rocm.builtin") / BUILTIN_FOLDERS[path]))
     folder = Path(path).expanduser().absolute()
     if os.path.isdir(folder):  # pathlib raises if a parent folder may not be read
         return folder
     if os.path.exists(folder):
-        what, fix = f"{folder} is a file, not a folder.", "Give its folder, or use dataset."
+        what, fix = f"{folder} is a file, not a folder.", "Set path to its folder, or use the key dataset."
     else:
         nearest = next(parent for parent in folder.parents if os.path.exists(parent))
         what = f"There is no folder {folder} (the part that exists: {nearest})."
@@ -183,24 +199,24 @@ def walk(
 ) -> Folder:
     """Find the images and captions in a folder and its sub-folders.
 
-    Names that begin with a dot and run directories are skipped: a run's previews are not training data. Links are
-    followed, each folder once. Links out of ``root`` are reported, because the LoRA may be published. Skipped files are
-    reported, too.
+    Names that begin with a dot are skipped, and so are run directories, because their previews are not training data.
+    Links are followed, but each folder is searched once. Links out of ``root`` are reported, because the LoRA may be
+    published. Skipped files are reported, too.
 
     Args:
         root: the folder.
-        caption_extension: extension of caption files, or several. The longest match at the end of a name counts.
-        recursive: also walk through sub-folders.
-        include: patterns like ``exclude``; if there are any, an image has to match one of them.
-        exclude: see ``Patterns``.
+        caption_extension: extension of caption files, or several. If several match a name, the longest is used.
+        recursive: whether to search sub-folders.
+        include: patterns like ``exclude``. If there are any, images that match none of them are skipped.
+        exclude: patterns of files and folders to skip; see ``Patterns``.
         tables: the columns to read from metadata files next to the images, and a JSON file in kohya's format.
-        skip: folders of other files than images, such as masks; skipped if they are inside ``root``.
-        path_keys: keys of the masks and control images among the images that are used (``Companion.key``).
-        videos: a sub-folder of numbered images is a clip, which replaces them.
-        key: see ``SkippedFiles``.
+        skip: folders of files that are not training images, such as masks. They are not searched.
+        path_keys: keys of the companion kinds that are among the images and are used (``ForeignImageKind.key``).
+        videos: whether a sub-folder of numbered images is a clip instead of single images.
+        key: converts the names exclude and include to full recipe keys; see ``SkippedFiles``.
 
     Raises:
-        DataError: there is no image at all, ``metadata_file`` cannot be read, or captions have the ending of images.
+        DataError: no image was found, ``metadata_file`` cannot be read, or a caption extension is an image extension.
     """
     folder, wanted = Folder(root, captions=CaptionFiles(caption_extension)), readable_extensions()
     left_out, inclusion, exclusion = SkippedFiles(path_keys, key), Patterns(include), Patterns(exclude)
@@ -242,7 +258,7 @@ def _add_image(
         return
     relative = real if real.isascii() and real.isprintable() else shown(real)
     if relative in taken:  # names that differ only in unprintable characters
-        folder.notices.append(f"Skipped, because another name looks the same: {relative}.")
+        folder.notices.append(f"Skipped a file, because another file's name looks the same: {relative}.")
         return
     taken.add(relative)
     if not skipped_files.is_companion(relative, real, stem):
@@ -257,10 +273,10 @@ def walk_texts(
     exclude: Sequence[str] = (),
     key: Callable[[str], str] = "data.{}".format,
 ) -> Folder:
-    """Find the texts (``.txt`` files) in a folder and its sub-folders; skips names and follows links like ``walk``.
+    """Find the texts (``.txt`` files) in a folder and its sub-folders. It skips names and follows links like ``walk``.
 
     Raises:
-        DataError: there is no text at all.
+        DataError: no text was found.
     """
     folder, left_out, inclusion, exclusion = Folder(root), SkippedFiles(key=key), Patterns(include), Patterns(exclude)
     found, others, tables = dict[str, str](), first_names(), list[str]()
@@ -271,14 +287,14 @@ def walk_texts(
         elif include and not inclusion.fit(real):
             left_out.not_included(real, os.path.splitext(path)[0])
         elif found.setdefault(shown(real), real) != real:  # names that differ only in unprintable characters
-            folder.notices.append(f"Skipped, because another name looks the same: {shown(real)}.")
+            folder.notices.append(f"Skipped a file, because another file's name looks the same: {shown(real)}.")
     folder.relatives = sorted(found.items())
     folder.notices += left_out.notices(exclusion, inclusion)
     if others:
         are = counted(others, "file is", "files are")
         folder.notices.append(f"{are} skipped, because only {TEXT_SUFFIX} files are read: {some(others)}.")
     if tables:
-        folder.notices.append(f"Name a table of texts as dataset in data.sources, not as path: {tables[0]}.")
+        folder.notices.append(f"To read a table of texts, set dataset in data.sources, not path: {tables[0]}.")
     if not found:
         raise DataError(
             "data-folder-empty",
@@ -306,7 +322,10 @@ def _no_images(folder: Folder, skipped_files: SkippedFiles, num_found: int) -> D
 def _files(
     folder: Folder, skipped_files: SkippedFiles, exclusion: Patterns, recursive: bool, skip: Sequence[str] = ()
 ) -> Iterator[tuple[Path, str]]:
-    """Path and relative path (with slashes) of every file of the tree, folder by folder; ``skip``: see ``walk``."""
+    """Yield full and relative path (with slashes) of every file in the folder tree, except excluded ones.
+
+    Files come folder by folder. For ``skip`` see ``walk``.
+    """
     root = folder.root
     skipped = {real_path(Path(each)) for each in skip}
     visited, outside, runs = set[tuple[int, int]](), list[str](), list[str]()
@@ -344,9 +363,9 @@ def _files(
 
 
 def _entries(folder: Folder, parent: Path, visited: set[tuple[int, int]]) -> list[os.DirEntry[str]]:
-    """The entries of one folder, sorted by name, without hidden ones.
+    """Return the entries of one folder, sorted by name, without hidden ones.
 
-    Empty if the folder was visited before or cannot be read; the latter adds a notice.
+    Returns an empty list if the folder was visited before, or if it cannot be read. The latter adds a notice.
     """
     try:
         found = parent.stat()
@@ -362,7 +381,10 @@ def _entries(folder: Folder, parent: Path, visited: set[tuple[int, int]]) -> lis
 
 
 def real_path(path: Path) -> str | None:
-    """The path with links resolved; None if a link in it may not be read (Python 3.11 raises then)."""
+    """Return the path with links resolved.
+
+    None if a link on it may not be read; Python 3.11 raises an OSError in this case.
+    """
     try:
         return os.path.realpath(path)
     except OSError:
@@ -391,12 +413,12 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def lies_in(path: str, folder: str) -> bool:
-    """Whether a real path is below a real folder."""
+    """Whether a path is inside a folder. Both must have their links resolved."""
     return path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
 def _skip_unwanted(folder: Folder) -> None:
-    """Add a notice for each ``10_name`` folder and for images outside these; drop images in folders with 0 repeats."""
+    """Drop images in folders with 0 repeats. Adds notices about ``10_name`` folders and about images outside them."""
     found = dict.fromkeys(folder.repeat_folder(relative) for relative, _ in folder.relatives)
     for repeats in filter(lambda each: each.place, found):
         said = f"each image is seen {times_text(repeats.repeats)} per epoch" if repeats.repeats else "skipped"
@@ -417,7 +439,7 @@ def _skip_unwanted(folder: Folder) -> None:
 
 
 def _notify_other_captions(folder: Folder, others: Mapping[str, NameIndex[None]]) -> None:
-    """Add a notice if images lack a caption file but have a file next to them with another caption extension."""
+    """Add a notice if images lack a caption file, but a file of the same name has another common caption extension."""
     if not any(map(len, others.values())):
         return
     found = {suffix: first_names() for suffix in others}
@@ -438,7 +460,7 @@ def _notify_other_captions(folder: Folder, others: Mapping[str, NameIndex[None]]
 
 
 def _read_metadata(folder: Folder, tables: Tables, files: Sequence[tuple[Path, str]]) -> None:
-    """Read metadata files, and add notices for rows and files that could not be used."""
+    """Read the metadata files of a folder, and add notices about rows and files that cannot be used."""
     if not tables.json_file and not (files and tables.has_columns):
         return
     # Read the rows by image.
@@ -453,7 +475,7 @@ def _read_metadata(folder: Folder, tables: Tables, files: Sequence[tuple[Path, s
         found.read_json(Path(tables.json_file), folder.root)
     for path, relative in files if tables.has_columns else ():
         if path.name == PARQUET_NAME:
-            folder.notices.append(f"{shown(relative)} is not read from a path: give its folder as dataset.")
+            folder.notices.append(f"{shown(relative)} is not read from a path: set dataset to its folder.")
             continue
         try:
             found.read(path, relative)
@@ -471,15 +493,16 @@ def _read_metadata(folder: Folder, tables: Tables, files: Sequence[tuple[Path, s
     folder.notices += found.notices()
     if both:
         have = counted(both, "image has", "images have")
-        folder.notices.append(f"{have} a caption file and a row of metadata: the caption file counts ({some(both)}).")
+        folder.notices.append(f"{have} a caption file and a row of metadata: the caption file is used ({some(both)}).")
 
 
 def read_caption(path: Path) -> str:
-    """The text of a caption file (UTF-8, with or without a byte-order mark).
+    """Return the text of a caption file (UTF-8, with or without a byte-order mark).
 
     Raises:
         OSError: the file cannot be read, or cannot be a caption (a pipe, gigabytes in size).
-        UnicodeDecodeError: it is not UTF-8 text. UTF-16 without a byte-order mark is recognised by its many NUL bytes.
+        UnicodeDecodeError: the file is not UTF-8 text. UTF-16 without a byte-order mark is detected by its many NUL
+            bytes.
     """
     content = read_plain(path, MAX_CAPTION_BYTES)
     if content.count(0) * 3 > len(content):
@@ -488,14 +511,14 @@ def read_caption(path: Path) -> str:
 
 
 def read_captions(path: Path, unread: NameCount) -> tuple[str, ...]:
-    """The captions of a caption file: its text, or the captions in a ``.json`` file.
+    """Return the captions of a caption file. A file without the extension ``.json`` contains one caption.
 
-    JSON captions are a text, a list of texts, or an object with one of these under "captions" or "caption". Other keys
-    of the object are added to ``unread``.
+    A JSON file contains a text, a list of texts, or an object with one of these under "captions" or "caption". The
+    object's other keys are added to ``unread``.
 
     Raises:
         OSError, UnicodeDecodeError: see ``read_caption``.
-        UnusableCaption: the JSON has something else.
+        UnusableCaption: the JSON contains something else.
     """
     text = read_caption(path)
     if path.suffix.lower() != ".json":
@@ -517,24 +540,27 @@ def read_captions(path: Path, unread: NameCount) -> tuple[str, ...]:
 
 
 def file_name_caption(path: Path) -> str:
-    """A caption from the file name: the stem, with underscores as spaces."""
+    """Return a caption from a file name: the name without extension, with spaces in place of underscores."""
     return one_line(path.stem.replace("_", " "))
 
 
 def folder_name_caption(path: Path, repeat_folder: str = "") -> str:
-    """The name of an image's folder, without the number of a ``10_name`` folder: its caption in kohya's scripts."""
+    """Return the name of an image's folder, without the number of a ``10_name`` folder, as in kohya's scripts.
+
+    ``repeat_folder``: name to use in place of the folder's name.
+    """
     name = repeat_folder or Path(os.path.abspath(path)).parent.name
     match = REPEAT_FOLDER.fullmatch(name)
     return one_line(match[2] if match else name)
 
 
 def describes(caption: str) -> bool:
-    """Whether a caption from a file name is descriptive, unlike a camera's counter."""
+    """Whether a caption from a file name is descriptive, and not a camera's name and number."""
     return CAMERA_NAME.fullmatch(caption) is None
 
 
 def shown(path: object) -> str:
-    """A path as one line of printable, encodable text, for any bytes in the file name."""
+    """Return a path as one line of printable text that can be encoded, whatever bytes the file name has."""
     return legible(str(path))
 
 

@@ -1,4 +1,4 @@
-"""Values of single images in the user's tables: weight of the loss, crop, further captions."""
+"""Values that a user's table specifies for single images: loss weight, crop, further captions."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lora_rocm.foundation.json_text import BadJson, parse_json
 
 MAX_LOSS_WEIGHT = 1000.0
 Rectangle = tuple[int, int, int, int]
-"""(left, top, width, height) in pixels of the upright image."""
+"""A crop as (left, top, width, height), in pixels of the image after applying EXIF orientation."""
 
 
 class UnusableValue(Exception):
-    """An unusable value of a table; the message is the reason."""
+    """A value in a user's table that cannot be used. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The values of a table for one image.
+    """Values that a user's table specifies for one image.
 
-    loss_weight: factor of its loss, in addition to its source's factor.
-    crop: the used part of the image; None: the whole image.
-    captions: its captions after the first.
+    loss_weight: factor of the image's loss, in addition to the source's factor.
+    crop: the part of the image to use; None for the whole image.
+    captions: the image's captions after the first.
     """
 
     loss_weight: float = 1.0
@@ -33,12 +33,12 @@ class Given:
 
     @property
     def text(self) -> str:
-        """The values as text for ``of_text``; empty for the defaults."""
+        """The values as text for ``of_text``; "" if all are defaults."""
         return "" if self == Given() else json.dumps(asdict(self))
 
     @classmethod
     def of_text(cls, text: str) -> Given:
-        """The values that ``text`` was written from."""
+        """Return the values that the property ``text`` converted to text."""
         if not text:
             return cls()
         values = json.loads(text)
@@ -47,10 +47,10 @@ class Given:
 
 
 def loss_weight(value: object) -> float:
-    """The weight in a cell of a table: a number, or a number as text.
+    """Return the loss weight in a table's cell, which contains a number or a number as text.
 
     Raises:
-        UnusableValue: it is not a number above 0 and up to MAX_LOSS_WEIGHT.
+        UnusableValue: the cell is not a number above 0 and up to MAX_LOSS_WEIGHT.
     """
     try:
         number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
@@ -62,10 +62,10 @@ def loss_weight(value: object) -> float:
 
 
 def rectangle(value: object) -> Rectangle:
-    """The crop in a cell of a table: [x, y, width, height] as a list, or as text.
+    """Return the crop in a table's cell, which contains [x, y, width, height] as a list or as text.
 
     Raises:
-        UnusableValue: it is not a rectangle.
+        UnusableValue: the cell is not a rectangle.
     """
     found = value
     if isinstance(value, str):

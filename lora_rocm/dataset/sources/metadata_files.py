@@ -1,7 +1,7 @@
-"""Reads ``metadata.jsonl`` and ``metadata.csv`` of Hugging Face's imagefolder, and kohya's JSON files.
+"""Reads ``metadata.jsonl`` and ``metadata.csv`` of Hugging Face's imagefolder format, and kohya's JSON files.
 
-The files are untrusted: sizes are bounded, unusable rows are counted and the first few named, and no file name may lead
-out of the metadata file's folder.
+The files are untrusted. Sizes are limited, unusable rows are counted and the first few are named. A file name may not
+lead out of the metadata file's folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DRIVE = re.compile(r"[A-Za-z]:")
 
 
 class BadRow(Exception):
-    """A row cannot be used; the message gives the reason."""
+    """A row of metadata that cannot be used. The message is the reason."""
 
 
 Captions = str | tuple[str, ...]
@@ -44,7 +44,7 @@ Captions = str | tuple[str, ...]
 
 
 def captions_in(value: object) -> Captions | None:
-    """The captions in a value of JSON, which is a text or a list of texts; None if it is neither."""
+    """Return the captions in a JSON value that is a text or a list of texts; None if it is neither."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(text, str) for text in value):
@@ -54,13 +54,16 @@ def captions_in(value: object) -> Captions | None:
 
 @dataclass
 class SourceMetadata:
-    """Captions, other values and statistics from the metadata files of one source.
+    """Captions, loss weights and crops from the metadata files of one source, and statistics about the rows.
 
-    column: the caption column; empty: captions are not read. weight_column, crop_column: columns for ``Given``.
-    positions: position of each image, by its path on disk relative to the source's folder, with slashes.
-    bad: rows that cannot be used. unknown: named files that are not among the images.
-    repeated: images that are named again. other_columns: columns of the first row without the caption column.
-    unread: columns with a value that nothing reads, in rows with the caption column or without captions.
+    column: the column of captions; "" if captions are not read.
+    weight_column, crop_column: the columns for ``Given``; None if not read.
+    positions: index of each image, by its path relative to the source's folder (as on disk, with slashes).
+    bad: rows that cannot be used.
+    unknown: files that rows name but that are not among the images.
+    repeated: images that further rows name again.
+    other_columns: columns of the first row that lacks the caption column.
+    unread: columns with content that are not read. Rows that lack the caption column are excluded.
     """
 
     column: str
@@ -79,11 +82,13 @@ class SourceMetadata:
         self._given: dict[int, Given | UnusableValue] = {}
 
     def caption(self, position: int) -> Captions | None:
-        """The caption or captions of the image at this position; None if no row has one."""
+        """Return the caption or captions of an image; None if no row contains any. ``position``: index of the image."""
         return self._captions[position]
 
     def given(self, position: int) -> Given:
-        """The values other than captions for the image at this position, from the first row that has any.
+        """Return the loss weight and crop of an image, from the first row that has any.
+
+        ``position``: index of the image.
 
         Raises:
             UnusableValue: the row has an unusable value.
@@ -94,7 +99,7 @@ class SourceMetadata:
         return found
 
     def read(self, path: Path, relative: str) -> None:
-        """Read the rows of one file. ``relative``: its path relative to the source's folder.
+        """Read the rows of one metadata file. ``relative``: the file's path relative to the source's folder.
 
         Raises:
             OSError: the file cannot be read, is not a regular file, or is too large.
@@ -111,11 +116,13 @@ class SourceMetadata:
                     self.bad.append(f"{legible(relative)}, line {line}: {error}")
 
     def read_json(self, path: Path, root: Path) -> None:
-        """Read kohya's file: a JSON object of image -> caption and tags, joined by a comma as kohya does.
+        """Read a JSON file in kohya's format: an object that maps each image to its caption and tags.
+
+        Caption and tags are joined by a comma, as kohya's scripts do.
 
         Args:
             path: the file.
-            root: the folder of the images; they are named by paths below it, with or without extension.
+            root: the folder of the images. The file names them by paths in it, with or without extension.
 
         Raises:
             DataError: the file cannot be read, or is not such an object.
@@ -126,7 +133,7 @@ class SourceMetadata:
                 raise BadRow("not a JSON object")
         except (OSError, ValueError, BadRow) as error:
             what = f"The file of captions cannot be read: {one_line(str(error))[:200]}."
-            fix = "Give a JSON file of image names, each with caption or tags, or remove data.metadata_file."
+            fix = "Use a JSON file of image names, each with caption or tags, or remove data.metadata_file."
             raise DataError("metadata-unreadable", what, where=f"data.metadata_file: {path}", fix=fix) from error
         stems = NameIndex((posixpath.splitext(real)[0], real) for real, _ in self.positions.items())
         above = name_key(root.as_posix().rstrip("/") + "/")
@@ -144,24 +151,24 @@ class SourceMetadata:
                 self.bad.append(f"{legible(path.name)}, {legible(name)[:100]}: {error}")
 
     def notices(self) -> list[str]:
-        """Notices about the rows that were not used."""
+        """Return notices about rows and columns that were not used."""
         said = []
         if self.bad:
             are = counted(self.bad, "row of metadata is", "rows of metadata are")
             said.append(f"{are} not used: {some(self.bad)}.")
         if self.unknown:
-            name = counted(self.unknown, "row of metadata names a file", "rows of metadata name files")
-            said.append(f"{name} that is not among the images: {some(self.unknown)}.")
+            name = counted(self.unknown, "row of metadata names a file that is", "rows of metadata name files that are")
+            said.append(f"{name} not among the images: {some(self.unknown)}.")
         if self.repeated:
             name = counted(self.repeated, "row of metadata names", "rows of metadata name")
-            said.append(f"{name} an image again; the first row counts: {some(self.repeated)}.")
+            said.append(f"{name} an image again; the first row is used: {some(self.repeated)}.")
         if self.num_without_column:
             others = ", ".join(self.other_columns) or "none"
             said.append(
                 f"Rows of metadata without the column {legible(self.column)}: {self.num_without_column} (columns: "
-                f"{others}). Name another column in caption_column of the source in data.sources."
+                f"{others}). Set caption_column of the source in data.sources to a different column."
             )
-        said += self.unread.notices("Columns of metadata that nothing reads")
+        said += self.unread.notices("Columns of metadata that are not read")
         return said
 
     def _take(self, row: Mapping[str, Any], folder: str) -> None:
@@ -217,7 +224,7 @@ class SourceMetadata:
 
 
 def given_of(weight: object, crop: object) -> Given:
-    """The values in the cells of a row; None and an empty text give the default.
+    """Return the values of a row's cells. A cell that is None or an empty text gives the default.
 
     Raises:
         UnusableValue: a cell has an unusable value.
@@ -226,10 +233,10 @@ def given_of(weight: object, crop: object) -> Given:
 
 
 def _with_tags(values: Mapping[str, object]) -> list[str] | str | None:
-    """The caption or captions of an object in kohya's file, each followed by its tags; None if it has neither.
+    """Return an image's caption or captions from kohya's file, each followed by the tags; None if it has neither.
 
     Raises:
-        BadRow: they are not texts.
+        BadRow: a caption or the tags are not text.
     """
     captions, tags = captions_in(values.get("captions") or values.get("caption") or ""), values.get("tags") or ""
     if captions is None or not isinstance(tags, str):
@@ -240,7 +247,7 @@ def _with_tags(values: Mapping[str, object]) -> list[str] | str | None:
 
 
 def names_files(path: Path) -> bool:
-    """Whether the first row of a metadata file has a file name column, like an imagefolder's."""
+    """Whether a metadata file has a column of file names, as in the imagefolder format. The first row is checked."""
     try:
         check_plain(path, MAX_METADATA_BYTES)
         if path.name == PARQUET_NAME:
@@ -261,7 +268,11 @@ def _rows(path: Path, file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] |
 
 
 def _place(name: str, folder: str) -> str:
-    """Convert a file name, relative to the metadata file's folder, to a path relative to the source's folder.
+    """Convert a file name in a metadata file to a path relative to the source's folder.
+
+    Args:
+        name: the file name, relative to the metadata file's folder.
+        folder: the metadata file's folder, relative to the source's folder.
 
     Raises:
         BadRow: the name leads out of the metadata file's folder.
@@ -274,7 +285,7 @@ def _place(name: str, folder: str) -> str:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | BadRow]]:
-    """Every line with its number; a ``BadRow`` instead of a line that is too long."""
+    """Yield every line with its number. A line that is too long is replaced by a ``BadRow``."""
     number = 0
     while line := file.readline(MAX_ROW_BYTES + 1):
         number += 1
@@ -307,7 +318,10 @@ def _json_row(line: bytes) -> Mapping[str, Any] | BadRow:
 
 
 def _csv_rows(file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
-    """Line number and row of a CSV file with a header. A damaged row ends the file: the next row's start is unknown."""
+    """Yield line number and row of a CSV file with a header.
+
+    Reading stops at a damaged row, because it is unknown where the next row begins.
+    """
     csv.field_size_limit(MAX_CELL_LETTERS)  # this sets the limit of the whole process; tables of texts raise it
     reader = csv.reader(_texts(file))
     try:
@@ -318,7 +332,7 @@ def _csv_rows(file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]
         for cells in reader:
             if cells:
                 fits = len(cells) == len(header)
-                row = dict(zip(header, cells, strict=True)) if fits else BadRow("another number of columns")
+                row = dict(zip(header, cells, strict=True)) if fits else BadRow("more or fewer cells than columns")
                 yield reader.line_num, row
     except UnicodeDecodeError:
         yield reader.line_num + 1, BadRow("not UTF-8 text; nothing after it was read")

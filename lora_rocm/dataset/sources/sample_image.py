@@ -1,4 +1,4 @@
-"""Reads and decodes the image of a sample, from a file, a clip's folder or a cell of a table."""
+"""Reads and decodes a sample's image from a file, a clip's folder, or a cell of a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNREADABLE_FIX = "Replace or remove the file."
 
 
 def image_bytes(sample: Sample) -> bytes:
-    """The undecoded bytes of a sample's image, for decoding and hashing.
+    """Return the undecoded bytes of a sample's image, for decoding and hashing.
 
     Raises:
         DataError: the image can no longer be read.
@@ -37,7 +37,9 @@ def image_bytes(sample: Sample) -> bytes:
 
 
 def bytes_at(place: Path | DatasetRow) -> bytes:
-    """The undecoded bytes of an image in a file, in a cell, or in a file that a cell names.
+    """Return the undecoded bytes of an image.
+
+    ``place``: the image's file, or a cell that contains the image or the path of its file.
 
     Raises:
         OSError: the file can no longer be read.
@@ -50,10 +52,12 @@ def bytes_at(place: Path | DatasetRow) -> bytes:
 
 
 def load_image(sample: Sample, content: bytes | None = None) -> Image.Image:
-    """Decode a sample's image to mode RGB, upright; see ``image_io.decode``. ``content``: its bytes, if already read.
+    """Decode a sample's image to mode RGB and apply its EXIF orientation; see ``image_io.decode``.
+
+    ``content``: the image's undecoded bytes; None to read them.
 
     Raises:
-        DataError: "image-unreadable", with the name of the file.
+        DataError: "image-unreadable", with the file's name.
     """
     try:
         image = decode(image_bytes(sample) if content is None else content)
@@ -65,7 +69,7 @@ def load_image(sample: Sample, content: bytes | None = None) -> Image.Image:
 
 
 def unreadable(sample: Sample, reason: str) -> DataError:
-    """The error "image-unreadable" of a sample; its sentence ends with ``reason``."""
+    """Return the error "image-unreadable" for a sample. ``reason``: end of the message."""
     return DataError(
         "image-unreadable", f"The image cannot be read: {reason}.", where=shown(sample.location), fix=UNREADABLE_FIX
     )

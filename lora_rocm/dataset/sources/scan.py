@@ -1,4 +1,4 @@
-"""Finds images and their captions. Reads only headers; unusable files are skipped or reported, never guessed."""
+"""Finds images and their captions. Reads only headers. Unusable files are skipped and reported."""
 
 from __future__ import annotations
 
@@ -69,9 +69,13 @@ _have = partial(counted, one="image has", many="images have")
 
 @dataclass(frozen=True)
 class Scan:
-    """The result of a scan: samples in a fixed order, unusable files with reasons, and notices for the user.
+    """The result of scanning all sources of a recipe.
 
-    lasting: nothing was skipped because of a read error that may be temporary.
+    samples: the usable images or texts, in a fixed order.
+    set_aside: the unusable images or texts, with reasons.
+    notices: sentences for the user.
+    lasting: whether the result may be reused while the files stay the same. False after a read error that may be
+        temporary.
     """
 
     samples: Samples
@@ -84,8 +88,8 @@ class Scan:
 class _Findings:
     """Results collected while scanning one source.
 
-    first: index in ``DataSection.resolved_sources`` of the source at its first resolution, which ``options`` is.
-    sides: the source at each of its resolutions.
+    first: index of the source's first resolution in ``DataSection.resolved_sources``.
+    sides: the source at each of its resolutions; ``options`` is the first of them.
     """
 
     first: int
@@ -112,7 +116,15 @@ class _Findings:
         return self.sides[0]
 
     def captions_for(self, key: str, caption: str | tuple[str, ...] | None, fallback: str) -> tuple[str, ...]:
-        """The captions to use, at least one; records missing, empty and malformed captions for the notices."""
+        """Return the captions to use for an image, at least one.
+
+        Missing, empty and malformed captions are recorded for notices.
+
+        Args:
+            key: key of the sample.
+            caption: the caption or captions that were read; None if there are none.
+            fallback: caption to use if there are none.
+        """
         if caption is None:
             self.uncaptioned.append(key)
             self.used_instead.append(f'{key} "{fallback}"')
@@ -128,13 +140,15 @@ class _Findings:
         return captions or ("",)
 
     def add(self, sample: Sample, header: ImageHeader, row: DatasetRow | None = None) -> None:
-        """Add a readable image at each resolution, or skip it if a companion, such as its mask, cannot be used.
+        """Add a readable image at each resolution, unless its crop or a companion, such as its mask, cannot be used.
 
-        ``sample``: the image at the first resolution, with a key without a resolution. ``row``: the row of a dataset's
-        image.
+        Args:
+            sample: the image at the first resolution. Its key does not contain the resolution.
+            header: the image's header.
+            row: the dataset row of the image; None if it is not from a dataset.
         """
         if (crop := sample.given.crop) and (crop[0] + crop[2] > sample.width or crop[1] + crop[3] > sample.height):
-            what = f"Its crop {list(crop)} reaches beyond the image of {sample.width}x{sample.height}."
+            what = f"Its crop {list(crop)} extends beyond the image, which is {sample.width}x{sample.height}."
             fix = "Correct its row of metadata: [x, y, width, height] in pixels of the upright image."
             self.set_aside.append(Problem(shown(sample.location), what, fix))
             return
@@ -152,7 +166,7 @@ class _Findings:
         self.add_sides(sample)
 
     def add_sides(self, sample: Sample) -> None:
-        """Add an image, given at the first resolution, at each resolution of its source."""
+        """Add an image at each resolution of its source. ``sample``: the image at the first resolution."""
         for number, options in enumerate(self.sides):
             name = f"{options.resolution} px/" if options.is_one_of > 1 else ""
             key = self.prefix + name + sample.key.removeprefix(self.prefix)
@@ -160,9 +174,12 @@ class _Findings:
 
 
 def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> Scan:
-    """Find every image of every source, in a fixed order.
+    """Find the images of all sources, in a fixed order.
 
-    ``report`` receives the progress if there are very many images. ``copies``: also find files of the same content.
+    Args:
+        data: the data section of the recipe.
+        report: receives the progress if there are very many images.
+        copies: whether to also find images with the same content.
 
     Raises:
         DataError: a folder or dataset is missing or empty, a required caption is missing, or no image is usable.
@@ -200,24 +217,24 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
 
 
 def is_passing(error: UnreadableImage) -> bool:
-    """Whether an image may be readable at the next start: the disk failed, or memory ran out."""
+    """Whether an unreadable image may be readable at the next start, because the disk failed or memory ran out."""
     cause = error.__cause__
     return isinstance(cause, MemoryError) or getattr(cause, "errno", None) is not None
 
 
 def nothing_left(set_aside: Sequence[Problem]) -> DataError:
-    """The error for a dataset in which every image was skipped."""
+    """Return the error for the case that every image was skipped. ``set_aside``: the reason for each image."""
     reasons = [f"{problem.where}: {problem.what}" for problem in set_aside[:NUM_NAMED]]
     return DataError(
         "no-usable-images",
-        f"No image can be used (found: {count_text(len(set_aside), 'image')}).",
+        f"No image can be used ({count_text(len(set_aside), 'image')} found).",
         where="; ".join(reasons),
         fix="See the reasons above; the check command lists each unusable image.",
     )
 
 
 class Cropped:
-    """Counts images that lose much of their area to the crop, and images with one size at several resolutions."""
+    """Counts images that lose much of their area by cropping, and images with one size at several resolutions."""
 
     def __init__(self, data: DataSection) -> None:
         self._data, self._names, self._num_flat = data, first_names(), 0
@@ -225,7 +242,10 @@ class Cropped:
         self._counted: object = None  # place of the last image that loses much
 
     def add(self, sample: Sample, geometry: Geometry) -> None:
-        """Check one image; calls for its resolutions follow each other. A crop given by the user may lose any area."""
+        """Check an image at one resolution. All resolutions of an image must be added one after another.
+
+        A crop that the user specified may remove any area.
+        """
         if sample.options.is_one_of > 1:
             self._same.add(sample, geometry)
         if sample.location == self._counted or sample.given.crop is not None:
@@ -237,7 +257,7 @@ class Cropped:
             self._num_flat += aspect > self._data.bucket_max_aspect
 
     def notices(self) -> list[str]:
-        """A notice for each of the two counts, with the recipe key that helps most; none for a count of 0."""
+        """Return a notice for each kind of images that was found. It names the recipe key that helps most."""
         return [*self._same.notices(), *self._notify_cropped()]
 
     def _notify_cropped(self) -> list[str]:
@@ -253,7 +273,7 @@ class Cropped:
 
 
 def geometries(samples: Iterable[Sample], data: DataSection) -> tuple[dict[str, Geometry], list[Problem], list[str]]:
-    """The geometry of each sample by key, a problem for each image that is too small, and notices about crops."""
+    """Return the geometries by sample key, a problem for each image that is too small, and notices about cropping."""
     found: dict[str, Geometry] = {}
     too_small, cropped = list[Problem](), Cropped(data)
     for sample in samples:
@@ -267,7 +287,7 @@ def geometries(samples: Iterable[Sample], data: DataSection) -> tuple[dict[str, 
 
 
 def geometry_of(sample: Sample, data: DataSection) -> Geometry | Problem:
-    """The geometry of a sample, or a problem if the image is too small."""
+    """Return the geometry of a sample, or a problem if the image is too small."""
     size, resolution = (sample.width, sample.height), sample.options.resolution
     given = sample.given.crop
     try:
@@ -289,7 +309,7 @@ def geometry_of(sample: Sample, data: DataSection) -> Geometry | Problem:
 
 
 def _scan_folder(found: _Findings) -> None:
-    """Add the images of a folder source to the findings."""
+    """Add the images of a source with the key ``path`` to the findings."""
     options = found.options
     # Walk the folder.
     root, has_videos = source_folder(options.path or "", options.index), max(options.lengths) > 1
@@ -348,17 +368,19 @@ def _scan_folder(found: _Findings) -> None:
         name, repeats = repeat_folder.name or folder.name, options.repeats * repeat_folder.repeats
         found.add(Sample(key, found.first, name, path, caption, *header.size, repeats, options, given, frames), header)
     # Report unread keys and frames.
-    found.notices += unread.notices("Keys of caption files that nothing reads", "file")
-    found.notices += [f"Frames after the longest length of data.frames are not used: {some(cut)}."] if cut else []
+    found.notices += unread.notices("Keys of caption files that are not read", "file")
+    found.notices += (
+        [f"Clips are longer than data.frames, so their last frames are not used: {some(cut)}."] if cut else []
+    )
     if found.uncaptioned and options.caption_fallback == "filename":
         if any(folder.repeat_folder(relative).name for _, relative in folder.images):
             found.notices.append(
-                "kohya's scripts give images without a caption the name of their folder: data.caption_fallback: folder."
+                "kohya's scripts use the folder's name if a caption is missing. So does data.caption_fallback: folder."
             )
 
 
 def _plan_class_images(found: _Findings) -> None:
-    """Add class images that only a run draws, so that ``check`` counts them; there are no files yet."""
+    """Add the class images that a run will generate, so that ``check`` counts them. Their files do not exist yet."""
     options = found.options
     side_px, caption = max(each.resolution for each in found.sides), options.class_prompt or ""
     for number in range(options.num_class_images):
@@ -368,17 +390,20 @@ def _plan_class_images(found: _Findings) -> None:
 
 
 def _notify_own_number(name: str, fallback: str) -> list[str]:
-    """A notice if the source's own folder has a ``10_name`` name: kohya's number applies only to sub-folders."""
+    """Return a notice if the source's own folder has a ``10_name`` name. kohya's number applies only to sub-folders.
+
+    ``fallback``: the recipe's ``caption_fallback``.
+    """
     match = REPEAT_FOLDER.fullmatch(name)
     if match is None:
         return []
     nor = "" if fallback == "folder" else " nor its name as a caption,"
     what = f"The number in {shown(name)} is not applied,{nor} because this folder itself is the source."
-    return [f"{what} For kohya's meaning, give its parent folder as path, or set repeats: {match[1]}."]
+    return [f"{what} To follow kohya's convention, set path to the parent folder, or set repeats: {match[1]}."]
 
 
 def _scan_dataset(found: _Findings) -> None:
-    """Add the rows of a dataset source to the findings."""
+    """Add the images of a source with the key ``dataset`` to the findings."""
     options = found.options
     name, outside = Path(options.dataset or "").name, list[str]()
     progress = Progress("sizes", num_rows(options), found.report, quiet_s=QUIET_S)
@@ -411,9 +436,12 @@ def _scan_dataset(found: _Findings) -> None:
 
 
 def _fallback(options: ResolvedSource, path: Path | None, folder: RepeatFolder) -> str:
-    """The fallback caption of an image. The name of a ``10_name`` folder takes precedence over a camera's file name.
+    """Return the fallback caption of an image. The name of a ``10_name`` folder is preferred to a camera's file name.
 
-    path: None if the image is in a table, not in a file.
+    Args:
+        options: options of the source.
+        path: the image's file; None if the image is in a table.
+        folder: the image's ``10_name`` folder.
     """
     if options.caption_fallback == "trigger":
         return options.trigger_word or ""
@@ -452,7 +480,7 @@ def _notify_captions(found: _Findings) -> None:
         )
     # Report or refuse unfinished captions.
     if found.placeholders:
-        what = f"{_have(found.placeholders)} a caption with {PLACEHOLDER} and no trigger word for it"
+        what = f"{_have(found.placeholders)} a caption with {PLACEHOLDER}, but no trigger word is set"
         found.notices.append(f"{what}: {some(found.placeholders)}. Set data.trigger_word.")
     if found.open_wildcards:
         raise DataError(
@@ -468,14 +496,14 @@ def _notify_captions(found: _Findings) -> None:
 
 
 def _notify_given(found: _Findings) -> None:
-    """Add a notice about weights and crops that a table gives.
+    """Add notices about the loss weights and crops that a table specifies.
 
     Raises:
-        DataError: a column that the recipe names gives none.
+        DataError: the recipe names a column that has no such value for any image.
     """
     options = found.options
     said = [
-        (options.loss_weight_column, "loss_weight_column", found.num_weighted, "a weight of the loss other than 1"),
+        (options.loss_weight_column, "loss_weight_column", found.num_weighted, "a loss weight other than 1"),
         (options.crop_column, "crop_column", found.num_cropped, "a crop"),
     ]
     for column, key, count, what in said:
@@ -484,16 +512,16 @@ def _notify_given(found: _Findings) -> None:
         if not count:
             raise DataError(
                 "column-unused",
-                f"The column {column} gives no image {what}.",
+                f"No image gets {what} from the column {column}.",
                 where=f"data.sources[{options.index}].{key}: {column}",
                 fix=f"Correct the name or the values, or remove {key}. With path, it is a column of metadata.jsonl, "
                 "metadata.csv or metadata_file.",
             )
-        found.notices.append(f"{count} {'image has' if count == 1 else 'images have'} {what} of the column {column}.")
+        found.notices.append(f"{count} {'image has' if count == 1 else 'images have'} {what} from the column {column}.")
 
 
 def _notify_frames_and_dark(findings: Sequence[_Findings]) -> list[str]:
-    """Notices about lost image content: further frames, and 12-bit data stored in 16 bits, which looks almost black."""
+    """Return notices about unused frames or pages, and about almost black images, which store 12 bits in 16."""
     said, dark = list[str](), first_names()
     for found in findings:
         if found.several_frames:
@@ -523,7 +551,7 @@ def _small_images(samples: Iterable[Sample]) -> list[str]:
 
 
 def _copies(samples: Samples) -> list[str]:
-    """A notice about images with the same content; only files of the same size are hashed."""
+    """Return a notice about images with the same content. Only files of equal size are hashed."""
     alike = groups_of(map(_num_bytes, samples))
     hashes = {index: hashlib.sha256(image_bytes(samples[index])).digest() for group in alike for index in group}
     return notify_copies(samples.__getitem__, groups_of(hashes.values()) if hashes else (), list(hashes))
@@ -532,9 +560,12 @@ def _copies(samples: Samples) -> list[str]:
 def notify_copies(
     sample_of: Callable[[int], Sample], groups: Iterable[Sequence[int]], indices: Sequence[int]
 ) -> list[str]:
-    """One notice about different files with the same bytes. The same file in two sources is intended (two resolutions).
+    """Return a notice about different files with the same content; one file in two sources is intended.
 
-    ``groups``: groups of positions in ``indices`` (indices of samples) with the same content.
+    Args:
+        sample_of: returns the sample with an index.
+        groups: groups of images with the same content, as positions in ``indices``.
+        indices: indices of the compared samples.
     """
     copies = FirstN(NUM_NAMED)
     for group in groups:
@@ -545,7 +576,7 @@ def notify_copies(
 
 
 def groups_of(values: Iterable[int | bytes]) -> list[list[int]]:
-    """Positions of each value that occurs more than once, in the order of first occurrence."""
+    """Return the positions of each value that occurs more than once, a list per value, in order of first occurrence."""
     first: dict[int | bytes, int] = {}
     groups: dict[int, list[int]] = {}
     for place, value in enumerate(values):
@@ -555,7 +586,7 @@ def groups_of(values: Iterable[int | bytes]) -> list[list[int]]:
 
 
 def _num_bytes(sample: Sample) -> int | bytes:
-    """The size of a sample's image, which files of the same content share."""
+    """Return the size of a sample's image; a unique value for a class image that is not generated yet."""
     if sample.options.path is None and sample.options.dataset is None:
         return sample.key.encode()  # not drawn yet, so its content is unlike any other
     if isinstance(sample.location, Path):

@@ -1,4 +1,4 @@
-"""Finds texts: each ``.txt`` file of a folder is a sample, and each row of a table. Unusable texts are skipped."""
+"""Finds texts: each ``.txt`` file of a folder and each row of a table is a sample. Unusable texts are skipped."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ from lora_rocm.recipe.schema import DataSection, Recipe, ResolvedSource
 
 MAX_TEXT_BYTES = 1 << 24
 Parts = Callable[[str], Sequence[str | None]]
-"""Cuts a text into samples; None: a skipped sample, which the cutting code counts. Raises UnusableText."""
+"""Function that cuts a text into samples. None in place of a sample means that the function skipped and counted it. It
+raises UnusableText if the whole text cannot be used.
+"""
 
 
 NUM_KEPT = 20
-"""Number of unusable texts that ``SkippedTexts`` keeps."""
+"""Number of unusable texts that ``SkippedTexts`` stores."""
 ROW_FIX = "Repair or remove it."
 
 
@@ -43,9 +45,10 @@ class FoundText:
     """A text of a source.
 
     Attributes:
-        sample: has the text as its caption; a row of a table is a record as one string (``records.written``).
-        where: its file or row, for people.
-        position: position of its row in the table (``text_rows.Row``); None: the caption itself is kept.
+        sample: the sample with the text as its caption. A row of a table is a record as one string
+            (``records.written``).
+        where: the text's file or row, for messages.
+        position: position of the row in the table (``text_rows.Row``); None if the sample has to store the text itself.
     """
 
     sample: Sample
@@ -55,7 +58,7 @@ class FoundText:
 
 @dataclass
 class Notes:
-    """Notices collected while scanning texts: ``Scan.notices`` and ``Scan.lasting``."""
+    """Notices collected while scanning texts. The fields have the same meaning as in ``Scan``."""
 
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
@@ -63,12 +66,12 @@ class Notes:
 
 @dataclass
 class SkippedTexts:
-    """The first unusable texts, and their total number.
+    """Stores the first unusable texts, and counts all of them.
 
     Attributes:
-        most: maximum number of kept texts.
-        shared: code -> the first error that names the chat template or the tokenizer as the cause.
-        num_shared: code -> number of texts with that error.
+        most: maximum number of stored texts.
+        shared: by error code, the first error that names the chat template or the tokenizer as the cause.
+        num_shared: by error code, the number of texts with that error.
     """
 
     most: int = NUM_KEPT
@@ -84,7 +87,7 @@ class SkippedTexts:
             self.first.append(problem)
 
     def refuse(self, where: str, error: UnusableText) -> None:
-        """Add a text that was refused."""
+        """Add a text that raised ``error``. ``where``: the text's file or row."""
         self.add(Problem(where, error.what, error.fix))
         if isinstance(error, SharedCause):
             self.shared.setdefault(error.of_all.code, error.of_all)
@@ -92,14 +95,14 @@ class SkippedTexts:
 
     @property
     def all_of_them(self) -> DataError:
-        """The error if no text is usable: the shared cause of most texts, or the texts themselves."""
+        """The error to raise if no text is usable. It names the cause that most texts share, or the first texts."""
         for code, number in self.num_shared.most_common(1):
             if 2 * number > self.count:
                 return self.shared[code]
         fixes = Counter(problem.fix for problem in self.first)
         return DataError(
             "no-usable-texts",
-            f"No text can be used (found: {count_text(self.count, 'text')}).",
+            f"No text can be used ({count_text(self.count, 'text')} found).",
             where="; ".join(f"{problem.where}: {problem.what}" for problem in self.first[:NUM_NAMED]),
             fix=" ".join(fix for fix, _ in fixes.most_common(NUM_NAMED)),
         )
@@ -107,12 +110,12 @@ class SkippedTexts:
 
 @dataclass
 class TextCount:
-    """Number of texts. No text is kept.
+    """Numbers of texts in the sources of a recipe.
 
     Attributes:
-        of_source: number of texts by index of the source.
-        ``aside``: the texts that cannot be used.
-        notices: as ``Scan.notices``.
+        of_source: number of usable texts by index of the source.
+        ``aside``: the unusable texts.
+        notices: sentences for the user, as in ``Scan.notices``.
     """
 
     of_source: Counter[int] = field(default_factory=Counter)
@@ -121,7 +124,7 @@ class TextCount:
 
 
 def find_samples(recipe: Recipe, report: Report = ignore, *, copies: bool = True, parts: Parts = _whole) -> Scan:
-    """Find the samples of a recipe's family, in a fixed order: texts, or images with their captions.
+    """Find the samples of a recipe in a fixed order. The model family determines whether they are texts or images.
 
     For arguments and errors see ``scan`` and ``scan_texts``.
     """
@@ -131,13 +134,13 @@ def find_samples(recipe: Recipe, report: Report = ignore, *, copies: bool = True
 
 
 def scan_texts(data: DataSection, report: Report = ignore, parts: Parts = _whole, *, pairs: bool = False) -> Scan:
-    """Find every text of every source, in a fixed order. The text is the sample's caption; width and height are 0.
+    """Find the texts of all sources, in a fixed order. A text is its sample's caption; width and height are 0.
 
     Args:
         data: the data section of the recipe.
         report: receives the progress if there are very many texts.
         parts: cuts a text, or a record of a table (``records.written``), into samples.
-        pairs: a row is a pair of answers.
+        pairs: whether a row is a pair of answers.
 
     Raises:
         DataError: a source cannot be read or has no texts, or no text is usable.
@@ -154,10 +157,10 @@ def scan_texts(data: DataSection, report: Report = ignore, parts: Parts = _whole
 
 
 def count_texts(recipe: Recipe) -> TextCount:
-    """Count the texts of every source. Each is read once, and none is kept.
+    """Count the texts of all sources. Each text is read once, and none stays in memory.
 
     Raises:
-        DataError: as ``scan_texts``.
+        DataError: see ``scan_texts``.
     """
     found, notes = TextCount(), Notes()
     for each in texts_of(recipe.data, notes, pairs=recipe.objective.compares_pairs):
@@ -174,9 +177,10 @@ def count_texts(recipe: Recipe) -> TextCount:
 def texts_of(
     data: DataSection, notes: Notes, report: Report = ignore, *, pairs: bool = False
 ) -> Iterator[FoundText | Problem]:
-    """Every text of every source, in a fixed order, or a problem for a file or row. One is in memory at a time.
+    """Yield the texts of all sources in a fixed order. A file or row that cannot be used yields a problem.
 
-    For arguments see ``scan_texts``; ``notes`` is filled during the iteration.
+    Only one text is in memory at a time. ``notes`` is filled during the iteration. For the other arguments see
+    ``scan_texts``.
 
     Raises:
         DataError: a source cannot be read or has no texts.
@@ -191,7 +195,10 @@ def texts_of(
 
 
 def add_parts(samples: Samples, found: FoundText, parts: Parts, skipped: SkippedTexts, pairs: bool = False) -> bool:
-    """Add the samples of a text, numbered if it is cut into several; or skip it and return False."""
+    """Cut a text into samples and add them to ``samples``. If there are several, their keys are numbered.
+
+    If ``parts`` refuses the text, it is added to ``skipped`` and the result is False.
+    """
     sample, text = found.sample, found.sample.caption
     try:
         with row_edge("The text cannot be used", ROW_FIX):
@@ -229,13 +236,13 @@ def _of_table(
         sample = Sample(prefix + where, index, name, place, text, 0, 0, options.repeats, options)
         yield FoundText(sample, _row(options.dataset, where), at)
     if number < 0:
-        what, fix = "This table has no rows.", "Give a table with a row for each text, or remove this table."
+        what, fix = "This table has no rows.", "Use a table with a row for each text, or remove this table."
         raise DataError("dataset-empty", what, where=shown(options.dataset), fix=fix)
     notes.notices += account.notices(shown(options.dataset))
 
 
 def _row(dataset: str, where: str) -> str:
-    """The place of a row, for people: "folder/chats.jsonl:3", or "some/dataset train:2"."""
+    """Return the location of a row for messages: "folder/chats.jsonl:3", or "some/dataset train:2"."""
     name = Path(dataset).name
     return shown(f"{dataset}{where.removeprefix(name)}" if where.startswith(f"{name}:") else f"{dataset} {where}")
 
@@ -277,7 +284,7 @@ def _of_folder(
 
 
 def text_in(path: Path) -> str:
-    """The text of a file (UTF-8, with or without a byte-order mark), with CRLF line ends converted to LF.
+    """Return the text of a file (UTF-8, with or without a byte-order mark), with line ends converted from CRLF to LF.
 
     Raises:
         OSError, UnicodeDecodeError: the file cannot be read, or is not text (a pipe, gigabytes in size).

@@ -1,4 +1,4 @@
-"""Reads facts about this machine in milliseconds, without torch and without failing.
+"""Reads facts about this machine without torch, in milliseconds. It never fails.
 
 Facts that cannot be read are listed in ``HostFacts.unread``. Standard library only.
 """
@@ -32,12 +32,12 @@ LIBRARY_PARTS = re.compile(r"rocm|hip|amdgpu", re.IGNORECASE)
 
 
 def probe(deep: bool = False, sources: Sources | None = None) -> HostFacts:
-    """Read all facts that can be read.
+    """Read all facts about this machine that can be read.
 
     Args:
-        deep: also read slow facts (kernel log, display driver events, rpm database), and retry tools that failed
+        deep: also read the slow facts (kernel log, display driver events, rpm database), and retry tools that failed
             before.
-        sources: replaces the machine's own sources in tests.
+        sources: replacement for the machine's own sources in tests.
     """
     look = ProbeReads(sources or this_machine(), again=deep)
     bits = struct.calcsize("P") * 8
@@ -61,7 +61,7 @@ def _with_disk(reads: ProbeReads, facts: HostFacts, deep: bool) -> HostFacts:
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that ROCm, HIP, MIOpen or torch read, without names that suggest a secret."""
+    """Return the variables that ROCm, HIP, MIOpen or torch read, except those with a name that suggests a secret."""
     found = {name: value for name, value in environ.items() if VARIABLES.fullmatch(name) and not SECRET.search(name)}
     found = {name: value.encode("utf-8", "replace").decode() for name, value in found.items()}
     parts = [part for part in environ.get(LIBRARY_PATH, "").split(":") if LIBRARY_PARTS.search(part)]

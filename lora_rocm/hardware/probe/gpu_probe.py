@@ -1,7 +1,7 @@
-"""Reads the GPUs of a Linux machine (AMD by KFD or PCI, NVIDIA, Intel), and the basics of a Mac.
+"""Reads the GPUs of a Linux machine (AMD from KFD or PCI, NVIDIA, Intel), and the chip and memory of a Mac.
 
-AMD GPUs are numbered as in ROCr, by KFD node. Its ``gfx_target_version`` is the true architecture,
-independent of HSA_OVERRIDE_GFX_VERSION. Standard library only.
+AMD GPUs are numbered by KFD node, as in ROCr. KFD's ``gfx_target_version`` is the true architecture; it does not depend
+on HSA_OVERRIDE_GFX_VERSION. Standard library only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WSL_POWERSHELL = "/mnt/c/Windows/System32/WindowsPowerShell/v1.0/powershell.exe"
 
 
 def linux_gpus(reads: ProbeReads, wsl: bool) -> list[Gpu]:
-    """All GPUs (AMD, NVIDIA, others), numbered from 0 per vendor."""
+    """Return all GPUs (AMD, NVIDIA, others). Each vendor's GPUs are numbered from 0."""
     on_bus = _display_devices(reads)
     unread_before = len(reads.unread)
     listed = kfd_gpus(reads)
@@ -71,13 +71,16 @@ def _numbered(gpus: list[Gpu]) -> list[Gpu]:
 
 
 def gfx_of_version(version: int) -> str | None:
-    """The architecture of KFD's gfx_target_version: 110501 is gfx1151, 90010 is gfx90a. None for 0, a CPU."""
+    """Return the architecture for KFD's gfx_target_version, or None for 0, which is a CPU.
+
+    110501 is gfx1151, and 90010 is gfx90a.
+    """
     major, minor, step = version // 10000, version // 100 % 100, version % 100
     return f"gfx{major}{minor:x}{step:x}" if 0 < major < 64 and minor < 16 and step < 16 else None
 
 
 def kfd_gpus(reads: ProbeReads) -> list[Gpu]:
-    """AMD GPUs in the order of their KFD nodes, as in ROCr; empty without KFD."""
+    """Return the AMD GPUs in the order of their KFD nodes, as in ROCr; empty if the system has no KFD."""
     numbers = sorted(int(name) for name in reads.names(KFD_NODES) if name.isdecimal() and len(name) < 6)
     nodes = [(number, _node(reads, number)) for number in numbers]
     cpus = {number for number, node in nodes if node.get("simd_count") == "0"}
@@ -96,7 +99,7 @@ def _node(reads: ProbeReads, number: int) -> dict[str, str]:
         return {}
     found = dict(re.findall(r"^(\w+) (.+)$", text, re.MULTILINE))
     if "simd_count" not in found:
-        reads.note(path, "no line simd_count")
+        reads.note(path, "the line simd_count is missing")
     return found
 
 
@@ -112,7 +115,7 @@ def _kfd_gpu(reads: ProbeReads, number: int, node: dict[str, str], cpus: set[int
     pci_id = f"{AMD}:{device_id:04x}" if device_id is not None and 0 <= device_id < 1 << 16 else None
     gfx = gfx_of_version(version) if version is not None else None
     if version is not None and gfx is None:
-        reads.note(f"{folder}/properties: gfx_target_version", f"no architecture: {version}")
+        reads.note(f"{folder}/properties: gfx_target_version", f"unknown architecture: {version}")
     by_id = gfx_of_id(pci_id)
     gpu = Gpu(
         vendor="amd",
@@ -137,7 +140,7 @@ def _address(domain: int, location: int) -> str:
 
 
 def _bank_bytes(reads: ProbeReads, folder: str) -> int | None:
-    """Memory size from KFD's banks, used if DRM's file is missing."""
+    """Return a GPU's memory size from KFD's memory banks, which is used if the DRM file is missing."""
     total = 0
     for name in reads.names(f"{folder}/mem_banks"):
         text = reads.text(f"{folder}/mem_banks/{name}/properties") or ""
@@ -147,13 +150,13 @@ def _bank_bytes(reads: ProbeReads, folder: str) -> int | None:
 
 
 def _used(reads: ProbeReads, device: str) -> int | None:
-    """Bytes of a card's memory in use; unknown for a sleeping card, because a read may wake it."""
+    """Return the bytes in use on a card. They are None for a sleeping card, because reading them may wake it."""
     asleep = reads.line(f"{device}/power/runtime_status") == "suspended"
     return None if asleep else reads.number(f"{device}/mem_info_vram_used")
 
 
 def _atomics(reads: ProbeReads, folder: str, cpus: set[int]) -> bool | None:
-    """Whether the link to a CPU supports PCIe atomics; None if no link gives flags."""
+    """Whether the GPU's link to a CPU supports PCIe atomics; None if no link reports flags."""
     for name in reads.names(f"{folder}/io_links"):
         text = reads.text(f"{folder}/io_links/{name}/properties") or ""
         link = dict(re.findall(r"^(\w+) (\d{1,18})$", text, re.MULTILINE))
@@ -176,7 +179,7 @@ def _amd_name(reads: ProbeReads, device: str | None, pci_id: str | None) -> str:
 
 
 def _display_devices(reads: ProbeReads) -> list[tuple[str, tuple[str, str]]]:
-    """(address, (vendor, device)) of display controllers, and of AMD accelerators without a display."""
+    """Return (address, (vendor, device)) of all display controllers, and of AMD accelerators without a display."""
     found = []
     for address in reads.names(PCI_DEVICES):
         kind = reads.line(f"{PCI_DEVICES}/{address}/class").lower()
@@ -189,7 +192,7 @@ def _display_devices(reads: ProbeReads) -> list[tuple[str, tuple[str, str]]]:
 
 
 def _amd_on_bus(reads: ProbeReads, address: str, device: tuple[str, str]) -> Gpu:
-    """An AMD GPU that KFD does not list, because its driver is missing or not allowed here."""
+    """Return an AMD GPU that KFD does not list, because its driver is missing or may not be accessed here."""
     folder, pci_id = f"{PCI_DEVICES}/{address}", f"{device[0]}:{device[1]}"
     gfx = gfx_of_id(pci_id)
     arch = arch_of(gfx)
@@ -208,9 +211,9 @@ def _amd_on_bus(reads: ProbeReads, address: str, device: tuple[str, str]) -> Gpu
 
 
 def _windows_gpus(reads: ProbeReads) -> list[Gpu]:
-    """GPUs under WSL, read from Windows because Linux sees no PCI device."""
+    """Return the GPUs under WSL. They are read from Windows, because Linux lists no PCI devices there."""
     if not reads.exists(WSL_POWERSHELL):
-        reads.note("GPUs of the Windows host", "powershell.exe is not there")
+        reads.note("GPUs of the Windows host", "powershell.exe was not found")
         return []
     from lora_rocm.hardware.probe.windows_probe import ADAPTERS_SCRIPT, adapters_from_json, gpus_of_adapters
 
@@ -222,7 +225,7 @@ def _windows_gpus(reads: ProbeReads) -> list[Gpu]:
 
 
 def nvidia_gpus(reads: ProbeReads) -> list[Gpu]:
-    """NVIDIA GPUs with a driver, read from nvidia-smi or else from /proc."""
+    """Return the NVIDIA GPUs with a driver, read from nvidia-smi, or else from /proc."""
     if not any(reads.exists(path) for path in NVIDIA_SIGNS):
         return []
     about = reads.line("/proc/driver/nvidia/version")
@@ -231,7 +234,7 @@ def nvidia_gpus(reads: ProbeReads) -> list[Gpu]:
     rows = [[part.strip() for part in line.split(",")] for line in (said or "").splitlines() if line.strip()]
     gpus = [_smi_gpu(row) for row in rows if len(row) == 6 and re.fullmatch(NUMBER, row[0])]
     if said is not None and len(gpus) < len(rows):
-        reads.note("nvidia-smi", "it writes another format")
+        reads.note("nvidia-smi", "its output has an unexpected format")
     return gpus or _nvidia_of_proc(reads, about)
 
 
@@ -260,7 +263,7 @@ def _nvidia_of_proc(reads: ProbeReads, version_text: str) -> list[Gpu]:
 
 
 def read_macos(reads: ProbeReads, base: HostFacts, deep: bool) -> HostFacts:
-    """``base`` with the chip and memory of a Mac."""
+    """Return ``base`` extended by the chip and memory of a Mac."""
     said = (
         reads.run("sysctl", ["/usr/sbin/sysctl", "machdep.cpu.brand_string", "hw.memsize", "vm.swapusage"], 5.0) or ""
     )

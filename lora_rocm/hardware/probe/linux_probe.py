@@ -1,8 +1,8 @@
 """Reads a Linux machine from /proc, /sys and text files: kernel, distribution, memory, rights, firmware.
 
-It uses no ioctl and needs no root. It is not a fault if only root may read a file (debugfs) or if a machine lacks it. A
-file that exists but cannot be parsed is noted. Sources of the file formats: kernel Documentation/admin-guide,
-drivers/gpu/drm/amd/amdkfd/kfd_topology.c.
+It uses no ioctl and needs no root. A file that is missing, or that only root may read (debugfs), is not an error. A
+file that exists but cannot be parsed is listed as unread. Sources of the file formats: kernel
+Documentation/admin-guide, drivers/gpu/drm/amd/amdkfd/kfd_topology.c.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ LOG = re.compile(
     r"|PCI.{0,16}atomic|firmware.*fail|fail.*firmware",
     re.IGNORECASE,
 )
-"""Kernel messages kept for the doctor, which interprets them. The pattern is generous on purpose."""
+"""Pattern of the kernel messages to keep. It is broad on purpose, because the doctor interprets the messages."""
 LOG_ABOUT = re.compile(r"amdgpu|kfd|drm|svm_range|restore_userptr", re.IGNORECASE)
 DRM_VERSION = re.compile(r"Initialized amdgpu (\d+\.\d+)\.\d+")
 
 
 def read(reads: ProbeReads, base: HostFacts, deep: bool) -> HostFacts:
-    """``base`` with the facts of this Linux machine."""
+    """Return ``base`` extended by the facts of this Linux machine."""
     reads.boot = reads.line("/proc/sys/kernel/random/boot_id")
     kernel = reads.line("/proc/sys/kernel/osrelease")
     if not kernel:
-        reads.note("version of the kernel", "/proc/sys/kernel/osrelease is empty or not there")
+        reads.note("version of the kernel", "/proc/sys/kernel/osrelease is empty or missing")
     wsl = "microsoft" in kernel.lower() or reads.exists("/dev/dxg")
     log = _log(reads) if deep else None
     gpus = tuple(_with_firmware(reads, gpu) for gpu in linux_gpus(reads, wsl))
@@ -93,12 +93,12 @@ def _cpu(reads: ProbeReads) -> str:
 
 
 def _memory(reads: ProbeReads) -> tuple[int | None, int | None, int | None]:
-    """(total, available, swap) in bytes; in a container with a memory limit, its values."""
+    """Return (total, available, swap) memory in bytes. A container's memory limit replaces the machine's values."""
     text = reads.text("/proc/meminfo", expected=True) or ""
     found = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d{1,15}) kB", text, re.MULTILINE)}
     total, available, swap = found.get("MemTotal"), found.get("MemAvailable"), found.get("SwapTotal")
     if text and total is None:
-        reads.note("/proc/meminfo", "no line MemTotal")
+        reads.note("/proc/meminfo", "the line MemTotal is missing")
     limit = reads.line("/sys/fs/cgroup/memory.max")  # "max" means no limit
     if not re.fullmatch(r"\d{1,18}", limit) or total is None or int(limit) >= total:
         return total, available, swap
@@ -128,7 +128,10 @@ def _device(reads: ProbeReads, path: str) -> DeviceFile:
 
 
 def _groups(reads: ProbeReads) -> tuple[str, ...]:
-    """GPU groups of this process. A group that was added to the user takes effect only after the next login."""
+    """Return the GPU groups of this process.
+
+    A group that the user was added to takes effect only after the next login.
+    """
     status = reads.text("/proc/self/status", expected=True) or ""
     ids = dict(re.findall(r"^(Uid|Groups):[ \t]*([\d \t]*)$", status, re.MULTILINE))
     mine = set(ids.get("Groups", "").split())
@@ -159,7 +162,10 @@ def _rocm(reads: ProbeReads) -> str | None:
 
 
 def _firmware_package(reads: ProbeReads, deep: bool) -> str | None:
-    """Version of the package with the GPU's firmware, from dpkg, pacman or (slow, so only if ``deep``) rpm."""
+    """Return the version of the package with the GPU's firmware, from dpkg, pacman or rpm.
+
+    rpm is slow, so it is asked only if ``deep``.
+    """
     status = reads.text("/var/lib/dpkg/status", limit=DPKG_BYTES)
     if status is not None:
         return next((version for name in DPKG_NAMES if (version := _dpkg_version(status, name))), None)
@@ -187,7 +193,7 @@ def _dpkg_version(status: str, package: str) -> str | None:
 
 
 def _with_firmware(reads: ProbeReads, gpu: Gpu) -> Gpu:
-    """The GPU with the version of its scheduler firmware, if this process is root."""
+    """Return the GPU, with the version of its scheduler firmware added if this process is root."""
     if gpu.pci_address is None or not reads.sources.access(reads.sources.path(DEBUG_DRI), os.R_OK | os.X_OK):
         return gpu
     for folder in reads.names(DEBUG_DRI):  # named by card, render node or address, depending on the kernel
@@ -201,7 +207,7 @@ def _with_firmware(reads: ProbeReads, gpu: Gpu) -> Gpu:
 
 
 def _log(reads: ProbeReads) -> list[str] | None:
-    """The kernel log of this boot; None if this user may not read it."""
+    """Return the kernel log of this boot, or None if this user may not read it."""
     for command in (["journalctl", "-k", "-b", "-o", "cat", "--no-pager", "-q"], ["dmesg"]):
         lines = tool_lines(reads.sources.run, command, TOOL_TIMEOUT_S)
         if len(lines) > 1:  # a kernel log is never empty; an empty answer means no access

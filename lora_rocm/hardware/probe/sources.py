@@ -1,6 +1,6 @@
-"""The sources that the probe reads, all injectable.
+"""The sources that the probe reads. Tests can replace all of them.
 
-Nothing here raises for a fact that a machine lacks: it becomes an ``Unread``. Standard library only.
+Nothing here raises an error for a missing fact; the fact is recorded as ``Unread``. Standard library only.
 """
 
 from __future__ import annotations
@@ -36,17 +36,25 @@ HIDING = (
 
 
 class WindowsRegistry(Protocol):
-    """The Windows registry below HKEY_LOCAL_MACHINE."""
+    """Interface to the Windows registry below HKEY_LOCAL_MACHINE."""
 
     def values(self, key: str) -> dict[str, Any]:
-        """Names and values of a key. Raises OSError if it is missing or forbidden."""
+        """Return the values of a registry key by name.
+
+        Raises:
+            OSError: the key is missing or may not be read.
+        """
 
     def keys(self, key: str) -> list[str]:
-        """Names of the subkeys of a key. Raises OSError as ``values``."""
+        """Return the names of a key's subkeys.
+
+        Raises:
+            OSError: the key is missing or may not be read.
+        """
 
 
 class NoRegistry:
-    """The registry of a system without one: every key is missing."""
+    """A registry without keys, for systems other than Windows."""
 
     def values(self, key: str) -> dict[str, Any]:
         raise FileNotFoundError(2, "there is no registry", key)
@@ -56,10 +64,10 @@ class NoRegistry:
 
 
 def run_tool(command: Sequence[str], timeout_s: float) -> str:
-    """Run a tool and return its standard output. On a timeout the tool and its children are killed.
+    """Run a tool and return its standard output. On a timeout, the tool and its children are killed.
 
     Raises:
-        OSError: it cannot be started, failed, or timed out (``TimeoutError``).
+        OSError: the tool cannot be started, failed, or timed out (``TimeoutError``).
     """
     seen = {name: value for name, value in os.environ.items() if name not in HIDING}
     env = without_current_folder(seen) | {"LC_ALL": "C"}
@@ -83,7 +91,7 @@ def run_tool(command: Sequence[str], timeout_s: float) -> str:
 
 
 def tool_lines(run: Callable[[Sequence[str], float], str], command: Sequence[str], timeout_s: float) -> list[str]:
-    """The lines that a tool prints, run by ``run``; none if it is not there, fails or times out."""
+    """Run a tool with ``run`` and return the lines that it prints; empty if the tool is missing, fails or times out."""
     try:
         return run(command, timeout_s).splitlines()
     except OSError:
@@ -91,7 +99,7 @@ def tool_lines(run: Callable[[Sequence[str], float], str], command: Sequence[str
 
 
 def _kill_family(tool: subprocess.Popen[bytes]) -> None:
-    """Kill a tool and its children with the system's own tools, because psutil may not be installed yet."""
+    """Kill a tool and its children by system commands, because psutil may not be installed yet."""
     command = ["taskkill", "/T", "/F", "/PID", str(tool.pid)]
     if sys.platform != "win32":
         command = ["sh", "-c", f"kill -9 -{tool.pid}"]  # it leads its own session and process group
@@ -117,29 +125,30 @@ def _no_version(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Sources:
-    """The sources of facts. The defaults are this machine; tests replace them."""
+    """The sources of facts. The defaults read this machine; tests replace them."""
 
     system: System
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     root: Path | None = None
-    """Folder that replaces the root of the file system; a drive letter is a folder in it."""
+    """Folder that replaces the root of the file system, or None. A drive letter becomes a folder in it."""
     site_packages: tuple[Path, ...] = field(default_factory=lambda: tuple(Path(entry) for entry in sys.path if entry))
     app_dir: Path | None = None
-    """Folder of the tool cache; None disables it."""
+    """Folder where the output of tools is cached, or None for no cache."""
     run: Callable[[Sequence[str], float], str] = run_tool
     registry: WindowsRegistry = field(default_factory=NoRegistry)
     access: Callable[[Path, int], bool] = os.access
     disk: Callable[[Path], tuple[int, int]] = _disk
-    """(total, free) bytes of the file system that holds a path."""
+    """Function that returns (total, free) bytes of a path's file system."""
     memory_status: Callable[[], tuple[int, int, int]] = _no_memory_status
-    """Windows: bytes of memory, of available memory, and of memory with page file."""
+    """Function that returns three sizes on Windows: memory, available memory, and memory with the page file, in bytes.
+    """
     file_version: Callable[[Path], str | None] = _no_version
-    """Windows: the version resource of a DLL."""
+    """Function that returns a DLL's version on Windows, from its version resource."""
     cpu_count: int = field(default_factory=lambda: os.cpu_count() or 1)
     python: str = sys.executable
 
     def path(self, text: str) -> Path:
-        """A path of the machine, below ``root`` if it is set."""
+        """Return a path on the machine. If ``root`` is set, the path is below it."""
         if self.root is None:
             return Path(text)
         if text[1:2] == ":":
@@ -148,7 +157,7 @@ class Sources:
 
 
 def this_machine() -> Sources:
-    """The sources of this machine."""
+    """Return the sources that read this machine."""
     system: System = {"win32": "windows", "darwin": "macos"}.get(sys.platform, "linux")  # type: ignore[assignment]
     folder = app_dir(os.environ, system)
     if system == "windows":
@@ -161,15 +170,15 @@ def this_machine() -> Sources:
 
 
 class ProbeReads:
-    """The reads of one probe. A fact that cannot be read is noted and becomes None."""
+    """Read operations of one probe. A fact that cannot be read is recorded in a list and becomes None."""
 
     def __init__(self, sources: Sources, again: bool = False) -> None:
         self.sources = sources
         self.again = again
-        """Retry tools that failed before."""
+        """Whether to retry tools that failed before."""
         self.unread: list[Unread] = []
         self.boot = ""
-        """Identifies this boot; part of the key of cached tool output."""
+        """Identifier of this boot, part of the cache key of tool output."""
 
     def note(self, what: str, why: str | OSError) -> None:
         """Record a fact that could not be read."""
@@ -177,7 +186,7 @@ class ProbeReads:
         self.unread.append(Unread(what, reason))
 
     def text(self, path: str, *, expected: bool = False, limit: int = READ_BYTES) -> str | None:
-        """The text of a file, or None. A missing file is noted only if it is ``expected``."""
+        """Return the text of a file, or None. A missing file is recorded as unread only if it is ``expected``."""
         try:
             with self.sources.path(path).open("rb") as file:
                 return file.read(limit).decode("utf-8", "replace")
@@ -191,27 +200,30 @@ class ProbeReads:
         return None
 
     def line(self, path: str) -> str:
-        """The stripped text of a small file; empty if it is missing."""
+        """Return the stripped text of a small file; empty if it is missing."""
         return (self.text(path) or "").strip()
 
     def number(self, path: str) -> int | None:
-        """The number in a file, or None."""
+        """Return the number in a file, or None if it is missing or not a number."""
         found = self.text(path)
         return None if found is None else self.parsed(found.strip(), path)
 
     def parsed(self, text: str, what: str) -> int | None:
-        """A decimal number, or a hexadecimal one with 0x. Anything else is noted and gives None."""
+        """Parse a decimal number, or a hexadecimal one with 0x.
+
+        Other text is recorded as unread, and None is returned.
+        """
         try:
             number = int(text, 0) if text.lower().startswith("0x") else int(text)
         except ValueError:
             number = -1
         if number in NUMBERS:
             return number
-        self.note(what, f"no number: {text[:40]!r}")
+        self.note(what, f"not a number: {text[:40]!r}")
         return None
 
     def names(self, folder: str) -> list[str]:
-        """Sorted names in a folder; empty if it is missing."""
+        """Return the sorted names in a folder; empty if it is missing."""
         try:
             return sorted(os.listdir(self.sources.path(folder)))
         except (FileNotFoundError, NotADirectoryError):
@@ -225,7 +237,7 @@ class ProbeReads:
         return os.path.exists(self.sources.path(path))
 
     def values(self, key: str) -> dict[str, Any]:
-        """The values of a registry key; empty if it is missing."""
+        """Return the values of a registry key by name; empty if the key is missing."""
         try:
             return self.sources.registry.values(key)
         except FileNotFoundError:
@@ -235,7 +247,7 @@ class ProbeReads:
             return {}
 
     def run(self, tool: str, command: Sequence[str], timeout_s: float) -> str | None:
-        """The output of a tool; None, and noted, if it fails."""
+        """Return the output of a tool. If the tool fails, that is recorded and None is returned."""
         try:
             return self.sources.run(command, timeout_s)
         except OSError as error:
@@ -243,15 +255,17 @@ class ProbeReads:
             return None
 
     def ask(self, tool: str, command: Sequence[str], timeout_s: float, about: str) -> str | None:
-        """The output of a slow tool, cached for this boot and ``about`` (a driver version, a wheel).
+        """Return the output of a slow tool, or None if it fails. The result is cached for this boot and for ``about``.
 
-        Failures are cached too: a tool that hangs must not cost its timeout at every start.
+        Failures are cached too, so that a tool that hangs does not cost its timeout at every start.
+
+        about: text on which the output depends, such as a driver version or a wheel.
         """
         key = "\n".join([self.boot, about, *command])
         known = recalled(self.sources.app_dir, tool, key)
         if known is not None and not (self.again and known.get("failed")):
             if known.get("failed"):
-                self.note(tool, f"{known['failed']} (remembered; lora-rocm doctor asks again)")
+                self.note(tool, f"{known['failed']} (result of an earlier attempt; lora-rocm doctor tries again)")
             return known.get("said")
         before = len(self.unread)
         said = self.run(tool, command, timeout_s)
@@ -265,7 +279,7 @@ MEMORY_FILE = "remembered.json"
 
 
 def recalled(folder: Path | None, tool: str, key: str) -> dict[str, Any] | None:
-    """The cached entry of a tool under this key, or None. A damaged file is ignored."""
+    """Return the cached entry of a tool if it was stored under this key, else None. A damaged cache file is ignored."""
     entry = _entries(folder).get(tool)
     if not isinstance(entry, dict) or entry.get("key") != key:
         return None
@@ -274,7 +288,7 @@ def recalled(folder: Path | None, tool: str, key: str) -> dict[str, Any] | None:
 
 
 def remember(folder: Path | None, tool: str, entry: dict[str, Any]) -> None:
-    """Cache a tool's last output. If the file cannot be written, the next probe is only slower."""
+    """Store a tool's last output in the cache. If the file cannot be written, the next probe is only slower."""
     if folder is None:
         return
     text = json.dumps({"format": FORMAT, "tools": {**_entries(folder), tool: entry}})

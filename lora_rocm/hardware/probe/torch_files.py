@@ -1,15 +1,15 @@
-"""Reads the installed torch and related packages from their files. Nothing is imported.
+"""Reads the installed torch and related packages from their files. It imports none of them.
 
-Contents of AMD wheels: Wheels of download.pytorch.org have rocBLAS's kernels in ``torch/lib/rocblas/library`` with the
-architecture in each name (TensileLibrary_lazy_gfx1100.dat). AMD's older wheels have the same files in a package
-``_rocm_sdk_libraries_*``. AMD's multi-arch torch has none, but a package ``amd-torch-device-<gfx>`` for each
-architecture (TheRock RELEASES.md; packages like amd-torch-device-gfx11 have only attention kernels). MIOpen's databases
-also name architectures without kernels in the wheel, so they prove nothing.
+Kernels in AMD wheels: Wheels of download.pytorch.org have rocBLAS's kernels in ``torch/lib/rocblas/library``, with the
+architecture in each file name (TensileLibrary_lazy_gfx1100.dat). AMD's older wheels have the same files in a package
+``_rocm_sdk_libraries_*``. AMD's multi-arch torch contains no kernels. They are in a package ``amd-torch-device-<gfx>``
+for each architecture (TheRock RELEASES.md; packages like amd-torch-device-gfx11 have only attention kernels). MIOpen's
+databases also name architectures for which the wheel has no kernels, so they prove nothing.
 
 AOTriton, the attention library of ROCm's torch, has two parts: a library, with its version in
-``torch/include/aotriton/config.h``, and GPU images, with a file ``__signature__`` in each folder. This is JSON
-that names the Triton that built the images; its version ends in the AOTriton that it was built for
-("3.7.0+gitdb82b800.aotriton0.13"; aotriton python/write_image_signature.py). Images before 0.12 have no such ending.
+``torch/include/aotriton/config.h``, and folders of GPU images, each with a file ``__signature__``. This file is JSON
+that contains the version of the Triton that built the images. That version ends in the AOTriton for which they were
+built ("3.7.0+gitdb82b800.aotriton0.13"; aotriton python/write_image_signature.py). Images before 0.12 lack this ending.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ASK = "import torch; f = getattr(torch._C, '_cuda_getArchFlags', None); print('a
 
 
 def installed(reads: ProbeReads, deep: bool) -> tuple[Torch | None, dict[str, str]]:
-    """The torch that ``import torch`` would find, and the versions of related packages."""
+    """Return the torch that ``import torch`` would find, or None, and the versions of related packages by name."""
     libraries: dict[str, str] = {}
     torch: Torch | None = None
     for folder in reads.sources.site_packages:
@@ -57,7 +57,7 @@ def installed(reads: ProbeReads, deep: bool) -> tuple[Torch | None, dict[str, st
 
 
 def _packages(reads: ProbeReads, folder: Path) -> dict[str, str]:
-    """Names (as in file names) and versions of the packages installed in a folder."""
+    """Return the versions of the packages in a folder, by package name as spelled in the file names."""
     try:
         names = os.listdir(folder)
     except OSError:  # sys.path often has entries that are not folders
@@ -70,7 +70,7 @@ def _torch(reads: ProbeReads, folder: Path, packages: dict[str, str], deep: bool
     text = _text(reads, folder / "torch" / "version.py")
     version = _field(text, "__version__") or packages.get("torch")
     if version is None:
-        reads.note("version of torch", f"{folder / 'torch' / 'version.py'} does not have it")
+        reads.note("version of torch", f"{folder / 'torch' / 'version.py'} does not contain it")
         return None
     torch = Torch(version, hip=_field(text, "hip"), cuda=_field(text, "cuda"))
     if torch.hip is not None:
@@ -99,13 +99,13 @@ def _text(reads: ProbeReads, path: Path) -> str:
 
 
 def _field(text: str, name: str) -> str | None:
-    """A string that a Python file assigns ("hip = '7.2.53211'"); None if it assigns ``None`` or nothing."""
+    """Return the text that a Python file assigns to a name ("hip = '7.2.53211'"), or None if there is none."""
     found = re.search(VERSION_FIELD.format(name=name), text, re.MULTILINE)
     return found.group(1) if found else None
 
 
 def _device_packages(reads: ProbeReads, folder: Path, packages: dict[str, str]) -> tuple[str, ...] | None:
-    """Architectures of the kernel packages of AMD's multi-arch torch, possibly none; None for another torch."""
+    """Return the architectures with an installed kernel package, for AMD's multi-arch torch; None for another torch."""
     found = {one.group(1) for name in packages if (one := DEVICE_PACKAGE.fullmatch(name))}
     if found:
         return _sorted(found)
@@ -115,7 +115,7 @@ def _device_packages(reads: ProbeReads, folder: Path, packages: dict[str, str]) 
 
 
 def _kernel_files(folder: Path) -> tuple[str, ...]:
-    """Architectures in the names of rocBLAS's kernel files, of torch itself or of AMD's library packages."""
+    """Return the architectures in the file names of rocBLAS's kernels, in torch itself or in AMD's library packages."""
     places = [folder / "torch" / "lib"]
     for package in folder.glob("_rocm_sdk_libraries*"):
         places += [package / "lib", package / "bin"]
@@ -134,7 +134,10 @@ def _sorted(gfx: set[str]) -> tuple[str, ...]:
 
 
 def _aotriton(folder: Path) -> str | None:
-    """Version of the bundled attention library: from its header, else from its file name, which has none on Windows."""
+    """Return the version of the bundled attention library, or None if unknown.
+
+    The version comes from the library's header, or else from its file name, which has no version on Windows.
+    """
     header = _optional_text(folder / "torch" / "include" / "aotriton" / "config.h")
     parts = dict(AOTRITON_DEFINE.findall(header))
     if "MAJOR" in parts and "MINOR" in parts:
@@ -150,7 +153,10 @@ def _aotriton(folder: Path) -> str | None:
 
 
 def _aotriton_images(folder: Path) -> dict[str, str]:
-    """Folder of GPU images -> the AOTriton that they were built for; folders that do not name one are omitted."""
+    """Return the AOTriton version for which each folder of GPU images was built.
+
+    Folders without this version are omitted.
+    """
     images = folder / "torch" / "lib" / "aotriton.images"
     try:
         names = sorted(os.listdir(images))
@@ -163,7 +169,7 @@ def _aotriton_images(folder: Path) -> dict[str, str]:
 
 
 def _optional_text(path: Path) -> str:
-    """The text of a file that not every wheel has."""
+    """Return the text of a file that not every wheel has; empty if it is missing."""
     try:
         with path.open("rb") as file:
             return file.read(FILE_BYTES).decode("utf-8", "replace")
@@ -172,7 +178,11 @@ def _optional_text(path: Path) -> str:
 
 
 def _ask(reads: ProbeReads, folder: Path, torch: Torch) -> tuple[str, ...]:
-    """Ask torch itself, once per wheel: its RECORD changes with every installation."""
+    """Return the architectures that torch itself reports.
+
+    torch is started once per installation; the answer is cached under the wheel's RECORD file, which each installation
+    changes.
+    """
     try:
         record = os.stat(folder / f"torch-{torch.version}.dist-info" / "RECORD")
         about = f"{folder} {torch.version} {record.st_size} {record.st_mtime_ns}"
@@ -183,5 +193,5 @@ def _ask(reads: ProbeReads, folder: Path, torch: Torch) -> tuple[str, ...]:
     reads.boot = boot
     found = re.search(r"^archs: *(.*)$", said or "", re.MULTILINE)
     if said is not None and found is None:
-        reads.note("architectures of torch", "it writes another format")
+        reads.note("architectures of torch", "its output has an unexpected format")
     return tuple(found.group(1).split()) if found else ()

@@ -1,6 +1,6 @@
-"""The Windows API calls of the probe: registry, memory, versions of DLLs. Standard library only.
+"""Windows API calls of the probe: registry, memory, DLL versions. Standard library only.
 
-Importable everywhere; the functions work on Windows alone.
+The module can be imported on every system, but its functions work only on Windows.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ DLL_BYTES_OF_VERSION = 8
 
 
 class RealRegistry:
-    """This machine's registry. Only on Windows."""
+    """This machine's registry (Windows only)."""
 
     def values(self, key: str) -> dict[str, Any]:
-        """Names and values of a key below HKEY_LOCAL_MACHINE."""
+        """Return the values of a key below HKEY_LOCAL_MACHINE, by name."""
         import winreg as registry
 
         api: Any = registry
@@ -24,7 +24,7 @@ class RealRegistry:
             return {name: value for name, value, _ in (api.EnumValue(opened, number) for number in range(count))}
 
     def keys(self, key: str) -> list[str]:
-        """Names of the subkeys of a key below HKEY_LOCAL_MACHINE."""
+        """Return the names of a key's subkeys below HKEY_LOCAL_MACHINE."""
         import winreg as registry
 
         api: Any = registry
@@ -33,10 +33,10 @@ class RealRegistry:
 
 
 def memory_status() -> tuple[int, int, int]:
-    """Bytes of memory, of available memory, and of memory with page file. Only on Windows.
+    """Return three sizes in bytes: memory, available memory, and memory with the page file. Windows only.
 
     Raises:
-        OSError: the call fails.
+        OSError: the system call failed.
     """
     import ctypes
 
@@ -56,7 +56,7 @@ def memory_status() -> tuple[int, int, int]:
 
 
 def file_version(path: Path) -> str | None:
-    """The version resource of a DLL, "10.0.3551.0"; None without one. Only on Windows."""
+    """Return a DLL's version from its version resource ("10.0.3551.0"), or None if it has none. Windows only."""
     import ctypes
 
     api: Any = ctypes

@@ -1,6 +1,6 @@
 """Reads a Windows machine from its registry, its DLLs and hipInfo.exe. Standard library only, importable everywhere.
 
-HSA_OVERRIDE_GFX_VERSION does not reach HIP on Windows, so hipInfo's gcnArchName is the true architecture. Sources:
+On Windows, HIP ignores HSA_OVERRIDE_GFX_VERSION, so hipInfo's gcnArchName is the true architecture. Sources:
 learn.microsoft.com (display class keys, TDR registry keys, GlobalMemoryStatusEx); TheRock
 docs/development/windows_support.md (hipInfo in the environment's Scripts).
 """
@@ -62,7 +62,7 @@ class DisplayAdapter:
 
 @dataclass(frozen=True)
 class Hip:
-    """A GPU in hipInfo's list, which has HIP's order."""
+    """A GPU in the output of hipInfo, which lists GPUs in HIP's order."""
 
     name: str
     gfx: str
@@ -70,7 +70,7 @@ class Hip:
 
 
 def read(reads: ProbeReads, base: HostFacts, deep: bool) -> HostFacts:
-    """``base`` with the facts of this Windows machine."""
+    """Return ``base`` extended by the facts of this Windows machine."""
     reads.boot = str(reads.values(BOOT_KEY).get("BootId", ""))
     adapters = _adapters(reads)
     gpus = gpus_of_adapters(adapters, _hip(reads, adapters))
@@ -132,7 +132,10 @@ def _adapters(reads: ProbeReads) -> list[DisplayAdapter]:
 
 
 def _adapter(values: Mapping[str, Any]) -> DisplayAdapter | None:
-    r"""The adapter in a registry key's values; None if virtual. MatchingDeviceId is "PCI\VEN_1002&DEV_744C&..."."""
+    r"""Return the display adapter that a registry key's values describe, or None if it is virtual.
+
+    The value MatchingDeviceId contains its PCI id: "PCI\VEN_1002&DEV_744C&...".
+    """
     found = re.search(r"VEN_([0-9A-F]{4})&DEV_([0-9A-F]{4})", str(values.get("MatchingDeviceId", "")), re.IGNORECASE)
     if found is None:
         return None
@@ -150,18 +153,18 @@ def _adapter(values: Mapping[str, Any]) -> DisplayAdapter | None:
 
 
 def adapters_from_json(reads: ProbeReads, text: str) -> list[DisplayAdapter]:
-    """Adapters from the output of ``ADAPTERS_SCRIPT``: a JSON object, or a list of objects."""
+    """Return the adapters in the output of ``ADAPTERS_SCRIPT``, which is a JSON object or a list of objects."""
     try:
         found = json.loads(text.lstrip("\ufeff").strip() or "[]")
     except (ValueError, RecursionError):
-        reads.note("powershell", f"it writes another format: {text.strip()[:40]!r}")
+        reads.note("powershell", f"its output has an unexpected format: {text.strip()[:40]!r}")
         return []
     rows = found if isinstance(found, list) else [found]
     return [adapter for row in rows if isinstance(row, dict) and (adapter := _adapter(row))]
 
 
 def _hip(reads: ProbeReads, adapters: Sequence[DisplayAdapter]) -> list[Hip]:
-    """GPUs in HIP's order; empty without hipInfo, which comes with AMD's wheels."""
+    """Return the GPUs in HIP's order; empty if hipInfo, which comes with AMD's wheels, is missing."""
     amd = [adapter for adapter in adapters if adapter.pci_id[:4] == "1002"]
     tool = Path(reads.sources.python).parent / "hipInfo.exe"
     if not amd or not tool.exists():
@@ -169,12 +172,12 @@ def _hip(reads: ProbeReads, adapters: Sequence[DisplayAdapter]) -> list[Hip]:
     said = reads.ask("hipInfo", [str(tool)], TOOL_TIMEOUT_S, " ".join(adapter.driver or "" for adapter in amd))
     found = hip_info(said or "")
     if said is not None and not found:
-        reads.note("hipInfo", "it writes another format")
+        reads.note("hipInfo", "its output has an unexpected format")
     return found
 
 
 def hip_info(text: str) -> list[Hip]:
-    """Parse the GPUs in hipInfo's output."""
+    """Return the GPUs in hipInfo's output."""
     gpus = []
     for block in re.split(r"^device#", text, flags=re.MULTILINE)[1:]:
         values = dict(re.findall(r"^\s*(\w+):[ \t]*(\S.*?)\s*$", block, re.MULTILINE))
@@ -186,7 +189,7 @@ def hip_info(text: str) -> list[Hip]:
 
 
 def gpus_of_adapters(adapters: Sequence[DisplayAdapter], hips: Sequence[Hip] = ()) -> list[Gpu]:
-    """GPUs of the adapters. AMD's are in HIP's order if hipInfo was read, else in the registry's."""
+    """Return the GPUs of the adapters. AMD's are in HIP's order if hipInfo was read, else in the registry's order."""
     left = list(adapters)
     gpus = []
     for hip in hips:
@@ -223,7 +226,10 @@ def _gpu(adapter: DisplayAdapter, vendor: Vendor) -> Gpu:
 
 
 def _hip_libraries(reads: ProbeReads) -> list[Library]:
-    """Every amdhip64*.dll that could be loaded instead of the wheel's: System32 first, then PATH."""
+    """Return every amdhip64*.dll that Windows may load in place of the wheel's.
+
+    Files in System32 come first, then files in the folders of PATH.
+    """
     system_root = reads.sources.environ.get("SystemRoot") or reads.sources.environ.get("SYSTEMROOT") or r"C:\Windows"
     folders = [rf"{system_root}\System32"]
     folders += [part.strip('"') for part in reads.sources.environ.get("PATH", "").split(";") if part.strip('" ')]

@@ -1,1 +1,1 @@
-"""The rules over several keys of a recipe: a file for each section, the table of all in ``table.py``."""
+"""The rules over several keys of a recipe. Each section has its own module; ``table.py`` collects all rules."""

@@ -1,4 +1,4 @@
-"""Rules about the keys of ``lora``, alone and with the base's storage and computation."""
+"""Rules about the keys of ``lora``, some in combination with how the base is stored and computed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _odd_ranks(init: str, rank: int, conv_rank: int | None, others: Sequence[int
 
 
 def _unread_by(kind: str, names: Sequence[str], why: str) -> tuple[RecipeRule, ...]:
-    """Keys that a kind of adapter does not read, in ``lora`` and in its overrides."""
+    """Return rules that refuse keys which a kind of adapter does not read, in ``lora`` and in its overrides."""
     return tuple(
         replace(
             no_effect(f"{place}.{name}", ("lora.type",), lambda found: found == kind, why, "Remove it."),
@@ -50,7 +50,7 @@ RULES: tuple[RecipeRule, ...] = (
         "an-override-sets-something",
         (f"{OVERRIDE}.rank", f"{OVERRIDE}.alpha", f"{OVERRIDE}.learning_rate"),
         lambda *values: all(value is None for value in values),
-        "it sets nothing",
+        "this override sets nothing",
         "Add rank, alpha or learning_rate, or remove the entry.",
         at=f"{OVERRIDE}.match",
     ),
@@ -71,8 +71,8 @@ RULES: tuple[RecipeRule, ...] = (
             f"start-from-the-base:{name}",
             (f"lora.{name}", "lora.init"),
             lambda value, init: bool(value) and init in FROM_BASE,
-            "does not go with init: {1}",
-            f"Remove {name}, or take another init, such as default.",
+            "cannot be used with init: {1}",
+            f"Remove {name}, or use another init, such as default.",
             at=f"lora.{name}",
         )
         for name in (*DROPOUTS, "use_dora", "scale_weight_norms")
@@ -81,7 +81,7 @@ RULES: tuple[RecipeRule, ...] = (
         "orthogonal-ranks-are-even",
         ("lora.init", "lora.rank", "lora.conv_rank", "lora.overrides[all].rank"),
         _odd_ranks,
-        "init: orthogonal needs even ranks, and one is {odd}",
+        "init: orthogonal needs even ranks, but one rank is {odd}",
         "Use {even}, or another init.",
         at="lora.init",
     ),
@@ -90,7 +90,7 @@ RULES: tuple[RecipeRule, ...] = (
         "dora-needs-dense-weights",
         ("model.quantization", "lora.use_dora"),
         lambda quantization, use_dora: quantization != "none" and use_dora,
-        "DoRA needs dense weights, and model.quantization is {0}",
+        "DoRA needs dense weights, but model.quantization is {0}",
         "Train without lora.use_dora, or set model.quantization: none.",
         at="lora",
     ),
@@ -100,8 +100,8 @@ RULES: tuple[RecipeRule, ...] = (
             f"compiled-code-draws-nothing:{name}",
             (f"lora.{name}", "runtime.compile"),
             lambda share, compile: bool(share) and compile in ("regional", "full"),
-            f"lora.{name} does not go with compiled blocks",
-            "Remove it, or runtime.compile.",
+            f"lora.{name} cannot be used with compiled blocks",
+            "Remove this key, or runtime.compile.",
             at=f"lora.{name}",
         )
         for name in DROPOUTS

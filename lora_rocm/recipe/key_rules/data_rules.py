@@ -1,4 +1,4 @@
-"""Rules about the keys of ``data``: the sources of samples, and the files that go with them."""
+"""Rules about the keys of ``data``: the sources of samples, and their masks, control images and metadata."""
 
 from __future__ import annotations
 
@@ -16,28 +16,47 @@ Lengths = int | tuple[int, ...] | None
 
 
 def holding(own: object, shared: object, class_prompt: str | None) -> bool:
-    """Whether a source has an option, from its own entry or from ``data``. Class images take none from ``data``."""
+    """Return whether an option is set for a source.
+
+    Args:
+        own: value in the source's own entry, or None.
+        shared: value in ``data``, used if ``own`` is None. Class images ignore it.
+        class_prompt: the source's prompt if it has class images, or None.
+    """
     return bool(shared if own is None and class_prompt is None else own)
 
 
 def any_holding(shared: object, number: int, own: Sequence[object], class_prompts: Paths) -> bool:
-    """``holding`` for any of ``number`` sources; without entries the options of ``data`` count."""
+    """Return whether an option is set for any source (see ``holding``).
+
+    Args:
+        shared: value in ``data``. It alone decides if ``data.sources`` has no entries.
+        number: number of entries of ``data.sources``.
+        own: the option's value in each entry.
+        class_prompts: prompt of each entry with class images, or None.
+    """
     if not number:
         return bool(shared)
     return any(holding(each, shared, prompt) for each, prompt in zip(own, class_prompts, strict=True))
 
 
 CONTROL_KEYS = ("control_path", "control_column")
-"""The options that give a source control images: one place, or a list of places. All rules about them are derived."""
+"""The source options that add control images. Each takes one place or a list of places."""
 CONTROLS = (
     *("data.sources", f"{SOURCES}.class_prompt"),
     *(key for name in CONTROL_KEYS for key in (f"data.{name}", f"{SOURCES}.{name}")),
 )
-"""The keys that determine whether samples have control images, in the order of the arguments of ``controls_of``."""
+"""The keys that determine which samples have control images, in the order of ``controls_of``'s arguments."""
 
 
 def controls_of(number: int, class_prompts: Paths, *values: Any) -> list[tuple[int, str]]:
-    """For each source: the number of control images per image, and the key that gives them. ``values``: of CONTROLS."""
+    """Return (number of control images per image, key that sets them) for each source.
+
+    Args:
+        number: number of entries of ``data.sources``. If it is 0, the options of ``data`` are the only source.
+        class_prompts: prompt of each entry with class images, or None.
+        values: values of the remaining keys of CONTROLS.
+    """
     given, found = list(zip(CONTROL_KEYS, values[::2], values[1::2], strict=True)), []
     for index in range(number or 1):  # without entries the options of data count
         options = []
@@ -51,7 +70,7 @@ def controls_of(number: int, class_prompts: Paths, *values: Any) -> list[tuple[i
 
 
 MASK_KEYS = ("mask_path", "alpha_mask")
-"""The options that give a source masks."""
+"""The source options that add masks."""
 MASKS = (
     *("data.mask_path", "data.alpha_mask", "data.sources", f"{SOURCES}.mask_path", f"{SOURCES}.alpha_mask"),
     f"{SOURCES}.class_prompt",
@@ -63,7 +82,7 @@ def _no_masks(mask: object, alpha: object, number: int, masks: Paths, alphas: Se
 
 
 def _place(path: str | None, dataset: str | None, split: str = "") -> tuple[str, ...]:
-    """The normalised place of a source's samples."""
+    """Identify a source's samples by a normalised path, or by dataset and split; empty if neither is given."""
     if dataset is None:
         return (normpath(path),) if path else ()
     return normpath(dataset), split
@@ -93,7 +112,7 @@ def _without_controls(
 
 
 def _both_of_a_source(key: str, other: str, fix: str) -> tuple[RecipeRule, ...]:
-    """A source, or the one folder of ``data``, cannot have both options. ``data`` gives its options to all sources."""
+    """Return rules that forbid two options for one source, in its entry or in ``data``, from which sources inherit."""
 
     def broken(
         own: object, shared: object, others_own: object, others_shared: object, class_prompt: str | None, path: str
@@ -117,7 +136,7 @@ def _both_of_a_source(key: str, other: str, fix: str) -> tuple[RecipeRule, ...]:
 
 
 def _of_folders(key: str) -> RecipeRule:
-    """A source of rows, which have no file names, cannot have companion files."""
+    """Return a rule that forbids a companion-file option for a dataset. The rows of a dataset have no file names."""
 
     def broken(own: object, shared: object, dataset: str | None, class_prompt: str | None) -> list[Breach]:
         wrong = dataset is not None and holding(own, shared, class_prompt)
@@ -133,14 +152,19 @@ def _of_folders(key: str) -> RecipeRule:
 
 
 def _of_rows(key: str, instead: str) -> tuple[RecipeRule, ...]:
-    """A folder of images, which has no rows, cannot have a column."""
+    """Return rules that forbid a table-column option for a folder of images, which has no rows.
+
+    Args:
+        key: the option.
+        instead: the option for folders that the fix suggests.
+    """
 
     def broken(own: object, shared: object, path: str | None, class_prompt: str | None) -> list[Breach]:
         wrong = path is not None and holding(own, shared, class_prompt)
         return [{"at": f"data.{key}" if own is None else f"{SOURCE}.{key}"}] if wrong else []
 
-    what, fix = f"cannot have {key}, because it is a folder of images", f"Name a folder in {instead}, or write dataset "
-    fix += "for path, if a table in the folder names the images."
+    what, fix = f"cannot have {key}, because it is a folder of images", f"Set {instead} to a folder. If a table in "
+    fix += "the folder lists the images, write dataset in place of path."
     return (
         RecipeRule(
             f"source-not-both:{key},path",
@@ -161,7 +185,7 @@ def _of_rows(key: str, instead: str) -> tuple[RecipeRule, ...]:
 
 
 def not_of_videos(key: str) -> tuple[RecipeRule, ...]:
-    """A source of clips cannot have files or channels for single images."""
+    """Return rules that forbid a single-image option for a source of video clips."""
 
     def broken(
         own: object, shared: object, own_frames: Lengths, shared_frames: Lengths, class_prompt: str | None, *_: object
@@ -172,7 +196,7 @@ def not_of_videos(key: str) -> tuple[RecipeRule, ...]:
 
     keys = (f"{SOURCE}.{key}", f"data.{key}", f"{SOURCE}.frames", "data.frames", f"{SOURCE}.class_prompt")
     what = f"cannot have both {key} and clips (frames above 1)"
-    fix = f"Remove {key}, or set frames: 1. {key} is read for single images only: give these their own source."
+    fix = f"Remove {key}, or set frames: 1. {key} is only for single images: move these to their own source."
     return (
         RecipeRule(f"source-not-both:{key},frames", (*keys, f"{SOURCE}.path"), broken, f"{{5}} {what}", fix),
         RecipeRule(
@@ -187,7 +211,7 @@ def not_of_videos(key: str) -> tuple[RecipeRule, ...]:
 
 
 def frames_of_folders() -> tuple[RecipeRule, ...]:
-    """Clips are folders, so a dataset cannot have clips."""
+    """Return rules that allow clips only in folders. A clip is a sub-folder; a dataset's rows are single images."""
     fix = "Remove it: clips are sub-folders of a source with path."
     return (
         RecipeRule(
@@ -218,7 +242,7 @@ def _has_videos(frames: Lengths) -> bool:
 
 
 def unread_of_class_images(name: str) -> RecipeRule:
-    """Class images do not read this option of sources."""
+    """Return a rule that refuses a source option which class images do not read."""
     what = "with class_prompt: the base draws the images, and the prompt is their caption"
     return no_effect(
         f"{SOURCE}.{name}", (f"{SOURCE}.class_prompt",), lambda prompt: prompt is not None, what, "Remove it."
@@ -230,8 +254,8 @@ def _changes_the_image(key: str) -> str:
 
 
 FOLDER_ALONE, ROWS_ALONE = (
-    "on a folder, which has no splits and no columns of images",
-    "Remove it, or write dataset for path.",
+    "on a folder, which has no splits and no image columns",
+    "Remove it, or write dataset in place of path.",
 )
 
 RULES: tuple[RecipeRule, ...] = (
@@ -282,7 +306,7 @@ RULES: tuple[RecipeRule, ...] = (
         "class-images-are-regularisation",
         (f"{SOURCE}.class_prompt", f"{SOURCE}.is_reg"),
         lambda prompt, is_reg: prompt is not None and not is_reg,
-        "images that the base draws are regularisation images",
+        "class_prompt needs is_reg, because the images that the base draws are regularisation images",
         "Add is_reg: true.",
         at=f"{SOURCE}.class_prompt",
     ),
@@ -339,8 +363,8 @@ RULES: tuple[RecipeRule, ...] = (
         "all-sources-have-controls",
         (f"{SOURCES}.path", f"{SOURCES}.dataset", *CONTROLS),
         _without_controls,
-        "an image of {name} has {has} control images, and an image of another source has {most}",
-        f"Add its {' or '.join(CONTROL_KEYS)} with as many places, or train on it in a separate run.",
+        "an image of {name} has {has} control images, but an image of another source has {most}",
+        f"Add its {' or '.join(CONTROL_KEYS)} with {{most}} places, or train on it in a separate run.",
         at="data.sources",
     ),
     RecipeRule(
@@ -377,7 +401,7 @@ RULES: tuple[RecipeRule, ...] = (
             *("data.path", f"{SOURCES}.path", f"{SOURCES}.dataset", f"{SOURCES}.split"),
         ),
         _is_trained,
-        "is trained on, so its loss would not show what the model forgets",
+        "is also trained on, so its loss would not show what the model forgets",
         "Watch other samples.",
         at=WATCHED,
     ),

@@ -9,7 +9,7 @@ RULES: tuple[RecipeRule, ...] = (
         "timesteps-are-a-range",
         ("objective.min_timestep", "objective.max_timestep"),
         lambda least, most: least >= most,
-        "no timestep is from min_timestep {0} to below max_timestep {1}",
+        "min_timestep {0} is not below max_timestep {1}",
         "Lower min_timestep, or raise max_timestep.",
     ),
     *(

@@ -1,4 +1,4 @@
-"""Rules about the keys of ``optim``, alone and with the weights that are trained."""
+"""Rules about the keys of ``optim``, some in combination with the trained weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RULES: tuple[RecipeRule, ...] = (
         "average-in-place-of-schedule",
         (OPTIMIZER, "optim.lr_scheduler"),
         lambda optimizer, scheduler: _averages(optimizer) and scheduler != "constant",
-        "{0} averages in place of a schedule, and lr_scheduler is {1}",
+        "{0} averages weights in place of a schedule, but lr_scheduler is {1}",
         "Remove lr_scheduler; a warm-up is fine.",
         at="optim.lr_scheduler",
     ),
@@ -69,7 +69,7 @@ RULES: tuple[RecipeRule, ...] = (
         "average-is-the-result",
         (OPTIMIZER, "train.ema_decay"),
         lambda optimizer, decay: _averages(optimizer) and bool(decay),
-        "{0} keeps its own average, which is the result",
+        "{0} already averages the weights, and its average is the result",
         "Remove train.ema_decay.",
         at="train.ema_decay",
     ),
@@ -77,8 +77,8 @@ RULES: tuple[RecipeRule, ...] = (
         "average-is-not-scaled",
         (OPTIMIZER, "lora.scale_weight_norms"),
         lambda optimizer, norm: _averages(optimizer) and norm is not None,
-        "{0} averages the weights, and the average would not be scaled down",
-        "Remove it, or take another optimizer.",
+        "{0} cannot be used with it: it averages the weights, and the average would not be scaled down",
+        "Remove it, or use another optimizer.",
         at="lora.scale_weight_norms",
     ),
     *(
@@ -86,8 +86,8 @@ RULES: tuple[RecipeRule, ...] = (
             f"relative-step-reads-no-rates:{key}",
             (OPTIMIZER, "optim.relative_step", f"lora.{key}"),
             lambda _, relative_step, rates, sets=sets: relative_step and sets(rates),
-            "{0} with relative_step reads no learning rates",
-            "Set it to false, or remove what sets learning rates from lora.",
+            "{0} with relative_step does not read the learning rates in lora",
+            "Set it to false, or remove loraplus_lr_ratio and learning_rate from lora.",
             at="optim.relative_step",
         )
         for key, sets in (("loraplus_lr_ratio", lambda ratio: ratio != 1.0), ("overrides[all].learning_rate", any))
@@ -96,8 +96,8 @@ RULES: tuple[RecipeRule, ...] = (
         "optimizer-fits-weights",
         (OPTIMIZER, "lora.weight_dtype"),
         _unfit_weights,
-        "{0} is not for lora.weight_dtype: {1}",
-        "Set lora.weight_dtype: {usual}, or take another optimizer: {others}.",
+        "{0} does not support lora.weight_dtype: {1}",
+        "Set lora.weight_dtype: {usual}, or use another optimizer: {others}.",
         at=OPTIMIZER,
     ),
     *(
@@ -105,8 +105,8 @@ RULES: tuple[RecipeRule, ...] = (
             f"average-after:{key}",
             (OPTIMIZER, f"optim.{key}"),
             lambda optimizer, until: _averages(optimizer) and bool(until),
-            f"{{0}} averages the weights, also after {key}",
-            "Take another optimizer.",
+            f"{{0}} averages the weights even after {key}, so the new tokens would still change",
+            "Use another optimizer, or remove it.",
             at=f"optim.{key}",
         )
         for key in UNTIL

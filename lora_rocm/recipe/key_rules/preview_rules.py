@@ -1,4 +1,4 @@
-"""Rules about previews: samplers, sizes and prompts that the family supports, and its input images and masks."""
+"""Rules about previews: the family must support the sampler, sizes, prompts, input images and masks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NEGATIVE_PROMPT = "sample.negative_prompt"
 
 
 def section(prompts: Prompts, control_prompts: Prompts, **known: Any) -> SampleSection:
-    """The section with the keys that a rule reads, and all others at their defaults."""
+    """Return a ``sample`` section with the given keys; all others have their defaults."""
     return SampleSection.model_construct(prompts=tuple(prompts), control_prompts=tuple(control_prompts), **known)
 
 
 def with_inputs(prompts: Prompts, control_prompts: Prompts, *files: Sequence[str]) -> SampleSection:
-    """The section with the values of the keys INPUTS, in their order."""
+    """Return a ``sample`` section with the values of the keys in INPUTS, given in that order."""
     return section(prompts, control_prompts, **dict(zip(PREVIEW_INPUTS.values(), map(tuple, files), strict=True)))
 
 
@@ -59,7 +59,7 @@ def _sides(spec: FamilySpec, prompts: Prompts, control_prompts: Prompts) -> list
 
 
 def _inputs(name: str, wrong: Callable[[FamilySpec, PreviewPrompt], object]) -> Callable[..., list[Breach]]:
-    """The breaches at an input (``name``) of all previews for which ``wrong`` is true."""
+    """Return a check that reports every preview for which ``wrong`` is true, at its input file ``name``."""
 
     def broken(spec: FamilySpec, prompts: Prompts, control_prompts: Prompts, *files: Sequence[str]) -> list[Breach]:
         sample = with_inputs(prompts, control_prompts, *files)
@@ -84,14 +84,14 @@ RULES: tuple[RecipeRule, ...] = (
         "negative-prompt-of-family",
         ("model.family", *PROMPTS, NEGATIVE_PROMPT),
         _negative_prompts,
-        "{0.title} reads no negative prompt",
+        "{0.title} does not read a negative prompt",
         "Remove it.",
     ),
     RecipeRule(
         "sides-of-a-prompt",
         ("model.family", *PROMPTS),
         _sides,
-        "the sides of images of {0.title} are multiples of {step} pixels, and one is {px}",
+        "the sides of {0.title} images have to be multiples of {step} pixels, but one is {px}",
         "Take {less} or {more}.",
     ),
     RecipeRule(
@@ -108,6 +108,6 @@ RULES: tuple[RecipeRule, ...] = (
             "mask", lambda spec, preview: spec.model_section.may_inpaint and preview.mask and not preview.control_image
         ),
         "this mask has no image",
-        "Name the image too: control_image, or sample.control_images.",
+        "Also give the image: control_image, or sample.control_images.",
     ),
 )

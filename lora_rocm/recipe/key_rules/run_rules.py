@@ -1,4 +1,4 @@
-"""Rules about a run: its length, its batches, the machine, and keys that do nothing without another."""
+"""Rules about the run's length, batches and machine, and about keys without effect unless another key is set."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ MANY_CAPTIONS = tuple(
 
 
 def _alone(key: str, others: tuple[str, ...], off: str) -> RecipeRule:
-    """A key that is read only if one of the others is set.
+    """Return a rule against a key that has no effect because none of ``others`` is set.
 
-    A user who sets one of these to off (false, 0 or []) has switched a feature off and keeps its settings: that is
-    fine. ``off``: the first one's default, as YAML.
+    The rule does not apply if the user has written one of ``others`` as off (false, 0 or []). Such a user has switched
+    the feature off and keeps its settings.
+
+    Args:
+        key: the key without effect.
+        others: the keys of which at least one must be set.
+        off: default of the first of ``others``, as YAML.
     """
     named = " or ".join(others)
     return RecipeRule(
@@ -53,15 +58,15 @@ RULES: tuple[RecipeRule, ...] = (
         "a-source-has-no-larger-batches",
         ("data.sources[each].max_batch_size", "train.batch_size"),
         lambda own, batch_size: (own or 0) > batch_size,
-        "this source has more samples in a batch than train.batch_size, which is {1}",
-        "Raise train.batch_size, or lower this.",
+        "max_batch_size of this source is above train.batch_size, which is {1}",
+        "Lower it, or raise train.batch_size.",
         at="data.sources[each].max_batch_size",
     ),
     RecipeRule(
         "compiled-for-gpus",
         ("runtime.device", "runtime.compile"),
         lambda device, compile: device == "cpu" and compile in ("regional", "full"),
-        "torch.compile is for GPUs, and runtime.device is cpu",
+        "torch.compile is for GPUs, but runtime.device is cpu",
         "Remove compile, or device: cpu.",
         at="runtime.compile",
     ),
@@ -69,7 +74,7 @@ RULES: tuple[RecipeRule, ...] = (
         "activations-are-kept-or-recomputed",
         ("runtime.memory", "train.gradient_checkpointing"),
         lambda memory, recomputes: recomputes and memory in ("keep", "selective"),
-        "{0} keeps activations, and train.gradient_checkpointing recomputes all of them",
+        "{0} keeps activations, but train.gradient_checkpointing recomputes all of them",
         "Remove one of them.",
         at="runtime.memory",
     ),

@@ -1,4 +1,4 @@
-"""The table of all rules over several keys of a recipe, and a lookup of the rules that read a key."""
+"""The table of all rules over several keys of a recipe, and a lookup of rules by key."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ RULES: tuple[RecipeRule, ...] = (
     *preview_rules.RULES,
     *FAMILY_RULES,
 )
-"""The rules of all recipes. A rule does not apply to a recipe of kinds that lack its keys."""
+"""The rules that do not depend on the family. A rule is skipped for a recipe that lacks one of its keys."""
 
 
 @cache
 def rules_for(spec: FamilySpec) -> tuple[RecipeRule, ...]:
-    """The rules for recipes of a family."""
+    """Return the rules for recipes of a family."""
     return (*RULES, *rules_of_spec(spec), *spec.rules)
 
 
 def rules_of(key: str, registry: FamilyRegistry = PRODUCT) -> tuple[RecipeRule, ...]:
-    """The rules that read a key, such as "lora.rank", "data.sources[0].path" or a whole section, of all families."""
+    """Return the rules of all families that read a key ("data.sources[0].path") or any key of a section ("data")."""
     found = {rule.id: rule for spec in registry for rule in rules_for(spec) if rule.reads(key)}
     return tuple(found.values())

@@ -79,7 +79,7 @@ def test_a_streamed_encoder_gives_the_same_bits(name: str, stored: str) -> None:
     door.place(model, "text_encoder")
     assert all(torch.equal(one, other) for one, other in zip(states(model), wanted, strict=True))
     assert door.changed() == [] and door.streaming() is None
-    assert len(said) == 1 and f"{LAYERS} layers" in said[0] and "text_encoder" in said[0] and "has 0 B free" in said[0]
+    assert len(said) == 1 and f"{LAYERS} layers" in said[0] and "text_encoder" in said[0] and "0 B are free" in said[0]
     packed = [each for each in model.modules() if is_packed(each)]
     assert len(packed) == (0 if stored == "none" else 7 * LAYERS)
     names = [path for path, _ in model.named_parameters()]

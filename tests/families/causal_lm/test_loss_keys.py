@@ -228,7 +228,7 @@ def test_a_table_of_which_all_rows_are_refused_is_one_error_that_names_the_colum
     [
         ({"messages": []}, ("messages",)),
         ({"input_ids": [1, 2], "labels": [-100, 2]}, ("input_ids", "tokens")),
-        ({"input": "a", "preferred_output": "b", "non_preferred_output": "c"}, ("preferred_output", "better")),
+        ({"input": "a", "preferred_output": "b", "non_preferred_output": "c"}, ("preferred_output", "two answers")),
         ({"messages": [USER, {**ANSWER, "content": ["a", 3]}]}, ("message 2", "Part 1", "'a'")),
         ({"messages": [USER, {**ANSWER, "content": [{"type": "refusal", "refusal": "no"}]}]}, ("Part 1", "'refusal'")),
         (

@@ -104,7 +104,7 @@ def test_a_failure_is_remembered_and_asked_again_on_request(tmp_path: Path) -> N
     assert look.unread == [Unread("tool", "no answer within 1 s")]
     assert look.ask(*ASK) is None
     assert len(tools.asked) == 1
-    assert "remembered" in look.unread[-1].why
+    assert "earlier attempt" in look.unread[-1].why
     tools.answers["tool"] = "well again"
     look.again = True
     assert look.ask(*ASK) == "well again"

@@ -1,0 +1,1 @@
+"""File formats of other trainers' configurations: each is read into settings with their lines."""

@@ -1,0 +1,77 @@
+"""Prompts of previews: a text, a list, or a file that the configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lora_rocm.foundation.json_text import BadJson, parse_json
+from lora_rocm.importing.setting import Setting, Value
+from lora_rocm.importing.translator import Translator
+
+MAX_PROMPTS = 100
+FILES = (".txt", ".json", ".toml", ".yaml", ".yml")
+KEYS = {
+    "prompt": "prompt", "negative_prompt": "negative_prompt", "neg": "negative_prompt", "width": "width",
+    "height": "height", "seed": "seed", "sample_steps": "steps", "steps": "steps", "diffusion_steps": "steps",
+    "scale": "guidance_scale", "guidance_scale": "guidance_scale", "cfg_scale": "guidance_scale",
+}  # fmt: skip
+"""Key of a prompt in other trainers' files -> ours."""
+
+
+def take_prompts(t: Translator, setting: Setting) -> None:
+    """``sample.prompts`` from kohya's ``sample_prompts``: a file with one prompt per line, or the prompts themselves.
+
+    Options after a prompt (``--w 1024 --d 7``) stay: ``sample.prompts`` reads them.
+    """
+    value = setting.value
+    if isinstance(value, str) and value.lower().endswith(FILES):
+        file = t.files.named_by(setting, changes_weights=False)
+        if file is None:
+            t.lose(setting, "the file with the prompts is not here", ours="sample.prompts", changes_weights=False)
+            return
+        if file.path.suffix.lower() == ".txt":
+            found: list[Value] = [*_lines(file.text)]
+        else:
+            content = file.settings()
+            t.unread += content.unread
+            for each in content.settings:
+                if each.key.rpartition(".")[2] not in KEYS and each.value not in (None, "", False):
+                    t.lose(each, "a prompt has no such key here", ours="sample.prompts", changes_weights=False)
+            found = [*_mappings(content.settings)] or [*_strings(file.text)]
+    else:
+        found = [*_lines(value)] if isinstance(value, str) else list(value) if isinstance(value, list) else []
+    if not found:
+        t.skip(setting, "there are no prompts")
+        return
+    t.take("sample.prompts", found[:MAX_PROMPTS], setting)
+    if len(found) > MAX_PROMPTS:
+        t.change(setting, f"the first {MAX_PROMPTS} of {len(found)} prompts")
+
+
+def _lines(text: str) -> list[str]:
+    """The prompts of a text with one per line; ``#`` begins a comment line."""
+    return [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+
+
+def _strings(text: str) -> list[str]:
+    """The prompts of a JSON list of texts."""
+    try:
+        value = parse_json(text, repeated_keys=True)
+    except BadJson:
+        return []
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
+
+
+def _mappings(settings: list[Setting]) -> list[Mapping[str, Value]]:
+    """The prompts of a file with a mapping for each; values of the section above hold for all (``prompt.subset``)."""
+    prompts: dict[str, dict[str, Value]] = {}
+    for setting in settings:
+        above, _, name = setting.key.rpartition(".")
+        if name in KEYS and setting.value not in (None, ""):
+            prompts.setdefault(above, {})[KEYS[name]] = setting.value
+    shared = {section: values for section, values in prompts.items() if "prompt" not in values}
+    return [
+        {**shared.get(section.rpartition(".")[0], {}), **prompt}
+        for section, prompt in prompts.items()
+        if prompt.get("prompt")
+    ]

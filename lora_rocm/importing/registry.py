@@ -1,0 +1,31 @@
+"""The trainers with configurations that can be imported. A trainer's module is loaded only when it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+
+from lora_rocm.importing.trainer import PeerTrainer
+
+MODULES: Mapping[str, str] = {
+    "kohya": "lora_rocm.importing.trainers.kohya",
+    "onetrainer": "lora_rocm.importing.trainers.onetrainer",
+    "ai-toolkit": "lora_rocm.importing.trainers.ai_toolkit",
+    "simpletuner": "lora_rocm.importing.trainers.simpletuner",
+    "musubi": "lora_rocm.importing.trainers.musubi",
+    "diffusion-pipe": "lora_rocm.importing.trainers.diffusion_pipe",
+    "llama-factory": "lora_rocm.importing.trainers.llama_factory",
+    "axolotl": "lora_rocm.importing.trainers.axolotl",
+    "unsloth": "lora_rocm.importing.trainers.unsloth",
+    "trl": "lora_rocm.importing.trainers.trl",
+    "torchtune": "lora_rocm.importing.trainers.torchtune",
+    "peft": "lora_rocm.importing.trainers.peft",
+}
+"""Id of a trainer, as in ``recipe/foreign.toml`` -> the module with its ``TRAINER``."""
+
+
+def trainer_of(name: str) -> PeerTrainer:
+    """The trainer with this id."""
+    found = import_module(MODULES[name]).TRAINER
+    assert isinstance(found, PeerTrainer)
+    return found

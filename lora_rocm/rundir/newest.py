@@ -1,0 +1,41 @@
+"""The newest run in a folder. No recipe is read, so that it is quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lora_rocm.errors import UserError
+from lora_rocm.rundir.layout import RunDir
+
+
+def is_run(path: Path) -> bool:
+    """Whether there is a run at ``path``; False for a folder that this user may not read."""
+    try:
+        return path.is_dir() and RunDir(path).holds_run()
+    except OSError:
+        return False
+
+
+def newest_in(folder: Path) -> Path:
+    """Return the run with the newest events in a folder. If the folder is itself a run, return it.
+
+    Raises:
+        UserError: there is no run in the folder.
+    """
+    if folder.is_dir() and is_run(folder):
+        return folder
+    found = [path for path in folder.iterdir() if is_run(path)] if folder.is_dir() else []
+    if not found:
+        fix = "Name a run directory, or the folder of the runs with --runs-dir (output.dir of the recipe)."
+        raise UserError("no-run", "There is no run in this folder.", where=str(folder), fix=fix)
+    return max(found, key=lambda path: (written_s(RunDir(path)), path.name))
+
+
+def written_s(run_dir: RunDir) -> float:
+    """Return when a run was last written to; 0 if its files cannot be examined."""
+    for file in (run_dir.events(), run_dir.recipe):  # before its first event, a run has only a recipe
+        try:
+            return file.stat().st_mtime
+        except OSError:
+            continue
+    return 0.0

@@ -1,0 +1,13 @@
+accelerate launch --num_cpu_threads_per_process 1 --mixed_precision bf16 src/musubi_tuner/flux_kontext_train_network.py \
+    --dit path/to/dit_model \
+    --vae path/to/ae_model \
+    --text_encoder1 path/to/text_encoder1 \
+    --text_encoder2 path/to/text_encoder2 \
+    --dataset_config kontext-data.toml \
+    --sdpa --mixed_precision bf16 \
+    --timestep_sampling flux_shift --weighting_scheme none \
+    --optimizer_type adamw8bit --learning_rate 1e-4 --gradient_checkpointing \
+    --max_data_loader_n_workers 2 --persistent_data_loader_workers \
+    --network_module networks.lora_flux --network_dim 32 \
+    --max_train_epochs 16 --save_every_n_epochs 1 --seed 42 \
+    --output_dir path/to/output_dir --output_name name-of-lora

@@ -1,0 +1,73 @@
+"""TOML, JSON and YAML of other trainers become settings with lines; damaged files are read as far as possible."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from lora_rocm.importing.formats.config_text import MAX_DOTS, json_settings, toml_settings, yaml_settings
+from lora_rocm.importing.formats.tree import MAX_DEPTH, MAX_SETTINGS
+from lora_rocm.importing.setting import FileContent
+
+Read = Callable[[str, str], FileContent]
+
+
+def pairs(content: FileContent) -> list[tuple[str, object, int]]:
+    return [(setting.key, setting.value, setting.line) for setting in content.settings]
+
+
+def test_toml_with_sections_and_lists_of_sections() -> None:
+    text = 'a = 1\n[b]\nc = [1, 2]\n# a = 3\n[[d]]\npath = "x"\n  [[d.e]]\n  f = true\n[[d]]\npath = "y"\n'
+    assert pairs(toml_settings(text, "f")) == [
+        ("a", 1, 1),
+        ("b.c", [1, 2], 3),
+        ("d[0].path", "x", 6),
+        ("d[0].e[0].f", True, 8),
+        ("d[1].path", "y", 10),
+    ]
+
+
+def test_damaged_toml_is_read_by_lines() -> None:
+    text = 'a = 1\nb = \n[s]\npath = "C:\\models\\new.safetensors"\nc = $HOME\n'
+    found = toml_settings(text, "f")
+    assert pairs(found) == [("a", 1, 1), ("s.path", "C:\\models\\new.safetensors", 4)]
+    assert [(part.file, part.line) for part in found.unread] == [("f", 2), ("f", 5)]
+
+
+def test_json_with_nested_values() -> None:
+    text = '{\n "a": {"b": null},\n "c": [{"d": 1}, {"d": 2}],\n "e": []\n}'
+    assert pairs(json_settings(text, "f")) == [("a.b", None, 2), ("c[0].d", 1, 3), ("c[1].d", 2, 3), ("e", [], 4)]
+
+
+def test_half_a_json_file_is_read_by_lines() -> None:
+    text = '{\n  "network_dim": 32,\n  "path": "a",\n  "lr": 1e-4, oops\n  "list": [\n    1,\n'
+    found = json_settings(text, "f")
+    assert pairs(found)[:2] == [("network_dim", 32, 2), ("path", "a", 3)]
+    assert [part.line for part in found.unread] == [4, 6]
+
+
+def test_damaged_yaml_is_read_down_to_the_damage() -> None:
+    found = yaml_settings("a: 1\nb: {c: 2}\nd: [1, 2\ne: 3\n", "f")
+    assert pairs(found) == [("a", 1, 1), ("b.c", 2, 2)]
+    assert [part.line for part in found.unread] == [3, 4]
+
+
+@pytest.mark.parametrize("read", [toml_settings, json_settings, yaml_settings])
+@pytest.mark.parametrize(
+    "text",
+    ["", "\n", "[" * 5000, "{" * 5000, "a = " + "[" * 5000, ".".join("a" * (MAX_DOTS + 2)) + " = 1", "\x00", "a: b: c",
+     "'", "- - - -", "a = 1\na = 2", '{"a": 1, "a": 2}', "&a [*a]", "\u2028", "= 3", "[]\n]"],
+)  # fmt: skip
+def test_no_text_is_an_error(read: Read, text: str) -> None:
+    assert isinstance(read(text, "f"), FileContent)
+
+
+def test_the_number_and_the_depth_of_settings_are_bounded() -> None:
+    many = json.dumps({f"a{number}": number for number in range(MAX_SETTINGS + 10)})
+    assert len(json_settings(many, "f").settings) == MAX_SETTINGS
+    deep: object = 1
+    for _ in range(MAX_DEPTH + 5):
+        deep = {"a": deep}
+    assert json_settings(json.dumps(deep), "f").settings == []

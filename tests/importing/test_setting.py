@@ -1,0 +1,72 @@
+"""Settings of other trainers: their text in messages, and secrets."""
+
+from __future__ import annotations
+
+import pytest
+
+from lora_rocm.importing.setting import MAX_SHOWN_LETTERS, Setting, Value, path_text
+
+TOKEN = "hf_abcdefghijklmnopqrstuvwxyz1234"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("huggingface_token", "anything"),
+        ("wandb_api_key", "anything"),
+        ("logging.api-key", "anything"),
+        ("password", "x"),
+        ("notes", f"my token is {TOKEN}"),
+        ("notes", "0123456789abcdef0123456789abcdef01234567"),
+        ("additional_parameters", "--wandb_api_key=0123456789abcdefghij --flip_aug"),
+        ("args", ["--hub_token", "a", TOKEN]),
+        ("key", "sk-abcdefghijklmnop"),
+    ],
+)
+def test_a_secret_is_never_shown(key: str, value: Value) -> None:
+    setting = Setting(key, value, "a.toml", 3)
+    assert setting.is_secret and setting.shown == "***"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("keep_tokens", 3),
+        ("max_token_length", 225),
+        ("class_tokens", "zwx"),
+        ("revision", "0123456789abcdef0123456789abcdef01234567"),
+        ("pad_token", "<pad>"),
+        ("num_vectors_per_token", 2),
+    ],
+)
+def test_other_values_are_shown(key: str, value: Value) -> None:
+    assert not Setting(key, value).is_secret and "***" not in Setting(key, value).shown
+
+
+def test_a_value_is_shown_on_one_short_line() -> None:
+    assert Setting("a", True).shown == "true"
+    assert Setting("a", "x\ny").shown.count("\n") == 0
+    assert len(Setting("a", "x" * 500).shown) == MAX_SHOWN_LETTERS
+    assert Setting("huggingface_token", "").shown == ""
+
+
+def test_places() -> None:
+    assert Setting("a", 1, "f.toml", 3).where == "f.toml:3"
+    assert Setting("a", 1, "f.toml").where == "f.toml"
+    assert Setting("a", 1).where == "" and Setting("a", 1).is_default
+
+
+@pytest.mark.parametrize(
+    ("written", "path"),
+    [
+        ("C:\\sets\\zwx", "C:/sets/zwx"),
+        ("\\\\server\\sets", "//server/sets"),
+        (".\\sets", "./sets"),
+        ("~/sets", "~/sets"),
+        ("/a/b\\ c", "/a/b\\ c"),
+        (' "D:\\x" ', "D:/x"),
+        ("name", "name"),
+    ],
+)
+def test_paths_have_forward_slashes(written: str, path: str) -> None:
+    assert path_text(written) == path
