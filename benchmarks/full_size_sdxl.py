@@ -51,7 +51,7 @@ def make_model(folder: Path, layout: ModelLayout = LAYOUT, dtype: torch.dtype = 
     """Write random weights with a family's published structure, and the packaged tokenizers."""
     shutil.copytree(layout.configs, folder, dirs_exist_ok=True)
     for name, packed in layout.tokenizers.items():
-        shutil.copytree(packaged(packed), folder / name, dirs_exist_ok=True)
+        shutil.copytree(packaged(packed.packaged), folder / name, dirs_exist_ok=True)
     own = layout.alone[-1:]  # by the class of a part that no other family has, a folder is recognised too
     pipeline = layout.parts[own[0]].cls.__name__ if own else "StableDiffusionXLPipeline"
     (folder / "model_index.json").write_text(json.dumps({"_class_name": pipeline}), encoding="utf-8")
