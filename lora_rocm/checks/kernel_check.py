@@ -479,6 +479,14 @@ def first_wrong(
     return None if wrong is None else " ".join(map(str, wrong))
 
 
+def launched(case: Case | ExactCase, device: torch.device, dtype: torch.dtype) -> None:
+    """Compute a case with its Triton kernels, and compare nothing."""
+    if isinstance(case, ExactCase):
+        case.run("triton", device)
+    else:
+        _KernelInputs(case, device, dtype).outcome("triton", dtype)
+
+
 def _near(case: Case, device: torch.device, dtype: torch.dtype) -> None:
     given = _KernelInputs(case, device, dtype)
     wanted = given.outcome("eager", torch.float32)

@@ -12,13 +12,15 @@ results have to be the same on other starts: with ``runtime.deterministic``, on 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lora_rocm.checks.kernel_check import Case, ExactCase, cases_for, first_wrong, proof_of
+from lora_rocm.checks.kernel_processes import KernelCompilers
 from lora_rocm.checks.kernel_proof import Proof
 from lora_rocm.foundation.units import count_text, time_text
 from lora_rocm.kernels.backend import refusal, use_plain
@@ -66,6 +68,7 @@ def choose(
     kept: KernelChoice | None = None,
     limit_s: float | None = LIMIT_S,
     context: RunContext = NOBODY,
+    compilers: KernelCompilers | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> KernelChoice:
     """Return the implementation of each kernel, and let this process compute so.
@@ -79,6 +82,7 @@ def choose(
         kept: the decision that a resumed run keeps, or None to decide now.
         limit_s: seconds to wait for comparisons, or None to wait for all. A kept decision waits for all.
         context: receives ``kernels`` events, a heartbeat after each comparison, and notices.
+        compilers: processes that compile cases meanwhile. A comparison waits for the kernels of its case.
         clock: seconds.
 
     Raises:
@@ -98,8 +102,18 @@ def choose(
     needed = None if kernels is None else set(kernels) - plain
     unproven = {case: proof for case in cases_for(needed, dtype) if not (proof := proof_of(case, dtype)).is_known}
     deadline = None if kept is not None or limit_s is None or needed is None else clock() + limit_s
-    wrong, left = _compare(device, dtype, unproven, context, lambda: deadline is not None and clock() > deadline)
-    progress = KernelsEvent(kernel="", done=len(unproven) - len(left), total=len(unproven))
+    if compilers is not None:
+        compilers.add(unproven)
+    compare = _CaseComparison(device, dtype, context, compilers, lambda: deadline is not None and clock() > deadline)
+    with compiled_here() as compiled:
+        wrong, left = compare(unproven)
+    progress = KernelsEvent(
+        kernel="",
+        done=len(unproven) - len(left),
+        total=len(unproven),
+        compiled=len(compiled),
+        compiled_before=0 if compilers is None else compilers.finished,
+    )
     if wrong is not None:
         context.emit(progress.model_copy(update={"plain": sorted(needed or ())}))
         context.notice(f"Steps cannot use lora-rocm's Triton kernels, and are slower: {wrong}")
@@ -118,29 +132,58 @@ def choose(
     return choice
 
 
-def _compare(
-    device: torch.device,
-    dtype: torch.dtype,
-    unproven: Mapping[Case | ExactCase, Proof],
-    context: RunContext,
-    is_late: Callable[[], bool],
-) -> tuple[str | None, set[Case | ExactCase]]:
-    """Compare cases, and record those that pass; return what is wrong with the first that fails, and cases not proven.
+@contextmanager
+def compiled_here() -> Iterator[list[str]]:
+    """Collect the names of the kernels that this process compiles. Kernels from Triton's cache are not among them."""
+    from triton import knobs
 
-    The kernels of fingerprints guard each step, so they are compared first, and always.
-    """
-    ordered: Sequence[Case | ExactCase] = sorted(unproven, key=lambda case: not isinstance(case, ExactCase))
-    if ordered:
-        context.notice(
-            f"Compiling and checking {count_text(len(ordered), 'kernel')}, once for this GPU and its driver."
-        )
-    for done, case in enumerate(ordered):
-        if is_late() and not isinstance(case, ExactCase):
-            return None, {*ordered[done:]}
-        context.emit(KernelsEvent(kernel=str(case), done=done, total=len(ordered)))
-        wrong = first_wrong(device, dtype, [case])
-        if wrong is not None:
-            return wrong, {*ordered[done:]}
-        unproven[case].keep()
-        context.beat("load")
-    return None, set()
+    names, before = list[str](), knobs.compilation.listener
+
+    def listen(*, src: object, cache_hit: bool, **more: object) -> None:
+        if not cache_hit:
+            names.append(str(getattr(src, "name", "")))
+        if before is not None:
+            before(src=src, cache_hit=cache_hit, **more)
+
+    knobs.compilation.listener = listen
+    try:
+        yield names
+    finally:
+        knobs.compilation.listener = before
+
+
+@dataclass(frozen=True)
+class _CaseComparison:
+    """Compares cases, and records those that pass. ``is_late``: whether the start no longer waits."""
+
+    device: torch.device
+    dtype: torch.dtype
+    context: RunContext
+    compilers: KernelCompilers | None
+    is_late: Callable[[], bool]
+
+    def __call__(self, unproven: Mapping[Case | ExactCase, Proof]) -> tuple[str | None, set[Case | ExactCase]]:
+        """Return what is wrong with the first case that fails, and the cases that are not proven.
+
+        The kernels of fingerprints guard each step, so they are compared first, and always.
+        """
+        ordered: Sequence[Case | ExactCase] = sorted(unproven, key=lambda case: not isinstance(case, ExactCase))
+        if ordered:
+            self.context.notice(
+                f"Compiling and checking {count_text(len(ordered), 'kernel')}, once for this GPU and its driver."
+            )
+        for done, case in enumerate(ordered):
+            if self.is_late() and not isinstance(case, ExactCase):
+                return None, {*ordered[done:]}
+            self.context.emit(KernelsEvent(kernel=str(case), done=done, total=len(ordered)))
+            if self.compilers is not None:
+                self.compilers.wait(case, self._beat)
+            wrong = first_wrong(self.device, self.dtype, [case])
+            if wrong is not None:
+                return wrong, {*ordered[done:]}
+            unproven[case].keep()
+            self._beat()
+        return None, set()
+
+    def _beat(self) -> None:
+        self.context.beat("load")

@@ -169,12 +169,16 @@ class KernelsEvent(Event):
         kernel: the kernel that is being checked, or empty.
         done, total: number of kernels that were not known to be correct on this machine.
         plain: at the end, the kernels that this run computes in plain PyTorch instead.
+        compiled: at the end, the number of compiled programs that were not in Triton's cache.
+        compiled_before: at the end, the number of kernels that other processes compiled meanwhile.
     """
 
     kernel: Text
     done: Whole
     total: Whole
     plain: list[Text] = []
+    compiled: Whole = 0
+    compiled_before: Whole = 0
 
 
 class RepairedEvent(Event):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -17,6 +18,7 @@ from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.adapters.training_adapter import TrainingAdapter, attach_training_adapter
 from lora_rocm.checks import kernel_choice
 from lora_rocm.checks.kernel_choice import KernelChoice
+from lora_rocm.checks.kernel_processes import KernelCompilers, KernelMemory, compilers_for, unproven_cases
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.allocator import LimitFollower, empty_pools
 from lora_rocm.device.attention import training_context
@@ -53,16 +55,22 @@ def choose_memory(start: StartContext, family: ModelFamily, shapes: Collection[S
 
 
 def load_model(
-    start: StartContext, family: ModelFamily, transfer: DeviceTransfer, memory: MemoryManager
+    start: StartContext,
+    family: ModelFamily,
+    transfer: DeviceTransfer,
+    memory: MemoryManager,
+    compilers: KernelCompilers | None = None,
 ) -> tuple[LoadedModel, Adapter, TrainingAdapter, KernelChoice]:
     """Load the base and attach the adapters on the CPU, then send the model to the device.
+
+    ``compilers``: processes that compile kernels while weights are read. The comparison is before the device is full.
 
     Returns the model, its adapter, its training adapter, and the implementation of its kernels.
     """
     recipe = start.recipe
     compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # from the unfused modules
-    choice = choose_kernels(start, memory)
-    triton = choice.triton
+    if compilers is not None and memory.kernels is not None:
+        compilers.add(unproven_cases(memory.kernels, start.dtype))
     model = family.load(start.dtype, torch.device("cpu"))
     resumed = start.checkpoint is not None
     adapter = inject(family, model, recipe.lora, recipe.train.seed, start.context.notice, resumed=resumed)
@@ -74,6 +82,8 @@ def load_model(
     training_adapter = attach_training_adapter(family, model, recipe.model.training_adapter, start.context.notice)
     adapter.cast_inputs(False)
     adapter.read = transfer.receive
+    choice = choose_kernels(start, memory, compilers)
+    triton = choice.triton
     model.place(memory.placement(family, model, transfer, pins(start)))
     for name, component in model.components.items():
         _require_finite(component, name, start)
@@ -86,7 +96,26 @@ def load_model(
     return model, adapter, training_adapter, choice
 
 
-def choose_kernels(start: StartContext, memory: MemoryManager, *, waits: bool = False) -> KernelChoice:
+def compilers_of(start: StartContext) -> AbstractContextManager[KernelCompilers | None]:
+    """Return a context with processes that compile the kernels of this start; None if it needs none.
+
+    Only the first rank has them. The others find its kernels in Triton's cache, or compile them.
+    """
+    facts = None if start.checkpoint is None else start.checkpoint.facts
+    kept = KernelChoice.stored_in(facts)
+    if not start.settings.triton or not start.world.is_first or (kept is not None and not kept.triton):
+        return nullcontext()
+    return compilers_for(start.device, start.dtype, _kernel_memory(start))
+
+
+def _kernel_memory(start: StartContext) -> KernelMemory:
+    model = start.recipe.model
+    return KernelMemory(model.family, model.name_or_path, model.quantization, start.recipe.runtime.compile, start.dtype)
+
+
+def choose_kernels(
+    start: StartContext, memory: MemoryManager, compilers: KernelCompilers | None = None, *, waits: bool = False
+) -> KernelChoice:
     """Decide about the implementation of the step's kernels, as the checkpoint did if there is one.
 
     ``waits``: wait for all comparisons. Deterministic runs and runs on several GPUs always do.
@@ -95,6 +124,8 @@ def choose_kernels(start: StartContext, memory: MemoryManager, *, waits: bool = 
     if not start.settings.triton:  # after a failure
         return KernelChoice(triton=False)
     facts = None if start.checkpoint is None else start.checkpoint.facts
+    if memory.kernels is not None and start.device.type == "cuda":
+        _kernel_memory(start).remember(memory.kernels)
     return kernel_choice.choose(
         start.device,
         start.dtype,
@@ -102,6 +133,7 @@ def choose_kernels(start: StartContext, memory: MemoryManager, *, waits: bool = 
         kept=KernelChoice.stored_in(facts),
         limit_s=None if waits else kernel_choice.LIMIT_S,
         context=start.context,
+        compilers=compilers,
     )
 
 

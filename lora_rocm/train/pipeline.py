@@ -15,6 +15,7 @@ from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.checks.canary import Canary
 from lora_rocm.checks.graph_check import capture_on_gpu
 from lora_rocm.checks.kernel_choice import FACT
+from lora_rocm.checks.kernel_processes import KernelCompilers
 from lora_rocm.dataset.order.update_note import larger_updates_note
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.precision import FLOATS
@@ -45,7 +46,7 @@ from lora_rocm.train.disk_forecast import CacheRoom, DiskForecast
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard, Validation
 from lora_rocm.train.input_start import start_from_inputs
-from lora_rocm.train.load_model import choose_kernels, choose_memory, kernels_fact, load_model
+from lora_rocm.train.load_model import choose_kernels, choose_memory, compilers_of, kernels_fact, load_model
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.session import Session
 from lora_rocm.train.start_encoder import start_encoders
@@ -96,13 +97,14 @@ def train(start: StartContext) -> tuple[bool, int]:
     if checkpoint is not None and not start.accept_changes:
         checkpoint.require_ranks(start.world.size)
     # Caches, then base model, adapter and optimizer
-    with session.phase("cache"):
-        if checkpoint is None:  # a resumed run has computed with its base before
-            start.world.first("the base", lambda: _require_trainable(start, family))
-        data = start.world.in_turn("caches", lambda: prepare_data(start, family))
-        start.world.require_same("the training data", {"samples": data.identity()})
-    with session.phase("load"):
-        artifacts, position = load(start, family, data)
+    with compilers_of(start) as compilers:
+        with session.phase("cache"):
+            if checkpoint is None:  # a resumed run has computed with its base before
+                start.world.first("the base", lambda: _require_trainable(start, family))
+            data = start.world.in_turn("caches", lambda: prepare_data(start, family))
+            start.world.require_same("the training data", {"samples": data.identity()})
+        with session.phase("load"):
+            artifacts, position = load(start, family, data, compilers)
     # Train
     finished = position.updates >= data.max_train_steps  # only the result is missing
     if position.updates > data.max_train_steps:
@@ -126,13 +128,14 @@ def prepare_without_training(start: StartContext) -> None:
     """Fill the caches, and compile and check the kernels of the largest step, as ``train`` would."""
     session, family = start.session, family_for(start.recipe)
     compilation.how_asked(start.recipe.runtime.compile, start.device)
-    with session.phase("cache"):
-        _require_trainable(start, family)
-        data = prepare_data(start, family)
-    data.workers.close()
-    with session.phase("load"):
-        memory = choose_memory(start, family, data.prepared.facts.bucket_counts)
-        choose_kernels(start, memory, waits=True)
+    with compilers_of(start) as compilers:
+        with session.phase("cache"):
+            _require_trainable(start, family)
+            data = prepare_data(start, family)
+        data.workers.close()
+        with session.phase("load"):
+            memory = choose_memory(start, family, data.prepared.facts.bucket_counts)
+            choose_kernels(start, memory, compilers, waits=True)
 
 
 def _require_trainable(start: StartContext, family: ModelFamily) -> None:
@@ -174,13 +177,15 @@ def _fit(start: StartContext, data: Data, position: Position, artifacts: Artifac
     return finished
 
 
-def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifacts, Position]:
+def load(
+    start: StartContext, family: ModelFamily, data: Data, compilers: KernelCompilers | None = None
+) -> tuple[Artifacts, Position]:
     """Move base model, adapter and optimizer to the device, restore the checkpoint, and check the kernels."""
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     # Model, adapter and optimizer
     transfer = transfer_of(start)
     memory = choose_memory(start, family, data.prepared.facts.bucket_counts)
-    model, adapter, training_adapter, kernels = load_model(start, family, transfer, memory)
+    model, adapter, training_adapter, kernels = load_model(start, family, transfer, memory, compilers)
     if checkpoint is None and (text := recipe.lora.unstarted_text(adapter.unstarted(recipe.lora))):
         start.context.notice(text)
     start_from_inputs(start, family, model, adapter, transfer, data, memory.parts)

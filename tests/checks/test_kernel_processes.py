@@ -1,0 +1,221 @@
+"""Kernels compiled by other processes are the ones that a launch looks up; no process outlives its parent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+from triton.runtime.driver import driver  # noqa: E402
+
+from lora_rocm.checks import kernel_processes  # noqa: E402
+from lora_rocm.checks.kernel_check import FINGERPRINTS, LARGE, SMALL, cases_for, launched, proof_of  # noqa: E402
+from lora_rocm.checks.kernel_choice import choose, compiled_here  # noqa: E402
+from lora_rocm.checks.kernel_compiler import NoDevice, Target  # noqa: E402
+from lora_rocm.checks.kernel_processes import (  # noqa: E402
+    AnyCase,
+    KernelCompilers,
+    KernelMemory,
+    compilers_for,
+    process_count,
+)
+from lora_rocm.hardware.software_stack import STACK  # noqa: E402
+from lora_rocm.kernels import (  # noqa: E402
+    add_norm_triton,
+    fingerprint_triton,
+    gated_triton,
+    group_norm_triton,
+    rotary_triton,
+    token_loss_triton,
+    unpack_triton,
+)
+from lora_rocm.rundir.event_types import Event, KernelsEvent  # noqa: E402
+from tests.event_lines import hearing  # noqa: E402
+
+CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
+TARGET = Target("hip", "gfx1100", 32)
+GELU = next(case for case in LARGE if case.name == "GELU")
+CASES = (GELU, FINGERPRINTS)
+MODULES = (
+    add_norm_triton, fingerprint_triton, gated_triton, group_norm_triton, rotary_triton, token_loss_triton,
+    unpack_triton,
+)  # fmt: skip
+
+
+class LaunchesNothing(NoDevice):
+    """A driver that loads and launches a kernel as the real one does, up to the device."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self.launched = list[str]()
+        self.utils = SimpleNamespace(
+            load_binary=lambda name, *_: (self.launched.append(name), 1, 1, 0, 1024),
+            unload_module=lambda module: None,
+            get_device_properties=lambda device: {"max_shared_mem": 2**16, "warpSize": target.warp_size},
+        )
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return lambda *arguments: None
+
+
+@pytest.fixture(autouse=True)
+def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton ä"))
+    monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(STACK, "driver 1, GPU 1")
+
+
+@pytest.fixture
+def compilers() -> Iterator[KernelCompilers]:
+    made = KernelCompilers(BF16, 1, lambda: TARGET)
+    yield made
+    made.close()
+    assert all(child.poll() is not None for child in made._children)
+
+
+def found_in_cache(target: Target, cases: Sequence[AnyCase]) -> tuple[int, list[str]]:
+    """Launch the cases without a device; return the number of loaded kernels, and those that had to be compiled."""
+    without = LaunchesNothing(target)
+    for module in MODULES:
+        for kernel in vars(module).values():
+            if isinstance(kernel, triton.JITFunction):
+                kernel.device_caches.clear()
+    with mock.patch.object(type(driver), "active", without), compiled_here() as compiled, torch.enable_grad():
+        for case in cases:
+            launched(case, CPU, BF16)
+    return len(without.launched), compiled
+
+
+def test_a_launch_finds_the_kernels_of_a_process_which_ends_with_its_parent(compilers: KernelCompilers) -> None:
+    compilers.add([GELU])
+    for _ in range(600):
+        if compilers.finished:
+            break
+        time.sleep(0.1)
+    compilers.wait(GELU, lambda: pytest.fail("there is nothing to wait for"))
+    assert compilers.finished == 1
+    loaded, compiled = found_in_cache(TARGET, [GELU])
+    assert loaded == 2 and compiled == []
+    _, compiled = found_in_cache(Target("hip", "gfx1201", 32), [GELU])
+    assert len(compiled) == 2, "the control: kernels for another GPU are not in the cache"
+    (child,) = compilers._children
+    assert child.stdin is not None
+    child.stdin.write(f"{FINGERPRINTS}\n")  # it compiles while the parent ends, and the system closes the pipe
+    child.stdin.close()
+    assert child.wait(20) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("target", [TARGET, Target("hip", "gfx942", 64), Target("cuda", 90, 32)])
+def test_launches_of_all_cases_find_their_kernels(target: Target) -> None:
+    made = KernelCompilers(BF16, 2, lambda: target)
+    cases = [case for case in cases_for(None, BF16) if case not in SMALL]
+    made.add(cases)
+    while made.finished < len(cases):
+        time.sleep(0.1)
+    made.close()
+    loaded, compiled = found_in_cache(target, cases)
+    assert loaded > 50 and compiled == []
+
+
+def test_the_comparison_waits_for_a_process_and_does_the_rest_itself(
+    compilers: KernelCompilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, answered = list[str](), list[str]()
+
+    def compiled(child: object, name: str) -> bool:
+        time.sleep(0.2)
+        answered.append(name)
+        return True
+
+    monkeypatch.setattr(kernel_processes, "_compiled", compiled)
+    monkeypatch.setattr(
+        "lora_rocm.checks.kernel_choice.first_wrong", lambda device, dtype, cases: order.append(str(cases[0]))
+    )
+    events = list[Event]()
+    choose(GPU, BF16, [GELU.kernel, "gated.gated: gelu"], compilers=compilers, context=hearing([], events))
+    assert len(order) == 3 and {*answered} < {*order}, "each case is compiled once, here or there"
+    assert order.index(answered[-1]) >= 1
+    last = events[-1]
+    assert isinstance(last, KernelsEvent) and last.compiled_before == len(answered)
+
+
+def test_a_killed_process_is_not_waited_for(compilers: KernelCompilers) -> None:
+    compilers.add(CASES)
+    for _ in range(600):
+        if compilers._taken:
+            break
+        time.sleep(0.05)
+    compilers._children[0].kill()
+    for case in CASES:
+        compilers.wait(case, lambda: None)
+    assert compilers.finished == 0 and not compilers._waiting
+
+
+def test_without_a_gpu_the_comparison_compiles_all() -> None:
+    """Triton's driver cannot start here, as where a C compiler is missing."""
+    made = KernelCompilers(BF16, 2)
+    made.add(CASES)
+    for case in CASES:
+        made.wait(case, lambda: pytest.fail("it waits for nobody"))
+    made.close()
+    assert not made._children and made.finished == 0
+
+
+@pytest.mark.parametrize(
+    ("cores", "free_gib", "count"),
+    [(16, 64, 8), (64, 512, 8), (8, 64, 4), (2, 16, 1), (1, 16, 1), (16, 5, 2), (16, 1, 0)],
+)
+def test_the_number_of_processes_fits_the_machine(cores: int, free_gib: int, count: int) -> None:
+    assert process_count(cores, free_gib * 2**30) == count
+
+
+def test_processes_start_only_if_there_may_be_kernels_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[int]()
+
+    class Counted(KernelCompilers):
+        def __init__(self, dtype: torch.dtype, count: int) -> None:
+            started.append(count)
+            super().__init__(dtype, 0, lambda: TARGET)
+
+    monkeypatch.setattr(kernel_processes, "KernelCompilers", Counted)
+    monkeypatch.setattr(kernel_processes, "count_here", lambda: 6)
+    memory = KernelMemory("flux", "base", None)
+    assert memory.recall() is None
+    with compilers_for(GPU, BF16, memory) as compilers:
+        assert compilers is not None and not compilers._waiting, "the first run of this kind"
+    memory.remember([GELU.kernel])
+    with compilers_for(GPU, BF16, memory) as compilers:
+        assert compilers is not None and {*compilers._waiting} == {str(GELU), str(FINGERPRINTS)}
+    assert started == [6, 2]
+    for case in cases_for([GELU.kernel], BF16):
+        proof_of(case, BF16).keep()
+    with compilers_for(GPU, BF16, memory) as compilers:
+        assert compilers is None, "all are proven"
+    monkeypatch.setenv(STACK, "driver 2, GPU 1")
+    with compilers_for(GPU, BF16, memory) as compilers:
+        assert compilers is not None, "the control: another driver"
+    with compilers_for(CPU, BF16, KernelMemory("another")) as compilers:
+        assert compilers is None, "the CPU has no kernels"
+
+
+def test_unreadable_names_are_learned_again() -> None:
+    memory = KernelMemory("sdxl")
+    memory.remember(["b", "a"])
+    assert memory.recall() == ["a", "b"] and KernelMemory("flux").recall() is None
+    for text in ("", "[]", '{"kernels": 1}'):
+        memory._path.write_text(text, encoding="utf-8")
+        assert memory.recall() is None
+
+
+def test_names_of_cases_are_different() -> None:
+    names = [str(case) for case in cases_for(None, torch.float16)]
+    assert len(names) == len({*names}) and all(name.isascii() and "\n" not in name for name in names)
