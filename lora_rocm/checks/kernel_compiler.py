@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import subprocess
 import sys
 import threading
 import traceback
@@ -99,7 +98,7 @@ def _build_launcher(kernel: CompiledKernel, target: Target) -> None:
     if hasattr(module, "make_launcher"):
         try:
             getattr(module, launcher)(kernel.src, kernel.metadata)
-        except (OSError, subprocess.SubprocessError, AssertionError):  # the comparison reports it, where it is needed
+        except CANNOT:  # the comparison has the same error, and reports it
             traceback.print_exc()
 
 
