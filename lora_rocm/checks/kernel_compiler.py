@@ -3,8 +3,11 @@
 It runs the cases of the comparison with tensors in main memory. Each kernel is compiled with the arguments of its
 launch, and is not launched. So Triton stores it under the key that the launch looks up later, in another process.
 
-Command: ``... kernel_compiler DTYPE TARGET``. Each line of standard input is the name of a case, and is answered by a
-line on standard output. The process ends when its standard input closes, even while it compiles.
+Command: ``... MODULE DTYPE TARGET``. Each line of standard input is the name of a case, or a step (``StepJob``), and is
+answered by a line on standard output. The process ends when its standard input closes, even while it compiles.
+
+Cases have small sizes. The kernels of a step are compiled for its own sizes, so the step launches others of the same
+names. ``train.step_compiler`` is the process that knows both.
 """
 
 from __future__ import annotations
@@ -15,20 +18,23 @@ import queue
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lora_rocm.checks.kernel_check import CANNOT, Case, ExactCase, cases_for, launched
+from lora_rocm.errors import LoraRocmError
 from lora_rocm.kernels.backend import nothing_plain
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
-FINISHED = "finished "
-"""Start of an answer. The name of the case follows."""
+FINISHED, KERNELS, STEP = "finished ", "kernels ", "step "
+"""Starts of lines: an answer, followed by the case or step; the names of a step's kernels, as JSON; and a step."""
 DRIVERS = {
     "cuda": ("triton.backends.nvidia.driver", "CudaLauncher"),
     "hip": ("triton.backends.amd.driver", "HIPLauncher"),
@@ -59,6 +65,32 @@ class Target:
         return cls(*json.loads(text))
 
 
+@dataclass(frozen=True)
+class StepJob:
+    """The kernels of a step, of which a process compiles one share.
+
+    Attributes:
+        recipe: path of the recipe.
+        share: number of this process, from 0.
+        shares: number of processes.
+    """
+
+    recipe: str
+    share: int = 0
+    shares: int = 1
+
+    def to_text(self) -> str:
+        return STEP + json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> StepJob:
+        return cls(**json.loads(text.removeprefix(STEP)))
+
+
+CompileStep = Callable[[StepJob, torch.dtype], Collection[str]]
+"""Launches all kernels of a step, and returns their names (``backend.launches``)."""
+
+
 class NoDevice:
     """Replaces Triton's driver. It names the GPU to compile for, and opens none."""
 
@@ -77,18 +109,48 @@ class NoDevice:
         return 0
 
 
-def compile_only(target: Target) -> None:
-    """Let this process compile each kernel for ``target``, and launch none from now on."""
+class _Share:
+    """The launches that this process compiles. It begins with all of them."""
+
+    def __init__(self) -> None:
+        self.number, self.count = 0, 1
+
+    def has(self, kernel: Any, arguments: Collection[object], options: Collection[tuple[str, object]]) -> bool:
+        """Whether a launch belongs to the share. Launches that need the same program belong to the same share."""
+        if self.count == 1:
+            return True
+        values = [_kind(value) for value in arguments]
+        text = repr((kernel.fn.__module__, kernel.fn.__name__, values, sorted(options, key=lambda option: option[0])))
+        return zlib.crc32(text.encode()) % self.count == self.number
+
+
+def _kind(value: object) -> object:
+    """Return what a compiled program depends on: a tensor's dtype, and whether an integer is 1 or a multiple of 16."""
+    match value:
+        case torch.Tensor():
+            return str(value.dtype)
+        case bool():
+            return value
+        case int():
+            return "int", value == 1, value % 16 == 0
+        case _:
+            return type(value).__name__
+
+
+def compile_only(target: Target) -> _Share:
+    """Let this process compile the kernels of its share for ``target``, and launch none from now on."""
     from triton import JITFunction
     from triton.runtime.driver import driver
 
-    run = JITFunction.run
+    run, share = JITFunction.run, _Share()
 
     def compiled(kernel: object, *arguments: object, grid: object, warmup: bool, **options: object) -> None:
-        _build_launcher(run(kernel, *arguments, grid=grid, warmup=True, **options), target)
+        if share.has(kernel, arguments, options.items()):
+            _build_launcher(run(kernel, *arguments, grid=grid, warmup=True, **options), target)
 
     driver.set_active(NoDevice(target))
     JITFunction.run = compiled
+    return share
 
 
 def _build_launcher(kernel: CompiledKernel, target: Target) -> None:
@@ -113,11 +175,11 @@ def compile_case(case: Case | ExactCase, dtype: torch.dtype) -> None:
         traceback.print_exc()
 
 
-def main() -> int:
-    """Compile the cases that standard input names, until it closes."""
+def main(compile_step: CompileStep | None = None) -> int:
+    """Compile the cases and the step that standard input names, until it closes."""
     dtype, target = getattr(torch, sys.argv[1]), Target.from_text(sys.argv[2])
     torch.set_num_threads(1)
-    compile_only(target)
+    share = compile_only(target)
     cases = {str(case): case for case in cases_for(None, dtype)}
     names: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -129,6 +191,28 @@ def main() -> int:
     threading.Thread(target=read, daemon=True, name="names").start()
     while True:
         name = names.get()
-        compile_case(cases[name], dtype)
+        if name.startswith(STEP):
+            assert compile_step is not None, "this process knows no steps"
+            job = StepJob.from_text(name)
+            share.number, share.count = job.share, job.shares
+            sys.stdout.write(f"{KERNELS}{json.dumps(_compiled_step(compile_step, job, dtype))}\n")
+            share.number, share.count = 0, 1
+        else:
+            compile_case(cases[name], dtype)
         sys.stdout.write(f"{FINISHED}{name}\n")
         sys.stdout.flush()
+
+
+def _compiled_step(compile_step: CompileStep, job: StepJob, dtype: torch.dtype) -> list[str]:
+    """Compile a step and return its kernels' names. An error is only printed: without the kernels, the run has it too.
+
+    Training compiles what is missing.
+    """
+    from triton.errors import TritonError
+
+    try:
+        with nothing_plain(), torch.enable_grad():
+            return sorted(compile_step(job, dtype))
+    except (LoraRocmError, TritonError, *CANNOT):
+        traceback.print_exc()
+        return []

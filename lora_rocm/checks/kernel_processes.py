@@ -1,7 +1,7 @@
 """Processes that compile kernels beforehand, while this process encodes samples and reads weights.
 
-They open no GPU (``kernel_compiler``). They fill Triton's cache, from which the comparison takes the kernels
-(``kernel_choice``). A kernel that they do not compile is compiled by the comparison.
+They open no GPU (``kernel_compiler``). They fill Triton's cache, from which the comparison (``kernel_choice``) and the
+first step take the kernels. A kernel that they do not compile is compiled there.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import psutil
 import torch
 
 from lora_rocm.checks.kernel_check import CANNOT, Case, ExactCase, cases_for, proof_of
-from lora_rocm.checks.kernel_compiler import FINISHED, Target
+from lora_rocm.checks.kernel_compiler import FINISHED, KERNELS, StepJob, Target
 from lora_rocm.errors import StorageError
 from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.json_text import parse_json
@@ -31,7 +32,7 @@ CHILD = "lora_rocm.checks.kernel_compiler"
 MAX_PROCESSES = 8
 MEMORY_EACH = 2**30
 """Bytes of main memory that one process takes, with torch and the compiler."""
-POLL_S, CASE_LIMIT_S = 0.1, 120.0
+POLL_S, CASE_LIMIT_S, STEP_LIMIT_S = 0.1, 120.0, 60.0
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 AnyCase = Case | ExactCase
 
@@ -53,10 +54,22 @@ class KernelCompilers:
         dtype: the run's dtype.
         count: number of processes.
         target: returns the GPU to compile for.
+        module: the program of the processes.
+        step: the run's step, or None to compile cases only. Each process compiles a share of it before its cases.
     """
 
-    def __init__(self, dtype: torch.dtype, count: int, target: Callable[[], Target] = Target.of_this_process) -> None:
-        self._dtype, self._target = dtype, target
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        count: int,
+        target: Callable[[], Target] = Target.of_this_process,
+        *,
+        module: str = CHILD,
+        step: StepJob | None = None,
+    ) -> None:
+        self._dtype, self._target, self._module = dtype, target, module
+        self._steps = [] if step is None else [replace(step, share=share, shares=count) for share in range(count)]
+        self._num_steps_left = len(self._steps)
         self._changed = threading.Condition()
         self._waiting, self._taken, self._finished = list[str](), set[str](), set[str]()
         self._children, self._is_closed = list[subprocess.Popen[str]](), False
@@ -90,6 +103,17 @@ class KernelCompilers:
                 self._changed.wait(POLL_S)
                 beat()
 
+    def wait_for_step(self, beat: Callable[[], None]) -> None:
+        """Wait until each process has compiled its share of the step, or has ended; at most ``STEP_LIMIT_S``.
+
+        ``beat``: called while waiting.
+        """
+        ends_at = time.monotonic() + STEP_LIMIT_S
+        with self._changed:
+            while self._num_steps_left > 0 and not self._is_closed and time.monotonic() < ends_at:
+                self._changed.wait(POLL_S)
+                beat()
+
     def close(self) -> None:
         """End the processes."""
         with self._changed:
@@ -113,25 +137,36 @@ class KernelCompilers:
         try:
             self._words = [str(self._dtype).removeprefix("torch."), self._target().to_text()]
         except CANNOT:  # the comparison has the same error, and reports it
+            with self._changed:
+                self._num_steps_left = 0
+                self._changed.notify_all()
             return
         for thread in self._threads:
             thread.start()
 
     def _serve(self) -> None:
-        """Start one process, and give it one case after the other until it ends or ``close`` is called."""
+        """Start one process. Give it a share of the step, then one case after the other until it ends or ``close``."""
         with self._changed:
             if self._is_closed:
                 return
+            step = self._steps.pop() if self._steps else None
             child = subprocess.Popen(
-                heavy_command(CHILD, *self._words, reads_input=True),
+                heavy_command(self._module, *self._words, reads_input=True),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=python_environment({**os.environ, **NO_GPU}),
                 encoding="utf-8",
             )
             self._children.append(child)
+        if step is not None:
+            is_alive = self._compiled(child, step.to_text())
+            with self._changed:
+                self._num_steps_left -= 1
+                self._changed.notify_all()
+            if not is_alive:
+                return
         while (name := self._next()) is not None:
-            is_compiled = _compiled(child, name)
+            is_compiled = self._compiled(child, name)
             with self._changed:
                 self._taken.discard(name)
                 if is_compiled:
@@ -151,15 +186,22 @@ class KernelCompilers:
             self._taken.add(name)
             return name
 
+    def _compiled(self, child: subprocess.Popen[str], request: str) -> bool:
+        """Let a process compile a case or a share of the step. Return whether it answered: it may have been killed.
 
-def _compiled(child: subprocess.Popen[str], name: str) -> bool:
-    """Let a process compile a case, and wait for its answer. Return whether it answered: it may have been killed."""
-    assert child.stdin is not None and child.stdout is not None
-    with suppress(OSError, ValueError):
-        child.stdin.write(f"{name}\n")
-        child.stdin.flush()
-        return any(line.rstrip("\n") == f"{FINISHED}{name}" for line in iter(child.stdout.readline, ""))
-    return False
+        The cases of a step's kernels are added.
+        """
+        assert child.stdin is not None and child.stdout is not None
+        with suppress(OSError, ValueError):
+            child.stdin.write(f"{request}\n")
+            child.stdin.flush()
+            for line in child.stdout:
+                line = line.rstrip("\n")
+                if line == FINISHED + request:
+                    return True
+                if line.startswith(KERNELS):
+                    self.add(unproven_cases(parse_json(line.removeprefix(KERNELS)), self._dtype))
+        return False
 
 
 def unproven_cases(kernels: Collection[str], dtype: torch.dtype) -> Sequence[AnyCase]:
@@ -194,10 +236,13 @@ class KernelMemory:
 
 
 @contextmanager
-def compilers_for(device: torch.device, dtype: torch.dtype, memory: KernelMemory) -> Iterator[KernelCompilers | None]:
+def compilers_for(
+    device: torch.device, dtype: torch.dtype, memory: KernelMemory, *, module: str = CHILD, step: StepJob | None = None
+) -> Iterator[KernelCompilers | None]:
     """Start the processes if this start may have kernels to compile, and end them afterwards; yield None if not.
 
-    On a machine that has not run this kind yet, the processes start without cases, and get them from ``choose``.
+    On a machine that has not run this kind yet, the processes start without cases. They learn them from the step, or
+    from ``choose``. ``module``, ``step``: see ``KernelCompilers``.
     """
     names = memory.recall()
     cases = [] if names is None else unproven_cases(names, dtype)
@@ -205,7 +250,8 @@ def compilers_for(device: torch.device, dtype: torch.dtype, memory: KernelMemory
     if count == 0 or (names is not None and not cases):
         yield None
         return
-    compilers = KernelCompilers(dtype, min(count, len(cases)) if cases else count)
+    count = min(count, len(cases)) if cases and step is None else count
+    compilers = KernelCompilers(dtype, count, module=module, step=step)
     try:
         compilers.add(cases)
         yield compilers

@@ -61,14 +61,14 @@ def available(device: torch.device) -> bool:
 def launches(implementation: Implementation, x: Tensor, kernel: Callable[[], str]) -> bool:
     """Whether to launch the Triton kernels for ``x``.
 
-    This is false on the meta device, where plain PyTorch replaces them.
+    This is false on the meta device, where plain PyTorch replaces them, except within ``launching_on_meta``.
 
     ``kernel``: returns the name "module.function: variant" of the kernels. It is called only on the meta device, where
     ``kernels_seen`` collects the names, so a training step builds no names.
     """
     if implementation == "triton":
         note_kernel(x, kernel)
-    return implementation == "triton" and not x.is_meta
+    return implementation == "triton" and (not x.is_meta or _launches_on_meta)
 
 
 def note_kernel(x: Tensor, kernel: Callable[[], str]) -> None:
@@ -76,6 +76,23 @@ def note_kernel(x: Tensor, kernel: Callable[[], str]) -> None:
     if x.is_meta:
         for names in _collecting:
             names.add(kernel())
+
+
+_launches_on_meta = False
+
+
+@contextmanager
+def launching_on_meta() -> Iterator[None]:
+    """Within this context, kernels are launched for tensors on the meta device, too.
+
+    It is for processes that compile a kernel at its launch, and do not run it.
+    """
+    global _launches_on_meta
+    _launches_on_meta = True
+    try:
+        yield
+    finally:
+        _launches_on_meta = False
 
 
 _plain = frozenset[str]()

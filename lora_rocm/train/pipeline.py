@@ -105,6 +105,8 @@ def train(start: StartContext) -> tuple[bool, int]:
             start.world.require_same("the training data", {"samples": data.identity()})
         with session.phase("load"):
             artifacts, position = load(start, family, data, compilers)
+            if compilers is not None:
+                compilers.wait_for_step(lambda: start.context.beat("load"))
     # Train
     finished = position.updates >= data.max_train_steps  # only the result is missing
     if position.updates > data.max_train_steps:
