@@ -7,13 +7,13 @@ depends on a model's widths, and on whether a size is a multiple of 16.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
-from lora_rocm.checks.kernel_compiler import StepJob, main
+from lora_rocm.checks import kernel_compiler
+from lora_rocm.checks.kernel_compiler import StepJob
 from lora_rocm.families.base import family_for
 from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.kernels.backend import kernels_seen, launching_on_meta
@@ -36,5 +36,6 @@ def compile_step(job: StepJob, dtype: torch.dtype) -> Collection[str]:
     return names
 
 
-if __name__ == "__main__":
-    sys.exit(main(compile_step))
+def main() -> int:
+    """Compile what standard input names, until it closes."""
+    return kernel_compiler.main(compile_step)
