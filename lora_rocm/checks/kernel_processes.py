@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -118,17 +119,24 @@ class KernelCompilers:
             thread.start()
 
     def _serve(self) -> None:
-        """Start one process, and give it one case after the other until it ends or ``close`` is called."""
+        """Start one process, and give it one case after the other until it ends or ``close`` is called.
+
+        If the system refuses the process, the others or the comparison compile the cases.
+        """
         with self._changed:
             if self._is_closed:
                 return
-            child = subprocess.Popen(
-                heavy_command(CHILD, *self._words, reads_input=True),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=python_environment({**os.environ, **NO_GPU}),
-                encoding="utf-8",
-            )
+            try:
+                child = subprocess.Popen(
+                    heavy_command(CHILD, *self._words, reads_input=True),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env=python_environment({**os.environ, **NO_GPU}),
+                    encoding="utf-8",
+                )
+            except OSError as error:
+                sys.stderr.write(f"no process to compile kernels: {error}\n")
+                return
             self._children.append(child)
         while (name := self._next()) is not None:
             is_compiled = _compiled(child, name)
