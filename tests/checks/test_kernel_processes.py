@@ -174,7 +174,7 @@ def test_where_no_process_can_start_the_comparison_compiles_all(monkeypatch: pyt
     def refused(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(kernel_processes.subprocess, "Popen", refused)
+    monkeypatch.setattr(kernel_processes, "heavy_command", refused)
     made = KernelCompilers(BF16, 2, lambda: TARGET)
     made.add(CASES)
     for case in CASES:
