@@ -337,13 +337,15 @@ def described(events: Sequence[Mapping[str, Any]], began: float) -> Row:
     first = next(event for event in events if event["type"] == "step")
     before = [event for event in events if event["time"] <= first["time"]]
     seconds, found = first["time"] - began, phases(before, began)
-    row: Row = {"first_step_s": round(seconds, 2), "phases": found}
+    row: Row = {"first_step_s": round(seconds, 2), "phases": found, "parts": parts(before)}
     row["outside_s"] = round(seconds - sum(found.values()), 2)
     for event in before:
         if event["type"] == "start":
             row["device"] = event["device"]
         elif event["type"] == "kernels" and not event["kernel"]:
-            row["kernels"] = {key: event[key] for key in ("done", "total", "compiled", "plain") if key in event}
+            row["kernels"] = {
+                key: event[key] for key in ("done", "total", "compiled", "compiled_before", "plain") if key in event
+            }
     return row
 
 
@@ -360,12 +362,28 @@ def phases(events: Iterable[Mapping[str, Any]], began: float) -> dict[str, float
             continue
         if event["state"] == "begin":
             open_s.append((event["phase"], last))
-        elif not open_s:  # command and imports have no begin
-            found[event["phase"]] = round(event["seconds"], 2)
+        elif event["phase"] not in {name for name, _ in open_s}:  # command and imports, and parts of a phase
+            if not open_s:
+                found[event["phase"]] = round(event["seconds"], 2)
         else:
             name, at = open_s.pop()
             if not open_s:
                 found[name] = round(found.get(name, 0.0) + last - at, 2)
+    return found
+
+
+def parts(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the seconds of the named parts of phases: events without a begin inside of a phase."""
+    found, open_s = dict[str, float](), list[str]()
+    for event in events:
+        if event["type"] != "phase":
+            continue
+        if event["state"] == "begin":
+            open_s.append(event["phase"])
+        elif event["phase"] in open_s:
+            open_s.remove(event["phase"])
+        elif open_s:
+            found[event["phase"]] = round(found.get(event["phase"], 0.0) + event["seconds"], 2)
     return found
 
 
@@ -440,10 +458,22 @@ def table(rows: Sequence[Row]) -> str:
             continue
         seconds, other = row.get("first_step_s"), peers.get(row["start"])
         ratio = f"{seconds / other:.2f}" if row["side"] == "own" and seconds and other else "-"
-        parts = ", ".join(f"{name} {value:g}" for name, value in row.get("phases", {}).items()) or "-"
+        shown_parts = [f"{name} {value:g}" for name, value in row.get("parts", {}).items()]
+        told = [f"{name} {value:g}" for name, value in row.get("phases", {}).items()]
+        told = [
+            f"{each} ({', '.join(shown_parts)})" if each.startswith("load ") and shown_parts else each for each in told
+        ]
         shown = seconds if seconds is not None else row["error"].replace("|", "/")[-200:]
-        outside = row.get("outside_s", "-")
-        lines.append(f"| {row['family']} | {row['side']} | {row['start']} | {shown} | {ratio} | {parts} | {outside} |")
+        cells = [
+            row["family"],
+            row["side"],
+            row["start"],
+            shown,
+            ratio,
+            ", ".join(told) or "-",
+            row.get("outside_s", "-"),
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -145,18 +146,27 @@ class KernelCompilers:
             thread.start()
 
     def _serve(self) -> None:
-        """Start one process. Give it a share of the step, then one case after the other until it ends or ``close``."""
+        """Start one process. Give it a share of the step, then one case after the other until it ends or ``close``.
+
+        If the system refuses the process, the others or the comparison compile the cases.
+        """
         with self._changed:
             if self._is_closed:
                 return
             step = self._steps.pop() if self._steps else None
-            child = subprocess.Popen(
-                heavy_command(self._module, *self._words, reads_input=True),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=python_environment({**os.environ, **NO_GPU}),
-                encoding="utf-8",
-            )
+            try:
+                child = subprocess.Popen(
+                    heavy_command(self._module, *self._words, reads_input=True),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env=python_environment({**os.environ, **NO_GPU}),
+                    encoding="utf-8",
+                )
+            except OSError as error:
+                sys.stderr.write(f"no process to compile kernels: {error}\n")
+                self._num_steps_left -= step is not None
+                self._changed.notify_all()
+                return
             self._children.append(child)
         if step is not None:
             is_alive = self._compiled(child, step.to_text())

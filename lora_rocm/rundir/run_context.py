@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lora_rocm.rundir.event_types import Emit, NoticeEvent
+from lora_rocm.rundir.event_types import Emit, NoticeEvent, PhaseEvent
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,13 @@ class RunContext:
     emit: Emit = lambda event: None
     beat: Callable[[str], None] = lambda activity: None
     should_stop: Callable[[], bool] = lambda: False
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Measure a part of a phase. Its ``phase`` event has no counterpart at its beginning."""
+        began_s = time.perf_counter()
+        yield
+        self.emit(PhaseEvent(phase=name, state="end", seconds=round(time.perf_counter() - began_s, 3)))
 
     def notice(self, text: str) -> None:
         """Show the user a message."""

@@ -53,7 +53,8 @@ def choose_memory(start: StartContext, family: ModelFamily, shapes: Collection[S
     LimitFollower(start.device, start.settings).renew()  # encoding may have taken hours
     largest = max(shapes, key=lambda shape: shape.order)
     how = (start.recipe, family, start.device, start.dtype, start.settings)
-    memory = decide(*how, largest, start.context, len(shapes))
+    with start.context.part("plan"):
+        memory = decide(*how, largest, start.context, len(shapes))
     memory.again = training_context(start.settings.attention)
     return memory
 
@@ -75,7 +76,8 @@ def load_model(
     compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # from the unfused modules
     if compilers is not None and memory.kernels is not None:
         compilers.add(unproven_cases(memory.kernels, start.dtype))
-    model = family.load(start.dtype, torch.device("cpu"))
+    with start.context.part("weights"):
+        model = family.load(start.dtype, torch.device("cpu"))
     resumed = start.checkpoint is not None
     adapter = inject(family, model, recipe.lora, recipe.train.seed, start.context.notice, resumed=resumed)
     if start.checkpoint is not None:
@@ -86,9 +88,11 @@ def load_model(
     training_adapter = attach_training_adapter(family, model, recipe.model.training_adapter, start.context.notice)
     adapter.cast_inputs(False)
     adapter.read = transfer.receive
-    choice = choose_kernels(start, memory, compilers)
+    with start.context.part("kernels"):
+        choice = choose_kernels(start, memory, compilers)
     triton = choice.triton
-    model.place(memory.placement(family, model, transfer, pins(start)))
+    with start.context.part("placement"):
+        model.place(memory.placement(family, model, transfer, pins(start)))
     for name, component in model.components.items():
         _require_finite(component, name, start)
         component.train()  # the base has no dropout; the adapter may have

@@ -19,6 +19,8 @@ EVENTS = [
     phase("cache", "begin", 103.5),
     phase("preview", "begin", 104.0),
     phase("preview", "end", 104.5),
+    phase("weights", "end", 104.6, 0.25),
+    phase("weights", "end", 104.7, 0.5),
     phase("cache", "end", 105.0),
     phase("step", "begin", 105.0),
     {"type": "step", "time": 107.0},
@@ -29,7 +31,7 @@ EVENTS = [
 def test_phases_sum_up_to_the_first_step_and_the_rest_is_outside() -> None:
     row = described(EVENTS, began=100.0)
     assert row["phases"] == {"command": 1.0, "imports": 2.0, "cache": 1.5, "first step": 2.0}
-    assert (row["first_step_s"], row["outside_s"]) == (7.0, 0.5)
+    assert (row["first_step_s"], row["outside_s"], row["parts"]) == (7.0, 0.5, {"weights": 0.75})
     without = described([event for event in EVENTS if event.get("phase") != "cache"], began=100.0)
     assert without["outside_s"] > row["outside_s"]
 

@@ -170,6 +170,19 @@ def test_without_a_gpu_the_comparison_compiles_all() -> None:
     assert not made._children and made.finished == 0
 
 
+def test_where_no_process_can_start_the_comparison_compiles_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(kernel_processes, "heavy_command", refused)
+    made = KernelCompilers(BF16, 2, lambda: TARGET)
+    made.add(CASES)
+    for case in CASES:
+        made.wait(case, lambda: pytest.fail("it waits for nobody"))
+    made.close()
+    assert not made._children and made.finished == 0
+
+
 @pytest.mark.parametrize(
     ("cores", "free_gib", "count"),
     [(16, 64, 8), (64, 512, 8), (8, 64, 4), (2, 16, 1), (1, 16, 1), (16, 5, 2), (16, 1, 0)],

@@ -1,4 +1,4 @@
-"""How many kernels a start compares, and how many programs it compiles for them on each card."""
+"""The number of cases that a start compares, and of programs that it compiles for them on each card."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from tests.program import RECIPE, Program, images
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
 BEFORE_STEPS = ("command", "imports", "start", "cache", "load")
+PARTS_OF_LOAD = ("plan", "weights", "kernels", "placement")
 DELAY_S, ALLOWED_S = 1.0, 0.5
 
 
@@ -42,4 +43,6 @@ def test_only_a_delay_between_two_phases_has_no_name(tmp_path: Path, monkeypatch
     begins = {event["phase"]: event["time"] for event in reversed(events) if event.get("state") == "begin"}
     first_step = next(event["time"] for event in events if event["type"] == "step")
     named_s = sum(ends[phase] for phase in BEFORE_STEPS) + first_step - begins["step"]
+    parts_s = [ends[part] for part in PARTS_OF_LOAD]
+    assert 0 < sum(parts_s) <= ends["load"] + 0.01
     assert DELAY_S <= first_step - began_s - named_s < DELAY_S + ALLOWED_S
