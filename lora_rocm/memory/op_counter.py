@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,8 @@ class Ledger(TorchDispatchMode):
         self.tally = Tally()
         self._sizes: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
-        self._made: dict[Hashable, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
+        self._made: dict[Hashable, tuple[_Made | None, ...]] = {}
+        self._written = set[Hashable]()
         for tensor in known:
             self._sizes[tensor.untyped_storage()._cdata] = 0
 
@@ -75,21 +76,32 @@ class Ledger(TorchDispatchMode):
     def _result(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Run an operation, or on the meta device reuse the earlier result for inputs of the same shapes.
 
-        PyTorch's shape rules are slow. A result is reused if it is one new tensor. Views are detected by their storage,
-        too, because not every schema marks them.
+        PyTorch's shape rules are slow. A result is reused if its tensors are new, or if it is the first input, which
+        the operation writes and leaves in its shape. Views are detected by their storage, too, because not every schema
+        marks them.
         """
-        if not _makes_one(func):
+        kind = _kind_of(func)
+        if kind is None:
             return func(*args, **kwargs)
         key = (func, _signature(args), _signature(kwargs))
+        if kind == "writes":
+            if key in self._written:
+                return args[0]
+            result = func(*args, **kwargs)
+            if result is args[0] and _is_meta(result) and _signature(args) == key[1]:
+                self._written.add(key)
+            return result
         if key in self._made:
-            shape, strides, dtype = self._made[key]
-            return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            made = tuple(None if each is None else each.again() for each in self._made[key])
+            return made if len(func._schema.returns) > 1 else made[0]
         result = func(*args, **kwargs)
-        if type(result) is Tensor and result.is_meta:
-            memory = result.untyped_storage()._cdata
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            if all(tensor.untyped_storage()._cdata != memory for tensor in given):
-                self._made[key] = (result.shape, result.stride(), result.dtype)
+        results = result if isinstance(result, tuple) else (result,)
+        if all(each is None or _is_meta(each) for each in results):
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            given = {tensor.untyped_storage()._cdata for tensor in inputs}
+            made_here = [each.untyped_storage()._cdata for each in results if each is not None]
+            if len({*made_here}) == len(made_here) and given.isdisjoint(made_here):
+                self._made[key] = tuple(None if each is None else _Made.of(each) for each in results)
         return result
 
     def _take(self, tensor: Tensor) -> int:
@@ -120,11 +132,39 @@ class Ledger(TorchDispatchMode):
             self.tally.launches += 1
 
 
+@dataclass(frozen=True)
+class _Made:
+    """A new tensor of an operation."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Made:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype)
+
+    def again(self) -> Tensor:
+        """Return a new tensor like it."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
 @cache
-def _makes_one(func: Any) -> bool:
-    """Whether an operation's schema declares one returned tensor, and neither views nor inputs that are written."""
-    values = [*func._schema.arguments, *func._schema.returns]
-    return len(func._schema.returns) == 1 and all(value.alias_info is None for value in values)
+def _kind_of(func: Any) -> Literal["makes", "writes"] | None:
+    """Whether a schema declares only new tensors, or returns the first input and writes no other; else None."""
+    schema = func._schema
+    values = [*schema.arguments, *schema.returns]
+    marked = [value for value in values if value.alias_info is not None]
+    if not marked:
+        are_tensors = all(isinstance(value.type, torch.TensorType) for value in schema.returns)
+        return "makes" if schema.returns and are_tensors else None
+    if len(schema.returns) == 1 and marked == [schema.arguments[0], schema.returns[0]]:
+        return "writes" if all(value.alias_info.is_write for value in marked) else None
+    return None
+
+
+def _is_meta(value: object) -> bool:
+    return type(value) is Tensor and value.is_meta
 
 
 def _signature(value: object) -> Hashable:

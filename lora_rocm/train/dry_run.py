@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -134,8 +134,7 @@ def require_computable(family: ModelFamily, recipe: Recipe) -> None:
 
     def on_meta(changed: Mapping[str, Mapping[str, Any]]) -> tuple[ModelFamily, MetaSource]:
         copy, base = family_for(recipe), MetaSource.of(source, changed)
-        assert isinstance(copy, TakesSource)
-        copy.take(base)
+        cast(TakesSource, copy).take(base)  # isinstance would read its source, which checks the base again
         return copy, base
 
     def encoded(number: int, changed: Mapping[str, Mapping[str, Any]], loaded: list[str]) -> None:

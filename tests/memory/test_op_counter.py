@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+from torch import Tensor
 
 from lora_rocm.device.allocator import PIECE_BYTES, taken_bytes
+from lora_rocm.memory import op_counter
 from lora_rocm.memory.op_counter import Ledger, fused_attention
 
 META = torch.device("meta")
@@ -117,3 +121,32 @@ def test_an_operation_on_the_same_shapes_again_counts_as_the_first_time() -> Non
 def test_numbers_on_the_processor_are_computed_each_time() -> None:
     with Ledger(iter([])):
         assert [(torch.full((2,), float(n)) + 1)[0].item() for n in range(3)] == [1, 2, 3]
+
+
+def some_operations(weight: Tensor) -> list[object]:
+    """Run operations of every kind twice, and return what they leave."""
+    found: list[object] = []
+    for _ in range(2):
+        hidden = torch.nn.functional.layer_norm(weight, weight.shape[-1:])
+        normal, mean, _ = torch.native_layer_norm(weight, weight.shape[-1:], None, None, 1e-5)
+        hidden.addmm_(normal, weight.T).mul_(2)
+        rows = hidden.view(2, -1)
+        turned = hidden.clone().t_().unsqueeze_(0)
+        grown = torch.empty(4, device=META).resize_(9)
+        longest, places = torch.max(weight, dim=1)
+        left, right = hidden.chunk(2)
+        first = (rows, mean, turned, grown, longest, places, left, right, torch.add(left, right, out=left.clone()))
+        found += [(each.shape, each.stride(), each.dtype) for each in first]
+        found += [turned._version, hidden._version, rows.untyped_storage()._cdata == hidden.untyped_storage()._cdata]
+    return found
+
+
+def test_reused_results_are_those_of_pytorch_s_shape_rules() -> None:
+    weight, seen = torch.ones(8, 8, device=META), list[object]()
+    for kind in (op_counter._kind_of, lambda func: None):
+        with mock.patch.object(op_counter, "_kind_of", kind), Ledger(iter([weight])) as ledger:
+            found = some_operations(weight)
+        seen.append((found, ledger.tally.now(), ledger.mark(), ledger.live_bytes))
+        reuses = bool(ledger._made and ledger._written)
+        assert reuses == (len(seen) == 1), "the control reuses nothing"
+    assert seen[0] == seen[1]
