@@ -34,7 +34,8 @@ MAX_PROCESSES = 8
 MEMORY_EACH = 2**30
 """Bytes of main memory that one process takes, with torch and the compiler."""
 POLL_S, CASE_LIMIT_S, STEP_LIMIT_S = 0.1, 120.0, 60.0
-NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1", "HF_HUB_OFFLINE": "1"}
+"""The processes open no GPU, and download no base beside the training process."""
 AnyCase = Case | ExactCase
 
 
@@ -159,7 +160,7 @@ class KernelCompilers:
                     heavy_command(self._module, *self._words, reads_input=True),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    env=python_environment({**os.environ, **NO_GPU}),
+                    env=python_environment({**os.environ, **ENVIRONMENT}),
                     encoding="utf-8",
                 )
             except OSError as error:

@@ -47,6 +47,7 @@ from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.kernels.backend import available, implementation_for, kernels_seen
 from lora_rocm.kernels.weight_format import dense_shape, pack, use_implementation
+from lora_rocm.memory.footprint_process import footprints_file
 from lora_rocm.memory.op_counter import Ledger, Tally, fused_attention
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
 from lora_rocm.optim.factory import rule_of
@@ -169,7 +170,7 @@ def counted(
     """The footprint for samples of a shape. It is cached next to the latent caches, because counting takes seconds."""
     plain = settings.attention == "math"
     on_gpu = on_gpu and settings.triton
-    memory = Path(recipe.cache.dir) / "footprints.json"
+    memory = footprints_file(recipe.cache.dir)
     kept = _remembered(memory)
     key = _key(recipe, family, dtype, [plain, shape.to_json(), on_gpu, recipe.data.has_controls])
     if key in kept:

@@ -14,6 +14,7 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.loader.batches import BatchPlan, Prepared
 from lora_rocm.loader.worker_pool import Workers
+from lora_rocm.memory.footprint_process import FootprintProcess
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.checkpoint import Checkpoint
@@ -33,6 +34,7 @@ class StartContext:
         accept_changes: whether to resume even if recipe, data or base model differ from the checkpoint's.
         attempt: minimum for ``Position.attempt``, a number that selects the noise.
         world: the process group of the ranks that train together.
+        counting: a process that counts the step's memory, or None if loading counts it.
     """
 
     session: Session
@@ -44,6 +46,7 @@ class StartContext:
     accept_changes: bool = False
     attempt: int = 0
     world: World = field(default_factory=World)
+    counting: FootprintProcess | None = None
 
     @property
     def context(self) -> RunContext:

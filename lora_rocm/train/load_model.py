@@ -30,6 +30,7 @@ from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.backend import implementation_for
 from lora_rocm.kernels.weight_format import use_implementation
 from lora_rocm.memory.controller import MemoryManager, decide
+from lora_rocm.memory.footprint import largest_of
 from lora_rocm.model_files.adapter_contents import IMPLAUSIBLE
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.recipe_file import recipe_to_train
@@ -54,6 +55,10 @@ def choose_memory(start: StartContext, family: ModelFamily, shapes: Collection[S
     largest = max(shapes, key=lambda shape: shape.order)
     how = (start.recipe, family, start.device, start.dtype, start.settings)
     with start.context.part("plan"):
+        if start.counting is not None:
+            if largest == largest_of(start.recipe):
+                start.counting.wait(lambda: start.context.beat("load"))
+            start.counting.close()
         memory = decide(*how, largest, start.context, len(shapes))
     memory.again = training_context(start.settings.attention)
     return memory

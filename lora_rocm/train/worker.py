@@ -31,6 +31,7 @@ from lora_rocm.foundation.output_stream import outliving_stdout
 from lora_rocm.foundation.packages import imported, versions_of
 from lora_rocm.hardware.ranks import Rank, rank_of
 from lora_rocm.hardware.settings import settings_from
+from lora_rocm.memory.footprint_process import CountRequest, footprint_process
 from lora_rocm.processes.process import stop_signals
 from lora_rocm.recipe.comparison import shared_values
 from lora_rocm.recipe.load import load_recipe
@@ -123,9 +124,17 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
         torch.use_deterministic_algorithms(True)
     apply(settings, device, wakes_later=True)
     waking = wake(device, settings)
+    # Start to count the step's memory, which takes as long as the imports below
+    counting = None
+    if me.rank == 0:
+        recipe_file = options.recipe or recipe_to_train(session.run_dir)
+        counting = footprint_process(recipe_file, recipe.cache.dir, device.type == "cuda")
+    if counting is not None:
+        session.at_close.callback(counting.close)
     # Heavy imports, only once the lock is held and errors can be recorded
     from lora_rocm.checks.attention_routes import checked_attention
     from lora_rocm.families.base import family_for
+    from lora_rocm.kernels.backend import available
     from lora_rocm.train import pipeline
     from lora_rocm.train.context import StartContext
 
@@ -140,6 +149,8 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
         dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
         # Before the first encoder computes with it
         settings = checked_attention(settings, device, (dtype, torch.float32), session.context)
+        if counting is not None and available(device):  # the process sees no GPU, and counts Triton kernels
+            counting.ask(CountRequest(str(dtype).removeprefix("torch."), settings))
         world = join(me, device, session.context.beat)
         checkpoint = pipeline.find_checkpoint(session, options.checkpoint)
     session.emit(
@@ -155,7 +166,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     _require_same(world, recipe, dtype, checkpoint)
     # Train
     start = StartContext(
-        session, recipe, device, dtype, settings, checkpoint, options.accept_changes, options.attempt, world
+        session, recipe, device, dtype, settings, checkpoint, options.accept_changes, options.attempt, world, counting
     )
     if options.prepare:
         pipeline.prepare_without_training(start)

@@ -18,7 +18,7 @@ from triton.runtime.driver import driver  # noqa: E402
 from lora_rocm.checks import kernel_processes  # noqa: E402
 from lora_rocm.checks.kernel_check import FINGERPRINTS, LARGE, SMALL, cases_for, launched, proof_of  # noqa: E402
 from lora_rocm.checks.kernel_choice import choose, compiled_here  # noqa: E402
-from lora_rocm.checks.kernel_compiler import NoDevice, Target  # noqa: E402
+from lora_rocm.checks.kernel_compiler import NoDevice, StepJob, Target  # noqa: E402
 from lora_rocm.checks.kernel_processes import (  # noqa: E402
     AnyCase,
     KernelCompilers,
@@ -43,6 +43,7 @@ CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 TARGET = Target("hip", "gfx1100", 32)
 GELU = next(case for case in LARGE if case.name == "GELU")
 CASES = (GELU, FINGERPRINTS)
+STEP = StepJob("a recipe ä.yaml")
 MODULES = (
     add_norm_triton, fingerprint_triton, gated_triton, group_norm_triton, rotary_triton, token_loss_triton,
     unpack_triton,
@@ -93,6 +94,7 @@ def found_in_cache(target: Target, cases: Sequence[AnyCase]) -> tuple[int, list[
     return len(without.launched), compiled
 
 
+@pytest.mark.slow
 def test_a_launch_finds_the_kernels_of_a_process_which_ends_with_its_parent(compilers: KernelCompilers) -> None:
     compilers.add([GELU])
     for _ in range(600):
@@ -131,12 +133,12 @@ def test_the_comparison_waits_for_a_process_and_does_the_rest_itself(
 ) -> None:
     order, answered = list[str](), list[str]()
 
-    def compiled(child: object, name: str) -> bool:
+    def compiled(self: KernelCompilers, child: object, name: str) -> bool:
         time.sleep(0.2)
         answered.append(name)
         return True
 
-    monkeypatch.setattr(kernel_processes, "_compiled", compiled)
+    monkeypatch.setattr(KernelCompilers, "_compiled", compiled)
     monkeypatch.setattr(
         "lora_rocm.checks.kernel_choice.first_wrong", lambda device, dtype, cases: order.append(str(cases[0]))
     )
@@ -162,10 +164,15 @@ def test_a_killed_process_is_not_waited_for(compilers: KernelCompilers) -> None:
 
 def test_without_a_gpu_the_comparison_compiles_all() -> None:
     """Triton's driver cannot start here, as where a C compiler is missing."""
-    made = KernelCompilers(BF16, 2)
+    made = KernelCompilers(BF16, 2, step=STEP)
     made.add(CASES)
     for case in CASES:
         made.wait(case, lambda: pytest.fail("it waits for nobody"))
+    made._starting.join()
+    for thread in made._threads:
+        if thread.ident is not None:
+            thread.join(0.2)
+    made.wait_for_step(lambda: pytest.fail("it waits for nobody"))
     made.close()
     assert not made._children and made.finished == 0
 
@@ -175,10 +182,15 @@ def test_where_no_process_can_start_the_comparison_compiles_all(monkeypatch: pyt
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(kernel_processes, "heavy_command", refused)
-    made = KernelCompilers(BF16, 2, lambda: TARGET)
+    made = KernelCompilers(BF16, 2, lambda: TARGET, step=STEP)
     made.add(CASES)
     for case in CASES:
         made.wait(case, lambda: pytest.fail("it waits for nobody"))
+    made._starting.join()
+    for thread in made._threads:
+        if thread.ident is not None:
+            thread.join(0.2)
+    made.wait_for_step(lambda: pytest.fail("it waits for nobody"))
     made.close()
     assert not made._children and made.finished == 0
 
@@ -195,7 +207,7 @@ def test_processes_start_only_if_there_may_be_kernels_to_compile(monkeypatch: py
     started = list[int]()
 
     class Counted(KernelCompilers):
-        def __init__(self, dtype: torch.dtype, count: int) -> None:
+        def __init__(self, dtype: torch.dtype, count: int, **options: object) -> None:
             started.append(count)
             super().__init__(dtype, 0, lambda: TARGET)
 

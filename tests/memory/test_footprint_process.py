@@ -1,0 +1,189 @@
+"""Another process counts a step's memory while a start goes on, and nothing waits for one that cannot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+
+from lora_rocm.dataset.shape import SampleShape
+from lora_rocm.families.base import family_for
+from lora_rocm.hardware.settings import Settings
+from lora_rocm.memory import footprint, footprint_process
+from lora_rocm.memory.footprint import counted, largest_of
+from lora_rocm.memory.footprint_process import CountRequest, FootprintProcess, footprints_file
+from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.train import load_model
+from lora_rocm.train.context import StartContext
+
+BF16 = CountRequest("bfloat16", Settings())
+COUNTS = "import sys; sys.stdin.readline()"
+IS_SILENT = "import sys; sys.stdin.read()"
+ENDS = "import sys; sys.exit(9)"
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    sections = {
+        "model": {"family": "causal-lm", "name_or_path": "builtin:tiny-llama"},
+        "data": {"sources": [{"dataset": "builtin:demo-chats"}], "max_length": 64},
+        "lora": {"rank": 4, "targets": "all-linear"},
+        "train": {"max_train_steps": 1},
+        "cache": {"dir": str(tmp_path / "cache ä")},
+    }
+    path = tmp_path / "a recipe ä.yaml"
+    path.write_text(json.dumps(sections), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def recipe(recipe_file: Path) -> Recipe:
+    return load_recipe(recipe_file).recipe
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], FootprintProcess]]:
+    """Start a process that runs a small program."""
+    made = list[FootprintProcess]()
+
+    def start(program: str) -> FootprintProcess:
+        monkeypatch.setattr(footprint_process, "heavy_command", lambda *_, **__: [sys.executable, "-c", program])
+        made.append(FootprintProcess(Path("a recipe.yaml")))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+        assert each._child is not None and each._child.poll() is not None
+
+
+def seconds_of_waiting(process: FootprintProcess, beats: list[int] | None = None) -> float:
+    began = time.monotonic()
+    process.wait(lambda: (beats if beats is not None else []).append(1))
+    return time.monotonic() - began
+
+
+def test_a_process_that_has_counted_or_failed_is_not_waited_for(started: Callable[[str], FootprintProcess]) -> None:
+    for program, code in ((COUNTS, 0), (ENDS, 9)):
+        process = started(program)
+        process.ask(BF16)
+        assert seconds_of_waiting(process) < 20 < footprint_process.LIMIT_S
+        assert process._child is not None and process._child.poll() in ((code,) if process._is_asked else (code, None))
+
+
+def test_a_killed_process_is_not_waited_for(started: Callable[[str], FootprintProcess]) -> None:
+    process = started(IS_SILENT)
+    process.ask(BF16)
+    assert process._child is not None
+    process.wait(process._child.kill)
+    assert process._child.poll() not in (None, 0)
+
+
+def test_waiting_has_an_end(started: Callable[[str], FootprintProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint_process, "LIMIT_S", 0.35)
+    process, beats = started(IS_SILENT), list[int]()
+    assert seconds_of_waiting(process) < 0.1, "nothing was asked"
+    process.ask(BF16)
+    assert 0.3 < seconds_of_waiting(process, beats) < 10 and beats
+    assert process._child is not None and process._child.poll() is None
+
+
+def test_a_process_that_the_system_refuses_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    process = FootprintProcess(Path("a recipe.yaml"))
+    process.ask(BF16)
+    assert seconds_of_waiting(process) < 0.1
+    process.close()
+
+
+def test_a_request_arrives_as_it_was_sent() -> None:
+    request = CountRequest("float16", Settings(attention="math", triton=False))
+    assert "\n" not in request.to_text() and CountRequest.from_text(request.to_text()) == request
+
+
+def test_the_process_starts_only_where_it_saves_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Path]()
+    monkeypatch.setattr(footprint_process, "FootprintProcess", made.append)
+
+    def starts(cores: int = 16, free_gib: int = 64, on_gpu: bool = True) -> bool:
+        made.clear()
+        free = SimpleNamespace(available=free_gib * 2**30)
+        with mock.patch("os.cpu_count", lambda: cores), mock.patch("psutil.virtual_memory", lambda: free):
+            footprint_process.footprint_process(tmp_path / "r.yaml", str(tmp_path), on_gpu)
+        return bool(made)
+
+    assert starts()
+    assert not starts(cores=2) and not starts(free_gib=2) and not starts(on_gpu=False)
+    footprints_file(str(tmp_path)).write_text("{}", encoding="utf-8")
+    assert not starts(), "an earlier start has counted"
+
+
+class Recorded:
+    """Replaces the process. It records the calls."""
+
+    def __init__(self) -> None:
+        self.calls = list[str]()
+
+    def wait(self, beat: Callable[[], None]) -> None:
+        self.calls.append("wait")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.mark.parametrize(("tokens", "calls"), [(64, ["wait", "close"]), (32, ["close"])])
+def test_loading_waits_only_for_its_own_shape(
+    recipe: Recipe, tokens: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = SampleShape.of(tokens=tokens)
+    assert (shape == largest_of(recipe)) == (tokens == 64)
+    process, context = Recorded(), mock.MagicMock()
+    start: Any = SimpleNamespace(
+        recipe=recipe, device=torch.device("cpu"), dtype=torch.bfloat16, settings=Settings(), context=context,
+        counting=process,
+    )  # fmt: skip
+    monkeypatch.setattr(load_model, "decide", lambda *_: process.calls.append("decide") or mock.MagicMock())
+    load_model.choose_memory(cast(StartContext, start), family_for(recipe), [shape])
+    assert process.calls == [*calls, "decide"]
+
+
+@pytest.mark.slow
+def test_a_process_counts_exactly_the_same(recipe_file: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading then finds its footprint under its key, and does not count."""
+    process = FootprintProcess(recipe_file)
+    process.ask(BF16)
+    while process._child is not None and process._child.poll() is None:
+        process.wait(lambda: None)
+    process.close()
+    family, how = family_for(recipe), (torch.bfloat16, Settings(), largest_of(recipe))
+    with mock.patch.object(footprint, "count", side_effect=AssertionError("it counts again")):
+        found = counted(recipe, family, *how)
+        with pytest.raises(AssertionError):  # the control: another dtype is not in the cache
+            counted(recipe, family, torch.float16, *how[1:])
+        with pytest.raises(AssertionError):
+            counted(recipe, family, torch.bfloat16, replace(Settings(), attention="math"), largest_of(recipe))
+    footprints_file(recipe.cache.dir).unlink()
+    assert found == counted(recipe, family, *how)
+
+
+@pytest.mark.slow
+def test_a_recipe_that_cannot_be_loaded_ends_the_process(tmp_path: Path) -> None:
+    process = FootprintProcess(tmp_path / "none.yaml")
+    process.ask(BF16)
+    process.wait(lambda: None)
+    assert process._child is not None and process._child.wait(30) not in (None, 0)
+    process.close()
