@@ -22,7 +22,8 @@ import zlib
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from types import FunctionType
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -109,13 +110,19 @@ class NoDevice:
         return 0
 
 
+class _Kernel(Protocol):
+    """A kernel of Triton, with its Python function."""
+
+    fn: FunctionType
+
+
 class _Share:
     """The launches that this process compiles. It begins with all of them."""
 
     def __init__(self) -> None:
         self.number, self.count = 0, 1
 
-    def has(self, kernel: Any, arguments: Collection[object], options: Collection[tuple[str, object]]) -> bool:
+    def has(self, kernel: _Kernel, arguments: Collection[object], options: Collection[tuple[str, object]]) -> bool:
         """Whether a launch belongs to the share. Launches that need the same program belong to the same share."""
         if self.count == 1:
             return True
@@ -144,7 +151,7 @@ def compile_only(target: Target) -> _Share:
 
     run, share = JITFunction.run, _Share()
 
-    def compiled(kernel: object, *arguments: object, grid: object, warmup: bool, **options: object) -> None:
+    def compiled(kernel: _Kernel, *arguments: object, grid: object, warmup: bool, **options: object) -> None:
         if share.has(kernel, arguments, options.items()):
             _build_launcher(run(kernel, *arguments, grid=grid, warmup=True, **options), target)
 

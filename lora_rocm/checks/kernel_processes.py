@@ -35,7 +35,7 @@ MEMORY_EACH = 2**30
 """Bytes of main memory that one process takes, with torch and the compiler."""
 POLL_S, CASE_LIMIT_S, STEP_LIMIT_S = 0.1, 120.0, 60.0
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1", "HF_HUB_OFFLINE": "1"}
-"""The processes open no GPU, and download no base beside the training process."""
+"""The processes open no GPU, and download no base in addition to the training process."""
 AnyCase = Case | ExactCase
 
 
@@ -57,7 +57,7 @@ class KernelCompilers:
         count: number of processes.
         target: returns the GPU to compile for.
         module: the program of the processes.
-        step: the run's step, or None to compile cases only. Each process compiles a share of it before its cases.
+        step: the run's step, or None to compile cases only. Each process compiles a share of the step before its cases.
     """
 
     def __init__(

@@ -28,12 +28,12 @@ MIN_CORES, MIN_FREE_BYTES = 4, 4 * 2**30
 """A machine with less of either counts in the training process."""
 POLL_S, LIMIT_S = 0.1, 30.0
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1", "HF_HUB_OFFLINE": "1"}
-"""The process opens no GPU, and downloads no base beside the training process."""
+"""The process opens no GPU, and downloads no base in addition to the training process."""
 
 
 @dataclass(frozen=True)
 class CountRequest:
-    """What a process needs to know, in addition to the recipe: the name of the run's dtype, and its settings."""
+    """Inputs of the count, in addition to the recipe: the name of the run's dtype, and its settings."""
 
     dtype: str
     settings: Settings
