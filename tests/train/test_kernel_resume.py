@@ -20,7 +20,7 @@ from lora_rocm.checks.kernel_choice import FACT
 from lora_rocm.families.common.unet import fused_unet
 from lora_rocm.hardware.software_stack import STACK
 from lora_rocm.kernels import backend
-from lora_rocm.memory.controller import MemoryManager
+from lora_rocm.memory.manager import MemoryManager
 from lora_rocm.optim import base as optim_base
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.checkpoint_record import sealed
