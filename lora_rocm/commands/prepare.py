@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lora_rocm.commands.output import Notify, unheard
 from lora_rocm.errors import StoppedError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import temporary_folder, write_json
 from lora_rocm.foundation.packages import require_packages
 from lora_rocm.foundation.units import count_text, time_text
@@ -58,7 +58,7 @@ class PrepareResult:
 def prepare(
     recipe_path: str,
     overrides: Sequence[str] = (),
-    registry: FamilyRegistry = PRODUCT,
+    registry: FamilyRegistry = FAMILIES,
     *,
     worker: str | None = None,
     notify: Notify = unheard,
