@@ -27,7 +27,7 @@ from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.event_types import DataEvent, Event, KernelsEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import lock, selftest_runner, supervisor, tuning_runner, worker_process
-from lora_rocm.supervisor.resume import choose, settle
+from lora_rocm.supervisor.choose_run_dir import choose, settle
 
 AGAIN = "lora-rocm prepare"
 

@@ -15,7 +15,7 @@ import torch
 from lora_rocm.checks import kernel_compiler
 from lora_rocm.checks.kernel_compiler import StepJob
 from lora_rocm.families.base import family_for
-from lora_rocm.families.common.objectives.loss import losses
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.kernels.backend import kernels_seen, launching_on_meta
 from lora_rocm.memory.footprint import inputs_on_meta, largest_of, meta_model
 from lora_rocm.recipe.load import load_recipe

@@ -135,7 +135,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     from lora_rocm.checks.attention_routes import checked_attention
     from lora_rocm.families.base import family_for
     from lora_rocm.kernels.backend import available
-    from lora_rocm.train import pipeline
+    from lora_rocm.train import pipeline, resume
     from lora_rocm.train.context import StartContext
 
     family_for(recipe)
@@ -152,7 +152,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
         if counting is not None and available(device):  # the process sees no GPU, and counts Triton kernels
             counting.ask(CountRequest(str(dtype).removeprefix("torch."), settings))
         world = join(me, device, session.context.beat)
-        checkpoint = pipeline.find_checkpoint(session, options.checkpoint)
+        checkpoint = resume.find_checkpoint(session, options.checkpoint)
     session.emit(
         StartEvent(
             pid=os.getpid(),
