@@ -38,6 +38,7 @@ RESULTS: dict[str, type] = {
     "train": RunResult,
     "resume": RunResult,
     "demo": RunResult,
+    "fork": RunResult,
     "import": ImportResult,
     "recipes": RecipesResult,
     "new": NewResult,
@@ -65,8 +66,16 @@ RESULTS: dict[str, type] = {
     "bench step": BenchResult,
 }
 """Class of each command's JSON document. ``schema`` is missing because its document is a JSON Schema."""
-FOLLOWS = ("train", "resume", "demo")
-PLAIN = {str: "string", Path: "string", bool: "true or false", int: "whole number", float: "number", Any: "anything"}
+FOLLOWS = ("train", "resume", "demo", "fork")
+PLAIN = {
+    str: "string",
+    Path: "string",
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    Any: "anything",
+    object: "anything",
+}
 INTRODUCTION = """\
 ---
 search:
@@ -78,10 +87,10 @@ search:
 This page is generated from the classes of the results: `python -m scripts.docs_pages`.
 
 Every command takes `--json`. Standard output is then exactly one JSON document, in ASCII; progress, and errors as
-text, go to standard error. `train`, `resume` and `demo` print JSON lines: each event of the run as it occurs, as in
-`events.jsonl` (every event has a `type`). The last line is the document, which has no `type`. `schema --json` prints
-the JSON Schema of recipes. The exit code is the same as without `--json`. With `--quiet` only the result is printed,
-as text.
+text, go to standard error. `train`, `resume`, `fork` and `demo` print JSON lines: each event of the run as it occurs,
+as in `events.jsonl` (every event has a `type`). The last line is the document, which has no `type`. `schema --json`
+prints the JSON Schema of recipes. The exit code is the same as without `--json`. With `--quiet` only the result is
+printed, as text.
 
 A command that ends with an error prints the document `Failed`. `check`, `plan` and `tune` may have results even if
 they fail: their documents have an `error` field. `chat --json` needs `--prompt`. `bench --output FILE` writes the same

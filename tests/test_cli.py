@@ -34,6 +34,10 @@ COMMANDS: dict[str, set[str]] = {
         "--no-supervisor",
     },
     "resume": {"RUN", "--runs-dir", "--set", "--cache-dir", "--accept-changes", "--gpus", "--no-supervisor"},
+    "fork": {
+        *("RUN", "--runs-dir", "--step", "--set", "--run-dir", "--cache-dir", "--gpus", "--no-supervisor"),
+        "--no-start",
+    },
     "check": {"RECIPE", "--set", "--cache-dir", "--schema-only"},
     "plan": {"RECIPE", "--set", "--cache-dir", "--card"},
     "demo": {"--family"},

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.errors import LoraRocmError, UserError
+from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import number_text, size_text
 from lora_rocm.report.figures import Figures
+from lora_rocm.rundir.fork_origin import ForkOrigin
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.newest import is_run, written_s
 from lora_rocm.rundir.recipe_family import family_in
@@ -38,6 +40,7 @@ class ListedRun:
         family: model family of its recipe, or null if unknown.
         last_loss: loss of the last step, or null if unknown.
         disk_bytes: size of all its files.
+        forked_from: parent of a forked run, or null.
     """
 
     name: str
@@ -51,6 +54,7 @@ class ListedRun:
     family: str | None = None
     last_loss: float | None = None
     disk_bytes: int = 0
+    forked_from: ForkOrigin | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,7 @@ def _run(run_dir: RunDir, family: str | None) -> ListedRun:
         family,
         losses[-1] if losses else None,
         disk_bytes,
+        view.forked_from,
     )
 
 
@@ -149,13 +154,17 @@ def _bytes_in(folder: Path) -> int:
 
 def render(result: RunsResult) -> str:
     """Return the list as a table."""
-    rows = [("name", "family", "state", "step", "loss", "last loss", "disk", "last event")]
+    rows: list[tuple[str, ...]] = [("name", "family", "state", "step", "loss", "last loss", "disk", "last event")]
     for run in result.runs:
         of = "" if run.max_train_steps is None else f" of {run.max_train_steps}"
         step = "-" if run.updates is None else f"{run.updates}{of}"
         when = "-" if run.last_event_s is None else time.strftime(DAY, time.localtime(run.last_event_s))
         losses = (number_text(run.loss), number_text(run.last_loss))
         rows.append((run.name, run.family or "-", run.state, step, *losses, size_text(run.disk_bytes), when))
+    if any(run.forked_from is not None for run in result.runs):
+        origins = [run.forked_from for run in result.runs]
+        parents = [f"{legible(each.run.name)}, step {each.step}" if each else "-" for each in origins]
+        rows = [(*row, origin) for row, origin in zip(rows, ["forked from", *parents], strict=True)]
     return _table(rows) if result.runs else "There are no runs here."
 
 

@@ -160,6 +160,8 @@ def _headline(facts: ReportData) -> list[Block]:
         about = f"{lora.title} of {lora.size}, for {model.name_or_path}"
         about += f", from {count_text(data.samples, 'sample')}" if data else ""
         said_of_recipe.append(Paragraph(about, "soft"))
+    if view.forked_from is not None:
+        said_of_recipe.append(Paragraph(f"Forked from {view.forked_from.text}", "soft"))
     at = f"step {view.updates} of {'?' if view.max_train_steps is None else view.max_train_steps}"
     if view.outcome == "finished":
         finished = count_text(facts.result.get("updates") or view.updates, "step")

@@ -36,7 +36,7 @@ IN_PLACE = (
 )
 """Pattern for the names of files that are written in place."""
 OF_PARENT = re.compile(
-    r"recipe(\.asked)?\.yaml|names\.json|environment\.json|tuned\.json|products\.csv|report\.html|compare\.html|stacks-\d+\.txt|\.probe\.tmp|"
+    r"recipe(\.asked)?\.yaml|names\.json|fork\.json|environment\.json|tuned\.json|products\.csv|report\.html|compare\.html|stacks-\d+\.txt|\.probe\.tmp|"
     r"events(\.rank\d+|\.supervisor)?\.index"
 )
 """Names of the files that the parent of rank 0 writes atomically.
@@ -156,6 +156,11 @@ class RunDir:
         Once all checks have accepted it, it is renamed to ``recipe``.
         """
         return self.path / "recipe.asked.yaml"
+
+    @property
+    def fork(self) -> Path:
+        """The file that names the parent of a forked run (``fork_origin``)."""
+        return self.path / "fork.json"
 
     @property
     def environment(self) -> Path:
