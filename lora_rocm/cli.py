@@ -40,6 +40,7 @@ from lora_rocm.commands.cli_options import (
     values,
     with_folders,
 )
+from lora_rocm.commands.cli_queue import queue_app
 from lora_rocm.commands.cli_runs import add_run_commands
 from lora_rocm.commands.output import Output
 
@@ -54,6 +55,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(queue_app, name="queue", rich_help_panel=RUNS)
 app.add_typer(cache_app, name="cache", rich_help_panel=FILES)
 app.add_typer(bench_app, name="bench", rich_help_panel=MACHINE)
 

@@ -28,6 +28,8 @@ from lora_rocm.commands.new import NewResult, RecipesResult
 from lora_rocm.commands.output import Failed, ForgetResult, ReportResult
 from lora_rocm.commands.plan import PlanResult
 from lora_rocm.commands.push import PushResult
+from lora_rocm.commands.queue import QueueResult
+from lora_rocm.commands.queue_run import QueueRunResult
 from lora_rocm.commands.runs import RunsResult
 from lora_rocm.commands.sample_export import ExportResult, SampleResult
 from lora_rocm.commands.start_run import RunResult
@@ -50,6 +52,11 @@ RESULTS: dict[str, type] = {
     "export": ExportResult,
     "push": PushResult,
     "tune": TuneResult,
+    "queue add": QueueResult,
+    "queue list": QueueResult,
+    "queue run": QueueRunResult,
+    "queue remove": QueueResult,
+    "queue move": QueueResult,
     "status": StatusDocument,
     "runs": RunsResult,
     "inspect": InspectDocument,

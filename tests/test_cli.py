@@ -78,6 +78,11 @@ COMMANDS: dict[str, set[str]] = {
         "--license",
     },
     "tune": {"RECIPE", "--set"},
+    "queue add": {"RECIPE", "--queue-dir", "--set", "--runs-dir", "--cache-dir"},
+    "queue list": {"--queue-dir"},
+    "queue run": {"--queue-dir", "--gpus", "--no-supervisor"},
+    "queue remove": {"NAME", "--queue-dir"},
+    "queue move": {"NAME", "PLACE", "--queue-dir"},
     "status": {"RUN", "--runs-dir"},
     "runs": {"FOLDER", "--state", "--family", "--name", "--last"},
     "inspect": {"PATH"},
@@ -129,7 +134,8 @@ def test_usage_shows_arguments_plainly() -> None:
         argument = next((option for option in options if option.isupper() and option[0] != "-"), None)
         if argument is not None:
             usage = run(*name.split(), "--help")[1].splitlines()[0]
-            special = {"import": "FILE...", "push": "RUN_OR_LORA REPO"}
+            special = {"import": "FILE...", "push": "RUN_OR_LORA REPO", "queue add": "RECIPE..."}
+            special |= {"queue remove": "NAME...", "queue move": "NAME PLACE"}
             plain = argument in ("RECIPE", "PATH") and name not in ("env", "new")
             wanted = special.get(name) or (argument if plain else f"[{argument}]")
             assert usage == f"Usage: lora-rocm {name} [OPTIONS] {wanted}".replace("lora-rocm", usage.split()[1])

@@ -70,6 +70,8 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         RunDir(tmp_path / "run"), 20, recipe=fingerprint(load_recipe(tmp_path / "run" / "recipe.yaml").recipe)
     )
     write_published_run(tmp_path / "published")
+    (tmp_path / "queue").mkdir()
+    (tmp_path / "queue" / "010-waiting.yaml").write_text(RECIPE, encoding="utf-8")
     (tmp_path / "cache" / "text" / "ab").mkdir(parents=True)
     (tmp_path / "cache" / "text" / "ab" / f"ab{'0' * 38}.safetensors").write_bytes(b"torn")
 
@@ -144,6 +146,11 @@ CALLS: dict[str, tuple[str, ...]] = {
     "export": ("export", "run", "--format", "peft"),
     "push": ("push", "published", "me/mine", "--dry-run", "--output", "out"),
     "tune": ("tune", "r.yaml"),
+    "queue add": ("queue", "add", "r.yaml"),
+    "queue list": ("queue", "list"),
+    "queue run": ("queue", "run"),
+    "queue remove": ("queue", "remove", "waiting"),
+    "queue move": ("queue", "move", "waiting", "1"),
     "status": ("status", "run"),
     "runs": ("runs", "."),
     "inspect": ("inspect", "builtin:tiny-sdxl"),
