@@ -53,6 +53,7 @@ ALLOWED = {
     ("supervisor.worker_group", "run_workers", "unlink"): OF_A_LINK,
     ("train.hooks", "_opened", "SummaryWriter"): "``refuse_link`` of its folder comes before; a new name each time",
     ("train.session", "postpone", "truncate"): "its own open file",
+    ("rundir.sample_losses", "begin", "truncate"): "its own open file",
     ("train.checkpoint", "_remove", "unlink"): "in a folder that is no link",
     ("train.worker", "main", "FileLock"): LOCK,
 }
