@@ -84,7 +84,7 @@ COMMANDS: dict[str, set[str]] = {
     "queue remove": {"NAME", "--queue-dir"},
     "queue move": {"NAME", "PLACE", "--queue-dir"},
     "status": {"RUN", "--runs-dir"},
-    "runs": {"FOLDER", "--state", "--family", "--name", "--last"},
+    "runs": {"FOLDER", "--state", "--family", "--name", "--last", "--rename", "--archive", "--delete", "--dry-run"},
     "inspect": {"PATH"},
     "report": {"RUN", "--runs-dir"},
     "doctor": {"--report", "--facts", "--quick"},

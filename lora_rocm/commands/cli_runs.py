@@ -93,10 +93,25 @@ def runs(
         str | None, typer.Option(metavar="GLOB", help="Only runs with such a name, for example 'cat-*'.")
     ] = None,
     last: Annotated[int | None, typer.Option(min=1, max=1_000_000, metavar="N", help="Only the newest N runs.")] = None,
+    rename: Annotated[
+        tuple[str, str] | None, typer.Option(metavar="RUN NAME", help="Give a run directory another name.")
+    ] = None,
+    archive: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RUN", help="Move a run to the folder archive. A finished one loses its training states."),
+    ] = None,
+    delete: Annotated[
+        list[str] | None, typer.Option(metavar="RUN", help="Delete a run; may be given several times.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the disk space that would be freed.")] = False,
 ) -> int:
-    """List the runs in a folder: family, state, step, losses and size."""
+    """List the runs in a folder: family, state, step, losses and size. Or rename, archive and delete runs."""
     from lora_rocm.commands import runs
 
+    changes = runs.changed(folder, runs.RunChanges(rename, tuple(archive or ()), tuple(delete or ()), dry_run))
+    if changes:
+        result = runs.RunsResult((), changes)
+        return output.show(result, runs.render(result))
     wanted = runs.RunFilter(tuple(each.value for each in state or ()), tuple(family or ()), name, last)
     found = runs.runs(folder, wanted)
     return output.show(found, runs.render(found))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,11 +12,13 @@ from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import number_text, size_text
 from lora_rocm.report.figures import Figures
+from lora_rocm.rundir.disk_space import bytes_in
 from lora_rocm.rundir.fork_origin import ForkOrigin
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.newest import is_run, written_s
 from lora_rocm.rundir.recipe_family import family_in
 from lora_rocm.rundir.run_view import RunView
+from lora_rocm.supervisor.manage_runs import RunChange, archive_run, delete_run, rename_run
 
 DAY = "%Y-%m-%d %H:%M"
 LAST_STEPS = 400
@@ -62,10 +63,12 @@ class RunsResult:
     """The runs in a folder.
 
     Attributes:
-        runs: the runs, the one with the newest event last.
+        runs: the runs, the one with the newest event last; empty if the command changed runs.
+        changes: the runs that this command renamed, archived or deleted.
     """
 
     runs: tuple[ListedRun, ...]
+    changes: tuple[RunChange, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,42 @@ class RunFilter:
     families: tuple[str, ...] = ()
     name: str | None = None
     last: int | None = None
+
+
+@dataclass(frozen=True)
+class RunChanges:
+    """The changes that a user wants. Runs are paths, or names in the folder of the runs.
+
+    Attributes:
+        rename: a run and its new name, or None.
+        archive: runs to archive.
+        delete: runs to delete.
+        dry_run: whether nothing is changed, and only the freed space is computed.
+    """
+
+    rename: tuple[str, str] | None = None
+    archive: tuple[str, ...] = ()
+    delete: tuple[str, ...] = ()
+    dry_run: bool = False
+
+
+def changed(folder: Path, wanted: RunChanges) -> tuple[RunChange, ...]:
+    """Rename, archive and delete runs, in this order. It ends at the first run that is refused.
+
+    Raises:
+        UserError: there is no such run, it is running, or a name is taken or invalid.
+        StorageError: a run cannot be changed, or is a link.
+    """
+
+    def place(run: str) -> Path:
+        return folder / run if is_run(folder / run) else Path(run)
+
+    found = []
+    if wanted.rename is not None:
+        found.append(rename_run(place(wanted.rename[0]), wanted.rename[1], dry_run=wanted.dry_run))
+    found += [archive_run(place(run), dry_run=wanted.dry_run) for run in wanted.archive]
+    found += [delete_run(place(run), dry_run=wanted.dry_run) for run in wanted.delete]
+    return tuple(found)
 
 
 def runs(folder: Path, wanted: RunFilter | None = None) -> RunsResult:
@@ -114,7 +153,7 @@ def runs(folder: Path, wanted: RunFilter | None = None) -> RunsResult:
 
 
 def _run(run_dir: RunDir, family: str | None) -> ListedRun:
-    path, disk_bytes = run_dir.path, _bytes_in(run_dir.path)
+    path, disk_bytes = run_dir.path, bytes_in(run_dir.path)
     try:
         view = RunView.of(run_dir, last_steps=LAST_STEPS)
     except LoraRocmError as error:  # the other runs are still listed
@@ -136,24 +175,10 @@ def _run(run_dir: RunDir, family: str | None) -> ListedRun:
     )
 
 
-def _bytes_in(folder: Path) -> int:
-    """Return the size of all files in a folder; links are not followed, and unreadable files count as 0."""
-    total, waiting = 0, [os.fspath(folder)]
-    while waiting:
-        try:
-            with os.scandir(waiting.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-                    elif entry.is_file(follow_symlinks=False):
-                        total += entry.stat(follow_symlinks=False).st_size
-        except OSError:  # removed meanwhile, or no permission
-            continue
-    return total
-
-
 def render(result: RunsResult) -> str:
-    """Return the list as a table."""
+    """Return the changes, or else the list as a table."""
+    if result.changes:
+        return "\n".join(map(_change_text, result.changes))
     rows: list[tuple[str, ...]] = [("name", "family", "state", "step", "loss", "last loss", "disk", "last event")]
     for run in result.runs:
         of = "" if run.max_train_steps is None else f" of {run.max_train_steps}"
@@ -166,6 +191,13 @@ def render(result: RunsResult) -> str:
         parents = [f"{legible(each.run.name)}, step {each.step}" if each else "-" for each in origins]
         rows = [(*row, origin) for row, origin in zip(rows, ["forked from", *parents], strict=True)]
     return _table(rows) if result.runs else "There are no runs here."
+
+
+def _change_text(change: RunChange) -> str:
+    would = "" if change.is_done else "would be "
+    to = f": {change.now}" if change.now is not None else ""
+    freed = f" ({size_text(change.freed_bytes)} freed)" if change.freed_bytes else ""
+    return f"{change.run} {would}{change.action}{to}{freed}"
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:
