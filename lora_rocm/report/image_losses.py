@@ -7,18 +7,13 @@ newer half of its visits. No image is judged by few visits.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.report.html import Paragraph, ReportBox, section, table
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.sample_losses import SampleLosses, read_losses
@@ -34,8 +29,7 @@ SIGMA_OF_MAD = 1.4826
 LEAST_SPREAD = 0.01
 """Smallest spread of the images' logarithms, so that almost equal images do not make one of them an outlier."""
 MAX_SHOWN = 20
-MAX_IMAGE_BYTES = 1 << 28
-MAX_CAPTION_BYTES = 1 << 16
+"""Number of images that the report lists, the most unusual ones."""
 
 
 @dataclass(frozen=True)
@@ -119,62 +113,6 @@ def _scores(values: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
     spread = max(SIGMA_OF_MAD * float(np.median(np.abs(means - middle))), LEAST_SPREAD)
     scores: NDArray[np.float64] = (means - middle) / np.sqrt(spread**2 + errors)
     return scores
-
-
-def with_hints(images: Sequence[ImageLoss], folder: Path, caption_extensions: Sequence[str]) -> list[ImageLoss]:
-    """Return the images, the outliers with hints from their files. Only regular files in ``folder`` are read.
-
-    Args:
-        images: judged images with names relative to ``folder``.
-        folder: the folder of images.
-        caption_extensions: extensions of the caption files, with a dot; the first file that exists counts.
-    """
-    sizes = {each.name: size for each in images if (size := _size(folder, each.name)) is not None}
-    shared = Counter(sizes.values())
-    digests: dict[str, str] = {}
-    found = []
-    for each in images:
-        hints: list[str] = []
-        if each.is_outlier and each.name in sizes:
-            if _has_empty_caption(folder / each.name, caption_extensions):
-                hints.append("its caption is empty")
-            if shared[sizes[each.name]] > 1:
-                same = [name for name, size in sizes.items() if size == sizes[each.name] and name != each.name]
-                twins = [name for name in same if _same(folder, each.name, name, digests)]
-                hints += [f"the same file as {twins[0]}, perhaps with another caption"] if twins else []
-        found.append(replace(each, hints=tuple(hints)))
-    return found
-
-
-def _size(folder: Path, name: str) -> int | None:
-    """Return the size of a file in a folder; None if it is missing, not regular, or elsewhere."""
-    path = folder / name
-    try:
-        if not path.resolve().is_relative_to(folder.resolve()):
-            return None
-        return check_plain(path, MAX_IMAGE_BYTES)
-    except (OSError, ValueError):
-        return None
-
-
-def _has_empty_caption(image: Path, extensions: Sequence[str]) -> bool:
-    for extension in extensions:
-        try:
-            return not read_plain(image.with_suffix(extension), MAX_CAPTION_BYTES).strip()
-        except (OSError, ValueError):  # missing, or not readable
-            continue
-    return False
-
-
-def _same(folder: Path, one: str, other: str, digests: dict[str, str]) -> bool:
-    """Whether two files have the same content. ``digests`` remembers what was read."""
-    for name in (one, other):
-        if name not in digests:
-            try:
-                digests[name] = hashlib.sha256(read_plain(folder / name, MAX_IMAGE_BYTES)).hexdigest()
-            except OSError:
-                digests[name] = os.urandom(16).hex()
-    return digests[one] == digests[other]
 
 
 def images_section(images: Sequence[ImageLoss]) -> ReportBox | None:

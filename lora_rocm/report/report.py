@@ -43,7 +43,8 @@ from lora_rocm.report.html import (
     section,
     table,
 )
-from lora_rocm.report.image_losses import ImageLoss, image_losses, images_section, with_hints
+from lora_rocm.report.image_hints import with_hints
+from lora_rocm.report.image_losses import ImageLoss, image_losses, images_section
 from lora_rocm.report.incident_texts import failure_text, trouble_section
 from lora_rocm.report.outliers import spikes_section
 from lora_rocm.report.svg_plot import Point, Series

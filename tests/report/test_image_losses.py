@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from PIL import Image, ImageFilter
 
-from lora_rocm.report.image_losses import LEAST_VISITS, ImageLoss, images_section, judged, with_hints
+from lora_rocm.report.image_hints import with_hints
+from lora_rocm.report.image_losses import LEAST_VISITS, ImageLoss, images_section, judged
 from lora_rocm.report.report import write_report
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.sample_losses import LossWriter, SampleLosses
@@ -109,6 +111,16 @@ def test_hints_come_from_the_files(tmp_path: Path) -> None:
     found = {each.name: each.hints for each in with_hints(images, tmp_path, (".txt", ".caption"))}
     assert "b.png" in found["a.png"][0] and len(found["c.png"]) == 1 and found["c.png"] != found["a.png"]
     assert all(found[name] == () for name in ("b.png", "d.png", "gone.png", "../x.png"))
+
+
+def test_a_blurred_image_is_less_sharp_than_the_others(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    images = [replace(outlier(f"{number}.png"), is_outlier=number in (0, 1)) for number in range(8)]
+    for number, each in enumerate(images):
+        noise = Image.fromarray(rng.integers(0, 256, (96, 128, 3), np.uint8))
+        (noise.filter(ImageFilter.GaussianBlur(4)) if number == 0 else noise).save(tmp_path / each.name)
+    hints = [each.hints for each in with_hints(images, tmp_path, (".txt",))]
+    assert len(hints[0]) == 1 and all(each == () for each in hints[1:])
 
 
 def test_hostile_places_of_images_are_not_read(tmp_path: Path) -> None:
