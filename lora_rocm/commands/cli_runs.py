@@ -48,7 +48,7 @@ def fork(
     ] = None,
     overrides: Overrides = None,
     run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Default: <parent>-fork-<time>, next to the parent.")
+        Path | None, typer.Option(metavar="DIR", help="Default: NAME-fork-TIME, next to the first run.")
     ] = None,
     cache_dir: CacheOfRecipe = None,
     gpus: Gpus = None,

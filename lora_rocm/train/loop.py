@@ -202,7 +202,8 @@ def _recorded_positions(batch: Batch, position_B: Tensor | None) -> list[float]:
     """Return the position of each row in the noise schedule, from tensors on the CPU; NaN for rows of weight 0."""
     if position_B is None:
         return [math.nan] * len(batch.sample_keys)
-    return torch.where(batch.tensors["weight"] == 0, math.nan, position_B.double()).tolist()
+    weights, positions = batch.tensors["weight"].tolist(), position_B.tolist()  # lists: no operator is launched
+    return [position if weight else math.nan for weight, position in zip(weights, positions, strict=True)]
 
 
 @dataclass
