@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.errors import RecipeError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.load import load_recipe
@@ -72,7 +72,7 @@ class QueueResult:
     changed: tuple[str, ...] = ()
 
 
-def listed(folder: Path, registry: FamilyRegistry = PRODUCT, changed: Sequence[str] = ()) -> QueueResult:
+def listed(folder: Path, registry: FamilyRegistry = FAMILIES, changed: Sequence[str] = ()) -> QueueResult:
     """Return the recipes of a queue and their states. Nothing is written; a missing folder is an empty queue.
 
     Raises:
@@ -101,7 +101,7 @@ def _queued(queue: QueueDir, place: int, item: QueueItem, registry: FamilyRegist
 
 
 def add(
-    folder: Path, recipes: Sequence[str], overrides: Sequence[str] = (), registry: FamilyRegistry = PRODUCT
+    folder: Path, recipes: Sequence[str], overrides: Sequence[str] = (), registry: FamilyRegistry = FAMILIES
 ) -> QueueResult:
     """Copy recipes to the end of a queue. All are checked first; if one is wrong, none is added.
 

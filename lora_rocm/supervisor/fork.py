@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lora_rocm.errors import LoraRocmError, ResumeError, UserError, storage_error
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.foundation.files import is_folder, json_bytes, make_folder, new_folder, write_pieces, write_through
 from lora_rocm.foundation.names import name_key
@@ -64,7 +64,7 @@ class ForkRequest:
     step: int | None = None
     overrides: Sequence[str] = ()
     run_dir: Path | None = None
-    registry: FamilyRegistry = field(default=PRODUCT)
+    registry: FamilyRegistry = field(default=FAMILIES)
 
 
 @dataclass(frozen=True)
