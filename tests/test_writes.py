@@ -43,7 +43,7 @@ ALLOWED = {
     ("supervisor.lock", "locked", "FileLock"): LOCK,
     ("rundir.held_locks", "is_held", "FileLock"): LOCK,
     ("supervisor.queue_dir", "locked", "FileLock"): LOCK,
-    ("supervisor.resume", "settle", "unlink"): OF_A_LINK,
+    ("supervisor.choose_run_dir", "settle", "unlink"): OF_A_LINK,
     ("rundir.recipe_file", "accept", "unlink"): OF_A_LINK,
     ("rundir.recipe_file", "withdraw", "unlink"): OF_A_LINK,
     ("supervisor.worker_process", "run_worker", "unlink"): OF_A_LINK,

@@ -40,8 +40,8 @@ from lora_rocm.rundir.incidents import trouble_of
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, STATE_FILE, SUPERVISOR, RunDir
 from lora_rocm.rundir.remains import discard_abandoned
 from lora_rocm.rundir.run_name import DEFAULT_NAME
+from lora_rocm.supervisor.choose_run_dir import owner_of
 from lora_rocm.supervisor.restart_policy import REMEMBERED, changes_of
-from lora_rocm.supervisor.resume import owner_of
 
 TIMED = re.compile(r"(?:-fork)?-\d{8}-\d{6}(?:-\d+)?$")
 """End of the name of a run directory that was chosen by this program."""
