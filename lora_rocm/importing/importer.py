@@ -22,6 +22,7 @@ ORIGIN = Path("recipe")
 MAX_IN_HEAD = 30
 KEY = re.compile(r"[a-z]\w*(?:\.\w+)+")
 PLACEHOLDER = "FILL-THIS-IN"
+WARMUPS = ("optim.lr_warmup_steps", "optim.lr_warmup_ratio")
 IDLE = re.compile(
     r"\bhas no effect\b|\bis not read (?:with|by)\b|\bdoes nothing without\b|averages in place of a schedule"
 )
@@ -118,6 +119,8 @@ def translated(paths: Sequence[Path], options: Sequence[str] = ()) -> Translator
     trainer.prepare(translator)
     translator.run_table(trainer.functions)
     trainer.finish(translator)
+    if table.warmup_from_zero and any(key in translator.values for key in WARMUPS):
+        translator.take("optim.lr_warmup_from_zero", True, note=f"the first update has the rate 0 in {table.name}")
     return translator
 
 

@@ -16,6 +16,7 @@ from lora_rocm.importing.value_maps import (
     SCHEDULES,
     is_on,
     number,
+    take_end_of_polynomial,
     take_if_on,
     take_number,
     take_optimizer,
@@ -249,7 +250,7 @@ def take_last_rate(t: Translator, setting: Setting) -> None:
         t.lose(setting, "it is not a share of the peak", ours="optim.lr_min_ratio")
     else:
         note = "" if setting.key.endswith(("rate", "ratio")) else "as a share of the peak"
-        t.take("optim.lr_min_ratio", round(found, 6), setting, note=note)
+        t.take("optim.lr_min_ratio", float(f"{found:.6g}"), setting, note=note)
 
 
 def _schedule_arguments(t: Translator, setting: Setting) -> None:
@@ -430,6 +431,7 @@ def finish(t: Translator) -> None:
         t.withdraw("lora.use_dora", "DoRA needs a base that is not quantised here")
     if "lora.targets" not in t.values:
         t.take("lora.targets", "all-linear", note="the file names no modules")
+    take_end_of_polynomial(t)
 
 
 def lose_method(t: Translator, setting: Setting, name: str) -> None:

@@ -49,6 +49,7 @@ class TrainerTable:
         row: one row per key.
         include: the table of a library that the trainer passes its other keys to; its rows follow, without the keys
             that have rows here.
+        warmup_from_zero: whether the first update of a warm-up has the rate 0.
     """
 
     name: str
@@ -56,6 +57,7 @@ class TrainerTable:
     row: tuple[MappingRow, ...]
     defaults: Mapping[str, str | int | float | bool]
     include: str = ""
+    warmup_from_zero: bool = True
 
 
 FOLDER = Path(__file__).with_name("trainers")

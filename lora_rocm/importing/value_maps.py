@@ -141,6 +141,37 @@ def take_schedule(t: Translator, setting: Setting) -> None:
         t.take("optim.lr_scheduler", own, setting)
 
 
+def take_warmup_share(t: Translator, share: float, setting: Setting, *, steps: int | None, note: str = "") -> None:
+    """A warm-up that is a share of the run.
+
+    Args:
+        t: the translation.
+        share: of the run.
+        setting: of the other trainer.
+        steps: the warm-up as that trainer rounds it; None if the run's length is not known.
+        note: how the unit differs.
+    """
+    if steps is None:
+        t.take("optim.lr_warmup_ratio", share, setting, note=note)
+    elif steps:
+        t.take("optim.lr_warmup_steps", steps, setting, note=note or "a share of the run, as it is rounded there")
+    else:
+        t.skip(setting, "less than a step")
+
+
+END_OF_POLYNOMIAL = 1e-7
+"""The rate at the end of transformers' and diffusers' polynomial schedule."""
+
+
+def take_end_of_polynomial(t: Translator) -> None:
+    """Write the end of a polynomial schedule as a share of the peak, if no setting has."""
+    schedule, peak = t.values.get("optim.lr_scheduler"), t.values.get("optim.learning_rate")
+    rate = number(peak.value) if peak is not None else None
+    if schedule is not None and schedule.value == "polynomial" and rate and rate > END_OF_POLYNOMIAL:
+        share = float(f"{END_OF_POLYNOMIAL / rate:.6g}")
+        take_absent(t, "optim.lr_min_ratio", share, "the schedule ends at a rate of 1e-7 there")
+
+
 def take_optimizer(t: Translator, setting: Setting) -> None:
     """The optimizer, by its class or its short name."""
     take_optimizer_of(t, setting, str(setting.value))

@@ -104,6 +104,11 @@ class OptimSection(Section):
     lr_warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.0, description="The warm-up as a share of the run, in place of lr_warmup_steps."
     )
+    lr_warmup_from_zero: bool = Field(
+        False,
+        description="Begin the warm-up at 0, as transformers and diffusers do: update i of w uses (i - 1) / w of the "
+        "rate, so the first update changes nothing.",
+    )
     max_grad_norm: float = Field(1.0, ge=0, le=1e9, description="Clip the total gradient norm to this; 0 disables it.")
 
     def warmup_steps(self, max_train_steps: int) -> int:

@@ -64,7 +64,7 @@ def per_update(t: Translator, ours: str, setting: Setting) -> None:
         t.lose(setting, "it is not a number", ours=ours)
     elif batches > 1:
         note = "in updates; ai-toolkit counts batches here"
-        t.take(ours, max(round(count / batches), 1), setting, note=note)
+        t.take(ours, max(int(count // batches), 1), setting, note=note)
     else:
         t.take(ours, whole(count), setting)
 

@@ -31,11 +31,13 @@ PARAMETERS = (
     "weight_decay", "betas", "d_coef", "d0", "growth_rate", "beta3", "use_bias_correction", "safeguard_warmup",
     "clip_threshold", "decay_rate", "beta1", "scale_parameter", "relative_step", "warmup_init",
 )  # fmt: skip
-SAMPLINGS: Mapping[str, tuple[str, Value]] = {
-    "sigmoid": ("logit-normal", 1), "linear": ("uniform", 1), "weighted": ("uniform", 1), "shift": ("uniform", "auto"),
-    "flux_shift": ("uniform", "resolution"), "lumina2_shift": ("uniform", "auto"),
+SAMPLINGS = {
+    "sigmoid": "logit-normal", "linear": "uniform", "weighted": "uniform", "shift": "uniform", "flux_shift": "uniform",
+    "lumina2_shift": "uniform",
 }  # fmt: skip
-"""``timestep_type`` -> (timestep_sampling, shift)."""
+"""``timestep_type`` -> timestep_sampling."""
+SHIFTS: Mapping[str, Value] = {"flux": "resolution", "z-image": 3, "anima": 3}
+"""Family -> the shift of each ``timestep_type`` that ends in "shift", whatever the base's own scheduler says."""
 
 
 def take_optimizer_section(t: Translator) -> None:
@@ -158,16 +160,20 @@ def _cosine(t: Translator, at: Mapping[str, Setting]) -> None:
 
 
 def _accumulation(t: Translator, setting: Setting) -> None:
-    count = number(setting.value)
+    """``gradient_accumulation`` accumulates. ``gradient_accumulation_steps`` sets gradients to 0 before each batch."""
+    ours, count = "train.gradient_accumulation_steps", number(setting.value)
+    is_legacy = setting.key.endswith("_steps")
     if count == -1:
-        t.lose(setting, "accumulates the gradients of a whole epoch", ours="train.gradient_accumulation_steps")
-    elif count == 1 and "train.gradient_accumulation_steps" in t.values:
+        t.lose(setting, "makes one update per epoch, with the gradients of its last batch", ours=ours)
+    elif is_legacy and count is not None and count > 1:
+        note = "ai-toolkit uses the gradients of the last of these batches alone; here each update has one batch"
+        t.take(ours, 1, setting, note=note)
+    elif count == 1 and ours in t.values:
         t.skip(setting, "the other key is set")
-    elif count != 1:
-        t.values.pop("train.gradient_accumulation_steps", None)
-        take_number("train.gradient_accumulation_steps")(t, setting)
     else:
-        take_number("train.gradient_accumulation_steps")(t, setting)
+        if count is not None and count > 1:
+            t.values.pop(ours, None)
+        take_number(ours)(t, setting)
 
 
 def _steps(t: Translator, setting: Setting) -> None:
@@ -222,7 +228,7 @@ def _is_even(t: Translator) -> bool:
 
 
 def _take_sampling(t: Translator, name: str, *settings: Setting) -> None:
-    sampling, shift = SAMPLINGS[name]
+    sampling, shift = SAMPLINGS[name], SHIFTS[family_of(t)] if name.endswith("shift") else 1
     note = "" if settings else f"ai-toolkit's {name}"
     t.take("objective.timestep_sampling", sampling, *settings, note=note)
     t.take("objective.shift", shift, note=f"ai-toolkit's {name}")

@@ -16,6 +16,7 @@ from lora_rocm.importing.setting import FileContent, Setting, UnreadText
 from lora_rocm.importing.trainer import PeerTrainer
 from lora_rocm.importing.trainers import kohya_network, kohya_run
 from lora_rocm.importing.trainers.kohya_data import side_of, take_data
+from lora_rocm.importing.trainers.kohya_schedule import take_schedule
 from lora_rocm.importing.translator import Function, Translator
 from lora_rocm.importing.value_maps import is_on, take_number, take_number_format, take_path, take_switch
 
@@ -147,7 +148,7 @@ def _prepare(t: Translator) -> None:
     kohya_run.take_length(t, is_gui=is_gui)
     kohya_run.take_rates(t, family, is_gui=is_gui)
     kohya_run.take_optimizer(t)
-    kohya_run.take_schedule(t)
+    take_schedule(t)
     kohya_run.take_saving(t)
     kohya_run.take_file_format(t)
     take_data(t, 16 if family in kohya_run.FLOW else 8)

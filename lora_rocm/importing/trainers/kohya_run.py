@@ -8,7 +8,6 @@ from lora_rocm.importing.setting import Setting, Value, path_text
 from lora_rocm.importing.translator import Translator, plain_key
 from lora_rocm.importing.value_maps import (
     SAMPLERS,
-    SCHEDULES,
     is_on,
     number,
     take_optimizer_of,
@@ -152,7 +151,7 @@ def _first(value: Value) -> Value:
     return value[0] if isinstance(value, list) and value else value
 
 
-# optimizer and schedule
+# optimizer
 
 
 def take_optimizer(t: Translator) -> None:
@@ -178,78 +177,6 @@ def take_optimizer(t: Translator) -> None:
         for name in ("relative_step", "scale_parameter"):
             if f"optimizer_args.{name}" not in given:
                 t.take(f"optim.{name}", True, note="transformers' default")
-
-
-def take_schedule(t: Translator) -> None:
-    """The schedule with its options: ``lr_scheduler_type`` names a class, and takes precedence."""
-    own, plain = t.given("lr_scheduler_type"), t.given("lr_scheduler")
-    chosen = own if own is not None and own.value else plain
-    name = str(chosen.value).rpartition(".")[2].lower() if chosen is not None and chosen.value else "constant"
-    schedule = SCHEDULES.get(name) or CLASSES.get(name)
-    if chosen is not None and chosen.value:
-        if name.startswith("adafactor"):
-            t.take("optim.relative_step", True, chosen)
-        elif schedule is None:
-            t.lose(chosen, "lora-rocm has no such schedule; the rate stays constant", ours="optim.lr_scheduler")
-        else:
-            note = "kohya's class has further options" if name in CLASSES else ""
-            t.take("optim.lr_scheduler", schedule, chosen, note=note)
-    if plain is not None and plain is not chosen:
-        t.skip(plain, "lr_scheduler_type takes precedence")
-    _take_warmup(t, is_constant=name == "constant")
-    _take_schedule_options(t, schedule or "constant", name)
-
-
-CLASSES = {
-    "rexannealingwarmrestarts": "rex", "rexlr": "rex", "cosineannealingwarmrestarts": "cosine_with_restarts",
-    "cosineannealingwarmuprestarts": "cosine_with_restarts", "linearlr": "linear", "polynomiallr": "polynomial",
-}  # fmt: skip
-"""Classes of schedules, in lower case -> ours."""
-
-
-def _take_warmup(t: Translator, *, is_constant: bool) -> None:
-    steps, percent, share = t.given("lr_warmup_steps"), t.given("lr_warmup"), t.given("warmup_ratio")
-    found = [(each, number(each.value)) for each in (steps, percent, share) if each is not None]
-    chosen = next((each for each, value in found if value), None)
-    for setting, value in found:
-        if setting is not chosen:
-            t.skip(setting, "it is off" if not value else "another key of the warm-up takes precedence")
-        elif is_constant:
-            t.skip(setting, "kohya's constant schedule has no warm-up; constant_with_warmup has")
-        elif setting is percent and value:
-            t.take("optim.lr_warmup_ratio", value / 100, setting, note="percent of the run in the GUI")
-        elif value and 0 < value < 1:
-            t.take("optim.lr_warmup_ratio", value, setting)
-        elif value:
-            t.take("optim.lr_warmup_steps", whole(value), setting)
-
-
-def _take_schedule_options(t: Translator, schedule: str, name: str) -> None:
-    options = {
-        "lr_scheduler_num_cycles": ("cosine_with_restarts", "optim.lr_scheduler_num_cycles"),
-        "lr_scheduler_power": ("polynomial", "optim.lr_scheduler_power"),
-        "lr_scheduler_min_lr_ratio": ("cosine_with_min_lr", "optim.lr_min_ratio"),
-    }
-    for key, (reader, ours) in options.items():
-        setting = t.given(key)
-        if setting is None or setting.value in (None, ""):
-            continue
-        found = number(setting.value)
-        if reader not in (schedule, name):
-            t.skip(setting, f"only {reader} reads it")
-        elif found is None or found < 0:
-            t.lose(setting, "it is not a number", ours=ours)
-        else:
-            t.take(ours, whole(found), setting)
-    for setting in t.below("lr_scheduler_args"):
-        argument = setting.key.partition(".")[2].lower()
-        found = number(setting.value)
-        if argument in ("t_max", "first_cycle_max_steps", "t_0") and schedule == "cosine" and found:
-            t.take("optim.lr_cosine_steps", int(found), setting)
-        elif argument in ("eta_min", "min_lr", "min_lr_ratio", "last_epoch") and found in (0, -1):
-            t.skip(setting, "it is the usual value")
-        else:
-            t.lose(setting, "would be an argument of the schedule", ours="optim.lr_scheduler")
 
 
 # flow models

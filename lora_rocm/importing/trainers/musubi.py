@@ -16,6 +16,7 @@ from lora_rocm.importing.translator import Function, RecipeValue, Translator, pl
 from lora_rocm.importing.value_maps import (
     is_on,
     number,
+    take_end_of_polynomial,
     take_if,
     take_if_on,
     take_number,
@@ -24,6 +25,7 @@ from lora_rocm.importing.value_maps import (
     take_optimizer_arguments,
     take_path,
     take_schedule,
+    take_warmup_share,
     whole,
 )
 
@@ -296,7 +298,8 @@ def _warmup(t: Translator, setting: Setting) -> None:
     if not found:
         t.skip(setting, "there is no warm-up")
     elif found < 1:
-        t.take("optim.lr_warmup_ratio", found, setting)
+        length = None if t.given("max_train_epochs") else number(t.value("max_train_steps"))
+        take_warmup_share(t, found, setting, steps=None if length is None else int(found * length))
     else:
         t.take("optim.lr_warmup_steps", int(found), setting)
 
@@ -390,10 +393,11 @@ def _project(t: Translator, setting: Setting) -> None:
 
 
 def _finish(t: Translator) -> None:
-    """Keys of data sets without a row."""
+    """Keys of data sets without a row, and the end of the schedule."""
     for setting in t.below("datasets"):
         if not t.is_settled(setting):
             t.lose(setting, f"lora-rocm has no key like {plain_key(setting.key)}")
+    take_end_of_polynomial(t)
 
 
 def _if_number(ours: str) -> Function:

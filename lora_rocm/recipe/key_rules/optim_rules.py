@@ -36,6 +36,23 @@ RULES: tuple[RecipeRule, ...] = (
         for key, readers in READ_BY_SCHEDULE.items()
     ),
     RecipeRule(
+        "no-effect:optim.lr_warmup_from_zero,lr_warmup_steps",
+        ("optim.lr_warmup_from_zero", "optim.lr_warmup_steps", "optim.lr_warmup_ratio"),
+        lambda _, steps, ratio: not steps and not ratio,
+        "has no effect without a warm-up",
+        "Remove it, or set lr_warmup_steps.",
+        at="optim.lr_warmup_from_zero",
+        only_if_set=True,
+    ),
+    RecipeRule(
+        "average-needs-a-first-rate",
+        (OPTIMIZER, "optim.lr_warmup_from_zero"),
+        lambda optimizer, from_zero: _averages(optimizer) and from_zero,
+        "{0} weights each update by its learning rate, so the first one cannot be 0",
+        "Remove lr_warmup_from_zero; a warm-up is fine.",
+        at="optim.lr_warmup_from_zero",
+    ),
+    RecipeRule(
         "average-in-place-of-schedule",
         (OPTIMIZER, "optim.lr_scheduler"),
         lambda optimizer, scheduler: _averages(optimizer) and scheduler != "constant",
