@@ -171,9 +171,11 @@ def _accumulation(t: Translator, setting: Setting) -> None:
     elif count == 1 and ours in t.values:
         t.skip(setting, "the other key is set")
     else:
+        note = ""
         if count is not None and count > 1:
             t.values.pop(ours, None)
-        take_number(ours)(t, setting)
+            note = "ai-toolkit fills the last update of an epoch with batches of the next one; here it has fewer"
+        take_number(ours, note)(t, setting)
 
 
 def _steps(t: Translator, setting: Setting) -> None:
