@@ -14,6 +14,7 @@ from lora_rocm.commands.output import Failure, Notify, unheard
 from lora_rocm.dataset.images.preview_images import require_preview_images
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.model_files.models import BASE_JUDGED_BY
 from lora_rocm.planning.data_plan import RunPlan, Seen, plan_data, plan_texts, run_plan
@@ -105,6 +106,7 @@ class CheckResult:
         weight_bytes: memory of the weights by component, or null if the base was not inspected or is not usable.
         notes: notices about the base, the captions and new tokens.
         error: why training is not possible, or null if it is.
+        next: the command that trains, or null if there is an error or only the recipe was checked.
     """
 
     recipe: Path
@@ -117,6 +119,7 @@ class CheckResult:
     weight_bytes: dict[str, int] | None = None
     notes: tuple[str, ...] = ()
     error: Failure | None = None
+    next: str | None = None
 
 
 def check(
@@ -178,7 +181,9 @@ def check(
         data, plan = texts.inspected()
         found = replace(found, data=data, plan=plan)
         notes = _cut_captions(recipe, texts.samples() if base.tokenizers else (), base.tokenizers)
-    return replace(found, weight_bytes=base.num_bytes, notes=(*base.notices, *notes))
+    words = [word for override in overrides for word in ("--set", override)]
+    command = quoted(["lora-rocm", "train", recipe_path, *words])
+    return replace(found, weight_bytes=base.num_bytes, notes=(*base.notices, *notes), next=command)
 
 
 def _failure(loaded: LoadedRecipe, errors: Sequence[LoraRocmError]) -> Failure:
@@ -369,6 +374,8 @@ def _lines(result: CheckResult) -> Iterator[str]:
         yield from _plan_lines(plan, data)
     if result.error is None:
         yield f"recipe {result.recipe}: valid"
+    if result.next is not None:
+        yield f"next: {result.next}"
 
 
 def _data_lines(data: DataFacts) -> Iterator[str]:

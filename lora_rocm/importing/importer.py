@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_rocm.errors import RecipeError, UserError
+from lora_rocm.errors import Problem, RecipeError, UserError
 from lora_rocm.importing.config_files import ConfigFiles
 from lora_rocm.importing.recipe_text import recipe_text
 from lora_rocm.importing.registry import MODULES, trainer_of
@@ -20,13 +20,8 @@ from lora_rocm.recipe.load import load_text
 
 ORIGIN = Path("recipe")
 MAX_IN_HEAD = 30
-KEY = re.compile(r"[a-z]\w*(?:\.\w+)+")
 PLACEHOLDER = "FILL-THIS-IN"
 WARMUPS = ("optim.lr_warmup_steps", "optim.lr_warmup_ratio")
-IDLE = re.compile(
-    r"\bhas no effect\b|\bis not read (?:with|by)\b|\bdoes nothing without\b|averages in place of a schedule"
-)
-"""lora-rocm refuses a key with these words if it changes nothing with the other keys."""
 
 
 @dataclass(frozen=True)
@@ -152,33 +147,29 @@ def _accepted(translator: Translator) -> tuple[str, ...]:
         try:
             return load_text(text, ORIGIN).notices
         except RecipeError as error:
-            refused: dict[str, str] = {}
+            refused: dict[str, Problem] = {}
             for problem in error.problems:
-                found = re.match(rf"{ORIGIN}(?::\d+)?(?::\d+)? (\S+)", problem.where)
-                key = _key_of(found[1], translator.values) if found is not None else ""
-                if key := key or _key_named(f"{problem.fix} {problem.what}", translator.values):
-                    refused[key] = problem.what
+                key = _given_key(problem, translator.values)
+                if key and (key not in refused or refused[key].is_idle):
+                    refused[key] = problem
             if not refused:
                 problem = error.problems[0]
                 what = f"The configuration gives no recipe that lora-rocm accepts: {problem.what}."
                 where = translator.files.given[0].file
                 raise UserError("import-refused", what, where=where, fix=problem.fix) from None
-        for key, why in refused.items():
-            is_idle = IDLE.search(why) is not None
-            translator.withdraw(key, why if is_idle else f"lora-rocm refuses it: {why}", is_lost=not is_idle)
+        for key, problem in refused.items():
+            why = problem.what if problem.is_idle else f"lora-rocm refuses it: {problem.what}"
+            translator.withdraw(key, why, is_lost=not problem.is_idle)
         _fill_in(translator)
 
 
-def _key_of(named: str, values: Mapping[str, RecipeValue]) -> str:
-    """The given key that a problem is about: the key itself or one above it; empty if there is none."""
-    own = named.removesuffix(":")
-    above = [own[: found.start()] for found in re.finditer(r"[.\[]", own)]
-    return next((key for key in [own, *above[::-1]] if "." in key and _holds(key, values)), "")
-
-
-def _key_named(text: str, values: Mapping[str, RecipeValue]) -> str:
-    """The first given key in the words of a problem about a whole section; empty if there is none."""
-    return next((key for key in KEY.findall(text) if _holds(key, values)), "")
+def _given_key(problem: Problem, values: Mapping[str, RecipeValue]) -> str:
+    """The first given key that a problem is about: one of its keys or one above it; empty if there is none."""
+    for key in problem.keys:
+        above = [key[: found.start()] for found in re.finditer(r"[.\[]", key)]
+        if given := next((each for each in [key, *above[::-1]] if "." in each and _holds(each, values)), ""):
+            return given
+    return ""
 
 
 def _holds(key: str, values: Mapping[str, RecipeValue]) -> bool:

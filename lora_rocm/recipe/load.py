@@ -562,7 +562,10 @@ def _validate(
     found = boolean_problems(data, where, kinds)
     if FAMILY not in kinds.unknown:
         what = f"{kinds.family.title} does not read this key"
-        found |= {key: Problem(where(key), what, "Remove it.") for key in given_unread(data, kinds.family)}
+        found |= {
+            key: Problem(where(key), what, "Remove it.", keys=(dotted(key),))
+            for key in given_unread(data, kinds.family)
+        }
     known = {problem.where for problem in found.values()}
     failed = {key for key in layers.places if spoiled and where(key) in spoiled}
     judged = judge(data, kinds, failed | found.keys())
@@ -570,5 +573,14 @@ def _validate(
     return judged.recipe, [
         *found.values(),
         *(problem for problem in told if problem.where not in known),  # one problem for each wrong value
-        *(Problem(where(each.key), each.what, each.fix) for each in judged.broken),
+        *(
+            Problem(
+                where(each.key),
+                each.what,
+                each.fix,
+                keys=tuple(map(dotted, (each.key, *each.keys))),
+                is_idle=each.rule.is_idle,
+            )
+            for each in judged.broken
+        ),
     ]

@@ -50,6 +50,7 @@ class RecipeRule:
         at: key at which the problem is reported. If empty, the key written last, or else the section with all keys.
         only_if_set: whether the rule is checked only if the first key differs from its default.
         unless_written: keys that switch the rule off if any is written. Such a rule is checked for recipe files only.
+        is_idle: whether the rule is only against a key without an effect: removing it changes nothing.
     """
 
     id: str
@@ -60,6 +61,7 @@ class RecipeRule:
     at: str = ""
     only_if_set: bool = False
     unless_written: tuple[str, ...] = ()
+    is_idle: bool = False
 
     @cached_property
     def parts(self) -> tuple[Parts, ...]:
@@ -142,4 +144,5 @@ def no_effect(key: str, others: Sequence[str], when: Callable[..., bool], why: s
         fix,
         at=key,
         only_if_set=True,
+        is_idle=True,
     )

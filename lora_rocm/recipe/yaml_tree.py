@@ -86,7 +86,10 @@ class YamlTree:
     problems: list[tuple[Key, int, str, str]] = field(default_factory=list)
 
     def place_problems(self, origin: str) -> list[Problem]:
-        return [Problem(f"{origin}:{line} {dotted(key)}".rstrip(), what, fix) for key, line, what, fix in self.problems]
+        return [
+            Problem(f"{origin}:{line} {dotted(key)}".rstrip(), what, fix, keys=(dotted(key),) if key else ())
+            for key, line, what, fix in self.problems
+        ]
 
 
 def dotted(key: Key) -> str:

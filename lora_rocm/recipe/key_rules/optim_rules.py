@@ -32,6 +32,7 @@ RULES: tuple[RecipeRule, ...] = (
             f"Remove it, or set lr_scheduler to {' or '.join(readers)}.",
             at=f"optim.{key}",
             only_if_set=True,
+            is_idle=True,
         )
         for key, readers in READ_BY_SCHEDULE.items()
     ),
@@ -43,6 +44,7 @@ RULES: tuple[RecipeRule, ...] = (
         "Remove it, or set lr_warmup_steps.",
         at="optim.lr_warmup_from_zero",
         only_if_set=True,
+        is_idle=True,
     ),
     RecipeRule(
         "average-needs-a-first-rate",
@@ -59,6 +61,7 @@ RULES: tuple[RecipeRule, ...] = (
         "{0} averages weights in place of a schedule, but lr_scheduler is {1}",
         "Remove lr_scheduler; a warm-up is fine.",
         at="optim.lr_scheduler",
+        is_idle=True,
     ),
     RecipeRule(
         "warmup-init-needs-relative-step",
@@ -67,6 +70,7 @@ RULES: tuple[RecipeRule, ...] = (
         "warmup_init does nothing without relative_step",
         "Set relative_step: true.",
         at="optim.warmup_init",
+        is_idle=True,
     ),
     *(
         RecipeRule(
@@ -77,6 +81,7 @@ RULES: tuple[RecipeRule, ...] = (
             f"Remove {name}, or set relative_step: false.",
             at=f"optim.{name}",
             only_if_set=True,
+            is_idle=True,
         )
         for name in OptimSection.model_fields
         if name.startswith("lr_") or name.endswith("learning_rate")
@@ -136,6 +141,7 @@ RULES: tuple[RecipeRule, ...] = (
             "has no effect without new tokens",
             "Remove it, or set lora.new_tokens.",
             at=f"optim.{key}",
+            is_idle=True,
         )
         for key in UNTIL
     ),

@@ -31,6 +31,7 @@ def _alone(key: str, others: tuple[str, ...], off: str) -> RecipeRule:
         at=key,
         only_if_set=True,
         unless_written=others,
+        is_idle=True,
     )
 
 
