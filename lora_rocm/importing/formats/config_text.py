@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import cast
 
 from lora_rocm.foundation.json_text import BadJson, parse_json
+from lora_rocm.importing.formats.damaged_json import readable_parts
 from lora_rocm.importing.formats.tree import settings_of
 from lora_rocm.importing.setting import FileContent, Setting, UnreadText, Value
 from lora_rocm.recipe.yaml_tree import YamlSyntaxError, dotted, parse_yaml
 
 MAX_DOTS = 1000  # in a line of TOML: the library is very slow for keys with many parts
 SECTION = re.compile(r"^\s*\[+\s*([\w.\"'-]+)\s*\]+\s*(?:#.*)?$")
-JSON_PAIR = re.compile(r'^\s*[\[{,]*\s*"([^"]+)"\s*:\s*(.+?)\s*,?\s*$')
 COMMENT_OR_EMPTY = re.compile(r"^\s*(?:#.*)?$")
 
 
@@ -29,11 +29,13 @@ def toml_settings(text: str, file: str) -> FileContent:
 
 
 def json_settings(text: str, file: str) -> FileContent:
-    """The settings of a JSON text; of a damaged one each line that is a whole pair."""
+    """The settings of a JSON text; of a damaged one those that can be read."""
     try:
         return FileContent(settings_of(cast(Value, parse_json(text, repeated_keys=True)), text, file))
     except BadJson:
-        return _by_lines(text, file, _json_pair)
+        parts = readable_parts(text)
+        unread = [UnreadText(file, line, why) for line, why in parts.unread]
+        return FileContent(settings_of(cast(Value, parts.value), text, file), unread)
 
 
 def yaml_settings(text: str, file: str) -> FileContent:
@@ -81,18 +83,6 @@ def _toml_by_lines(text: str, file: str) -> FileContent:
 def _literal(found: re.Match[str]) -> str:
     """A basic TOML string as a literal one, in which a backslash is a backslash."""
     return found[0] if "'" in found[1] else f"'{found[1]}'"
-
-
-def _json_pair(line: str) -> tuple[str, Value] | None:
-    found = JSON_PAIR.match(line)
-    if found is None:
-        if line.strip(" \t{}[],"):
-            raise ValueError
-        return None
-    value = found[2]
-    if value in ("{", "["):
-        return None
-    return found[1], cast(Value, parse_json(value))
 
 
 def _by_lines(text: str, file: str, pair: Callable[[str], tuple[str, Value] | None]) -> FileContent:
