@@ -180,7 +180,7 @@ def test_a_folder_without_a_usable_recipe_is_not_trained(stage: Stage) -> None:
     assert outcome.code == 2 and [call.arguments[0] for call in outcome.calls[2:]] == ["new"]
 
 
-@pytest.mark.parametrize("ending", [".toml", ".json", ".JSON"])
+@pytest.mark.parametrize("ending", [".toml", ".JSON", ".sh", ".bat", ".ipynb"])
 def test_a_dropped_configuration_of_another_trainer_is_imported(stage: Stage, ending: str) -> None:
     file = stage.root.parent / f"it's & my (x) \u00fc{ending}"
     file.touch()
