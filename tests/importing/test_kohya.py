@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ruamel.yaml import YAML
+from safetensors.numpy import save_file
 
 from lora_rocm.errors import UserError
 from lora_rocm.importing.importer import ImportedRecipe, import_files
@@ -468,6 +470,18 @@ def test_each_key_of_the_table_has_the_outcome_of_its_row(row: MappingRow, tmp_p
     assert all(key in outcomes for key in keys)
     if row.kind == "unsupported":
         assert {outcomes[key] for key in keys} <= {"unsupported", "not-needed"}
+
+
+def test_rank_and_alpha_of_a_file(tmp_path: Path) -> None:
+    """``create_network_from_weights`` takes both from the file. Without the file they are those of the options."""
+    weights = tmp_path / "a.safetensors"
+    text = f"network_dim = 4\nnetwork_alpha = 2\nnetwork_weights = '{weights}'\ndim_from_weights = true\n"
+    lost = imported(tmp_path, a_toml=text)
+    assert outcome_of(lost, "dim_from_weights") == "unsupported" and values_of(lost)["lora.alpha"] == 2
+    save_file({"lora_unet_mid_block_x.lora_down.weight": np.zeros((3, 8), np.float32)}, weights)
+    found = imported(tmp_path, a_toml=text)
+    assert outcome_of(found, "dim_from_weights") == "taken" and values_of(found)["lora.rank"] == "auto"
+    assert outcome_of(found, "network_alpha") == "not-needed" and "lora.alpha" not in values_of(found)
 
 
 @pytest.mark.parametrize("value", ["0", "true", "false", "'1e-3'", "[]", "[1, 'x']", "-5", "''", "{}", "1e30"])

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from lora_rocm.importing.config_files import ConfigFile, ConfigFiles
 from lora_rocm.importing.formats.command_line import NO_LINES, command_settings, options_of, shell_of
 from lora_rocm.importing.prompts import take_prompts
+from lora_rocm.importing.rank_of_file import take_rank_of_file, unless_of_file
 from lora_rocm.importing.setting import FileContent, Setting, UnreadText
 from lora_rocm.importing.trainer import PeerTrainer
 from lora_rocm.importing.trainers import kohya_network, kohya_run
@@ -266,9 +267,9 @@ def _finish(t: Translator) -> None:
 
 
 FUNCTIONS: Mapping[str, Function] = {
-    "rank": kohya_network.rank,
-    "rank_of_weights": kohya_network.rank_of_weights,
-    "alpha": kohya_network.alpha,
+    "rank": unless_of_file(kohya_network.rank),
+    "rank_of_file": take_rank_of_file,
+    "alpha": unless_of_file(kohya_network.alpha),
     "convolution": kohya_network.convolution,
     "dora": kohya_network.dora,
     "loraplus": kohya_network.loraplus,

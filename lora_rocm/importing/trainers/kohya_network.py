@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
-from lora_rocm.importing.setting import Setting, Value, path_text
+from lora_rocm.importing.setting import Setting, Value
 from lora_rocm.importing.translator import RecipeValue, Translator
 from lora_rocm.importing.value_maps import is_on, number, whole
 
@@ -131,35 +130,12 @@ def _take_targets(t: Translator, *, is_lycoris: bool, module: Setting | None) ->
 def rank(t: Translator, setting: Setting) -> None:
     """The rank. LyCORIS takes a huge one as: do not factor the second matrix of a LoKr."""
     found = number(setting.value)
-    if _is_rank_of_weights(t):
-        t.skip(setting, "dim_from_weights takes it from the file")
-    elif not found:
+    if not found:
         t.lose(setting, "it is not a number", ours="lora.rank")
     elif found > MAX_RANK:
         t.take("lora.rank", MAX_RANK, setting, note="the highest rank here")
     else:
         t.take("lora.rank", whole(found), setting)
-
-
-def rank_of_weights(t: Translator, setting: Setting) -> None:
-    """The switch for the rank of the file that training starts from."""
-    if not is_on(setting.value):
-        t.skip(setting, "it is off")
-    elif _is_rank_of_weights(t):
-        t.take("lora.rank", "auto", setting)
-    else:
-        t.lose(setting, "would take the rank from network_weights, which is not here", ours="lora.rank")
-
-
-def _is_rank_of_weights(t: Translator) -> bool:
-    """Whether the rank is the one of a file that is here; lora-rocm reads it with each recipe."""
-    switch, file = t.given("dim_from_weights"), t.given("network_weights", "lora_network_weights")
-    if switch is None or not is_on(switch.value) or file is None or not file.value:
-        return False
-    try:
-        return Path(path_text(file.value)).expanduser().is_file()
-    except (OSError, ValueError, RuntimeError):  # a name that no file can have, or no home
-        return False
 
 
 def alpha(t: Translator, setting: Setting) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from lora_rocm.importing.config_files import ConfigFile, ConfigFiles
 from lora_rocm.importing.data_sources import Source, side_of, take_sources
 from lora_rocm.importing.formats.command_line import NO_LINES, command_settings, options_of, shell_of
 from lora_rocm.importing.prompts import take_prompts
+from lora_rocm.importing.rank_of_file import take_rank_of_file, unless_of_file
 from lora_rocm.importing.setting import FileContent, Setting, Value, path_text
 from lora_rocm.importing.trainer import PeerTrainer
 from lora_rocm.importing.translator import Function, RecipeValue, Translator, plain_key
@@ -346,38 +346,6 @@ def _training_adapter(t: Translator, setting: Setting) -> None:
         t.lose(setting, "merges several adapters into the base", ours="model.training_adapter")
 
 
-def _takes_rank_of_file(t: Translator) -> bool:
-    """Whether the rank is in a file that is here (``dim_from_weights``)."""
-    switch, file = t.given("dim_from_weights"), t.given("network_weights")
-    if switch is None or not is_on(switch.value) or file is None or not file.value:
-        return False
-    try:
-        return Path(path_text(file.value)).expanduser().is_file()
-    except (OSError, ValueError, RuntimeError):  # a name that no file can have, or no home
-        return False
-
-
-def _of_rank(ours: str) -> Function:
-    """A function for the rank or alpha, unless a file has them."""
-
-    def take(t: Translator, setting: Setting) -> None:
-        if _takes_rank_of_file(t):
-            t.skip(setting, "dim_from_weights takes it from the file")
-        else:
-            take_number(ours)(t, setting)
-
-    return take
-
-
-def _rank_of_file(t: Translator, setting: Setting) -> None:
-    if not is_on(setting.value):
-        t.skip(setting, "it is off")
-    elif _takes_rank_of_file(t):
-        t.take("lora.rank", "auto", setting)
-    else:
-        t.lose(setting, "takes rank and alpha from a file that is not here; set lora.rank: auto", ours="lora.rank")
-
-
 def _trackers(t: Translator, setting: Setting) -> None:
     if str(setting.value).lower() in ("wandb", "all"):
         t.take("output.log_with", ["wandb"], setting)
@@ -413,9 +381,9 @@ FUNCTIONS: Mapping[str, Function] = {
     "learning_rate": _learning_rate,
     "schedule": _schedule,
     "training_adapter": _training_adapter,
-    "rank": _of_rank("lora.rank"),
-    "alpha": _of_rank("lora.alpha"),
-    "rank_of_file": _rank_of_file,
+    "rank": unless_of_file(take_number("lora.rank")),
+    "alpha": unless_of_file(take_number("lora.alpha")),
+    "rank_of_file": take_rank_of_file,
     "trackers": _trackers,
     "project": _project,
     "optimizer_arguments": take_optimizer_arguments,
