@@ -14,16 +14,20 @@ Value = str | int | float | bool | None | list["Value"] | Mapping[str, "Value"]
 
 SECRET = re.compile(
     r"(?:^|[._-])(?:\w*token|\w*api[_-]?key|\w*password|\w*secret|\w*credentials?|\w*access_key(?:_id)?"
-    r"|\w*webhook_url)$",
+    r"|\w*webhook_url|\w*passwd|\w*passphrase|\w*authorization|\w*private_key|\w*cookies?)$",
     re.IGNORECASE,
 )
 """Keys with values that are never shown or written."""
 SECRET_VALUE = re.compile(
-    r"\b(?:hf_\w{20,}|sk-[\w-]{16,}|gh[pousr]_\w{20,})\b"
+    r"\b(?:hf|api_org|gh[pousr]|github_pat|glpat|gsk|npm|r8|xai|xox[abprs]|pypi|nvapi)[_-][\w-]{20,}"
+    r"|\bsk-[\w-]{16,}|\bAKIA[0-9A-Z]{12,}\b|\bAIza[\w-]{20,}|\beyJ[\w-]{8,}\.[\w-]+\.[\w-]+"
+    r"|\bbearer\s+\S{16,}|://[^/\s:@]+:[^/\s@]+@|-----BEGIN [A-Z ]*PRIVATE KEY"
     r"|(?:token|api[_-]?key|password|secret)[\"']?\s*[=:\s]\s*[\"']?[^\s\"',]*\w{16,}",
     re.IGNORECASE,
 )
-"""Values that are secrets whatever their key is: tokens of Hugging Face, OpenAI and GitHub, and options with them."""
+"""Values that are secrets whatever their key is: tokens of known services, web addresses with a password, private keys,
+and options with a secret.
+"""
 HEX_KEY = re.compile(r"\b[0-9a-f]{40}\b")
 """A key of Weights & Biases, or a commit."""
 OF_A_COMMIT = re.compile(r"revision|commit|sha|hash|ref|version", re.IGNORECASE)
@@ -99,9 +103,16 @@ class FileContent:
         self.unread += other.unread
 
 
+ESCAPED = str.maketrans({"\a": r"\a", "\b": r"\b", "\f": r"\f", "\n": r"\n", "\r": r"\r", "\t": r"\t", "\v": r"\v"})
+
+
 def path_text(value: object) -> str:
-    """A path as a recipe writes it: forward slashes instead of a Windows path's backslashes; ``~`` stays."""
+    r"""A path as a recipe writes it: forward slashes instead of a Windows path's backslashes; ``~`` stays.
+
+    Of a Windows path in a string with escapes, such as "C:\new" in JSON, the parser has read an escape; no path has it.
+    """
     text = str(value).strip().strip('"')
+    text = text.translate(ESCAPED) if re.match(r"[A-Za-z]:[\\/\x07-\x0d]", text) is not None else text
     is_windows = re.match(r"[A-Za-z]:[\\/]|\\\\", text) is not None
     return text.replace("\\", "/") if is_windows or ("\\" in text and "/" not in text) else text
 

@@ -28,7 +28,7 @@ ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*="
 TOP_YAML_KEY = re.compile(r"^([A-Za-z_][A-Za-z0-9_]*):(?:\s|$)", re.MULTILINE)
 CODE = re.compile(r"""^[ \t"]*(?:from [\w.]+ )?import \w|"cell_type\"""", re.MULTILINE)
 """A line of Python, or a notebook."""
-JSON_KEY = re.compile(r'"([A-Za-z_][\w.]*)"\s*:')
+JSON_KEY = re.compile(r'"(?:--)?([A-Za-z_][\w.]*)"\s*:')
 YAML_KEY = re.compile(r"""^\s*(?:- )?["']?([A-Za-z_]\w*)["']?\s*:""", re.MULTILINE)
 TOML_HEADER = re.compile(r"^\s*\[{1,2}\s*([\w.-]+)\s*\]{1,2}", re.MULTILINE)
 USUAL_START = "sdxl.yaml"
@@ -116,8 +116,20 @@ def trainer_in(text: str) -> str | None:
         return None
     found = _foreign(text, value if isinstance(value, dict | list) else _mapping(text))
     if found is None and value is None:  # damaged YAML
-        found = _foreign(text, dict.fromkeys(YAML_KEY.findall(text)))
+        found = _foreign(text, _above_damage(text)) or _foreign(text, dict.fromkeys(YAML_KEY.findall(text)))
     return found.trainer or None if found is not None else None
+
+
+def _above_damage(text: str) -> object:
+    """The content of YAML above its first damaged line; None if that cannot be read either."""
+    try:
+        return parse_yaml(text).value
+    except YamlSyntaxError as error:
+        above = "".join(text.splitlines(keepends=True)[: max(error.line - 1, 0)])
+    try:
+        return parse_yaml(above).value
+    except YamlSyntaxError:
+        return None
 
 
 def _foreign(text: str, data: object) -> ForeignTrainer | ForeignScript | None:

@@ -48,6 +48,23 @@ def test_damaged_json_keeps_its_sections() -> None:
     assert [part.line for part in found.unread] == [5, 7]
 
 
+WINDOWS = r"C:\Users\new\x.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (json_settings, f'{{\n"a": {{"path": "{WINDOWS}"}},\n"b": 2\n}}'),
+        (toml_settings, f'b = 2\n[a]\npath = "{WINDOWS}"\n'),
+        (yaml_settings, f'a:\n  path: "{WINDOWS}"  # here\nb: 2\n'),
+    ],
+)
+def test_a_windows_path_with_single_backslashes_costs_nothing(read: Read, text: str) -> None:
+    found = read(text, "f")
+    assert {setting.key: setting.value for setting in found.settings} == {"a.path": WINDOWS, "b": 2}
+    assert found.unread == []
+
+
 def test_a_list_that_is_cut_off_is_not_taken() -> None:
     found = json_settings('{"a": {"b": 1, "c": [1, 2, ', "f")
     assert pairs(found) == [("a.b", 1, 1)] and [part.line for part in found.unread] == [1]

@@ -15,6 +15,9 @@ from lora_rocm.recipe.yaml_tree import YamlSyntaxError, dotted, parse_yaml
 
 MAX_DOTS = 1000  # in a line of TOML: the library is very slow for keys with many parts
 SECTION = re.compile(r"^\s*\[+\s*([\w.\"'-]+)\s*\]+\s*(?:#.*)?$")
+STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+MAX_LITERALS = 20
+"""Strings of a YAML file that are read as they are written, before its rest counts as damaged."""
 COMMENT_OR_EMPTY = re.compile(r"^\s*(?:#.*)?$")
 
 
@@ -40,13 +43,17 @@ def json_settings(text: str, file: str) -> FileContent:
 
 def yaml_settings(text: str, file: str) -> FileContent:
     """The settings of a YAML text; of a damaged one those above the first damaged line."""
-    lines, found = text.splitlines(), FileContent()
+    lines, found, tried = text.splitlines(), FileContent(), 0
     while True:
         try:
             tree = parse_yaml("\n".join(lines) + "\n")
             break
         except YamlSyntaxError as error:
             kept = min(max(error.line - 1, 0), len(lines) - 1)
+            literal = STRING.sub(_literal, lines[kept])
+            if literal != lines[kept] and tried < MAX_LITERALS:  # usually a Windows path with single backslashes
+                lines[kept], tried = literal, tried + 1
+                continue
             found.unread[:0] = [
                 UnreadText(file, kept + number, "is not YAML here" if number == 1 else "is below a damaged line")
                 for number, line in enumerate(lines[kept:], 1)
@@ -73,7 +80,7 @@ def _toml_by_lines(text: str, file: str) -> FileContent:
         try:
             parsed = tomllib.loads(line)
         except ValueError:  # usually a Windows path with single backslashes
-            parsed = tomllib.loads(re.sub(r'"((?:[^"\\]|\\.)*)"', _literal, line))
+            parsed = tomllib.loads(STRING.sub(_literal, line))
         ((name, value),) = parsed.items()
         return (f"{above}.{name}" if above else name), cast(Value, value)
 
@@ -81,7 +88,7 @@ def _toml_by_lines(text: str, file: str) -> FileContent:
 
 
 def _literal(found: re.Match[str]) -> str:
-    """A basic TOML string as a literal one, in which a backslash is a backslash."""
+    """A string of TOML or YAML as a literal one, in which a backslash is a backslash."""
     return found[0] if "'" in found[1] else f"'{found[1]}'"
 
 

@@ -104,7 +104,12 @@ def _take(token: _Token, following: str, stack: list[_Open], found: JsonParts) -
 
 
 def _parsed(text: str) -> Value:
-    value: Value = parse_json(text)
+    """The value of a scalar. A string with an escape that JSON does not have is usually a Windows path: as written."""
+    value: Value
+    try:
+        value = parse_json(text)
+    except BadJson:
+        value = parse_json(text.replace("\\", "\\\\").replace('\\\\"', '\\"'))
     return value
 
 
