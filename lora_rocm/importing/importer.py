@@ -110,7 +110,7 @@ def translated(paths: Sequence[Path], options: Sequence[str] = ()) -> Translator
         )
     trainer, table = trainer_of(known), table_of(known)
     content = trainer.read(files, [f"--{option}" for option in options])
-    if not content.settings:
+    if not content.settings and not content.unread:
         fix = "Give the whole file that you pass to the other trainer."
         raise UserError("import-unreadable", "No setting in the file can be read.", where=main.file, fix=fix)
     translator = Translator(table, files, content.settings, [*content.unread])
