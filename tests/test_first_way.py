@@ -1,4 +1,4 @@
-"""The way of a new user without the documentation: each command's output has the command that comes next.
+"""A new user needs no documentation: each command's output has the command that comes next.
 
 The installation is not part of it (``tests/test_install.py`` holds its last line), and the demo's recipe is shortened.
 """

@@ -1,4 +1,4 @@
-"""``dim_from_weights`` of kohya's trainers: rank and alpha are those of the file that training starts from."""
+"""``dim_from_weights`` of kohya's trainers: the file that training starts from has rank and alpha."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILES = ("network_weights", "lora_network_weights")
 
 
 def takes_rank_of_file(t: Translator) -> bool:
-    """Whether rank and alpha are those of a file that is here; lora-rocm reads it with each recipe."""
+    """Whether a file that is here has rank and alpha. lora-rocm reads it with each recipe."""
     switch, file = t.given("dim_from_weights"), t.given(*FILES)
     if switch is None or not is_on(switch.value) or file is None or not file.value:
         return False

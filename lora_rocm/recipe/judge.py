@@ -43,7 +43,7 @@ class Values:
 class Broken:
     """A broken rule, with the key at which it is reported and the filled-in texts of the problem and its fix.
 
-    keys: the keys that the rule reads; of a list all of whose entries it reads, the list.
+    keys: the keys that the rule reads. If it reads all entries of a list, the key is the list.
     """
 
     rule: RecipeRule

@@ -27,7 +27,7 @@ from tests.tiny_z_image import write_tiny_z_image
 STEPS, BATCH, ACCUMULATION = 6, 2, 2
 RATE, LEAST, RANK, ALPHA = 2e-3, 1e-4, 4, 2
 SHIFT = 3.0
-"""Of ``scheduler_config`` in z_image.py; the base's own scheduler, whose shift is another, is not read."""
+"""Of ``scheduler_config`` in z_image.py; the base's own scheduler has another shift and is not read."""
 CONFIG = """\
 job: extension
 config:

@@ -55,7 +55,7 @@ WHOLE: dict[str, tuple[str, str, str, str]] = {
                   "dataset:\n  _component_: torchtune.datasets.alpaca_dataset\n", YAML, ""),
     "peft": ("adapter_config.json", '{"peft_type": "LORA", "base_model_name_or_path": "a/b", "r": 8', JSON, "\n}"),
 }  # fmt: skip
-"""Trainer -> (name of its file, the file's begin, the form of a further setting, the file's end)."""
+"""Trainer -> (name of its file, the file's begin, a further setting's layout, the file's end)."""
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{name}: &{name} [{','.join([f'*{above}'] * 9)}]\n" for above, name in zip("abcdefgh", "bcdefghi", strict=True)
 )

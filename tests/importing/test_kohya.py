@@ -473,7 +473,7 @@ def test_each_key_of_the_table_has_the_outcome_of_its_row(row: MappingRow, tmp_p
 
 
 def test_rank_and_alpha_of_a_file(tmp_path: Path) -> None:
-    """``create_network_from_weights`` takes both from the file. Without the file they are those of the options."""
+    """``create_network_from_weights`` takes both from the file. Without the file the options count."""
     weights = tmp_path / "a.safetensors"
     text = f"network_dim = 4\nnetwork_alpha = 2\nnetwork_weights = '{weights}'\ndim_from_weights = true\n"
     lost = imported(tmp_path, a_toml=text)

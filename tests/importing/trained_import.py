@@ -47,7 +47,7 @@ class TrainedImport:
 def trained_import(patch: pytest.MonkeyPatch, folder: Path, *files: str, sets: tuple[str, ...] = ()) -> TrainedImport:
     """Run ``lora-rocm import`` and ``lora-rocm train`` in ``folder``.
 
-    ``sets``: what a tiny model on a CPU needs; nothing that a test compares.
+    ``sets``: values for a tiny model on a CPU; no test compares them.
     """
     # train
     patch.chdir(folder)

@@ -1,4 +1,4 @@
-"""The .bat files with the real program behind them: under Wine a stand-in asks for each call, and it runs here.
+"""The .bat files with the real program behind them: under Wine a fake program asks for each call, and it runs here.
 
 The arguments are those that the .bat files gave, without Wine's drive Z: in front. So a dropped folder or a dropped
 configuration of another trainer leads to its real recipe, which trains.
@@ -32,7 +32,7 @@ DRIVE = "Z:"
 
 @dataclass
 class Answers:
-    """Answers the questions of the stand-in by running the program.
+    """Answers the questions of the fake program by running the real one.
 
     Attributes:
         folder: of the questions and answers.

@@ -37,7 +37,7 @@ SAMPLINGS = {
 }  # fmt: skip
 """``timestep_type`` -> timestep_sampling."""
 SHIFTS: Mapping[str, Value] = {"flux": "resolution", "z-image": 3, "anima": 3}
-"""Family -> the shift of each ``timestep_type`` that ends in "shift", whatever the base's own scheduler says."""
+"""Family -> the shift of each ``timestep_type`` that ends in "shift", whatever the scheduler of the base has."""
 
 
 def take_optimizer_section(t: Translator) -> None:
