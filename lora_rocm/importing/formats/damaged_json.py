@@ -96,7 +96,7 @@ def _take(token: _Token, following: str, stack: list[_Open], found: JsonParts) -
         inner.key = str(_parsed(token.text))
         return True
     try:
-        _put(inner, _parsed(token.text))
+        _add(inner, _parsed(token.text))
     except BadJson:
         inner.key = None
         return False
@@ -120,12 +120,12 @@ def _open(token: _Token, stack: list[_Open], found: JsonParts) -> bool:
     elif len(stack) == MAX_OPEN or (isinstance(stack[-1].value, dict) and stack[-1].key is None):
         return False
     else:
-        _put(stack[-1], value)
+        _add(stack[-1], value)
     stack.append(_Open(value, token.line))
     return True
 
 
-def _put(inner: _Open, value: Value) -> None:
+def _add(inner: _Open, value: Value) -> None:
     if isinstance(inner.value, list):
         inner.value.append(value)
     else:
