@@ -73,7 +73,8 @@ def test_a_list_that_is_cut_off_is_not_taken() -> None:
 @pytest.mark.parametrize(
     "text",
     ['{"a": {"b": 1,}, "c": [2,],}', '{"a": {"b": 1}, // why\n "c": [2]}', '{"a": {"b": 1} "c": [2]}',
-     '{"a": {"b": 1, "x"}, "c": [2]}', '{"a": {"b": 1]}, "c": [2]}', '{"a": {"b": 1, "x": y\n}, "c": [2]}'],
+     '{"a": {"b": 1, "x"}, "c": [2]}',
+     '{"a": {"b": 1, "x\x01": 2}, "c": [2]}', '{"a": {"b": 1]}, "c": [2]}', '{"a": {"b": 1, "x": y\n}, "c": [2]}'],
 )  # fmt: skip
 def test_small_faults_of_json_cost_only_their_own_line(text: str) -> None:
     found = json_settings(text, "f")

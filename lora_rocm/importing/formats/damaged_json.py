@@ -90,16 +90,18 @@ def _take(token: _Token, following: str, stack: list[_Open], found: JsonParts) -
         return inner.key is None
     if token.text == ":":
         return inner.key is not None
-    if isinstance(inner.value, dict) and inner.key is None:
-        if not (token.is_string and following == ":"):
-            return False
-        inner.key = str(_parsed(token.text))
-        return True
+    is_key = isinstance(inner.value, dict) and inner.key is None
+    if is_key and not (token.is_string and following == ":"):
+        return False
     try:
-        _add(inner, _parsed(token.text))
+        value = _parsed(token.text)
     except BadJson:
         inner.key = None
         return False
+    if is_key:
+        inner.key = str(value)
+    else:
+        _add(inner, value)
     return True
 
 
