@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.families.base import ModelFamily, family_for
-from lora_rocm.families.common.objectives.base import MEAN
+from lora_rocm.families.objectives.base import MEAN
 from lora_rocm.loader.batch import Batch
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rundir.layout import RunDir
