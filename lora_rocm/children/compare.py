@@ -123,7 +123,7 @@ def _states(
     """Return number of updates -> trained tensors. Missing and damaged files are skipped with a notice.
 
     Raises:
-        AdapterError: no file can be read. It is the error of the first file.
+        AdapterError: no file can be read. The first file's error is raised.
     """
     states, faults = dict[int, dict[str, Tensor]](), list[AdapterError]()
     for updates, path in files:

@@ -53,7 +53,7 @@ class InspectDocument(TypedDict, total=False):
         problem: the error with which `check` and `train` refuse the base.
         notices: notices of `check` and `train` about an accepted base.
         keys: recipe key for which a component can be used, by family.
-        part: the part of a model that a component is.
+        part: for a component, its role in a model.
         components: title of each component.
         parts: description of each component, with all keys of this document.
         adapter: contents of an adapter file.

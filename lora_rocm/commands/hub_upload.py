@@ -49,7 +49,9 @@ def require_token() -> None:
 
 
 def upload(folder: Path, repo: str, *, private: bool, update: bool) -> str:
-    """Create a repository, unless ``update``, and upload a folder to it. Return the page of the repository.
+    """Upload a folder to a repository, which is created first unless ``update`` is set.
+
+    Return the page of the repository.
 
     Raises:
         UserError: push-no-token, push-exists, push-missing, push-forbidden.
@@ -99,7 +101,7 @@ def _explained(repo: str, *, created: bool) -> Iterator[None]:
 
 
 def _failed(error: Exception, repo: str, created: bool) -> LoraRocmError:
-    """Return the error for a card that the hub refuses, or for a transfer that ended."""
+    """Return the error for a card that the hub refuses, or for a failed transfer."""
     where, what = f"huggingface.co/{repo}", one_line(str(error))[:MAX_SHOWN]
     if str(error).startswith(BAD_CARD):
         fix = f"Correct output.license or --license in most cases.{f' {AGAIN}' if created else ''}"
@@ -109,7 +111,7 @@ def _failed(error: Exception, repo: str, created: bool) -> LoraRocmError:
 
 
 def _refused(error: object, repo: str, created: bool) -> LoraRocmError:
-    """Return the error for an answer of the hub."""
+    """Return the error for a request that the hub refused."""
     where, status = f"huggingface.co/{repo}", getattr(getattr(error, "response", None), "status_code", 0)
     match status:
         case 401 if not created:

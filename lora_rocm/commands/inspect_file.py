@@ -201,7 +201,7 @@ def _file(header: TensorFileHeader, registry: FamilyRegistry) -> Found:
 
 
 def _standard(header: TensorFileHeader) -> TensorFileHeader:
-    """Return the header with standard names of an adapter's tensors.
+    """Return the header with the tensor names of an adapter converted to standard names.
 
     It is unchanged if two tensors would get the same name.
     """

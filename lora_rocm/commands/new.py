@@ -115,7 +115,7 @@ class NewResult:
         recipe: the written recipe.
         source: name of the shipped recipe that was copied.
         values: the values that were filled in, with reasons, in the order of the lines.
-        open_lines: lines that are left to change.
+        open_lines: lines that the user still has to change.
         notices: notices about data and machine.
         next: command that checks the recipe.
         error: why the recipe cannot be trained on this GPU, or null if it can or is not known.
@@ -145,7 +145,7 @@ def new(request: NewRequest, *, registry: FamilyRegistry = PRODUCT, notify: Noti
         notify: receives progress.
 
     Raises:
-        LoraRocmError: something that was given cannot be used. No file is written then.
+        LoraRocmError: a part of the request cannot be used. In this case no file is written.
     """
     # Check what was given
     if request.images is not None and request.texts is not None:
@@ -276,7 +276,7 @@ def require_new(path: Path) -> None:
     """Check that a recipe can be written at a path, before anything is computed.
 
     Raises:
-        UserError: it exists, has another suffix than YAML's, or cannot be a file.
+        UserError: the path exists, has a suffix other than YAML's, or cannot be a file.
     """
     if (fix := fix_of_name(path)) is not None:
         raise UserError("name-not-text", NOT_TEXT, where=ascii(str(path)), fix=fix)

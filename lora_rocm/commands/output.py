@@ -172,7 +172,7 @@ class Output:
 
     @contextmanager
     def details(self) -> Iterator[None]:
-        """Print what the modules of the light half log, if details are asked for (``--verbose``)."""
+        """Print the log messages of the modules without torch, if details are asked for (``--verbose``)."""
         if not self.verbose:
             yield
             return

@@ -257,7 +257,7 @@ def _made(path: Path) -> Path:
 def write_previews(found: Publication, folder: Path) -> list[tuple[str, str]]:
     """Copy the newest previews of the run. Return (place in the repository, prompt) of each.
 
-    They are drawn again from their pixels, so that nothing else is in the files.
+    Each image is re-encoded from its pixels, so that the copy has no metadata.
 
     Raises:
         StorageError: a copy cannot be written.

@@ -92,7 +92,8 @@ def push(
         notify: receives notices.
 
     Raises:
-        UserError: an option is wrong, there is nothing to publish, or the hub refuses it for a reason of the user.
+        UserError: an option is wrong, there is nothing to publish, or the hub refuses the upload for a reason that the
+            user can fix.
         AdapterError: a file is damaged.
         MachineError: the network or the hub fails, or the folder cannot be written.
     """

@@ -117,7 +117,7 @@ def _ordered(backend: str) -> Iterator[None]:
 
 
 class _Instead(TorchFunctionMode):
-    """A context that computes attention without mask and dropout by ``attend``; torch computes all other calls."""
+    """A context in which ``attend`` computes attention. Calls with a mask or dropout are still computed by torch."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ class Index:
     """A package index that has torch.
 
     url: address of the index, or None for pip's default index.
-    torch: requirement to install. ``{gfx}`` is replaced by the extra of an architecture.
+    torch: requirement to install. ``{gfx}`` is replaced by the name of the architecture's extra.
     """
 
     id: str

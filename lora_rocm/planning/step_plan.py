@@ -438,7 +438,7 @@ def by_worth(footprint: Footprint, rates: Rates) -> list[int]:
 def spread(count: int, total: int) -> list[int]:
     """Return ``count`` of ``total`` block indices, evenly spread, so that other blocks compute between two fetches.
 
-    A larger choice includes every smaller one.
+    The result for a larger ``count`` includes the result for every smaller one.
     """
     bits = max(1, (total - 1).bit_length())
     order = sorted(range(total), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))

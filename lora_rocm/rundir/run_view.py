@@ -173,7 +173,10 @@ class RunView:
 
     @cached_property
     def steps(self) -> Steps:
-        """The current steps, ordered by updates; of a step made twice (after a resume), the newest."""
+        """The current steps, ordered by update number.
+
+        If a step was repeated after a resume, only the newest one is included.
+        """
         return self.log.current_steps()
 
     @property

@@ -1,4 +1,7 @@
-"""Hooks of the training loop: checkpoints, previews, validation, TensorBoard. They act only on a confirmed state."""
+"""Hooks of the training loop: checkpoints, previews, validation, TensorBoard.
+
+They act only on a state that the guard has verified.
+"""
 
 from __future__ import annotations
 

@@ -277,7 +277,10 @@ class LokrAdapter(FactorAdapter):
 
 
 def _rank_of_whole(entry: LokrEntry) -> int:
-    """Return the lowest rank at which a layer's w2 is one matrix, as the entry's is; 0 if the entry's is a product."""
+    """Return the lowest rank at which the layer stores w2 as one matrix, if the entry does so too.
+
+    Return 0 if the entry's w2 is a product.
+    """
     return -(-max(entry.sides[1], entry.sides[3]) // 2) if len(entry.w2) == 1 else 0
 
 

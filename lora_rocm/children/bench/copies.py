@@ -51,7 +51,7 @@ def gpu_works(gpus: list[torch.device]) -> list[MeasuredRow]:
 
 
 def host_works() -> list[MeasuredRow]:
-    """Return the rows to measure without a GPU."""
+    """Return the rows to measure on a machine without a GPU."""
     return [_work("host to host", "main memory", size, partial(between, CPU, CPU), size) for size in SIZES]
 
 

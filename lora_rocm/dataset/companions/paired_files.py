@@ -59,7 +59,10 @@ class PairedFiles:
 
     @cached_property
     def _files(self) -> NameIndex[Path]:
-        """The files by relative path without extension. Of several files with one path, only the first is used."""
+        """The files by relative path without extension.
+
+        If several files have the same such path, only the first is used.
+        """
         wanted, found = readable_extensions(), NameIndex[Path]()
         visited, real_root = set[str](), os.path.realpath(self.root)
         for parent, folders, names in os.walk(self.root, onerror=self._refuse, followlinks=True):

@@ -144,7 +144,7 @@ class Outline:
 
 @runtime_checkable
 class Outlined(Protocol):
-    """A list of items built on access that can return its outline directly.
+    """A list of items that are built on access. It can return its outline without building them.
 
     Building a million items for the outline would take most of the start-up time.
     """

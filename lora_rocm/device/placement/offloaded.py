@@ -215,7 +215,7 @@ class Offload:
             self._fetch(following, spare=place)
 
     def _ready(self, index: int) -> int:
-        """Make a block's weights views of the slot with their copy, and return the slot's index.
+        """Turn a block's weights into views of the slot that contains their copy. Return the slot's index.
 
         If no slot has a copy, fetch the weights first.
         """

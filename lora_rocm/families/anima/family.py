@@ -103,7 +103,7 @@ class Anima(TransformerFamily):
 
     @cached_property
     def files(self) -> FileNames:
-        """As ``TransformerFamily.files``, but with the original release's names.
+        """Same as ``TransformerFamily.files``, but with the original release's names.
 
         ComfyUI cannot read diffusers' names.
         """
@@ -119,7 +119,7 @@ class Anima(TransformerFamily):
         return (*super().check(source), *told)
 
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
-        """As ``TransformerFamily.velocity``. The model's timestep input is sigma itself, in float32."""
+        """Same as ``TransformerFamily.velocity``. The model's timestep input is sigma itself, in float32."""
         output_BCFHW = model.components["transformer"](  # the last channel marks padding: none
             hidden_states=torch.nn.functional.pad(latents_BCHW, (0, 0, 0, 0, 0, 1)).to(model.dtype)[:, :, None],
             timestep=sigma_B,

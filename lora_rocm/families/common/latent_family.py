@@ -87,7 +87,7 @@ class LatentFamily(ABC):
     def text_example(self, rows: int) -> Tensors:
         """Return the text tensors of ``example``: zeros for ``rows`` samples.
 
-        CLIP tokens are as few as for usual captions.
+        There are only as many CLIP tokens as in a usual caption.
         """
 
     @property

@@ -87,7 +87,7 @@ class LdmFamily(LatentFamily):
 
     @abstractmethod
     def kohya_key(self, component: str, module: str) -> str:
-        """Return a module's name in kohya's format, as ``FileNames.key``."""
+        """Return a module's name in kohya's format (see ``FileNames.key``)."""
 
     @cached_property
     def files(self) -> FileNames:
