@@ -78,7 +78,8 @@ class Workers:
         self._busy: list[WorkerPool] = []
 
     def reads(self, orders: Orders) -> Iterator[Result]:
-        """Yield the results in the order of ``orders``, whatever the number of workers, and also if workers fail."""
+        """Yield the results in the order of ``orders``, regardless of the number of workers and even if workers fail.
+        """
         given = 0
         if self.count:
             group = self._idle.pop() if self._idle else WorkerPool(self.source, self.count, self._runtime)

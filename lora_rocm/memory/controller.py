@@ -222,7 +222,7 @@ class MemoryManager:
 
 
 def _same(one: Plan, other: Plan) -> bool:
-    """Whether two plans differ in nothing but their estimates."""
+    """Whether two plans differ only in their estimates."""
     return astuple(one)[1:5] == astuple(other)[1:5] and one.graphs == other.graphs
 
 

@@ -124,7 +124,7 @@ def models_in(shapes: Shapes) -> tuple[RecognisedModel, ...]:
 
 
 def model_of(shapes: Shapes) -> RecognisedModel | None:
-    """Return the model in a file; if it has only components, the first one; None if nothing is recognised."""
+    """Return the model in a file, or its first component if it has no model, or None if nothing is recognised."""
     found = models_in(shapes)
     return next((each for each in found if each.part in PARTS), found[0] if found else None)
 

@@ -154,7 +154,7 @@ class Footprint:
         return cls(**{**value, **parts, "kernels": kernels})
 
     def with_adapter(self, smaller: SmallerAdapter) -> Footprint:
-        """Return the footprint with another adapter. Its activations are so few that they are not changed."""
+        """Return the footprint with another adapter. An adapter has so few activations that they are not adjusted."""
         return replace(
             self,
             adapter_bytes=smaller.adapter_bytes,
@@ -222,7 +222,7 @@ class StepRequirements:
         shapes: number of sample shapes. The first pass of a new shape is not captured, and needs memory in addition to
             the captured passes.
         correction: ratio of measured to counted activations.
-        all_offloaded: whether every block is offloaded, and not as few as possible.
+        all_offloaded: whether every block is offloaded, instead of as few as possible.
     """
 
     batch_size: int = 1
@@ -427,7 +427,10 @@ def _passing_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded: S
 
 
 def by_worth(footprint: Footprint, rates: Rates) -> list[int]:
-    """Return the indices of blocks with kept activations, the most bytes freed per second of recomputation first."""
+    """Return the indices of blocks with kept activations, sorted by bytes freed per second of recomputation.
+
+    The highest value comes first.
+    """
     blocks = footprint.blocks
     kept = [index for index, block in enumerate(blocks) if block.kept_bytes > 0]
     return sorted(

@@ -119,7 +119,7 @@ def _lives(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Asked]:
-    """Yield a record of Ctrl-C, SIGTERM and the closing of the terminal, which do not end the process meanwhile.
+    """Yield a record of Ctrl-C, SIGTERM and the closing of the terminal. In this context they do not end the process.
 
     Signals are recorded in the main thread only. SIGHUP is not recorded if it is ignored, as under ``nohup``.
     """

@@ -102,7 +102,8 @@ def kind_key(section: str) -> tuple[str, str] | None:
 
 
 def every_kind(section: str, registry: FamilyRegistry = PRODUCT) -> list[Kinds]:
-    """Return the default kinds once for every possible kind of one section, the default first.
+    """Return one ``Kinds`` for each possible kind of a section, the default first. Other sections have their default
+    kind.
 
     For a section with only one kind, the list contains just the defaults.
     """

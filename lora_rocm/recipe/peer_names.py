@@ -127,7 +127,7 @@ def _objective_advice(key: str, plain: str) -> str:
 
 
 def optimizer_of(name: str) -> tuple[str, str] | None:
-    """(our optimizer, how it differs) for another trainer's name; None if there is none like it."""
+    """Return (our optimizer, difference) for another trainer's optimizer; None if we have no similar one."""
     plain = name.strip().rpartition(".")[2].lower()
     if plain in OPTIMIZERS:
         return plain, ""

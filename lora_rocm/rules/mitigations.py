@@ -213,7 +213,7 @@ def known(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:
-    """Return the mitigations that are left for a failure in ``phase``, from the mildest.
+    """Return the mitigations that are left for a failure in ``phase``, the mildest first.
 
     ``environment.plan`` decides whether a mitigation has an effect. If none is left, the run is restarted unchanged or
     ends. There is no mitigation if memory runs out while the base model is loaded, or if a loader hangs without workers

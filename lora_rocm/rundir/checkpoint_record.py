@@ -39,7 +39,9 @@ class Position:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """The content of ``state.json`` in a folder of files with intact headers. checksums: SHA-256 by file name."""
+    """The content of ``state.json`` in a checkpoint folder. The headers of the folder's files are intact. checksums:
+    SHA-256 by file name.
+    """
 
     path: Path
     position: Position
@@ -114,7 +116,9 @@ def checksum_of(path: Path) -> str:
 
 
 def content_of(path: Path, max_bytes: int) -> bytes:
-    """Read a file with ``read_plain``, which allocates its size limit; the limit used here is the file's current size.
+    """Read a file with ``read_plain``, with the file's current size as the limit.
+
+    A larger limit would waste memory, because ``read_plain`` allocates as many bytes as its limit.
 
     Raises:
         OSError: see ``read_plain``.

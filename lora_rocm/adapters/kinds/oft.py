@@ -196,7 +196,7 @@ class OftAdapter(OutputAdapter):
 
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
         def fits(rank: int | None) -> bool:
-            """Return whether the layers' block sizes equal the file's, at this rank or (if None) at their present ranks."""
+            """Return whether the layers, at this rank or (None) at their own ranks, have the file's block sizes."""
             return all(
                 entry.blocks.shape == OftLayer.sizes(entry.shape[0], rank or ranks.get(name, lora.rank))[BLOCKS]
                 for name, entry in entries.items()
