@@ -78,8 +78,7 @@ class Workers:
         self._busy: list[WorkerPool] = []
 
     def reads(self, orders: Orders) -> Iterator[Result]:
-        """Yield the results in the order of ``orders``, regardless of the number of workers and even if workers fail.
-        """
+        """Yield the results in the order of ``orders``, for any number of workers and even if workers fail."""
         given = 0
         if self.count:
             group = self._idle.pop() if self._idle else WorkerPool(self.source, self.count, self._runtime)

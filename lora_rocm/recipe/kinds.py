@@ -102,8 +102,9 @@ def kind_key(section: str) -> tuple[str, str] | None:
 
 
 def every_kind(section: str, registry: FamilyRegistry = PRODUCT) -> list[Kinds]:
-    """Return one ``Kinds`` for each possible kind of a section, the default first. Other sections have their default
-    kind.
+    """Return one ``Kinds`` for each possible kind of a section, the default first.
+
+    Other sections have their default kind.
 
     For a section with only one kind, the list contains just the defaults.
     """

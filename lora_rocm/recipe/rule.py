@@ -73,8 +73,7 @@ class RecipeRule:
 
     @cached_property
     def each(self) -> Parts | None:
-        """Key of the list with entries for which the rule is checked one by one, or None if the rule is checked once.
-        """
+        """Key of the list with entries for which the rule is checked one by one; None if it is checked once."""
         lists = {parts[: parts.index(EACH)] for parts in self.parts if EACH in parts}
         assert len(lists) < 2, self.id
         return next(iter(lists), None)

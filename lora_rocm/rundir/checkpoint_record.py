@@ -39,8 +39,9 @@ class Position:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """The content of ``state.json`` in a checkpoint folder. The headers of the folder's files are intact. checksums:
-    SHA-256 by file name.
+    """The content of ``state.json`` in a checkpoint folder. The headers of the folder's files are intact.
+
+    checksums: SHA-256 by file name.
     """
 
     path: Path

@@ -141,8 +141,9 @@ def _key() -> bytes:
 
 @cache
 def _program() -> str:
-    """The version of the program. An index of another version is not used, because that version may parse lines
-    differently.
+    """The version of the program.
+
+    An index of another version is not used, because that version may parse lines differently.
     """
     found = hashlib.sha256(f"{__version__} {sys.byteorder}".encode("ascii"))
     for module in (event_types, event_log):

@@ -42,7 +42,7 @@ from lora_rocm.rundir.layout import RunDir
 
 LOG = logging.getLogger(__name__)
 LAST_WORDS_S = 1.0
-"""Seconds that the other workers have to report their own errors after one has failed."""
+"""Time in seconds in which the other workers can report their own errors after one has failed."""
 STOPPING = "Finishing the step and saving. Press Ctrl-C again to end at once (the last checkpoint is kept)."
 WORKER = "lora_rocm.train.worker"
 E = TypeVar("E", bound=LoraRocmError)

@@ -1,6 +1,6 @@
 """Hooks of the training loop: checkpoints, previews, validation, TensorBoard.
 
-They act only on a state that the guard has verified.
+A hook acts only after the host has read the verdict on the latest update.
 """
 
 from __future__ import annotations

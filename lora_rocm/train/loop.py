@@ -181,7 +181,7 @@ class SaveClock:
 
 
 class Hook(Protocol):
-    """Acts after certain updates, and only on a confirmed state."""
+    """Acts after certain updates. The host has then read the verdict on the update, so the state is final."""
 
     def due(self, updates: int) -> bool: ...
 
