@@ -77,7 +77,7 @@ class Entry(ABC):
         """
         ours, theirs = self.update(), other.update()
         if ours.shape != theirs.shape:
-            raise ValueError(f"{list(theirs.shape)} instead of {list(ours.shape)}")
+            raise ValueError(f"the updates have different shapes: {list(theirs.shape)} instead of {list(ours.shape)}")
         return theirs - ours
 
     @abstractmethod

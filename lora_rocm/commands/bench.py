@@ -230,7 +230,7 @@ def loader(recipe_path: str, overrides: Sequence[str] = (), notify: Notify = unh
     loaded.require_files()
     recipe = loaded.recipe
     env = plan_here(recipe).applied_to(os.environ)
-    notify("Encoding the entries that the cache lacks, as training would. Then each row takes some seconds.")
+    notify("Encoding missing cache entries, as training would. Each measurement then takes a few seconds.")
     _measure(LoaderJob(recipe=recipe.model_dump(mode="json")), env, found)
     return _result("loader", found, recipe)
 

@@ -107,7 +107,7 @@ def _failed(error: Exception, repo: str, created: bool) -> LoraRocmError:
         fix = f"Correct output.license or --license in most cases.{f' {AGAIN}' if created else ''}"
         return UserError("push-card", f"The hub refused the model card: {what}", where=where, fix=fix)
     fix = AGAIN if created else "Check the connection, then run the same command again."
-    return MachineError("push-refused", f"The upload ended: {what}", where=where, fix=fix)
+    return MachineError("push-refused", f"The upload failed: {what}", where=where, fix=fix)
 
 
 def _refused(error: object, repo: str, created: bool) -> LoraRocmError:

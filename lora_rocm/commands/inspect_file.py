@@ -164,7 +164,7 @@ def _inspected(path: Path, registry: FamilyRegistry) -> Found:
             "pickle-refused",
             "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read.",
             where=str(path),
-            fix="Use the .safetensors edition of the file.",
+            fix="Use the .safetensors version of the file.",
         )
     refuse_gguf(path, str(path))
     if path.is_file() and path.suffix.lower() not in WEIGHTS:

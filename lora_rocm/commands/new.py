@@ -149,8 +149,10 @@ def new(request: NewRequest, *, registry: FamilyRegistry = PRODUCT, notify: Noti
     """
     # Check what was given
     if request.images is not None and request.texts is not None:
-        fix = "Give one of them."
-        raise UserError("samples-differ", "A recipe trains on images or on texts.", where="--images, --texts", fix=fix)
+        fix = "Give only one: a recipe trains on images or on texts."
+        raise UserError(
+            "samples-differ", "--images and --texts cannot be combined.", where="--images, --texts", fix=fix
+        )
     for option, given in (("--images", request.images), ("--texts", request.texts), ("--model", request.model)):
         if given is not None and (fix_of := fix_of_name(Path(given))) is not None:
             raise UserError("name-not-text", NOT_TEXT, where=option, fix=fix_of)
@@ -282,7 +284,7 @@ def require_new(path: Path) -> None:
         raise UserError("name-not-text", NOT_TEXT, where=ascii(str(path)), fix=fix)
     if path.suffix.lower() not in SUFFIXES:
         fix = f"End the name in {SUFFIXES[0]}."
-        raise UserError("recipe-suffix", "A recipe is a YAML file.", where=str(path), fix=fix)
+        raise UserError("recipe-suffix", "A recipe has to be a YAML file.", where=str(path), fix=fix)
     if os.path.lexists(path):
         raise file_exists(path)
     require_place(path, "the recipe")

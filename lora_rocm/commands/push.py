@@ -143,7 +143,7 @@ def push(
 def _check(repo: str, options: PushOptions) -> None:
     require_repo_name(repo)
     if options.dry_run and options.output is None:
-        raise UserError("push-output", "A dry run needs a folder to write.", where="--dry-run", fix="Add --output DIR.")
+        raise UserError("push-output", "A dry run needs an output folder.", where="--dry-run", fix="Add --output DIR.")
     if options.update and options.public:
         what = "--public is for a new repository: --update does not change who may see the repository."
         raise UserError("push-update", what, where="--public --update", fix="Omit --public, or change it on the hub.")

@@ -206,7 +206,7 @@ def fill_images(draft: RecipeDraft, images: str) -> tuple[int, ...]:
         target = f"{count_text(seen, 'sample')} in a run, as in the recipe"
         limit = {
             FEWEST_EPOCHS: "the fewest for so many images",
-            MOST_EPOCHS: "the most: few images are learned by heart",
+            MOST_EPOCHS: "the most: few images are memorised",
         }
         draft.set("train", "epochs", epochs, limit.get(epochs, target), instead_of="max_train_steps")
     return tuple(plan.buckets.values())

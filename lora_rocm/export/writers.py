@@ -131,7 +131,8 @@ def kohya_tensors(
         raise AdapterError(
             "export-form",
             f"Some modules cannot be written in the {file_format} format: {error}.",
-            fix="Set lora.targets to all layers of these weights, or remove the format from output.formats.",
+            fix="Set lora.targets so that it includes every layer stored in the same weight (for example query, key "
+            "and value), or remove the format from output.formats.",
         ) from error
     how = "kohya" if file_format == SD_SCRIPTS else family.files.form
     one_alpha = file_format == "kohya" or (

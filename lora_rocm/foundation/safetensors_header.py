@@ -125,7 +125,7 @@ def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:
     begin, end = value["data_offsets"]
     shape = value["shape"]
     if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *shape)):
-        raise ValueError("sizes are whole numbers, and few")
+        raise ValueError("there are too many sizes, or one is not a whole number")
     if not isinstance(value["dtype"], str):
-        raise TypeError("a number format is a name")
+        raise TypeError("the number format is not a name")
     return TensorEntry(value["dtype"], tuple(shape), data_start + begin, data_start + end)

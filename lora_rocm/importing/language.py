@@ -184,7 +184,7 @@ def _first_weights(t: Translator, setting: Setting) -> None:
 
 def _dropout(t: Translator, setting: Setting) -> None:
     if number(setting.value) == 0:
-        t.skip(setting, "there is none here either")
+        t.skip(setting, "lora-rocm has none either")
     else:
         take_number("lora.dropout")(t, setting)
 
@@ -221,7 +221,7 @@ def take_warmup(t: Translator, setting: Setting) -> None:
     if found is None or found < 0:
         t.lose(setting, "it is not a number", ours="optim.lr_warmup_steps")
     elif found == 0:
-        t.skip(setting, "there is none here either")
+        t.skip(setting, "lora-rocm has none either")
     elif str(schedule).lower() == "constant":
         t.skip(setting, "transformers' schedule `constant` has no warm-up; constant_with_warmup has one")
     elif setting.key.endswith("ratio") and steps is not None and number(steps.value):
@@ -406,7 +406,7 @@ def _name(t: Translator, setting: Setting) -> None:
 def _kept(t: Translator, setting: Setting) -> None:
     found = number(setting.value)
     if not found or found < 1:
-        t.skip(setting, "no limit there; lora-rocm keeps all LoRA files and the last two checkpoints")
+        t.skip(setting, "the trainer has no limit; lora-rocm keeps all LoRA files and the last two checkpoints")
     else:
         t.take("output.keep_last", int(found), setting)
 

@@ -55,7 +55,7 @@ class RowNorm:
     """A norm over the last dimension: ``normalised * weight + bias``.
 
     weight: [D], or [B, D] with a row for each sample. It may require a gradient, and so may ``bias``.
-    bias: shape as ``weight``, or None.
+    bias: tensor with the shape of ``weight``, or None.
     centred: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
     dtype: dtype of the result; None means the weight's dtype.
     """

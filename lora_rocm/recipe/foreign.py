@@ -59,7 +59,7 @@ class ForeignScript:
     Attributes:
         text: a part of the script.
         file: name of the kind of file, with an article.
-        trainer: as in ``ForeignTrainer``.
+        trainer: see ``ForeignTrainer``.
     """
 
     text: str

@@ -184,8 +184,8 @@ def load_text(
     Args:
         text: the text of the recipe.
         found: the path of the text, or a name for messages. A ``base`` is searched for next to it.
-        overrides: as in ``load_recipe``.
-        registry: as in ``load_recipe``.
+        overrides: see ``load_recipe``.
+        registry: see ``load_recipe``.
         notices: sentences to show before those about the recipe.
 
     Raises:

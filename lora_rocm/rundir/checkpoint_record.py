@@ -72,9 +72,9 @@ def read_record(folder: Path) -> CheckpointRecord:
         position, facts, checksums = Position(**state["position"]), state["facts"], state["sha256"]
         counts = [position.iteration, position.updates, position.attempt, position.nonfinite_in_a_row]
         if not all(type(count) is int and 0 <= count < MAX_COUNT for count in counts):
-            raise ValueError("a position consists of counts")
+            raise ValueError("a number of the position is not a valid count")
         if not isinstance(facts, dict) or not set(checksums) <= set(FILE_OF.values()):  # else it could name any file
-            raise ValueError("a checkpoint has no such file")
+            raise ValueError("the record names a file that no checkpoint has")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise damaged(state_file, "This file is missing or damaged.") from error
     named = CHECKPOINT_NAME.match(folder.name)

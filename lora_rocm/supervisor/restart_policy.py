@@ -121,8 +121,8 @@ class History:
     def may_fit(self) -> bool:
         """Whether a restarted worker might fit into memory although no mitigation is left.
 
-        Its memory is not fragmented. If the previous start also ran out of memory, and there was no progress, the next start would fail in the same
-        way.
+        Its memory is not fragmented. If the previous start also ran out of memory, and there was no progress, the next
+        start would fail in the same way.
         """
         last, *before = reversed(self.failures)
         if self.progress or last.changed:

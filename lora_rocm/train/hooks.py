@@ -47,7 +47,7 @@ SCALARS = {
 
 @dataclass(frozen=True)
 class CallEvery:
-    """Calls ``before()`` and then ``action(updates)`` after every ``steps`` updates (0: never)."""
+    """Calls ``before()`` and then ``action(updates)`` after every ``steps`` updates (never if it is 0)."""
 
     steps: int
     action: Callable[[int], None]
@@ -63,7 +63,7 @@ class CallEvery:
 
 @dataclass(frozen=True)
 class Save:
-    """Writes a checkpoint with ``action(updates)`` every ``steps`` updates (0: never), and if ``clock`` is due."""
+    """Calls ``action`` to write a checkpoint every ``steps`` updates (0 means never) and when ``clock`` is due."""
 
     steps: int
     clock: SaveClock | None

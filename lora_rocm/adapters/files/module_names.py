@@ -148,5 +148,7 @@ class KeyTable:
             except ValueError as error:
                 unfit[key] = f"{error} ({', '.join(part.module for part in ours)})"
         if unfit:
-            raise ValueError(f"{len(unfit)} weights, for example {next(iter(unfit))}: {next(iter(unfit.values()))}")
+            raise ValueError(
+                f"{len(unfit)} weights are affected, for example {next(iter(unfit))}: {next(iter(unfit.values()))}"
+            )
         return found

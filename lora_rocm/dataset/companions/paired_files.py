@@ -52,7 +52,7 @@ class PairedFiles:
         if not self._beside and os.path.realpath(self._images) == os.path.realpath(self.root):
             raise DataError(
                 f"{key.removesuffix('_path')}-folder-same",
-                f"{key} is the folder of the images themselves.",
+                f"{key} must not be the folder of the images themselves.",
                 where=shown(self.root),
                 fix=f"Move the {noun}s into a separate folder.",
             )

@@ -41,7 +41,7 @@ def rows_of(source: ResolvedSource) -> Iterator[Row]:
     if os.path.isfile(path) and reader is None and path.suffix.lower() != PARQUET:
         raise DataError(
             "dataset-kind",
-            f"Texts are not read from a {path.suffix or 'nameless'} file.",
+            f"This file type cannot be read as a table of texts: {path.suffix or 'no extension'}.",
             where=str(path),
             fix=f"Tables are {', '.join((*READERS, PARQUET))} files. For .txt files, set path to their folder.",
         )

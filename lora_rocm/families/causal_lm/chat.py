@@ -134,7 +134,7 @@ class ChatTokenizer:
         return (*found, *self._keys.notices)
 
     def parts(self, text: str) -> Sequence[str | None]:
-        """As ``TextReader.parts``.
+        """Implements ``TextReader.parts``.
 
         A conversation is split into one sample per answer if the template rewrites answers when messages follow.
         """
@@ -290,7 +290,7 @@ class ChatTokenizer:
         return [self._used(record, chosen, rejected)]
 
     def shown(self, text: str) -> str:
-        """As ``TextReader.shown``. In a pair, the chosen answer comes first."""
+        """Implements ``TextReader.shown``. In a pair, the chosen answer comes first."""
         record = read(text)
         if isinstance(record, Pair):
             return f"chosen:\n{self._marked_tokens(record.chosen)}\nrejected:\n{self._marked_tokens(record.rejected)}"

@@ -203,7 +203,7 @@ class LatentFamily(ABC):
 
     @cached_property
     def encoders_identity(self) -> str:
-        """As ``EncodesWithComponents.encoders_identity``."""
+        """Implements ``EncodesWithComponents.encoders_identity``."""
         parts = [self.source.fingerprint(name) for name in self.all_components if name not in self._trained]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -36,7 +36,7 @@ UNSUPPORTED = {
     "secondary_separator": "would shuffle groups of tags together",
     "caption_dropout_every_n_epochs": "would drop all captions every few epochs",
     "token_warmup_step": "would start with few tags and add more",
-    "custom_attributes": "would hand values to the network",
+    "custom_attributes": "would pass values to the network",
     "network_multiplier": "would scale the LoRA for these images",
 }
 NOT_NEEDED = {

@@ -99,7 +99,7 @@ def _prepare(t: Translator) -> None:
     if export is not None and dataset is None:
         fix = "lora-rocm export RUN --format merged --output FOLDER writes a merged model."
         raise UserError(
-            "import-export", "This configuration merges a LoRA; it trains none.", where=export.where, fix=fix
+            "import-export", "This configuration merges a LoRA and does not train one.", where=export.where, fix=fix
         )
     new = t.given("train_dataset")
     if new is not None and dataset is None:

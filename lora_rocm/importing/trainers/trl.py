@@ -218,7 +218,7 @@ def _length(t: Translator, setting: Setting) -> None:
     found = number(setting.value)
     lengths = [number(each.value) for key in ("max_length", "max_seq_length") if (each := t.given(key)) is not None]
     if not found:
-        t.skip(setting, "no limit there; here it is data.max_length")
+        t.skip(setting, "TRL has no limit; lora-rocm uses data.max_length")
     elif found > min(each for each in (*lengths, found) if each):
         t.skip(setting, "another key has a smaller limit")
     else:
