@@ -27,7 +27,6 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import NUM_TIMESTEPS, DdpmSection
 
 PREDICTION_TYPES = ("epsilon", "v_prediction")  # supported here; diffusers has more
-MAX_SNR = 1000.0  # the first timesteps have more
 SCHEDULE_KEYS = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas")
 
 
