@@ -102,7 +102,7 @@ class Axis:
     """One axis of a sample's shape. Lengths are measured in ``unit``.
 
     Attributes:
-        name: name of the axis in ``dataset.shape.Shape``.
+        name: name of the axis in ``dataset.shape.SampleShape``.
         unit: "px", "frames" or "tokens".
         multiple: valid lengths are ``first`` plus a multiple of this number.
         first: 1 if the first frame is encoded alone, else 0.

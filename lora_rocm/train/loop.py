@@ -395,7 +395,7 @@ class Trainer:
         if verdict.changed and (failure := self.optimizer.state_guard.failure(position.updates)):
             raise failure
         if verdict.blocked:
-            self._again(pending, own=bool(verdict.own), wrong=bool(verdict.wrong))
+            self._send_again(pending, own=bool(verdict.own), wrong=bool(verdict.wrong))
             return Outcome.RESEND
         # The batch is used; a non-finite update is skipped
         self.transfer.succeeded()
@@ -437,7 +437,7 @@ class Trainer:
         self._settled_at = now
         return Outcome.DONE
 
-    def _again(self, pending: Pending, *, own: bool, wrong: bool) -> None:
+    def _send_again(self, pending: Pending, *, own: bool, wrong: bool) -> None:
         """Handle an update that no rank made, and that may succeed when it is repeated.
 
         Raises:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lora_rocm.errors import ModelError
-from lora_rocm.families.common.objectives import ddpm
 from lora_rocm.families.common.objectives.base import LatentSpace
-from lora_rocm.families.common.objectives.ddpm import DdpmObjective, check_weighting, level_weight
+from lora_rocm.families.common.objectives.ddpm import DdpmObjective, check_weighting
 from lora_rocm.families.common.objectives.denoising import Levels, huber_threshold
 from lora_rocm.families.common.objectives.flow import FlowObjective, shifted
 from lora_rocm.families.common.objectives.loss import reduced
+from lora_rocm.families.common.objectives.loss_weights import level_weight
 from lora_rocm.recipe.sections import DdpmSection, FlowSection
 from tests.tiny_models import scheduler_config
 from tests.wording import Worded, saying, worded
@@ -211,4 +211,3 @@ def test_ddpm_without_options_draws_what_it_always_drew() -> None:
     assert torch.equal(draws["timesteps"], torch.randint(1000, (1,), generator=rng))
     assert torch.equal(draws["posterior"][0], torch.randn(2, 4, 4, generator=rng))
     assert torch.equal(draws["noise"][0], torch.randn(2, 4, 4, generator=rng))
-    assert ddpm.MAX_SNR == 1000

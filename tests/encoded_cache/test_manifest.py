@@ -17,10 +17,10 @@ import torch
 
 from lora_rocm.cache_store.maintenance import MANIFESTS, prune
 from lora_rocm.dataset.images.image_io import UnreadableImage
-from lora_rocm.latent_cache import manifest, prepare
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.prepare import Prepared
+from lora_rocm.encoded_cache import manifest, prepare
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.prepare import Prepared
 from lora_rocm.loader.batches import BatchPlan, loader, open_workers
 from tests.wording import says
 
@@ -253,7 +253,7 @@ def test_a_folder_that_could_not_be_read_for_now_is_not_kept(starts: Starts, mon
 
     monkeypatch.setattr(folders.os, "scandir", fails)
     monkeypatch.setattr(manifest, "_listed", lambda root, recursive: [b"as before"])
-    assert says(starts().notices, "latent_cache/cannot-be-read")
+    assert says(starts().notices, "encoded_cache/cannot-be-read")
     assert not (starts.root / "cache" / MANIFESTS).exists()
     monkeypatch.setattr(folders.os, "scandir", lambda path: fails(path, 13))  # a permission error is not transient
     starts()

@@ -14,8 +14,8 @@ from lora_rocm.cache_store.hash_memory import FileState, HashMemory, remembered_
 from lora_rocm.dataset.entry_spec import TensorSpec
 from lora_rocm.dataset.images.buckets import Geometry
 from lora_rocm.device.transfer import fingerprint
+from lora_rocm.encoded_cache.cache import MISSING, CacheEntryBad, LatentCache, entry_key, image_parts
 from lora_rocm.errors import DataError, StorageError
-from lora_rocm.latent_cache.cache import MISSING, CacheEntryBad, LatentCache, entry_key, image_parts
 from tests.wording import saying
 
 SPEC = {"mean": TensorSpec("float32", "CHW"), "ids": TensorSpec("int64", "S")}
@@ -89,7 +89,7 @@ def test_one_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, data
     content[data.draw(st.integers(header_bytes, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     entry(cache).write_bytes(content)
     assert not cache.fault("image", KEY)  # only inspected from outside
-    with pytest.raises(CacheEntryBad, check=saying("latent_cache/not-as-it-was-written")):
+    with pytest.raises(CacheEntryBad, check=saying("encoded_cache/not-as-it-was-written")):
         cache.get("image", KEY, SPEC)
 
 
@@ -311,8 +311,8 @@ def test_what_is_no_file_takes_up_a_name_and_is_made_again(cache: LatentCache, t
 
 def test_an_entry_of_another_version_is_found(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.write_tensors("image", KEY, tensors(), "a.png")
-    monkeypatch.setattr("lora_rocm.latent_cache.cache.SPEC_VERSION", 2)
-    with pytest.raises(CacheEntryBad, check=saying("latent_cache/version-1-not-2")):
+    monkeypatch.setattr("lora_rocm.encoded_cache.cache.SPEC_VERSION", 2)
+    with pytest.raises(CacheEntryBad, check=saying("encoded_cache/version-1-not-2")):
         cache.get("image", KEY, SPEC)
 
 
