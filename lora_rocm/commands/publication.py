@@ -46,7 +46,7 @@ class LoraFile:
     Attributes:
         path: the file, or the folder with config and weights.
         name: its place in the repository, with slashes; empty for the root.
-        readers: program -> what it does with the file, as in ``inspect``.
+        readers: what each program does with the file, as in ``inspect``.
         kind: kind of adapter.
         rank: highest rank, or 0.
     """

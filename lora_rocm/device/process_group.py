@@ -228,7 +228,7 @@ class World:
 
         Args:
             what: the subject in the error message: "recipe", "data", ...
-            facts: name -> value. The error shows differing values.
+            facts: the values, keyed by name. The error shows differing values.
 
         Raises:
             UserError: "ranks-differ", on every rank, if they differ.

@@ -27,7 +27,7 @@ FOREIGN = {
     b"<!DOCTYP": "a web page",
     b"<!doctyp": "a web page",
 }
-"""First bytes of a file (at most eight) -> description of a file that is not a safetensors file."""
+"""Descriptions of files that are not safetensors files, keyed by their first bytes (at most eight)."""
 DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64"), 8),
     **dict.fromkeys(("F32", "I32"), 4),

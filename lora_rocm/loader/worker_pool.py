@@ -2,7 +2,7 @@
 
 Each group of workers has its own thread. The caller waits, with a deadline, only for messages from that thread. So a
 worker that stops while it sends a batch, or is killed while it holds a lock, blocks only that thread, never the run.
-The thread has a second purpose. If the main thread iterates over a DataLoader, torch installs a signal handler. When a
+The thread also avoids torch's signal handler. torch installs it if the main thread iterates over a DataLoader. When a
 worker dies, this handler raises an exception at an arbitrary point of the main thread.
 """
 

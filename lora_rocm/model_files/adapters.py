@@ -156,7 +156,7 @@ def _plain(name: str) -> str:
 
 
 def _widths(shapes: Shapes) -> dict[str, dict[str, int]]:
-    """Return "inputs" or "outputs" -> module name (as ``_plain`` returns it) -> width."""
+    """Return the widths of modules, keyed by "inputs" or "outputs" and then by module name (see ``_plain``)."""
     widths: dict[str, dict[str, int]] = {"inputs": {}, "outputs": {}}
     for name, shape in islice(shapes.items(), SAMPLED):
         factor = FACTOR.search(name)

@@ -155,7 +155,7 @@ def stop_signals() -> Iterator[Asked]:
 def own_group() -> dict[str, Any]:
     """Return Popen arguments that protect a child from Ctrl-C and the closing of the terminal.
 
-    The parent handles these.
+    The parent handles both for its children.
 
     On Windows, closing a console ends all processes attached to it, whatever their process group. So the child gets
     its own console, without a window.

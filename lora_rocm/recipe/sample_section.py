@@ -45,7 +45,9 @@ PREVIEW_INPUTS: Mapping[str, str] = {
     "control_image_2": "control_images_2",
     "mask": "masks",
 }
-"""Input files of a preview: key of ``PreviewPrompt`` -> key of ``SampleSection`` with the files of all prompts."""
+"""Input files of a preview. Each key of ``PreviewPrompt`` is mapped to the key of ``SampleSection`` with the files of
+all prompts.
+"""
 
 
 class PreviewPrompt(Section):

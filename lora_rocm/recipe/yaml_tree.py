@@ -47,7 +47,7 @@ SYNTAX_FIXES = {
     "special characters": "Remove the character; it may be invisible in an editor.",
     "deeply": "Remove brackets or levels: no key of a recipe is that deep.",
 }
-"""Words in a syntax error -> the fix to show. The first match is used."""
+"""The fix to show, keyed by words in a syntax error. The first match is used."""
 
 
 class YamlSyntaxError(Exception):

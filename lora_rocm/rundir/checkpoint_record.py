@@ -39,7 +39,7 @@ class Position:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """The content of ``state.json`` in a checkpoint folder. The headers of the folder's files are intact.
+    """The content of ``state.json`` in a checkpoint folder. The headers of the folder's files have been checked.
 
     checksums: SHA-256 by file name.
     """

@@ -38,8 +38,8 @@ class Steps(Sequence[StepEvent]):
     """Steps of a run as columns: ``real["loss"][i]`` is the loss of step i. Indexing returns a ``StepEvent``.
 
     Attributes:
-        whole, real: the values of each field, by field name; NaN is null.
-        named: by field and name, the indices of the steps that have a value, and the values.
+        whole, real: the values of each integer or float field, keyed by field name; NaN means null.
+        named: the indices of the steps that have a value, and the values, keyed by field and then by name.
         lines: each step's line number in the file.
     """
 

@@ -317,7 +317,7 @@ def _saves(t: Translator, setting: Setting) -> None:
 
 
 def _finish(t: Translator) -> None:
-    """Report lost keys of tables, and full training if no key names a kind of training."""
+    """Report keys of tables that are lost. If no key names a kind of adapter, report that full training is lost."""
     if t.given("adapter") is None or not t.value("adapter"):
         lose_full_training(t, "adapter")
     if "lora.targets" not in t.values and (t.given("lora_r") is not None):
