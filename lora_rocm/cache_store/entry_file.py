@@ -25,7 +25,7 @@ WORD_TYPES = {4: "<i4", 2: "<i2", 1: "u1"}
 
 
 class CacheEntryBad(Exception):
-    """A cache entry that is missing, damaged or of another kind than expected. The message is the reason."""
+    """A cache entry that is missing, damaged, or not of the expected kind. The message is the reason."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class LoraFile:
     Attributes:
         path: the file, or the folder with config and weights.
         name: its place in the repository, with slashes; empty for the root.
-        readers: what each program does with the file, as in ``inspect``.
+        readers: the use of the file by each program, as in ``inspect``.
         kind: kind of adapter.
         rank: highest rank, or 0.
     """

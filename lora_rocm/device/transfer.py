@@ -25,8 +25,8 @@ CHUNK_BYTES = 4 * 2**20
 CACHED_WORDS = 1 << 17  # multiplied at once on the CPU: their products stay in its cache
 CHUNKS_AT_ONCE = 4  # of a weight being compared: 32 MiB of products
 GROUP_BYTES = {False: CHUNK_BYTES, True: CHUNKS_AT_ONCE * CHUNK_BYTES}
-"""Maximum number of bytes of tensors of one shape that are compared together. The key is whether the tensors are on a
-GPU.
+"""Maximum number of bytes of tensors of one shape that are compared together. It is keyed by whether the tensors are
+on a GPU.
 """
 HOST_THREADS = 8  # compute fingerprints on the host
 READS = 3  # attempts to read a tensor back from the device

@@ -23,9 +23,7 @@ SECRET_VALUE = re.compile(
     r"|(?:token|api[_-]?key|password|secret)[\"']?\s*[=:\s]\s*[\"']?[^\s\"',]*\w{16,}",
     re.IGNORECASE,
 )
-"""Matches secret values, whatever the name of their key: tokens of Hugging Face, OpenAI and GitHub, and options with
-tokens.
-"""
+"""Matches secret values, under any key: tokens of Hugging Face, OpenAI and GitHub, and options with tokens."""
 HEX_KEY = re.compile(r"\b[0-9a-f]{40}\b")
 """Matches a key of Weights & Biases. A commit hash also matches."""
 OF_A_COMMIT = re.compile(r"revision|commit|sha|hash|ref|version", re.IGNORECASE)

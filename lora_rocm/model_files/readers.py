@@ -105,7 +105,7 @@ class Readers:
 
     @property
     def by_program(self) -> dict[str, str]:
-        """What each program does with the file, keyed by the program's field.
+        """The use of the file by each program, keyed by the program's field.
 
         Programs that the file is not meant for are omitted.
         """

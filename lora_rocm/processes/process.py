@@ -157,8 +157,8 @@ def own_group() -> dict[str, Any]:
 
     The parent handles both for its children.
 
-    On Windows, closing a console ends all processes attached to it, whatever their process group. So the child gets
-    its own console, without a window.
+    On Windows, closing a console ends all processes attached to it, regardless of their process group. So the child
+    gets its own console, without a window.
     """
     if sys.platform == "win32":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}

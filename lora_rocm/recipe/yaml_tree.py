@@ -1,6 +1,6 @@
 """Parse YAML text into plain values with their line numbers.
 
-The parser uses ruamel's node tree, not its constructors. Whatever tags a file has, the result has only strings,
+The parser uses ruamel's node tree, not its constructors. The result has, for any tags in the file, only strings,
 numbers, true/false, null, lists and mappings. All problems of a file are found in one pass.
 """
 

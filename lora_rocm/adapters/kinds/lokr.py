@@ -212,7 +212,7 @@ class LokrAdapter(FactorAdapter):
         last.zero_()
 
     def fill(self, layer: Any, entry: LokrEntry) -> None:
-        """Copy the entry's effect. The layer may have another scale than the file, and a higher rank."""
+        """Copy the entry's effect. The layer may have a different scale than the file, and a higher rank."""
         ours = NAMES.split(self.trained(layer, PEFT_NAME))
         for mine, theirs in zip(ours, (entry.w1, entry.w2), strict=True):
             if len(mine) == 1:

@@ -60,8 +60,8 @@ class Conversation:
             assistant's is included.
         tools: descriptions of functions for the chat template.
         last_only: whether only the last message is trained on.
-        num_completion: number of messages at the end that form a completion. Each of them is trained on, whatever its
-            role. 0 means that all answers of the assistant are trained on.
+        num_completion: number of messages at the end that form a completion. Each of them is trained on, regardless of
+            its role. 0 means that all answers of the assistant are trained on.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -249,7 +249,7 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 
 
 def _refuse_columns(row: RowCells) -> None:
-    """Raise UnusableText if a column of ``REFUSED`` has content in this row, whatever the spelling of its name."""
+    """Raise UnusableText if a column of ``REFUSED`` has content in this row, in any spelling of its name."""
     refused = {spelled(column): found for column, found in REFUSED.items()}
     for column in row:
         holds, fix = refused.get(spelled(column), ("", ""))

@@ -560,7 +560,7 @@ def describes(caption: str) -> bool:
 
 
 def shown(path: object) -> str:
-    """Return a path as one line of printable text that can be encoded, whatever bytes the file name has."""
+    """Return a path as one line of printable text that can be encoded, even if the file name is not valid Unicode."""
     return legible(str(path))
 
 

@@ -300,7 +300,7 @@ def _extras(t: Translator, setting: Setting) -> None:
     if setting.value == t.value("model.name_or_path"):
         t.skip(setting, "the base has these components")
     else:
-        t.lose(setting, "loads the VAE and the text encoder from another place than the base", ours="model.vae")
+        t.lose(setting, "loads the VAE and the text encoder from a different place than the base", ours="model.vae")
 
 
 def _prediction(t: Translator, setting: Setting) -> None:

@@ -187,7 +187,7 @@ def _four_bits(t: Translator, setting: Setting) -> None:
 
 
 def _every_linear(t: Translator, setting: Setting) -> None:
-    """Translate the switch that adapts every linear layer, whatever ``lora_target_modules`` adds."""
+    """Translate the switch that adapts every linear layer, regardless of what ``lora_target_modules`` adds."""
     if is_on(setting.value):
         t.take("lora.targets", "all-linear", setting)
     else:

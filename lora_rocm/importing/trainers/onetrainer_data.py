@@ -237,7 +237,7 @@ def _tags(concept: _Concept) -> dict[str, RecipeValue]:
         return {}
     delimiter, kept = concept.setting("text.tag_delimiter"), concept.setting("text.keep_tags_count")
     if str(delimiter.value).strip() != ",":
-        t.lose(delimiter, "separates tags by another sign than a comma")
+        t.lose(delimiter, "separates tags by a different sign than a comma")
     if number(kept.value):
         found["keep_tokens"] = RecipeValue(whole(number(kept.value) or 0), (kept,))
     if is_on(shuffle.value):

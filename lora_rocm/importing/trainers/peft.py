@@ -30,7 +30,7 @@ def _prepare(t: Translator) -> None:
     """
     task = t.given("task_type")
     if task is not None and str(task.value) not in ("CAUSAL_LM", "None"):
-        t.refuse_base("another task than writing text", task)
+        t.refuse_base("a different task than writing text", task)
     library = t.given("auto_mapping.parent_library")
     if library is not None and "diffusers" in str(library.value):
         fix = "Write its .safetensors file as lora.init_from into a recipe of the model's family."

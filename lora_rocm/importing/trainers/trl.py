@@ -204,7 +204,7 @@ def _loss(t: Translator, setting: Setting) -> None:
 
 
 def _base(t: Translator, setting: Setting) -> None:
-    """Translate the name of the model. An object of the script is skipped: it is no name."""
+    """Translate the name of the model. An object of the script is not a name, and is skipped."""
     is_name = isinstance(setting.value, str) and re.fullmatch(r"[\w.~:\\/-]+", setting.value) is not None
     is_object = setting.key == "trainer.model" and is_name and "/" not in str(setting.value)
     if not is_name or is_object or "model.name_or_path" in t.values:

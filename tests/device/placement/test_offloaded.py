@@ -201,9 +201,7 @@ class Capturing:
 
 @pytest.mark.parametrize(("number", "entry"), [(1, 1), (2, 2), (3, 1), (3, 2)])
 def test_a_capture_that_was_broken_off_leaves_nothing_that_a_pass_could_believe(number: int, entry: int) -> None:
-    """At the first block going forward, and at the second going back, the next pass begins at another block than the
-    one where it ended.
-    """
+    """The next pass begins at a different block than the interrupted one did."""
     copy = Capturing()
     net, transfer, _ = prepared(CPU, slice(1, None), copy)
 
