@@ -47,7 +47,7 @@ class InspectDocument(TypedDict, total=False):
         title: description in a few words.
         usable: whether a recipe can use it.
         families: possible values of `model.family`.
-        trainable: families that can be trained with it here.
+        trainable: families that can be trained with it.
         needed: keys of `model` that a recipe with this base has to set too.
         unusable: why it cannot be trained with any family.
         problem: the error with which `check` and `train` refuse the base.

@@ -86,7 +86,7 @@ def import_config(paths: Sequence[Path], options: Sequence[str], output: Path | 
     """Translate the files of another trainer, and write the recipe if ``output`` is given.
 
     Raises:
-        UserError: see ``import_files``; or ``output`` exists.
+        UserError: ``output`` exists, or see ``import_files``.
     """
     if output is not None and output.exists():
         fix = "Choose another name, or remove the file."

@@ -391,7 +391,7 @@ def _bytes_as_before(wanted: EncodeRequest, sha256: str) -> bytes:
     """Return the undecoded bytes of an image, if they still have the hash that is part of the key.
 
     Raises:
-        DataError: the image cannot be read, or has changed. Encoded under the old key, it would corrupt the cache.
+        DataError: the image cannot be read, or has changed. Encoding it under the old key would corrupt the cache.
     """
     content = wanted.read()
     if hash_of(content) != sha256:

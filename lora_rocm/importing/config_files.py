@@ -74,7 +74,7 @@ class ConfigFiles:
         if self._opened > MAX_FILES:
             why = f"{setting.key} names one file too many"
         elif place is None:
-            why = f"{setting.key} names {setting.shown}, which is not here"
+            why = f"{setting.key} names {setting.shown}, which was not found"
         else:
             try:
                 return _read(place)

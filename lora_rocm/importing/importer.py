@@ -110,7 +110,7 @@ def translated(paths: Sequence[Path], options: Sequence[str] = ()) -> Translator
         names = ", ".join(table_of(each).name for each in MODULES)
         fix = f"Give the main configuration of one of these: {names}. For a recipe of lora-rocm: lora-rocm check FILE."
         raise UserError(
-            "import-unknown", "This is not a configuration of a trainer known here.", where=main.file, fix=fix
+            "import-unknown", "This is not a configuration of a supported trainer.", where=main.file, fix=fix
         )
     trainer, table = trainer_of(known), table_of(known)
     content = trainer.read(files, [f"--{option}" for option in options])
@@ -125,15 +125,15 @@ def _fill_in(translator: Translator) -> list[str]:
     """Write placeholders for values that every recipe needs. Return a sentence about each placeholder."""
     values, found = translator.values, []
     if "model.name_or_path" not in values:
-        translator.take("model.name_or_path", PLACEHOLDER, note="name the base model here")
+        translator.take("model.name_or_path", PLACEHOLDER, note="write the base model's name or path")
         found.append(f"The configuration names no base model: replace {PLACEHOLDER} in model.name_or_path.")
     if not any(key in ("data.path", "data.dataset") or key.startswith("data.sources[") for key in values):
         is_text = "model.family" in values and values["model.family"].value == "causal-lm"
         key, what = ("data.sources[0].dataset", "table") if is_text else ("data.path", "folder of the data")
-        translator.take(key, PLACEHOLDER, note=f"name the {what} here")
+        translator.take(key, PLACEHOLDER, note=f"write the name of the {what}")
         found.append(f"The configuration names no data: replace {PLACEHOLDER} in {key}.")
     if "train.epochs" not in values and "train.max_train_steps" not in values:
-        translator.take("train.epochs", 1, note="set the length of the run here")
+        translator.take("train.epochs", 1, note="choose the length of the run")
         found.append("The configuration does not set the length of the run: set train.epochs.")
     return found
 

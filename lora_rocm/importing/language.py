@@ -202,7 +202,7 @@ def take_epochs(t: Translator, setting: Setting) -> None:
         t.lose(setting, "it is not a number of epochs", ours="train.epochs")
     else:
         rounded = max(math.ceil(found), 1)
-        note = "" if rounded == found else "whole epochs here: stop earlier, or give train.max_train_steps"
+        note = "" if rounded == found else "whole epochs in lora-rocm: stop earlier, or give train.max_train_steps"
         t.take("train.epochs", rounded, setting, note=note)
 
 
@@ -333,7 +333,7 @@ def take_validation_interval(t: Translator, setting: Setting) -> None:
     elif not setting.key.lower().startswith("evals_per"):
         t.take("train.validation_every_n_steps", int(found), setting)
     else:
-        note = "" if found == 1 else "once per epoch; here the interval is epochs or steps"
+        note = "" if found == 1 else "once per epoch; in lora-rocm the interval is epochs or steps"
         t.take("train.validation_every_n_epochs", 1, setting, note=note)
 
 
@@ -378,7 +378,7 @@ def take_save_interval(t: Translator, setting: Setting) -> None:
     elif not found:
         t.skip(setting, "the last LoRA is always written")
     elif key == "saves_per_epoch":
-        note = "" if found == 1 else "once per epoch; here the interval is epochs or steps"
+        note = "" if found == 1 else "once per epoch; in lora-rocm the interval is epochs or steps"
         t.take("output.save_every_n_epochs", 1, setting, note=note)
     elif found < 1:
         t.skip(setting, "a share of the run; give output.save_every_n_steps")
@@ -430,7 +430,7 @@ def finish(t: Translator) -> None:
     """Write keys that every recipe needs, and keys that depend on several settings."""
     quantization, dora = (t.values.get(key) for key in ("model.quantization", "lora.use_dora"))
     if quantization is not None and dora is not None:
-        t.withdraw("lora.use_dora", "DoRA needs a base that is not quantised here")
+        t.withdraw("lora.use_dora", "in lora-rocm DoRA needs a base that is not quantised")
     if "lora.targets" not in t.values:
         t.take("lora.targets", "all-linear", note="the file names no modules")
 

@@ -29,7 +29,7 @@ def take_prompts(t: Translator, setting: Setting) -> None:
     if isinstance(value, str) and value.lower().endswith(FILES):
         file = t.files.named_by(setting, changes_weights=False)
         if file is None:
-            t.lose(setting, "the file with the prompts is not here", ours="sample.prompts", changes_weights=False)
+            t.lose(setting, "the file with the prompts was not found", ours="sample.prompts", changes_weights=False)
             return
         if file.path.suffix.lower() == ".txt":
             found: list[Value] = [*_lines(file.text)]
@@ -38,7 +38,7 @@ def take_prompts(t: Translator, setting: Setting) -> None:
             t.unread += content.unread
             for each in content.settings:
                 if each.key.rpartition(".")[2] not in KEYS and each.value not in (None, "", False):
-                    t.lose(each, "a prompt has no such key here", ours="sample.prompts", changes_weights=False)
+                    t.lose(each, "a prompt of lora-rocm has no such key", ours="sample.prompts", changes_weights=False)
             found = [*_mappings(content.settings)] or [*_strings(file.text)]
     else:
         found = [*_lines(value)] if isinstance(value, str) else list(value) if isinstance(value, list) else []

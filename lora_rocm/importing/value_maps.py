@@ -111,7 +111,12 @@ def take_if(ours: str, when: Callable[[Value], bool], otherwise: str) -> Functio
 def take_dropout(t: Translator, setting: Setting) -> None:
     """Translate kohya's dropout, which is applied between the two matrices of a LoRA."""
     if number(setting.value):
-        t.take("lora.dropout", setting.value, setting, note="between the two matrices there, at their input here")
+        t.take(
+            "lora.dropout",
+            setting.value,
+            setting,
+            note="the trainer: between the two matrices; lora-rocm: at their input",
+        )
     else:
         t.skip(setting, "0 switches it off")
 
@@ -178,7 +183,7 @@ def take_weight_decay(t: Translator, optimizer: str, *, is_given: bool) -> None:
         is_given: whether a file sets the weight decay.
     """
     if optimizer in WITHOUT_DECAY and not is_given:
-        t.take("optim.weight_decay", 0.0, note="the optimizer's default there")
+        t.take("optim.weight_decay", 0.0, note="the optimizer's default in that trainer")
 
 
 def take_optimizer_arguments(t: Translator, setting: Setting) -> None:

@@ -77,7 +77,7 @@ def compare(
 
 
 def renew(found_K: Tensor, known_K: Tensor, held: Tensor, stays_K: Tensor, implementation: Implementation) -> None:
-    """Make the current fingerprints the expected ones, except for buffers that must not change; and zero ``found_K``.
+    """Make the current fingerprints the expected ones, except for buffers that must not change. Zero ``found_K``.
 
     Args:
         found_K: int64, current fingerprints.

@@ -29,7 +29,7 @@ def group_norm(
     shift_BC: Tensor | None = None,
     silu: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return the normalised ``x + shift``, after SiLU if ``silu``; and ``x`` itself, to use in a residual sum.
+    """Return the normalised ``x + shift`` (after SiLU if ``silu``), and ``x`` itself for a residual sum.
 
     With Triton both outputs are in channels_last. The backward kernel of the first output also adds the gradient of the
     second, so a residual path needs no extra sum.

@@ -471,7 +471,7 @@ def _not_finite(what: str, path: Path) -> AdapterError:
 
 
 def other_axis(module: str, shape: Sequence[int], path: Path) -> AdapterError:
-    """Return the error for a run that starts from a DoRA with one magnitude per input.
+    """Return the error for a start from a DoRA with one magnitude per input, which cannot be trained further.
 
     ``shape``: shape of the magnitudes.
     """

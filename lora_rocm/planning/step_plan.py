@@ -108,7 +108,7 @@ class Footprint:
         shape: shape of these samples, as text.
         cost: cost of one sample. Activations and work are proportional to it.
         weight_bytes: frozen weights, all on the GPU unless blocks are offloaded.
-        adapter_bytes: trained weights, and the gradients of a pass, moments and average.
+        adapter_bytes: trained weights with their gradients, moments and average.
         gradient_bytes: buffer that accumulates gradients. Unless kept, it is allocated after activations are freed.
         landing_bytes: staging buffer of the gradients, also allocated after activations are freed.
         blocks: the repeated blocks in forward order.

@@ -288,7 +288,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def _quoted(value: Any) -> Any:
     """Return the value with all strings that contain NEXT_LINE quoted.
 
-    Unquoted, the YAML library would read them back changed.
+    Without quotes, the YAML library would change them when it reads them back.
     """
     if isinstance(value, dict):
         return {_quoted(key): _quoted(each) for key, each in value.items()}

@@ -168,7 +168,7 @@ class _NodeReader:
         self.count += 1
         if self.count > MAX_NODES or len(key) > MAX_DEPTH:
             mark = node.start_mark
-            raise YamlSyntaxError("too deeply nested, or too much for a recipe", mark.line + 1, mark.column + 1)
+            raise YamlSyntaxError("nested too deeply, or too large for a recipe", mark.line + 1, mark.column + 1)
 
     def read(self, node: Node, key: Key) -> Any:
         self.counted(node, key)

@@ -97,7 +97,7 @@ class OftEntry(OutputEntry):
     def tensors(self, file_format: Form, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of a file, keyed by name.
 
-        LyCORIS stores the constraint under the name "alpha"; it is 0 here.
+        LyCORIS stores the constraint under the name "alpha"; lora-rocm writes 0.
         """
         return {BLOCKS: self.blocks.to(dtype), "alpha": torch.tensor(0.0)}
 

@@ -375,7 +375,7 @@ class BatchPlan:
         The latest result is stored, because each micro-batch of the update needs it.
 
         Returns:
-            For each batch, a list of (item index, repeat); and the sum of the samples' shares.
+            For each batch, a list of (item index, repeat), and the sum of the samples' shares.
         """
         latest = self._latest
         if latest is not None and latest[0] == (epoch, step):

@@ -55,7 +55,7 @@ def yaml_settings(text: str, file: str) -> FileContent:
         except YamlSyntaxError as error:
             kept = min(max(error.line - 1, 0), len(lines) - 1)
             found.unread[:0] = [
-                UnreadText(file, kept + number, "is not YAML here" if number == 1 else "is below a damaged line")
+                UnreadText(file, kept + number, "is not valid YAML" if number == 1 else "is below a damaged line")
                 for number, line in enumerate(lines[kept:], 1)
                 if not COMMENT_OR_EMPTY.match(line)
             ]

@@ -64,7 +64,7 @@ def call_settings(
             trees.append((code, ast.parse(code.text)))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line = code.line(getattr(error, "lineno", 0) or 1)
-            found.unread.append(UnreadText(file, line, "is not Python here"))
+            found.unread.append(UnreadText(file, line, "is not valid Python"))
     constants = _constants([tree for _, tree in trees])
     seen = set[str]()
     for code, tree in trees:

@@ -66,7 +66,7 @@ def per_update(t: Translator, ours: str, setting: Setting) -> None:
     if count is None:
         t.lose(setting, "it is not a number", ours=ours)
     elif batches > 1:
-        note = "in updates; ai-toolkit counts batches here"
+        note = "in updates; ai-toolkit counts batches"
         t.take(ours, max(round(count / batches), 1), setting, note=note)
     else:
         t.take(ours, whole(count), setting)
@@ -165,7 +165,9 @@ def _masks_and_controls(t: Translator, at: Mapping[str, Setting]) -> dict[str, R
     if mask is not None and mask.value:
         found["mask_path"] = RecipeValue(path_text(mask.value), (mask,))
     if has_mask and least is not None and number(least.value):
-        found["unmasked_weight"] = RecipeValue(least.value, (least,), "the lowest weight; here grey stays as it is")
+        found["unmasked_weight"] = RecipeValue(
+            least.value, (least,), "the lowest weight; lora-rocm does not change grey"
+        )
     listed = [at[key] for key in ("control_path_1", "control_path_2", "control_path_3") if key in at and at[key].value]
     single = at.get("control_path")
     settings = listed or ([single] if single is not None and single.value else [])
@@ -280,7 +282,7 @@ def _option(ours: str, value: Value) -> tuple[Value, str]:
         return (path_text(value) if ours != "negative_prompt" else str(value)), ""
     found = number(value)
     if ours == "guidance_scale" and found is not None and found < 1:
-        return 1.0, "1 is the lowest guidance here"
+        return 1.0, "1 is the lowest guidance in lora-rocm"
     return (None if found is None else whole(found)), ""
 
 

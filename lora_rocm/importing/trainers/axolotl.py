@@ -111,7 +111,7 @@ def _about_kind(t: Translator, kind: Setting) -> str:
         name, _, rest = kind.value.lower().partition(".")
         if name in ALPACA or name.partition(":")[0] == "alpaca":
             t.skip(kind, "lora-rocm knows the format by its columns")
-            return "axolotl writes Alpaca's headings; here the tokenizer's chat template"
+            return "axolotl writes Alpaca's headings; in lora-rocm the tokenizer's chat template"
         if name in ("chat_template", "sharegpt", "completion", "pretrain") and rest in ("", "default"):
             t.skip(kind, "lora-rocm knows the format by its columns")
         elif is_dpo(t):
@@ -211,7 +211,7 @@ def _warmup(t: Translator, setting: Setting) -> None:
         if str(t.value("lr_scheduler")).lower() == "constant":
             t.skip(setting, "this schedule has no warm-up")
         elif steps is None or steps.value is None:
-            t.take("optim.lr_warmup_ratio", setting.value, setting, note="100 steps at most there")
+            t.take("optim.lr_warmup_ratio", setting.value, setting, note="axolotl: at most 100 steps")
         else:
             t.skip(setting, "warmup_steps is given")
     elif setting is ratio and steps is not None and steps.value is not None:
@@ -236,16 +236,16 @@ def _length(t: Translator, setting: Setting) -> None:
     """Translate the maximum length. axolotl drops longer texts unless ``excess_length_strategy`` is truncate."""
     longer = t.given("excess_length_strategy")
     note = (
-        "" if longer is not None and longer.value == "truncate" else "longer texts are dropped there; here they are cut"
+        "" if longer is not None and longer.value == "truncate" else "axolotl drops longer texts; lora-rocm cuts them"
     )
     take_number("data.max_length", note)(t, setting)
 
 
 def _excess(t: Translator, setting: Setting) -> None:
     if setting.value == "truncate":
-        t.skip(setting, "longer texts are cut here too")
+        t.skip(setting, "lora-rocm cuts longer texts too")
     else:
-        t.lose(setting, "drops texts that are too long, or stops; here they are cut", ours="data.max_length")
+        t.lose(setting, "drops texts that are too long, or stops; lora-rocm cuts them", ours="data.max_length")
 
 
 def _project(t: Translator, setting: Setting) -> None:
@@ -298,7 +298,7 @@ def _template(t: Translator, setting: Setting) -> None:
         if family is not None and family[0] in base and setting.key == "chat_template":
             t.skip(setting, "the tokenizer's own chat template is used: lora-rocm check shows the texts")
         else:
-            t.lose(setting, "another template; here it is the tokenizer's own", ours="model.tokenizer")
+            t.lose(setting, "another template; lora-rocm uses the tokenizer's own", ours="model.tokenizer")
 
 
 def _tracker(t: Translator, setting: Setting) -> None:

@@ -282,7 +282,7 @@ def _huber(t: Translator, setting: Setting) -> None:
         t.skip(setting, "it is off")
         return
     kind = "smooth_l1" if "smooth" in setting.key else "huber"
-    note = "" if "pseudo" in setting.key else "here pseudo-Huber in place of Huber"
+    note = "" if "pseudo" in setting.key else "in lora-rocm pseudo-Huber in place of Huber"
     t.take("objective.loss_type", kind, setting, note=note)
     t.take("objective.huber_schedule", "constant")
     t.take("objective.huber_c", threshold)
@@ -353,7 +353,7 @@ def _fused_adapter(t: Translator, setting: Setting) -> None:
     if not setting.value or (setting.key.endswith(".weight") and setting.value == 1):
         t.skip(setting, "this value has no effect")
     elif len(paths) == 1 and all(weight == 1 for weight in weights):
-        note = "diffusion-pipe merges it into the base; here it is active during training only"
+        note = "diffusion-pipe merges it into the base; in lora-rocm it is active during training only"
         t.take("model.training_adapter", path_text(setting.value), setting, note=note)
     else:
         t.lose(setting, "merges adapters into the base, with weights", ours="model.training_adapter")
@@ -380,9 +380,9 @@ def _text_encoder_rate(t: Translator, setting: Setting) -> None:
     if not rate:
         t.skip(setting, "a rate of 0")
         if "lora.train_text_encoder" in t.values and len(rates) > 1:
-            t.change(setting, "a rate of 0 trains one text encoder only; here both have the other one's rate")
+            t.change(setting, "a rate of 0 trains one text encoder only; in lora-rocm both have the other one's rate")
     elif len(rates - {0.0}) > 1:
-        t.lose(setting, "one rate is for all text encoders here", ours="optim.text_encoder_learning_rate")
+        t.lose(setting, "one rate is for all text encoders in lora-rocm", ours="optim.text_encoder_learning_rate")
     else:
         t.take("optim.text_encoder_learning_rate", rate, setting)
 
@@ -416,7 +416,7 @@ def _part_rate(t: Translator, setting: Setting) -> None:
 
 def _llm_adapter_rate(t: Translator, setting: Setting) -> None:
     if number(setting.value) == 0:
-        t.skip(setting, "the text conditioner is not trained here")
+        t.skip(setting, "the text conditioner is not trained in lora-rocm")
     else:
         t.lose(setting, "trains the text conditioner too")
 
@@ -435,7 +435,7 @@ def _rank(t: Translator, setting: Setting) -> None:
     """Translate the rank. A very high rank of a LoKr means whole matrices."""
     rank = number(setting.value)
     if rank is not None and rank > MAX_LOKR_RANK and str(t.value("adapter.type")).lower() == "lokr":
-        t.take("lora.rank", MAX_LOKR_RANK, setting, note="the highest rank here: the second matrix is whole")
+        t.take("lora.rank", MAX_LOKR_RANK, setting, note="the highest rank in lora-rocm: the second matrix is whole")
     else:
         take_number("lora.rank")(t, setting)
 

@@ -130,7 +130,7 @@ def _source(t: Translator, kind: str, folder: Setting | None, sections: _Section
     if folder is not None:
         found["path"] = RecipeValue(path_text(folder.value), (folder,))
     if folder is not None and plain_key(folder.key).endswith("metadata_file"):
-        note = "kohya takes the paths in this file; name the folder of the images here"
+        note = "kohya takes the paths in this file; write the folder of the images"
         found["path"] = RecipeValue(path_text(folder.value).rpartition("/")[0] or ".", (), note)
     if kind in ("train_data_dir", "reg_data_dir"):
         found["caption_fallback"] = RecipeValue("folder", (), "kohya: the folder's name if there is no caption")
@@ -175,14 +175,14 @@ def _add_converted(t: Translator, found: dict[str, RecipeValue], sections: _Sect
     for key, count, what in (("random_crop", CROPS, "places"), ("color_aug", COLOURS, "versions")):
         setting = sections.find(key)
         if setting is not None and is_on(setting.value):
-            note = f"kohya: another one at each step; here {count} {what} of each image"
+            note = f"kohya: another one at each step; in lora-rocm {count} {what} of each image"
             found[key] = RecipeValue(count, (setting,), note)
     # regularisation images and captions
     if (setting := sections.find("is_reg")) is not None and is_on(setting.value):
         found["is_reg"] = RecipeValue(True, (setting,))
     words = sections.find("class_tokens")
     if words is not None and words.value:
-        note = "kohya: the caption of images without one; here it is also added to captions that lack it"
+        note = "kohya: the caption of images without one; in lora-rocm it is also added to captions that lack it"
         found["trigger_word"] = RecipeValue(str(words.value), (words,), note)
         found["caption_fallback"] = RecipeValue("trigger", ())
     if (setting := sections.find("metadata_file")) is not None and setting.value:
@@ -238,7 +238,7 @@ def _take_step(t: Translator, sections: _Sections, step: int) -> None:
         t.lose(given, "it is not a size", ours="data.bucket_step")
         return
     allowed = -(-int(size) // step) * step
-    note = "" if allowed == size else f"sides are multiples of {step} here"
+    note = "" if allowed == size else f"in lora-rocm sides are multiples of {step}"
     t.take("data.bucket_step", allowed, given, note=note)
 
 
@@ -263,7 +263,7 @@ def _take_aspect(t: Translator, datasets: Sequence[_Sections]) -> None:
             shapes.append(min(highest, side * side / lowest) / lowest)
             settings |= {id(setting): setting for setting in limits}
     if shapes:
-        note = "the longest shape of kohya's buckets; sides have no limits here"
+        note = "the longest shape of kohya's buckets; sides have no limits in lora-rocm"
         if max(shapes) == MAX_ASPECT and not settings:
             note = "kohya has no limit with bucket_no_upscale"
         longest = round(min(max(*shapes, 1.0), MAX_ASPECT), 3)
@@ -302,7 +302,9 @@ def _take_masks_and_variants(t: Translator, sources: Sequence[Mapping[str, Recip
     if any(key in source for source in sources for key in ("shuffle_caption", "enable_wildcard")) or any(
         "caption_tag_dropout_rate" in source for source in sources
     ):
-        t.take("data.caption_variants", VARIANTS, note="kohya: a new variant at each step; here as many as this")
+        t.take(
+            "data.caption_variants", VARIANTS, note="kohya: a new variant at each step; in lora-rocm as many as this"
+        )
 
 
 def _take_regularisation(t: Translator, sources: Sequence[Mapping[str, RecipeValue]]) -> None:

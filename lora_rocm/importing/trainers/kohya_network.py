@@ -122,7 +122,9 @@ def _take_targets(t: Translator, *, is_lycoris: bool, module: Setting | None) ->
         else:
             t.skip(preset, "only LyCORIS reads it")
     elif family == "flux":
-        t.take("lora.targets", "all-linear", note="kohya has one factor A for q, k and v; here each has its own")
+        t.take(
+            "lora.targets", "all-linear", note="kohya has one factor A for q, k and v; in lora-rocm each has its own"
+        )
 
 
 # functions of the table
@@ -136,7 +138,7 @@ def rank(t: Translator, setting: Setting) -> None:
     elif not found:
         t.lose(setting, "it is not a number", ours="lora.rank")
     elif found > MAX_RANK:
-        t.take("lora.rank", MAX_RANK, setting, note="the highest rank here")
+        t.take("lora.rank", MAX_RANK, setting, note="the highest rank in lora-rocm")
     else:
         t.take("lora.rank", whole(found), setting)
 
@@ -148,7 +150,7 @@ def rank_of_weights(t: Translator, setting: Setting) -> None:
     elif _is_rank_of_weights(t):
         t.take("lora.rank", "auto", setting)
     else:
-        t.lose(setting, "would take the rank from network_weights, which is not here", ours="lora.rank")
+        t.lose(setting, "would take the rank from network_weights, which was not found", ours="lora.rank")
 
 
 def _is_rank_of_weights(t: Translator) -> bool:
@@ -208,7 +210,7 @@ def dora(t: Translator, setting: Setting) -> None:
     elif t.values.get("lora.type", RecipeValue("lora", ())).value == "lora":
         t.take("lora.use_dora", True, setting)
     else:
-        t.lose(setting, "would train magnitudes; only a LoRA has them here", ours="lora.use_dora")
+        t.lose(setting, "would train magnitudes; in lora-rocm only a LoRA has them", ours="lora.use_dora")
 
 
 def loraplus(t: Translator, setting: Setting) -> None:
@@ -244,7 +246,7 @@ def dropout(t: Translator, setting: Setting) -> None:
     if not found:
         t.skip(setting, "it is off")
     else:
-        note = "kohya: of the values between A and B; here of the input" if ours == "dropout" else ""
+        note = "kohya: of the values between A and B; in lora-rocm of the input" if ours == "dropout" else ""
         t.take(f"lora.{ours}", found, setting, note=note)
 
 

@@ -387,7 +387,7 @@ def _take_number_of_files(t: Translator, each_steps: float | None) -> None:
             elif unit == "epochs":
                 t.take(ours, int(found), setting)
             elif each_steps:
-                t.take(ours, int(found // each_steps) + 1, setting, note="kohya counts steps; here files")
+                t.take(ours, int(found // each_steps) + 1, setting, note="kohya counts steps; in lora-rocm files")
             else:
                 t.skip(setting, "it needs save_every_n_steps")
 
@@ -462,7 +462,7 @@ def sampler(t: Translator, setting: Setting) -> None:
     """Translate the sampler of previews."""
     own = SAMPLERS.get(str(setting.value).lower())
     if own is None:
-        t.lose(setting, "previews have no such sampler here", ours="sample.sampler", changes_weights=False)
+        t.lose(setting, "previews have no such sampler in lora-rocm", ours="sample.sampler", changes_weights=False)
     else:
         t.take("sample.sampler", own, setting)
 
@@ -506,7 +506,7 @@ def base_weights(t: Translator, setting: Setting) -> None:
     names = files.value if files is not None and isinstance(files.value, list) else [files.value] if files else []
     factor = 1.0 if strength is None else number(_first(strength.value))
     if setting is files and len(names) == 1 and factor == 1:
-        note = "kohya merges it into the base; here previews do not have it"
+        note = "kohya merges it into the base; in lora-rocm previews do not have it"
         t.take("model.training_adapter", path_text(names[0]), setting, note=note)
     elif setting is strength and factor == 1:
         t.skip(setting, "it is the usual strength")

@@ -130,7 +130,7 @@ def _source(t: Translator, name: str, dataset: Setting | None) -> Source:
     if place is None:
         if t.given("dataset_dir") is not None and str(t.value("dataset_dir")).upper() == "ONLINE":
             return take_table(name, *named)
-        note = f"{TABLES} does not list it, or is not here: give the file"
+        note = f"{TABLES} does not list it, or was not found: give the file"
         return take_table(name, *named, note=note)
     folder = path_text(t.value("dataset_dir") or "data")
     is_local = place.key.endswith("file_name")
@@ -259,7 +259,7 @@ def _template(t: Translator, setting: Setting) -> None:
     if name in PLAIN or family is None or family[0].removesuffix("vl") not in letters:
         t.lose(
             setting,
-            "its own text around each message; here it is the tokenizer's chat template",
+            "its own text around each message; in lora-rocm it is the tokenizer's chat template",
             ours="model.tokenizer",
         )
     else:
@@ -274,7 +274,11 @@ def _packing(t: Translator, setting: Setting) -> None:
     elif "data.packing" in t.values:
         t.skip(setting, "packing has switched it on")
     else:
-        note = "" if setting.key.lower() == "neat_packing" else "texts of a row see each other there, and never here"
+        note = (
+            ""
+            if setting.key.lower() == "neat_packing"
+            else "in LLaMA-Factory the texts of a row see each other; in lora-rocm never"
+        )
         t.take("data.packing", True, setting, note=note)
 
 
@@ -304,7 +308,7 @@ def _tables_are_read(t: Translator, setting: Setting) -> None:
 
 
 def _length(t: Translator, setting: Setting) -> None:
-    note = "question and answer of a turn are both shortened there; here the end of the text is cut"
+    note = "LLaMA-Factory shortens question and answer of a turn; lora-rocm cuts the end of the text"
     take_number("data.max_length", note if t.value("stage") in (None, "sft") else "")(t, setting)
 
 

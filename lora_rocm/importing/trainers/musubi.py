@@ -129,7 +129,7 @@ def _family(t: Translator) -> str:
     if by_module in OTHERS:
         t.refuse_base(OTHERS[by_module], module)
     if script is not None and "_network" not in str(script.value):
-        t.lose(script, "trains the whole model; here an adapter is trained", ours="lora.type")
+        t.lose(script, "trains the whole model; in lora-rocm an adapter is trained", ours="lora.type")
     if script is not None and by_script in FAMILY_OF_SCRIPT:
         t.take("model.family", FAMILY_OF_SCRIPT[by_script], script)
     elif module is not None and by_module in FAMILY_OF_MODULE:
@@ -343,7 +343,7 @@ def _training_adapter(t: Translator, setting: Setting) -> None:
     """Translate ``base_weights``: adapters that are merged into the base before training."""
     files = setting.value if isinstance(setting.value, list) else [setting.value]
     if len(files) == 1:
-        note = "musubi-tuner merges it into the base; here it is active during training only"
+        note = "musubi-tuner merges it into the base; in lora-rocm it is active during training only"
         t.take("model.training_adapter", path_text(files[0]), setting, note=note)
     else:
         t.lose(setting, "merges several adapters into the base", ours="model.training_adapter")
@@ -378,7 +378,7 @@ def _rank_of_file(t: Translator, setting: Setting) -> None:
     elif _takes_rank_of_file(t):
         t.take("lora.rank", "auto", setting)
     else:
-        t.lose(setting, "takes rank and alpha from a file that is not here; set lora.rank: auto", ours="lora.rank")
+        t.lose(setting, "takes rank and alpha from a file that was not found; set lora.rank: auto", ours="lora.rank")
 
 
 def _trackers(t: Translator, setting: Setting) -> None:

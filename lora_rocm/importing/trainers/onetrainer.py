@@ -248,7 +248,7 @@ def _dora(t: Translator) -> None:
     if by_output is not None and is_on(by_output.value):
         t.take("lora.use_dora", True, setting, by_output)
     else:
-        t.take("lora.use_dora", True, setting, note="OneTrainer: one magnitude per input; here one per output")
+        t.take("lora.use_dora", True, setting, note="OneTrainer: one magnitude per input; in lora-rocm one per output")
 
 
 def _lose_if_on(t: Translator, key: str, would: str) -> None:
@@ -321,7 +321,7 @@ def _text_encoder_rates(t: Translator, parts: Sequence[str], trained: bool) -> N
             t.skip(each, "no text encoder is trained")
     if trained and len(values) > 1:
         for each in own:
-            t.lose(each, "one rate is for all text encoders here", ours="optim.text_encoder_learning_rate")
+            t.lose(each, "one rate is for all text encoders in lora-rocm", ours="optim.text_encoder_learning_rate")
     elif trained and (own or number(t.value("unet.learning_rate")) is not None):
         rate = scaled(t, values.pop())
         t.take("optim.text_encoder_learning_rate", rate, *(own or filter(None, [base])))
@@ -395,7 +395,7 @@ def _sequence_length(t: Translator, setting: Setting) -> None:
     elif (number(setting.value) or T5_TOKENS) >= T5_TOKENS:
         t.skip(setting, f"captions of up to {T5_TOKENS} tokens are read")
     else:
-        t.lose(setting, f"cuts captions at this number of tokens; here at {T5_TOKENS}")
+        t.lose(setting, f"cuts captions at this number of tokens; in lora-rocm at {T5_TOKENS}")
 
 
 # functions of the table: the adapter and rates
@@ -470,7 +470,7 @@ def _epochs(t: Translator, setting: Setting) -> None:
     if count is None:
         t.lose(setting, "it is not a number", ours="train.epochs")
     elif several > 1:
-        note = f"divided by {several}: an epoch here has each image at each resolution"
+        note = f"divided by {several}: an epoch in lora-rocm has each image at each resolution"
         t.take("train.epochs", max(round(count / several), 1), setting, note=note)
     else:
         t.take("train.epochs", whole(count), setting)
@@ -492,7 +492,7 @@ def _resolution(t: Translator, setting: Setting) -> None:
     if not found:
         t.lose(setting, "it is not a size", ours="data.resolution")
     elif len(found) > 1:
-        note = "OneTrainer draws one of these per image and epoch; here each image is seen at each"
+        note = "OneTrainer draws one of these per image and epoch; in lora-rocm each image is seen at each"
         t.take("data.resolution", list[Value](found), setting, note=note)
     else:
         note = "the side of a square of the same area" if "x" in str(setting.value) else ""
@@ -542,7 +542,7 @@ def _kept(t: Translator, setting: Setting) -> None:
     if is_on(t.value("rolling_backup")):
         take_number("output.keep_last")(t, setting)
     else:
-        t.skip(setting, "OneTrainer keeps all backups; here output.keep_last checkpoints are kept")
+        t.skip(setting, "OneTrainer keeps all backups; in lora-rocm output.keep_last checkpoints are kept")
 
 
 FUNCTIONS: dict[str, Function] = {

@@ -162,7 +162,7 @@ def _settle_rest(concept: _Concept, taken: set[int]) -> None:
         if id(each) in taken or t.is_settled(each):
             continue
         if WITHOUT_EFFECT.search(leaf) or each.value in (None, "", False) or leaf in KNOWN_LEAVES:
-            t.skip(each, "it is off, or has no effect here")
+            t.skip(each, "it is off, or has no effect in lora-rocm")
         else:
             t.lose(each, "the importer does not know this key of a concept")
 
@@ -188,7 +188,7 @@ def _repeats(concept: _Concept) -> dict[str, RecipeValue]:
     elif count < 1:
         t.lose(setting, "takes this share of the images per epoch", ours="data.repeats")
     else:
-        note = "" if count == int(count) else "a whole number here"
+        note = "" if count == int(count) else "lora-rocm needs a whole number"
         found["repeats"] = RecipeValue(round(count), (setting,), note)
     weight = concept.given("loss_weight")
     if weight is not None and (value := number(weight.value)) not in (None, 1):
@@ -223,7 +223,7 @@ def _captions(concept: _Concept) -> dict[str, RecipeValue]:
             t.lose(file, "the file with the captions of all images")
         return {"caption_fallback": RecipeValue("empty", (), "OneTrainer's file of captions is not taken over")}
     if str(origin.value) == "filename":
-        note = "a caption file next to an image has precedence here"
+        note = "a caption file next to an image has precedence in lora-rocm"
         return {"caption_fallback": RecipeValue("filename", (origin,), note)}
     return {"caption_fallback": RecipeValue("empty", (origin,), "of an image without a caption file")}
 
@@ -312,7 +312,7 @@ def _new_token(t: Translator, at: Mapping[str, Setting], head: str) -> None:
         else:
             t.lose(after, f"stops the training of this token ({unit.shown})")
     for each in at.values():
-        t.skip(each, "it is off, or has no effect here")
+        t.skip(each, "it is off, or has no effect in lora-rocm")
 
 
 def _items(t: Translator, section: str) -> list[Mapping[str, Setting]]:
@@ -389,7 +389,7 @@ def _options(t: Translator, at: Mapping[str, Setting]) -> dict[str, RecipeValue]
                 t.lose(setting, "lora-rocm has no such sampler", ours="sample.sampler", changes_weights=False)
                 continue
         elif ours == "guidance_scale" and (number(value) or 0) < 1:
-            value, note = 1.0, "1 is the lowest guidance here"
+            value, note = 1.0, "1 is the lowest guidance in lora-rocm"
         found[ours] = RecipeValue(value, (setting,), note)
     if "sample_inpainting" in at and is_on(at["sample_inpainting"].value):
         for key, ours in (("base_image_path", "control_image"), ("mask_image_path", "mask")):

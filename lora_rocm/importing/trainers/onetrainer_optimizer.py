@@ -138,7 +138,7 @@ def _key(t: Translator, setting: Setting, ours: str) -> None:
     elif LOST.get(name) and is_on(value):
         t.lose(setting, LOST[name])
     else:
-        t.skip(setting, "this optimizer does not read it, or it changes nothing here")
+        t.skip(setting, "this optimizer does not read it, or it changes nothing in lora-rocm")
 
 
 def _is_schedule_free(t: Translator) -> bool:
@@ -154,7 +154,7 @@ def _schedule(t: Translator, setting: Setting) -> None:
     elif name == "COSINE_WITH_RESTARTS" and cycles == 0.5:
         t.take("optim.lr_scheduler", "cosine", setting, note="half a wave")
     elif name == "COSINE_WITH_RESTARTS":
-        note = "OneTrainer's rate rises again as slowly as it fell; here it jumps"
+        note = "OneTrainer's rate rises again as slowly as it fell; in lora-rocm it jumps"
         t.take("optim.lr_scheduler", "cosine_with_restarts", setting, note=note)
     else:
         take_schedule(t, setting)
@@ -166,7 +166,7 @@ def _cycles(t: Translator, setting: Setting) -> None:
     if not name.startswith("COSINE_WITH") or _is_schedule_free(t) or not cycles or cycles in (0.5, 1):
         t.skip(setting, "this schedule does not read it, or it is the usual number")
     else:
-        note = "" if cycles == int(cycles) else "a whole number here"
+        note = "" if cycles == int(cycles) else "lora-rocm needs a whole number"
         t.take("optim.lr_scheduler_num_cycles", max(round(cycles), 1), setting, note=note)
 
 

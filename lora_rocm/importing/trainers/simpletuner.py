@@ -114,7 +114,7 @@ def _prepare(t: Translator) -> None:
     if kind is not None and str(kind.value).lower() == "lora":
         t.skip(kind, "an adapter is trained")
     elif kind is not None:
-        t.lose(kind, "trains the whole model; here an adapter is trained", ours="lora.type")
+        t.lose(kind, "trains the whole model; in lora-rocm an adapter is trained", ours="lora.type")
     take_adapter(t, family)
     take_factors_of_classes(t)
     # data
@@ -132,7 +132,7 @@ def _variant(t: Translator, family: str, own: str, flavour: Setting | None) -> N
     if family in ("flux", "z-image") and own in VARIANTS:
         t.take("model.variant", VARIANTS[own], *settings, note="" if settings else "as the name of the base shows")
     if own == "ostris-de-turbo" and flavour is not None:
-        t.change(flavour, "SimpleTuner takes the transformer of ostris/Z-Image-De-Turbo: name its file here")
+        t.change(flavour, "SimpleTuner takes the transformer of ostris/Z-Image-De-Turbo: name its file")
     usual = TRAINING_ADAPTERS.get((family, own))
     given, off = t.given("assistant_lora_path"), t.given("disable_assistant_lora")
     if usual is not None and (given is None or not given.value) and (off is None or not is_on(off.value)):
@@ -279,7 +279,7 @@ def _offset(t: Translator, setting: Setting) -> None:
         return
     strength = t.given("noise_offset")
     share = number(t.value("noise_offset_probability"))
-    note = f"SimpleTuner: in a share of {0.25 if share is None else share} of the steps; here in all"
+    note = f"SimpleTuner: in a share of {0.25 if share is None else share} of the steps; in lora-rocm in all"
     settings = (setting,) if strength is None else (setting, strength)
     t.take("objective.noise_offset", number(strength.value) if strength else 0.1, *settings, note=note)
 
@@ -332,7 +332,7 @@ def _prompt_library(t: Translator, setting: Setting) -> None:
     if main is None or not main.value:
         _prompts(t, setting)
     else:
-        t.skip(setting, "its prompts are taken with validation_prompt, or its file is not here")
+        t.skip(setting, "its prompts are taken with validation_prompt, or its file was not found")
 
 
 def _library(t: Translator, setting: Setting) -> list[Value]:

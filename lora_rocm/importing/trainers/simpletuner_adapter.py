@@ -98,7 +98,12 @@ def _target_modules(t: Translator, setting: Setting) -> None:
     names = setting.value if isinstance(setting.value, list) else re.findall(r"[\w.]+", str(setting.value))
     if names and not str(setting.value).endswith(".json"):
         patterns: list[Value] = [rf"(.*\.)?{re.escape(str(name))}" for name in names]
-        t.take("lora.targets", patterns, setting, note="SimpleTuner compares the ends of names; here whole names count")
+        t.take(
+            "lora.targets",
+            patterns,
+            setting,
+            note="SimpleTuner compares the ends of names; in lora-rocm whole names count",
+        )
     else:
         t.lose(setting, "names the layers that are adapted", ours="lora.targets")
 
@@ -174,7 +179,7 @@ def _is_whole(t: Translator) -> bool:
 
 def _rank(t: Translator, setting: Setting) -> None:
     if _is_whole(t):
-        t.take("lora.rank", WHOLE, setting, note="the highest rank here: the second matrix is whole")
+        t.take("lora.rank", WHOLE, setting, note="the highest rank in lora-rocm: the second matrix is whole")
     else:
         take_number("lora.rank")(t, setting)
 
@@ -183,7 +188,7 @@ def _full_matrix(t: Translator, setting: Setting) -> None:
     if not is_on(setting.value):
         t.skip(setting, "it is off")
     elif str(t.value("lycoris.algo")).lower() == "lokr":
-        t.take("lora.rank", WHOLE, setting, note="the highest rank here: the second matrix is whole")
+        t.take("lora.rank", WHOLE, setting, note="the highest rank in lora-rocm: the second matrix is whole")
     else:
         t.lose(setting, "trains whole matrices", ours="lora.rank")
 

@@ -122,7 +122,7 @@ def _source(data: DataSet, conditions: Mapping[str, DataSet]) -> Source | None:
         if key == "grounding.enabled" and is_on(setting.value):
             t.lose(setting, "trains on described parts of the images")
         elif re.match(SECTIONS, key) and not key.endswith(".type"):
-            t.skip(setting, "it has no effect here")
+            t.skip(setting, "it has no effect in lora-rocm")
     return source
 
 
@@ -162,7 +162,7 @@ def _captions(data: DataSet) -> dict[str, RecipeValue]:
     is_only = only is not None and is_on(only.value)
     settings = (strategy,) if strategy is not None else ()
     if prompt is not None and prompt.value and (is_only or plain == "instanceprompt"):
-        note = "SimpleTuner: the caption of every image; here caption files next to the images take precedence"
+        note = "SimpleTuner: the caption of every image; in lora-rocm caption files next to the images take precedence"
         settings = (*settings, only) if is_only and only is not None else settings
         found = {
             "trigger_word": RecipeValue(str(prompt.value), (prompt,), note),
@@ -186,7 +186,7 @@ def _captions_of_files(data: DataSet, strategy: str, settings: tuple[Setting, ..
         note = "SimpleTuner needs a caption file for each image"
         return {"caption_fallback": RecipeValue("error", settings, note), **_lines(data)}
     if strategy == "filename":
-        note = "SimpleTuner: always the file name; here caption files next to the images take precedence"
+        note = "SimpleTuner: always the file name; in lora-rocm caption files next to the images take precedence"
         return {"caption_fallback": RecipeValue("filename", settings, note)}
     column = data.own("caption_column") or data.own("huggingface.caption_column")
     for setting in settings:
@@ -244,13 +244,13 @@ def _size(data: DataSet) -> dict[str, RecipeValue]:
         step = number(t.value("aspect_bucket_alignment")) or ALIGNMENT
         side, note = (
             max(int(round(1000 * size**0.5 / step) * step), 1),
-            "SimpleTuner: megapixels; here the side of a square of the same area",
+            "SimpleTuner: megapixels; in lora-rocm the side of a square of the same area",
         )
     elif plain == "pixel":
         is_square = is_on(data.value("crop")) and str(data.value("crop_aspect") or "square").lower() == "square"
         side, note = (
             round(size),
-            "" if is_square else "SimpleTuner: the shorter side; here the side of a square of the same area",
+            "" if is_square else "SimpleTuner: the shorter side; in lora-rocm the side of a square of the same area",
         )
     else:
         side, note = round(size), ""

@@ -82,7 +82,9 @@ def _sources(t: Translator, component: Setting | None, name: str) -> list[Source
     if name not in READ:
         t.lose(component, f"makes texts of columns that lora-rocm does not read; {UNKNOWN_COLUMNS}")
         given.remove(component)
-    note = "torchtune writes Alpaca's headings; here the tokenizer's chat template" if name in TRAIN_ON_ALL else ""
+    note = (
+        "torchtune writes Alpaca's headings; in lora-rocm the tokenizer's chat template" if name in TRAIN_ON_ALL else ""
+    )
     return [take_table(dataset, *given, note=note, split=split)]
 
 
@@ -92,7 +94,7 @@ def _sources(t: Translator, component: Setting | None, name: str) -> list[Source
 def _model(t: Translator, setting: Setting) -> None:
     builder = str(setting.value).rpartition(".")[2]
     if "vision" in builder:
-        t.lose(setting, "reads images; here only texts are trained on", ours="model.family")
+        t.lose(setting, "reads images; in lora-rocm only texts are trained on", ours="model.family")
     elif builder.startswith(("lora_", "qlora_", "dora_", "qdora_")):
         if builder.startswith("q"):
             t.take("model.quantization", "nf4", setting, note="the builder stores the base in 4 bits")
@@ -175,7 +177,12 @@ def _steps_per_epoch(t: Translator, setting: Setting) -> None:
         t.skip(setting, "no limit")
     else:
         t.values.pop("train.epochs", None)
-        t.take("train.max_train_steps", int(found * (epochs or 1)), setting, note="times the epochs; a limit there")
+        t.take(
+            "train.max_train_steps",
+            int(found * (epochs or 1)),
+            setting,
+            note="multiplied by the epochs; in torchtune it is a limit per epoch",
+        )
 
 
 def _epochs(t: Translator, setting: Setting) -> None:

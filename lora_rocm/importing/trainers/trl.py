@@ -53,7 +53,7 @@ OFF_BY_DEFAULT = {("Unsloth", True): "train_on_responses_only", ("Unsloth", Fals
 """Maps (trainer, whether the configuration is a script) to the switch that restricts training to answers."""
 COMPUTED = re.compile(r"\w+\.(\w+) is computed")
 """Matches the reason of a part that is not read (formats/python_calls.py)."""
-NOT_RUN = "the script computes another value: write it here"
+NOT_RUN = "the script computes another value: write it in the recipe"
 BUILDERS = ("json", "csv", "parquet", "text")
 
 
@@ -257,7 +257,7 @@ def _template(t: Translator, setting: Setting) -> None:
     ):
         t.skip(setting, "the tokenizer's own chat template is used: lora-rocm check shows the texts")
     else:
-        t.lose(setting, "another template; here it is the tokenizer's own", ours="model.tokenizer")
+        t.lose(setting, "another template; lora-rocm uses the tokenizer's own", ours="model.tokenizer")
 
 
 def _base_name(t: Translator) -> Value:

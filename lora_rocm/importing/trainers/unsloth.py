@@ -61,7 +61,9 @@ def _mark_headings(t: Translator) -> None:
     if known is None:
         return
     is_file = str(known.value).lower().endswith((".txt", ".md", ".json", ".jsonl"))
-    note = "a text that is cut into pieces there" if is_file else "Alpaca's headings there; here the chat template"
+    note = (
+        "Unsloth cuts the text into pieces" if is_file else "Unsloth: Alpaca's headings; lora-rocm: the chat template"
+    )
     t.values[at] = RecipeValue(known.value, known.settings, note)
     for setting in known.settings:
         t.change(setting, note)
