@@ -1,6 +1,6 @@
 """Compares the project's Triton kernels with the eager implementations, on the run's device and in its dtype.
 
-The kernels run on cards and compilers that they were not tested on. So before they are used, the kernels of the run's
+The kernels run on GPUs and compilers with which they were not tested. So before they are used, the kernels of the run's
 step are compiled and compared here, forward and backward. Integer kernels must match bit for bit. If a kernel fails,
 the run uses the eager implementations and sends a notice. A case that passed is not compared again until its code, the
 libraries, the driver or the GPU change.

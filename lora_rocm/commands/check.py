@@ -279,7 +279,7 @@ class _CheckedTexts:
 
     @classmethod
     def counted(cls, recipe: Recipe) -> _CheckedTexts:
-        """Count the texts, including texts that are only watched and not trained on.
+        """Count the texts, including texts that are only validated and not trained on.
 
         Raises:
             DataError: see ``text_scan.count_texts``.

@@ -14,7 +14,7 @@ REPO = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 MAX_REPO_LETTERS = 96
 MAX_SHOWN = 300
 BAD_CARD = "Invalid metadata in README.md"
-"""Start of the library's message about a card that the hub refuses."""
+"""Start of the library's message about a model card that the hub refuses."""
 LOG_IN = "Log in with hf auth login, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)."
 AGAIN = "The repository exists now. Run the same command with --update to continue."
 
@@ -101,7 +101,7 @@ def _explained(repo: str, *, created: bool) -> Iterator[None]:
 
 
 def _failed(error: Exception, repo: str, created: bool) -> LoraRocmError:
-    """Return the error for a card that the hub refuses, or for a failed transfer."""
+    """Return the error for a model card that the hub refuses, or for a failed transfer."""
     where, what = f"huggingface.co/{repo}", one_line(str(error))[:MAX_SHOWN]
     if str(error).startswith(BAD_CARD):
         fix = f"Correct output.license or --license in most cases.{f' {AGAIN}' if created else ''}"

@@ -54,7 +54,7 @@ pipeline.{component} = PeftModel.from_pretrained(pipeline.{component}, "{repo}",
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Facts for a card that are not in the publication.
+    """Facts for a model card that are not in the publication.
 
     Attributes:
         repo: name of the repository.

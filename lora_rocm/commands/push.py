@@ -61,8 +61,8 @@ class PushResult:
         is_private: whether the new repository is private, or null for an existing one or a dry run.
         folder: the written folder, or null if it was temporary.
         files: its files.
-        base_model: hub id of the base model in the card, or null if it is not known.
-        license: license in the card, or null if there is none.
+        base_model: hub id of the base model in the model card, or null if it is not known.
+        license: license in the model card, or null if there is none.
     """
 
     repo: str

@@ -24,7 +24,7 @@ Source: unsloth's worker.py (Strix Halo).
 DISPLAY_SHARE, DISPLAY_MIN_BYTES, DISPLAY_MAX_BYTES = 0.05, GIB // 2, GIB
 """Estimated memory of the desktop on a GPU with dedicated memory, used where it cannot be measured."""
 HEADLESS_BYTES = 256 * MIB
-"""A card is treated as one without a desktop if less memory than this is in use."""
+"""A GPU counts as one without a desktop if less memory than this is in use."""
 PAGE_BYTES = 4096
 OF_CARD, HELD, LIBRARIES, KEPT_FREE = "memory of the card", "held by other programs", "for libraries", "kept free"
 DESKTOP = "kept for the desktop"
