@@ -146,7 +146,7 @@ def _check(repo: str, options: PushOptions) -> None:
         raise UserError("push-output", "A dry run needs an output folder.", where="--dry-run", fix="Add --output DIR.")
     if options.update and options.public:
         what = "--public is for a new repository: --update does not change who may see the repository."
-        raise UserError("push-update", what, where="--public --update", fix="Omit --public, or change it on the hub.")
+        raise UserError("push-update", what, where="--public --update", fix="Omit --public, or change this on the hub.")
     if (output := options.output) is not None and os.path.lexists(output):
         if not is_folder(output) or any(output.iterdir()):
             what = "This folder is not empty, or it is a file."

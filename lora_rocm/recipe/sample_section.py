@@ -207,7 +207,7 @@ class SampleSection(Section):
         return "sample", PREVIEW_INPUTS[name], self._listed(name, key, number)[0]
 
     def _listed(self, name: str, key: str, number: int) -> tuple[int, str | None]:
-        """Return the input file for a prompt that this section lists, and its index there.
+        """Return the input file that this section lists for a prompt, and its index in the list.
 
         The file is None if there is none.
         """

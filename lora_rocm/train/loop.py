@@ -488,7 +488,7 @@ class Trainer:
         if self.position.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
             raise NonFiniteError(
                 "nonfinite",
-                f"Loss or gradient was not finite {MAX_NONFINITE_IN_A_ROW} times in a row; these updates were not made.",
+                f"Loss or gradient was not finite {MAX_NONFINITE_IN_A_ROW} times in a row; those updates were skipped.",
                 where=f"update {self.position.updates + 1}, samples {', '.join(pending.samples)}",
                 **resume_advice(
                     "Lower optim.learning_rate or set train.mixed_precision: no, and --resume latest --accept-changes. "

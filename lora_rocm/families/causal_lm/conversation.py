@@ -237,9 +237,9 @@ class Chat:
 
 
 def rewritten(place: int) -> UnusableText:
-    """Return the error for a completion with a message that the chat template rewrites when messages follow.
+    """Return the error for a message of a completion that the chat template writes differently if messages follow.
 
-    The message is not the assistant's.
+    The message is from the user or a tool, not the assistant.
     """
     return UnusableText(
         f"Message {place + 1} of the completion cannot be located, because the chat template "
