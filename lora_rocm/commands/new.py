@@ -57,7 +57,7 @@ class NewRequest:
 
     Attributes:
         path: the new recipe, or None for ``my-<name>.yaml`` in the current folder.
-        source: name of the shipped recipe, or None for the usual one of the model.
+        source: name of the shipped recipe, or None for the model's usual recipe.
         images: folder of images, or None.
         texts: table or folder of texts, or None.
         model: file, folder or hub id of the base model, or None for the recipe's.

@@ -276,7 +276,7 @@ def _fill_captions(draft: RecipeDraft, layout: CaptionLayout) -> None:
 def _side_of(recipe: Recipe, samples: Sequence[Sample]) -> tuple[int, str]:
     """Return the resolution for images, and the reason.
 
-    It is at most the recipe's own resolution, which is the usual one of the family.
+    It is at most the recipe's own resolution, which is usual for the family.
     """
     usual = max(source.resolution for source in recipe.data.resolved_sources())
     areas = [sample.width * sample.height for sample in samples]

@@ -88,7 +88,7 @@ def _adrenalin(situation: Situation) -> str | None:
 def _kernel_of_unread_drm(situation: Situation) -> str | None:
     """Return the kernel version if it determines the version of amdgpu's interface, else None.
 
-    It does if the kernel log does not contain the interface version and no separate amdgpu module is loaded.
+    This is the case if the kernel log does not contain the interface version and no separate amdgpu module is loaded.
     """
     linux = situation.facts.linux
     own = linux is not None and linux.drm_version is None and linux.amdgpu_version is None

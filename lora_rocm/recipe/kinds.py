@@ -61,7 +61,7 @@ class Kinds:
     def judges(self, key: tuple[str | int, ...]) -> bool:
         """Return whether an error at ``key`` can be reported although the kind of its section may be unknown.
 
-        It can if the kind is known, if all kinds have the key, or if no kind has it.
+        This is possible if the kind is known, if all kinds have the key, or if no kind has it.
         """
         named_by = kind_key(str(key[0])) if len(key) > 1 else None
         if named_by is None or named_by not in self.unknown:

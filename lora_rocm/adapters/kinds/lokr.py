@@ -277,7 +277,7 @@ class LokrAdapter(FactorAdapter):
 
 
 def _rank_of_whole(entry: LokrEntry) -> int:
-    """Return the lowest rank at which the layer stores w2 as one matrix, if the entry does so too.
+    """Return the lowest rank at which the layer stores w2 as one matrix, if the entry's w2 is one matrix.
 
     Return 0 if the entry's w2 is a product.
     """

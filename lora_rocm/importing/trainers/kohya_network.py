@@ -374,7 +374,10 @@ def _curve(value: Value, size: int) -> list[float] | None:
 
 
 def _blocks_of_side(side: str, count: int, without_attention: int) -> list[Block]:
-    """Return the layers on one side of a UNet. Each block has two or three layers, and one that changes the size."""
+    """Return the layers on one side of a UNet.
+
+    Each block has two or three layers, and one layer that changes the size.
+    """
     found = []
     for block in range(count):
         has_attention = block != without_attention
