@@ -101,7 +101,7 @@ class Entry(ABC):
         """
 
     def folded(self) -> Entry:
-        """Return an entry with the same effect that a file can store without an alpha."""
+        """Return an entry that has the same effect and can be stored without an alpha."""
         return self
 
     @abstractmethod

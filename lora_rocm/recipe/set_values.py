@@ -1,4 +1,4 @@
-"""Values of ``--set`` as a user types them: one text for a key that takes a list."""
+"""Converts values of ``--set`` that a user typed as one text for a key that takes a list."""
 
 from __future__ import annotations
 
