@@ -246,7 +246,7 @@ def _planned(change: Change, row: Sets) -> Callable[[Situation], str | None]:
 
 
 def _when(change: Change) -> Callable[[Situation], str]:
-    """Return a function for a text about the earlier failure for which the mitigation was stored.
+    """Return a function that describes the earlier failure for which the mitigation was stored.
 
     The text has the day and kind of the failure. It is empty if the mitigation was not stored.
     """
