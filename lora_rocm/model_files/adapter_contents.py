@@ -389,7 +389,7 @@ def _check_magnitudes(module: StoredModule[Values], path: Path) -> None:
 
 
 def _check_numbers(module: StoredModule[Values], kind: KindParts, path: Path, numbers: Numbers[Values]) -> None:
-    """Refuse numbers with which no model works, both in the tensors and in the update scaled by its strength.
+    """Refuse numbers that no model can use, both in the tensors and in the update scaled by its strength.
 
     Raises:
         AdapterError: lora-not-finite, lora-constraint, lora-parts.

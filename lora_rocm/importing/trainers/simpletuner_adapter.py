@@ -46,7 +46,7 @@ def is_lycoris(t: Translator) -> bool:
 
 
 def take_adapter(t: Translator, family: str) -> None:
-    """Translate the adapted layers, if the configuration does not name any."""
+    """Write the trainer's default adapted layers if the configuration names none."""
     modules, preset = t.given("peft_lora_target_modules"), t.given("lycoris.apply_preset.target_module")
     if is_lycoris(t):
         if preset is None:
