@@ -488,10 +488,7 @@ def cases_for(kernels: Collection[str] | None, dtype: torch.dtype) -> tuple[Case
 
 
 def proof_of(case: Case | ExactCase, dtype: torch.dtype) -> Proof:
-    """Return the record for a case.
-
-    It becomes invalid when the code of the kernel, of its plain implementation or of the check changes.
-    """
+    """Return the record for a case. It is invalid after the kernel, its plain implementation or the check changes."""
     run = case.run.func if isinstance(case.run, partial) else case.run
     code = [inspect.getsource(part) for part in (run, _near, _exact, _KernelInputs, poison)]
     told = [str(case), *code, repr(TOLERANCE[dtype]), repr(getattr(case, "mean", 0.0))]

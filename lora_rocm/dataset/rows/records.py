@@ -426,10 +426,7 @@ SYSTEM = ("system", "system_prompt")
 
 
 def _system(row: RowCells, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a list with the system message from the columns ``SYSTEM``.
-
-    It is empty if the row has no system message, or if ``messages`` already has one.
-    """
+    """Return a list with the system message of the row; empty if there is none, or ``messages`` already has one."""
     found = {column: row[column] for column in SYSTEM if column in row and row.unread(column)}
     first = messages[0] if messages else {"role": ""}
     if first["role"] in ("system", "developer"):
