@@ -15,7 +15,7 @@ from torch import nn
 
 from lora_rocm.adapters.entry import Entry
 from lora_rocm.families.base import ModelFamily
-from lora_rocm.families.lora_file_keys import RowsOf
+from lora_rocm.families.file_names import RowsOf
 from lora_rocm.kernels.weight_format import dense_shape
 
 TEXT_LEVEL = "text_model."
@@ -44,7 +44,7 @@ def adaptable(component: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def main_component(family: ModelFamily) -> str:
     """Return the name of the family's main adapted component: its UNet or transformer."""
-    return next(name for name in family.files.prefixes if name not in family.text_components)
+    return next(name for name in family.lora_file_names.prefixes if name not in family.text_components)
 
 
 @dataclass(frozen=True)
