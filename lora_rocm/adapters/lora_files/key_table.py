@@ -2,7 +2,7 @@
 
 A module is named ``component.path`` ("unet.mid_block...to_q"), but a file may name it differently. One weight of a file
 may cover several modules (query, key and value as one ``qkv``), or several weights of a file may form one module.
-``KeyTable`` describes both cases as ranges of rows.
+``KeyTable`` describes both cases as ranges of rows. The names themselves are ``families.lora_file_names``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from lora_rocm.adapters.entry import Entry
 from lora_rocm.families.base import ModelFamily
-from lora_rocm.families.file_names import RowsOf
+from lora_rocm.families.lora_file_names import RowsOf
 from lora_rocm.kernels.weight_format import dense_shape
 
 TEXT_LEVEL = "text_model."

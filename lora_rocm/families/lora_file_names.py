@@ -26,8 +26,11 @@ def not_known(component: str, module: str, rows: int) -> Rows:
 
 
 @dataclass(frozen=True)
-class FileNames:
+class LoraFileNames:
     """Names of a family's modules in LoRA files, and diffusers' loader for these files.
+
+    Implementations: ``common.unet.lora_file_names`` for UNets, ``common.dit.family`` for transformers; a family may
+    override them.
 
     prefixes: prefix of modules' names ("lora_unet_") by component, in the one file that other programs read.
     ``form``: the format of that file (``adapters.entry.Form``): "kohya", or "folded" if readers ignore alpha.
