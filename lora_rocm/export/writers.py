@@ -1,8 +1,8 @@
 """Writes an adapter in the formats of other programs: kohya's file for many, files for a single program, PEFT folders.
 
 Sources of the formats: kohya-ss/sd-scripts ``networks/lora.py``, diffusers ``loaders/lora_base.py``, PEFT's adapter
-folders. Keys have the names of ``families.lora_file_names``. Magnitudes and alphas are always float32. They are few, and a DoRA magnitude rounded to 8 bits would change the
-whole base weight.
+folders. Keys have the names of ``families.lora_file_names``. Magnitudes and alphas are always float32. They are few,
+and a DoRA magnitude rounded to 8 bits would change the whole base weight.
 """
 
 from __future__ import annotations
