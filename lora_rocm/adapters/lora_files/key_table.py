@@ -68,7 +68,7 @@ class KeyTable:
 
     Args:
         components: the model's components.
-        rows_of: function of the file format that names the keys of a module (see ``FileNames``).
+        rows_of: function of the file format that names the keys of a module (see ``LoraFileNames``).
 
     Attributes:
         parts: maps a key to its slices, ordered by their rows in the key's weight.

@@ -58,7 +58,7 @@ def reads_guidance(tensors: Collection[str]) -> bool | None:
 
 
 def original_rows(component: str, module: str, rows: int) -> Rows:
-    """Return original names and rows, as ``FileNames.original``.
+    """Return original names and rows, as ``LoraFileNames.original``.
 
     Query, key and value have the same number of rows, and the MLP has four times that number.
     """

@@ -17,7 +17,7 @@ FUSED = ".attention.qkv."
 
 
 def original_rows(component: str, module: str, rows: int) -> Rows:
-    """Return original names and rows, as ``FileNames.original``. Query, key and value have the same number of rows."""
+    """Return original names and rows, as ``LoraFileNames.original``. Query, key and value have equally many rows."""
     path = f"{module}."
     for old, new in (STARTS | PARTS).items():
         path = path.replace(new, old)
