@@ -526,7 +526,7 @@ def test_an_error_in_a_thread_says_at_which_image_and_leaves_no_thread(
         raise MemoryError("cannot allocate")
 
     before = set(threading.enumerate())
-    monkeypatch.setattr(image_preprocess, "cut", full)
+    monkeypatch.setattr(image_preprocess, "resized_crop", full)
     with pytest.raises(MemoryError) as caught:
         caches.fill_images(images_for(make, tmp_path / "data"))
     assert "0.png" in caught.value.__notes__[0] and set(threading.enumerate()) <= before

@@ -20,7 +20,7 @@ from lora_rocm.errors import ResumeError
 from lora_rocm.export.verify import Verification
 from lora_rocm.families.registry import FAMILIES
 from lora_rocm.optim import schedule_free
-from lora_rocm.optim.factory import RULES, rule_of
+from lora_rocm.optim.registry import RULES, rule_of
 from lora_rocm.optim.update_rule import UpdateRule, shown_weights
 from lora_rocm.processes.jobs import ExportJob
 from lora_rocm.recipe.optim_sections import OPTIMIZERS, AdamwSection, ScheduleFreeSection
@@ -230,7 +230,7 @@ def test_state_of_another_optimizer_is_refused() -> None:
 
 
 RAW = {
-    "part_to_resume": {"train/checkpoint.py", "train/load_model.py", "train/pipeline.py"},
+    "part_to_resume": {"train/checkpoint.py", "train/load_model.py", "train/resume.py"},
     "averaged": {"optim/schedule_free.py", "optim/update_rule.py"},
     "FILE_OF": {"rundir/layout.py", "rundir/checkpoint_record.py", "train/checkpoint.py"},
 }

@@ -27,7 +27,6 @@ from lora_rocm.families.common.dit.detect import called_otherwise
 from lora_rocm.families.common.dit.family import TransformerFamily
 from lora_rocm.families.common.dit.packing import packed, places, unpacked
 from lora_rocm.families.common.dit.sampling import GUIDANCE
-from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, Prediction
 from lora_rocm.families.common.vae import VAE, VaeEncoder
 from lora_rocm.families.flux import names
 from lora_rocm.families.flux.encoders import (
@@ -40,7 +39,8 @@ from lora_rocm.families.flux.encoders import (
     t5_part,
 )
 from lora_rocm.families.flux.spec import FluxSection
-from lora_rocm.families.lora_file_keys import FileNames
+from lora_rocm.families.lora_file_names import LoraFileNames
+from lora_rocm.families.objectives.base import CONTROL_LATENTS, Prediction
 from lora_rocm.recipe.schema import Recipe
 
 MAX_TOKENS, MAX_TOKENS_SCHNELL = 512, 256
@@ -120,8 +120,8 @@ class Flux(TransformerFamily):
         return {STATES: states, POOLED: torch.zeros(rows, config.whole("pooled_projection_dim"))}
 
     @cached_property
-    def files(self) -> FileNames:
-        return replace(super().files, original=names.original_rows)
+    def lora_file_names(self) -> LoraFileNames:
+        return replace(super().lora_file_names, original=names.original_rows)
 
     def check(self, source: BaseSource) -> tuple[str, ...]:
         """Same as ``TransformerFamily.check``. The variant in the base's configs is also compared with the recipe's."""

@@ -25,7 +25,7 @@ from lora_rocm.families.common.dit.blocks.z_image import fuse
 from lora_rocm.families.common.dit.detect import called_otherwise
 from lora_rocm.families.common.dit.family import TransformerFamily
 from lora_rocm.families.common.vae import VAE, VaeEncoder
-from lora_rocm.families.lora_file_keys import FileNames, Rows
+from lora_rocm.families.lora_file_names import LoraFileNames, Rows
 from lora_rocm.families.z_image import names
 from lora_rocm.families.z_image.forward import CAPTION_MULTIPLE, predicted
 from lora_rocm.families.z_image.spec import ZImageSection
@@ -81,8 +81,8 @@ class ZImage(TransformerFamily):
         return caption_lm.zeros(rows, MAX_TOKENS, self.source.config("transformer").whole("cap_feat_dim"))
 
     @cached_property
-    def files(self) -> FileNames:
-        """Same as ``TransformerFamily.files``, but with names for musubi-tuner.
+    def lora_file_names(self) -> LoraFileNames:
+        """Same as ``TransformerFamily.lora_file_names``, but with names for musubi-tuner.
 
         These names are based on diffusers' module names, with no modules fused.
         """
@@ -90,7 +90,7 @@ class ZImage(TransformerFamily):
         def scripts(component: str, module: str, rows: int) -> Rows:
             return ((f"lora_unet_{module.replace('.', '_')}", 0, rows),)
 
-        return replace(super().files, original=names.original_rows, scripts=scripts)
+        return replace(super().lora_file_names, original=names.original_rows, scripts=scripts)
 
     def check(self, source: BaseSource) -> tuple[str, ...]:
         """Same as ``TransformerFamily.check``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from lora_rocm.base_models.conversion import State
-from lora_rocm.families.lora_file_keys import Rows
+from lora_rocm.families.lora_file_names import Rows
 
 STARTS = {"x_embedder.": "all_x_embedder.2-1.", "final_layer.": "all_final_layer.2-1."}
 PARTS = {
@@ -17,7 +17,7 @@ FUSED = ".attention.qkv."
 
 
 def original_rows(component: str, module: str, rows: int) -> Rows:
-    """Return a module's position in files of the original release (see ``FileNames.original``).
+    """Return a module's position in files of the original release (see ``LoraFileNames.original``).
 
     A fused matrix consists of query, key and value, which have the same number of rows.
     """

@@ -17,8 +17,8 @@ from diffusers.image_processor import VaeImageProcessor
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lora_rocm.adapters.files.key_table import KeyTable
-from lora_rocm.adapters.files.lora_reader import components_of, read_lora
+from lora_rocm.adapters.lora_files.key_table import KeyTable
+from lora_rocm.adapters.lora_files.lora_reader import components_of, read_lora
 from lora_rocm.adapters.targets import targets
 from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.children.check_base import weigh
@@ -32,8 +32,8 @@ from lora_rocm.export.writers import kohya_tensors, verify, write
 from lora_rocm.families.base import LoadedModel, PreviewRequest
 from lora_rocm.families.common.caption_lm import STATES
 from lora_rocm.families.common.dit.sampling import denoised
-from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.vae import decode
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import dense_weight, is_packed
 from lora_rocm.planning.format_errors import format_errors
@@ -349,7 +349,7 @@ def test_a_dora_of_a_part_of_a_fused_weight_is_refused_by_name(case: Case) -> No
 @of(*FAMILIES)
 def test_every_layer_of_the_published_model_has_its_place_in_the_original(case: Case) -> None:
     family = case.family()
-    table = KeyTable({"transformer": case.full}, family.files.original)
+    table = KeyTable({"transformer": case.full}, family.lora_file_names.original)
     pattern = re.compile(family.lora_targets["all-linear"]["transformer"])
     wanted = case.original_modules(name for name, _ in case.full.named_modules() if pattern.fullmatch(name))
     assert sum(map(len, wanted.values())) == case.layers["all-linear"]

@@ -2,7 +2,7 @@
 
 A module is named ``component.path`` ("unet.mid_block...to_q"), but a file may name it differently. One weight of a file
 may cover several modules (query, key and value as one ``qkv``), or several weights of a file may form one module.
-``KeyTable`` describes both cases as ranges of rows.
+``KeyTable`` describes both cases as ranges of rows. The names themselves are ``families.lora_file_names``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from lora_rocm.adapters.entry import Entry
 from lora_rocm.families.base import ModelFamily
-from lora_rocm.families.lora_file_keys import RowsOf
+from lora_rocm.families.lora_file_names import RowsOf
 from lora_rocm.kernels.weight_format import dense_shape
 
 TEXT_LEVEL = "text_model."
@@ -44,7 +44,7 @@ def adaptable(component: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def main_component(family: ModelFamily) -> str:
     """Return the name of the family's main adapted component: its UNet or transformer."""
-    return next(name for name in family.files.prefixes if name not in family.text_components)
+    return next(name for name in family.lora_file_names.prefixes if name not in family.text_components)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class KeyTable:
 
     Args:
         components: the model's components.
-        rows_of: function of the file format that names the keys of a module (see ``FileNames``).
+        rows_of: function of the file format that names the keys of a module (see ``LoraFileNames``).
 
     Attributes:
         parts: maps a key to its slices, ordered by their rows in the key's weight.
