@@ -156,7 +156,7 @@ class Axes:
 
     @property
     def multiple_px(self) -> int:
-        """The number of pixels that every side of an image is a multiple of, or 1 if the family reads no images."""
+        """Every side of an image is a multiple of this number of pixels. It is 1 if the family reads no images."""
         return math.lcm(*(axis.multiple for axis in self.axes if axis.unit == "px"))
 
     def tokens(self, lengths: Sequence[int]) -> int:

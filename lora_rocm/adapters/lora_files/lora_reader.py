@@ -294,8 +294,8 @@ def _doubt(name: str, origin: Origin, family: ModelFamily) -> int:
 def _of_this_model(family: ModelFamily, names: Sequence[str], known: Sequence[str], origin: Origin) -> str:
     """Return a name in the file that only the base model's family uses, or "" if there is none.
 
-    If the file also has names of ``origin``, such a name shows that it mixes two models. Among ``known`` modules,
-    ``origin`` must not have the name. Among ``names``, no family except the base model's may use it.
+    If the file also has names of ``origin``, such a name shows that it mixes two models. A name in ``known`` counts if
+    ``origin`` does not use it. A name in ``names`` counts if no other family uses it.
     """
     for name in known:
         each = origin_of([name])

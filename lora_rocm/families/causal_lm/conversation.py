@@ -255,7 +255,7 @@ def nearby(messages: Sequence[Mapping[str, Any]], start: int, until: int) -> lis
 
 
 def _of_data(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a message in which special tokens are plain text."""
+    """Return those fields of a message in which special tokens count as plain text."""
     own = OWN_WORDS if message["role"] == ANSWERS else ()
     return {
         key: each for key, each in message.items() if key != "role" and (key not in own or not isinstance(each, str))
