@@ -131,7 +131,7 @@ class Output:
     QUIET       text                                  nowhere
     ==========  ====================================  ===================
 
-    Errors go to standard error in every mode; in JSON mode they are also the document. So do details (``--verbose``).
+    Errors and details (``--verbose``) go to standard error in every mode. In JSON mode, an error is also the document.
 
     Args:
         mode: the output mode.

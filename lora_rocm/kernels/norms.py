@@ -54,7 +54,7 @@ def group_norm(
 class RowNorm:
     """A norm over the last dimension: ``normalised * weight + bias``.
 
-    weight: [D], or [B, D] with a row for each sample. It may require a gradient, and so may ``bias``.
+    weight: [D], or [B, D] with a row for each sample. It and ``bias`` may require a gradient.
     bias: tensor with the shape of ``weight``, or None.
     centred: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
     dtype: dtype of the result; None means the weight's dtype.

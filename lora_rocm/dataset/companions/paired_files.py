@@ -24,9 +24,9 @@ NUMBER_END = re.compile(r"(.+)_([0-9]{1,4})", re.DOTALL)
 class PairedFiles:
     """The companion files of one kind (masks or control images) in one folder, paired with a source's images by name.
 
-    A file belongs to the image with the same path relative to the images' folder. Extensions are ignored, and so are
-    the suffixes used by other trainers ("0-masklabel", "0_mask"). If an image has several files, they are numbered from
-    NAME_0 or NAME_0000 on, as in musubi-tuner.
+    A file belongs to the image with the same path relative to the images' folder. Extensions are ignored, as are the
+    suffixes of other trainers ("0-masklabel", "0_mask"). If an image has several files, they are numbered from NAME_0
+    or NAME_0000 on, as in musubi-tuner.
 
     Args:
         options: options of the source of the images.

@@ -375,7 +375,8 @@ def _scan_folder(found: _Findings) -> None:
     if found.uncaptioned and options.caption_fallback == "filename":
         if any(folder.repeat_folder(relative).name for _, relative in folder.images):
             found.notices.append(
-                "kohya's scripts use the folder's name if a caption is missing. So does data.caption_fallback: folder."
+                "kohya's scripts use the folder's name if a caption is missing. To do the same, set "
+                "data.caption_fallback: folder."
             )
 
 
