@@ -67,7 +67,7 @@ class DataFacts:
         captioned_several_times: number of samples with more than one caption.
         several_captions: total number of captions of these samples.
         sources: each source at each of its resolutions.
-        watched: number of samples of which only the loss is watched, and which are never trained on, by source.
+        watched: number of samples that are never trained on, and only have their loss measured, by source.
         problems: samples that are not usable, with the reasons. For texts, only the first ones are listed.
         num_problems: total number of samples that are not usable.
         notices: notices about the samples.

@@ -42,8 +42,8 @@ class ForeignTrainer:
     Attributes:
         file: name of the kind of file, with an article.
         trainer: id of the trainer for ``lora-rocm import``; empty if it cannot import the file.
-        any_of: keys of which the file must have at least one.
-        all_of: keys of which the file must have every one; ignored if empty.
+        any_of: the file must have at least one of these keys.
+        all_of: the file must have all of these keys; ignored if empty.
     """
 
     file: str

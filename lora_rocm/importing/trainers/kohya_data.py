@@ -74,7 +74,7 @@ class _Sections:
 
 
 def take_data(t: Translator, step: int) -> None:
-    """Write ``data`` from datasets and folders. ``step``: number of which bucket sides must be multiples."""
+    """Write ``data`` from datasets and folders. ``step``: bucket sides must be multiples of this number."""
     # the subsets; without any, the options hold for the folder that the user fills in
     subsets = [*_subsets(t)] or [("train_data_dir", None, _Sections(t, ["general"]))]
     sources = [_source(t, kind, folder, sections) for kind, folder, sections in subsets]

@@ -15,7 +15,7 @@ ENTRY = re.compile(r"data_backend(?:\[(\d+)\])?\.(.+)")
 SECTIONS = r"(huggingface|conditioning|parquet|video|audio|webshart|grounding)[.\[]"
 """Matches keys of sections that a recipe does not need for a dataset of images."""
 ALIGNMENT = 64
-"""Number of which the sides of SimpleTuner's buckets are multiples."""
+"""The sides of SimpleTuner's buckets are multiples of this number."""
 CACHES = ("text_embeds", "image_embeds", "conditioning_image_embeds", "distillation_cache")
 REMOTE = {
     "aws": "reads images from S3", "csv": "downloads images that a table lists",
