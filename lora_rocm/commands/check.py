@@ -68,8 +68,8 @@ class DataFacts:
         captioned_several_times: number of samples with more than one caption.
         several_captions: total number of captions of these samples.
         sources: each source at each of its resolutions.
-        watched: number of samples of which only the loss is watched, and which are never trained on, by source.
-        problems: samples that are not usable, with the reasons. Of texts, only the first ones.
+        watched: number of samples that are never trained on, and only have their loss measured, by source.
+        problems: samples that are not usable, with the reasons. For texts, only the first ones are listed.
         num_problems: total number of samples that are not usable.
         notices: notices about the samples.
         first_notices: notices about the inspected texts.
@@ -102,7 +102,7 @@ class CheckResult:
         schema_only: whether only the recipe was checked.
         notices: notices about the recipe.
         data: the samples, or null if they were not inspected or are not usable.
-        plan: how a run uses the samples, or null like ``data``.
+        plan: how a run uses the samples, or null if ``data`` is null.
         weight_bytes: memory of the weights by component, or null if the base was not inspected or is not usable.
         notes: notices about the base, the captions and new tokens.
         error: why training is not possible, or null if it is.
@@ -284,7 +284,7 @@ class _CheckedTexts:
 
     @classmethod
     def counted(cls, recipe: Recipe) -> _CheckedTexts:
-        """Count the texts, including texts that are only watched and not trained on.
+        """Count the texts, including texts that are only validated and not trained on.
 
         Raises:
             DataError: see ``text_scan.count_texts``.

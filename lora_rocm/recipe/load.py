@@ -184,8 +184,8 @@ def load_text(
     Args:
         text: the text of the recipe.
         found: the path of the text, or a name for messages. A ``base`` is searched for next to it.
-        overrides: as in ``load_recipe``.
-        registry: as in ``load_recipe``.
+        overrides: see ``load_recipe``.
+        registry: see ``load_recipe``.
         notices: sentences to show before those about the recipe.
 
     Raises:
@@ -288,7 +288,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def _quoted(value: Any) -> Any:
     """Return the value with all strings that contain NEXT_LINE quoted.
 
-    Unquoted, the YAML library would read them back changed.
+    Without quotes, the YAML library would change them when it reads them back.
     """
     if isinstance(value, dict):
         return {_quoted(key): _quoted(each) for key, each in value.items()}
