@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 from lora_rocm.commands.output import Output
 from lora_rocm.commands.run_request import RunRequest
-from lora_rocm.commands.start_run import PreparedRun, RunResult, prepare_run, render
+from lora_rocm.commands.start_run import PreparedRun, RunResult, next_commands, prepare_run, render
 from lora_rocm.commands.worker_log import followed
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.terminal_text import printable
@@ -27,8 +27,11 @@ def train(request: RunRequest, output: Output | None = None) -> int:
         LoraRocmError: training failed, with a message for the user.
     """
     output = output or Output()
-    result = trained(prepare_run(request, output.notify), output)
+    run = prepare_run(request, output.notify)
+    result = trained(run, output)
     output.show(result, render(result))
+    if following := next_commands(result, run.loaded.recipe):
+        output.notify(following)
     return result.exit_code
 
 
