@@ -210,6 +210,8 @@ def test_what_is_not_kept_gives_the_plain_gradients_to_the_bit(its: Its, device:
         assert same(adapted, its, plain, wanted_N) > len(blocks), "blocks are called as modules, again on the way back"
     family.recompute_activations(model, Recomputing(model, together=True))
     assert same(adapted, its, plain, wanted_N) > len(blocks), "several as one segment"
+    family.recompute_activations(model, Recomputing(model, keeping_attention=blocks[1:], unpacks_once=True))
+    assert same(adapted, its, plain, wanted_N) > len(blocks), "attention's output kept, but of the first block"
     family.recompute_activations(model, Recomputing(model, ()))
     assert same(adapted, its, plain, wanted_N) == len(blocks), "the control"
     offloaded = Adapted(its, device, offloads=True)
